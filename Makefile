@@ -1,0 +1,82 @@
+# Every target works on a fresh clone with Python 3.11 or newer, pip, make and a C compiler; the first one installs into .venv.
+
+VENV := .venv
+PY := $(VENV)/bin/python
+BIN := $(VENV)/bin
+PACKAGES := $(wildcard packages/*/pyproject.toml)
+MANIFESTS := constraints.txt pyproject.toml VERSION $(PACKAGES)
+INSTALLED := $(VENV)/.installed
+
+# What `make run` does; `make run RUN="... another command"` replaces it.
+RUN ?= $(BIN)/piper run examples/gpt_text.py
+# More arguments for pytest: `make test ARGS="-k capture -x"`.
+ARGS ?=
+PYTEST := $(PY) -m pytest --durations=10
+
+# The first interpreter that is new enough, unless the caller names one: `make test PYTHON=/path/to/python3.12`.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+PIP := $(PY) -m pip install -qq --disable-pip-version-check --no-input -c constraints.txt
+PIP_FAILED := { echo "make: pip could not install the above; nothing is lost, the next make goes on from here" >&2; exit 1; }
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install run check test test-long bench mutants clean FORCE
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+install: $(INSTALLED) ## create .venv with everything pinned (the other targets do it when needed)
+
+run: $(INSTALLED) ## train a small GPT on real text with two pipeline stages, predicted beside measured
+	$(RUN)
+
+check: $(INSTALLED) ## ruff (lint and format) and mypy --strict on ir, compiler and simulator
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+test: $(INSTALLED) ## the test suite, without what is marked long or bench
+	$(PYTEST) --timeout=300 -m "not long and not bench" $(ARGS)
+
+test-long: $(INSTALLED) ## the whole suite, long tests too, with fresh random examples
+	$(PYTEST) --timeout=3600 -m "not bench" --hypothesis-profile=long $(ARGS)
+
+bench: $(INSTALLED) ## measure: a CSV file and a table with machine and date
+	$(PY) benchmarks/run.py $(ARGS)
+
+mutants: $(INSTALLED) ## seed faults into compiler and runtime; a table of which check catches each
+	$(PY) -m tests.mutants $(ARGS)
+
+clean: ## remove .venv, caches and build leftovers
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist packages/*/build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name '*.egg-info' -type d -prune -exec rm -rf {} +
+
+# An environment knows its own path: in a tree that was moved or copied it would import the old tree, so it is made anew there.
+ifneq ($(wildcard $(INSTALLED)),)
+ifneq ($(shell cat $(INSTALLED)),$(CURDIR))
+$(VENV)/.created: FORCE
+endif
+endif
+FORCE:
+
+$(VENV)/.created:
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11 or newer on PATH; install one, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "make: $(PYTHON) is not Python 3.11 or newer; name another: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || \
+		{ echo "make: $(PYTHON) cannot create environments (no venv or ensurepip module); on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "creating $(VENV) with $(PYTHON)"
+	@"$(PYTHON)" -m venv --clear $(VENV)
+	@touch $@
+
+# torch first and alone, so that nothing else chooses its build; then the build backend, which the editable packages need because
+# build isolation would fetch it seven times; then the packages with what they require.
+$(INSTALLED): $(VENV)/.created $(MANIFESTS)
+	@echo "installing torch (a large download when it is not there yet)"
+	@$(PIP) torch==2.13.0 || $(PIP_FAILED)
+	@echo "installing Piper's packages and the development tools"
+	@$(PIP) setuptools || $(PIP_FAILED)
+	@$(PIP) --no-build-isolation -e '.[dev]' $(PACKAGES:%/pyproject.toml=-e %) || $(PIP_FAILED)
+	@echo "$(CURDIR)" > $@

@@ -1,0 +1,16 @@
+"""Settings of the whole suite: beside pyproject.toml, because they hold for tests/ and for every packages/*/tests."""
+
+import os
+
+from hypothesis import settings
+
+# The machine is shared by several test processes and by the workers that tests start, and the tensors are tiny: one thread per
+# process is the fastest setting and makes float sums repeatable. It must be set before anything imports torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+
+# A test outcome may depend neither on the machine's speed nor on what an earlier run left in a database.
+settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+# `make test-long` looks at new examples every time and prints how to reproduce the one that failed.
+settings.register_profile("long", deadline=None, derandomize=False, database=None, max_examples=1000, print_blob=True)
+settings.load_profile("ci")

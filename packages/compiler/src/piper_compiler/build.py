@@ -1,0 +1,66 @@
+"""Program to Graph: one F and one B node per chunk, data edges by value, no microbatches, nothing placed."""
+
+from __future__ import annotations
+
+from piper_compiler.ports import port_category, signatures, value_reads, value_writes
+from piper_ir.graph import Editor, Graph, Node
+from piper_ir.mesh import Mesh
+from piper_ir.ops import Add, Compute, ComputeStep
+from piper_ir.program import Chunk, Program
+
+
+def build(program: Program, mesh: Mesh) -> Graph:
+    """The graph of one step on one device. Batch tensors and the tangent of the loss are values without a writer: `passes.sources`
+    makes their Load and Seed nodes once it is known which roles read them."""
+    index = {c.id: i for i, c in enumerate(program.chunks)}
+    edit = Graph(mesh, program, {}, {}, {}, {}, chunk_index=index).edit()
+    for tensor in program.batch:
+        edit.value(tensor.name, tensor.spec, "batch")
+    for chunk in program.chunks:
+        _add_compute(edit, chunk, "F")
+    consumers = _gradient_consumers(program)
+    for chunk in reversed(program.chunks):
+        _add_tangents(edit, chunk, consumers)
+        if signatures(chunk, "B"):
+            _add_compute(edit, chunk, "B")
+    return edit.done()
+
+
+def _add_compute(edit: Editor, chunk: Chunk, step: ComputeStep) -> None:
+    coords = {**chunk.coords, "chunk": chunk.id, "phase": step, "op": "compute"}
+    for port in value_writes(chunk, step):
+        edit.value(f"{chunk.id}:{port}", chunk.ports[port], port_category(port))
+    reads = tuple(port_value(chunk, p) for p in value_reads(chunk, step))
+    writes = tuple(f"{chunk.id}:{p}" for p in value_writes(chunk, step))
+    edit.add(Node(f"{chunk.id}.{step}", Compute(chunk.id, step), coords, reads, writes))
+
+
+def port_value(chunk: Chunk, port: str) -> str:
+    """The id, before any microbatch or role is added, of the value behind a port that a step reads."""
+    return chunk.inputs[int(port[2:])].ref if port.startswith("in") else f"{chunk.id}:{port}"
+
+
+def _gradient_consumers(program: Program) -> dict[str, list[str]]:
+    """Value -> the gradients that its consumers send back, in program order."""
+    out: dict[str, list[str]] = {}
+    for chunk in program.chunks:
+        writes = value_writes(chunk, "B")
+        for k, entry in enumerate(chunk.inputs):
+            if entry.kind == "value" and f"gin{k}" in writes:
+                out.setdefault(entry.ref, []).append(f"{chunk.id}:gin{k}")
+    return out
+
+
+def _add_tangents(edit: Editor, chunk: Chunk, consumers: dict[str, list[str]]) -> None:
+    """Make the value "chunk:tan{k}" of every output whose tangent the backward reads: the sum over consumers, last consumer first, which
+    is autograd's own order and so gives the same bits. One consumer needs no sum: its gradient is the tangent."""
+    read = value_reads(chunk, "B")
+    coords = {**chunk.coords, "chunk": chunk.id, "phase": "B", "op": "add"}
+    for k, output in enumerate(chunk.outputs):
+        if f"tan{k}" not in read:
+            continue
+        tangent = edit.value(f"{chunk.id}:tan{k}", output.spec, "scalar" if output.kind == "loss" else "gradient")
+        parts = consumers.get(f"{chunk.id}:out{k}", [])
+        if output.kind != "loss":
+            assert parts, f"{tangent} is read but no consumer of {chunk.id}:out{k} writes a gradient"
+            edit.add(Node(f"{chunk.id}.sum{k}", Add(), coords, tuple(reversed(parts)), (tangent,)))

@@ -1,0 +1,94 @@
+"""The only door to torch's private API for the Dynamo capture (torch >= 2.11)."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.eval_frame import reset_code
+from torch._dynamo.exc import TorchDynamoException
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv
+
+Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+CAPTURE_ERRORS = (TorchDynamoException, ConstraintViolationError)
+"""What torch.compile raises for code that it cannot capture as one graph."""
+
+SET_GRAD = torch._C._set_grad_enabled
+"""Dynamo records `torch.no_grad()` as calls of this."""
+
+
+def fake_cpu() -> FakeTensorMode:
+    """A mode whose tensors claim to be on the CPU and have no bytes. Unlike meta tensors they mix with tensors that a model
+    makes without `device=`, and literals such as torch.tensor([1.0]) keep their values."""
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def mark_rows(tensor: torch.Tensor) -> None:
+    """Make the size of dimension 0 a symbol in the coming capture."""
+    torch._dynamo.mark_dynamic(tensor, 0)
+
+
+@contextmanager
+def own_settings() -> Iterator[None]:
+    """Dynamo's settings that a capture depends on, whatever the user has set."""
+    with dynamo_config.patch(
+        automatic_dynamic_shapes=False, assume_static_by_default=True, suppress_errors=False, inline_inbuilt_nn_modules=True
+    ):
+        yield
+
+
+def compile_once(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+    """`function` under torch.compile as one graph, forgetting what earlier captures compiled of it."""
+    reset_code(function.__code__)
+    return torch.compile(function, backend=backend, fullgraph=True)
+
+
+def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of the user's code that Dynamo was tracing when it raised, outermost first."""
+    stack = getattr(error, "real_stack", None)
+    return list(stack) if stack else []
+
+
+@dataclass(frozen=True)
+class RowGuard:
+    """A fact about the row symbols that the traced path depends on, as sympy, with the user's line if torch knows it."""
+
+    expr: Any
+    line: str | None
+
+
+def row_guards(graph: fx.Graph) -> tuple[RowGuard, ...]:
+    """All facts about sizes that Dynamo assumed while it traced."""
+    for node in graph.nodes:
+        value = node.meta.get("example_value")
+        mode = getattr(value, "fake_mode", None)
+        if mode is not None and mode.shape_env is not None:
+            return tuple(RowGuard(guard.expr, guard.sloc.maybe_user_loc) for guard in mode.shape_env.guards)
+    return ()
+
+
+def size_at(value: Any, rows: int) -> Any:
+    """A symbolic int, float or bool (or a nest of them) at a number of rows. Every symbol is a row symbol: only dimension 0 of
+    the batch is symbolic. Unbacked symbols, which stand for values of tensors, raise LookupError."""
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        kind = int if isinstance(value, torch.SymInt) else float if isinstance(value, torch.SymFloat) else bool
+        return kind(expr_at(value.node.expr, rows))
+    if isinstance(value, list | tuple):
+        return tuple(size_at(v, rows) for v in value)
+    return value
+
+
+def expr_at(expr: Any, rows: int) -> Any:
+    """A sympy expression in row symbols at a number of rows."""
+    symbols = getattr(expr, "free_symbols", ())
+    if any(not s.name.startswith("s") for s in symbols):
+        raise LookupError(str(expr))
+    return expr.subs(dict.fromkeys(symbols, rows)) if symbols else expr

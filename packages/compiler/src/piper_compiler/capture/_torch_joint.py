@@ -1,0 +1,79 @@
+"""The only door to torch's private API for joint graphs (torch >= 2.11; see docs of `aot_export_joint_with_descriptors`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    PlainAOTOutput,
+    TangentAOTInput,
+)
+from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+
+@dataclass(frozen=True)
+class RawJoint:
+    """The functionalised graph with its placeholders by meaning: `primals[k]` is argument k, `tangents[k]` the gradient of
+    output k. `mutated` lists the arguments that are changed in place."""
+
+    module: fx.GraphModule
+    primals: dict[int, fx.Node]
+    tangents: dict[int, fx.Node]
+    mutated: tuple[int, ...]
+
+
+def export_joint(module: torch.nn.Module, args: Sequence[torch.Tensor]) -> RawJoint:
+    """AOTAutograd's functionalised graph of `module(*args)` and, where an output requires grad, of its backward."""
+    with ExitStack() as stack:
+        exported = aot_export_joint_with_descriptors(stack, module, tuple(args)).graph_module
+    primals: dict[int, fx.Node] = {}
+    tangents: dict[int, fx.Node] = {}
+    for node in exported.graph.find_nodes(op="placeholder"):
+        match node.meta["desc"]:
+            case PlainAOTInput(idx=index):
+                primals[index] = node
+            case TangentAOTInput(output=PlainAOTOutput(idx=index)):
+                tangents[index] = node
+    changed = {
+        meaning.mutated_input.idx
+        for meaning in exported.graph.output_node().meta["desc"]
+        if isinstance(meaning, InputMutationAOTOutput) and isinstance(meaning.mutated_input, PlainAOTInput)
+    }
+    return RawJoint(exported, primals, tangents, tuple(sorted(changed)))
+
+
+def results_and_gradients(graph: fx.Graph) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
+    """(output k -> its node, argument k -> the node of its gradient) of a graph made by `export_joint`."""
+    output = graph.output_node()
+    results: dict[int, fx.Node] = {}
+    gradients: dict[int, fx.Node] = {}
+    for value, meaning in zip(cast(Sequence[fx.Node | None], output.args[0]), output.meta["desc"], strict=True):
+        match meaning:
+            case PlainAOTOutput(idx=index) if value is not None:
+                results[index] = value
+            case GradAOTOutput(grad_of=PlainAOTInput(idx=index)) if value is not None:
+                gradients[index] = value
+    return results, gradients
+
+
+def fake_mode() -> FakeTensorMode:
+    """A mode whose tensors have shapes, strides and a storage size, and no bytes."""
+    return FakeTensorMode()
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
+
+
+def in_backward(node: fx.Node) -> bool:
+    """True for a node that AOTAutograd recorded while autograd ran the backward."""
+    return node.meta.get("partitioner_tag") == "is_backward"

@@ -1,0 +1,89 @@
+"""Which storage the value of a graph node lives in. Storage is what memory, saving and ownership are counted in.
+
+A *view* shares the storage of one argument and costs nothing; every other tensor node owns a storage of its own, and each
+output of a multi-output op owns one of its own too. In-place ops (only our own generated ones) return their first argument.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import cache
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
+"""Ops whose schema does not say that the result shares the argument's storage."""
+
+
+@cache
+def aliased_argument(op: OpOverload) -> int | None:
+    """Index of the argument whose storage the results of `op` share, or None."""
+    if op in UNANNOTATED_VIEWS:
+        return 0
+    returned = {name for r in op._schema.returns if r.alias_info is not None for name in r.alias_info.before_set}
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and returned & set(argument.alias_info.before_set):
+            return index
+    return None
+
+
+def source(node: fx.Node) -> fx.Node | None:
+    """The node whose storage `node` shares, or None where it owns its storage. For a getitem of an op with several results
+    that is None as well: each of them owns one, except in a multi-output view such as split."""
+    if node.op != "call_function":
+        return None
+    if node.target is operator.getitem:
+        producer = node.args[0]
+        assert isinstance(producer, fx.Node)
+        return source(producer)
+    if isinstance(node.target, OpOverload):
+        index = aliased_argument(node.target)
+        if index is not None:
+            argument = node.args[index]
+            assert isinstance(argument, fx.Node)
+            return argument
+    return None
+
+
+def root(node: fx.Node) -> fx.Node:
+    """The node that owns the storage of `node`."""
+    while (base := source(node)) is not None:
+        node = base
+    return node
+
+
+def is_view(node: fx.Node) -> bool:
+    return source(node) is not None
+
+
+def tensor(node: fx.Node) -> torch.Tensor:
+    """The (fake) tensor that a node with one result stands for."""
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor), f"{node} has no tensor value"
+    return value
+
+
+def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """All (fake) tensors that a node makes."""
+    value = node.meta["val"]
+    items = value if isinstance(value, list | tuple) else (value,)
+    return tuple(v for v in items if isinstance(v, torch.Tensor))
+
+
+def storage_bytes(value: torch.Tensor) -> int:
+    return value.untyped_storage().nbytes()
+
+
+def fills_storage(value: torch.Tensor) -> bool:
+    """True for a tensor without gaps or overlaps that covers its whole storage, in whatever order of its dimensions."""
+    return dense_order(value) is not None and value.numel() * value.element_size() == storage_bytes(value)
+
+
+def dense_order(value: torch.Tensor) -> tuple[int, ...] | None:
+    """The permutation of the dimensions that makes `value` contiguous, or None where no permutation does."""
+    if value.is_contiguous():
+        return tuple(range(value.dim()))
+    order = tuple(sorted(range(value.dim()), key=lambda d: (-value.stride(d), value.shape[d] == 1, d)))
+    return order if value.permute(order).is_contiguous() else None

@@ -1,0 +1,255 @@
+"""One Dynamo capture of model and loss as a single forward graph whose number of rows is a symbol.
+
+The model's parameters are fake CPU tensors: no bytes, and no difference to code that makes tensors without `device=`. The
+graph is torch-level (linear, layer_norm, in-place methods as the user wrote them); `cut` splits it into chunks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+
+from piper_compiler.capture import _torch
+from piper_compiler.capture.model import BatchMaker, Loss, check_batch, fake_model, flatten_batch, named_tensors
+from piper_ir.errors import CaptureError
+
+EXAMPLE_ROWS = 6
+"""Rows of the symbolic capture. A model that compares its rows with this number is refused, as with any other number."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a placeholder of the graph stands for, under the user's name."""
+
+    kind: Literal["param", "buffer", "batch"]
+    name: str
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A parameter or buffer of the model. `tied`: other names of the same tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    tied: tuple[str, ...] = ()
+    requires_grad: bool = False
+    persistent: bool = True
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The captured graph. `size` nodes (whose values are integers that depend on the rows) are still in it.
+
+    origins: placeholder -> meaning; rewrites: buffer -> node with the value assigned to it in forward;
+    loss, weight: nodes with the scalars; modules: id of a module, as in nn_module_stack, -> module."""
+
+    graph: fx.Graph
+    owner: fx.GraphModule
+    origins: Mapping[fx.Node, Origin]
+    loss: fx.Node
+    weight: fx.Node | None
+    rewrites: Mapping[str, fx.Node]
+    params: tuple[TensorInfo, ...]
+    buffers: tuple[TensorInfo, ...]
+    batch: Mapping[str, Tensor]
+    model: nn.Module
+    modules: Mapping[str, nn.Module]
+    guards: tuple[_torch.RowGuard, ...]
+
+
+def step(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
+    """What is captured: the loss of a batch, and its weight if the user's loss gives one."""
+    if isinstance(inputs, dict):
+        output = model(**inputs)
+    elif isinstance(inputs, tuple):
+        output = model(*inputs)
+    else:
+        output = model(inputs)
+    result = loss(output, targets)
+    if not isinstance(result, tuple):
+        return (result,)
+    total, weight = result
+    if isinstance(weight, Tensor):
+        return total, weight.detach().to(total.dtype)
+    return total, torch.full((), weight, dtype=total.dtype)
+
+
+@dataclass
+class _Recorder:
+    """The backend handed to torch.compile: keeps the graph and answers with its fake outputs."""
+
+    module: fx.GraphModule | None = None
+    inputs: Sequence[Any] = ()
+    outputs: list[Any] = field(default_factory=list)
+    problem: CaptureError | None = None
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.module, self.inputs = module, inputs
+        self.problem = _specialised(module)
+        if self.problem:
+            raise self.problem
+        nodes = module.graph.output_node().args[0]
+        assert isinstance(nodes, list | tuple)
+        self.outputs = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in nodes]
+        return lambda *_: self.outputs
+
+    def node_of(self, value: Any) -> fx.Node | None:
+        """The node whose fake value is this very object."""
+        assert self.module is not None
+        nodes = self.module.graph.output_node().args[0]
+        assert isinstance(nodes, list | tuple)
+        return next((n for n, v in zip(nodes, self.outputs, strict=True) if v is value and isinstance(n, fx.Node)), None)
+
+
+def capture_forward(
+    model: nn.Module | Callable[[], nn.Module], batch: BatchMaker, loss: Loss, dtype: torch.dtype | None
+) -> Forward:
+    """Trace `loss(model(inputs), targets)` once. Raises CaptureError with the user's line for what cannot be captured."""
+    module = fake_model(model, _torch.fake_cpu(), dtype)
+    inputs, targets = check_batch(batch, EXAMPLE_ROWS, dtype)
+    tensors = flatten_batch(inputs, targets)
+    origins = {id(t): Origin("batch", name) for name, t in tensors.items()}
+    params, buffers, before = _manifest(module, origins)
+    for tensor in tensors.values():
+        _torch.mark_rows(tensor)
+
+    recorder = _Recorder()
+    result = _run(recorder, module, loss, inputs, targets)
+    gm = recorder.module
+    if gm is None:
+        raise CaptureError("the loss does not depend on any tensor operation; nothing was captured")
+    nodes = [recorder.node_of(value) for value in result]
+    _check_loss(result, nodes)
+    rewrites = {name: node for name, node in _rewrites(module, before, recorder).items()}
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    assert nodes[0] is not None
+    return Forward(
+        graph=gm.graph,
+        owner=gm,
+        origins=_placeholders(placeholders, recorder.inputs, origins),
+        loss=nodes[0],
+        weight=nodes[1] if len(nodes) == 2 else None,
+        rewrites=rewrites,
+        params=params,
+        buffers=buffers,
+        batch=tensors,
+        model=module,
+        modules={str(id(m)): m for m in module.modules()},
+        guards=_torch.row_guards(gm.graph),
+    )
+
+
+def _manifest(
+    model: nn.Module, origins: dict[int, Origin]
+) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...], dict[str, Tensor]]:
+    """Parameters and buffers with their tied names; adds them to `origins`. The mapping holds every buffer by name."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, tuple[Tensor, bool]] = {}
+    before: dict[str, Tensor] = {}
+    for name, tensor, persistent in named_tensors(model):
+        names.setdefault(id(tensor), []).append(name)
+        tensors.setdefault(id(tensor), (tensor, persistent))
+        if not isinstance(tensor, nn.Parameter):
+            before[name] = tensor
+    params: list[TensorInfo] = []
+    buffers: list[TensorInfo] = []
+    for key, (tensor, persistent) in tensors.items():
+        first, *tied = names[key]
+        is_param = isinstance(tensor, nn.Parameter)
+        shape = tuple(int(s) for s in tensor.shape)
+        info = TensorInfo(first, shape, tensor.dtype, tuple(tied), tensor.requires_grad, persistent)
+        (params if is_param else buffers).append(info)
+        origins[key] = Origin("param" if is_param else "buffer", first)
+    return tuple(params), tuple(buffers), before
+
+
+def _run(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> tuple[Any, ...]:
+    with _torch.own_settings(), torch.enable_grad():
+        try:
+            result = _torch.compile_once(step, recorder)(model, loss, inputs, targets)
+        except _torch.CAPTURE_ERRORS as error:
+            raise recorder.problem or _as_capture_error(error) from error
+    assert isinstance(result, tuple)
+    return result
+
+
+def _as_capture_error(error: BaseException) -> CaptureError:
+    text = str(error)
+    frames = _torch.user_frames(error)
+    torch_root = torch.__path__[0]
+    own = [f for f in frames if not f.filename.startswith(torch_root)] or frames
+    where = f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line}): " if own else ""
+    reason = text.partition("from user code:")[0].strip().partition("Developer debug context")[0].strip()
+    if "no fake impl registered" in text or "fake impl" in text:
+        advice = (
+            "the custom op needs a fake (shape) implementation and a gradient:\n"
+            "    @my_op.register_fake\n    def _(x): return torch.empty_like(x)\n"
+            "    my_op.register_autograd(backward, setup_context=setup_context)"
+        )
+    else:
+        advice = (
+            "model and loss must be one graph without Python side effects or values read from tensors; a custom kernel must be "
+            "registered: @torch.library.custom_op('ns::name', mutates_args=()), then register_fake and register_autograd"
+        )
+    return CaptureError(f"{where}cannot be captured: {reason}\n{advice}")
+
+
+def _specialised(module: fx.GraphModule) -> CaptureError | None:
+    """The refusal of a model that fixed the number of rows while it was traced."""
+    for node in module.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if not isinstance(value, Tensor) or not hasattr(value, "_dynamo_dynamic_indices"):
+            continue
+    env_guards = _torch.row_guards(module.graph)
+    for guard in env_guards:
+        number = re.fullmatch(r"Eq\((?:s\d+, (\d+)|(\d+), s\d+)\)", str(guard.expr))
+        if number:
+            return CaptureError(
+                f"{guard.line or 'the model'}: the number of rows of a batch is compared or combined with the constant "
+                f"{number[1] or number[2]}; the first dimension must stay free (capture used {EXAMPLE_ROWS} rows)"
+            )
+    return None
+
+
+def _check_loss(result: Sequence[Any], nodes: Sequence[fx.Node | None]) -> None:
+    total = result[0]
+    if not isinstance(total, Tensor) or total.dim() != 0 or not total.dtype.is_floating_point or nodes[0] is None:
+        what = f"a tensor of shape {tuple(total.shape)}, {total.dtype}" if isinstance(total, Tensor) else type(total).__name__
+        raise CaptureError(f"loss returned {what}; it must return a floating-point scalar, or a pair (sum, weight) of scalars")
+    if len(result) == 2 and (result[1].dim() != 0 or nodes[1] is None):
+        raise CaptureError(f"loss returned a weight of shape {tuple(result[1].shape)}; (sum, weight) must be scalars")
+
+
+def _rewrites(model: nn.Module, before: Mapping[str, Tensor], recorder: _Recorder) -> dict[str, fx.Node]:
+    """Buffers that forward replaced by another tensor (`self.count = self.count + 1`)."""
+    found: dict[str, fx.Node] = {}
+    for name, tensor, _ in named_tensors(model):
+        if name in before and tensor is not before[name]:
+            node = recorder.node_of(tensor)
+            if node is None:
+                raise CaptureError(f"buffer {name!r} is replaced in forward by a tensor that is not computed there")
+            found[name] = node
+    return found
+
+
+def _placeholders(
+    nodes: Sequence[fx.Node], inputs: Sequence[Any], origins: Mapping[int, Origin]
+) -> dict[fx.Node, Origin]:
+    found: dict[fx.Node, Origin] = {}
+    for node, value in zip(nodes, inputs, strict=True):
+        if not isinstance(value, Tensor):
+            continue
+        origin = origins.get(id(value))
+        if origin is None:
+            raise CaptureError(
+                f"the model uses a tensor of shape {tuple(value.shape)} ({node.target}) that is neither a parameter, a buffer "
+                "nor part of the batch; register it with register_buffer"
+            )
+        found[node] = origin
+    return found

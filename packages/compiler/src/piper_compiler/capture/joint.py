@@ -1,0 +1,301 @@
+"""Traces one chunk's forward and backward into a functional graph and makes its steps F, I and W of it.
+
+The chunk is traced on fake CPU tensors, whatever device its examples are on, so that capture on meta, on fake and on real
+tensors gives the same graph. Inputs that the chunk changes in place are copied first and returned as further outputs; every
+output is copied (detached where no gradient comes back), so that each has a gradient of its own. `simplify` takes the
+copies out again where nothing depends on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import torch.fx.traceback
+from piper_ir.errors import CaptureError
+from piper_ir.program import Signature, Step
+from piper_ir.sizes import TensorSpec
+from torch import fx
+from torch._ops import OpOverload
+
+from piper_compiler.capture import _torch_joint, aliasing, kernels, liveness, phases
+from piper_compiler.capture.codegen import StepCode, generate
+from piper_compiler.capture.schedule import schedule
+from piper_compiler.capture.simplify import simplify
+
+
+@dataclass(frozen=True)
+class JointInput:
+    """One tensor that the chunk reads, in the order of the module's placeholders. Only shape and dtype of `example` matter.
+    needs_grad: a gradient is wanted (of a value: it comes back to its producer; of a parameter: it is trained)."""
+
+    kind: Literal["value", "param", "buffer", "batch"]
+    example: torch.Tensor
+    needs_grad: bool = False
+
+
+@dataclass(frozen=True)
+class ExtraOutput:
+    """An output behind the module's own: the new content of input `input`, which the chunk changes in place. `varies`: it depends
+    on a value, on a batch tensor or on random numbers."""
+
+    kind: Literal["value", "buffer"]
+    input: int
+    varies: bool
+
+
+@dataclass(frozen=True)
+class TracedChunk:
+    """A chunk's steps. `ports`, `steps` and their sizes are those of `piper_ir.program`, with plain integers.
+
+    output_grads[k]: I or W reads the gradient of output k (the extra outputs follow the module's own). A mask given as True
+    becomes False where no input's gradient depends on it. input_grads[k]: the chunk makes the gradient of input k.
+    `code` has an entry per step that is not empty. `random`: F draws random numbers.
+    """
+
+    ports: Mapping[str, TensorSpec]
+    steps: Mapping[Step, Signature]
+    code: Mapping[Step, StepCode]
+    extra_outputs: tuple[ExtraOutput, ...]
+    output_grads: tuple[bool, ...]
+    input_grads: tuple[bool, ...]
+    random: bool
+
+
+def trace_chunk(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool]) -> TracedChunk:
+    """The steps of `module`, whose placeholders are `inputs` and which returns a tensor or a flat tuple of tensors.
+
+    tangent_mask[k] says whether output k receives a gradient; behind the module's outputs come those of the values that it
+    changes in place (`mutated_inputs`), in the order of the inputs. Raises CaptureError, with the user's line where it is
+    known, for what cannot be traced or made functional.
+    """
+    joint = _trace(module, inputs, tangent_mask)
+    cut = phases.cut(joint)
+    steps: dict[Step, Signature] = {}
+    code: dict[Step, StepCode] = {}
+    for step, graph in cut.steps.items():
+        lines = schedule(graph)
+        cost = kernels.cost(graph)
+        steps[step] = Signature(graph.reads, graph.writes, graph.accumulates, cost, liveness.analyse(graph, lines))
+        if not steps[step].empty:
+            code[step] = generate(step, graph, lines, joint.constants)
+    extra = tuple(
+        ExtraOutput("buffer" if inputs[k].kind == "buffer" else "value", k, _varies(joint, joint.outputs[joint.own_outputs + i]))
+        for i, k in enumerate(joint.mutated)
+    )
+    return TracedChunk(cut.ports, steps, code, extra, cut.output_grads, cut.input_grads, cut.random)
+
+
+def mutated_inputs(module: fx.GraphModule, inputs: Sequence[JointInput]) -> tuple[int, ...]:
+    """Indexes of the inputs that the chunk changes in place, in shape or in content."""
+    frozen = [replace(i, needs_grad=False) for i in inputs]
+    wrapper = _Wrapper(module, _constants(module), len(inputs), (), ())
+    return _export(wrapper, module, frozen, wrapper.constants).mutated
+
+
+def _trace(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool]) -> phases.Joint:
+    constants = _constants(module)
+    wrapper = _Wrapper(module, constants, len(inputs), (), tangent_mask)
+    raw = _export(wrapper, module, inputs, constants)
+    mutated = raw.mutated
+    if mutated:
+        _refuse_changed_parameters(module, inputs, mutated)
+        # A buffer has no gradient; its new content has its place in the mask all the same.
+        values = [k for k in mutated if inputs[k].kind != "buffer"]
+        own = wrapper.outputs
+        if len(tangent_mask) == own and not any(inputs[k].needs_grad for k in values):
+            tangent_mask = (*tangent_mask, *(False for _ in values))
+        if len(tangent_mask) != own + len(values):
+            raise CaptureError(
+                f"the chunk changes {len(values)} of its inputs in place, so tangent_mask needs {own + len(values)} entries, "
+                f"one per output and one per changed value, not {len(tangent_mask)}"
+            )
+        rest = iter(tangent_mask[own:])
+        mask = (*tangent_mask[:own], *(inputs[k].kind != "buffer" and next(rest) for k in mutated))
+        wrapper = _Wrapper(module, constants, len(inputs), mutated, mask)
+        raw = _export(wrapper, module, inputs, constants)
+        if raw.mutated:
+            raise CaptureError(f"an in-place change of input {raw.mutated[0]} cannot be made functional{_where(wrapper.node)}")
+    elif len(tangent_mask) != wrapper.outputs:
+        raise CaptureError(f"the chunk has {wrapper.outputs} outputs but tangent_mask has {len(tangent_mask)} entries")
+    return _joint(raw, inputs, constants, mutated, wrapper.outputs - len(mutated))
+
+
+def _joint(
+    raw: _torch_joint.RawJoint,
+    inputs: Sequence[JointInput],
+    constants: Mapping[str, torch.Tensor],
+    mutated: tuple[int, ...],
+    own_outputs: int,
+) -> phases.Joint:
+    graph = raw.module.graph
+    _check(graph)
+    written = [raw.primals[k] for k in mutated if inputs[k].kind == "buffer"]
+    # The copy of a buffer that changes is what backward may save: its place in memory gets the next microbatch's content.
+    simplify(graph, keep={user for primal in written for user in primal.users})
+    results, gradients = _torch_joint.results_and_gradients(graph)
+    names = {raw.primals[len(inputs) + i]: name for i, name in enumerate(constants) if len(inputs) + i in raw.primals}
+    values = dict(constants)
+    for node in graph.find_nodes(op="get_attr"):
+        value = getattr(raw.module, str(node.target))
+        if not isinstance(value, torch.Tensor) or _torch_joint.is_fake(value):
+            raise CaptureError(f"a constant of type {type(value).__name__} cannot be kept{_where(node)}; pass it as an input")
+        names[node] = f"constant{len(values)}"
+        values[names[node]] = value
+    return phases.Joint(
+        graph=graph,
+        kinds=tuple(i.kind for i in inputs),
+        inputs=tuple(raw.primals[k] for k in range(len(inputs))),
+        outputs=tuple(results[k] for k in range(len(results))),
+        own_outputs=own_outputs,
+        tangents=raw.tangents,
+        grads={k: g for k, g in gradients.items() if k < len(inputs)},
+        mutated=mutated,
+        constant_names=names,
+        constants=values,
+    )
+
+
+class _Wrapper(torch.nn.Module):
+    """What is traced: the chunk with its constants as arguments, in-place changes on copies, and outputs that own their bytes."""
+
+    def __init__(
+        self, module: fx.GraphModule, constants: Mapping[str, torch.Tensor], inputs: int, mutated: Sequence[int], mask: Sequence[bool]
+    ) -> None:
+        super().__init__()
+        self.constants = constants
+        self.node: fx.Node | None = None
+        self.outputs = 0
+        self._run = lambda args, given: _Interpreter(module, given, self).run(*args)
+        self._inputs, self._mutated, self._mask = inputs, mutated, mask
+
+    def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        values = [a.clone() if k in self._mutated else a for k, a in enumerate(args[: self._inputs])]
+        given = dict(zip(self.constants, args[self._inputs :], strict=True))
+        with torch.device("cpu"), torch.fx.traceback.preserve_node_meta():
+            result = self._run(values, given)
+        outputs = [*(result if isinstance(result, list | tuple) else (result,)), *(values[k] for k in self._mutated)]
+        self.outputs = len(outputs)
+        for k, out in enumerate(outputs):
+            if not isinstance(out, torch.Tensor):
+                raise CaptureError(f"output {k} of a chunk is {type(out).__name__}; only tensors cross from chunk to chunk")
+        return tuple(
+            out.clone(memory_format=torch.contiguous_format) if k < len(self._mask) and self._mask[k] else _detached(out)
+            for k, out in enumerate(outputs)
+        )
+
+
+def _detached(out: torch.Tensor) -> torch.Tensor:
+    return out.detach().clone(memory_format=torch.contiguous_format)
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs the captured chunk on one device: constants come as arguments, and devices written into the graph become the CPU."""
+
+    def __init__(self, module: fx.GraphModule, constants: Mapping[str, torch.Tensor], wrapper: _Wrapper) -> None:
+        super().__init__(module)
+        self.extra_traceback = False
+        self._constants, self._wrapper = constants, wrapper
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._wrapper.node = n
+        return super().run_node(n)
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._constants[target] if target in self._constants else super().get_attr(target, args, kwargs)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(target, _on_cpu(args), _on_cpu(_cpu_keyword(kwargs)))
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target in ("cpu", "cuda"):
+            return args[0]
+        if target == "to" and len(args) > 1 and isinstance(args[1], str):
+            args = (args[0], "cpu", *args[2:])
+        return super().call_method(target, _on_cpu(args), _on_cpu(_cpu_keyword(kwargs)))
+
+
+def _on_cpu(value: Any) -> Any:
+    return fx.node.map_aggregate(value, lambda v: torch.device("cpu") if isinstance(v, torch.device) else v)
+
+
+def _cpu_keyword(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return kwargs if kwargs.get("device") is None else {**kwargs, "device": torch.device("cpu")}
+
+
+def _constants(module: fx.GraphModule) -> dict[str, torch.Tensor]:
+    """Tensors that the captured graph holds as attributes, by attribute name."""
+    found: dict[str, torch.Tensor] = {}
+    for node in module.graph.find_nodes(op="get_attr"):
+        value: Any = module
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        if isinstance(value, torch.Tensor):
+            if value.is_meta or _torch_joint.is_fake(value):
+                raise CaptureError(f"a constant tensor has no content{_where(node)}; register it as a buffer of the model")
+            found[str(node.target)] = value
+    return found
+
+
+def _export(
+    wrapper: _Wrapper, module: fx.GraphModule, inputs: Sequence[JointInput], constants: Mapping[str, torch.Tensor]
+) -> _torch_joint.RawJoint:
+    placeholders = module.graph.find_nodes(op="placeholder")
+    if len(placeholders) != len(inputs):
+        raise CaptureError(f"the chunk has {len(placeholders)} placeholders but {len(inputs)} inputs are described")
+    with _torch_joint.fake_mode():
+        examples = [torch.empty(i.example.shape, dtype=i.example.dtype).requires_grad_(i.needs_grad) for i in inputs]
+        fixed = [torch.empty(c.shape, dtype=c.dtype) for c in constants.values()]
+    try:
+        with torch.enable_grad():
+            return _torch_joint.export_joint(wrapper, [*examples, *fixed])
+    except CaptureError:
+        raise
+    except Exception as error:  # whatever the user's code or torch's tracer raises, told with the user's line
+        message = str(error).strip().split("\n\n")[0]
+        raise CaptureError(f"cannot trace the forward and backward of a chunk{_where(wrapper.node)}: {message}") from error
+
+
+def _refuse_changed_parameters(module: fx.GraphModule, inputs: Sequence[JointInput], mutated: Sequence[int]) -> None:
+    for k in mutated:
+        if inputs[k].kind == "param":
+            name = module.graph.find_nodes(op="placeholder")[k].name
+            raise CaptureError(f"the model changes its parameter {name} in place while it runs; only an optimizer may do that")
+
+
+def _check(graph: fx.Graph) -> None:
+    """Refuse, by name and user line, what is not a plain functional op or what only one device has."""
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        target, name = node.target, str(node.target)
+        if isinstance(target, OpOverload):
+            if target._schema.is_mutable:
+                raise CaptureError(f"{name} changes a tensor in place and cannot be made functional{_where(node)}")
+            if "mkldnn" in name or "for_cpu" in name or "_scaled_dot_product" in name:
+                raise CaptureError(f"{name} exists on one kind of device only and has no portable form{_where(node)}")
+        elif target.__module__ != "_operator":
+            raise CaptureError(
+                f"{name} cannot be cut into forward and backward steps{_where(node)}; custom ops must be functional "
+                "(torch.library, mutates_args=()), and checkpointing or control flow belong to the strategy, not to the model"
+            )
+
+
+def _where(node: fx.Node | None) -> str:
+    """' at file:line: code' of the user's line that made the node, or nothing where it is not known."""
+    lines = str(node.meta.get("stack_trace") or "").strip().splitlines() if node is not None else []
+    frames = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "')]
+    if not frames:
+        return ""
+    path, number = lines[frames[-1]].split('"')[1], lines[frames[-1]].split("line ")[1].split(",")[0]
+    code = lines[frames[-1] + 1].strip() if frames[-1] + 1 < len(lines) else ""
+    return f" at {path}:{number}: {code}"
+
+
+def _varies(joint: phases.Joint, output: fx.Node) -> bool:
+    return any(
+        phases.is_random(n) or (n in joint.inputs and joint.kinds[joint.inputs.index(n)] in ("value", "batch"))
+        for n in phases.ancestors([output])
+    )

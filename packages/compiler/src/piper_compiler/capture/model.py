@@ -1,0 +1,111 @@
+"""The user's model and batch as capture sees them: fake tensors, names, rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from piper_ir.errors import CaptureError
+
+BatchMaker = Callable[[range], tuple[Any, Any]]
+"""rows -> (inputs, targets), each with len(rows) rows."""
+
+Loss = Callable[[Any, Any], Any]
+"""(output, targets) -> mean over rows, or (sum, weight)."""
+
+
+def fake_model(model: nn.Module | Callable[[], nn.Module], mode: FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
+    """The model with fake parameters and buffers, floating ones cast to `dtype`; the user's module is not touched.
+
+    A callable runs under `mode`, so that a model of any size takes no memory. A constructor that reads values of tensors
+    (`.item()`, numpy) cannot run there; it then runs for real, and its tensors are replaced by fake ones."""
+    if isinstance(model, nn.Module):
+        return _faked(model, mode, dtype)
+    try:
+        with mode:
+            built = model()
+    except (RuntimeError, TypeError, ValueError):
+        built = model()
+    if not isinstance(built, nn.Module):
+        raise CaptureError(f"model() returned {type(built).__name__}; it must return a torch.nn.Module")
+    return _faked(built, mode, dtype)
+
+
+def _faked(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
+    memo: dict[int, Any] = {}
+    for _, tensor, _ in named_tensors(model):
+        if id(tensor) in memo:
+            continue
+        target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        with mode:
+            fake: Tensor = torch.empty(tuple(tensor.shape), dtype=target)
+            memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+    return copy.deepcopy(model, memo)
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    """(name, tensor, in state_dict) of all parameters, buffers and plain tensor attributes, tied names included, each under
+    its dotted name. Plain attributes (`self.mask = torch.ones(8)`) are treated as buffers that are not persistent."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield dot + name, parameter, True
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield dot + name, buffer, name not in module._non_persistent_buffers_set
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield dot + name, value, False
+
+
+def flatten_batch(inputs: Any, targets: Any) -> dict[str, Tensor]:
+    """The tensors of a batch by name: "inputs" (a single tensor), "inputs.0", "inputs.mask", "targets", "targets.0.x"...
+
+    Raises CaptureError for a leaf that is neither a tensor nor None."""
+    found: dict[str, Tensor] = {}
+    for root, nest in (("inputs", inputs), ("targets", targets)):
+        for path, leaf in pytree.tree_flatten_with_path(nest)[0]:
+            name = ".".join([root, *(_key(part) for part in path)])
+            if isinstance(leaf, Tensor):
+                found[name] = leaf
+            elif leaf is not None:
+                raise CaptureError(f"batch: {name} is a {type(leaf).__name__}; a batch holds tensors (and None) only")
+    return found
+
+
+def _key(part: Any) -> str:
+    for attribute in ("key", "idx", "name"):
+        if hasattr(part, attribute):
+            return str(getattr(part, attribute))
+    return str(part)
+
+
+def check_batch(batch: BatchMaker, rows: int, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    """Example (inputs, targets) with `rows` rows and undefined content, from a call of the user's function for two rows.
+
+    Raises CaptureError where the function does not return a pair of nests of tensors whose first dimension is the rows."""
+    asked = range(2)
+    result = batch(asked)
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise CaptureError(f"batch returned {type(result).__name__}; it must return a pair (inputs, targets)")
+    for name, tensor in flatten_batch(*result).items():
+        if tensor.dim() == 0 or tensor.shape[0] != len(asked):
+            raise CaptureError(
+                f"batch: {name} has shape {tuple(tensor.shape)} for {len(asked)} rows; the first dimension must be the rows"
+            )
+
+    def example(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        target = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
+        return torch.zeros((rows, *leaf.shape[1:]), dtype=target)
+
+    inputs, targets = pytree.tree_map(example, result)
+    return inputs, targets

@@ -1,0 +1,186 @@
+"""Value-preserving rewrites of a functionalised joint graph: fewer views, fewer copies, shorter lifetimes.
+
+In a functional graph nothing is ever overwritten, so a copy is its source, and only the outputs of a step must own their
+bytes (`phases` sees to it). The rules, each local to a node:
+
+    detach(x), alias(x), lift_fresh(x)          -> x
+    clone(x), same-dtype copy of contiguous x   -> x
+    copy(destination, x) of equal spec          -> x              (autograd's slice assignment)
+    zeros_like(x), new_zeros(x, ...), ...       -> zeros(...)     (x was read for its shape only)
+    t(t(x)), transpose twice, permute twice     -> x or one permute
+    view(view(x)), view to the same shape       -> view(x), x
+    expand to the same shape                    -> x
+    two equal views of one node                 -> one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from piper_compiler.capture import aliasing
+
+aten = torch.ops.aten
+IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default})
+VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
+SHAPE_ONLY: dict[OpOverload, tuple[OpOverload, Any]] = {
+    aten.zeros_like.default: (aten.zeros.default, None),
+    aten.new_zeros.default: (aten.zeros.default, None),
+    aten.ones_like.default: (aten.ones.default, None),
+    aten.new_ones.default: (aten.ones.default, None),
+    aten.empty_like.default: (aten.empty.memory_format, None),
+    aten.new_empty.default: (aten.empty.memory_format, None),
+    aten.full_like.default: (aten.full.default, 1),
+    aten.new_full.default: (aten.full.default, 2),
+}
+"""Ops that read a tensor for its shape, dtype and device only -> (factory, index of the fill value)."""
+
+
+def simplify(graph: fx.Graph, keep: Collection[fx.Node]) -> None:
+    """Rewrite `graph` in place. Nodes in `keep` stay as they are."""
+    views: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, OpOverload) or node in keep:
+            continue
+        simpler = _apply(graph, node)
+        if simpler.op == "call_function" and aliasing.is_view(simpler):
+            key = (simpler.target, _freeze(simpler.args), _freeze(simpler.kwargs), simpler.meta.get("partitioner_tag"))
+            simpler = _replace(graph, simpler, views.setdefault(key, simpler))
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+
+
+def _apply(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """`node` after all rules; a rule that returns an older node ends the search, because that one is simple already."""
+    for rule in RULES:
+        replacement = rule(graph, node)
+        if replacement is not None:
+            is_old = replacement is not node.prev
+            node = _replace(graph, node, replacement)
+            if is_old:
+                break
+    return node
+
+
+def _replace(graph: fx.Graph, node: fx.Node, by: fx.Node) -> fx.Node:
+    if by is not node:
+        node.replace_all_uses_with(by)
+        graph.erase_node(node)
+    return by
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_freeze(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, _freeze(v)) for k, v in sorted(value.items()))
+    return (type(value), value)
+
+
+def _same_spec(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def _node(graph: fx.Graph, before: fx.Node, target: OpOverload, args: tuple[Any, ...], **kwargs: Any) -> fx.Node:
+    """A new node with the meaning (user line, phase) of the node that it replaces."""
+    with graph.inserting_before(before):
+        new = graph.call_function(target, args, kwargs)
+    new.meta = dict(before.meta)
+    return new
+
+
+def _drop_identity(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    argument = node.args[0] if node.args else None
+    return argument if node.target in IDENTITIES and isinstance(argument, fx.Node) else None
+
+
+def _drop_copy(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    if node.target not in (aten.clone.default, aten._to_copy.default):
+        return None
+    argument = node.args[0]
+    assert isinstance(argument, fx.Node)
+    before, after = aliasing.tensor(argument), aliasing.tensor(node)
+    return argument if _same_spec(before, after) and before.is_contiguous() and after.is_contiguous() else None
+
+
+def _drop_overwrite(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    if node.target is not aten.copy.default or any(u.target is aten.as_strided.default for u in node.users):
+        return None
+    argument = node.args[1]
+    assert isinstance(argument, fx.Node)
+    return argument if _same_spec(aliasing.tensor(argument), aliasing.tensor(node)) else None
+
+
+def _drop_shape_source(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    assert isinstance(node.target, OpOverload)
+    factory, fill = SHAPE_ONLY.get(node.target, (None, None))
+    value = node.meta.get("val")
+    if factory is None or not isinstance(value, torch.Tensor) or not value.is_contiguous():
+        return None
+    fills = () if fill is None else (node.args[fill],)
+    return _node(graph, node, factory, (list(value.shape), *fills), dtype=value.dtype, device=value.device)
+
+
+def _fold_permutes(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    outer = _permutation(node)
+    inner_node = node.args[0] if node.args else None
+    if outer is None or not isinstance(inner_node, fx.Node):
+        return None
+    inner = _permutation(inner_node)
+    if inner is None:
+        return None
+    base = inner_node.args[0]
+    assert isinstance(base, fx.Node)
+    order = [inner[d] for d in outer]
+    return base if order == sorted(order) else _node(graph, node, aten.permute.default, (base, order))
+
+
+def _permutation(node: fx.Node) -> list[int] | None:
+    if node.op != "call_function":
+        return None
+    rank = len(aliasing.tensor(node).shape) if isinstance(node.meta.get("val"), torch.Tensor) else 0
+    order = list(range(rank))
+    if node.target is aten.t.default:
+        return order[::-1]
+    if node.target is aten.transpose.int:
+        a, b = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
+        order[a], order[b] = order[b], order[a]
+        return order
+    if node.target is aten.permute.default:
+        return [int(d) % rank for d in node.args[1]]  # type: ignore[arg-type, union-attr]
+    return None
+
+
+def _fold_views(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    base = node.args[0] if node.args else None
+    if node.target not in VIEWS or not isinstance(base, fx.Node):
+        return None
+    while base.target in VIEWS:
+        base = base.args[0]
+        assert isinstance(base, fx.Node)
+    shape = list(aliasing.tensor(node).shape)
+    if list(aliasing.tensor(base).shape) == shape:
+        return base
+    return None if base is node.args[0] else _node(graph, node, aten.view.default, (base, shape))
+
+
+def _drop_expand(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    argument = node.args[0] if node.args else None
+    if node.target is not aten.expand.default or not isinstance(argument, fx.Node):
+        return None
+    return argument if aliasing.tensor(argument).shape == aliasing.tensor(node).shape else None
+
+
+Rule = Callable[[fx.Graph, fx.Node], fx.Node | None]
+RULES: tuple[Rule, ...] = (
+    _drop_identity,
+    _drop_copy,
+    _drop_overwrite,
+    _drop_shape_source,
+    _fold_permutes,
+    _fold_views,
+    _drop_expand,
+)

@@ -1,0 +1,137 @@
+"""Coordinates of model parts: `region` inside the model's code, `tag` from outside, `layer` by itself.
+
+A coordinate is a name and an integer. Nested regions and tagged modules merge name by name, the inner one wins:
+
+    with piper.region(stage=0):                     # in forward; also a decorator: @piper.region(stage=0)
+        x = self.embed(tokens)
+    piper.tag(model, {"layers.0-3": dict(stage=0), "layers.4-7": dict(stage=1), "head*": dict(stage=1)})
+
+The index of the outermost ModuleList entry that runs an operation is its coordinate `layer`, unless the user gives one.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import nn
+from torch.fx.traceback import annotate
+
+from piper_ir.errors import CaptureError, SelectorError
+
+PREFIX = "piper."
+"""Starts the key under which a region's coordinate stands in a node's meta["custom"]: one flat key per coordinate, because
+torch merges nested annotations by key."""
+
+ATTRIBUTE = "_piper_coords"
+"""Attribute of a tagged module: coordinate -> (value, pattern)."""
+
+LAYER = "layer"
+
+
+@contextmanager
+def region(**coords: int) -> Iterator[None]:
+    """Give every operation of the block, or of the decorated function, these coordinates: `region(stage=0)`.
+
+    Does nothing outside of capture. Values are integers; capture refuses others with the line of the operation."""
+    if not torch.compiler.is_compiling():
+        yield
+        return
+    with annotate({PREFIX + name: value for name, value in coords.items()}):
+        yield
+
+
+def tag(model: nn.Module, patterns: Mapping[str, Mapping[str, int]]) -> nn.Module:
+    """Give modules coordinates from outside; returns `model`.
+
+    A pattern is matched against dotted module names as by fnmatch (`*` also matches dots); a component such as `0-3` is an
+    inclusive range of indexes. A tagged module's coordinates hold for everything that runs inside it.
+    Raises SelectorError for a pattern without match, and for two patterns that give one module different values."""
+    modules = {name: module for name, module in model.named_modules() if name}
+    for pattern, coords in patterns.items():
+        _check_coords(pattern, coords)
+        matched = [name for name in modules if _matches(pattern, name)]
+        if not matched:
+            raise SelectorError(f"tag: no module matches {pattern!r}; the model has {_examples(list(modules))}")
+        for name in matched:
+            _stamp(name, modules[name], pattern, coords)
+    return model
+
+
+def _stamp(name: str, module: nn.Module, pattern: str, coords: Mapping[str, int]) -> None:
+    given: dict[str, tuple[int, str]] = module.__dict__.setdefault(ATTRIBUTE, {})
+    for key, value in coords.items():
+        before, by = given.setdefault(key, (value, pattern))
+        if before != value:
+            raise SelectorError(
+                f"tag: patterns {by!r} and {pattern!r} disagree for module {name!r}: {key}={before} and {key}={value}; "
+                "make them match different modules"
+            )
+
+
+def _check_coords(pattern: str, coords: Mapping[str, int]) -> None:
+    for key, value in coords.items():
+        check_coordinate(key, value, f"tag {pattern!r}")
+
+
+def check_coordinate(name: str, value: object, where: str) -> None:
+    """Raises CaptureError unless `name` is an identifier and `value` a non-negative integer."""
+    if not name.isidentifier():
+        raise CaptureError(f"{where}: coordinate name {name!r} is not an identifier")
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise CaptureError(f"{where}: coordinate {name}={value!r} is not a non-negative integer")
+
+
+@cache
+def _compile(pattern: str) -> tuple[re.Pattern[str], tuple[range, ...]]:
+    """The pattern as a regular expression with one group per range."""
+    parts: list[str] = []
+    ranges: list[range] = []
+    for component in pattern.split("."):
+        bounds = re.fullmatch(r"(\d+)-(\d+)", component)
+        if bounds:
+            low, high = int(bounds[1]), int(bounds[2])
+            if low > high:
+                raise SelectorError(f"tag: the range {component!r} in {pattern!r} is empty; the smaller index comes first")
+            ranges.append(range(low, high + 1))
+            parts.append(r"(\d+)")
+        else:
+            parts.append(fnmatch.translate(component).removeprefix("(?s:").rpartition(")")[0])  # without the anchor
+    return re.compile(r"(?s:" + r"\.".join(parts) + r")\Z"), tuple(ranges)
+
+
+def _matches(pattern: str, name: str) -> bool:
+    expression, ranges = _compile(pattern)
+    match = expression.match(name)
+    return match is not None and all(int(found) in allowed for found, allowed in zip(match.groups(), ranges, strict=True))
+
+
+def _examples(names: list[str]) -> str:
+    shown = ", ".join(names[:8])
+    return f"{shown}, ... ({len(names)} modules)" if len(names) > 8 else shown or "no submodules"
+
+
+def layer_indexes(model: nn.Module) -> dict[int, int]:
+    """id of a module -> index of the entry of the outermost ModuleList that holds it."""
+    found: dict[int, int] = {}
+
+    def visit(module: nn.Module) -> None:
+        for child in module.children():
+            if isinstance(child, nn.ModuleList):
+                for index, entry in enumerate(child):
+                    for inner in entry.modules():
+                        found.setdefault(id(inner), index)
+            else:
+                visit(child)
+
+    visit(model)
+    return found
+
+
+def module_coords(module: nn.Module) -> dict[str, int]:
+    """The coordinates given to a module by `tag`."""
+    return {name: value for name, (value, _) in module.__dict__.get(ATTRIBUTE, {}).items()}

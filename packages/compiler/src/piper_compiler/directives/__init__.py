@@ -1,0 +1,14 @@
+"""The directives of the language, one file each, with their legality conditions numbered at the top."""
+
+from piper_compiler.directives.base import REGISTRY, Directive, call_site, describe, directive, fail, site_field
+from piper_compiler.directives.order import Order as order
+from piper_compiler.directives.partition import Partition as partition
+from piper_compiler.directives.place import Place as place
+from piper_compiler.directives.replicate import Replicate as replicate
+from piper_compiler.directives.split import Split as split
+from piper_compiler.directives.stream import Stream as stream
+
+__all__ = [
+    "REGISTRY", "Directive", "call_site", "describe", "directive", "fail", "order", "partition", "place", "replicate", "site_field",
+    "split", "stream",
+]  # fmt: skip

@@ -1,0 +1,98 @@
+"""The directive protocol. A directive defined in a user's file has the same standing as those here.
+
+A directive is a frozen dataclass with the field `site` (see `site_field`) and three methods. To read it from JSON it is registered with `@directive`:
+
+    @directive
+    @dataclass(frozen=True)
+    class Reverse:
+        selection: Where
+        site: str = site_field()
+        def check(self, graph): ...          # raise DirectiveError when a legality condition does not hold
+        def apply(self, graph): ...          # return another graph
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import field, fields
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from piper_ir.errors import DirectiveError
+from piper_ir.graph import Graph, Node
+from piper_ir.select import Where
+
+_HERE = Path(__file__).parent.parent
+
+
+@runtime_checkable
+class Directive(Protocol):
+    """What `Strategy` accepts. `check` raises DirectiveError (or SelectorError) and changes nothing; `apply` is called only after it and
+    returns the new graph, without mutating the old one or reading global state."""
+
+    def check(self, graph: Graph) -> None: ...
+
+    def apply(self, graph: Graph) -> Graph: ...
+
+
+REGISTRY: dict[str, type] = {}
+"""Directives by class name, for reading a strategy from JSON."""
+
+C = TypeVar("C", bound=type)
+
+
+def directive(cls: C) -> C:
+    """Register a directive's class, so that strategies which use it can be saved and loaded. Names are unique."""
+    known = REGISTRY.get(cls.__name__)
+    if known is not None and known.__module__ != cls.__module__:
+        raise DirectiveError(f"two directives are called {cls.__name__}: in {known.__module__} and {cls.__module__}; rename one")
+    REGISTRY[cls.__name__] = cls
+    return cls
+
+
+def call_site() -> str:
+    """ "file.py:12" of the nearest caller outside of this package: where the user wrote the directive."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((str(_HERE), "<")) and Path(path).name != "dataclasses.py":
+            return f"{Path(path).name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
+
+
+def site_field() -> Any:
+    """The field `site`: filled in by itself, not compared, not printed, not saved."""
+    return field(default_factory=call_site, compare=False, repr=False, kw_only=True, metadata={"json": False})
+
+
+def describe(item: Directive) -> str:
+    """The directive as the user wrote it, without fields that have their default."""
+    shown = []
+    for f in fields(item):  # type: ignore[arg-type]
+        value = getattr(item, f.name)
+        if f.repr and value != f.default:
+            shown.append(str(value) if isinstance(value, Where) else f"{f.name}={value!r}")
+    return f"{type(item).__name__.lower()}({', '.join(shown)})"
+
+
+def fail(item: Directive, condition: int, message: str) -> DirectiveError:
+    """The error for a numbered legality condition of a directive."""
+    site = getattr(item, "site", "")
+    where = f" at {site}" if site else ""
+    return DirectiveError(f"{describe(item)}{where}: {message} [{type(item).__name__.lower()} condition {condition}]")
+
+
+def compute_nodes(item: Directive, graph: Graph, selection: Where) -> list[Node]:
+    """The compute nodes of a selection; a SelectorError names the directive."""
+    try:
+        return graph.select(selection)
+    except LookupError as e:
+        site = getattr(item, "site", "")
+        raise type(e)(f"{describe(item)}{f' at {site}' if site else ''}: {e}") from None
+
+
+def names(nodes: list[Node], most: int = 4) -> str:
+    """The ids of some nodes, for a message."""
+    more = f" and {len(nodes) - most} more" if len(nodes) > most else ""
+    return ", ".join(n.id for n in nodes[:most]) + more

@@ -1,0 +1,73 @@
+"""replicate: data parallelism.
+
+    before  layer0.B@0 on ranks 0..1, each alone
+    after   layer0.B@0 on ranks 0..1 with different rows; its gradient bucket is summed over dp after its last microbatch
+
+Legality
+ 1. `over` names axes; at least one. (An axis of degree 1 is not an error.)
+ 2. Whole chunks are selected: parameters belong to a chunk, not to a phase or microbatch.
+ 3. No selected chunk is replicated already.
+ 4. The axes are not axes on which the nodes are placed.
+ 5. bucket_mb is positive, and zero is a level that exists (0).
+ 6. The stream for reductions is not the compute stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from piper_compiler.directives.base import compute_nodes, directive, fail, site_field
+from piper_ir.graph import Graph, Node, Replication
+from piper_ir.mesh import AXES
+from piper_ir.plan import COMPUTE
+from piper_ir.select import Where
+
+
+@directive
+@dataclass(frozen=True)
+class Replicate:
+    """Each coordinate along `over` holds all parameters of the selected chunks and sees its own rows. Gradients are summed in flat buckets of
+    `bucket_mb` MiB (of gradient dtype), one reduction per bucket and step, started when the bucket's last gradient is ready; `reduce` names
+    its stream (default: one for all reductions of the role). `zero`: 0 keeps gradients and optimizer state whole."""
+
+    selection: Where
+    over: tuple[str, ...] = ("dp",)
+    zero: int = 0
+    bucket_mb: float = 25
+    reduce: str = ""
+    site: str = site_field()
+
+    def check(self, graph: Graph) -> None:
+        unknown = [a for a in self.over if a not in AXES]
+        if not self.over or unknown:
+            raise fail(self, 1, f"over={self.over!r}; one or more of {', '.join(sorted(AXES))} are accepted, as a tuple")
+        if self.zero != 0:
+            raise fail(self, 5, f"zero={self.zero}: only zero=0 exists in this version")
+        if self.bucket_mb <= 0:
+            raise fail(self, 5, "bucket_mb must be positive")
+        if self.reduce == COMPUTE:
+            raise fail(self, 6, f"the stream {COMPUTE!r} is for compute; choose another name")
+        nodes = compute_nodes(self, graph, self.selection)
+        self._check_nodes(graph, nodes)
+
+    def _check_nodes(self, graph: Graph, nodes: list[Node]) -> None:
+        counts: dict[str, int] = {}
+        for node in nodes:
+            chunk = str(node.coords["chunk"])
+            counts[chunk] = counts.get(chunk, 0) + 1
+            if chunk in graph.replication:
+                raise fail(self, 3, f"{chunk} is replicated by {graph.log[graph.replication[chunk].applied]} already")
+            if node.role and set(graph.roles[node.role]) & set(self.over):
+                raise fail(self, 4, f"{node.id} is placed on {node.role}; it cannot be replicated over the same axis")
+        for chunk, count in counts.items():
+            there = sum(graph.nodes[i].coords["op"] == "compute" for i in graph.index[("chunk", chunk)])
+            if there != count:
+                raise fail(self, 2, f"{count} of {there} nodes of {chunk} are selected; select by region, not by phase or mb")
+
+    def apply(self, graph: Graph) -> Graph:
+        edit = graph.edit()
+        over = tuple(a for a in graph.mesh.axes if a in self.over)
+        record = Replication(over, int(self.bucket_mb * 2**20), self.reduce, edit.applied)
+        for node in graph.select(self.selection):
+            edit.replication[str(node.coords["chunk"])] = record
+        return edit.done()

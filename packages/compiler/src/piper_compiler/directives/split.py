@@ -1,0 +1,63 @@
+"""split: partition the rows of the batch into microbatches.
+
+    before  layer0.F             layer0.B
+    after   layer0.F@0 mb=0  layer0.F@1 mb=1  layer0.B@0 mb=0  layer0.B@1 mb=1        split(where(), microbatches=2)
+
+Legality
+ 1. microbatches is at least 1.
+ 2. The batch is split once.
+ 3. All nodes are selected: `where()`. (A part of the model that sees other microbatches than the rest has no single-device equivalent.)
+ 4. Nothing is placed yet: communication belongs to a microbatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from piper_compiler.directives.base import compute_nodes, directive, fail, site_field
+from piper_ir.graph import Editor, Graph, GraphValue, Node
+from piper_ir.select import Where
+
+
+@directive
+@dataclass(frozen=True)
+class Split:
+    """Microbatch i of m gets rows [i*R/m, (i+1)*R/m) of the R rows of its data-parallel replica. Adds the coordinate mb."""
+
+    selection: Where
+    microbatches: int
+    site: str = site_field()
+
+    def check(self, graph: Graph) -> None:
+        if self.microbatches < 1:
+            raise fail(self, 1, "at least one microbatch is needed")
+        if graph.microbatches:
+            raise fail(self, 2, f"the batch is split into {graph.microbatches} microbatches already")
+        if graph.roles:
+            raise fail(self, 4, "nodes are placed already; write split before place")
+        selected = compute_nodes(self, graph, self.selection)
+        everything = sum(n.coords["op"] == "compute" for n in graph.nodes.values())
+        if len(selected) != everything:
+            raise fail(self, 3, f"{len(selected)} of {everything} nodes are selected; use where() to select all")
+
+    def apply(self, graph: Graph) -> Graph:
+        return split_all(graph, self.microbatches)
+
+
+def split_all(graph: Graph, microbatches: int) -> Graph:
+    """The graph with `microbatches` copies of every node and value, in an order that keeps microbatches apart per node."""
+    empty = replace(graph, nodes={}, values={}, writer={}, readers={}, index={}, order_edges={})
+    edit = Editor(empty)
+    for id, value in graph.values.items():
+        for mb in range(microbatches):
+            edit.values[f"{id}@{mb}"] = GraphValue(value.spec, value.category)
+    for node in graph.nodes.values():
+        for mb in range(microbatches):
+            reads = tuple([f"{v}@{mb}" for v in node.reads])
+            writes = tuple([f"{v}@{mb}" for v in node.writes])
+            edit.add(Node(f"{node.id}@{mb}", node.op, {**node.coords, "mb": mb}, reads, writes, node.role, node.stream))
+    edit.microbatches = microbatches
+    for before, after in graph.order_edges:
+        for mb in range(microbatches):
+            edit.order_edges[(f"{before}@{mb}", f"{after}@{mb}")] = graph.order_edges[(before, after)]
+    return edit.done()

@@ -1,0 +1,41 @@
+"""Which values a compute node reads and writes: the value ports of a chunk's step, in order.
+
+A graph has nodes of phase F and B; B stands for I followed by W until it is split. A plan has F, I and W parts.
+"""
+
+from __future__ import annotations
+
+from piper_ir.ops import ComputeStep
+from piper_ir.plan import Category, is_state
+from piper_ir.program import Chunk, Signature
+
+
+def signatures(chunk: Chunk, step: ComputeStep) -> tuple[Signature, ...]:
+    """The signatures that run for a step, in order, without those that do nothing."""
+    names = ("I", "W") if step == "B" else (step,)
+    return tuple(sig for name in names if (sig := chunk.steps.get(name)) and not sig.empty)  # type: ignore[call-overload]
+
+
+def value_reads(chunk: Chunk, step: ComputeStep) -> tuple[str, ...]:
+    """Ports whose values the step takes from outside of itself: no parameters, no buffers, nothing handed from I to W inside a B."""
+    sigs = signatures(chunk, step)
+    made = {p for s in sigs for p in s.writes} if step == "B" else set()
+    ports = (p for s in sigs for p in s.reads if p not in made and not is_state(chunk, p))
+    return tuple(dict.fromkeys(ports))
+
+
+def value_writes(chunk: Chunk, step: ComputeStep) -> tuple[str, ...]:
+    """Ports whose values the step gives to others. Within a B, what I hands to W stays inside, unless it is a gradient of an input."""
+    sigs = signatures(chunk, step)
+    return tuple(p for s in sigs for p in s.writes if not (step == "B" and p.startswith("iw")))
+
+
+def port_category(port: str) -> Category:
+    """The owner of a port's bytes."""
+    return "gradient" if port.startswith(("gin", "tan")) else "activation"
+
+
+def trains(chunk: Chunk) -> tuple[str, ...]:
+    """The parameters to whose gradient the chunk adds, in input order."""
+    sigs = signatures(chunk, "B")
+    return tuple(dict.fromkeys(chunk.inputs[i].ref for s in sigs for i in s.accumulates))

@@ -1,0 +1,74 @@
+"""Programs with given durations, for schedules without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from piper_ir.errors import CompileError
+from piper_ir.program import BatchTensor, Chunk, Cost, Input, Output, Param, Program, Signature, Step
+from piper_ir.sizes import TensorSpec
+
+Times = float | Sequence[float]
+_EMPTY = TensorSpec((0,), "uint8")
+
+
+def synthetic(
+    *,
+    stages: int,
+    F: Times,
+    I: Times,  # noqa: E741  (the field's name for the input gradient)
+    W: Times,
+    overlap: Times | None = None,
+    activation: int | Sequence[int] = 1,
+    kept_after_I: int | Sequence[int] | None = None,
+    params: int | Sequence[int] = 0,
+    hop: float = 0.0,
+) -> Program:
+    """A chain of `stages` chunks, already tagged stage=0..stages-1, one row per microbatch.
+
+    F, I, W: seconds per chunk; B takes I + W. `activation`: bytes that a chunk keeps for one microbatch from the start of F to the end of
+    B, of which `kept_after_I` (default: all) live on from I to W once backward is split. `params`: bytes of parameters. `overlap`: seconds
+    of an overlapped forward-and-backward pair. `hop`: seconds of latency between devices; it occupies no stream. Each is a scalar or one per stage.
+    Boundary values and seeds have 0 bytes; Update and reductions take no time. CompileError for lengths or signs that do not fit.
+    """
+    if stages < 1:
+        raise CompileError(f"synthetic(stages={stages}): at least one stage is needed")
+    f, i, w = (_per_stage(name, value, stages) for name, value in (("F", F), ("I", I), ("W", W)))
+    keep = [int(x) for x in _per_stage("activation", activation, stages)]
+    after = keep if kept_after_I is None else [int(x) for x in _per_stage("kept_after_I", kept_after_I, stages)]
+    sizes = [int(x) for x in _per_stage("params", params, stages)]
+    if any(a > k for a, k in zip(after, keep, strict=True)):
+        raise CompileError("synthetic: kept_after_I is larger than activation; W cannot need more than F saved")
+    if hop < 0:
+        raise CompileError(f"synthetic(hop={hop}): seconds cannot be negative")
+    chunks = tuple(_chunk(s, stages, (f[s], i[s], w[s]), keep[s], after[s], sizes[s]) for s in range(stages))
+    manifest = tuple(Param(f"stage{s}.weight", TensorSpec((n,), "uint8")) for s, n in enumerate(sizes) if n)
+    pairs = tuple(_per_stage("overlap", overlap, stages)) if overlap is not None else ()
+    batch = (BatchTensor("inputs", _EMPTY),)
+    return Program(chunks, manifest, batch=batch, source="synthetic", hop=float(hop), overlap=pairs)
+
+
+def _per_stage(name: str, value: Times | Sequence[int], stages: int) -> list[float]:
+    values = [float(value)] * stages if isinstance(value, int | float) else [float(v) for v in value]
+    if len(values) != stages:
+        raise CompileError(f"synthetic({name}=...): {len(values)} values for {stages} stages; give one number, or one per stage")
+    if any(v < 0 for v in values):
+        raise CompileError(f"synthetic({name}={value}): seconds and bytes cannot be negative")
+    return values
+
+
+def _chunk(s: int, stages: int, times: tuple[float, float, float], keep: int, after: int, params: int) -> Chunk:
+    """What W needs is in saved1, the rest of what F keeps in saved0; I reads both, so that without a split all of it lives to the end of B."""
+    first, last = s == 0, s == stages - 1
+    source = Input("batch", "inputs", _EMPTY) if first else Input("value", f"stage{s - 1}:out0", _EMPTY, needs_grad=True)
+    inputs = (source, *((Input("param", f"stage{s}.weight", TensorSpec((params,), "uint8"), True),) if params else ()))
+    ports = {"in0": _EMPTY, "out0": _EMPTY, "tan0": _EMPTY, "saved0": TensorSpec((keep - after,), "uint8")}
+    ports |= {"saved1": TensorSpec((after,), "uint8"), "iw0": _EMPTY} | ({} if first else {"gin0": _EMPTY})
+    writes = ("iw0",) if first else ("gin0", "iw0")
+    steps: dict[Step, Signature] = {
+        "F": Signature(("in0",), ("out0", "saved0", "saved1"), cost=Cost(seconds=times[0])),
+        "I": Signature(("saved0", "saved1", "tan0"), writes, cost=Cost(seconds=times[1])),
+        "W": Signature(("saved1", "iw0"), (), (1,) if params else (), cost=Cost(seconds=times[2])),
+    }
+    output = Output("loss" if last else "value", _EMPTY, needs_grad=True)
+    return Chunk(f"stage{s}", {"stage": s}, inputs, (output,), ports, steps)

@@ -1,0 +1,243 @@
+"""JSON both ways for the frozen dataclasses of the IR. Parsed strictly: unknown keys, wrong types and truncated text are errors.
+
+A dataclass becomes an object with a key per field that differs from its default. In a union of dataclasses (ops, directives) the key "is" names
+the class. An Affine is written as [a, b]. Top-level documents carry "format" (the class) and "version".
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from piper_ir.errors import FormatError, PiperError
+from piper_ir.sizes import Affine
+
+T = TypeVar("T")
+FORMAT_VERSION = 1
+
+Encoder = Callable[[Any], Any]
+Decoder = Callable[[Any, str], Any]
+
+
+def dumps(document: Any, indent: int | None = None) -> str:
+    """A dataclass as a JSON document with its format and version; the same object gives the same text."""
+    head = {"format": type(document).__name__, "version": FORMAT_VERSION}
+    return json.dumps(head | encode(document), indent=indent, separators=None if indent else (",", ":"))
+
+
+def loads(kind: type[T], text: str, where: str = "text") -> T:
+    """Parse a document of the given class. FormatError names the place (a path of keys) and what was expected."""
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as e:
+        hint = " (is the file truncated?)" if e.pos >= len(text.rstrip()) - 1 else ""
+        raise FormatError(f"{where}: not JSON: {e.msg} at line {e.lineno} column {e.colno}{hint}") from None
+    if not isinstance(data, dict):
+        raise FormatError(f"{where}: a JSON object is expected, found {_kind(data)}")
+    name, version = data.pop("format", None), data.pop("version", None)
+    if name != kind.__name__:
+        raise FormatError(f'{where}: "format" is {name!r}; a {kind.__name__} is expected here')
+    if version != FORMAT_VERSION:
+        raise FormatError(f'{where}: "version" is {version!r}; this Piper reads version {FORMAT_VERSION}')
+    return _decoder(kind)(data, where)  # type: ignore[no-any-return]
+
+
+def encode(value: Any) -> Any:
+    """A plain JSON value for a dataclass, container or scalar of the IR."""
+    if isinstance(value, str | int | float | bool) or value is None:
+        return value
+    return _encoder(type(value))(value)
+
+
+def decode(kind: Any, value: Any, where: str) -> Any:
+    """The inverse of `encode`, given the type that is expected."""
+    return _decoder(kind)(value, where)
+
+
+def tagged(value: Any) -> dict[str, Any]:
+    """A dataclass with its class name under "is", for members of an open or closed union."""
+    return {"is": type(value).__name__} | encode(value)
+
+
+@cache
+def _encoder(kind: type) -> Encoder:
+    if kind is Affine:
+        return lambda v: [v.a, v.b]
+    if is_dataclass(kind):
+        return _dataclass_encoder(kind)
+    if issubclass(kind, Mapping):
+        return lambda v: {str(k): encode(x) for k, x in v.items()}
+    if issubclass(kind, tuple | list):
+        return lambda v: [encode(x) for x in v]
+    raise TypeError(f"no JSON form for {kind.__name__}")
+
+
+def _dataclass_encoder(kind: type) -> Encoder:
+    hints = get_type_hints(kind)
+    plan: list[tuple[str, Any, bool]] = []
+    for f in fields(kind):
+        if f.init and f.metadata.get("json", True) and f.name != "version":
+            default = f.default if f.default is not MISSING else f.default_factory() if f.default_factory is not MISSING else MISSING
+            plan.append((f.name, default, _is_union_of_classes(hints[f.name])))
+
+    def run(v: Any) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        for name, default, union in plan:
+            x = getattr(v, name)
+            if default is MISSING or x != default:
+                out[name] = tagged(x) if union and is_dataclass(x) else encode(x)
+        return out
+
+    return run
+
+
+def _is_union_of_classes(hint: Any) -> bool:
+    return len([a for a in _options(hint) if is_dataclass(a) and a is not Affine]) > 1
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), f"the number {value}")
+
+
+def _fail(where: str, expected: str, value: Any) -> FormatError:
+    return FormatError(f"{where}: {expected} is expected, found {_kind(value)}")
+
+
+@cache
+def _decoder(hint: Any) -> Decoder:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return _union_decoder(get_args(hint))
+    if origin is Literal:
+        return _literal_decoder(get_args(hint))
+    if origin is tuple:
+        return _tuple_decoder(get_args(hint))
+    if origin is not None and issubclass(origin, Mapping):
+        return _mapping_decoder(get_args(hint)[1])
+    if hint is Affine:
+        return _affine
+    if is_dataclass(hint) and isinstance(hint, type):
+        return _dataclass_decoder(hint)
+    return _scalar_decoder(hint)
+
+
+def _affine(value: Any, where: str) -> Affine:
+    if not (isinstance(value, list) and len(value) == 2 and all(type(x) is int for x in value)):
+        raise _fail(where, "a size [a, b]", value)
+    return Affine(*value)
+
+
+def _scalar_decoder(hint: Any) -> Decoder:
+    accepted = {str: (str,), int: (int,), float: (int, float), bool: (bool,), type(None): (type(None),)}
+    if hint is Any:
+        return lambda value, where: value
+    if hint not in accepted:
+        raise TypeError(f"no JSON form for {hint}")
+    names = {str: "a string", int: "an integer", float: "a number", bool: "a boolean", type(None): "null"}
+
+    def run(value: Any, where: str) -> Any:
+        if not isinstance(value, accepted[hint]) or (isinstance(value, bool) and hint is not bool):
+            raise _fail(where, names[hint], value)
+        return float(value) if hint is float else value
+
+    return run
+
+
+def _literal_decoder(options: tuple[Any, ...]) -> Decoder:
+    def run(value: Any, where: str) -> Any:
+        if value not in options:
+            raise FormatError(f"{where}: {value!r} is not one of {', '.join(map(repr, options))}")
+        return value
+
+    return run
+
+
+def _tuple_decoder(args: tuple[Any, ...]) -> Decoder:
+    repeated = len(args) == 2 and args[1] is Ellipsis
+    items = [_decoder(a) for a in (args[:1] if repeated else args)]
+
+    def run(value: Any, where: str) -> Any:
+        if not isinstance(value, list):
+            raise _fail(where, "an array", value)
+        if repeated:
+            one = items[0]
+            return tuple([one(x, f"{where}[{i}]") for i, x in enumerate(value)])
+        if len(value) != len(items):
+            raise FormatError(f"{where}: {len(items)} items are expected, found {len(value)}")
+        return tuple(d(x, f"{where}[{i}]") for i, (d, x) in enumerate(zip(items, value, strict=True)))
+
+    return run
+
+
+def _mapping_decoder(item: Any) -> Decoder:
+    inner = _decoder(item)
+
+    def run(value: Any, where: str) -> Any:
+        if not isinstance(value, dict):
+            raise _fail(where, "an object", value)
+        return {k: inner(x, f"{where}.{k}") for k, x in value.items()}
+
+    return run
+
+
+def _union_decoder(options: tuple[Any, ...]) -> Decoder:
+    classes = {o.__name__: _decoder(o) for o in options if is_dataclass(o) and o is not Affine}
+    others = [o for o in options if not is_dataclass(o)]
+    decoders = [(o, _decoder(o)) for o in others]
+    affine_ok = Affine in options
+
+    def run(value: Any, where: str) -> Any:
+        if isinstance(value, dict) and len(classes) == 1:
+            return next(iter(classes.values()))(value, where)
+        if isinstance(value, dict) and classes:
+            name = value.get("is")
+            if name not in classes:
+                raise FormatError(f'{where}: "is" is {name!r}; one of {", ".join(sorted(classes))} is expected')
+            return classes[name]({k: x for k, x in value.items() if k != "is"}, where)
+        if isinstance(value, list) and affine_ok:
+            return _affine(value, where)
+        for _, decoder in decoders:
+            try:
+                return decoder(value, where)
+            except FormatError:
+                continue
+        expected = " or ".join([getattr(o, "__name__", str(o)) for o in others] + sorted(classes))
+        raise _fail(where, expected, value)
+
+    return run
+
+
+def _dataclass_decoder(kind: type) -> Decoder:
+    hints = get_type_hints(kind)
+    init = [f for f in fields(kind) if f.init and f.metadata.get("json", True) and f.name != "version"]
+    required = {f.name for f in init if f.default is MISSING and f.default_factory is MISSING}
+    decoders: dict[str, Decoder] = {}
+
+    def run(value: Any, where: str) -> Any:
+        if not decoders and init:  # built on first use: types may be recursive
+            decoders.update({f.name: _decoder(hints[f.name]) for f in init})
+        if not isinstance(value, dict):
+            raise _fail(where, f"an object ({kind.__name__})", value)
+        for key in value:
+            if key not in decoders:
+                raise FormatError(f"{where}: unknown key {key!r} in {kind.__name__}; known are {', '.join(decoders)}")
+        missing = required - value.keys()
+        if missing:
+            raise FormatError(f"{where}: {kind.__name__} lacks {', '.join(sorted(missing))}")
+        try:
+            return kind(**{k: decoders[k](x, f"{where}.{k}") for k, x in value.items()})
+        except FormatError:
+            raise
+        except PiperError as e:
+            raise FormatError(f"{where}: {e}") from None
+
+    return run

@@ -1,0 +1,54 @@
+"""One class per kind of mistake. Each is also a builtin, so that callers who know only builtins still catch it.
+
+A message says what is wrong, where, what would be accepted, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class PiperError(Exception):
+    """Base of every error that Piper raises on purpose. The command line turns it into exit code 2."""
+
+
+class CaptureError(PiperError, ValueError):
+    """The model cannot be captured: a graph break, an op that cannot be functionalised, a chunk not affine in rows."""
+
+
+class SelectorError(PiperError, LookupError):
+    """A selection matches nothing, or names a coordinate or value that does not exist."""
+
+
+class DirectiveError(PiperError, ValueError):
+    """A directive's legality condition does not hold on the graph to which it was applied."""
+
+
+class CompileError(PiperError, ValueError):
+    """The directives together do not describe a training step that can run (something unplaced, a cyclic order...)."""
+
+
+class PlanError(PiperError, ValueError):
+    """A plan breaks a rule of `piper_ir.verify`."""
+
+
+class FormatError(PiperError, ValueError):
+    """A file or text does not parse: unknown key, wrong type, unknown version, truncated."""
+
+
+class ClusterError(PiperError, ValueError):
+    """A cluster name or description is not known."""
+
+
+class JobError(PiperError, ValueError):
+    """A job is not usable: the batch does not divide, a callable has the wrong shape, an optimizer is unknown."""
+
+
+class ExecutionError(PiperError, RuntimeError):
+    """A run failed: names rank, instruction and peer."""
+
+
+class NonFiniteLossError(ExecutionError, ArithmeticError):
+    """A loss is NaN or infinite: names step, rank and microbatch."""
+
+
+class OutputError(PiperError, OSError):
+    """A file or folder cannot be written."""

@@ -1,0 +1,268 @@
+"""Graph: one global training DAG. Nodes carry coordinates, a placement (role) and a stream; data edges derive from values.
+
+A Graph is immutable from outside. A directive takes one and returns another, made by an Editor: `edit = graph.edit(); ...; edit.done()`.
+Copies are shallow, selection goes through an index by coordinate, so a directive costs time in the nodes that it matches.
+
+Node and value ids derive from structure: node "layer3.B@2" is the backward of chunk layer3 for microbatch 2, its value
+"layer3:gin0@2"; "layer3:out0@2#pp1" is the copy received on role pp1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from piper_ir.errors import CompileError, SelectorError
+from piper_ir.mesh import Mesh
+from piper_ir.ops import Add, Compute, Op, Recv, Send
+from piper_ir.plan import Bucket, Category, Channel
+from piper_ir.program import Program
+from piper_ir.select import ANY, NONE, Where
+from piper_ir.sizes import TensorSpec
+
+Coord = int | str
+
+
+@dataclass(frozen=True, slots=True)
+class GraphValue:
+    """A value of the graph: its size (affine in rows) and the kind of memory that it will take."""
+
+    spec: TensorSpec
+    category: Category
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """`coords`: region coordinates, `mb`, `phase` and `op`. `role` "" means not placed. For a Compute node, `reads` follows the value
+    ports of the step in order (see `piper_compiler.ports`)."""
+
+    id: str
+    op: Op
+    coords: Mapping[str, Coord]
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    role: str = ""
+    stream: str = "compute"
+
+    @property
+    def mb(self) -> int:
+        """The microbatch, -1 for nodes of the whole step."""
+        mb = self.coords.get("mb", -1)
+        assert isinstance(mb, int)
+        return mb
+
+
+@dataclass(frozen=True, slots=True)
+class Replication:
+    """How the parameters of a chunk are replicated: mesh axes, bucket size in bytes of gradient, stream of the reductions ("" = one of their own)."""
+
+    over: tuple[str, ...]
+    bucket_bytes: int
+    stream: str
+    applied: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """Streams for point-to-point, chosen where a node was placed; "" = a stream per channel."""
+
+    send: str
+    recv: str
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """One directive of the strategy, as text, and where the user wrote it ("file.py:12")."""
+
+    text: str
+    site: str
+
+    def __str__(self) -> str:
+        return f"{self.text} ({self.site})" if self.site else self.text
+
+
+@dataclass(frozen=True)
+class Graph:
+    """`nodes` in creation order. `writer` and `readers` are the data edges; `order_edges` maps (before, after) to the index in `log` of
+    the directive that asked for it. `roles`: role -> the mesh coordinates that it fixes. `groups`: parameter -> optimizer group."""
+
+    mesh: Mesh
+    program: Program
+    nodes: Mapping[str, Node]
+    values: Mapping[str, GraphValue]
+    writer: Mapping[str, str]
+    readers: Mapping[str, tuple[str, ...]]
+    order_edges: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    roles: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    transports: Mapping[str, Transport] = field(default_factory=dict)
+    channels: Mapping[str, Channel] = field(default_factory=dict)
+    buckets: Mapping[str, Bucket] = field(default_factory=dict)
+    replication: Mapping[str, Replication] = field(default_factory=dict)
+    microbatches: int = 0
+    log: tuple[Applied, ...] = ()
+    index: Mapping[tuple[str, Coord], tuple[str, ...]] = field(default_factory=dict, repr=False)
+    chunk_index: Mapping[str, int] = field(default_factory=dict, repr=False)
+
+    def edit(self) -> Editor:
+        return Editor(self)
+
+    def coordinates(self) -> dict[str, list[Coord]]:
+        """Every coordinate with its values, sorted: what a selector may name."""
+        out: dict[str, set[Coord]] = {}
+        for name, value in self.index:
+            out.setdefault(name, set()).add(value)
+        return {n: sorted(vs, key=lambda v: (isinstance(v, str), v)) for n, vs in sorted(out.items())}
+
+    def select(self, selection: Where) -> list[Node]:
+        """The selected nodes in topological order (F ascending, backward descending). Communication only when `op` asks for it.
+        SelectorError when nothing matches."""
+        terms = dict(selection.terms)
+        if "op" not in terms:
+            terms["op"] = "compute"
+        candidates = self._candidates(terms)
+        exact = Where(tuple(terms.items()))
+        found = [n for n in map(self.nodes.__getitem__, candidates) if exact.matches(n.coords)]
+        if not found:
+            raise SelectorError(f"{selection} matches no node. {self._what_exists(terms)}")
+        return sorted(found, key=self.position)
+
+    def _candidates(self, terms: Mapping[str, object]) -> Iterable[str]:
+        best: Iterable[str] | None = None
+        size = len(self.nodes) + 1
+        for name, wanted in terms.items():
+            if wanted in (ANY, NONE):
+                continue
+            keys = wanted if isinstance(wanted, tuple) else (wanted,)
+            lists = [self.index.get((name, k), ()) for k in keys]
+            if sum(map(len, lists)) < size:
+                size = sum(map(len, lists))
+                best = [i for ids in lists for i in ids]
+        return self.nodes if best is None else best
+
+    def _what_exists(self, terms: Mapping[str, object]) -> str:
+        there = self.coordinates()
+        unknown = [t for t in terms if t not in there]
+        if unknown:
+            return f"There is no coordinate {unknown[0]!r}; there are {', '.join(there)}."
+        shown = [f"{n} in {_span(there[n])}" for n in terms if n != "op"]
+        return "There are nodes with " + ", ".join(shown) + "." if shown else "The graph has no such node."
+
+    def position(self, node: Node) -> tuple[int, int, int, str]:
+        """A sort key that is a topological order of any set of compute nodes: forward before backward, then by microbatch, then
+        along the program (backward: against it)."""
+        phase = node.coords.get("phase", "U")
+        rank = {"F": 0, "B": 1, "I": 1, "W": 2}.get(str(phase), 3)
+        chunk = self.chunk_index.get(str(node.coords.get("chunk", "")), 0)
+        after = 0 if isinstance(node.op, Add) else 1
+        return rank, node.mb, (chunk if rank == 0 else -chunk) * 2 + after, node.id
+
+
+def _span(values: list[Coord]) -> str:
+    if len(values) > 4 and all(isinstance(v, int) for v in values):
+        return f"{values[0]}..{values[-1]}"
+    return ", ".join(map(str, values))
+
+
+def op_name(op: Op) -> str:
+    """The value of the pseudo-coordinate `op` for a node."""
+    match op:
+        case Compute():
+            return "compute"
+        case _:
+            return type(op).__name__.lower()
+
+
+class Editor:
+    """Builds the next Graph. Changes are visible to its own methods at once; the graph it came from stays as it was."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.nodes = dict(graph.nodes)
+        self.values = dict(graph.values)
+        self.writer = dict(graph.writer)
+        self.readers = dict(graph.readers)
+        self.order_edges = dict(graph.order_edges)
+        self.roles = dict(graph.roles)
+        self.transports = dict(graph.transports)
+        self.channels = dict(graph.channels)
+        self.buckets = dict(graph.buckets)
+        self.replication = dict(graph.replication)
+        self.microbatches = graph.microbatches
+        self._added: dict[tuple[str, Coord], list[str]] = {}
+        self._index: Mapping[tuple[str, Coord], tuple[str, ...]] = graph.index
+
+    @property
+    def applied(self) -> int:
+        """The index that the directive being applied will have in the log."""
+        return len(self.graph.log)
+
+    def add(self, node: Node) -> None:
+        """Add a node whose values are known (see `value`); its id must be new and its writes must have no writer yet."""
+        if node.id in self.nodes:
+            raise CompileError(f"two nodes with the id {node.id!r}")
+        self.nodes[node.id] = node
+        for v in node.writes:
+            if v in self.writer:
+                raise CompileError(f"value {v!r} has two writers: {self.writer[v]} and {node.id}")
+            self.writer[v] = node.id
+        for v in dict.fromkeys(node.reads):
+            self.readers[v] = (*self.readers.get(v, ()), node.id)
+        for key in node.coords.items():
+            self._added.setdefault(key, []).append(node.id)
+
+    def value(self, id: str, spec: TensorSpec, category: Category) -> str:
+        """Declare a value; returns its id."""
+        self.values[id] = GraphValue(spec, category)
+        return id
+
+    def update(self, node: Node) -> None:
+        """Replace the node of the same id. Its coordinates may gain names (partition) but not change those it had; reads may change."""
+        old = self.nodes[node.id]
+        if old.reads != node.reads:
+            for v in dict.fromkeys(old.reads):
+                if v not in node.reads:
+                    self.readers[v] = tuple(r for r in self.readers[v] if r != node.id)
+            for v in dict.fromkeys(node.reads):
+                if v not in old.reads:
+                    self.readers[v] = (*self.readers.get(v, ()), node.id)
+        for key in node.coords.items() - old.coords.items():
+            self._added.setdefault(key, []).append(node.id)
+        self.nodes[node.id] = node
+
+    def reread(self, node_id: str, old: str, new: str) -> None:
+        """Let a node read another value in place of one."""
+        node = self.nodes[node_id]
+        self.update(replace(node, reads=tuple(new if v == old else v for v in node.reads)))
+
+    def order(self, before: str, after: str) -> None:
+        """Ask that `before` runs before `after`; the first directive that asked is remembered."""
+        self.order_edges.setdefault((before, after), self.applied)
+
+    def transfer(self, value: str, source: str, to: str) -> str:
+        """The id of the copy of `value` on role `to`, with a Send and a Recv made on first use. One per (value, destination)."""
+        copy = f"{value}#{to}"
+        if copy in self.values:
+            return copy
+        writer = self.nodes[self.writer[value]]
+        held = self.values[value]
+        purpose = "gradient" if held.category == "gradient" else "activation"
+        id = f"{source}>{to}.{'grad' if purpose == 'gradient' else 'act'}"
+        streams = self.transports[source].send or id, self.transports[to].recv or id
+        self.channels.setdefault(id, Channel(id, "p2p", (source, to), streams, purpose=purpose))  # type: ignore[arg-type]
+        self.value(copy, held.spec, held.category)
+        coords = {k: v for k, v in writer.coords.items() if k != "op"}
+        send, recv = {**coords, "op": "send"}, {**coords, "op": "recv"}
+        self.add(Node(f"send.{copy}", Send(id), send, (value,), (), source, self.channels[id].streams[0]))
+        self.add(Node(f"recv.{copy}", Recv(id), recv, (), (copy,), to, self.channels[id].streams[1]))
+        return copy
+
+    def done(self, applied: Applied | None = None) -> Graph:
+        """The edited graph; `applied` is appended to its log."""
+        index = dict(self._index)
+        for key, ids in self._added.items():
+            index[key] = (*index.get(key, ()), *ids)
+        return replace(
+            self.graph, nodes=self.nodes, values=self.values, writer=self.writer, readers=self.readers, order_edges=self.order_edges,
+            roles=self.roles, transports=self.transports, channels=self.channels, buckets=self.buckets, replication=self.replication,
+            microbatches=self.microbatches, log=(*self.graph.log, applied) if applied else self.graph.log, index=index,
+        )  # fmt: skip

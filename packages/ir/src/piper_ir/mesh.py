@@ -1,0 +1,64 @@
+"""The device mesh: named axes, and which rank sits at which coordinates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from piper_ir.errors import CompileError
+
+AXES = ("tp", "cp", "ep", "dp", "pp")
+"""All axes, fastest-varying first: neighbouring ranks share a tensor-parallel group, pipeline stages are farthest apart."""
+
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    """`Mesh(pp=4, dp=2)`: 8 ranks. Axes that are not named have size 1. Rank order: the axes of AXES, fastest first."""
+
+    sizes: tuple[tuple[str, int], ...]
+
+    def __init__(self, sizes: tuple[tuple[str, int], ...] = (), **axes: int) -> None:
+        given = dict(sizes) | axes
+        for name, size in given.items():
+            if name not in AXES:
+                raise CompileError(f"Mesh: unknown axis {name!r}; the axes are {', '.join(sorted(AXES))}")
+            if not isinstance(size, int) or size < 1:
+                raise CompileError(f"Mesh: axis {name} has size {size!r}; a positive integer is needed")
+        object.__setattr__(self, "sizes", tuple((a, given[a]) for a in AXES if given.get(a, 1) > 1))
+
+    def size(self, axis: str) -> int:
+        return dict(self.sizes).get(axis, 1)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes with more than one device, fastest first."""
+        return tuple(a for a, _ in self.sizes)
+
+    @property
+    def world(self) -> int:
+        return prod(n for _, n in self.sizes)
+
+    def rank(self, coords: Mapping[str, int]) -> int:
+        """The rank at the given coordinates; axes of size 1 may be left out."""
+        rank, stride = 0, 1
+        for axis, size in self.sizes:
+            rank += coords[axis] * stride
+            stride *= size
+        return rank
+
+    def coords(self, rank: int) -> dict[str, int]:
+        out = {}
+        for axis, size in self.sizes:
+            rank, out[axis] = divmod(rank, size)
+        return out
+
+    def ranks(self, fixed: Mapping[str, int]) -> tuple[int, ...]:
+        """All ranks, ascending, at which the axes of `fixed` have the given coordinates."""
+        free = [(a, range(n)) if a not in fixed else (a, range(fixed[a], fixed[a] + 1)) for a, n in self.sizes]
+        names = [a for a, _ in free]
+        return tuple(sorted(self.rank(dict(zip(names, c, strict=True))) for c in product(*(r for _, r in free))))
+
+    def __str__(self) -> str:
+        return "Mesh(" + ", ".join(f"{a}={n}" for a, n in reversed(self.sizes)) + ")"

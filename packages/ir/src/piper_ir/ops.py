@@ -1,0 +1,75 @@
+"""Every op of a Graph or Plan: a closed sum of frozen dataclasses. One comment says what each promises.
+
+Terms: a *value* has one writer and lives within one step on one role; a *state* (parameter, gradient bucket, optimizer
+state, buffer) persists. Ops read and write the values that their node lists; the states follow from the op.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ComputeStep = Literal["F", "B", "I", "W"]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:  # writes this microbatch's rows of one batch tensor
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Seed:  # writes the gradient of the step's loss with respect to this microbatch's loss: a scalar
+    value: float
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:  # runs one step of a chunk; B is I followed by W, its outputs ready at its end; I and W add into gradient buckets
+    chunk: str
+    step: ComputeStep
+
+
+@dataclass(frozen=True, slots=True)
+class Add:  # writes the sum of its reads, added left to right
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Zeros:  # writes a scalar zero
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class SquaredNorm:  # writes the squared 2-norm of the gradients in these buckets, in fp32 or wider: a scalar
+    buckets: tuple[str, ...]
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Send:  # hands its one read to the channel's destination; done when the peer has taken it
+    channel: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:  # writes the next value of the channel
+    channel: str
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduce:  # sums over the channel's members: the bucket's gradient in place, or (bucket empty) its read into its write
+    channel: str
+    bucket: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    # steps the optimizer on these buckets, then zeroes their gradients. Gradients are first divided by the value read
+    # as weight (if any), then scaled so that the global norm is at most `clip` (if any; reads the squared norm).
+    buckets: tuple[str, ...]
+    weighted: bool = False
+    clip: float | None = None
+
+
+Op = Load | Seed | Compute | Add | Zeros | SquaredNorm | Send | Recv | AllReduce | Update
+Comm = Send | Recv | AllReduce
+COMM = (Send, Recv, AllReduce)

@@ -1,0 +1,216 @@
+"""Program: a captured model with its loss, cut into chunks, with exact sizes and costs and without code.
+
+Chunks stand in program order, which is a topological order of the forward DAG. Each chunk has up to three *steps*:
+F (forward), I (input gradient) and W (weight gradient). A step's Signature says which *ports* it reads and writes:
+
+    in{k}     the k-th entry of chunk.inputs: a value of another chunk, a parameter, a buffer or a batch tensor
+    out{k}    the k-th entry of chunk.outputs
+    saved{k}  kept by F for I or W
+    tan{k}    gradient of out{k}, for outputs with needs_grad
+    gin{k}    gradient of in{k}, for inputs of kind "value" with needs_grad
+    iw{k}     handed from I to W
+
+Every port that a step writes owns its bytes and is contiguous: no port aliases another, or a parameter. Code lives
+outside the IR, in a store keyed by Chunk.code; its functions take the tensors of `reads` in order followed by one
+gradient accumulator per entry of `accumulates`, and return those of `writes` in order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from piper_ir.sizes import Dim, TensorSpec, bind
+
+Step = Literal["F", "I", "W"]
+KernelKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "other"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """`count` equal kernels. flops and bytes (read plus written) are per kernel; dims is (M, N, K) for a matmul (batch
+    folded into M when the right operand is shared, else (batch, M, N, K)), (batch, heads, T_q, T_k, head_dim) for attention, else empty."""
+
+    kind: KernelKind
+    dims: tuple[Dim, ...]
+    dtype: str
+    flops: Dim
+    bytes: Dim
+    count: int = 1
+
+    def bind(self, rows: int) -> Kernel:
+        dims = tuple(bind(d, rows) for d in self.dims)
+        return Kernel(self.kind, dims, self.dtype, bind(self.flops, rows), bind(self.bytes, rows), self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a step asks of a device. `seconds` is set only in synthetic programs and then overrules the kernels."""
+
+    kernels: tuple[Kernel, ...] = ()
+    seconds: float | None = None
+
+    @property
+    def flops(self) -> int:
+        """Total FLOPs of a bound cost."""
+        return sum(bind(k.flops, 0) * k.count for k in self.kernels)
+
+    @property
+    def bytes(self) -> int:
+        """Total bytes moved of a bound cost."""
+        return sum(bind(k.bytes, 0) * k.count for k in self.kernels)
+
+    def bind(self, rows: int) -> Cost:
+        return Cost(tuple(k.bind(rows) for k in self.kernels), self.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Liveness:
+    """Bytes that a step's code holds beyond its inputs while it runs: temporaries plus the outputs made so far.
+
+    `consumed` lists indexes into Signature.reads in the order of their last use. segments[i] covers the code up to and
+    including the last use of consumed[i] (the final segment: the rest); it holds the Affines whose maximum is the most bytes
+    held there (a maximum of affine functions is not affine, hence several). An input that dies in this step is freed right
+    after its last use, so segment i runs without those of consumed[:i] that die.
+    """
+
+    consumed: tuple[int, ...] = ()
+    segments: tuple[tuple[Dim, ...], ...] = ((),)
+
+    def bind(self, rows: int) -> Liveness:
+        return Liveness(self.consumed, tuple((max((bind(d, rows) for d in s), default=0),) for s in self.segments))
+
+    def peak(self, dying: Mapping[int, int]) -> int:
+        """Most bytes above those held before the step (bound sizes). `dying`: index into reads -> bytes, for inputs that die here."""
+        freed = 0
+        peak = 0
+        for i, segment in enumerate(self.segments):
+            peak = max(peak, max((bind(d, 0) for d in segment), default=0) - freed)
+            if i < len(self.consumed):
+                freed += dying.get(self.consumed[i], 0)
+        return peak
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """One step of one chunk. `accumulates`: indexes into chunk.inputs (parameters) whose gradient the step adds into its
+    accumulator; a parameter may be listed once only."""
+
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    accumulates: tuple[int, ...] = ()
+    cost: Cost = Cost()
+    liveness: Liveness = Liveness()
+
+    def bind(self, rows: int) -> Signature:
+        return Signature(self.reads, self.writes, self.accumulates, self.cost.bind(rows), self.liveness.bind(rows))
+
+    @property
+    def empty(self) -> bool:
+        """A step without effect (the first stage's I, a frozen chunk's W) gets no instruction."""
+        return not self.writes and not self.accumulates
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """`ref`: "chunk:out0" for a value, else the name of the parameter, buffer or batch tensor. needs_grad: of a value or
+    parameter whose gradient is wanted."""
+
+    kind: Literal["value", "param", "buffer", "batch"]
+    ref: str
+    spec: TensorSpec
+    needs_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """`kind` "buffer": the new content of the buffer `ref`, and `varies` says whether it depends on the batch.
+    "loss" and "weight" are scalars of the last chunk. needs_grad: the step I reads a tangent for it."""
+
+    kind: Literal["value", "buffer", "loss", "weight"]
+    spec: TensorSpec
+    ref: str = ""
+    needs_grad: bool = False
+    varies: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The finest unit of compute. `id` is derived from coordinates and visit ("layer3", "layer3.1"); `coords` maps a coordinate's
+    name to its value; `code` keys the store of functions (equal for chunks that share code); `random`: F draws random numbers."""
+
+    id: str
+    coords: Mapping[str, int]
+    inputs: tuple[Input, ...]
+    outputs: tuple[Output, ...]
+    ports: Mapping[str, TensorSpec]
+    steps: Mapping[Step, Signature]
+    code: str = ""
+    random: bool = False
+
+    def bind(self, rows: int) -> Chunk:
+        inputs = tuple(Input(i.kind, i.ref, i.spec.bind(rows), i.needs_grad) for i in self.inputs)
+        outputs = tuple(Output(o.kind, o.spec.bind(rows), o.ref, o.needs_grad, o.varies) for o in self.outputs)
+        ports = {p: s.bind(rows) for p, s in self.ports.items()}
+        steps = {s: sig.bind(rows) for s, sig in self.steps.items()}
+        return Chunk(self.id, self.coords, inputs, outputs, ports, steps, self.code, self.random)
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """A parameter under its first name; `tied` holds its other names. Without requires_grad, or without a gradient path
+    (`trained` False), it is in no bucket, has no state and is not updated."""
+
+    name: str
+    spec: TensorSpec
+    tied: tuple[str, ...] = ()
+    trained: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    name: str
+    spec: TensorSpec
+    persistent: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTensor:
+    """A tensor of the batch; `name` is "inputs.0", "inputs.mask", "targets", ...: its path in what Job.batch returns.
+    rows_dim is 0: the first dimension is the rows."""
+
+    name: str
+    spec: TensorSpec
+
+
+@dataclass(frozen=True)
+class Program:
+    """What capture returns. `loss_kind` "mean": the loss is a mean over the rows of the microbatch; "sum": the last chunk has
+    outputs of kind loss and weight, and the loss is sum(loss) / sum(weight) over the global batch.
+    `hop` (seconds) is the latency of one hop between devices in synthetic programs; `overlap` (seconds, per stage) the
+    duration of an overlapped pair there."""
+
+    chunks: tuple[Chunk, ...]
+    params: tuple[Param, ...] = ()
+    buffers: tuple[Buffer, ...] = ()
+    batch: tuple[BatchTensor, ...] = ()
+    loss_kind: Literal["mean", "sum"] = "mean"
+    source: Literal["captured", "synthetic"] = "captured"
+    hop: float = 0.0
+    overlap: tuple[float, ...] = ()
+    _index: dict[str, Chunk] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_index", {c.id: c for c in self.chunks})
+
+    def chunk(self, id: str) -> Chunk:
+        return self._index[id]
+
+    @property
+    def key(self) -> str:
+        """Content hash: equal programs have equal keys, on every machine."""
+        from piper_ir.codec import dumps
+
+        return hashlib.sha256(dumps(self).encode()).hexdigest()[:16]

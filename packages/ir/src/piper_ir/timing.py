@@ -1,0 +1,279 @@
+"""The time of a plan under fixed durations: in-order streams, waits, rendezvous. No contention.
+
+`prepare` turns a plan into a flat DAG once; `sweep` runs it in one fixed topological order, as often as wanted. Roles stand for all
+their ranks (data-parallel replicas behave alike). The rules, of which the simulator's event engine is an independent implementation:
+
+1. A node starts when its predecessor on its stream has ended, each of its waits is done, and its host has issued it.
+2. A Send and its Recv, and all members of one AllReduce, start together: when the last of them can.
+3. The k-th Send of a channel meets the k-th Recv, the k-th AllReduce on one role the k-th on every other role of the channel.
+4. A point-to-point transfer occupies both streams for its duration. Its waiters see it done `latency` later, which occupies nothing:
+   the next transfer may start at once. A wait for n instructions holds until all n are done.
+5. A host issues its role's instructions in program order, `issue` seconds each, and is never blocked.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from piper_ir.errors import PlanError
+from piper_ir.ops import AllReduce, Recv, Send
+from piper_ir.plan import Plan
+
+Step = tuple[int, int, tuple[int, ...], tuple[int, ...] | None, bool]
+"""Node, slot of its stream predecessor, nodes that it waits for, the members of its group if it is the last of them (None: a
+group that is still to be completed; empty: a node of its own), whether the group is a point-to-point transfer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A plan as a DAG. Node `offsets[r] + i` is instruction i of role r. `streams[s]` are the nodes of one stream of one role in
+    order, `stream_of[node]` its s. `waits[node]` are the nodes that must be done first, `groups` the nodes that start together (of
+    communication only) and `group_of[node]` the index, -1 for none; `p2p[g]` whether group g is a point-to-point transfer."""
+
+    roles: tuple[str, ...]
+    offsets: tuple[int, ...]
+    streams: tuple[tuple[int, ...], ...]
+    stream_of: tuple[int, ...]
+    waits: tuple[tuple[int, ...], ...]
+    groups: tuple[tuple[int, ...], ...]
+    group_of: tuple[int, ...]
+    p2p: tuple[bool, ...]
+    order: tuple[Step, ...]
+
+    def __len__(self) -> int:
+        return len(self.stream_of)
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds, one entry per node. `start` to `end` the node occupies its stream; `done`: it and all before it on its stream are
+    done for waiters; `ready`: its waits were done and it was issued. `host`: per role, when its host had issued everything."""
+
+    start: list[float]
+    end: list[float]
+    done: list[float]
+    ready: list[float]
+    host: list[float]
+
+    @property
+    def makespan(self) -> float:
+        """When the last node is done."""
+        return max(self.done, default=0.0)
+
+
+def prepare(plan: Plan) -> Prepared:
+    """The DAG of a plan, in time linear in its size. PlanError for an end of a channel without its other end, for a wait that names
+    no instruction, and for a deadlock (with the cycle of waits)."""
+    offsets, streams, stream_of, waits = [0], [], [], []
+    for role in plan.roles:
+        own: dict[str, list[int]] = {}
+        sequence = len(streams)
+        index = {name: sequence + k for k, name in enumerate(dict.fromkeys(i.stream for i in role.program))}
+        for node, instr in enumerate(role.program, offsets[-1]):
+            own.setdefault(instr.stream, []).append(node)
+            stream_of.append(index[instr.stream])
+        for i, instr in enumerate(role.program):
+            for stream, n in instr.waits:
+                if n > len(own.get(stream, ())):
+                    raise PlanError(f"role {role.role}, instruction {i} {instr.name}: waits for {n} of stream {stream!r}, which has {len(own.get(stream, ()))}")
+            waits.append(tuple([own[stream][n - 1] for stream, n in instr.waits if n > 0]))
+        streams.extend(tuple(own[name]) for name in index)
+        offsets.append(offsets[-1] + len(role.program))
+    groups, p2p = _groups(plan, offsets)
+    group_of = [-1] * offsets[-1]
+    for g, members in enumerate(groups):
+        for m in members:
+            group_of[m] = g
+    order = _order(plan, offsets, streams, waits, groups, group_of, p2p)
+    return Prepared(
+        tuple(r.role for r in plan.roles), tuple(offsets), tuple(streams), tuple(stream_of), tuple(waits), groups, tuple(group_of), p2p, order
+    )
+
+
+def sweep(
+    prepared: Prepared, durations: Sequence[float], *, latency: float = 0.0, issue: float = 0.0, after: Times | None = None
+) -> Times:
+    """Times of one step. `durations[node]` in seconds, a group taking that of its first member; `latency` of a point-to-point
+    transfer and `issue` per instruction, in seconds. `after`: the times of the step before, which this one follows without a barrier:
+    each stream, and each host, goes on where it was."""
+    n = len(prepared)
+    ready, host = _issued(prepared, issue, after)
+    # The last slots of `end` and `done` stand for the state of each stream before its first node.
+    start, end, done = [0.0] * n, [0.0] * (n + len(prepared.streams)), [0.0] * (n + len(prepared.streams))
+    if after is not None:
+        for s, nodes in enumerate(prepared.streams):
+            end[n + s], done[n + s] = after.end[nodes[-1]], after.done[nodes[-1]]
+    previous = [0] * n
+    for node, before, waits, group, p2p in prepared.order:
+        at = ready[node]
+        for w in waits:
+            if done[w] > at:
+                at = done[w]
+        ready[node] = at
+        if end[before] > at:
+            at = end[before]
+        start[node] = at
+        if group == ():
+            at += durations[node]
+            end[node] = at
+            done[node] = at if at > done[before] else done[before]
+            continue
+        previous[node] = before
+        if group is None:
+            continue
+        for m in group:
+            if start[m] > at:
+                at = start[m]
+        stop = at + durations[group[0]]
+        seen = stop + latency if p2p else stop
+        for m in group:
+            start[m], end[m] = at, stop
+            held = done[previous[m]]
+            done[m] = seen if seen > held else held
+    return Times(start, end[:n], done[:n], ready, host)
+
+
+def _issued(prepared: Prepared, issue: float, after: Times | None) -> tuple[list[float], list[float]]:
+    """When each node is issued; when each host is through."""
+    clocks = list(after.host) if after is not None else [0.0] * len(prepared.roles)
+    if not issue:
+        return [0.0] * len(prepared), clocks
+    out: list[float] = []
+    for r, clock in enumerate(clocks):
+        for _ in range(prepared.offsets[r], prepared.offsets[r + 1]):
+            clock += issue
+            out.append(clock)
+        clocks[r] = clock
+    return out, clocks
+
+
+def period(prepared: Prepared, durations: Sequence[float], *, latency: float = 0.0, issue: float = 0.0, most: int = 64) -> float:
+    """Seconds per step in steady state, steps following each other without a barrier. Runs until every stream and host advances by the
+    same amount over c steps, for a c up to 4 (such systems may alternate between patterns); after `most` steps without that (parts
+    of the plan that share nothing) the period is that of the slowest stream over the later half."""
+    last = [nodes[-1] for nodes in prepared.streams]
+    history: list[list[float]] = []
+    times: Times | None = None
+    for _ in range(most):
+        times = sweep(prepared, durations, latency=latency, issue=issue, after=times)
+        now = [times.end[x] for x in last] + (times.host if issue else [])
+        if not now:
+            return 0.0
+        history.append(now)
+        for c in range(1, min(4, len(history) - 1) + 1):
+            gains = [a - b for a, b in zip(now, history[-1 - c], strict=True)]
+            earlier = [a - b for a, b in zip(history[-2], history[-2 - c], strict=True)] if len(history) > c + 1 else None
+            slack = 1e-12 * max(now)
+            if earlier and max(gains) - min(gains) <= slack and max(map(abs, map(float.__sub__, gains, earlier))) <= slack:
+                return max(gains) / c
+    half = most // 2
+    return max(a - b for a, b in zip(history[-1], history[-1 - half], strict=True)) / half
+
+
+def _groups(plan: Plan, offsets: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], tuple[bool, ...]]:
+    """The nodes that start together, and whether each group is a transfer; the source stands first."""
+    uses: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for r, role in enumerate(plan.roles):
+        for node, instr in enumerate(role.program, offsets[r]):
+            op = instr.parts[0].op
+            if isinstance(op, Send | Recv | AllReduce):
+                uses[op.channel][role.role].append(node)
+    groups: list[tuple[int, ...]] = []
+    p2p: list[bool] = []
+    for channel in plan.channels:
+        ends = [uses[channel.id][role] for role in channel.roles] if channel.id in uses else []
+        for k, members in enumerate(zip_longest(*ends)):
+            if None in members:
+                counts = ", ".join(f"{len(e)} on {role}" for e, role in zip(ends, channel.roles, strict=True))
+                raise PlanError(f"channel {channel.id}: use {k + 1} has no counterpart; the channel is used {counts} times")
+            groups.append(members)
+            p2p.append(channel.kind == "p2p")
+    known = {c.id for c in plan.channels}
+    for name in uses:
+        if name not in known:
+            raise PlanError(f"channel {name!r} is used by {', '.join(sorted(uses[name]))} and not declared in the plan")
+    return tuple(groups), tuple(p2p)
+
+
+def _order(
+    plan: Plan,
+    offsets: Sequence[int],
+    streams: Sequence[tuple[int, ...]],
+    waits: Sequence[tuple[int, ...]],
+    groups: Sequence[tuple[int, ...]],
+    group_of: Sequence[int],
+    p2p: Sequence[bool],
+) -> tuple[Step, ...]:
+    """A fixed topological order, the members of a group next to each other. PlanError with the cycle when there is none."""
+    n = offsets[-1]
+    before = [0] * n
+    missing = [len(w) for w in waits]  # of a node, or of its whole group in the slot of the group's first member
+    after: list[list[int]] = [[] for _ in range(n)]
+    for s, nodes in enumerate(streams):
+        before[nodes[0]] = n + s
+        for a, b in zip(nodes, nodes[1:]):
+            before[b] = a
+            after[a].append(b)
+            missing[b] += 1
+    for node, targets in enumerate(waits):
+        for t in targets:
+            after[t].append(node)
+    leader = list(range(n))
+    for members in groups:
+        for m in members[1:]:
+            leader[m] = members[0]
+            missing[members[0]] += missing[m]
+    queue = deque(node for node in range(n) if leader[node] == node and not missing[node])
+    order: list[Step] = []
+    while queue:
+        node = queue.popleft()
+        g = group_of[node]
+        members = (node,) if g < 0 else groups[g]
+        for m in members:
+            group = () if g < 0 else groups[g] if m == members[-1] else None
+            order.append((m, before[m], waits[m], group, g >= 0 and p2p[g]))
+            for x in after[m]:
+                first = leader[x]
+                missing[first] -= 1
+                if not missing[first]:
+                    queue.append(first)
+    if len(order) < n:
+        raise PlanError(_cycle(plan, offsets, {step[0] for step in order}, before, waits, groups, group_of))
+    return tuple(order)
+
+
+def _cycle(
+    plan: Plan,
+    offsets: Sequence[int],
+    ran: set[int],
+    before: Sequence[int],
+    waits: Sequence[tuple[int, ...]],
+    groups: Sequence[tuple[int, ...]],
+    group_of: Sequence[int],
+) -> str:
+    """The message of a deadlock: each line waits for the next, the last for the first."""
+    n = offsets[-1]
+    path: list[tuple[int, str]] = []
+    seen: dict[int, int] = {}
+    node = min(set(range(n)) - ran)
+    while node not in seen:
+        seen[node] = len(path)
+        blockers = [(w, "waits for") for w in waits[node]] + [(before[node], "comes on its stream after")]
+        found = next((b for b in blockers if b[0] < n and b[0] not in ran), None)
+        if found is None:  # held up by a partner that cannot come
+            partners = groups[group_of[node]]
+            stuck = (m for m in partners if any(b < n and b not in ran for b in (*waits[m], before[m])))
+            found = next(stuck), "meets"
+        path.append((node, found[1]))
+        node = found[0]
+    lines = [f"  {_where(plan, offsets, x)} {why}" for x, why in path[seen[node] :]]
+    return "\n".join(["deadlock: these instructions wait for each other", *lines, f"  {_where(plan, offsets, node)}"])
+
+
+def _where(plan: Plan, offsets: Sequence[int], node: int) -> str:
+    r = next(r for r in range(len(plan.roles)) if node < offsets[r + 1])
+    instr = plan.roles[r].program[node - offsets[r]]
+    return f"role {plan.roles[r].role}, stream {instr.stream!r}, instruction {node - offsets[r]} {instr.name} ({type(instr.parts[0].op).__name__})"

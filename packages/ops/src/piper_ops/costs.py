@@ -1,0 +1,170 @@
+"""FLOPs and bytes of one op call, from its arguments and outputs: `kernel_of`, for the ops of this package and for aten's.
+
+Counting rules. A multiply-add is 2 FLOPs. Bytes are what a kernel reads plus what it writes when every operand crosses memory
+once (a dimension of stride 0 is read once). Views launch nothing: 0 and 0. Moving data (copies, casts, gathers, fills) is 0
+FLOPs. Every other aten op counts one FLOP per element of its largest operand: the output's elements for element-wise ops, the
+input's for reductions.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from piper_ops.registry import PORTABLE, Call, Formula
+
+Kind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "other"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class KernelInfo:
+    """`dims`: (M, N, K) or (batch, M, N, K) of a matmul, (batch, heads, T_q, T_k, head_dim) of an attention, else empty.
+    `dtype`: of the arithmetic, torch's name without `torch.`. Kind "other" with no bytes is a view: no kernel is launched."""
+
+    kind: Kind
+    dims: tuple[int, ...]
+    flops: int
+    bytes: int
+    dtype: str
+
+
+def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> KernelInfo:
+    """The cost of `op(*args_meta, **kwargs_meta) -> out_meta`, where tensors stand as (fake or real) tensors with concrete shapes.
+
+    op: an OpOverload, or operator.getitem. Raises TypeError for anything else: only ops of a joint graph have a cost.
+    """
+    if op is operator.getitem:
+        return KernelInfo("other", (), 0, 0, _dtype([*_tensors(out_meta)]))
+    if not isinstance(op, torch._ops.OpOverload):
+        raise TypeError(f"{op!r} is no OpOverload; trace the function with AOTAutograd first and pass the node's target")
+    call = Call(_bound(op, args_meta, kwargs_meta or {}), tuple(_tensors(out_meta)))
+    operands = [*_tensors(list(call.args.values()))]
+    moved = sum(map(_nbytes, operands)) + sum(map(_nbytes, call.outs))
+    dtype = _dtype([*call.outs, *operands])
+    portable = _FORMULAS.get(op)
+    if portable is not None:
+        kind, formula = portable
+        return KernelInfo(kind, formula.dims(call), formula.flops(call), moved, dtype)
+    if _is_view(op):
+        return KernelInfo("other", (), 0, 0, dtype)
+    packet = op.overloadpacket
+    if packet in _MATMULS:
+        dims = _MATMULS[packet](call)
+        return KernelInfo("matmul", dims, 2 * prod(dims), moved, dtype)
+    if packet is aten.convolution_backward:
+        return KernelInfo("matmul", (), _convolution_backward_flops(call), moved, dtype)
+    if packet in _GATHERS:
+        # only the rows that are picked are read, not the whole table
+        indices = sum(_nbytes(t) for t in operands[1:])
+        return KernelInfo(_GATHERS[packet], (), 0, indices + 2 * sum(map(_nbytes, call.outs)), dtype)
+    if packet is aten.embedding_dense_backward:
+        return KernelInfo("embedding", (), operands[0].numel(), moved, dtype)
+    flops = 0 if packet in _MOVES else max((t.numel() for t in (*operands, *call.outs)), default=0)
+    return KernelInfo("elementwise", (), flops, moved, dtype)
+
+
+def _bound(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    schema = op._schema.arguments
+    bound = {a.name: a.default_value for a in schema if a.has_default_value()}
+    bound.update((a.name, value) for a, value in zip(schema, args, strict=False))
+    return bound | dict(kwargs)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _tensors(item)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    stored = prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    return stored * tensor.element_size()
+
+
+def _dtype(tensors: Sequence[Tensor]) -> str:
+    floating = [t for t in tensors if t.is_floating_point()] or tensors
+    return str(floating[0].dtype).removeprefix("torch.") if floating else "float32"
+
+
+def _is_view(op: torch._ops.OpOverload) -> bool:
+    returns = op._schema.returns
+    aliases = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    return aliases or op.overloadpacket is aten._unsafe_view
+
+
+def _mm(call: Call) -> tuple[int, ...]:
+    left, right = call.tensor("self"), call.tensor("mat2")
+    return left.shape[0], right.shape[1], left.shape[1]
+
+
+def _addmm(call: Call) -> tuple[int, ...]:
+    left, right = call.tensor("mat1"), call.tensor("mat2")
+    return left.shape[0], right.shape[1], left.shape[1]
+
+
+def _bmm(call: Call) -> tuple[int, ...]:
+    left, right = call.tensor("self"), call.tensor("mat2")
+    return left.shape[0], left.shape[1], right.shape[2], left.shape[2]
+
+
+def _baddbmm(call: Call) -> tuple[int, ...]:
+    left, right = call.tensor("batch1"), call.tensor("batch2")
+    return left.shape[0], left.shape[1], right.shape[2], left.shape[2]
+
+
+def _convolution(call: Call) -> tuple[int, ...]:
+    """The implicit matmul of a convolution: ([groups,] output positions, output channels per group, input channels per group x
+    kernel); a transposed one is the input gradient of that convolution with input and output exchanged."""
+    groups: int = call.args["groups"]
+    weight = call.tensor("weight")
+    wide = call.tensor("input") if call.args["transposed"] else call.outs[0]
+    positions = wide.shape[0] * prod(wide.shape[2:])
+    dims = positions, weight.shape[0] // groups, prod(weight.shape[1:])
+    return dims if groups == 1 else (groups, *dims)
+
+
+def _convolution_backward_flops(call: Call) -> int:
+    """Input and weight gradients are each as many FLOPs as the forward; the bias gradient is a sum over grad_output."""
+    grad = call.tensor("grad_output")
+    forward = 2 * prod(_convolution(Call(call.args, (grad,))))
+    wants_input, wants_weight, wants_bias = call.args["output_mask"]
+    return forward * (wants_input + wants_weight) + (grad.numel() if wants_bias else 0)
+
+
+_MATMULS: dict[torch._ops.OpOverloadPacket, Callable[[Call], tuple[int, ...]]] = {
+    aten.mm: _mm,
+    aten.addmm: _addmm,
+    aten.bmm: _bmm,
+    aten.baddbmm: _baddbmm,
+    aten.convolution: _convolution,
+}
+
+_GATHERS: dict[torch._ops.OpOverloadPacket, Kind] = {
+    aten.embedding: "embedding",
+    aten.index_select: "elementwise",
+    aten.gather: "elementwise",
+    aten.index: "elementwise",
+}
+
+_MOVES = frozenset(
+    getattr(aten, name)
+    for name in (
+        "clone _to_copy copy copy_ cat stack constant_pad_nd repeat flip roll slice_backward select_backward slice_scatter "
+        "select_scatter index_put scatter diagonal_scatter as_strided_scatter fill full full_like zeros zeros_like ones ones_like "
+        "new_zeros new_ones new_full new_empty empty empty_like scalar_tensor arange eye tril triu resize"
+    ).split()
+)
+
+_FORMULAS: dict[torch._ops.OpOverload, tuple[Kind, Formula]] = {
+    formula.op: (record.kind, formula) for record in PORTABLE.values() for formula in record.formulas
+}

@@ -1,0 +1,100 @@
+"""Functions that a captured graph may not call, because they decompose differently on each device or are Piper's own business.
+
+The targets are those that Dynamo puts into a graph (torch 2.11 to 2.13): a module such as nn.LSTM shows as torch.lstm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """`reason` completes "<op>: ", `way_out` is a sentence of its own. `applies(bound)`: whether this call is meant, from its
+    arguments by name of `parameters`; every call without it."""
+
+    reason: str
+    way_out: str
+    parameters: tuple[str, ...] = ()
+    applies: Callable[[Mapping[str, Any]], bool] | None = None
+
+    def meets(self, node: fx.Node) -> bool:
+        if self.applies is None:
+            return True
+        bound = dict(zip(self.parameters, node.args, strict=False)) | node.kwargs
+        return self.applies(bound)
+
+
+_ATTENTION_BLOCK = Refusal(
+    "the fused attention block takes another kernel on every device",
+    "Write the projections as nn.Linear and call F.scaled_dot_product_attention between them.",
+)
+_FLEX = Refusal(
+    "flex_attention is compiled for one device",
+    "Call F.scaled_dot_product_attention with is_causal or attn_mask.",
+)
+_RNN = Refusal(
+    "fused recurrent layers are one cuDNN kernel on CUDA and a loop on CPU",
+    "Write the recurrence with nn.Linear and element-wise ops, or tag its module with region(..., opaque=True).",
+)
+_STATISTICS = Refusal(
+    "batch statistics make every row depend on the whole microbatch, so that a split batch trains another model",
+    "Use LayerNorm, RMSNorm or GroupNorm, or put the module into eval mode to use its running statistics.",
+)
+_BATCH_NORM = Refusal(
+    _STATISTICS.reason,
+    _STATISTICS.way_out,
+    ("input", "running_mean", "running_var", "weight", "bias", "training"),
+    lambda bound: bound.get("training", False) is not False or bound.get("running_mean") is None,
+)
+_TORCH_BATCH_NORM = Refusal(
+    _STATISTICS.reason,
+    _STATISTICS.way_out,
+    ("input", "weight", "bias", "running_mean", "running_var", "training"),
+    _BATCH_NORM.applies,
+)
+_INSTANCE_NORM = Refusal(
+    "instance_norm is computed as batch_norm, another kernel on every device",
+    "Use F.group_norm with as many groups as channels, which computes the same.",
+)
+_NATIVE_NORM = Refusal(
+    "its statistics have another dtype on every device, and its backward gives input and weight gradients in one kernel",
+    "Call F.layer_norm.",
+)
+_CHECKPOINT = Refusal(
+    "torch.utils.checkpoint inside the model: what is recomputed is the strategy's to say",
+    "Remove it and use the directive recompute(where(...)).",
+)
+_CTC = Refusal("ctc_loss is a cuDNN kernel on CUDA for some inputs only", "Compute it in a region(..., opaque=True).")
+_AUTOCAST = Refusal(
+    "autocast inside the model: its casts of parameters would be saved for every microbatch",
+    "Remove it and set Job(precision=Precision(compute='bfloat16')).",
+    ("device_type", "dtype", "enabled", "cache_enabled"),
+    lambda bound: bound.get("enabled", True) is not False,
+)
+
+REFUSALS: Mapping[object, Refusal] = {
+    F.multi_head_attention_forward: _ATTENTION_BLOCK,
+    torch._native_multi_head_attention: _ATTENTION_BLOCK,
+    torch._transformer_encoder_layer_fwd: _ATTENTION_BLOCK,
+    torch.ops.higher_order.flex_attention: _FLEX,
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu, torch.lstm_cell, torch.gru_cell), _RNN),
+    F.batch_norm: _BATCH_NORM,
+    torch.batch_norm: _TORCH_BATCH_NORM,
+    torch.native_batch_norm: _TORCH_BATCH_NORM,
+    F.instance_norm: _INSTANCE_NORM,
+    torch.instance_norm: _INSTANCE_NORM,
+    torch.native_layer_norm: _NATIVE_NORM,
+    F.ctc_loss: _CTC,
+    torch.ctc_loss: _CTC,
+    torch.ops.higher_order.tag_activation_checkpoint: _CHECKPOINT,
+    torch.ops.higher_order.wrap_activation_checkpoint: _CHECKPOINT,
+    torch.amp.autocast_mode._enter_autocast: _AUTOCAST,
+}
+"""Call target to the reason why it is refused."""

@@ -1,0 +1,180 @@
+"""One record per portable op: which outputs its backward saves, and the FLOPs of its forward, dgrad and wgrad ops.
+
+Bytes follow one rule for all of them, that of `piper_ops.costs`: inputs plus outputs, once each. That is what fused kernels
+move at best; no T x T matrix is among the outputs of attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from piper_ops import attention as _attention
+from piper_ops import cross_entropy as _cross_entropy
+from piper_ops import norms as _norms
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Arguments by schema name, defaults filled in, and the tensors that come out."""
+
+    args: Mapping[str, Any]
+    outs: tuple[Tensor, ...]
+
+    def tensor(self, name: str) -> Tensor:
+        value = self.args[name]
+        if not isinstance(value, Tensor):
+            raise TypeError(f"argument {name!r} is {value!r}, not a tensor")
+        return value
+
+
+def _no_dims(call: Call) -> tuple[int, ...]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """FLOPs (a multiply-add is 2) and kernel dimensions of one op, from its call."""
+
+    op: torch._ops.OpOverload
+    flops: Callable[[Call], int]
+    dims: Callable[[Call], tuple[int, ...]] = _no_dims
+
+
+@dataclass(frozen=True, slots=True)
+class PortableOp:
+    """`saved`: the names among `outputs` that the backward keeps (with the inputs that it reads); wgrad None: no weights."""
+
+    name: str
+    kind: Literal["attention", "norm", "loss"]
+    outputs: tuple[str, ...]
+    saved: tuple[str, ...]
+    forward: Formula
+    dgrad: Formula
+    wgrad: Formula | None = None
+
+    @property
+    def formulas(self) -> tuple[Formula, ...]:
+        return (self.forward, self.dgrad) if self.wgrad is None else (self.forward, self.dgrad, self.wgrad)
+
+
+def attention_dims(call: Call) -> tuple[int, ...]:
+    """(batch, query heads, T_q, T_k, head_dim)."""
+    q, k = call.tensor("q"), call.tensor("k")
+    return q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.shape[3]
+
+
+def attention_flops(call: Call) -> int:
+    """4 B H T_q T_k D: q k^T and p v, 2 B H T_q T_k D each (FlashAttention-2, arXiv 2307.08691, section 4.1).
+
+    A causal call counts half, which is what flash kernels run; the model FLOPs of a MFU take no such discount. The softmax is not
+    counted, nor a mask, which skips no work. A v of another head_dim D_v gives 2 B H T_q T_k (D + D_v).
+    """
+    batch, heads, queries, keys, dim = attention_dims(call)
+    full = 2 * batch * heads * queries * keys * (dim + call.tensor("v").shape[3])
+    return full // 2 if call.args["is_causal"] else full
+
+
+def attention_dgrad_flops(call: Call) -> int:
+    """2.5 times the forward (same source): five matmuls, q k^T again, dO v^T, p^T dO, ds k, ds^T q, against two."""
+    batch, heads, queries, keys, dim = attention_dims(call)
+    full = 2 * batch * heads * queries * keys * (3 * dim + 2 * call.tensor("v").shape[3])
+    return full // 2 if call.args["is_causal"] else full
+
+
+def _per_element(name: str, count: Callable[[Call], int]) -> Callable[[Call], int]:
+    def flops(call: Call) -> int:
+        return count(call) * call.tensor(name).numel()
+
+    return flops
+
+
+def _given(call: Call, name: str) -> int:
+    return int(call.args[name] is not None)
+
+
+def layer_norm_flops(call: Call) -> int:
+    """Per element: sum 1, centre, square and sum 3, centre and scale 2; weight 1, bias 1. Counted off the definition."""
+    return 6 + _given(call, "weight") + _given(call, "bias")
+
+
+def layer_norm_dgrad_flops(call: Call) -> int:
+    """Per element: normalise 2, the sums of g and of g xhat 3, rstd (g - c1 - xhat c2) 4; weight 1."""
+    return 9 + _given(call, "weight")
+
+
+def layer_norm_wgrad_flops(call: Call) -> int:
+    """Per element: normalise 2, sum of g xhat 2 when the weight's is wanted; sum of g 1 when the bias' is."""
+    wants_weight, wants_bias = call.args["output_mask"]
+    return 4 * int(wants_weight) + int(wants_bias)
+
+
+def rms_norm_flops(call: Call) -> int:
+    """Per element: square and sum 2, scale 1; weight 1."""
+    return 3 + _given(call, "weight")
+
+
+def rms_norm_dgrad_flops(call: Call) -> int:
+    """Per element: normalise 1, the sum of g xhat 2, rstd (g - xhat c) 3; weight 1."""
+    return 6 + _given(call, "weight")
+
+
+def rms_norm_wgrad_flops(call: Call) -> int:
+    """Per element: normalise 1, sum of g xhat 2."""
+    return 3
+
+
+def cross_entropy_flops(call: Call) -> int:
+    """Per logit: maximum, subtract, exp, sum."""
+    return 4
+
+
+def cross_entropy_dgrad_flops(call: Call) -> int:
+    """Per logit: subtract, exp, scale."""
+    return 3
+
+
+PORTABLE: Mapping[str, PortableOp] = {
+    record.name: record
+    for record in (
+        PortableOp(
+            "attention",
+            "attention",
+            outputs=("out", "logsumexp"),
+            saved=("out", "logsumexp"),
+            forward=Formula(_attention.attention, attention_flops, attention_dims),
+            dgrad=Formula(_attention.attention_dgrad, attention_dgrad_flops, attention_dims),
+        ),
+        PortableOp(
+            "layer_norm",
+            "norm",
+            outputs=("out", "mean", "rstd"),
+            saved=("mean", "rstd"),
+            forward=Formula(_norms.layer_norm, _per_element("x", layer_norm_flops)),
+            dgrad=Formula(_norms.layer_norm_dgrad, _per_element("x", layer_norm_dgrad_flops)),
+            wgrad=Formula(_norms.layer_norm_wgrad, _per_element("x", layer_norm_wgrad_flops)),
+        ),
+        PortableOp(
+            "rms_norm",
+            "norm",
+            outputs=("out", "rstd"),
+            saved=("rstd",),
+            forward=Formula(_norms.rms_norm, _per_element("x", rms_norm_flops)),
+            dgrad=Formula(_norms.rms_norm_dgrad, _per_element("x", rms_norm_dgrad_flops)),
+            wgrad=Formula(_norms.rms_norm_wgrad, _per_element("x", rms_norm_wgrad_flops)),
+        ),
+        PortableOp(
+            "cross_entropy",
+            "loss",
+            outputs=("loss", "logsumexp"),
+            saved=("logsumexp",),
+            forward=Formula(_cross_entropy.cross_entropy, _per_element("logits", cross_entropy_flops)),
+            dgrad=Formula(_cross_entropy.cross_entropy_dgrad, _per_element("logits", cross_entropy_dgrad_flops)),
+        ),
+    )
+}
+"""Every portable op by name."""

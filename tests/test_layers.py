@@ -1,0 +1,213 @@
+"""Who may import whom: docs/architecture.md's table of packages, enforced on the syntax tree of every module.
+
+Imports under TYPE_CHECKING, inside functions and through importlib with a literal name count like all others.
+"""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+STDLIB = sys.stdlib_module_names
+OURS = frozenset({"piper_ir", "piper_ops", "piper_compiler", "piper_simulator", "piper_runtime", "piper_report"})
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one package may import beside itself and the standard library."""
+
+    source: Path
+    everywhere: frozenset[str] = frozenset()
+    within: tuple[str, frozenset[str]] = ("", frozenset())  # (folder, what may be imported there in addition)
+
+    @property
+    def manifest(self) -> Path:
+        return next(d for d in self.source.parents if (d / "pyproject.toml").is_file()) / "pyproject.toml"
+
+
+def layer(name: str, *everywhere: str, within: tuple[str, frozenset[str]] = ("", frozenset())) -> Layer:
+    return Layer(ROOT / "packages" / name.removeprefix("piper_") / "src" / name, frozenset(everywhere), within)
+
+
+LAYERS = {
+    "piper_ir": layer("piper_ir"),
+    "piper_ops": layer("piper_ops", "torch"),
+    "piper_compiler": layer("piper_compiler", "piper_ir", within=("capture", frozenset({"torch", "piper_ops"}))),
+    "piper_simulator": layer("piper_simulator", "piper_ir", "simpy"),
+    "piper_runtime": layer("piper_runtime", "piper_ir", "piper_ops", "torch", "cloudpickle"),
+    "piper_report": layer("piper_report", "piper_ir"),
+    "piper": Layer(ROOT / "src" / "piper", OURS | {"torch", "typer", "rich"}),
+}
+# torch's private API may change with any release: the compiler uses it in modules of this name only, so that a new release is a
+# change in one place.
+PRIVATE_TORCH_MODULE = "_torch"
+
+
+@dataclass(frozen=True)
+class Import:
+    module: str
+    line: int
+
+
+def imports(tree: ast.Module) -> Iterator[Import]:
+    """Absolute imports; `from a import b` gives a.b, since b may be a module."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from (Import(alias.name, node.lineno) for alias in names)
+            case ast.ImportFrom(module=str(module), names=names, level=0):
+                yield from (Import(f"{module}.{alias.name}", node.lineno) for alias in names)
+            case ast.Call(
+                func=ast.Name(id="__import__" | "import_module") | ast.Attribute(attr="import_module"),
+                args=[ast.Constant(value=str(module)), *_],
+            ) if not module.startswith("."):
+                yield Import(module, node.lineno)
+
+
+def dotted(node: ast.expr) -> str | None:
+    """`a.b.c` as text, None for anything that is not a chain of names."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=attr):
+            prefix = dotted(value)
+            return None if prefix is None else f"{prefix}.{attr}"
+        case _:
+            return None
+
+
+def is_private_torch(name: str) -> bool:
+    """torch._dynamo, torch.fx.experimental, torch.x._y; not torch.ops.aten._foo (an operator's name) nor dunders."""
+    parts = name.split(".")
+    if parts[0] != "torch" or parts[1:2] == ["ops"]:
+        return False
+    return parts[1:3] == ["fx", "experimental"] or any(p.startswith("_") and not p.endswith("__") for p in parts[1:])
+
+
+def violations(path: Path, name: str, rules: Layer) -> list[str]:
+    """One line per import in `path`, a module of package `name`, that `rules` forbids."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    inner = path.relative_to(rules.source)
+    folder, more = rules.within
+    allowed = rules.everywhere | {name} | (more if folder and inner.parts[0] == folder else frozenset())
+    found = [
+        f"{path}:{i.line}: imports {i.module}; {name} may import here: {', '.join(sorted(allowed))}"
+        for i in imports(tree)
+        if (top := i.module.partition(".")[0]) not in allowed and top not in STDLIB
+    ]
+    if name == "piper_compiler" and not path.stem.startswith(PRIVATE_TORCH_MODULE):
+        chains = (Import(text, n.lineno) for n in ast.walk(tree) if isinstance(n, ast.Attribute) and (text := dotted(n)))
+        private = {(i.module, i.line) for i in (*imports(tree), *chains) if is_private_torch(i.module)}
+        found += [
+            f"{path}:{line}: {module} is private API of torch: use it in a module _torch*.py" for module, line in sorted(private)
+        ]
+    return found
+
+
+def modules(rules: Layer) -> list[Path]:
+    return sorted(rules.source.rglob("*.py"))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_package_imports_only_what_its_layer_allows(name: str) -> None:
+    rules = LAYERS[name]
+    assert modules(rules), f"no module under {rules.source}: the check would be empty"
+    found = [line for path in modules(rules) for line in violations(path, name, rules)]
+    assert not found, "\n".join(found)
+
+
+def test_every_package_is_in_the_table() -> None:
+    assert {p.name for p in ROOT.glob("packages/*/src/*") if (p / "__init__.py").is_file()} == LAYERS.keys() - {"piper"}
+
+
+@pytest.mark.parametrize(
+    ("source", "folder", "caught"),
+    [
+        ("import json, torch.nn", "", "torch.nn"),
+        ("def f():\n    from torch import nn", "", "torch.nn"),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import piper", "", "piper"),
+        ("import importlib\nimportlib.import_module('torch')", "", "torch"),
+        ("import simpy", "capture", "simpy"),
+        ("import torch._dynamo", "capture", "torch._dynamo"),
+        ("from torch._functorch import aot_autograd", "capture", "torch._functorch.aot_autograd"),
+        ("import torch\ntorch._C._get_tracing_state()", "capture", "torch._C"),
+        ("from torch.fx.experimental import proxy_tensor", "capture", "torch.fx.experimental"),
+    ],
+)
+def test_negative_control_a_forbidden_import_is_found(source: str, folder: str, caught: str, tmp_path: Path) -> None:
+    rules = Layer(tmp_path, frozenset({"piper_ir"}), ("capture", frozenset({"torch", "piper_ops"})))
+    path = tmp_path / folder / "module.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(source)
+    assert any(caught in line for line in violations(path, "piper_compiler", rules))
+
+
+@pytest.mark.parametrize(
+    ("source", "path"),
+    [
+        (
+            "import json\nfrom piper_ir.mesh import Mesh\nfrom . import torch\nfrom __future__ import annotations",
+            "passes/module.py",
+        ),
+        ("import torch, piper_ops\ntorch.ops.aten._softmax\ntorch.__version__", "capture/module.py"),
+        ("import torch._dynamo\nfrom torch.fx.experimental import proxy_tensor", "capture/_torch.py"),
+    ],
+)
+def test_negative_control_an_allowed_import_is_not_reported(source: str, path: str, tmp_path: Path) -> None:
+    rules = Layer(tmp_path, frozenset({"piper_ir"}), ("capture", frozenset({"torch", "piper_ops"})))
+    module = tmp_path / path
+    module.parent.mkdir(exist_ok=True)
+    module.write_text(source)
+    assert violations(module, "piper_compiler", rules) == []
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_package_declares_what_it_imports(name: str) -> None:
+    """Otherwise it works only because another package brought the dependency along."""
+    rules = LAYERS[name]
+    imported = {
+        i.module.partition(".")[0] for path in modules(rules) for i in imports(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    project = tomllib.loads(rules.manifest.read_text(encoding="utf-8"))["project"]
+    declared = {requirement.partition(">")[0].replace("-", "_") for requirement in project["dependencies"]}
+    assert imported - STDLIB - {name} <= declared <= rules.everywhere | rules.within[1]
+
+
+def test_there_is_one_version() -> None:
+    for rules in LAYERS.values():
+        manifest = tomllib.loads(rules.manifest.read_text(encoding="utf-8"))
+        assert manifest["project"]["dynamic"] == ["version"], rules.manifest
+        assert manifest["tool"]["setuptools"]["dynamic"]["version"] == {"file": "VERSION"}, rules.manifest
+        assert (rules.manifest.parent / "VERSION").resolve() == ROOT / "VERSION"
+
+
+def loaded_after(code: str) -> set[str]:
+    """Top-level modules that a fresh interpreter holds after `code`."""
+    script = f"import sys\ntry:\n    {code}\nfinally:\n    print('\\n@', *{{m.partition('.')[0] for m in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.rpartition("@")[2].split())
+
+
+HEAVY = {"torch", "numpy", "simpy", "piper_compiler", "piper_runtime", "piper_simulator"}
+
+
+def test_importing_piper_is_lazy() -> None:
+    assert not loaded_after("import piper") & (HEAVY | {"typer", "rich"})
+
+
+def test_help_of_the_command_is_lazy() -> None:
+    entry = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]["piper"]
+    module, _, function = entry.partition(":")
+    call = f"sys.argv = ['piper', '--help']; from {module} import {function}; sys.exit({function}())"
+    assert not loaded_after(call) & HEAVY
+
+
+def test_negative_control_a_heavy_import_is_seen() -> None:
+    assert "simpy" in loaded_after("import simpy")
