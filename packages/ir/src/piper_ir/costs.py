@@ -27,7 +27,8 @@ class Duration:
 
 @dataclass(frozen=True, slots=True)
 class CommDuration:
-    """One communication: `op` is "p2p" or "all_reduce", `bytes` of the message on one rank, `group` the number of ranks (2 for p2p)."""
+    """One communication: `op` is "p2p" or "all_reduce", `bytes` of the message on one rank, `group` the number of ranks (2 for
+    p2p)."""
 
     op: str
     bytes: int
@@ -37,8 +38,8 @@ class CommDuration:
 
 @dataclass(frozen=True)
 class Costs:
-    """`compute`: chunk id -> step -> duration. `comm`: exact sizes, no interpolation. `rows` is the row count of a microbatch at which
-    the compute durations hold; None when they hold at any (synthetic programs). JSON: `piper_ir.codec`."""
+    """`compute`: chunk id -> step -> duration. `comm`: exact sizes, no interpolation. `rows` is the row count of a
+    microbatch at which the compute durations hold; None when they hold at any (synthetic programs). JSON: `piper_ir.codec`."""
 
     compute: Mapping[str, Mapping[str, Duration]] = field(default_factory=dict)
     comm: tuple[CommDuration, ...] = ()

@@ -1,20 +1,17 @@
 """The memory of a plan in program order: a scan over what each instruction allocates and frees.
 
-`Plan` defines the rules; `part_peak` the workspace. Recorded per compute instruction are the bytes by category at its fullest moment.
+`Plan` defines the rules, `part_peak` the workspace. Reported are, per compute instruction, the bytes by category at its fullest
+moment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
-from piper_ir.ops import Op
+from piper_ir.errors import PlanError
+from piper_ir.ops import Compute
 from piper_ir.plan import CATEGORIES, COMPUTE, Category, Part, Plan, RolePlan, part_peak
-
-_Table = dict[Category, int]
-_Key = tuple[Op, tuple[int, ...]]
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +20,56 @@ class Usage:
 
     instr: int
     total: int
-    bytes: dict[Category, int]
+    bytes: dict[str, int]
+
+
+def scan(plan: Plan, role: RolePlan) -> Iterator[Usage]:
+    """The fullest moment of each instruction of the stream "compute", in program order. Needs no peak fields; time linear in the
+    values of the role. PlanError when a value is freed that is not alive."""
+    state = _Scan(plan, role)
+    for index, instr in enumerate(role.program):
+        if instr.stream != COMPUTE:
+            continue
+        where = f"role {role.role}, instruction {index} {instr.name}"
+        state.free(instr.frees_before, where)
+        total, split = -1, None
+        for part in instr.parts:
+            most, table = state.run(part)
+            if most > total:
+                total, split = most, table
+            state.free(part.frees, where)
+        state.allocate(instr.allocs_after)
+        if state.total > total:
+            total, split = state.total, state.split()
+        assert split is not None, "an instruction has at least one part"
+        yield Usage(index, total, split)
+
+
+def peak(plan: Plan, role: RolePlan) -> Usage:
+    """The first fullest moment of a role. A role that computes nothing holds what it has from the start."""
+    start = _Scan(plan, role)
+    return max(scan(plan, role), key=lambda u: u.total, default=Usage(0, start.total, start.split()))
+
+
+def with_peaks(plan: Plan) -> Plan:
+    """The plan with `peak_bytes`, `peak_at` and `peak_by_category` of every role filled in."""
+    roles = []
+    for role in plan.roles:
+        most = peak(plan, role)
+        roles.append(replace(role, peak_bytes=most.total, peak_at=most.instr, peak_by_category=most.bytes))
+    return replace(plan, roles=tuple(roles))
 
 
 class _Scan:
-    """The running state: bytes by category, and what is needed to keep it in constant time per value."""
+    """What is alive, by category; constant time per value."""
 
     def __init__(self, plan: Plan, role: RolePlan) -> None:
         self.plan = plan
-        self.live: _Table = dict.fromkeys(CATEGORIES, 0)
+        self.live: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         self.total = 0
         self.nbytes: dict[str, int] = {}
         self.category: dict[str, Category] = {}
-        self.above: dict[_Key, int] = {}
+        self.above: dict[tuple[Compute, tuple[int, ...]], int] = {}
         for state in role.states:
             self.live[state.category] += state.nbytes
             self.total += state.nbytes
@@ -49,38 +83,42 @@ class _Scan:
             self.live[value.category] += size
             self.total += size
 
-    def free(self, values: Iterable[str]) -> None:
+    def free(self, values: Iterable[str], where: str) -> None:
         for v in values:
+            if v not in self.nbytes:
+                raise PlanError(f"{where}: frees {v}, which is not alive there")
             size = self.nbytes.pop(v)
             self.live[self.category.pop(v)] -= size
             self.total -= size
 
-    def now(self) -> tuple[int, _Table]:
-        return self.total, {c: b for c, b in self.live.items() if b}
+    def split(self) -> dict[str, int]:
+        return {c: b for c, b in self.live.items() if b}
 
-    def run(self, part: Part) -> tuple[int, _Table | None]:
-        """Allocate a part's writes; its fullest moment, with the split when it differs from what is live after its writes."""
+    def run(self, part: Part) -> tuple[int, dict[str, int]]:
+        """Allocate what a part writes; the bytes at its fullest moment, in all and by category."""
         before = self.total
         self.allocate(part.writes)
         workspace = before + self._above(part) - self.total
-        if not workspace:
-            return self.total, None
-        split = dict(self.live)
-        split["workspace"] += max(workspace, 0)
-        # Below the bytes of its writes: at that moment some of the inputs that die here were gone already.
-        gone = -min(workspace, 0)
+        if workspace >= 0:
+            split = self.split()
+            if workspace:
+                split["workspace"] = workspace
+            return self.total + workspace, split
+        # Less than its writes: at its fullest moment some of the inputs that die here were gone already.
+        live = dict(self.live)
+        gone = -workspace
         for v in part.frees:
             early = min(gone, self.nbytes[v])
-            split[self.category[v]] -= early
+            live[self.category[v]] -= early
             gone -= early
-        return self.total + workspace, {c: b for c, b in split.items() if b}
+        return self.total + workspace, {c: b for c, b in live.items() if b}
 
     def _above(self, part: Part) -> int:
-        """`part_peak`, computed once for all microbatches in which the same inputs die."""
+        """`part_peak`; for a chunk's step once for all microbatches in which the same inputs die."""
+        if not isinstance(part.op, Compute):
+            return part_peak(self.plan, part, self.nbytes)
         dying = set(part.frees)
         key = (part.op, tuple([i for i, v in enumerate(part.reads) if v in dying]))
-        if not part.frees and not part.writes or isinstance(part.op, Op) and not _repeats(part):
-            return part_peak(self.plan, part, self.nbytes)
         if key not in self.above:
             self.above[key] = part_peak(self.plan, part, self.nbytes)
         return self.above[key]

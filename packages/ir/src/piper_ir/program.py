@@ -109,8 +109,8 @@ class Signature:
 
     @property
     def empty(self) -> bool:
-        """A step without effect (the first stage's I, a frozen chunk's W) gets no instruction."""
-        return not self.writes and not self.accumulates
+        """A step without effect (the first stage's I, a frozen chunk's W) gets no instruction, unless it is given a duration."""
+        return not self.writes and not self.accumulates and self.cost.seconds is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,26 +1,26 @@
 """The time of a plan under fixed durations: in-order streams, waits, rendezvous. No contention.
 
-`prepare` turns a plan into a flat DAG once; `sweep` runs it in one fixed topological order, as often as wanted. Roles stand for all
-their ranks (data-parallel replicas behave alike). The rules, of which the simulator's event engine is an independent implementation:
+`prepare` turns a plan into a flat DAG once; `sweep` runs it in one fixed topological order, as often as wanted. Roles stand
+for all their ranks (data-parallel replicas behave alike). The rules, which the simulator's event engine implements again:
 
 1. A node starts when its predecessor on its stream has ended, each of its waits is done, and its host has issued it.
 2. A Send and its Recv, and all members of one AllReduce, start together: when the last of them can.
-3. The k-th Send of a channel meets the k-th Recv, the k-th AllReduce on one role the k-th on every other role of the channel.
-4. A point-to-point transfer occupies both streams for its duration. Its waiters see it done `latency` later, which occupies nothing:
-   the next transfer may start at once. A wait for n instructions holds until all n are done.
+3. The k-th Send of a channel meets the k-th Recv; the k-th AllReduce on one role the k-th on every role of the channel.
+4. A point-to-point transfer occupies both streams for its duration. Its waiters see it done `latency` later, which occupies
+   nothing: the next transfer may start at once. A wait for n instructions holds until all n are done.
 5. A host issues its role's instructions in program order, `issue` seconds each, and is never blocked.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 
 from piper_ir.errors import PlanError
 from piper_ir.ops import AllReduce, Recv, Send
-from piper_ir.plan import Plan
+from piper_ir.plan import Plan, RolePlan
 
 Step = tuple[int, int, tuple[int, ...], tuple[int, ...] | None, bool]
 """Node, slot of its stream predecessor, nodes that it waits for, the members of its group if it is the last of them (None: a
@@ -29,9 +29,9 @@ group that is still to be completed; empty: a node of its own), whether the grou
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A plan as a DAG. Node `offsets[r] + i` is instruction i of role r. `streams[s]` are the nodes of one stream of one role in
-    order, `stream_of[node]` its s. `waits[node]` are the nodes that must be done first, `groups` the nodes that start together (of
-    communication only) and `group_of[node]` the index, -1 for none; `p2p[g]` whether group g is a point-to-point transfer."""
+    """A plan as a DAG. Node `offsets[r] + i` is instruction i of role r. `streams[s]` are the nodes of one stream of one role
+    in order, `stream_of[node]` its s. `waits[node]` are the nodes that must be done first. `groups` are the nodes that start
+    together (communication only), `group_of[node]` the index, -1 for none, `p2p[g]` whether g is a point-to-point transfer."""
 
     roles: tuple[str, ...]
     offsets: tuple[int, ...]
@@ -65,22 +65,19 @@ class Times:
 
 
 def prepare(plan: Plan) -> Prepared:
-    """The DAG of a plan, in time linear in its size. PlanError for an end of a channel without its other end, for a wait that names
-    no instruction, and for a deadlock (with the cycle of waits)."""
-    offsets, streams, stream_of, waits = [0], [], [], []
+    """The DAG of a plan, in time linear in its size. PlanError for an end of a channel without its other end, for a wait that
+    names no instruction, and for a deadlock (with the cycle of waits)."""
+    offsets, stream_of = [0], list[int]()
+    streams: list[tuple[int, ...]] = []
+    waits: list[tuple[int, ...]] = []
     for role in plan.roles:
-        own: dict[str, list[int]] = {}
-        sequence = len(streams)
-        index = {name: sequence + k for k, name in enumerate(dict.fromkeys(i.stream for i in role.program))}
+        index = {name: len(streams) + k for k, name in enumerate(dict.fromkeys(i.stream for i in role.program))}
+        own: dict[str, list[int]] = {name: [] for name in index}
         for node, instr in enumerate(role.program, offsets[-1]):
-            own.setdefault(instr.stream, []).append(node)
+            own[instr.stream].append(node)
             stream_of.append(index[instr.stream])
-        for i, instr in enumerate(role.program):
-            for stream, n in instr.waits:
-                if n > len(own.get(stream, ())):
-                    raise PlanError(f"role {role.role}, instruction {i} {instr.name}: waits for {n} of stream {stream!r}, which has {len(own.get(stream, ()))}")
-            waits.append(tuple([own[stream][n - 1] for stream, n in instr.waits if n > 0]))
-        streams.extend(tuple(own[name]) for name in index)
+        waits.extend(_waits(role, own))
+        streams.extend(tuple(nodes) for nodes in own.values())
         offsets.append(offsets[-1] + len(role.program))
     groups, p2p = _groups(plan, offsets)
     group_of = [-1] * offsets[-1]
@@ -88,17 +85,28 @@ def prepare(plan: Plan) -> Prepared:
         for m in members:
             group_of[m] = g
     order = _order(plan, offsets, streams, waits, groups, group_of, p2p)
-    return Prepared(
-        tuple(r.role for r in plan.roles), tuple(offsets), tuple(streams), tuple(stream_of), tuple(waits), groups, tuple(group_of), p2p, order
-    )
+    roles = tuple(r.role for r in plan.roles)
+    return Prepared(roles, tuple(offsets), tuple(streams), tuple(stream_of), tuple(waits), groups, tuple(group_of), p2p, order)
+
+
+def _waits(role: RolePlan, own: Mapping[str, Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """Per instruction of a role the nodes that it waits for; `own`: the role's nodes by stream."""
+    for i, instr in enumerate(role.program):
+        for stream, n in instr.waits:
+            has = len(own.get(stream, ()))
+            if n > has:
+                raise PlanError(
+                    f"role {role.role}, instruction {i} {instr.name}: waits for {n} of stream {stream!r}, which has {has}"
+                )
+        yield tuple([own[stream][n - 1] for stream, n in instr.waits if n > 0])
 
 
 def sweep(
     prepared: Prepared, durations: Sequence[float], *, latency: float = 0.0, issue: float = 0.0, after: Times | None = None
 ) -> Times:
     """Times of one step. `durations[node]` in seconds, a group taking that of its first member; `latency` of a point-to-point
-    transfer and `issue` per instruction, in seconds. `after`: the times of the step before, which this one follows without a barrier:
-    each stream, and each host, goes on where it was."""
+    transfer and `issue` per instruction, in seconds. `after`: the times of the step before, which this one follows without a
+    barrier: each stream, and each host, goes on where it was."""
     n = len(prepared)
     ready, host = _issued(prepared, issue, after)
     # The last slots of `end` and `done` stand for the state of each stream before its first node.
@@ -151,26 +159,28 @@ def _issued(prepared: Prepared, issue: float, after: Times | None) -> tuple[list
 
 
 def period(prepared: Prepared, durations: Sequence[float], *, latency: float = 0.0, issue: float = 0.0, most: int = 64) -> float:
-    """Seconds per step in steady state, steps following each other without a barrier. Runs until every stream and host advances by the
-    same amount over c steps, for a c up to 4 (such systems may alternate between patterns); after `most` steps without that (parts
-    of the plan that share nothing) the period is that of the slowest stream over the later half."""
+    """Seconds per step in steady state, steps following each other without a barrier. Runs until every stream and host
+    advances by the same amount over c steps, twice in a row, for a c up to 4 (such systems may alternate between patterns).
+    After `most` steps without that (parts of the plan that share nothing): the slowest stream's, over the later half."""
     last = [nodes[-1] for nodes in prepared.streams]
     history: list[list[float]] = []
     times: Times | None = None
+    if not last:
+        return 0.0
     for _ in range(most):
         times = sweep(prepared, durations, latency=latency, issue=issue, after=times)
-        now = [times.end[x] for x in last] + (times.host if issue else [])
-        if not now:
-            return 0.0
-        history.append(now)
-        for c in range(1, min(4, len(history) - 1) + 1):
-            gains = [a - b for a, b in zip(now, history[-1 - c], strict=True)]
-            earlier = [a - b for a, b in zip(history[-2], history[-2 - c], strict=True)] if len(history) > c + 1 else None
-            slack = 1e-12 * max(now)
-            if earlier and max(gains) - min(gains) <= slack and max(map(abs, map(float.__sub__, gains, earlier))) <= slack:
-                return max(gains) / c
+        history.append([times.end[x] for x in last] + (times.host if issue else []))
+        for c in range(1, 5):
+            if len(history) > c + 1:
+                gains = _gains(history[-1], history[-1 - c]) + _gains(history[-2], history[-2 - c])
+                if max(gains) - min(gains) <= 1e-12 * max(history[-1]):
+                    return max(gains) / c
     half = most // 2
-    return max(a - b for a, b in zip(history[-1], history[-1 - half], strict=True)) / half
+    return max(_gains(history[-1], history[-1 - half])) / half
+
+
+def _gains(now: Sequence[float], then: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(now, then, strict=True)]
 
 
 def _groups(plan: Plan, offsets: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], tuple[bool, ...]]:
@@ -214,7 +224,7 @@ def _order(
     after: list[list[int]] = [[] for _ in range(n)]
     for s, nodes in enumerate(streams):
         before[nodes[0]] = n + s
-        for a, b in zip(nodes, nodes[1:]):
+        for a, b in pairwise(nodes):
             before[b] = a
             after[a].append(b)
             missing[b] += 1
@@ -275,5 +285,7 @@ def _cycle(
 
 def _where(plan: Plan, offsets: Sequence[int], node: int) -> str:
     r = next(r for r in range(len(plan.roles)) if node < offsets[r + 1])
-    instr = plan.roles[r].program[node - offsets[r]]
-    return f"role {plan.roles[r].role}, stream {instr.stream!r}, instruction {node - offsets[r]} {instr.name} ({type(instr.parts[0].op).__name__})"
+    role = plan.roles[r]
+    index = node - offsets[r]
+    instr = role.program[index]
+    return f"role {role.role}, stream {instr.stream!r}, instruction {index} {instr.name} ({type(instr.parts[0].op).__name__})"

@@ -1,0 +1,39 @@
+"""Portable ops: operations whose kernels differ by device, as ops that stay one node in a traced graph on every device.
+
+Importing this package registers the ops `piper::attention`, `piper::layer_norm`, `piper::rms_norm` and `piper::cross_entropy`
+with their gradients.
+"""
+
+from piper_ops.costs import KernelInfo, kernel_of
+from piper_ops.errors import UnsupportedVariant
+from piper_ops.losses import cross_entropy, cross_entropy_dgrad
+from piper_ops.lowering import Lowering, attention_lowering
+from piper_ops.norms import layer_norm, layer_norm_dgrad, layer_norm_wgrad, rms_norm, rms_norm_dgrad, rms_norm_wgrad
+from piper_ops.refusals import REFUSALS, Refusal
+from piper_ops.registry import PORTABLE, Formula, PortableOp
+from piper_ops.replace import replace_portable
+from piper_ops.sdpa import attention, attention_dgrad
+
+__all__ = [
+    "PORTABLE",
+    "REFUSALS",
+    "Formula",
+    "KernelInfo",
+    "Lowering",
+    "PortableOp",
+    "Refusal",
+    "UnsupportedVariant",
+    "attention",
+    "attention_dgrad",
+    "attention_lowering",
+    "cross_entropy",
+    "cross_entropy_dgrad",
+    "kernel_of",
+    "layer_norm",
+    "layer_norm_dgrad",
+    "layer_norm_wgrad",
+    "replace_portable",
+    "rms_norm",
+    "rms_norm_dgrad",
+    "rms_norm_wgrad",
+]

@@ -37,7 +37,7 @@ class KernelInfo:
 
 
 def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> KernelInfo:
-    """The cost of `op(*args_meta, **kwargs_meta) -> out_meta`, where tensors stand as (fake or real) tensors with concrete shapes.
+    """The cost of `op(*args_meta, **kwargs_meta) -> out_meta`, tensors given as fake or real ones with concrete shapes.
 
     op: an OpOverload, or operator.getitem. Raises TypeError for anything else: only ops of a joint graph have a cost.
     """
@@ -138,7 +138,7 @@ def _convolution_backward_flops(call: Call) -> int:
     grad = call.tensor("grad_output")
     forward = 2 * prod(_convolution(Call(call.args, (grad,))))
     wants_input, wants_weight, wants_bias = call.args["output_mask"]
-    return forward * (wants_input + wants_weight) + (grad.numel() if wants_bias else 0)
+    return forward * (int(wants_input) + int(wants_weight)) + (grad.numel() if wants_bias else 0)
 
 
 _MATMULS: dict[torch._ops.OpOverloadPacket, Callable[[Call], tuple[int, ...]]] = {
@@ -156,14 +156,17 @@ _GATHERS: dict[torch._ops.OpOverloadPacket, Kind] = {
     aten.index: "elementwise",
 }
 
-_MOVES = frozenset(
-    getattr(aten, name)
-    for name in (
-        "clone _to_copy copy copy_ cat stack constant_pad_nd repeat flip roll slice_backward select_backward slice_scatter "
-        "select_scatter index_put scatter diagonal_scatter as_strided_scatter fill full full_like zeros zeros_like ones ones_like "
-        "new_zeros new_ones new_full new_empty empty empty_like scalar_tensor arange eye tril triu resize"
-    ).split()
+# fmt: off
+_MOVES: frozenset[torch._ops.OpOverloadPacket] = frozenset(
+    (
+        aten.clone, aten._to_copy, aten.copy, aten.copy_, aten.cat, aten.stack, aten.constant_pad_nd, aten.repeat, aten.flip,
+        aten.roll, aten.slice_backward, aten.select_backward, aten.slice_scatter, aten.select_scatter, aten.index_put,
+        aten.scatter, aten.diagonal_scatter, aten.as_strided_scatter, aten.fill, aten.full, aten.full_like, aten.zeros,
+        aten.zeros_like, aten.ones, aten.ones_like, aten.new_zeros, aten.new_ones, aten.new_full, aten.new_empty, aten.empty,
+        aten.empty_like, aten.scalar_tensor, aten.arange, aten.eye, aten.tril, aten.triu, aten.lift_fresh_copy,
+    )
 )
+# fmt: on
 
 _FORMULAS: dict[torch._ops.OpOverload, tuple[Kind, Formula]] = {
     formula.op: (record.kind, formula) for record in PORTABLE.values() for formula in record.formulas

@@ -13,9 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from piper_ops import attention as _attention
-from piper_ops import cross_entropy as _cross_entropy
-from piper_ops import norms as _norms
+from piper_ops import losses, norms, sdpa
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,34 +144,34 @@ PORTABLE: Mapping[str, PortableOp] = {
             "attention",
             outputs=("out", "logsumexp"),
             saved=("out", "logsumexp"),
-            forward=Formula(_attention.attention, attention_flops, attention_dims),
-            dgrad=Formula(_attention.attention_dgrad, attention_dgrad_flops, attention_dims),
+            forward=Formula(sdpa.attention, attention_flops, attention_dims),
+            dgrad=Formula(sdpa.attention_dgrad, attention_dgrad_flops, attention_dims),
         ),
         PortableOp(
             "layer_norm",
             "norm",
             outputs=("out", "mean", "rstd"),
             saved=("mean", "rstd"),
-            forward=Formula(_norms.layer_norm, _per_element("x", layer_norm_flops)),
-            dgrad=Formula(_norms.layer_norm_dgrad, _per_element("x", layer_norm_dgrad_flops)),
-            wgrad=Formula(_norms.layer_norm_wgrad, _per_element("x", layer_norm_wgrad_flops)),
+            forward=Formula(norms.layer_norm, _per_element("x", layer_norm_flops)),
+            dgrad=Formula(norms.layer_norm_dgrad, _per_element("x", layer_norm_dgrad_flops)),
+            wgrad=Formula(norms.layer_norm_wgrad, _per_element("x", layer_norm_wgrad_flops)),
         ),
         PortableOp(
             "rms_norm",
             "norm",
             outputs=("out", "rstd"),
             saved=("rstd",),
-            forward=Formula(_norms.rms_norm, _per_element("x", rms_norm_flops)),
-            dgrad=Formula(_norms.rms_norm_dgrad, _per_element("x", rms_norm_dgrad_flops)),
-            wgrad=Formula(_norms.rms_norm_wgrad, _per_element("x", rms_norm_wgrad_flops)),
+            forward=Formula(norms.rms_norm, _per_element("x", rms_norm_flops)),
+            dgrad=Formula(norms.rms_norm_dgrad, _per_element("x", rms_norm_dgrad_flops)),
+            wgrad=Formula(norms.rms_norm_wgrad, _per_element("x", rms_norm_wgrad_flops)),
         ),
         PortableOp(
             "cross_entropy",
             "loss",
             outputs=("loss", "logsumexp"),
             saved=("logsumexp",),
-            forward=Formula(_cross_entropy.cross_entropy, _per_element("logits", cross_entropy_flops)),
-            dgrad=Formula(_cross_entropy.cross_entropy_dgrad, _per_element("logits", cross_entropy_dgrad_flops)),
+            forward=Formula(losses.cross_entropy, _per_element("logits", cross_entropy_flops)),
+            dgrad=Formula(losses.cross_entropy_dgrad, _per_element("logits", cross_entropy_dgrad_flops)),
         ),
     )
 }

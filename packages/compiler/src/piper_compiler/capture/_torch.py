@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 CAPTURE_ERRORS = (TorchDynamoException, ConstraintViolationError)
 """What torch.compile raises for code that it cannot capture as one graph."""
 
+RUN_ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
+"""What an operation raises that cannot run on meta tensors, or that the user's code calls wrongly."""
+
 SET_GRAD = torch._C._set_grad_enabled
 """Dynamo records `torch.no_grad()` as calls of this."""
 
@@ -39,10 +43,18 @@ def mark_rows(tensor: torch.Tensor) -> None:
 @contextmanager
 def own_settings() -> Iterator[None]:
     """Dynamo's settings that a capture depends on, whatever the user has set."""
-    with dynamo_config.patch(
-        automatic_dynamic_shapes=False, assume_static_by_default=True, suppress_errors=False, inline_inbuilt_nn_modules=True
-    ):
-        yield
+    loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch._guards")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)  # what they print is in the exception as well
+    try:
+        with dynamo_config.patch(
+            automatic_dynamic_shapes=False, assume_static_by_default=True, suppress_errors=False, inline_inbuilt_nn_modules=True
+        ):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def compile_once(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:

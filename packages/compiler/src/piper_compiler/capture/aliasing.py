@@ -24,7 +24,9 @@ def aliased_argument(op: OpOverload) -> int | None:
         return 0
     returned = {name for r in op._schema.returns if r.alias_info is not None for name in r.alias_info.before_set}
     for index, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and returned & set(argument.alias_info.before_set):
+        alias = argument.alias_info
+        # "a -> *" marks an op that returns a list of views (split, unbind); the list itself names no set.
+        if alias is not None and (returned & set(alias.before_set) or "*" in alias.after_set):
             return index
     return None
 

@@ -7,7 +7,7 @@ graph is torch-level (linear, layer_norm, in-place methods as the user wrote the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -84,6 +84,7 @@ def step(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> tuple[Tenso
 class _Recorder:
     """The backend handed to torch.compile: keeps the graph and answers with its fake outputs."""
 
+    batch: Collection[int]
     module: fx.GraphModule | None = None
     inputs: Sequence[Any] = ()
     outputs: list[Any] = field(default_factory=list)
@@ -91,7 +92,7 @@ class _Recorder:
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         self.module, self.inputs = module, inputs
-        self.problem = _specialised(module)
+        self.problem = _specialised(module, inputs, self.batch)
         if self.problem:
             raise self.problem
         nodes = module.graph.output_node().args[0]
@@ -119,14 +120,13 @@ def capture_forward(
     for tensor in tensors.values():
         _torch.mark_rows(tensor)
 
-    recorder = _Recorder()
+    recorder = _Recorder(batch={id(t) for t in tensors.values()})
     result = _run(recorder, module, loss, inputs, targets)
     gm = recorder.module
     if gm is None:
         raise CaptureError("the loss does not depend on any tensor operation; nothing was captured")
     nodes = [recorder.node_of(value) for value in result]
     _check_loss(result, nodes)
-    rewrites = {name: node for name, node in _rewrites(module, before, recorder).items()}
     placeholders = gm.graph.find_nodes(op="placeholder")
     assert nodes[0] is not None
     return Forward(
@@ -135,7 +135,7 @@ def capture_forward(
         origins=_placeholders(placeholders, recorder.inputs, origins),
         loss=nodes[0],
         weight=nodes[1] if len(nodes) == 2 else None,
-        rewrites=rewrites,
+        rewrites=_rewrites(module, before, recorder),
         params=params,
         buffers=buffers,
         batch=tensors,
@@ -200,21 +200,17 @@ def _as_capture_error(error: BaseException) -> CaptureError:
     return CaptureError(f"{where}cannot be captured: {reason}\n{advice}")
 
 
-def _specialised(module: fx.GraphModule) -> CaptureError | None:
+def _specialised(module: fx.GraphModule, inputs: Sequence[Any], batch: Collection[int]) -> CaptureError | None:
     """The refusal of a model that fixed the number of rows while it was traced."""
-    for node in module.graph.find_nodes(op="placeholder"):
-        value = node.meta.get("example_value")
-        if not isinstance(value, Tensor) or not hasattr(value, "_dynamo_dynamic_indices"):
-            continue
-    env_guards = _torch.row_guards(module.graph)
-    for guard in env_guards:
-        number = re.fullmatch(r"Eq\((?:s\d+, (\d+)|(\d+), s\d+)\)", str(guard.expr))
-        if number:
-            return CaptureError(
-                f"{guard.line or 'the model'}: the number of rows of a batch is compared or combined with the constant "
-                f"{number[1] or number[2]}; the first dimension must stay free (capture used {EXAMPLE_ROWS} rows)"
-            )
-    return None
+    nodes = module.graph.find_nodes(op="placeholder")
+    fixed = [n for n, v in zip(nodes, inputs, strict=True) if id(v) in batch and isinstance(n.meta["example_value"].shape[0], int)]
+    if not fixed:
+        return None
+    lines = [g.line for g in _torch.row_guards(module.graph) if g.line and re.search(rf"Eq\(.*\b{EXAMPLE_ROWS}\b", str(g.expr))]
+    return CaptureError(
+        f"{lines[0] if lines else 'the model'}: the number of rows of the batch is compared or combined with a constant; the "
+        f"first dimension must stay free, for Piper chooses the rows of a microbatch (capture used {EXAMPLE_ROWS})"
+    )
 
 
 def _check_loss(result: Sequence[Any], nodes: Sequence[fx.Node | None]) -> None:

@@ -132,9 +132,7 @@ def _joint(
 ) -> phases.Joint:
     graph = raw.module.graph
     _check(graph)
-    written = [raw.primals[k] for k in mutated if inputs[k].kind == "buffer"]
-    # The copy of a buffer that changes is what backward may save: its place in memory gets the next microbatch's content.
-    simplify(graph, keep={user for primal in written for user in primal.users})
+    simplify(graph)
     results, gradients = _torch_joint.results_and_gradients(graph)
     names = {raw.primals[len(inputs) + i]: name for i, name in enumerate(constants) if len(inputs) + i in raw.primals}
     values = dict(constants)

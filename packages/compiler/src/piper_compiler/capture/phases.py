@@ -121,6 +121,7 @@ def cut(joint: Joint) -> Cut:
     )
     body_f = {n for n in ancestors([*joint.outputs, *saved]) if n.op == "call_function"}
     _refuse_late_randomness(body_f, step_i.body | step_w.body)
+    _refuse_changed_buffers(joint, step_i.needs | step_w.needs)
 
     placed: dict[fx.Node, _Storage] = {n: _whole(f"in{k}", n) for k, n in enumerate(joint.inputs)}
     placed |= {n: _whole(f"tan{k}", n) for k, n in joint.tangents.items()}
@@ -128,7 +129,7 @@ def cut(joint: Joint) -> Cut:
     f = build(body_f, placed)
     f.write((f"out{k}", n) for k, n in enumerate(joint.outputs))
     f.hand_over("saved", saved)
-    i = build(step_i.body, placed | f.placed)
+    i = build(step_i.body | set(handed), placed | f.placed)
     i.write((f"gin{k}", n) for k, n in values.items())
     i.hand_over("iw", handed)
     w = build(step_w.body, placed | f.placed | i.placed)
@@ -172,7 +173,7 @@ def _repeatable(node: fx.Node, joint: Joint) -> bool:
     """May a later step compute the node again, from storages that exist anyway?"""
     if node.op != "call_function":
         return False
-    if aliasing.is_view(node) or (_producer(node) is not node and _repeatable(_producer(node), joint)):
+    if aliasing.is_view(node):
         return True
     if not node.all_input_nodes:
         return not is_random(node)
@@ -190,6 +191,15 @@ def _refuse_late_randomness(forward: set[fx.Node], later: set[fx.Node]) -> None:
     for node in later - forward:
         if is_random(node):
             raise CaptureError(f"{node.target} draws random numbers in the backward; draw them in the forward and save them")
+
+
+def _refuse_changed_buffers(joint: Joint, needs: set[fx.Node]) -> None:
+    for k in joint.mutated:
+        if joint.kinds[k] == "buffer" and joint.inputs[k] in needs:
+            raise CaptureError(
+                f"the backward of a chunk reads buffer input {k}, which the chunk changes in place; the next microbatch would have "
+                "overwritten it by then. Read a copy of the buffer (buffer.clone()) in the forward"
+            )
 
 
 def _spec(node: fx.Node, shape: tuple[int, ...] | None = None) -> TensorSpec:
@@ -222,9 +232,7 @@ class _Builder:
             self.specs[port] = _spec(node)
             base = aliasing.root(node)
             value = aliasing.tensor(node)
-            owns = base in self._inside and base.op == "call_function" and base not in self._owners
-            same = value.dtype == aliasing.tensor(base).dtype if owns else False
-            if owns and same and value.is_contiguous() and aliasing.fills_storage(value):
+            if base in self._inside and base not in self._owners and value.is_contiguous() and _same_bytes(value, base):
                 self._owners[base] = port
                 self._place(port, base)
                 self._results.append((port, node, "contiguous"))
@@ -264,7 +272,7 @@ class _Builder:
         reads = self._reads(graph, env)
         accumulators = {k: self._placeholder(graph, f"acc{k}", self._joint.inputs[k]) for k in self._gradients}
         made: dict[str, fx.Node] = {}
-        for node in [n for n in env if n.op != "get_attr"]:
+        for node in list(env):
             self._deliver(graph, node, env, made, accumulators)
         for node in self._body:
             self._copy(graph, node, env)
@@ -346,6 +354,12 @@ class _Builder:
                 order = self.placed[node].order
                 made[port] = graph.call_function(aten.permute.default, (env[node], list(order)))
                 made[port].meta = {**node.meta, "val": aliasing.tensor(node).permute(order)}
+
+
+def _same_bytes(value: torch.Tensor, owner: fx.Node) -> bool:
+    """Do a view and the owner of its storage hold exactly the same elements?"""
+    whole = aliasing.tensor(owner)
+    return value.dtype == whole.dtype and aliasing.fills_storage(value) and aliasing.fills_storage(whole)
 
 
 def _port_order(port: str) -> tuple[int, int]:

@@ -15,7 +15,7 @@ bytes (`phases` sees to it). The rules, each local to a node:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -40,11 +40,11 @@ SHAPE_ONLY: dict[OpOverload, tuple[OpOverload, Any]] = {
 """Ops that read a tensor for its shape, dtype and device only -> (factory, index of the fill value)."""
 
 
-def simplify(graph: fx.Graph, keep: Collection[fx.Node]) -> None:
-    """Rewrite `graph` in place. Nodes in `keep` stay as they are."""
+def simplify(graph: fx.Graph) -> None:
+    """Rewrite `graph` in place."""
     views: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, OpOverload) or node in keep:
+        if node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
         simpler = _apply(graph, node)
         if simpler.op == "call_function" and aliasing.is_view(simpler):
@@ -58,9 +58,9 @@ def _apply(graph: fx.Graph, node: fx.Node) -> fx.Node:
     for rule in RULES:
         replacement = rule(graph, node)
         if replacement is not None:
-            is_old = replacement is not node.prev
+            is_new = not replacement.users
             node = _replace(graph, node, replacement)
-            if is_old:
+            if not is_new:
                 break
     return node
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from piper_ops.attention_kernels import KERNELS, Backward, Forward, Options
 from piper_ops.errors import UnsupportedVariant
 from piper_ops.library import FLOATS, accumulate_dtype, contiguous_empty, define
 from piper_ops.lowering import attention_lowering
+from piper_ops.sdpa_kernels import KERNELS, Backward, Forward, Options
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> None:
@@ -27,7 +27,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool
         raise UnsupportedVariant(f"attention: {shapes} do not match (batch sizes must be equal, none is broadcast)")
     if q.shape[2] != k.shape[2] and (not enable_gqa or q.shape[2] % k.shape[2]):
         raise UnsupportedVariant(
-            f"attention: {q.shape[2]} query heads and {k.shape[2]} key heads need enable_gqa and a whole number of queries per key"
+            f"attention: {q.shape[2]} query heads and {k.shape[2]} key heads need enable_gqa and a whole ratio"
         )
     if mask is not None:
         _check_mask(q, k, mask, is_causal)
@@ -127,8 +127,8 @@ def _dgrad_kernel(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _, backward = _kernels(q, k, v, mask, is_causal)
     options = Options(_additive(mask, q), is_causal, _default_scale(q, scale))
-    tensors = [_heads_first(t) for t in (grad_out.contiguous(), q, k, v, out.contiguous())]
-    gq, gk, gv = (g.transpose(1, 2).contiguous() for g in backward(*tensors, logsumexp.contiguous(), options))
+    grad, q, k, v, out = (_heads_first(t) for t in (grad_out.contiguous(), q, k, v, out.contiguous()))
+    gq, gk, gv = (g.transpose(1, 2).contiguous() for g in backward(grad, q, k, v, out, logsumexp.contiguous(), options))
     return gq, gk, gv
 
 

@@ -27,7 +27,7 @@ def _check(logits: Tensor, target: Tensor, reduction: str) -> None:
         )
     if logits.dtype not in FLOATS or target.dtype != torch.int64:
         raise UnsupportedVariant(
-            f"cross_entropy: logits of {logits.dtype} and target of {target.dtype}; accepted are floating-point logits and int64 targets"
+            f"cross_entropy: logits of {logits.dtype} and target of {target.dtype} are not floating-point and int64"
         )
     if reduction not in REDUCTIONS:
         raise UnsupportedVariant(f"cross_entropy: reduction {reduction!r}; accepted are {', '.join(REDUCTIONS)}")
@@ -43,7 +43,9 @@ def _cross_entropy_fake(
 ) -> tuple[Tensor, Tensor]:
     _check(logits, target, reduction)
     rows = logits.shape[:1]
-    return contiguous_empty(logits, rows if reduction == "none" else ()), contiguous_empty(logits, rows, accumulate_dtype(logits.dtype))
+    return contiguous_empty(logits, rows if reduction == "none" else ()), contiguous_empty(
+        logits, rows, accumulate_dtype(logits.dtype)
+    )
 
 
 def _cross_entropy_kernel(

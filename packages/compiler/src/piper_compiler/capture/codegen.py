@@ -1,0 +1,137 @@
+"""Python source of a step, one line per op, and its compilation.
+
+The function takes one list and empties it, so that a tensor to which the caller keeps no reference dies at its last use:
+
+    def step(args):
+        in0, in1, saved0 = args
+        args.clear()
+        mm = _aten_mm_default(in0, in1); del in0, in1
+        ...
+        return (mm.contiguous(),)
+
+The text depends on the graph alone. Ops are bound once as globals; devices of factory ops are the global DEVICE; views are
+printed as reshape, because strides on the running device may differ from those seen at capture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from piper_ir.errors import CaptureError
+from piper_ir.program import Step
+from torch import Tensor, fx
+from torch._ops import OpOverload
+
+from piper_compiler.capture.phases import StepGraph
+from piper_compiler.capture.schedule import Line
+
+aten = torch.ops.aten
+METHODS: Mapping[OpOverload, str] = {
+    aten.view.default: "reshape",
+    aten._unsafe_view.default: "reshape",
+    aten.t.default: "t",
+    aten.transpose.int: "transpose",
+    aten.permute.default: "permute",
+    aten.expand.default: "expand",
+    aten.unsqueeze.default: "unsqueeze",
+}
+"""Ops printed as a method of their first argument."""
+
+
+@dataclass(frozen=True)
+class StepCode:
+    """Source of `step(args: list[Tensor]) -> tuple[Tensor, ...]`, which consumes `args`, and the constants that it uses by name."""
+
+    source: str
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+def generate(step: Step, graph: StepGraph, lines: Sequence[Line], constants: Mapping[str, Tensor]) -> StepCode:
+    """Code that runs `lines`; its arguments are the step's reads in order, then one accumulator per accumulated parameter."""
+    names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
+    ops = dict.fromkeys(line.node.target for line in lines if line.node.target not in METHODS)
+    used = dict.fromkeys(str(n.target) for n in graph.graph.find_nodes(op="get_attr"))
+    results = "".join(f"{_literal(n)}.contiguous(), " for n in _outputs(graph))
+    source = [
+        f"# step {step}",
+        *(f"{_global(op)} = torch.ops.{op._schema.name.replace('::', '.')}.{op._overloadname}" for op in ops),
+        "",
+        "",
+        "def step(args):",
+        *([f"    {', '.join(names)}, = args"] if names else []),
+        "    args.clear()",
+        *(f"    {_line(line)}" for line in lines),
+        f"    return ({results.rstrip()})",
+        "",
+    ]
+    return StepCode("\n".join(source), {name: constants[name] for name in used})
+
+
+def compile_step(code: StepCode, device: str | torch.device = "cpu") -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
+    """The function of a step, for tensors on `device`. Call it under `torch.no_grad()`. Tracebacks show the generated lines.
+
+    Raises CaptureError when an op of the code is not registered in this process.
+    """
+    filename = f"<piper {code.source.splitlines()[0][2:]} {hashlib.sha256(code.source.encode()).hexdigest()[:8]}>"
+    namespace: dict[str, Any] = {"torch": torch, "DEVICE": torch.device(device)}
+    namespace |= {name: value.to(device) for name, value in code.constants.items()}
+    linecache.cache[filename] = (len(code.source), None, code.source.splitlines(keepends=True), filename)
+    try:
+        exec(compile(code.source, filename, "exec"), namespace)
+    except AttributeError as error:
+        raise CaptureError(f"{error}; import the module that registers the op where the job is defined") from error
+    function: Callable[[list[Tensor]], tuple[Tensor, ...]] = namespace["step"]
+    return function
+
+
+def _outputs(graph: StepGraph) -> tuple[fx.Node, ...]:
+    written = graph.graph.output_node().args[0]
+    assert isinstance(written, tuple)
+    return written  # type: ignore[return-value]
+
+
+def _line(line: Line) -> str:
+    node = line.node
+    if node.target in METHODS:
+        arguments = ", ".join(map(_literal, node.args[1:]))
+        call = f"{_literal(node.args[0])}.{METHODS[node.target]}({arguments})"  # type: ignore[index]
+    else:
+        keywords = (f"{name}={_literal(value)}" for name, value in node.kwargs.items())
+        call = f"{_global(node.target)}({', '.join([*map(_literal, node.args), *keywords])})"
+    drops = f"; del {', '.join(n.name for n in line.drops)}" if line.drops else ""
+    if line.makes == (node,):
+        return f"{node.name} = {call}{drops}"
+    items = "; ".join(f"{item.name} = {node.name}[{item.args[1]}]" for item in line.makes)
+    return f"{node.name} = {call}; {items}; del {', '.join(n.name for n in (node, *line.drops))}"
+
+
+def _global(op: Any) -> str:
+    return f"_{op._schema.name.replace('::', '_').replace('.', '_')}_{op._overloadname}"
+
+
+def _literal(value: Any) -> str:
+    """Python text of an argument. Raises CaptureError for a type that has none."""
+    match value:
+        case fx.Node():
+            return str(value.target) if value.op == "get_attr" else value.name
+        case None | bool() | int() | str():
+            return repr(value)
+        case float():
+            return repr(value) if math.isfinite(value) else f"float('{value}')"
+        case complex():
+            return f"complex({_literal(value.real)}, {_literal(value.imag)})"
+        case torch.device():
+            return "DEVICE"
+        case torch.dtype() | torch.memory_format() | torch.layout():
+            return str(value)
+        case list():
+            return f"[{', '.join(map(_literal, value))}]"
+        case tuple():
+            return f"({''.join(f'{_literal(v)}, ' for v in value).rstrip()})"
+    raise CaptureError(f"an argument of type {type(value).__name__} in a captured op cannot be written as code")

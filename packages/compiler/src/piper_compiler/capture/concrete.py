@@ -1,0 +1,113 @@
+"""Torch-level graph nodes at a given number of rows: symbols become integers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_aggregate
+
+from piper_compiler.capture import _torch
+from piper_ir.errors import CaptureError
+
+def line_of(node: fx.Node) -> str:
+    """The user's "file:line (code)" for a node, or the node's name."""
+    frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
+    torch_root = torch.__path__[0]
+    own = [f for f in frames if not f[0].startswith(torch_root)]
+    return f"{own[-1][0]}:{own[-1][1]} ({own[-1][2].strip()})" if own else str(node.format_node() or node)
+
+
+def is_size(node: fx.Node) -> bool:
+    """True for a node whose value is an integer, float, bool or torch.Size that follows from the rows: it is never computed."""
+    value = node.meta.get("example_value")
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | torch.Size | int | float):
+        return True
+    return isinstance(value, tuple | list) and bool(value) and all(isinstance(v, torch.SymInt | int | float) for v in value)
+
+
+def tensors_of(node: fx.Node) -> tuple[Tensor, ...]:
+    """The symbolic tensors that a node makes."""
+    value = node.meta.get("example_value")
+    items = value if isinstance(value, tuple | list) else (value,)
+    return tuple(v for v in items if isinstance(v, Tensor))
+
+
+def concrete_size(node: fx.Node, rows: int) -> Any:
+    """The value of a size node."""
+    try:
+        return _torch.size_at(node.meta["example_value"], rows)
+    except LookupError as error:
+        raise CaptureError(
+            f"{line_of(node)}: a size or Python number that depends on values of tensors ({error}); sizes may depend on the rows "
+            "only: use operations with static shapes, such as torch.where or masks"
+        ) from error
+
+
+def concrete_shape(tensor: Tensor, rows: int, node: fx.Node) -> tuple[int, ...]:
+    try:
+        return tuple(int(_torch.size_at(s, rows)) for s in tensor.shape)
+    except LookupError as error:
+        raise CaptureError(
+            f"{line_of(node)}: a shape that depends on values of tensors ({error}); use operations with static shapes"
+        ) from error
+
+
+def concrete_call(
+    node: fx.Node, env: Mapping[fx.Node, Any], rows: int, device: torch.device | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of a node: `env` for tensors, numbers for sizes; if given, `device` for every device that the user's code has
+    baked in, and for tensors made without one."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return env[value] if value in env else concrete_size(value, rows)
+        if isinstance(value, torch.device):
+            return device or value
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return _torch.size_at(value, rows)
+        return value
+
+    args = map_aggregate(node.args, leaf)
+    kwargs = dict(map_aggregate(node.kwargs, leaf))  # type: ignore[arg-type]
+    if device is not None and (is_factory(node) or kwargs.get("device") is not None):
+        kwargs["device"] = device
+    return args, kwargs  # type: ignore[return-value]
+
+
+def is_factory(node: fx.Node) -> bool:
+    """True for torch.arange, zeros, tensor...: a torch function without tensor arguments that makes a tensor."""
+    return (
+        node.op == "call_function"
+        and isinstance(node.meta.get("example_value"), Tensor)
+        and not isinstance(node.target, torch._ops.OpOverload)
+        and getattr(node.target, "__module__", None) in (None, "torch", "torch.functional")
+        and not any(tensors_of(n) for n in node.all_input_nodes)
+    )
+
+
+def canonical_text(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    """A node as text that is equal for nodes that do the same at every number of rows; `names` are those of its inputs."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return names[value] if value in names else _size_text(value)
+        return value
+
+    target = node.target
+    if not isinstance(target, str):
+        target = str(target) if isinstance(target, torch._ops.OpOverload) else _qualified(target)
+    args, kwargs = map_aggregate(node.args, leaf), map_aggregate(node.kwargs, leaf)
+    return f"{node.op} {target} {args!r} {sorted(kwargs.items())!r}"  # type: ignore[union-attr]
+
+
+def _qualified(target: Any) -> str:
+    return f"{getattr(target, '__module__', None)}.{getattr(target, '__qualname__', None) or repr(target)}"
+
+
+def _size_text(node: fx.Node) -> str:
+    """A size as its values at a few numbers of rows: the name of the symbol does not matter."""
+    return f"size{[concrete_size(node, rows) for rows in (2, 3, 5, 7, 143)]}"

@@ -1,0 +1,255 @@
+"""Which region each operation of the captured graph belongs to.
+
+Own coordinates of an operation are those of the regions and tagged modules around it, and `layer`. Then, in program order:
+
+1. An operation without user coordinates takes those of its latest producer; without one (before anything is tagged) those of
+   the first tagged operation, later those of the operation before it.
+2. An operation without a layer, between the first and the last operation with one, takes the layer of its latest producer if
+   the user coordinates agree. Before the first layer (embedding) and after the last (head, loss) it has none.
+3. It joins the latest region with its coordinates if everything it needs is in regions up to that one, and if nothing that
+   ran since then changes what it reads; otherwise it opens a new visit of its coordinates. An operation that changes a
+   tensor in place never joins a region that is not the latest.
+
+Regions are numbered as they are opened and use values of earlier numbers only, so the cut is acyclic by construction.
+Views of parameters, buffers and batch tensors, and tensors made of nothing (arange, zeros), belong to no region: every region
+that uses one repeats it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx, nn
+
+from piper_compiler.capture import _torch
+from piper_compiler.capture.concrete import is_size, line_of, tensors_of
+from piper_compiler.capture.dynamo import Forward
+from piper_compiler.capture.replay import Facts
+from piper_compiler.capture.tags import LAYER, PREFIX, check_coordinate, layer_indexes, module_coords
+from piper_ir.errors import CaptureError
+
+Coords = dict[str, int]
+
+DROPPED = frozenset({"_log_api_usage_once", "_assert_async", "_assert_scalar", "_assert", "_assert_tensor_metadata", "_check"})
+"""Statements without a tensor result that have no effect on a training step."""
+
+REFUSED = {
+    "_enter_autocast": "autocast inside the model: precision belongs to the job (Precision)",
+    "_exit_autocast": "autocast inside the model: precision belongs to the job (Precision)",
+    "tag_activation_checkpoint": "torch.utils.checkpoint inside the model: recomputation belongs to the strategy",
+    "triton_kernel_wrapper_mutation": "an unregistered Triton kernel: wrap it with torch.library.triton_op",
+    "triton_kernel_wrapper_functional": "an unregistered Triton kernel: wrap it with torch.library.triton_op",
+}
+"""Operations refused by name -> why."""
+
+
+@dataclass(eq=False)
+class Region:
+    """A run of operations with equal coordinates. `id`: "layer3", "stage0_layer3", "root" without coordinates, with ".1" for the
+    second visit of the same coordinates."""
+
+    number: int
+    coords: Coords
+    visit: int
+    nodes: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def id(self) -> str:
+        name = "_".join(f"{k}{v}" for k, v in self.coords.items()) or "root"
+        return f"{name}.{self.visit}" if self.visit else name
+
+
+@dataclass(frozen=True)
+class Operations:
+    """The operations of a graph in program order; grad_mode[n] is False for one that ran under torch.no_grad()."""
+
+    nodes: tuple[fx.Node, ...]
+    grad_mode: Mapping[fx.Node, bool]
+    statements: tuple[fx.Node, ...]
+
+
+def operations(graph: fx.Graph) -> Operations:
+    """Tensor operations without sizes and bookkeeping. Raises CaptureError for what belongs to Piper or is not supported."""
+    kept: list[fx.Node] = []
+    statements: list[fx.Node] = []
+    modes: dict[fx.Node, bool] = {}
+    enabled = True
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        name = getattr(node.target, "__name__", str(node.target))
+        if name in REFUSED:
+            raise CaptureError(f"{line_of(node)}: {REFUSED[name]}")
+        if node.target is _torch.SET_GRAD:
+            enabled = bool(node.args[0])
+            statements.append(node)
+            continue
+        _refuse_batch_statistics(node)
+        if is_size(node) or name in DROPPED:
+            continue
+        if node.op != "get_attr" and not tensors_of(node) and not _writes_silently(node):
+            raise CaptureError(f"{line_of(node)}: {name} has no tensor result and is not supported inside a model")
+        modes[node] = enabled
+        kept.append(node)
+        statements.append(node)
+    return Operations(tuple(kept), modes, tuple(statements))
+
+
+def _writes_silently(node: fx.Node) -> bool:
+    """Index assignment and custom ops that return nothing."""
+    return getattr(node.target, "__name__", "") == "setitem" or isinstance(node.target, torch._ops.OpOverload)
+
+
+def _refuse_batch_statistics(node: fx.Node) -> None:
+    arguments = dict(zip(("input", "running_mean", "running_var", "weight", "bias", "training"), node.args, strict=False))
+    if node.target is nn.functional.batch_norm and (arguments | node.kwargs).get("training"):
+        raise CaptureError(
+            f"{line_of(node)}: BatchNorm in training uses statistics of the whole batch, which differ when the batch is cut into "
+            "microbatches; use LayerNorm, GroupNorm or RMSNorm, or put the module in eval mode"
+        )
+    if node.target is nn.functional.instance_norm and node.kwargs.get("running_mean") is not None:
+        raise CaptureError(f"{line_of(node)}: InstanceNorm with running statistics; use track_running_stats=False")
+
+
+def own_coords(forward: Forward, nodes: Iterable[fx.Node]) -> dict[fx.Node, Coords]:
+    """Coordinates of each operation from regions, tagged modules and ModuleLists, outer ones overridden by inner ones."""
+    layers = layer_indexes(forward.model)
+    found: dict[fx.Node, Coords] = {}
+    for node in nodes:
+        stack = [forward.modules.get(key.split("@")[0]) for key in node.meta.get("nn_module_stack") or {}]
+        tagged: Coords = {}
+        for module in stack:
+            tagged |= module_coords(module) if module is not None else {}
+        custom = node.meta.get("custom") or {}
+        written = {k.removeprefix(PREFIX): v for k, v in custom.items() if k.startswith(PREFIX)}
+        for name, value in written.items():
+            check_coordinate(name, value, line_of(node))
+            if tagged.get(name, value) != value:
+                raise CaptureError(
+                    f"{line_of(node)}: region says {name}={value}, tag says {name}={tagged[name]}; give the coordinate once"
+                )
+        coords = tagged | written
+        layer = next((layers[id(m)] for m in stack if id(m) in layers), None)
+        if layer is not None:
+            coords.setdefault(LAYER, layer)
+        found[node] = coords
+    return found
+
+
+def free_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: Facts) -> set[fx.Node]:
+    """Operations that every region may repeat: constants, and views of what every region can read."""
+    written = frozenset().union(*facts.writes.values())
+    readable = set(forward.origins)
+    free: set[fx.Node] = set()
+    for node in nodes:
+        sources = [n for n in node.all_input_nodes if n in facts.storages]
+        storages = facts.storages[node]
+        if facts.writes[node] or storages & written or node in facts.random or not tensors_of(node):
+            continue
+        inherited = frozenset().union(*(facts.storages[n] for n in sources))
+        if all(n in readable or n in free for n in sources) and (not sources or storages <= inherited):
+            free.add(node)
+    return free
+
+
+def live_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: Facts) -> list[fx.Node]:
+    """Operations on which the loss, its weight or the new content of a buffer depends."""
+    roots = [n for n in (forward.loss, forward.weight, *forward.rewrites.values()) if n is not None]
+    needed = set(roots)
+    storages = frozenset().union(*(facts.storages[n] for n in roots if n in facts.storages))
+    storages |= frozenset().union(*(facts.storages[n] for n, o in forward.origins.items() if o.kind != "batch"))
+    kept: list[fx.Node] = []
+    for node in reversed(nodes):
+        if node in needed or facts.writes[node] & storages:
+            kept.append(node)
+            needed.update(node.all_input_nodes)
+            storages |= frozenset().union(*(facts.storages[n] for n in node.all_input_nodes if n in facts.storages))
+    return kept[::-1]
+
+
+class _Assigner:
+    """Opens regions and puts operations into them, in program order."""
+
+    def __init__(self, nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: Facts) -> None:
+        self.regions: list[Region] = []
+        self.home: dict[fx.Node, Region] = {}
+        self._facts = facts
+        self._own = coords
+        self._position = {n: i for i, n in enumerate(nodes)}
+        layered = [i for i, n in enumerate(nodes) if LAYER in coords[n]]
+        self._layered = (layered[0], layered[-1]) if layered else (len(nodes), -1)
+        self._first = next((user for n in nodes if (user := _user(coords[n]))), {})
+        self._written: dict[int, tuple[fx.Node, Region]] = {}
+        self._latest: dict[tuple[tuple[str, int], ...], Region] = {}
+
+    def add(self, node: fx.Node) -> None:
+        producer = self._producer(node)
+        if isinstance(node.args[0] if node.args else None, fx.Node) and not _is_tensor(node.args[0]):
+            region = self.home[node.args[0]]  # type: ignore[index]
+        else:
+            region = self._region(node, self._coords(node, producer))
+        region.nodes.append(node)
+        self.home[node] = region
+        for storage in self._facts.writes[node]:
+            self._written[storage] = (node, region)
+
+    def _producer(self, node: fx.Node) -> fx.Node | None:
+        """The latest operation that made or changed something that `node` reads."""
+        read = [n for n in node.all_input_nodes if n in self._facts.storages]
+        makers = [n for n in read if n in self.home]
+        makers += [self._written[s][0] for n in read for s in self._facts.storages[n] if s in self._written]
+        return max(makers, key=self._position.__getitem__, default=None)
+
+    def _coords(self, node: fx.Node, producer: fx.Node | None) -> Coords:
+        own = self._own[node]
+        before = self.home[producer].coords if producer is not None else None
+        if before is None:
+            before = self.regions[-1].coords if self.regions else self._first
+        user = _user(own) or _user(before)
+        layer = own.get(LAYER)
+        first, last = self._layered
+        if layer is None and first < self._position[node] < last and _user(before) == user:
+            layer = before.get(LAYER)
+        return dict(sorted(user.items())) | ({LAYER: layer} if layer is not None else {})
+
+    def _region(self, node: fx.Node, coords: Coords) -> Region:
+        key = tuple(coords.items())
+        latest = self._latest.get(key)
+        if latest is not None and self._may_join(node, latest):
+            return latest
+        region = Region(len(self.regions), coords, latest.visit + 1 if latest else 0)
+        self.regions.append(region)
+        self._latest[key] = region
+        return region
+
+    def _may_join(self, node: fx.Node, region: Region) -> bool:
+        if region is self.regions[-1]:
+            return True
+        read = [n for n in node.all_input_nodes if n in self._facts.storages]
+        storages = frozenset().union(*(self._facts.storages[n] for n in read))
+        written_later = any(s in self._written and self._written[s][1].number > region.number for s in storages)
+        made_later = any(n in self.home and self.home[n].number > region.number for n in read)
+        return not (self._facts.writes[node] or written_later or made_later)
+
+
+def _user(coords: Mapping[str, int]) -> Coords:
+    return {k: v for k, v in coords.items() if k != LAYER}
+
+
+def _is_tensor(node: object) -> bool:
+    return isinstance(node, fx.Node) and (node.op == "placeholder" or isinstance(node.meta.get("example_value"), torch.Tensor))
+
+
+def assign(nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: Facts) -> list[Region]:
+    """The regions of the graph, in an order in which each uses values of earlier ones only."""
+    assigner = _Assigner(nodes, coords, facts)
+    for node in nodes:
+        assigner.add(node)
+    seen: dict[str, Region] = {}
+    for region in assigner.regions:
+        other = seen.setdefault(region.id, region)
+        if other is not region:
+            raise CaptureError(f"coordinates {other.coords} and {region.coords} give the same chunk name {region.id!r}; rename one")
+    return assigner.regions

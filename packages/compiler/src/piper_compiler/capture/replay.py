@@ -1,0 +1,107 @@
+"""One run of the captured forward graph on meta tensors at two rows, to learn what its nodes do to storages.
+
+The graph is torch-level: whether `relu(x, inplace=True)`, a custom op or an index assignment writes to a tensor is not in a
+schema. It is seen here by version counters, views by shared storages, random numbers by the tags of the ops that ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from piper_compiler.capture import _torch
+from piper_compiler.capture.concrete import concrete_call, concrete_shape, line_of
+from piper_compiler.capture.dynamo import Forward
+from piper_ir.errors import CaptureError
+
+ROWS = 2
+META = torch.device("meta")
+
+
+@dataclass
+class Facts:
+    """storages: node -> ids of the storages of its tensors; writes: node -> ids of storages it changes; random: nodes that
+    draw random numbers; varies: ids of storages whose content depends on the batch or on random numbers at the end."""
+
+    storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
+    writes: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
+    random: set[fx.Node] = field(default_factory=set)
+    varies: set[int] = field(default_factory=set)
+
+
+class _RandomWatch(TorchDispatchMode):
+    """Notes whether an op with the tag nondeterministic_seeded ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def replay(forward: Forward, nodes: Sequence[fx.Node]) -> Facts:
+    """Run `nodes` (statements and tensor operations in program order). Raises CaptureError with the user's line."""
+    facts = Facts()
+    env: dict[fx.Node, Any] = {}
+    requires_grad = {p.name for p in forward.params if p.requires_grad}
+    for node, origin in forward.origins.items():
+        symbolic = node.meta["example_value"]
+        shape = concrete_shape(symbolic, ROWS, node)
+        env[node] = torch.empty(shape, dtype=symbolic.dtype, device=META)
+        if origin.kind == "param":
+            env[node].requires_grad_(origin.name in requires_grad)
+        facts.storages[node] = _storages(env[node])
+        if origin.kind == "batch":
+            facts.varies |= facts.storages[node]
+    with torch.enable_grad(), _RandomWatch() as watch:
+        for node in nodes:
+            _run(forward.owner, node, env, facts, watch)
+    return facts
+
+
+def _run(owner: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], facts: Facts, watch: _RandomWatch) -> None:
+    if node.op == "get_attr":
+        env[node] = getattr(owner, str(node.target))
+        facts.storages[node] = facts.writes[node] = frozenset()
+        return
+    args, kwargs = concrete_call(node, env, ROWS, META)
+    tensors = [env[n] for n in node.all_input_nodes if n in env]
+    flat = [t for item in tensors for t in (item if isinstance(item, tuple | list) else (item,)) if isinstance(t, Tensor)]
+    versions = [t._version for t in flat]
+    watch.seen = False
+    try:
+        if node.op == "call_method":
+            env[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        else:
+            assert callable(node.target)
+            env[node] = node.target(*args, **kwargs)
+    except _torch.RUN_ERRORS as error:
+        raise CaptureError(
+            f"{line_of(node)}: this operation cannot run on meta tensors: {error}; it must have static shapes, and a custom op "
+            "must be registered with torch.library (register_fake, register_autograd)"
+        ) from error
+    facts.storages[node] = _storages(env[node])
+    facts.writes[node] = frozenset().union(
+        *(_storages(t) for t, before in zip(flat, versions, strict=True) if t._version != before)
+    )
+    if watch.seen:
+        facts.random.add(node)
+    read = frozenset().union(*(facts.storages[n] for n in node.all_input_nodes if n in facts.storages))
+    if watch.seen or read & facts.varies:
+        fresh = facts.storages[node] - read
+        facts.varies |= fresh | facts.writes[node]
+
+
+def _storages(value: Any) -> frozenset[int]:
+    if isinstance(value, Tensor):
+        return frozenset({value.untyped_storage()._cdata})
+    if isinstance(value, tuple | list):
+        return frozenset().union(*(_storages(v) for v in value))
+    return frozenset()

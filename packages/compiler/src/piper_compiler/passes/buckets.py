@@ -1,0 +1,84 @@
+"""Gradient buckets: objects of the whole graph, keyed by the ranks that hold the parameters (plan-rules 17, 18)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from piper_compiler.ports import trains
+from piper_ir.errors import CompileError
+from piper_ir.graph import Editor, Replication
+from piper_ir.plan import Bucket, Channel
+from piper_ir.program import Param
+from piper_ir.sizes import ITEM_BYTES, bind
+
+if TYPE_CHECKING:
+    from piper_compiler.passes.complete import Training
+
+ALIGN_BYTES = 256
+"""Alignment of a parameter inside of its bucket: what CUDA's vectorised kernels and NCCL like, and torch's allocator gives."""
+
+Key = tuple[tuple[str, ...], tuple[str, ...], str, int, int, str]
+
+
+def make_buckets(edit: Editor, training: Training) -> None:
+    """Add the buckets of all trained parameters and the channels that reduce them. Parameters stand in the order in which their gradients
+    become complete; a bucket ends when the next parameter would take it over its size. Parameters of one bucket are held by the same roles
+    and replicas, and share dtype and optimizer group."""
+    from piper_compiler.passes.complete import holders
+
+    held = holders(edit, edit.graph.program)
+    open_: dict[Key, list[Param]] = {}
+    made: list[tuple[Key, list[Param]]] = []
+    for param, policy in _by_completion(edit):
+        roles = held[param.name]
+        group = training.group_of.get(param.name, 0)
+        reduced = len(roles) > 1 or bool(policy.over)
+        limit = policy.bucket_bytes if reduced else 2**62
+        key = (roles, policy.over, param.spec.dtype, group, limit, policy.stream)
+        members = open_.get(key)
+        if members is None or _bytes(members) + bind(param.spec.nbytes, 0) > limit:
+            members = open_[key] = []
+            made.append((key, members))
+        members.append(param)
+    for number, (key, members) in enumerate(made):
+        _add(edit, f"bucket{number}", key, members)
+
+
+def _by_completion(edit: Editor) -> list[tuple[Param, Replication]]:
+    """Trained parameters with their policy; backward runs against the program, so a gradient is complete with the first chunk that uses it."""
+    none = Replication((), 25 * 2**20, "", -1)
+    by_name = {p.name: p for p in edit.graph.program.params}
+    out: dict[str, Replication] = {}
+    for chunk in reversed(edit.graph.program.chunks):
+        policy = edit.replication.get(chunk.id, none)
+        for name in reversed(trains(chunk)):
+            other = out.pop(name, policy)
+            if (other.over, other.bucket_bytes, other.stream) != (policy.over, policy.bucket_bytes, policy.stream):
+                raise CompileError(f"parameter {name!r} is shared by chunks that are replicated in different ways; replicate them together")
+            out[name] = policy
+    return [(by_name[name], policy) for name, policy in out.items()]
+
+
+def _aligned(param: Param) -> int:
+    """Elements that a parameter takes in a bucket."""
+    step = ALIGN_BYTES // ITEM_BYTES[param.spec.dtype]
+    return -(-bind(param.spec.numel, 0) // step) * step
+
+
+def _bytes(members: list[Param]) -> int:
+    return sum(_aligned(p) * ITEM_BYTES[p.spec.dtype] for p in members)
+
+
+def _add(edit: Editor, id: str, key: Key, members: list[Param]) -> None:
+    roles, over, dtype, group, _, stream = key
+    offsets, numel = [], 0
+    for param in members:
+        offsets.append(numel)
+        numel += _aligned(param)
+    channel = ""
+    if len(roles) > 1 or over:
+        name = "+".join(roles) + ("/" + "+".join(over) if over else "")
+        used = stream or "reduce"
+        channel = f"reduce.{name}.{used}"
+        edit.channels.setdefault(channel, Channel(channel, "group", roles, (used,) * len(roles), over, "reduce"))
+    edit.buckets[id] = Bucket(id, tuple(p.name for p in members), tuple(offsets), numel, dtype, roles, over, group, channel)

@@ -1,0 +1,216 @@
+"""Checks that a graph is a whole training step, and adds what no directive writes: gradient buckets and their reductions, the
+loss weight, the gradient norm, and one Update per role."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from piper_compiler.directives.split import split_all
+from piper_compiler.passes.buckets import make_buckets
+from piper_compiler.ports import trains
+from piper_ir.errors import CompileError
+from piper_ir.graph import Editor, Graph, Node
+from piper_ir.ops import Add, AllReduce, Compute, SquaredNorm, Update, Zeros
+from piper_ir.plan import Channel
+from piper_ir.program import Program
+from piper_ir.sizes import TensorSpec
+
+EVERYWHERE = "all"
+"""The role of a model without any `place`: every rank runs all of it."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the compiler needs to know of the optimizer. `group_of`: parameter -> index of its parameter group (default 0); `state_copies`: bytes
+    of optimizer state per byte of parameter; `update_copies`: of temporary memory while it steps; `clip`: bound of the global gradient norm."""
+
+    group_of: Mapping[str, int] = field(default_factory=dict)
+    state_copies: float = 0
+    update_copies: float = 0
+    clip: float | None = None
+
+
+def complete(graph: Graph, training: Training) -> Graph:
+    """The graph with every node placed and every op that the step needs. CompileError names what is missing."""
+    if not graph.microbatches:
+        graph = split_all(graph, 1)
+    graph = _place_rest(graph)
+    _check_axes(graph)
+    _check_buffers(graph)
+    edit = graph.edit()
+    make_buckets(edit, training)
+    _reduce(edit)
+    total = _loss_weight(edit) if graph.program.loss_kind == "sum" else {}
+    norm = _gradient_norm(edit) if training.clip is not None else {}
+    for role in edit.roles:
+        held = tuple(b.id for b in edit.buckets.values() if role in b.roles)
+        reads = tuple(v[role] for v in (total, norm) if v)
+        edit.add(Node(f"update#{role}", Update(held, bool(total), training.clip), {"phase": "U", "op": "update"}, reads, (), role))
+    _order_buffers(edit)
+    return edit.done()
+
+
+def _place_rest(graph: Graph) -> Graph:
+    unplaced = [n for n in graph.nodes.values() if not n.role]
+    if graph.roles and unplaced:
+        compute = [n for n in unplaced if isinstance(n.op, Compute)] or unplaced
+        raise CompileError(
+            f"{compute[0].id} (of {len(compute)} such nodes) is placed nowhere, while others are placed on {', '.join(graph.roles)}; "
+            "add a place directive that selects it"
+        )
+    if not unplaced:
+        return graph
+    edit = graph.edit()
+    edit.roles[EVERYWHERE] = {}
+    for node in unplaced:
+        edit.update(replace(node, role=EVERYWHERE))
+    return edit.done()
+
+
+def _check_axes(graph: Graph) -> None:
+    """Every rank must have something to do, and every chunk the same data-parallel width."""
+    placed = set(next(iter(graph.roles.values())))
+    overs = {graph.replication[c.id].over if c.id in graph.replication else () for c in graph.program.chunks}
+    if len(overs) > 1:
+        some = [c.id for c in graph.program.chunks if c.id not in graph.replication]
+        raise CompileError(
+            f"chunks are replicated differently: {sorted(overs)}"
+            + (f"; {some[0]} is not replicated at all" if some else "")
+            + ". One device cannot be reproduced then; replicate all chunks over the same axes"
+        )
+    over = set(next(iter(overs)))
+    for axis in graph.mesh.axes:
+        if axis not in placed | over:
+            raise CompileError(
+                f"the mesh has {axis}={graph.mesh.size(axis)} but no directive uses {axis}; place on it, replicate over it, or take it out of the mesh"
+            )
+    idle = set(range(graph.mesh.world)) - {r for fixed in graph.roles.values() for r in graph.mesh.ranks(fixed)}
+    if idle:
+        where = ", ".join(f"{a}={c}" for a, c in graph.mesh.coords(min(idle)).items())
+        raise CompileError(f"nothing is placed on rank {min(idle)} ({where}) of {graph.mesh}; place a stage there or make the mesh smaller")
+
+
+def _check_buffers(graph: Graph) -> None:
+    """A buffer that the model updates must stay what it is on one device."""
+    wide = any(r.over for r in graph.replication.values())
+    for chunk in graph.program.chunks:
+        for output in chunk.outputs:
+            if output.kind != "buffer":
+                continue
+            if wide and output.varies:
+                raise CompileError(
+                    f"buffer {output.ref!r} is updated from the batch in {chunk.id}, so its replicas would differ; "
+                    "do not replicate this model, or make the update independent of the batch"
+                )
+            roles = {graph.nodes[f"{chunk.id}.F@{mb}"].role for mb in range(graph.microbatches)}
+            if len(roles) > 1:
+                raise CompileError(f"buffer {output.ref!r} is updated on {sorted(roles)}; place {chunk.id} on one device")
+
+
+def _order_buffers(edit: Editor) -> None:
+    """Microbatches update a buffer in order: each forward of the chunk after the one before."""
+    for chunk in edit.graph.program.chunks:
+        if any(o.kind == "buffer" for o in chunk.outputs):
+            for mb in range(1, edit.microbatches):
+                edit.order(f"{chunk.id}.F@{mb - 1}", f"{chunk.id}.F@{mb}")
+
+
+def _over(edit: Editor) -> tuple[str, ...]:
+    """The axes of data parallelism, the same for all chunks (see _check_axes)."""
+    return next(iter(edit.replication.values())).over if edit.replication else ()
+
+
+def _reduce(edit: Editor) -> None:
+    """One AllReduce per bucket and holder, for buckets that several ranks hold."""
+    for bucket in list(edit.buckets.values()):
+        if not bucket.channel:
+            continue
+        for role in bucket.roles:
+            stream = edit.channels[bucket.channel].stream_on(role)
+            coords: dict[str, int | str] = {"phase": "B", "op": "allreduce", "bucket": bucket.id}
+            edit.add(Node(f"reduce.{bucket.id}#{role}", AllReduce(bucket.channel, bucket.id), coords, (), (), role, stream))
+
+
+def _sum_over_roles(edit: Editor, name: str, local: Mapping[str, str], over: tuple[str, ...], spec: TensorSpec) -> dict[str, str]:
+    """Role -> value with the sum over all roles (and `over`) of a scalar that each role has; the scalar itself when only one rank has it."""
+    roles = tuple(edit.roles)
+    if len(roles) == 1 and not over:
+        return dict(local)
+    assert name in ("weight", "norm")
+    channel = Channel(name, "group", roles, (name,) * len(roles), over, "weight" if name == "weight" else "norm")
+    edit.channels[name] = channel
+    out = {}
+    for role in roles:
+        out[role] = edit.value(f"{name}.total#{role}", spec, "scalar")
+        coords: dict[str, int | str] = {"phase": "U", "op": "allreduce"}
+        edit.add(Node(f"reduce.{name}#{role}", AllReduce(name), coords, (local[role],), (out[role],), role, name))
+    return out
+
+
+def _zeros(edit: Editor, name: str, role: str, spec: TensorSpec) -> str:
+    value = edit.value(f"{name}#{role}", spec, "scalar")
+    edit.add(Node(f"zeros.{name}#{role}", Zeros(spec.dtype), {"phase": "U", "op": "zeros"}, (), (value,), role))
+    return value
+
+
+def _weights_by_role(edit: Editor, program: Program) -> tuple[dict[str, list[str]], TensorSpec]:
+    """Role -> the weights of the microbatches whose loss it computes."""
+    out: dict[str, list[str]] = {}
+    spec = TensorSpec((), "float32")
+    for chunk in program.chunks:
+        for k, output in enumerate(chunk.outputs):
+            if output.kind == "weight":
+                spec = output.spec
+                for mb in range(edit.microbatches):
+                    node = edit.nodes[f"{chunk.id}.F@{mb}"]
+                    out.setdefault(node.role, []).append(f"{chunk.id}:out{k}@{mb}")
+    return out, spec
+
+
+def _loss_weight(edit: Editor) -> dict[str, str]:
+    """Role -> value with the sum of the loss weights of the whole global batch."""
+    weights, spec = _weights_by_role(edit, edit.graph.program)
+    local = {}
+    for role in edit.roles:
+        mine = weights.get(role, [])
+        if not mine:
+            local[role] = _zeros(edit, "weight", role, spec)
+        elif len(mine) == 1:
+            local[role] = mine[0]
+        else:
+            local[role] = edit.value(f"weight#{role}", spec, "scalar")
+            edit.add(Node(f"sum.weight#{role}", Add(), {"phase": "U", "op": "add"}, tuple(mine), (local[role],), role))
+    return _sum_over_roles(edit, "weight", local, _over(edit), spec)
+
+
+def _gradient_norm(edit: Editor) -> dict[str, str]:
+    """Role -> value with the squared norm of the whole gradient. A bucket counts once, on the first role that holds it; replicas hold equal
+    gradients after their reductions, so the sum is over roles at each data-parallel coordinate."""
+    wide = any(b.dtype == "float64" for b in edit.buckets.values())
+    spec = TensorSpec((), "float64" if wide else "float32")
+    local = {}
+    for role in edit.roles:
+        owned = tuple(b.id for b in edit.buckets.values() if b.roles[0] == role)
+        if not owned:
+            local[role] = _zeros(edit, "norm", role, spec)
+            continue
+        local[role] = edit.value(f"norm#{role}", spec, "scalar")
+        op = SquaredNorm(owned, spec.dtype)
+        edit.add(Node(f"norm#{role}", op, {"phase": "U", "op": "squarednorm"}, (), (local[role],), role))
+    return _sum_over_roles(edit, "norm", local, (), spec)
+
+
+def holders(graph: Graph | Editor, program: Program) -> dict[str, tuple[str, ...]]:
+    """Trained parameter -> the roles that run a chunk which reads it, in order of roles. A role that only reads it must update it too."""
+    trained = {name for chunk in program.chunks for name in trains(chunk)}
+    out: dict[str, set[str]] = {}
+    for chunk in program.chunks:
+        mine = [i.ref for i in chunk.inputs if i.kind == "param" and i.ref in trained]
+        if mine:
+            roles = {graph.nodes[f"{chunk.id}.F@{mb}"].role for mb in range(graph.microbatches)}
+            roles |= {n.role for mb in range(graph.microbatches) if (n := graph.nodes.get(f"{chunk.id}.B@{mb}"))}
+            for name in mine:
+                out.setdefault(name, set()).update(roles)
+    order = list(graph.roles)
+    return {name: tuple(sorted(roles, key=order.index)) for name, roles in out.items()}

@@ -1,0 +1,92 @@
+"""The edges of a complete graph: by value, by state (gradient buckets, parameters) and by order directives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from piper_compiler.ports import trains
+from piper_ir.errors import CompileError
+from piper_ir.graph import Graph, Node
+from piper_ir.ops import COMM, AllReduce, Compute, Op, Recv, SquaredNorm, Update
+
+
+@dataclass(frozen=True)
+class Dependencies:
+    """Nodes by number, in creation order; `before[i]` must be done before node i starts, `after` is the inverse. `accumulators`: (bucket, role)
+    -> the nodes that add into its gradient there."""
+
+    nodes: tuple[Node, ...]
+    number: dict[str, int]
+    before: list[list[int]]
+    after: list[list[int]]
+    accumulators: dict[tuple[str, str], list[int]]
+
+
+def dependencies(graph: Graph) -> Dependencies:
+    """All edges, in time linear in their number."""
+    nodes = tuple(graph.nodes.values())
+    number = {n.id: i for i, n in enumerate(nodes)}
+    accumulators = _accumulators(graph, nodes)
+    reductions = {(n.op.bucket, n.role): i for i, n in enumerate(nodes) if isinstance(n.op, AllReduce) and n.op.bucket}
+    on_role: dict[str, list[int]] = {}
+    for i, node in enumerate(nodes):
+        if not isinstance(node.op, COMM) and not isinstance(node.op, Update):
+            on_role.setdefault(node.role, []).append(i)
+    before: list[list[int]] = []
+    for node in nodes:
+        edges = [number[graph.writer[v]] for v in node.reads if v in graph.writer]
+        match node.op:
+            case Recv():
+                edges.append(number[f"send.{node.writes[0]}"])
+            case AllReduce(bucket=bucket) if bucket:
+                edges += accumulators.get((bucket, node.role), [])
+            case SquaredNorm(buckets=buckets):
+                for b in buckets:
+                    edges += [reductions[(b, node.role)]] if (b, node.role) in reductions else accumulators.get((b, node.role), [])
+            case Update(buckets=buckets):
+                edges += [reductions[(b, node.role)] for b in buckets if (b, node.role) in reductions]
+                edges += on_role.get(node.role, [])
+            case _:
+                pass
+        before.append(edges)
+    for first, then in graph.order_edges:
+        before[number[then]].append(number[first])
+    after: list[list[int]] = [[] for _ in nodes]
+    for i, edges in enumerate(before):
+        for j in edges:
+            after[j].append(i)
+    return Dependencies(nodes, number, before, after, accumulators)
+
+
+def _accumulators(graph: Graph, nodes: tuple[Node, ...]) -> dict[tuple[str, str], list[int]]:
+    bucket_of = {p: b.id for b in graph.buckets.values() for p in b.params}
+    adds = {c.id: tuple(dict.fromkeys(bucket_of[p] for p in trains(c))) for c in graph.program.chunks}
+    out: dict[tuple[str, str], list[int]] = {}
+    for i, node in enumerate(nodes):
+        if isinstance(node.op, Compute) and node.op.step in ("B", "I", "W"):
+            for bucket in adds[node.op.chunk]:
+                out.setdefault((bucket, node.role), []).append(i)
+    return out
+
+
+def cycle_error(graph: Graph, deps: Dependencies, stuck: set[int]) -> CompileError:
+    """The error for nodes that can never start: one cycle among them, with the directive behind each order edge."""
+    at = min(stuck)
+    path: list[int] = []
+    seen: dict[int, int] = {}
+    while at not in seen:
+        seen[at] = len(path)
+        path.append(at)
+        at = next(j for j in deps.before[at] if j in stuck)
+    cycle = [*path[seen[at] :], at]
+    lines = []
+    for later, earlier in zip(cycle, cycle[1:], strict=False):
+        a, b = deps.nodes[earlier], deps.nodes[later]
+        applied = graph.order_edges.get((a.id, b.id))
+        why = f"ordered by {graph.log[applied]}" if applied is not None and applied < len(graph.log) else _reason(b.op)
+        lines.append(f"  {b.id} on {b.role} waits for {a.id} on {a.role}: {why}")
+    return CompileError("the orders and the data together are cyclic, so nothing on this cycle can ever start:\n" + "\n".join(lines))
+
+
+def _reason(op: Op) -> str:
+    return "it receives what that sends" if isinstance(op, Recv) else "it needs its result"

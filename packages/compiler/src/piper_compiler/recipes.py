@@ -1,0 +1,62 @@
+"""Recipes: functions that return a tuple of directives. A schedule is data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from piper_compiler.directives import Directive, order, partition, place, replicate, split
+from piper_ir.errors import DirectiveError
+from piper_ir.select import Where, where
+
+At = Literal["even", "cost"] | tuple[int, ...]
+
+
+def gpipe(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
+    """All forwards, then all backwards, one stage per device. Source: Huang et al. 2019, arXiv 1811.06965.
+    Makespan (m + p - 1)(F + B); peak on every device: m activations."""
+    _check(pp, microbatches)
+    orders = [[*(("F", i) for i in range(microbatches)), *(("B", i) for i in range(microbatches))]] * pp
+    return (*pipeline(pp=pp, microbatches=microbatches, at=at), *stage_orders(orders))
+
+
+def one_f_one_b(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
+    """One forward, one backward after a warm-up of p - r - 1 forwards on device r. Source: Narayanan et al. 2019
+    (PipeDream), the flushing variant of arXiv 2006.09503. Makespan (m + p - 1)(F + B); peak on device r: min(m, p - r) activations."""
+    _check(pp, microbatches)
+    orders = []
+    for r in range(pp):
+        warm = min(pp - r - 1, microbatches)
+        steps = [("F", i) for i in range(warm)]
+        for i in range(warm, microbatches):
+            steps += [("F", i), ("B", i - warm)]
+        steps += [("B", i) for i in range(microbatches - warm, microbatches)]
+        orders.append(steps)
+    return (*pipeline(pp=pp, microbatches=microbatches, at=at), *stage_orders(orders))
+
+
+def pipeline(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
+    """Partition into pp stages, split, and place stage r on device r, in the default order."""
+    _check(pp, microbatches)
+    places = (place(where(stage=r), on=dict(pp=r)) for r in range(pp))
+    return (partition(stages=pp, at=at), split(where(), microbatches=microbatches), *places)
+
+
+def data_parallel(*, over: tuple[str, ...] = ("dp",), zero: int = 0, bucket_mb: float = 25, reduce: str = "") -> tuple[Directive, ...]:
+    """Replicate the whole model over mesh axes, gradients summed in buckets. Composes with a pipeline recipe written before it."""
+    return (replicate(where(), over=over, zero=zero, bucket_mb=bucket_mb, reduce=reduce),)
+
+
+def stage_orders(orders: Iterable[list[tuple[str, int]]]) -> tuple[Directive, ...]:
+    """One `order` per stage from its list of (phase, microbatch); stages with a single entry need none."""
+    out: list[Directive] = []
+    for stage, steps in enumerate(orders):
+        selections: list[Where] = [where(stage=stage, phase=phase, mb=mb) for phase, mb in steps]
+        if len(selections) > 1:
+            out.append(order(*selections))
+    return tuple(out)
+
+
+def _check(pp: int, microbatches: int) -> None:
+    if pp < 1 or microbatches < 1:
+        raise DirectiveError(f"pp={pp}, microbatches={microbatches}: both must be at least 1")

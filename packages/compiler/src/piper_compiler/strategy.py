@@ -1,0 +1,89 @@
+"""Strategy: a mesh and the directives, applied strictly in the order written. JSON both ways."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from piper_compiler.directives import REGISTRY, Directive
+from piper_ir.codec import decode, tagged
+from piper_ir.errors import DirectiveError, FormatError, OutputError
+from piper_ir.mesh import Mesh
+
+STRATEGY_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """`Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=4))`. Directives may be nested in tuples and lists; they are flattened."""
+
+    mesh: Mesh
+    directives: tuple[Directive, ...]
+
+    def __init__(self, mesh: Mesh, directives: Iterable[Any] = ()) -> None:
+        if not isinstance(mesh, Mesh):
+            raise DirectiveError(f"Strategy: the first argument is {type(mesh).__name__}; a Mesh is expected, e.g. Mesh(pp=2)")
+        object.__setattr__(self, "mesh", mesh)
+        object.__setattr__(self, "directives", tuple(_flatten(directives)))
+
+    def dumps(self) -> str:
+        """The strategy as JSON."""
+        head = {"format": "Strategy", "version": STRATEGY_VERSION, "mesh": dict(self.mesh.sizes)}
+        lines = ",\n  ".join(json.dumps(tagged(d)) for d in self.directives)
+        return f'{json.dumps(head)[:-1]}, "directives": [\n  {lines}\n]}}\n'
+
+    @staticmethod
+    def loads(text: str, where: str = "text") -> Strategy:
+        """Parse JSON. A user's directive must have been imported before, so that its class is registered. FormatError otherwise."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as e:
+            raise FormatError(f"{where}: not JSON: {e.msg} at line {e.lineno} column {e.colno} (is the file truncated?)") from None
+        if not isinstance(data, dict) or data.get("format") != "Strategy":
+            raise FormatError(f'{where}: not a strategy; an object with "format": "Strategy" is expected')
+        if data.get("version") != STRATEGY_VERSION:
+            raise FormatError(f'{where}: "version" is {data.get("version")!r}; this Piper reads version {STRATEGY_VERSION}')
+        unknown = data.keys() - {"format", "version", "mesh", "directives"}
+        if unknown:
+            raise FormatError(f"{where}: unknown key {min(unknown)!r}; known are mesh, directives")
+        if not isinstance(data.get("mesh"), dict) or not isinstance(data.get("directives"), list):
+            raise FormatError(f'{where}: "mesh" must be an object of axis sizes and "directives" an array')
+        return Strategy(Mesh(**data["mesh"]), [_directive(d, f"{where}.directives[{i}]") for i, d in enumerate(data["directives"])])
+
+
+def _flatten(items: Iterable[Any]) -> Iterable[Directive]:
+    for item in items:
+        if isinstance(item, tuple | list):
+            yield from _flatten(item)
+        elif isinstance(item, Directive):
+            yield item
+        else:
+            raise DirectiveError(f"Strategy: {item!r} is no directive; it needs the methods check(graph) and apply(graph)")
+
+
+def _directive(data: Any, where: str) -> Directive:
+    if not isinstance(data, dict) or data.get("is") not in REGISTRY:
+        name = data.get("is") if isinstance(data, dict) else data
+        raise FormatError(f'{where}: unknown directive {name!r}; known are {", ".join(sorted(REGISTRY))}. Import the file that defines yours.')
+    kind = REGISTRY[data["is"]]
+    return decode(kind, {k: v for k, v in data.items() if k != "is"}, where)  # type: ignore[no-any-return]  # by REGISTRY
+
+
+def save_strategy(strategy: Strategy, path: str | Path) -> None:
+    """Write a strategy as JSON. OutputError when the file cannot be written."""
+    try:
+        Path(path).write_text(strategy.dumps())
+    except OSError as e:
+        raise OutputError(f"cannot write the strategy to {path}: {e.strerror}; choose a folder that exists and is writable") from None
+
+
+def load_strategy(path: str | Path) -> Strategy:
+    """Read a strategy from JSON. FormatError names the file and the place."""
+    try:
+        text = Path(path).read_text()
+    except OSError as e:
+        raise FormatError(f"cannot read the strategy {path}: {e.strerror}") from None
+    return Strategy.loads(text, str(path))

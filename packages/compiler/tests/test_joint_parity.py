@@ -1,0 +1,178 @@
+"""F, I and W of a chunk against plain autograd in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from packages.compiler.tests.joint_harness import Case, capture, check, run, trace
+from piper_compiler.capture.joint import mutated_inputs
+from torch import Tensor
+
+torch.set_num_threads(1)
+
+
+def rand(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@torch.library.custom_op("pipertest::cube", mutates_args=())
+def cube(x: Tensor) -> Tensor:
+    return x**3
+
+
+@cube.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _cube_setup(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
+cube.register_autograd(lambda ctx, g: 3 * g * ctx.saved_tensors[0] ** 2, setup_context=_cube_setup)
+
+
+def linear(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.linear(x, w, b)
+
+
+def mlp(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+    return x + F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
+
+
+def norm_block(x: Tensor, g: Tensor, b: Tensor, w: Tensor) -> Tensor:
+    return x + F.linear(F.layer_norm(x, (8,), g, b), w)
+
+
+def slice_assignment(x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    h[:, 1:3] = h[:, 2:4] * 2
+    h[0] = 0.5
+    return h.sin()
+
+
+def relu_in_place(x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    F.relu_(h)
+    return h * 2
+
+
+def changes_input(x: Tensor, w: Tensor) -> Tensor:
+    y = (x * 2) @ w
+    x.add_(y).mul_(3)
+    return x @ w
+
+
+def updates_buffer(x: Tensor, w: Tensor, mean: Tensor) -> Tensor:
+    y = (x @ w) + mean
+    mean.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
+    return y
+
+
+def aliased(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    h = x @ w
+    return h, h.view(-1), h.t(), h[0], h
+
+
+def identity(x: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    return x, x, x * w
+
+
+def embedding(idx: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+    return F.embedding(idx, table) + positions[torch.arange(idx.shape[1])]
+
+
+def no_gradient(x: Tensor, idx: Tensor) -> tuple[Tensor, Tensor]:
+    return x * 2, idx + 1
+
+
+def many(x: Tensor, y: Tensor, w: Tensor) -> tuple[Tensor, ...]:
+    a, b = (x @ w).chunk(2, -1)
+    return a.softmax(-1), b + y.sum(), (x > 0).long()
+
+
+def twice(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x @ w) @ w
+
+
+def dropout(x: Tensor, w: Tensor) -> Tensor:
+    return F.dropout(x @ w, 0.4, True) @ w
+
+
+def custom(x: Tensor, w: Tensor) -> Tensor:
+    return torch.ops.pipertest.cube(x @ w)
+
+
+def constants(x: Tensor, w: Tensor) -> Tensor:
+    x = torch.where(x > 0.1, x, 0.25).clamp(min=float("-inf"), max=1e30)
+    return (x[[2, 0]] @ w) * torch.tensor([1.0, 2.0] * 4, dtype=torch.float64)
+
+
+def strided(x: Tensor, w: Tensor) -> Tensor:
+    h = torch.exp((x @ w).t())
+    return h @ h.sin().t()
+
+
+def qkv(x: Tensor, w: Tensor) -> Tensor:
+    q, k, v = (x @ w).view(3, 3, -1).unbind(1)
+    return q * k + v
+
+
+def tangent_through(x: Tensor, y: Tensor, b: Tensor) -> Tensor:
+    return x + y + b
+
+
+CASES = {
+    "linear": Case(linear, ("value", "param", "param"), (rand(4, 8), rand(6, 8), rand(6))),
+    "linear3d": Case(linear, ("value", "param", "param"), (rand(2, 4, 8), rand(6, 8), rand(6))),
+    "mlp": Case(mlp, ("value", *["param"] * 4), (rand(4, 8), rand(16, 8), rand(16), rand(8, 16), rand(8))),
+    "norm": Case(norm_block, ("value", *["param"] * 3), (rand(4, 8), rand(8), rand(8), rand(8, 8))),
+    "norm without input gradient": Case(norm_block, ("batch", *["param"] * 3), (rand(4, 8), rand(8), rand(8), rand(8, 8))),
+    "slice assignment": Case(slice_assignment, ("value", "param"), (rand(4, 8), rand(8, 8))),
+    "in-place relu": Case(relu_in_place, ("value", "param"), (rand(4, 8), rand(8, 8))),
+    "changed input": Case(changes_input, ("value", "param"), (rand(4, 8), rand(8, 8)), mutated=(0,)),
+    "buffer": Case(updates_buffer, ("value", "param", "buffer"), (rand(4, 8), rand(8, 8), rand(8)), mutated=(2,)),
+    "aliased outputs": Case(aliased, ("value", "param"), (rand(4, 8), rand(8, 8)), symbolic=True),
+    "identity": Case(identity, ("value", "param"), (rand(4, 8), rand(4, 8)), symbolic=True),
+    "embedding": Case(embedding, ("batch", "param", "param"), (torch.arange(6).view(2, 3) % 5, rand(5, 8), rand(3, 8))),
+    "frozen": Case(mlp, ("value", "param", "frozen", "frozen", "param"), (rand(4, 8), rand(16, 8), rand(16), rand(8, 16), rand(8))),
+    "no gradient": Case(no_gradient, ("dead", "batch"), (rand(4, 8), torch.arange(3))),
+    "many outputs": Case(many, ("value", "value", "param"), (rand(4, 8), rand(5), rand(8, 8))),
+    "used twice": Case(twice, ("value", "param"), (rand(4, 8), rand(8, 8))),
+    "dropout": Case(dropout, ("value", "param"), (rand(4, 8), rand(8, 8))),
+    "custom op": Case(custom, ("value", "param"), (rand(4, 8), rand(8, 8))),
+    "constants": Case(constants, ("value", "param"), (rand(4, 8), rand(8, 8))),
+    "strided": Case(strided, ("value", "param"), (rand(4, 8), rand(8, 8))),
+    "qkv": Case(qkv, ("value", "param"), (rand(3, 8), rand(8, 9))),
+    "tangent through": Case(tangent_through, ("value", "value", "param"), (rand(4, 8), rand(4, 8), rand(4, 8))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_equal_autograd(name: str) -> None:
+    check(CASES[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_meta_and_real_examples_give_the_same_chunk(name: str) -> None:
+    real, meta = trace(CASES[name]), trace(CASES[name], "meta")
+    assert (real.ports, real.steps, real.extra_outputs) == (meta.ports, meta.steps, meta.extra_outputs)
+    assert {s: c.source for s, c in real.code.items()} == {s: c.source for s, c in meta.code.items()}
+
+
+def test_a_wrong_gradient_is_noticed() -> None:
+    """Negative control of the harness: W that forgets one matmul's transpose or scale fails."""
+    case = CASES["twice" if "twice" in CASES else "used twice"]
+    traced = trace(case)
+    ports = run(traced, case.tensors, [torch.ones(4, 8, dtype=torch.float64)])
+    again = run(traced, case.tensors, [2 * torch.ones(4, 8, dtype=torch.float64)])
+    assert not torch.allclose(ports["acc1"], again["acc1"])
+
+
+def test_changed_inputs_are_found() -> None:
+    for name, expected in (("changed input", (0,)), ("buffer", (2,)), ("mlp", ())):
+        case = CASES[name]
+        assert mutated_inputs(capture(case), case.inputs()) == expected

@@ -1,0 +1,398 @@
+"""A plan as text, one line per thing, and back: `parse_plan(format_plan(plan)) == plan` for every plan.
+
+    piper plan 1
+    plan {"program_key":"...","mesh":...}                          everything that has no line of its own, as JSON
+    chunk {...}                                                    also param, buffer, batch, channel, bucket: one object each
+    value layer0:out0@3 activation float32[2,8]
+    role pp0 {"placed":{"pp":0},...}
+      12 compute F layer0 @3 reads x@3 writes h@3 s@3 frees x@3 + W layer1 @2 reads ... | waits recv#4 frees a@2 allocs b@4
+      13 send    Send pp0>pp1.act @3 node send.h@3 reads h@3 | waits compute#10
+
+An instruction: its place in the role's program, its stream, its parts joined by "+", and after "|" its waits (stream#count),
+what it frees before its parts and allocates after them. A part: its op with arguments, @microbatch, then `node` (left out where
+it is chunk.step@microbatch), reads, writes, frees. Words with spaces, or that mean something here, are JSON strings. Empty lines and
+lines that start with "#" are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from typing import Any, assert_never, get_args
+
+from piper_ir.codec import decode, encode
+from piper_ir.errors import FormatError, PiperError
+from piper_ir.ops import Add, AllReduce, Compute, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.plan import PLAN_VERSION, Bucket, Category, Channel, Instr, Part, Plan, RolePlan, Value
+from piper_ir.program import BatchTensor, Buffer, Chunk, Param
+from piper_ir.sizes import TensorSpec
+
+_HEADER = f"piper plan {PLAN_VERSION}"
+_TABLES: dict[str, tuple[str, Any]] = {
+    "param": ("params", Param),
+    "buffer": ("buffers", Buffer),
+    "batch": ("batch", BatchTensor),
+    "chunk": ("chunks", Chunk),
+    "channel": ("channels", Channel),
+    "bucket": ("buckets", Bucket),
+}
+_STEPS = ("F", "B", "I", "W")
+_CLAUSES = ("node", "reads", "writes", "frees", "waits", "allocs")
+_FLAGS = ("weighted", "clip")
+_RESERVED = {"+", "|", *_CLAUSES, *_FLAGS}
+_BARE = re.compile(r'[^\s"@#|+{\[][^\s"]*\Z')
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s"]+')
+_SPEC = re.compile(r"(\w+)(\[.*\])\Z", re.DOTALL)
+
+
+def format_plan(plan: Plan) -> str:
+    """The text of a plan, in the plan's own order; equal plans give equal text."""
+    rest = {k: v for k, v in encode(plan).items() if k not in ("values", "roles", *(f for f, _ in _TABLES.values()))}
+    lines = [_HEADER, f"plan {_json(rest)}"]
+    for word, (name, _) in _TABLES.items():
+        lines += [f"{word} {_json(encode(item))}" for item in getattr(plan, name)]
+    for key, value in plan.values.items():
+        alias = "" if key == value.id else f" {_word(key)}"
+        lines.append(f"value {_word(value.id)} {value.category} {_spec(value.spec)}{alias}")
+    for role in plan.roles:
+        head = {k: v for k, v in encode(role).items() if k not in ("role", "program")}
+        lines += [f"role {_word(role.role)} {_json(head)}", *_instruction_lines(role)]
+    return "\n".join(lines) + "\n"
+
+
+def format_program(role: RolePlan) -> str:
+    """A role's program for people, in aligned columns: index, stream, what runs, what it waits for, what it allocates and frees."""
+    rows = [("", "stream", "instruction", "waits for", "allocates", "frees")]
+    for i, instr in enumerate(role.program):
+        waits = " ".join(f"{s}#{n}" for s, n in instr.waits)
+        allocs = [v for p in instr.parts for v in p.writes if not instr.comm] + list(instr.allocs_after)
+        frees = [*instr.frees_before, *(v for p in instr.parts for v in p.frees)]
+        what = " + ".join(p.node for p in instr.parts)
+        rows.append((str(i), instr.stream, what, waits, " ".join(allocs), " ".join(frees)))
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    lines = [f"{row[0]:>{widths[0]}}  " + "  ".join(f"{x:<{w}}" for x, w in zip(row[1:], widths[1:])) for row in rows]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _instruction_lines(role: RolePlan) -> Iterator[str]:
+    digits = max(4, len(str(len(role.program) - 1)))
+    width = max((len(_word(s)) for s in role.streams), default=0)
+    for index, instr in enumerate(role.program):
+        tail = [
+            *_clause("waits", (f"{s}#{n}" for s, n in instr.waits)),
+            *_clause("frees", instr.frees_before),
+            *_clause("allocs", instr.allocs_after),
+        ]
+        line = f"{index:>{digits}} {_word(instr.stream):<{width}} {' + '.join(map(_part, instr.parts))}"
+        yield line + (f" | {' '.join(tail)}" if tail else "")
+
+
+def _part(part: Part) -> str:
+    words = [*_op(part.op)]
+    if part.mb != -1:
+        words.append(f"@{part.mb}")
+    if part.node != _usual_node(part.op, part.mb):
+        words += _clause("node", (part.node,))
+    words += [*_clause("reads", part.reads), *_clause("writes", part.writes), *_clause("frees", part.frees)]
+    return " ".join(words)
+
+
+def _usual_node(op: Op, mb: int) -> str:
+    return f"{op.chunk}.{op.step}@{mb}" if isinstance(op, Compute) else ""
+
+
+def _op(op: Op) -> list[str]:
+    name = type(op).__name__
+    match op:
+        case Compute(chunk=chunk, step=step):
+            return [step, _word(chunk)]
+        case Load(tensor=tensor):
+            return [name, _word(tensor)]
+        case Seed(value=value, dtype=dtype):
+            return [name, json.dumps(value), _word(dtype)]
+        case Add():
+            return [name]
+        case Zeros(dtype=dtype):
+            return [name, _word(dtype)]
+        case SquaredNorm(buckets=buckets, dtype=dtype):
+            return [name, _word(dtype), *map(_word, buckets)]
+        case Send(channel=channel) | Recv(channel=channel):
+            return [name, _word(channel)]
+        case AllReduce(channel=channel, bucket=bucket):
+            return [name, _word(channel), *([_word(bucket)] if bucket else [])]
+        case Update(buckets=buckets, weighted=weighted, clip=clip):
+            flags = ["weighted"] * weighted + ([] if clip is None else ["clip", json.dumps(clip)])
+            return [name, *map(_word, buckets), *flags]
+        case _:
+            assert_never(op)
+
+
+def _clause(name: str, words: Iterable[str]) -> list[str]:
+    written = [_word(w) for w in words]
+    return [name, *written] if written else []
+
+
+def _word(text: str) -> str:
+    return text if _BARE.match(text) and text not in _RESERVED else json.dumps(text)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def _spec(spec: TensorSpec) -> str:
+    return f"{spec.dtype}{_json(encode(spec.shape))}"
+
+
+def parse_plan(text: str, where: str = "plan") -> Plan:
+    """The plan of a text. FormatError names the line by number, shows it, and says what is expected there."""
+    parser = _Parser(where)
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            parser.line(line)
+        except PiperError as e:
+            shown = line.strip() if len(line) <= 160 else line.strip()[:157] + "..."
+            raise FormatError(f"{where}, line {number}: {e}\n  {shown}") from None
+    return parser.plan()
+
+
+class _Parser:
+    """Reads lines; what a line may be depends on the header and the last role only."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._started = False
+        self._plan: dict[str, Any] | None = None
+        self._tables: dict[str, list[Any]] = {name: [] for name, _ in _TABLES.values()}
+        self._values: dict[str, Value] = {}
+        self._roles: list[tuple[dict[str, Any], list[Instr]]] = []
+
+    def line(self, line: str) -> None:
+        text = line.strip()
+        if not text or text.startswith("#"):
+            return
+        if not self._started:
+            if text != _HEADER:
+                raise FormatError(f"the first line must be {_HEADER!r}")
+            self._started = True
+            return
+        word, _, rest = text.partition(" ")
+        if word.isdecimal():
+            self._instruction(int(word), rest)
+        elif word == "plan" and self._plan is None:
+            self._plan = _object(rest)
+        elif word in _TABLES:
+            name, kind = _TABLES[word]
+            self._tables[name].append(decode(kind, _load(rest), word))
+        elif word == "value":
+            self._value(_Words(rest))
+        elif word == "role":
+            words = _Words(rest, limit=1)
+            self._roles.append(({"role": words.next("the role's name"), **_object(words.rest)}, []))
+        else:
+            known = ", ".join(("plan", *_TABLES, "value", "role"))
+            raise FormatError(f"a line starts with one of {known} (plan once), or with the number of an instruction")
+
+    def _value(self, words: _Words) -> None:
+        id, category, spec = words.next("the value's id"), words.next("its category"), words.next("its dtype[shape]")
+        match = _SPEC.match(spec)
+        if match is None:
+            raise FormatError(f"{spec} is no dtype[shape], such as float32[2,8]")
+        shape = decode(_hint(TensorSpec, "shape"), _load(match[2]), "shape")
+        value = Value(id, TensorSpec(shape, match[1]), decode(Category, category, "category"))
+        key = words.next("") if words.more() else id
+        words.end()
+        if key in self._values:
+            raise FormatError(f"there are two values {key}")
+        self._values[key] = value
+
+    def _instruction(self, index: int, rest: str) -> None:
+        if not self._roles:
+            raise FormatError("an instruction needs a line `role` before it")
+        head, program = self._roles[-1]
+        if index != len(program):
+            raise FormatError(f"instruction {len(program)} of role {head['role']} is expected here")
+        program.append(_parse_instruction(_Words(rest)))
+
+    def plan(self) -> Plan:
+        if self._plan is None:
+            raise FormatError(f"{self._where}: the text ends before its line `plan`; is it truncated?")
+        roles = []
+        for head, program in self._roles:
+            role = decode(RolePlan, {**head, "program": []}, f"{self._where}, role {head['role']}")
+            roles.append(_with(role, program=tuple(program)))
+        empty = {"roles": [], "values": {}, **{name: [] for name in self._tables}}
+        plan = decode(Plan, {**self._plan, **empty}, f"{self._where}, line `plan`")
+        return _with(plan, roles=tuple(roles), values=self._values, **{n: tuple(items) for n, items in self._tables.items()})
+
+
+class _Words:
+    """The words of a line, one by one; a JSON string counts as one word and is marked as quoted."""
+
+    def __init__(self, text: str, limit: int = -1) -> None:
+        self._words: list[tuple[str, bool]] = []
+        self._at = 0
+        end = 0
+        for match in _TOKEN.finditer(text):
+            if text[end : match.start()].strip():
+                break
+            end = match.end()
+            quoted = match[0].startswith('"')
+            self._words.append((_load(match[0]) if quoted else match[0], quoted))
+            if len(self._words) == limit:
+                break
+        self.rest = text[end:].strip()
+        if self.rest and limit < 0:
+            raise FormatError(f"a quotation mark without its end at: {self.rest}")
+
+    def more(self) -> bool:
+        return self._at < len(self._words)
+
+    def peek(self) -> tuple[str, bool]:
+        """The next word and whether it is quoted; ("", False) at the end."""
+        return self._words[self._at] if self.more() else ("", False)
+
+    def next(self, expected: str) -> str:
+        if not self.more() or self._special():
+            raise FormatError(f"{expected} is expected {f'before {self.peek()[0]}' if self.more() else 'at the end'}")
+        self._at += 1
+        return self._words[self._at - 1][0]
+
+    def _special(self) -> bool:
+        word, quoted = self.peek()
+        return not quoted and (word in _RESERVED or word.startswith("@"))
+
+    def accept(self, *options: str) -> str:
+        """The next word if it is one of these (unquoted), else ""."""
+        word, quoted = self.peek()
+        if quoted or word not in options:
+            return ""
+        self._at += 1
+        return word
+
+    def names(self) -> tuple[str, ...]:
+        """All words up to the next one that means something."""
+        start = self._at
+        while self.more() and not self._special():
+            self._at += 1
+        return tuple([w for w, _ in self._words[start : self._at]])
+
+    def microbatch(self) -> int:
+        word, quoted = self.peek()
+        if quoted or not word.startswith("@"):
+            return -1
+        self._at += 1
+        return _int(word[1:], "a microbatch such as @3")
+
+    def end(self, expected: str = "the end of the line") -> None:
+        if self.more():
+            raise FormatError(f"{expected} is expected before {self.peek()[0]}")
+
+
+def _parse_instruction(words: _Words) -> Instr:
+    stream = words.next("a stream")
+    parts = [_parse_part(words)] if words.more() and words.peek() != ("|", False) else []
+    while words.accept("+"):
+        parts.append(_parse_part(words))
+    clauses = _clauses(words, ("waits", "frees", "allocs")) if words.accept("|") else {}
+    words.end('"+", "|" or the end of the line' if not clauses else "waits, frees, allocs or the end of the line")
+    waits = tuple(map(_wait, clauses.get("waits", ())))
+    return Instr(stream, tuple(parts), waits, clauses.get("frees", ()), clauses.get("allocs", ()))
+
+
+def _parse_part(words: _Words) -> Part:
+    op = _parse_op(words)
+    mb = words.microbatch()
+    clauses = _clauses(words, ("node", "reads", "writes", "frees"))
+    node = clauses.pop("node", (_usual_node(op, mb),))
+    if len(node) != 1:
+        raise FormatError(f"one name is expected after node, found {len(node)}")
+    return Part(node[0], op, mb, **clauses)
+
+
+def _clauses(words: _Words, options: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    while name := words.accept(*(o for o in options if o not in found)):
+        found[name] = words.names()
+    return found
+
+
+def _wait(word: str) -> tuple[str, int]:
+    stream, mark, count = word.rpartition("#")
+    if not mark:
+        raise FormatError(f"{word} is no wait; stream#count is expected, such as compute#3")
+    return stream, _int(count, f"a number of instructions of {stream}")
+
+
+def _parse_op(words: _Words) -> Op:
+    name = words.next("an op")
+    if name in _STEPS:
+        return Compute(words.next("a chunk"), name)  # type: ignore[arg-type]
+    match name:
+        case "Load":
+            return Load(words.next("a batch tensor"))
+        case "Seed":
+            return Seed(_float(words.next("a number")), words.next("a dtype"))
+        case "Add":
+            return Add()
+        case "Zeros":
+            return Zeros(words.next("a dtype"))
+        case "SquaredNorm":
+            dtype = words.next("a dtype")
+            return SquaredNorm(words.names(), dtype)
+        case "Send":
+            return Send(words.next("a channel"))
+        case "Recv":
+            return Recv(words.next("a channel"))
+        case "AllReduce":
+            channel, bucket = words.next("a channel"), words.names()
+            if len(bucket) > 1:
+                raise FormatError(f"AllReduce takes a channel and at most one bucket, found {len(bucket)}")
+            return AllReduce(channel, *bucket)
+        case "Update":
+            buckets, weighted = words.names(), bool(words.accept("weighted"))
+            return Update(buckets, weighted, _float(words.next("a number")) if words.accept("clip") else None)
+        case _:
+            known = ", ".join((*_STEPS, *(o.__name__ for o in get_args(Op) if o is not Compute)))
+            raise FormatError(f"{name} is no op; the ops are {known}")
+
+
+def _load(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as e:
+        raise FormatError(f"not JSON: {e.msg} at column {e.colno} of {text[:40]}{'...' if len(text) > 40 else ''}") from None
+
+
+def _object(text: str) -> dict[str, Any]:
+    found = _load(text)
+    if not isinstance(found, dict):
+        raise FormatError("a JSON object is expected")
+    return found
+
+
+def _int(text: str, expected: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise FormatError(f"{expected} is expected, found {text!r}") from None
+
+
+def _float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise FormatError(f"a number is expected, found {text!r}") from None
+
+
+def _hint(kind: type, name: str) -> Any:
+    from typing import get_type_hints
+
+    return get_type_hints(kind)[name]
+
+
+def _with(item: Any, **changed: Any) -> Any:
+    """`dataclasses.replace` for decoded heads: fields that are made in __post_init__ are made anew."""
+    return type(item)(**{f.name: changed.get(f.name, getattr(item, f.name)) for f in fields(item) if f.init})

@@ -1,0 +1,71 @@
+"""`verify`: an abstract run of a plan under every blocking condition of the real engines, and the rules of a training step.
+
+The rules, each with its name and promise, are `RULES`. Nothing else in Piper decides whether a plan is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from piper_ir.errors import PlanError
+from piper_ir.memory import peak
+from piper_ir.plan import Plan
+from piper_ir.verify_dataflow import check_dataflow
+from piper_ir.verify_form import check_instructions, check_tables
+from piper_ir.verify_rules import RULES, Findings, Violation
+from piper_ir.verify_run import Events, meetings, run
+from piper_ir.verify_training import check_holders, check_layout, check_reductions, check_steps
+from piper_ir.verify_values import Order, check_values
+
+__all__ = ["RULES", "Violation", "check", "verify"]
+
+
+def verify(plan: Plan) -> None:
+    """PlanError when the plan breaks a rule: shows the first violation, with role, ranks, instruction, stream. Linear time."""
+    violations = check(plan)
+    if violations:
+        more = len(violations) - 1
+        rest = f"\n({more} more violation{'s' if more > 1 else ''}; piper_ir.verify.check(plan) lists all)" if more else ""
+        raise PlanError(f"the plan is not valid. {violations[0]}{rest}")
+
+
+def check(plan: Plan) -> list[Violation]:
+    """Every violation, in a stable order; empty for a good plan. Rules are checked in groups; a group is checked only if
+    those before it hold, because it builds on them."""
+    out = Findings(plan)
+    groups: tuple[Callable[[Findings], None], ...] = (check_tables, check_instructions, _check_use, _check_memory)
+    for group in groups:
+        group(out)
+        if out.found:
+            break
+    return out.found
+
+
+def _check_use(out: Findings) -> None:
+    """R11 to R27."""
+    orders = {role.role: Order(role) for role in out.plan.roles}
+    check_values(out, orders)
+    met = meetings(out)
+    if out.found:
+        return
+    events = Events(out.plan, met)
+    order = run(out, events)
+    check_steps(out)
+    check_layout(out)
+    if not out.found:
+        check_holders(out)
+        check_reductions(out, orders)
+    if not out.found:
+        check_dataflow(out, events, order)
+
+
+def _check_memory(out: Findings) -> None:
+    """R28."""
+    for role in out.plan.roles:
+        most = peak(out.plan, role)
+        stated = (role.peak_bytes, role.peak_at, dict(role.peak_by_category))
+        found = (most.total, most.instr, dict(most.bytes))
+        if stated != found:
+            names = ("bytes", "instruction", "by category")
+            wrong = [f"{n} {s!r}, and the scan gives {f!r}" for n, s, f in zip(names, stated, found, strict=True) if s != f]
+            out.add("R28-peak", f"the plan states a peak of {'; '.join(wrong)}", role)

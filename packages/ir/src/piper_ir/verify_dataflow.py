@@ -1,0 +1,198 @@
+"""Rule R27: where every value comes from, followed through sends, sums and reductions, is what its reader asks for.
+
+An *atom* is a thing that is computed or loaded once per microbatch: (chunk, port, mb), ("", batch tensor, mb), or of the whole
+step ("", "norm " + bucket, -1). A value is an atom or a sum of atoms.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import assert_never
+
+from piper_ir.ops import Add, AllReduce, Compute, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.plan import Part, Plan, RolePlan, is_state
+from piper_ir.program import Chunk
+from piper_ir.verify_rules import Findings, part_name
+from piper_ir.verify_run import Events
+
+Atom = tuple[str, str, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sum:
+    """Terms as a tree, opened on demand, for running sums would otherwise take quadratic space. `over`: axes summed over."""
+
+    terms: tuple[Origin, ...]
+    over: tuple[str, ...] = ()
+
+
+Origin = Atom | _Sum
+SEED = "seed"
+
+
+def check_dataflow(out: Findings, events: Events, order: list[int]) -> None:
+    """R27, walking the events of the plan in an order in which they happen."""
+    flow = _Dataflow(out)
+    for event in order:
+        members = [events.at[i] for i in events.members[event]]
+        role, index = members[0]
+        if role.program[index].comm:
+            flow.communicate(members)
+        else:
+            for part in role.program[index].parts:
+                flow.compute(role, index, part)
+
+
+class _Dataflow:
+    def __init__(self, out: Findings) -> None:
+        self._out = out
+        self._plan = out.plan
+        self._origin: dict[str, Origin] = {}
+        self._asked: dict[tuple[str, str], list[_Asked]] = {}
+        self._tangents = _tangents(self._plan)
+        self._weights = [f"out{k}" for c in self._plan.chunks for k, o in enumerate(c.outputs) if o.kind == "weight"]
+
+    def communicate(self, members: list[tuple[RolePlan, int]]) -> None:
+        """A meeting on a channel: of a send and its receive, or of a reduction's members."""
+        parts = [role.program[index].parts[0] for role, index in members]
+        op = parts[0].op
+        if isinstance(op, AllReduce):
+            total = _Sum(tuple(self._origin[v] for p in parts for v in p.reads), self._plan.channel(op.channel).over)
+            self._origin.update({v: total for p in parts for v in p.writes})
+        else:
+            source = next(v for p in parts for v in p.reads)
+            self._origin.update({v: self._origin[source] for p in parts for v in p.writes})
+
+    def compute(self, role: RolePlan, index: int, part: Part) -> None:
+        """Compare what a part reads with what it asks for, and say what it writes."""
+        op, origin = part.op, self._origin
+        match op:
+            case Compute():
+                for value, asked in zip(part.reads, self._reads(op), strict=True):
+                    problem = asked.problem(origin[value], part.mb)
+                    if problem:
+                        self._out.add("R27-dataflow", f"{part_name(part)} reads {value} as {asked.name}: {problem}", role, index)
+                writes = self._plan.chunk(op.chunk).steps[op.step].writes  # type: ignore[index]
+                origin.update({v: (op.chunk, port, part.mb) for v, port in zip(part.writes, writes, strict=True)})
+            case Load(tensor=tensor):
+                origin[part.writes[0]] = ("", tensor, part.mb)
+            case Seed():
+                origin[part.writes[0]] = ("", SEED, part.mb)
+            case Add():
+                origin[part.writes[0]] = _Sum(tuple(origin[v] for v in part.reads))
+            case Zeros():
+                origin[part.writes[0]] = _Sum(())
+            case SquaredNorm(buckets=buckets):
+                origin[part.writes[0]] = _Sum(tuple(("", f"norm {b}", -1) for b in buckets))
+            case Update():
+                for problem in self._update_problems(op, part):
+                    self._out.add("R27-dataflow", f"{part_name(part)}: {problem}", role, index)
+            case Send() | Recv() | AllReduce():
+                raise AssertionError("communication happens in `communicate`")
+            case _:
+                assert_never(op)
+
+    def _reads(self, op: Compute) -> list[_Asked]:
+        key = (op.chunk, op.step)
+        if key not in self._asked:
+            chunk = self._plan.chunk(op.chunk)
+            ports = [p for p in chunk.steps[op.step].reads if not is_state(chunk, p)]  # type: ignore[index]
+            self._asked[key] = [self._ask(chunk, p) for p in ports]
+        return self._asked[key]
+
+    def _ask(self, chunk: Chunk, port: str) -> _Asked:
+        if port.startswith("tan"):
+            return _Asked(port, frozenset(self._tangents[chunk.id, port]))
+        if not port.startswith("in"):
+            return _Asked(port, frozenset([(chunk.id, port)]))
+        entry = chunk.inputs[int(port[2:])]
+        if entry.kind == "batch":
+            return _Asked(port, frozenset([("", entry.ref)]))
+        source, _, output = entry.ref.rpartition(":")
+        return _Asked(port, frozenset([(source, output)]))
+
+    def _update_problems(self, op: Update, part: Part) -> Iterable[str]:
+        reads = list(part.reads)
+        if op.weighted:
+            yield from self._weight_problems(self._origin[reads.pop(0)])
+        if op.clip is not None:
+            found = _open(self._origin[reads.pop(0)])
+            wanted = Counter({(("", f"norm {b.id}", -1), frozenset[str]()): 1 for b in self._plan.buckets})
+            if found != wanted:
+                yield f"the norm that it clips by is not the sum over each bucket, once: {_difference(found, wanted)}"
+
+    def _weight_problems(self, origin: Origin) -> Iterable[str]:
+        plan = self._plan
+        replicated = frozenset(a for a in plan.replicated if plan.mesh.size(a) > 1)
+        last = plan.chunks[-1].id
+        found = _open(origin)
+        wanted = Counter({((last, port, mb), replicated): 1 for port in self._weights for mb in range(plan.microbatches)})
+        if found != wanted:
+            yield f"the weight that it divides by is not the sum over microbatches and replicas: {_difference(found, wanted)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What a port asks for: the sum of these (chunk, port), each of the reader's microbatch."""
+
+    name: str
+    terms: frozenset[tuple[str, str]]
+
+    def problem(self, origin: Origin, mb: int) -> str:
+        if isinstance(origin, tuple):
+            if origin[2] == mb and len(self.terms) == 1 and origin[:2] in self.terms:
+                return ""
+        found = _open(origin)
+        wanted = Counter({((chunk, port, mb), frozenset[str]()): 1 for chunk, port in self.terms})
+        return "" if found == wanted else _difference(found, wanted)
+
+
+Opened = Counter[tuple[Atom, frozenset[str]]]
+
+
+def _open(origin: Origin) -> Opened:
+    """Each atom of a sum, with the axes over which it was summed, and how often it counts."""
+    found: Opened = Counter()
+    todo: list[tuple[Origin, frozenset[str]]] = [(origin, frozenset())]
+    while todo:
+        term, over = todo.pop()
+        if isinstance(term, _Sum):
+            todo += [(t, over.union(term.over)) for t in term.terms]
+        else:
+            found[term, over] += 1
+    return found
+
+
+def _difference(found: Opened, wanted: Opened) -> str:
+    lines = []
+    if wanted - found:
+        lines.append(f"missing {_names(wanted - found)}")
+    if found - wanted:
+        lines.append(f"not asked for {_names(found - wanted)}")
+    return "; ".join(lines)
+
+
+def _names(terms: Opened) -> str:
+    shown = []
+    for ((chunk, port, mb), over), count in sorted(terms.items(), key=lambda t: (t[0][0], sorted(t[0][1]))):
+        name = f"{chunk}:{port}" if chunk else port
+        axes = f" summed over {', '.join(sorted(over))}" if over else ""
+        shown.append(f"{f'{count} x ' if count > 1 else ''}{name}{f'@{mb}' if mb >= 0 else ''}{axes}")
+    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
+
+
+def _tangents(plan: Plan) -> dict[tuple[str, str], list[tuple[str, str]]]:
+    """For each output, as (chunk, "tan{k}"), the gradients that sum to its tangent: its consumers', and the seed of a loss."""
+    sums: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for chunk in plan.chunks:
+        for k, output in enumerate(chunk.outputs):
+            sums[chunk.id, f"tan{k}"] = [("", SEED)] if output.kind == "loss" else []
+    for chunk in plan.chunks:
+        written = {p for sig in chunk.steps.values() for p in sig.writes}
+        for k, entry in enumerate(chunk.inputs):
+            if entry.kind == "value" and f"gin{k}" in written:
+                source, _, port = entry.ref.rpartition(":")
+                sums[source, f"tan{port.removeprefix('out')}"].append((chunk.id, f"gin{k}"))
+    return sums

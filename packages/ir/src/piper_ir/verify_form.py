@@ -1,0 +1,314 @@
+"""Rules R01 to R10: each piece of a plan, seen alone, is well formed. Later checks rely on these and index without asking."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import assert_never
+
+from piper_ir.ops import COMM, Add, AllReduce, Compute, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan, is_state
+from piper_ir.program import Chunk
+from piper_ir.sizes import ITEM_BYTES, TensorSpec, bind
+from piper_ir.verify_rules import Findings, part_name
+
+
+def check_tables(out: Findings) -> None:
+    """R01, R02, R06, R09: roles, streams and channels are consistent, and every name is known."""
+    plan = out.plan
+    _ids(out)
+    _ranks(out)
+    for role in plan.roles:
+        if len(set(role.streams)) != len(role.streams) or COMPUTE not in role.streams:
+            out.add("R02-streams", f"streams are {', '.join(role.streams)}", role)
+    for channel in plan.channels:
+        problem = _channel_problem(plan, channel)
+        if problem:
+            out.add("R09-channels", f"channel {channel.id}: {problem}")
+    for role, index, instr in plan.instructions():
+        if instr.stream not in role.streams:
+            out.add("R02-streams", f"the role has the streams {', '.join(role.streams)}", role, index)
+        for name in _unknown(plan, instr):
+            out.add("R06-names", f"there is no {name} in the plan", role, index)
+
+
+def check_instructions(out: Findings) -> None:
+    """R03, R04, R05, R07, R08, R10, for plans whose tables hold."""
+    plan = out.plan
+    signatures = _Signatures(plan)
+    for role in plan.roles:
+        done = dict.fromkeys(role.streams, 0)
+        for index, instr in enumerate(role.program):
+            problem = _parts_problem(instr)
+            if problem:
+                out.add("R03-parts", problem, role, index)
+            if instr.stream != COMPUTE and (instr.frees_before or instr.allocs_after or any(p.frees for p in instr.parts)):
+                out.add(
+                    "R04-allocation", f"stream {instr.stream} allocates or frees; move it to a compute instruction", role, index
+                )
+            for stream, count in instr.waits:
+                if not 1 <= count <= done.get(stream, 0):
+                    out.add("R05-waits", _wait_problem(role, stream, count, done), role, index)
+            for part in instr.parts:
+                for problem in signatures.problems(part):
+                    out.add("R07-signature", f"{part_name(part)}: {problem}", role, index)
+                if isinstance(part.op, COMM):
+                    use = _use_problem(plan, role, instr, part.op)
+                    if use:
+                        out.add("R10-channel-use", use, role, index)
+            done[instr.stream] += 1
+        _states(out, role)
+
+
+def _ids(out: Findings) -> None:
+    plan = out.plan
+    tables: dict[str, Iterable[str]] = {
+        "role": (r.role for r in plan.roles),
+        "channel": (c.id for c in plan.channels),
+        "bucket": (b.id for b in plan.buckets),
+        "chunk": (c.id for c in plan.chunks),
+        "parameter": (p.name for p in plan.params),
+        "buffer": (b.name for b in plan.buffers),
+        "batch tensor": (b.name for b in plan.batch),
+    }
+    for what, ids in tables.items():
+        for id, count in Counter(ids).items():
+            if count > 1:
+                out.add("R06-names", f"{count} {what}s are called {id}; ids must differ")
+    for key, value in plan.values.items():
+        if key != value.id:
+            out.add("R06-names", f"the value {value.id} stands under the key {key}")
+    _chunk_inputs(out)
+    roles = {r.role for r in plan.roles}
+    params = {p.name for p in plan.params}
+    for bucket in plan.buckets:
+        missing = [f"role {r}" for r in bucket.roles if r not in roles]
+        missing += [f"parameter {p}" for p in bucket.params if p not in params]
+        if bucket.channel and bucket.channel not in {c.id for c in plan.channels}:
+            missing.append(f"channel {bucket.channel}")
+        if bucket.dtype not in ITEM_BYTES:
+            missing.append(f"dtype {bucket.dtype}")
+        if missing:
+            out.add("R06-names", f"bucket {bucket.id} names {', '.join(missing)}, which the plan does not have")
+
+
+def _chunk_inputs(out: Findings) -> None:
+    plan = out.plan
+    known = {("value", f"{c.id}:out{k}") for c in plan.chunks for k in range(len(c.outputs))}
+    known |= {("param", p.name) for p in plan.params} | {("buffer", b.name) for b in plan.buffers}
+    known |= {("batch", b.name) for b in plan.batch}
+    for chunk in plan.chunks:
+        for k, entry in enumerate(chunk.inputs):
+            if (entry.kind, entry.ref) not in known:
+                out.add(
+                    "R06-names", f"input {k} of chunk {chunk.id} is the {entry.kind} {entry.ref}, which the plan does not have"
+                )
+
+
+def _ranks(out: Findings) -> None:
+    plan = out.plan
+    owner: dict[int, str] = {}
+    for role in plan.roles:
+        wrong = [f"{a}={c}" for a, c in role.placed.items() if not 0 <= c < plan.mesh.size(a)]
+        if wrong:
+            out.add("R01-ranks", f"{', '.join(wrong)} is outside of {plan.mesh}", role)
+        elif role.ranks != plan.mesh.ranks(role.placed):
+            out.add("R01-ranks", f"the ranks at {dict(role.placed)} are {plan.mesh.ranks(role.placed)}", role)
+        for rank in role.ranks:
+            if rank in owner:
+                out.add("R01-ranks", f"rank {rank} is also in role {owner[rank]}", role)
+            owner[rank] = role.role
+    idle = sorted(set(range(plan.mesh.world)) - owner.keys())
+    if idle:
+        out.add("R01-ranks", f"no role has rank{'s' if len(idle) > 1 else ''} {', '.join(map(str, idle))} of {plan.mesh}")
+
+
+def _channel_problem(plan: Plan, channel: Channel) -> str:
+    unknown = [r for r in channel.roles if r not in plan._roles]
+    if unknown:
+        return f"there is no role {', '.join(unknown)}"
+    if len(channel.streams) != len(channel.roles):
+        return f"it has {len(channel.roles)} roles and {len(channel.streams)} streams; one stream per role is expected"
+    for role, stream in zip(channel.roles, channel.streams, strict=True):
+        if stream == COMPUTE or stream not in plan.role(role).streams:
+            return f"role {role} has no communication stream {stream}"
+    if len(set(channel.roles)) != len(channel.roles):
+        return f"a role occurs twice in {', '.join(channel.roles)}"
+    if channel.kind == "group":
+        return "" if channel.roles else "it has no roles"
+    if len(channel.roles) != 2:
+        return f"p2p needs a source and a destination, it has {len(channel.roles)} roles"
+    source, destination = (plan.role(r).placed for r in channel.roles)
+    return (
+        "" if source.keys() == destination.keys() else f"its roles place different axes, {dict(source)} and {dict(destination)}"
+    )
+
+
+def _unknown(plan: Plan, instr: Instr) -> Iterable[str]:
+    for value in (*instr.frees_before, *instr.allocs_after):
+        if value not in plan.values:
+            yield f"value {value}"
+    for part in instr.parts:
+        for value in (*part.reads, *part.writes, *part.frees):
+            if value not in plan.values:
+                yield f"value {value}"
+        yield from _unknown_in_op(plan, part.op)
+
+
+def _unknown_in_op(plan: Plan, op: Op) -> Iterable[str]:
+    match op:
+        case Compute(chunk=chunk):
+            if chunk not in plan._chunks:
+                yield f"chunk {chunk}"
+        case Load(tensor=tensor):
+            if all(tensor != b.name for b in plan.batch):
+                yield f"batch tensor {tensor}"
+        case Send(channel=channel) | Recv(channel=channel):
+            if channel not in plan._channels:
+                yield f"channel {channel}"
+        case AllReduce(channel=channel, bucket=bucket):
+            if channel not in plan._channels:
+                yield f"channel {channel}"
+            if bucket and bucket not in plan._buckets:
+                yield f"bucket {bucket}"
+        case SquaredNorm(buckets=buckets) | Update(buckets=buckets):
+            yield from (f"bucket {b}" for b in buckets if b not in plan._buckets)
+        case Seed() | Add() | Zeros():
+            pass
+        case _:
+            assert_never(op)
+
+
+def _parts_problem(instr: Instr) -> str:
+    if not instr.parts:
+        return "it has no part"
+    communications = [p for p in instr.parts if isinstance(p.op, COMM)]
+    if instr.stream == COMPUTE:
+        return f"{part_name(communications[0])} is communication; it needs a stream of its own" if communications else ""
+    if not communications:
+        return f"{part_name(instr.parts[0])} belongs on the stream compute"
+    return f"it has {len(instr.parts)} parts; a communication has one" if len(instr.parts) > 1 else ""
+
+
+def _wait_problem(role: RolePlan, stream: str, count: int, done: dict[str, int]) -> str:
+    if stream not in done:
+        return f"it waits for the stream {stream}; the role has {', '.join(role.streams)}"
+    there = done[stream]
+    return f"it waits for {count} instructions of {stream}, of which {there} stand before it; 1 to {there} can be waited for"
+
+
+def _use_problem(plan: Plan, role: RolePlan, instr: Instr, op: Send | Recv | AllReduce) -> str:
+    channel = plan.channel(op.channel)
+    kind = "group" if isinstance(op, AllReduce) else "p2p"
+    if channel.kind != kind:
+        return f"channel {channel.id} is {channel.kind}; {type(op).__name__} needs {kind}"
+    if isinstance(op, Send) and channel.roles[0] != role.role:
+        return f"channel {channel.id} is fed by role {channel.roles[0]}"
+    if isinstance(op, Recv) and channel.roles[1] != role.role:
+        return f"channel {channel.id} delivers to role {channel.roles[1]}"
+    if role.role not in channel.roles:
+        return f"channel {channel.id} joins {', '.join(channel.roles)}"
+    if instr.stream != channel.stream_on(role.role):
+        return f"channel {channel.id} uses the stream {channel.stream_on(role.role)} here"
+    return ""
+
+
+class _Signatures:
+    """R07. What the parts of a plan must read and write."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._batch = {b.name: b.spec.bind(plan.rows) for b in plan.batch}
+        self._steps: dict[tuple[str, str], tuple[list[TensorSpec], list[TensorSpec]]] = {}
+
+    def problems(self, part: Part) -> Iterable[str]:
+        if isinstance(part.op, Compute | Load | Seed) and not 0 <= part.mb < self._plan.microbatches:
+            yield f"microbatch {part.mb} is not in 0..{self._plan.microbatches - 1}"
+        if isinstance(part.op, Compute):
+            if part.op.step == "B" or part.op.step not in self._plan.chunk(part.op.chunk).steps:
+                steps = ", ".join(self._plan.chunk(part.op.chunk).steps)
+                yield f"the step {part.op.step} does not exist in a plan; chunk {part.op.chunk} has {steps}"
+                return
+            reads, writes = self._step(part.op)
+        else:
+            reads, writes = self._op(part)
+        yield from self._compare("reads", part.reads, reads)
+        yield from self._compare("writes", part.writes, writes)
+
+    def _compare(self, verb: str, values: tuple[str, ...], expected: list[TensorSpec]) -> Iterable[str]:
+        if len(values) != len(expected):
+            yield f"it {verb} {len(values)} values; {len(expected)} are expected"
+            return
+        for value, spec in zip(values, expected, strict=True):
+            found = self._plan.values[value].spec
+            if found is not spec and found != spec:
+                yield f"it {verb} {value}, a {found}; {spec} is expected"
+
+    def _step(self, op: Compute) -> tuple[list[TensorSpec], list[TensorSpec]]:
+        key = (op.chunk, op.step)
+        if key not in self._steps:
+            chunk = self._plan.chunk(op.chunk)
+            assert op.step != "B"
+            sig = chunk.steps[op.step]
+            reads = [port_spec(chunk, p) for p in sig.reads if not is_state(chunk, p)]
+            self._steps[key] = reads, [port_spec(chunk, p) for p in sig.writes]
+        return self._steps[key]
+
+    def _op(self, part: Part) -> tuple[list[TensorSpec], list[TensorSpec]]:
+        """Ops that take any shape are held to that of their first value."""
+        values, op = self._plan.values, part.op
+        first = [values[v].spec for v in (*part.reads, *part.writes)[:1]] or [TensorSpec((), "float32")]
+        match op:
+            case Load(tensor=tensor):
+                return [], [self._batch[tensor]]
+            case Seed(dtype=dtype):  # of the loss's shape, which synthetic programs leave empty
+                return [], [TensorSpec(first[0].shape, dtype)]
+            case Zeros(dtype=dtype) | SquaredNorm(dtype=dtype):
+                return [], [TensorSpec((), dtype)]
+            case Add():
+                return first * max(1, len(part.reads)), first
+            case Send():
+                return first, []
+            case Recv():
+                return [], first
+            case AllReduce(bucket=bucket):
+                return ([], []) if bucket else (first, first)
+            case Update(weighted=weighted, clip=clip):
+                scalars = [TensorSpec((), values[v].spec.dtype) for v in part.reads] + first * 2
+                return scalars[: int(weighted) + int(clip is not None)], []
+            case Compute():
+                raise AssertionError("handled by _step")
+            case _:
+                assert_never(op)
+
+
+def port_spec(chunk: Chunk, port: str) -> TensorSpec:
+    """Shape and dtype of a port; inputs may be given by the chunk's list of inputs only."""
+    return chunk.ports[port] if port in chunk.ports else chunk.inputs[int(port.removeprefix("in"))].spec
+
+
+def _states(out: Findings, role: RolePlan) -> None:
+    """R08."""
+    plan = out.plan
+    needed: dict[str, int | None] = {}
+    sizes = {f"param:{p.name}": bind(p.spec.nbytes, 0) for p in plan.params}
+    sizes |= {f"buffer:{b.name}": bind(b.spec.nbytes, 0) for b in plan.buffers}
+    sizes |= {f"grad:{b.id}": b.numel * ITEM_BYTES[b.dtype] for b in plan.buckets}
+    used = {part.op.chunk for instr in role.program for part in instr.parts if isinstance(part.op, Compute)}
+    for chunk in plan.chunks:
+        if chunk.id in used:
+            needed |= {f"{i.kind}:{i.ref}": None for i in chunk.inputs if i.kind in ("param", "buffer")}
+    needed |= {f"grad:{b.id}": None for b in plan.buckets if role.role in b.roles}
+    owned = Counter(s.id for s in role.states)
+    for id in needed:
+        if id not in owned:
+            out.add("R08-states", f"it uses {id} and has no such state", role)
+    for state in role.states:
+        if owned[state.id] > 1:
+            out.add("R08-states", f"it has the state {state.id} {owned[state.id]} times", role)
+            owned[state.id] = 1
+        if state.id.partition(":")[0] != state.category:
+            out.add("R08-states", f"the state {state.id} has the category {state.category}", role)
+        elif state.category != "optim" and sizes.get(state.id) != state.nbytes:
+            expected = f"{sizes[state.id]} are expected" if state.id in sizes else "the plan has no such tensor"
+            out.add("R08-states", f"the state {state.id} has {state.nbytes} bytes; {expected}", role)

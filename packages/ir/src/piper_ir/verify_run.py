@@ -1,0 +1,170 @@
+"""Rules R17 to R20: an abstract run of a plan under every blocking condition of the real engines.
+
+What must be done before an instruction starts: its predecessor on its stream; what it waits for; the compute before it in program
+order, for one host thread issues and, on a CPU, computes; and the same for its peers, for a send, its receive and all members
+of a reduction start and end together. Every condition waits for a fixed set of instructions, so the run gets to its end, in any
+timing, exactly when the graph of these conditions has no cycle. It is run on roles: the ranks of a role meet each other in
+equal instructions, so a cycle among ranks folds to one among roles, and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from piper_ir.ops import AllReduce
+from piper_ir.plan import COMPUTE, Channel, Plan, RolePlan
+from piper_ir.verify_rules import Findings, Violation
+
+Reason = tuple[int, str]
+
+
+class Events:
+    """What happens in a plan, as one number per instruction; instructions that meet on a channel are one event.
+
+    `members[e]` are the instructions (numbered through all roles) of event e.
+    """
+
+    def __init__(self, plan: Plan, meetings: list[list[int]]) -> None:
+        self.plan = plan
+        self.at: list[tuple[RolePlan, int]] = [(role, i) for role, i, _ in plan.instructions()]
+        self.members: list[list[int]] = []
+        self.event: list[int] = [-1] * len(self.at)
+        for meeting in meetings:
+            self._join(meeting)
+        for i, event in enumerate(self.event):
+            if event < 0:
+                self._join([i])
+
+    def _join(self, instructions: list[int]) -> None:
+        for i in instructions:
+            self.event[i] = len(self.members)
+        self.members.append(instructions)
+
+    def says(self, i: int) -> str:
+        role, index = self.at[i]
+        instr = role.program[index]
+        return f"{role.role}[{index}] {instr.name} on {instr.stream}"
+
+
+def meetings(out: Findings) -> list[list[int]]:
+    """R17, R18. Which instructions meet, per channel in order. Instructions are numbered through all roles."""
+    uses: dict[str, dict[str, list[int]]] = {c.id: {r: [] for r in c.roles} for c in out.plan.channels}
+    at: list[tuple[RolePlan, int]] = []
+    for number, (role, index, instr) in enumerate(out.plan.instructions()):
+        at.append((role, index))
+        if instr.comm:
+            uses[instr.parts[0].op.channel][role.role].append(number)  # type: ignore[union-attr]
+    found: list[list[int]] = []
+    for channel in out.plan.channels:
+        sides = list(uses[channel.id].values())
+        rule = "R17-p2p-match" if channel.kind == "p2p" else "R18-group-match"
+        if len({len(s) for s in sides}) > 1:
+            verbs = ("sends", "receives") if channel.kind == "p2p" else ("reduces",) * len(sides)
+            counts = [f"role {r} {verb} {len(s)} times" for r, verb, s in zip(channel.roles, verbs, sides, strict=True)]
+            out.add(rule, f"channel {channel.id}: {', '.join(counts)}")
+            continue
+        for n, met in enumerate(zip(*sides, strict=True)):
+            carried = [_carries(out.plan, *at[i]) for i in met]
+            if len(set(carried)) > 1:
+                out.add(rule, _mismatch(channel, n, carried), *at[met[0]])
+            found.append(list(met))
+    return found
+
+
+def _carries(plan: Plan, role: RolePlan, index: int) -> str:
+    part = role.program[index].parts[0]
+    if isinstance(part.op, AllReduce) and part.op.bucket:
+        return f"bucket {part.op.bucket}"
+    return str(plan.values[(*part.reads, *part.writes)[0]].spec)
+
+
+def _mismatch(channel: Channel, n: int, carried: list[str]) -> str:
+    sides = ", ".join(f"{what} on role {role}" for what, role in zip(carried, channel.roles, strict=True))
+    return f"number {n} on channel {channel.id} is {sides}; all must carry the same"
+
+
+def run(out: Findings, events: Events) -> list[int]:
+    """R19, R20. The events in an order in which they can happen; empty when there is none."""
+    order = _sweep(events, serial=True)
+    if len(order) == len(events.members):
+        return order  # every condition of the ordinary run is one of the serial run too
+    order = _sweep(events, serial=False)
+    serial = len(order) == len(events.members)
+    cycle = _cycle(events, order if not serial else _sweep(events, serial=True), serial)
+    rule, what = (
+        ("R20-issue-order", "if each rank runs its communications one by one in program order")
+        if serial
+        else ("R19-deadlock", "")
+    )
+    role, index = events.at[cycle[0][0]]
+    text = f"the run hangs{' ' if what else ''}{what}; these wait for each other:"
+    for i, reason in cycle:
+        text += f"\n  {events.says(i)} {reason}"
+    out.found.append(Violation(rule, text, role.role, index))
+    return order if serial else []
+
+
+def _conditions(events: Events, serial: bool) -> Iterator[tuple[int, list[Reason]]]:
+    """Each instruction with those that must be done before it starts, and why."""
+    number = 0
+    for role in events.plan.roles:
+        streams: dict[str, list[int]] = {s: [] for s in role.streams}
+        issued = -1
+        for instr in role.program:
+            own = streams[instr.stream]
+            before: list[Reason] = [(own[-1], "comes after, on its stream,")] if own else []
+            before += [(streams[s][n - 1], "waits for") for s, n in instr.waits]
+            if instr.stream != COMPUTE:
+                if streams[COMPUTE]:
+                    before.append((streams[COMPUTE][-1], "is issued after"))
+                if serial and issued >= 0:
+                    before.append((issued, "is issued after"))
+                issued = number
+            yield number, before
+            own.append(number)
+            number += 1
+
+
+def _sweep(events: Events, serial: bool) -> list[int]:
+    """The events that can happen, in an order in which they can: those of low numbers as early as possible."""
+    missing = [0] * len(events.members)
+    after: list[list[int]] = [[] for _ in events.members]
+    event = events.event
+    for i, conditions in _conditions(events, serial):
+        missing[event[i]] += len(conditions)
+        for before, _ in conditions:
+            after[event[before]].append(event[i])
+    order = [e for e, n in enumerate(missing) if n == 0]
+    for e in order:  # grows while it is walked
+        for later in after[e]:
+            missing[later] -= 1
+            if missing[later] == 0:
+                order.append(later)
+    return order
+
+
+def _cycle(events: Events, done: list[int], serial: bool) -> list[tuple[int, str]]:
+    """A cycle of waiting among the events that did not happen: (instruction, why it cannot start), each naming the next."""
+    happened = set(done)
+    blocked: dict[int, tuple[int, int, str]] = {}  # event -> its member that cannot start, what that one needs, and why
+    for i, conditions in _conditions(events, serial):
+        e = events.event[i]
+        if e not in happened and e not in blocked:
+            for before, why in conditions:
+                if events.event[before] not in happened:
+                    blocked[e] = (i, before, why)
+                    break
+    walked: dict[int, int] = {}
+    e = min(blocked)
+    while e not in walked:
+        walked[e] = len(walked)
+        e = events.event[blocked[e][1]]
+    path = list(walked)[walked[e] :]
+    lines: list[tuple[int, str]] = []
+    for this, following in zip(path, path[1:] + path[:1], strict=True):
+        i, before, why = blocked[this]
+        lines.append((i, f"{why} {events.says(before)}"))
+        needed = blocked[following][0]
+        if before != needed:
+            lines.append((before, f"meets its peer {events.says(needed)}"))
+    return lines

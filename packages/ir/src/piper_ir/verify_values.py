@@ -1,0 +1,181 @@
+"""Rules R11 to R16: the life of every value, by what streams and waits guarantee within a role."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from piper_ir.plan import COMPUTE, Instr, RolePlan
+from piper_ir.verify_rules import Findings
+
+Place = tuple[int, int]
+"""An instruction and a part of it. Part -1: what the instruction does before its parts; LAST: after them."""
+LAST = 1 << 30
+FIRST: Place = (-1, LAST)
+"""Before the first instruction of a step."""
+
+
+class Order:
+    """Happens-before within one role: stream order and waits, closed transitively (a vector clock with an entry per stream).
+
+    The order in which the host issues does not count: a device runs ahead of or behind it.
+    """
+
+    def __init__(self, role: RolePlan) -> None:
+        columns = {stream: c for c, stream in enumerate(role.streams)}
+        streams: list[list[int]] = [[] for _ in columns]
+        self._before: list[list[int]] = []  # per instruction: how many of each stream are done when it starts
+        self._after: list[list[int]] = []
+        self._column: list[int] = []
+        self._position: list[int] = []
+        for index, instr in enumerate(role.program):
+            c = columns[instr.stream]
+            clock = list(self._after[streams[c][-1]]) if streams[c] else [0] * len(columns)
+            for stream, count in instr.waits:
+                clock = list(map(max, clock, self._after[streams[columns[stream]][count - 1]]))
+            done = list(clock)
+            done[c] = len(streams[c]) + 1
+            self._before.append(clock)
+            self._after.append(done)
+            self._column.append(c)
+            self._position.append(len(streams[c]))
+            streams[c].append(index)
+
+    def precedes(self, first: int, second: int) -> bool:
+        """Whether instruction `first` is done whenever instruction `second` starts."""
+        return self._before[second][self._column[first]] > self._position[first]
+
+
+@dataclass(slots=True)
+class _Life:
+    """Where a role allocates (by itself, not by writing), writes, reads and frees one value."""
+
+    allocs: list[Place] = field(default_factory=list)
+    writes: list[Place] = field(default_factory=list)
+    reads: list[Place] = field(default_factory=list)
+    frees: list[Place] = field(default_factory=list)
+
+    def places(self) -> Iterator[Place]:
+        for places in (self.writes, self.reads, self.allocs, self.frees):
+            yield from places
+
+
+def check_values(out: Findings, orders: dict[str, Order]) -> None:
+    """R11 to R16 for plans whose form is right."""
+    home: dict[str, str] = {}
+    lives = {role.role: _lives(role) for role in out.plan.roles}
+    for role in out.plan.roles:
+        for value, life in lives[role.role].items():
+            if life.writes:
+                _check_writers(out, role, value, life, home)
+    for value in out.plan.values:
+        if value not in home:
+            out.add("R11-written-once", f"nothing writes {value}")
+    for role in out.plan.roles:
+        order = orders[role.role]
+        for value, life in lives[role.role].items():
+            if home.get(value) == role.role:
+                _Lifetime(out, role, order, value, life).check()
+            elif value in home:
+                index = max(0, next(life.places())[0])
+                out.add("R11-written-once", f"it uses {value}, which lives on role {home[value]}", role, index)
+
+
+def _lives(role: RolePlan) -> dict[str, _Life]:
+    lives: dict[str, _Life] = {}
+
+    def life(value: str) -> _Life:
+        return lives.setdefault(value, _Life())
+
+    for v in role.allocs_first:
+        life(v).allocs.append(FIRST)
+    for i, instr in enumerate(role.program):
+        for v in instr.frees_before:
+            life(v).frees.append((i, -1))
+        for p, part in enumerate(instr.parts):
+            for v in part.reads:
+                life(v).reads.append((i, p))
+            for v in part.writes:
+                life(v).writes.append((i, p))
+            for v in part.frees:
+                life(v).frees.append((i, p))
+        for v in instr.allocs_after:
+            life(v).allocs.append((i, LAST))
+    return lives
+
+
+def _check_writers(out: Findings, role: RolePlan, value: str, life: _Life, home: dict[str, str]) -> None:
+    first = life.writes[0]
+    if value in home and home[value] != role.role:
+        out.add("R11-written-once", f"it writes {value}, which role {home[value]} writes too", role, first[0])
+    elif len(life.writes) > 1:
+        out.add("R11-written-once", f"it writes {value}, which instruction {first[0]} writes too", role, life.writes[1][0])
+    home.setdefault(value, role.role)
+
+
+class _Lifetime:
+    """R12 to R16 for one value on the role that writes it."""
+
+    def __init__(self, out: Findings, role: RolePlan, order: Order, value: str, life: _Life) -> None:
+        self.out, self.role, self.order, self.value, self.life = out, role, order, value, life
+        self.writer = life.writes[0]
+
+    def add(self, rule: str, message: str, index: int) -> None:
+        self.out.add(rule, message, self.role, index)
+
+    def instr(self, place: Place) -> Instr:
+        return self.role.program[place[0]]
+
+    def says(self, place: Place) -> str:
+        if place == FIRST:
+            return "the start of the step"
+        return f"instruction {place[0]} ({self.instr(place).stream}: {self.instr(place).name})"
+
+    def check(self) -> None:
+        self._check_allocation()
+        read_in_order = all([self._check_read(place) for place in self.life.reads])
+        if not self.life.frees:
+            self.add("R14-freed-once", f"{self.value} is written here and never freed", self.writer[0])
+            return
+        if len(self.life.frees) > 1:
+            again = self.life.frees[1]
+            self.add("R14-freed-once", f"it frees {self.value}, which {self.says(self.life.frees[0])} frees too", again[0])
+            return
+        if read_in_order:  # a use that is out of order already is reported once, not again for the free that follows from it
+            for use in (self.writer, *self.life.reads):
+                if not self._check_use_before_free(use, self.life.frees[0]):
+                    break
+
+    def _check_allocation(self) -> None:
+        allocs, index = self.life.allocs, self.writer[0]
+        if not self.instr(self.writer).comm:
+            if allocs:
+                self.add(
+                    "R12-allocated",
+                    f"{self.value} is allocated by the part that writes it, and by {self.says(allocs[0])} too",
+                    index,
+                )
+            return
+        if len(allocs) != 1:
+            self.add("R12-allocated", f"the buffer of {self.value} is allocated {len(allocs)} times; once is expected", index)
+        elif allocs[0] != FIRST and not self.order.precedes(allocs[0][0], index):
+            message = f"the buffer of {self.value} is made by {self.says(allocs[0])}; it must stand before, and be waited for"
+            self.add("R12-allocated", message, index)
+
+    def _check_read(self, place: Place) -> bool:
+        w = self.writer
+        ok = w < place if w[0] == place[0] else self.order.precedes(w[0], place[0])
+        if not ok:
+            why = "only later" if w >= place else "and no wait makes this instruction come after it"
+            self.add("R13-read-after-write", f"it reads {self.value}, which {self.says(w)} writes {why}", place[0])
+        return ok
+
+    def _check_use_before_free(self, use: Place, free: Place) -> bool:
+        if use[0] > free[0] or (use[0] == free[0] and use[1] > free[1]):
+            self.add("R15-use-after-free", f"it uses {self.value}, which {self.says(free)} frees before", use[0])
+            return False
+        if use[0] != free[0] and self.instr(use).stream != COMPUTE and not self.order.precedes(use[0], free[0]):
+            message = f"it frees {self.value} without having waited for {self.says(use)}, which uses it"
+            self.add("R16-free-covered", message, free[0])
+            return False
+        return True

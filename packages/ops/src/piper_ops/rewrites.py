@@ -1,0 +1,192 @@
+"""How each device-dependent call that Dynamo leaves in a graph becomes a piper op, argument by argument."""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from piper_ops.errors import UnsupportedVariant
+from piper_ops.losses import cross_entropy
+from piper_ops.norms import layer_norm, rms_norm
+from piper_ops.sdpa import attention
+
+_TORCH = os.path.dirname(torch.__file__)
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+Bound = Mapping[str, Any]
+
+
+def call_name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", None) or str(node.target)
+
+
+def user_line(node: fx.Node) -> str:
+    """ "file:line" of the innermost frame of the node's stack trace that is not torch's."""
+    frames: list[tuple[str, str]] = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
+    return f"{own[-1][0]}:{own[-1][1]}" if own else f"node {node.name}, which has no stack trace"
+
+
+def unsupported(node: fx.Node, variant: str, way_out: str) -> UnsupportedVariant:
+    return UnsupportedVariant(f"{call_name(node)}: {variant} ({user_line(node)}). {way_out}")
+
+
+class Builder:
+    """Adds nodes in place of `old`: each has its meta, with an example value of its own."""
+
+    def __init__(self, graph: fx.Graph, old: fx.Node) -> None:
+        self.graph = graph
+        self.old = old
+
+    def call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+        return self._finish(self.graph.call_function(target, args), target)
+
+    def method(self, name: str, *args: Any) -> fx.Node:
+        return self._finish(self.graph.call_method(name, args), lambda tensor, *rest: getattr(tensor, name)(*rest))
+
+    def first(self, call: fx.Node) -> fx.Node:
+        return self.call(operator.getitem, call, 0)
+
+    def swap(self, tensor: fx.Node) -> fx.Node:
+        """`tensor` with heads and positions exchanged: what the model itself exchanged, if that is where it comes from."""
+        if _is_swap(tensor) and isinstance(tensor.args[0], fx.Node):
+            return tensor.args[0]
+        return self.method("transpose", tensor, 1, 2)
+
+    def example(self, node: fx.Node) -> Any:
+        """The node's example value. Raises UnsupportedVariant when there is none."""
+        if "example_value" not in node.meta:
+            raise self.refuse(f"its argument {node.name} has no example value", "Give the graph as Dynamo captured it.")
+        return node.meta["example_value"]
+
+    def refuse(self, variant: str, way_out: str) -> UnsupportedVariant:
+        return unsupported(self.old, variant, way_out)
+
+    def _finish(self, node: fx.Node, function: Callable[..., Any]) -> fx.Node:
+        values = fx.map_arg(node.args, self.example)
+        try:
+            with torch.set_grad_enabled(bool(self.example(self.old).requires_grad)):
+                value = function(*values)
+        except UnsupportedVariant as error:
+            raise UnsupportedVariant(f"{error} ({user_line(self.old)})") from error
+        node.meta = {**self.old.meta, "example_value": value}
+        return node
+
+
+def _is_swap(node: fx.Node) -> bool:
+    if node.op != "call_method" or node.target != "transpose" or node.kwargs or len(node.args) != 3:
+        return False
+    dims = [d % 4 if isinstance(d, int) else d for d in node.args[1:]]
+    example = node.meta.get("example_value")
+    return sorted(map(str, dims)) == ["1", "2"] and isinstance(example, torch.Tensor) and example.dim() == 4
+
+
+def _constant(build: Builder, bound: Bound, name: str, default: Any) -> Any:
+    value = bound.get(name, default)
+    if isinstance(value, fx.Node):
+        raise build.refuse(f"{name} is computed in the model", f"Make {name} a Python constant.")
+    return value
+
+
+def _rewrite_attention(build: Builder, bound: Bound) -> fx.Node:
+    dropout = _constant(build, bound, "dropout_p", 0.0)
+    if dropout:
+        raise build.refuse(
+            f"dropout_p={dropout} inside attention draws other random numbers in every kernel",
+            "Set the attention dropout to 0, or apply F.dropout to the output.",
+        )
+    q, k, v, mask = bound["query"], bound["key"], bound["value"], bound.get("attn_mask")
+    dims = [build.example(t).dim() for t in (q, k, v)]
+    if dims != [4, 4, 4]:
+        raise build.refuse(f"query, key and value have {dims} dimensions", "Reshape each to [batch, heads, T, head_dim].")
+    if mask is not None and build.example(mask).requires_grad:
+        raise build.refuse(
+            "attn_mask requires a gradient, which no fused kernel gives on every device",
+            "Detach it, or write this attention out with matmul and softmax.",
+        )
+    causal = _constant(build, bound, "is_causal", False)
+    scale = _constant(build, bound, "scale", None)
+    gqa = _constant(build, bound, "enable_gqa", False)
+    swapped = [build.swap(t) for t in (q, k, v)]
+    out = build.first(build.call(attention, *swapped, mask, causal, scale, gqa))
+    _undo_swaps(build.graph, build.old, out)
+    return build.method("transpose", out, 1, 2)
+
+
+def _undo_swaps(graph: fx.Graph, old: fx.Node, out: fx.Node) -> None:
+    """Where the model exchanges heads and positions of the result again, it gets the op's own output."""
+    for user in list(old.users):
+        if _is_swap(user):
+            user.replace_all_uses_with(out)
+            graph.erase_node(user)
+
+
+def _rewrite_layer_norm(build: Builder, bound: Bound) -> fx.Node:
+    shape = tuple(_constant(build, bound, "normalized_shape", ()))
+    eps = _constant(build, bound, "eps", 1e-5)
+    return build.first(build.call(layer_norm, bound["input"], shape, bound.get("weight"), bound.get("bias"), eps))
+
+
+def _rewrite_rms_norm(build: Builder, bound: Bound) -> fx.Node:
+    shape = tuple(_constant(build, bound, "normalized_shape", ()))
+    eps = _constant(build, bound, "eps", None)
+    return build.first(build.call(rms_norm, bound["input"], shape, bound.get("weight"), eps))
+
+
+def _check_cross_entropy(build: Builder, bound: Bound) -> None:
+    if bound.get("weight") is not None:
+        raise build.refuse("class weights", "Weight the losses of reduction='none' by weight[target] instead.")
+    if bound.get("size_average") is not None or bound.get("reduce") is not None:
+        raise build.refuse("the legacy arguments size_average and reduce", "Say reduction='mean', 'sum' or 'none'.")
+    smoothing = _constant(build, bound, "label_smoothing", 0.0)
+    if smoothing:
+        raise build.refuse(
+            f"label_smoothing={smoothing}", "Write it out: (1 - s) * F.cross_entropy(x, t) - s * F.log_softmax(x, 1).mean()."
+        )
+    if build.example(bound["target"]).is_floating_point():
+        raise build.refuse("class probabilities as targets", "Write it out: -(t * F.log_softmax(x, 1)).sum(1).mean().")
+
+
+def _rewrite_cross_entropy(build: Builder, bound: Bound) -> fx.Node:
+    """Classes go last and everything else into rows; reduction "none" gets the target's shape back."""
+    _check_cross_entropy(build, bound)
+    logits, target = bound["input"], bound["target"]
+    reduction = _constant(build, bound, "reduction", "mean")
+    ignore = _constant(build, bound, "ignore_index", -100)
+    shape = build.example(logits).shape
+    kept = tuple(build.example(target).shape[1:])
+    if len(shape) != 2:
+        # the first dimension is -1 wherever it can be: it holds the rows of a microbatch, which another trace changes
+        rows = build.call(torch.movedim, logits, 1, -1) if len(shape) > 2 else logits
+        logits = build.method("reshape", rows, -1, shape[min(1, len(shape) - 1)])
+        target = build.method("reshape", target, -1)
+    loss = build.first(build.call(cross_entropy, logits, target, reduction, ignore))
+    if reduction == "none" and len(shape) != 2:
+        return build.method("reshape", loss, *((-1, *kept) if len(shape) > 2 else ((),)))
+    return loss
+
+
+Rewrite = Callable[[Builder, Bound], fx.Node]
+
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+_LAYER_NORM = ("input", "normalized_shape", "weight", "bias", "eps")
+_RMS_NORM = ("input", "normalized_shape", "weight", "eps")
+_CROSS_ENTROPY = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+
+REWRITES: Mapping[object, tuple[tuple[str, ...], Rewrite]] = {
+    F.scaled_dot_product_attention: (_ATTENTION, _rewrite_attention),
+    torch._C._nn.scaled_dot_product_attention: (_ATTENTION, _rewrite_attention),
+    F.layer_norm: (_LAYER_NORM, _rewrite_layer_norm),
+    torch.layer_norm: ((*_LAYER_NORM, "cudnn_enable"), _rewrite_layer_norm),
+    F.rms_norm: (_RMS_NORM, _rewrite_rms_norm),
+    torch.rms_norm: (_RMS_NORM, _rewrite_rms_norm),
+    F.cross_entropy: (_CROSS_ENTROPY, _rewrite_cross_entropy),
+}
+"""Call target to its parameters, by position, and its rewrite. No tensor method is among them."""

@@ -1,0 +1,95 @@
+"""Which attention kernel is chosen where; the CUDA calls against torch's meta kernels, which know their schemas and shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from piper_ops import attention_lowering
+from piper_ops.sdpa import Options
+from piper_ops.sdpa_kernels import BIAS_ALIGNMENT, KERNELS, LSE_ALIGNMENT, cuda_efficient
+
+SHAPE = (2, 64, 4, 32)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "changes", "name"),
+    [
+        ("cpu", torch.float64, {}, "cpu_flash"),
+        ("cpu", torch.bfloat16, {"masked": True}, "cpu_flash"),
+        ("cpu", torch.float32, {"v": (2, 64, 4, 16)}, "math"),
+        ("cuda", torch.bfloat16, {}, "cuda_flash"),
+        ("cuda", torch.bfloat16, {"capability": (9, 0)}, "cuda_cudnn"),
+        ("cuda", torch.bfloat16, {"capability": (9, 0), "k": (2, 64, 2, 32), "v": (2, 64, 2, 32)}, "cuda_flash"),
+        ("cuda", torch.bfloat16, {"capability": (9, 0), "q": (2, 64, 4, 256), "k": (2, 64, 4, 256), "v": (2, 64, 4, 256)}, "cuda_flash"),
+        ("cuda", torch.bfloat16, {"capability": (7, 5)}, "cuda_efficient"),
+        ("cuda", torch.bfloat16, {"masked": True}, "cuda_efficient"),
+        ("cuda", torch.bfloat16, {"is_causal": True, "k": (2, 80, 4, 32), "v": (2, 80, 4, 32)}, "cuda_efficient"),
+        ("cuda", torch.float32, {}, "cuda_efficient"),
+        ("cuda", torch.float64, {}, "math"),
+        ("cuda", torch.bfloat16, {"q": (2, 64, 4, 20), "k": (2, 64, 4, 20), "v": (2, 64, 4, 20)}, "math"),
+    ],
+)  # fmt: skip
+def test_choice(device: str, dtype: torch.dtype, changes: dict[str, object], name: str) -> None:
+    shapes = {key: changes.pop(key, SHAPE) for key in ("q", "k", "v")}
+    choice = attention_lowering(device, dtype, **shapes, **changes)  # type: ignore[arg-type]
+    assert choice.name == name
+    assert choice.fallback == (name == "math") == bool(choice.reason)
+
+
+def test_fallback_says_what_kept_each_kernel() -> None:
+    reason = attention_lowering("cuda", torch.float64, SHAPE, SHAPE, SHAPE).reason
+    assert all(f"{name}: " in reason for name in ("cuda_cudnn", "cuda_flash", "cuda_efficient")) and "float64" in reason
+
+
+def test_other_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="'tpu'"):
+        attention_lowering("tpu", torch.float32, SHAPE, SHAPE, SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("name", "kv_heads", "mask"),
+    [
+        ("cuda_flash", 4, None),
+        ("cuda_flash", 2, None),
+        ("cuda_cudnn", 4, None),
+        ("cuda_efficient", 4, None),
+        ("cuda_efficient", 2, (65, 65)),
+        ("cuda_efficient", 4, (2, 1, 1, 65)),
+    ],
+)
+def test_cuda_lowerings_fit_torchs_schemas(name: str, kv_heads: int, mask: tuple[int, ...] | None) -> None:
+    """Schema and shapes only: none of these has been run on a GPU."""
+
+    def t(heads: int) -> torch.Tensor:
+        return torch.empty(2, heads, 65, 32, dtype=torch.bfloat16, device="meta")
+
+    q, k, v = t(4), t(kv_heads), t(kv_heads)
+    bias = None if mask is None else torch.empty(mask, dtype=torch.bfloat16, device="meta")
+    options = Options(bias, mask is None, 0.1)
+    forward, backward = KERNELS[name]  # type: ignore[index]
+    out, lse = forward(q, k, v, options)
+    assert out.shape == q.shape and lse.shape == (2, 4, 65) and lse.dtype == torch.float32
+    assert [g.shape for g in backward(out, q, k, v, out, lse, options)] == [q.shape, k.shape, v.shape]
+
+
+def test_efficient_operands_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of bias and logsumexp start at multiples of what the kernel reads at once, and padding rows contribute nothing."""
+    seen: dict[str, torch.Tensor] = {}
+
+    class Recorder:
+        def _scaled_dot_product_efficient_attention(self, q, k, v, bias, *rest, **kw):  # type: ignore[no-untyped-def]
+            seen["bias"] = bias
+            return q, torch.zeros(2, 4, 96), None, None
+
+        def _scaled_dot_product_efficient_attention_backward(self, grad, q, k, v, bias, out, lse, *rest, **kw):  # type: ignore[no-untyped-def]
+            seen["lse"] = lse
+            return q, k, v, None
+
+    monkeypatch.setattr("piper_ops.sdpa_kernels.aten", Recorder())
+    q = torch.zeros(2, 4, 65, 8)
+    options = Options(torch.randn(65, 65), False, 0.1)
+    out, lse = cuda_efficient(q, q, q, options)
+    KERNELS["cuda_efficient"][1](out, q, q, q, out, lse, options)
+    assert options.mask is not None
+    assert seen["bias"].stride(-2) % BIAS_ALIGNMENT == 0 and torch.equal(seen["bias"][1, 2], options.mask)
+    assert seen["lse"].shape[-1] % LSE_ALIGNMENT == 0 and (seen["lse"][..., 65:] == float("inf")).all()

@@ -1,0 +1,82 @@
+"""Loading of generated step functions. Code reaches a rank as source text and constants, never as a pickled function."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, Protocol
+
+import piper_ops  # noqa: F401  registers the operators that generated code calls as torch.ops.piper.*
+import torch
+from piper_ir.errors import FormatError
+from piper_ir.ops import Compute
+from piper_ir.plan import Plan, RolePlan
+
+StepFunction = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
+"""Boxed: it empties its argument list, so that a tensor whose only reference is in the list is freed at its last use."""
+
+
+class StepCode(Protocol):
+    """Source of `def step(args)` and the constants that it uses by name."""
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def constants(self) -> Mapping[str, Any]: ...
+
+
+CodeStore = Mapping[str, Mapping[Any, StepCode]]
+"""Code id of a chunk -> step ("F", "I", "W") -> its code, for one number of rows."""
+
+
+@dataclass(frozen=True)
+class ShippedCode:
+    """A StepCode in the form in which it travels to a worker."""
+
+    source: str
+    constants: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load_step(code: StepCode) -> StepFunction:
+    """The function that a StepCode describes. Its source shows in tracebacks. FormatError when there is no function `step`."""
+    name = f"<piper step {sha256(code.source.encode()).hexdigest()[:12]}>"
+    linecache.cache[name] = (len(code.source), None, code.source.splitlines(keepends=True), name)
+    namespace: dict[str, Any] = {"torch": torch, **code.constants}
+    exec(compile(code.source, name, "exec"), namespace)  # the source comes from our own code generator
+    step = namespace.get("step")
+    if not callable(step):
+        raise FormatError("the source of a chunk's step defines no function `step(args)`")
+    return step
+
+
+class Steps:
+    """Functions of a code store, each loaded once, on first use."""
+
+    def __init__(self, code: CodeStore) -> None:
+        self._code = code
+        self._loaded: dict[tuple[str, str], StepFunction] = {}
+
+    def __call__(self, code_id: str, step: str) -> StepFunction:
+        """FormatError when the store lacks the code."""
+        key = (code_id, step)
+        if key not in self._loaded:
+            try:
+                code = self._code[code_id][step]
+            except KeyError:
+                raise FormatError(f"the code store has no step {step} of code {code_id!r}; was it made for this plan?") from None
+            self._loaded[key] = load_step(code)
+        return self._loaded[key]
+
+
+def used_code(plan: Plan, role: RolePlan) -> Iterator[tuple[str, str]]:
+    """(code id, step) that a role executes, each once, in program order."""
+    seen: set[tuple[str, str]] = set()
+    for instr in role.program:
+        for part in instr.parts:
+            if isinstance(part.op, Compute):
+                key = (plan.chunk(part.op.chunk).code, part.op.step)
+                if key not in seen:
+                    seen.add(key)
+                    yield key

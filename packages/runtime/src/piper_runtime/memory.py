@@ -1,0 +1,99 @@
+"""Memory truth: live tensor storages as torch's dispatcher shows them, counted without any knowledge of the plan."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPoint:
+    """One run of an instruction: the most bytes alive while it ran, and those alive when it was done."""
+
+    instr: int
+    within: int
+    after: int
+
+
+class MemoryCounter(TorchDispatchMode):
+    """Counts the bytes of every storage on one device that an operator returns while a `during` block is open, until the storage dies.
+
+    It sees temporaries of composed operators but not what a kernel allocates inside. `points` has one entry per block, in order; `base` is the bytes
+    that were given to `track`."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__()
+        self._device = device
+        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._paused = False
+        self.live = 0
+        self.base = 0
+        self.peak = 0
+        self.peak_at = -1
+        self.points: list[MemoryPoint] = []
+        self._within = 0
+        self._instr = -1
+
+    def track(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count tensors that exist already, such as parameters."""
+        before = self.live
+        for t in tensors:
+            self._add(t)
+        self.base += self.live - before
+
+    @contextmanager
+    def during(self, instr: int) -> Iterator[None]:
+        """Observe one instruction."""
+        self._instr, self._within = instr, self.live
+        self._note()
+        try:
+            with self:
+                yield
+        finally:
+            self.points.append(MemoryPoint(instr, self._within, self.live))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is made inside this block is not counted."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if not self._paused:
+            for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
+                if isinstance(leaf, torch.Tensor):
+                    self._add(leaf)
+        return out
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != self._device:
+            return
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        known = self._alive.get(key)
+        if known is not None and known[0]() is storage:
+            return
+        nbytes = storage.nbytes()
+        self._alive[key] = (weakref.ref(storage, lambda _, key=key, nbytes=nbytes: self._drop(key, nbytes)), nbytes)
+        self.live += nbytes
+        self._note()
+
+    def _drop(self, key: int, nbytes: int) -> None:
+        del self._alive[key]
+        self.live -= nbytes
+
+    def _note(self) -> None:
+        self._within = max(self._within, self.live)
+        if self.live > self.peak:
+            self.peak, self.peak_at = self.live, self._instr

@@ -1,0 +1,208 @@
+"""The user's optimizer on flat buckets: what its groups say, how much state it holds, and the real one of a rank.
+
+The user's function is called with every parameter at its full shape on meta, so that rules such as "no decay for ndim < 2" see true
+shapes. Element-wise optimizers then run on one flat tensor per bucket; all others on the parameters of a bucket, one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from piper_ir.errors import JobError
+from piper_ir.plan import Bucket, Plan
+from piper_ir.program import Param
+from piper_ir.sizes import ITEM_BYTES, bind
+from piper_runtime.job import Job, NamedParameters
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+if TYPE_CHECKING:
+    from piper_runtime.store import Store
+
+ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
+"""Optimizers whose update of an element depends on that element only, by exact class: a subclass may do anything."""
+
+REFUSED = {"LBFGS": "it calls the loss several times per step", "SparseAdam": "it needs sparse gradients"}
+STEP_COUNTER_BYTES = 4
+"""Adam and AdamW count their steps in one float32 per tensor."""
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """`kind`: the optimizer's class name. `group_of`: trained parameter -> index of its group. `flat`: whether it runs on whole
+    buckets. `state_copies`: per group, how many values it keeps per element of a bucket (flat only). `param_bytes`: state per
+    parameter, of optimizers that are not flat."""
+
+    kind: str
+    group_of: Mapping[str, int]
+    flat: bool
+    state_copies: tuple[int, ...] = ()
+    param_bytes: Mapping[str, int] = field(default_factory=dict)
+    counters: int = 0
+
+    def state_bytes(self, bucket: Bucket) -> int:
+        """Bytes of optimizer state that a holder of the bucket keeps."""
+        if self.flat:
+            return self.state_copies[bucket.group] * bucket.numel * ITEM_BYTES[bucket.dtype] + self.counters
+        return sum(self.param_bytes[p] for p in bucket.params)
+
+    def workspace(self, largest: int) -> int:
+        """Bytes that one update allocates for its run; `largest`: bytes of the largest parameter that it covers. Flat optimizers use torch's fused
+        kernels, which allocate nothing; for others it is an estimate of two temporaries."""
+        return 0 if self.flat else 2 * largest
+
+
+def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
+    """Call the user's optimizer function on meta parameters and read its groups. JobError: a trained parameter is in no group, or the
+    optimizer cannot run on a plan."""
+    trained = {p.name for p in params if p.trained}
+    named = meta_parameters(params, job.precision.dtype)
+    optimizer = call_optimizer(job.optimizer, named)
+    name_of = {id(p): name for name, p in named}
+    group_of = {
+        name_of[id(p)]: index
+        for index, group in enumerate(optimizer.param_groups)
+        for p in group["params"]
+        if name_of.get(id(p)) in trained
+    }
+    if missing := sorted(trained - group_of.keys()):
+        raise JobError(
+            f"Job.optimizer puts {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''} in no parameter group; give every "
+            f"parameter to the optimizer, or set requires_grad=False in the model for those that stay as they are"
+        )
+    kind = type(optimizer).__name__
+    if type(optimizer) in ELEMENTWISE:
+        copies = tuple(_state_copies(optimizer, group) for group in optimizer.param_groups)
+        return OptimizerSpec(kind, group_of, True, copies, counters=0 if type(optimizer) is SGD else STEP_COUNTER_BYTES)
+    return OptimizerSpec(kind, group_of, False, param_bytes=_dry_state_bytes(optimizer, named, trained))
+
+
+def meta_parameters(params: Iterable[Param], dtype: torch.dtype) -> NamedParameters:
+    """(name, full-shape parameter on meta) for every parameter, trained or not, in the model's order."""
+    return [
+        (p.name, torch.nn.Parameter(torch.empty([bind(d, 0) for d in p.spec.shape], dtype=dtype, device="meta"), requires_grad=p.trained))
+        for p in params
+    ]
+
+
+def call_optimizer(function: Callable[[NamedParameters], Optimizer], named: NamedParameters) -> Optimizer:
+    """The user's optimizer over the given parameters. JobError when it is none, is refused by name, or holds foreign parameters."""
+    optimizer = function(list(named))
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        raise JobError(f"Job.optimizer returned a {kind}; a torch.optim.Optimizer is needed")
+    if kind in REFUSED:
+        raise JobError(f"Job.optimizer returned {kind}, which cannot run on a plan: {REFUSED[kind]}")
+    known = {id(p) for _, p in named}
+    for index, group in enumerate(optimizer.param_groups):
+        if not all(id(p) in known for p in group["params"]):
+            raise JobError(
+                f"Job.optimizer: group {index} holds a tensor that it was not given; build the groups from the (name, parameter) list only"
+            )
+        if group.get("differentiable"):
+            raise JobError("Job.optimizer: differentiable=True is not supported; leave it out")
+    return optimizer
+
+
+def _state_copies(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
+    if type(optimizer) is SGD:
+        return int(group["momentum"] != 0)
+    return 3 if group["amsgrad"] else 2
+
+
+def _dry_state_bytes(optimizer: Optimizer, named: NamedParameters, trained: set[str]) -> dict[str, int]:
+    """State bytes per parameter after one step on meta, which computes nothing."""
+    for name, p in named:
+        p.grad = torch.empty_like(p) if name in trained else None
+    try:
+        optimizer.step()
+    except Exception as e:  # an optimizer of the user's may fail in any way
+        raise JobError(f"Job.optimizer: {type(optimizer).__name__} cannot take a step on meta tensors, so its state has no known size: {e}") from e
+    return {name: sum(t.nbytes for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)) for name, p in named if name in trained}
+
+
+class RankOptimizer:
+    """The optimizer of one rank over the buckets that it holds, with the user's groups in the user's order and its learning-rate schedule."""
+
+    def __init__(self, plan: Plan, store: Store, function: Callable[[NamedParameters], Optimizer], scheduler: Callable[[Optimizer], Any] | None):
+        self._store = store
+        self._members: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        dtypes = {getattr(torch, p.spec.dtype) for p in plan.params}
+        named = meta_parameters(plan.params, next(iter(dtypes), torch.float32))
+        optimizer = call_optimizer(function, named)
+        if type(optimizer) not in ELEMENTWISE:
+            named = [(n, store.parameter(n) if n in store.grads else p) for n, p in named]
+            optimizer = call_optimizer(function, named)
+        self._check_groups(optimizer, named)
+        if type(optimizer) in ELEMENTWISE:
+            self._use_flat(optimizer)
+        else:
+            self._use_views(optimizer, dict(named))
+        self._optimizer = optimizer
+        self._scheduler = scheduler(optimizer) if scheduler is not None else None
+
+    def _check_groups(self, optimizer: Optimizer, named: NamedParameters) -> None:
+        group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        for bucket in self._store.buckets:
+            for name, p in named:
+                if name in bucket.params and group_of.get(id(p)) != bucket.group:
+                    raise JobError(
+                        f"bucket {bucket.id} was planned for parameter group {bucket.group}, but Job.optimizer puts {name} in group "
+                        f"{group_of.get(id(p))}; compile the strategy with this job"
+                    )
+
+    def _use_flat(self, optimizer: Optimizer) -> None:
+        optimizer.state.clear()
+        for index, group in enumerate(optimizer.param_groups):
+            group.pop("param_names", None)
+            # Which kernel runs is ours to choose: the fused ones hold no temporaries and cost one launch per bucket.
+            group["fused"], group["foreach"] = True, False
+            group["params"] = [self._store.flat_params[b.id] for b in self._store.buckets if b.group == index]
+            for p in group["params"]:
+                _first_state(optimizer, group, p)
+        for bucket in self._store.buckets:
+            self._members[bucket.id] = [(self._store.flat_params[bucket.id], self._store.flat_grads[bucket.id])]
+
+    def _use_views(self, optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> None:
+        for group in optimizer.param_groups:
+            group.pop("param_names", None)
+            group["params"] = [p for p in group["params"] if not p.is_meta]
+        for p in [p for p in optimizer.state if p.is_meta]:
+            del optimizer.state[p]
+        for bucket in self._store.buckets:
+            self._members[bucket.id] = [(named[n], self._store.grads[n]) for n in bucket.params]
+
+    def update(self, buckets: Sequence[str], scale: float) -> None:
+        """Multiply the gradients of these buckets by `scale` and take one step on their parameters."""
+        members = [m for b in buckets for m in self._members[b]]
+        for p, grad in members:
+            p.grad = grad if scale == 1.0 else grad.mul_(scale)
+        # Parameters of other buckets have no gradient now, and torch's optimizers skip those.
+        self._optimizer.step()
+        for p, _ in members:
+            p.grad = None
+
+    def end_step(self) -> None:
+        """Advance the learning-rate schedule; once per optimizer step, after all updates."""
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Every tensor of optimizer state on this rank."""
+        return [t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+
+
+def _first_state(optimizer: Optimizer, group: Mapping[str, Any], p: torch.Tensor) -> None:
+    """Make the state that torch would make in the first step, so that memory is the same in all steps."""
+    state = optimizer.state[p]
+    if type(optimizer) is SGD:
+        # With dampening torch starts from the undamped gradient, which no initial buffer reproduces.
+        if group["momentum"] != 0 and group["dampening"] == 0:
+            state["momentum_buffer"] = torch.zeros_like(p)
+        return
+    state["step"] = torch.zeros((), dtype=torch.float32)
+    state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+    if group["amsgrad"]:
+        state["max_exp_avg_sq"] = torch.zeros_like(p)

@@ -1,0 +1,275 @@
+"""One closure per part of a plan, bound once per plan to the tensors of a rank, so that running it costs little host time.
+
+Both engines run these. A closure reads and writes `store.values`, which holds the only reference to every value: a value that dies
+in a part is taken out of it, so that boxed code frees it at its last use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, assert_never
+
+import torch
+from piper_ir.errors import NonFiniteLossError
+from piper_ir.ops import Add, AllReduce, Compute, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.plan import Part, is_state
+from piper_ir.program import Chunk
+from piper_runtime import faults
+from piper_runtime.job import microbatch_rows
+from piper_runtime.rng import rng_place, rng_seed
+from piper_runtime.store import empty_value
+
+if TYPE_CHECKING:
+    from piper_runtime.rank import Rank
+
+Run = Callable[[], None]
+Operand = Callable[[], torch.Tensor]
+
+
+def bind_part(part: Part, rank: Rank) -> Run:
+    """The closure that runs one part of the compute stream."""
+    fault = faults.active()
+    if fault is not None and fault.part is not None:
+        return fault.part(part, rank, _bind)
+    return _bind(part, rank)
+
+
+def bind_operand(part: Part, rank: Rank) -> Operand:
+    """For a part that communicates: the closure that gives the tensor to send, to receive into, or to reduce in place."""
+    fault = faults.active()
+    if fault is not None and fault.operand is not None:
+        return fault.operand(part, rank, _operand)
+    return _operand(part, rank)
+
+
+def bind_alloc(value: str, rank: Rank) -> Run:
+    """The closure that makes a buffer for a value that communication will write."""
+    values = rank.store.values
+    shape, dtype = empty_value(rank.plan, value)
+
+    def alloc() -> None:
+        values[value] = torch.empty(shape, dtype=dtype)
+
+    return alloc
+
+
+def _operand(part: Part, rank: Rank) -> Operand:
+    values = rank.store.values
+    match part.op:
+        case Send():
+            source = part.reads[0]
+            return lambda: values[source]
+        case Recv():
+            target = part.writes[0]
+            return lambda: values[target]
+        case AllReduce(bucket=bucket) if bucket:
+            flat = rank.store.flat_grads[bucket]
+            return lambda: flat
+        case AllReduce():
+            source, target = part.reads[0], part.writes[0]
+            return lambda: values[target].copy_(values[source])
+        case _:
+            raise TypeError(f"{part.node}: {type(part.op).__name__} does not communicate")
+
+
+def _bind(part: Part, rank: Rank) -> Run:
+    match part.op:
+        case Compute():
+            return _compute(part, rank)
+        case Load():
+            run = _load(part, part.op, rank)
+        case Seed():
+            run = _fill(part, rank, part.op.value, part.op.dtype)
+        case Zeros():
+            run = _fill(part, rank, 0.0, part.op.dtype)
+        case Add():
+            run = _add(part, rank)
+        case SquaredNorm():
+            run = _squared_norm(part, part.op, rank)
+        case Update():
+            run = _update(part, part.op, rank)
+        case Send() | Recv() | AllReduce():
+            raise TypeError(f"{part.node}: communication has no closure of its own; it is bound by bind_operand")
+        case _:
+            assert_never(part.op)
+    return _then_free(run, part.frees, rank)
+
+
+def _then_free(run: Run, dying: tuple[str, ...], rank: Rank) -> Run:
+    if not dying:
+        return run
+    values = rank.store.values
+
+    def run_and_free() -> None:
+        run()
+        for v in dying:
+            del values[v]
+
+    return run_and_free
+
+
+def _load(part: Part, op: Load, rank: Rank) -> Run:
+    values, feed, target = rank.store.values, rank.feed, part.writes[0]
+    shape, dtype = empty_value(rank.plan, target)
+
+    def load() -> None:
+        with rank.untracked():
+            rows = feed.take(op.tensor, part.mb)
+        values[target] = torch.empty(shape, dtype=dtype).copy_(rows)
+
+    return load
+
+
+def _fill(part: Part, rank: Rank, number: float, dtype_name: str) -> Run:
+    values, target, dtype = rank.store.values, part.writes[0], getattr(torch, dtype_name)
+
+    def fill() -> None:
+        values[target] = torch.full((), number, dtype=dtype)
+
+    return fill
+
+
+def _add(part: Part, rank: Rank) -> Run:
+    values, target = rank.store.values, part.writes[0]
+    first, *rest = part.reads
+
+    def add() -> None:
+        total = values[first] + values[rest[0]] if rest else values[first].clone()
+        for v in rest[1:]:
+            total += values[v]
+        values[target] = total
+
+    return add
+
+
+def _squared_norm(part: Part, op: SquaredNorm, rank: Rank) -> Run:
+    values, target, dtype = rank.store.values, part.writes[0], getattr(torch, op.dtype)
+    flats = [rank.store.flat_grads[b] for b in op.buckets]
+
+    def squared_norm() -> None:
+        total = torch.zeros((), dtype=dtype)
+        for flat in flats:
+            total += torch.linalg.vector_norm(flat, dtype=dtype).square_()
+        values[target] = total
+
+    return squared_norm
+
+
+def _update(part: Part, op: Update, rank: Rank) -> Run:
+    values, store = rank.store.values, rank.store
+    flats = [store.flat_grads[b] for b in op.buckets]
+
+    def update() -> None:
+        scale = gradient_scale(op, [float(values[v]) for v in part.reads])
+        if not math.isfinite(scale):
+            raise NonFiniteLossError(
+                f"step {rank.step}, rank {rank.rank}: the gradient would be scaled by {scale} (sum of loss weights and squared norm: "
+                f"{[float(values[v]) for v in part.reads]}); is every row of the batch masked?"
+            )
+        if rank.probe is not None:
+            rank.probe(rank, op.buckets, scale)
+        rank.optimizer.update(op.buckets, scale)
+        for flat in flats:
+            flat.zero_()
+
+    return update
+
+
+def gradient_scale(op: Update, scalars: list[float]) -> float:
+    """The one factor by which Update multiplies gradients. scalars: [sum of weights, if weighted] + [squared norm of the summed gradients, if
+    clipped]. Clipping is torch's clip_grad_norm_ on the gradient after division: min(1, clip / (norm + 1e-6))."""
+    weight = scalars[0] if op.weighted else 1.0
+    scale = 1.0 / weight if weight else math.inf
+    if op.clip is not None:
+        norm = math.sqrt(scalars[-1]) * abs(scale) if math.isfinite(scalars[-1]) else math.nan
+        scale *= min(1.0, op.clip / (norm + 1e-6)) if math.isfinite(norm) else math.nan
+    return scale
+
+
+def _compute(part: Part, rank: Rank) -> Run:
+    assert isinstance(part.op, Compute) and part.op.step != "B", f"{part.node}: a plan holds I and W parts, never B"
+    chunk, step = rank.plan.chunk(part.op.chunk), part.op.step
+    signature = chunk.steps[step]
+    function = rank.steps(chunk.code, step)
+    values, store = rank.store.values, rank.store
+    template, keep, take = _arguments(part, chunk, rank)
+    writes = part.writes
+    taken = {v for _, v in take}
+    after = tuple(v for v in part.frees if v not in taken)
+    expected = len(signature.writes)
+
+    def compute() -> None:
+        args = template.copy()
+        for i, v in keep:
+            args[i] = values[v]
+        for i, v in take:
+            args[i] = values.pop(v)
+        results = function(args)
+        if len(results) != expected:
+            raise TypeError(f"{part.node}: the code returned {len(results)} tensors for {expected} ports {', '.join(signature.writes)}")
+        for v, t in zip(writes, results):
+            values[v] = t
+
+    run: Run = compute
+    if step == "F":
+        run = _forward(run, part, chunk, rank)
+    return _then_free(run, after, rank) if after else run
+
+
+def _arguments(part: Part, chunk: Chunk, rank: Rank) -> tuple[list[torch.Tensor | None], list[tuple[int, str]], list[tuple[int, str]]]:
+    """The argument list with states filled in, and (index, value) of those that stay alive and of those that die at this use."""
+    assert isinstance(part.op, Compute) and part.op.step != "B"
+    signature, store = chunk.steps[part.op.step], rank.store
+    template: list[torch.Tensor | None] = []
+    ports: list[tuple[int, str]] = []
+    unread = iter(part.reads)
+    for port in signature.reads:
+        if is_state(chunk, port):
+            entry = chunk.inputs[int(port[2:])]
+            template.append((store.params if entry.kind == "param" else store.buffers)[entry.ref])
+        else:
+            ports.append((len(template), next(unread)))
+            template.append(None)
+    template += [store.grads[chunk.inputs[i].ref] for i in signature.accumulates]
+    last = {v: i for i, v in ports}
+    take = [(i, v) for i, v in ports if v in part.frees and last[v] == i]
+    keep = [p for p in ports if p not in take]
+    return template, keep, take
+
+
+def _forward(run: Run, part: Part, chunk: Chunk, rank: Rank) -> Run:
+    """F sets the random state before it runs, and hands on losses, weights and new buffers after."""
+    writes = dict(zip(chunk.steps["F"].writes, part.writes, strict=True))
+    outputs = [(o, writes[f"out{k}"]) for k, o in enumerate(chunk.outputs) if f"out{k}" in writes]
+    scalars = [(o.kind, v) for o, v in outputs if o.kind in ("loss", "weight")]
+    buffers = [(o.ref, v) for o, v in outputs if o.kind == "buffer"]
+    if chunk.random:
+        run = _seeded(run, part, chunk, rank)
+    if not (scalars or buffers):
+        return run
+    values, store, mb = rank.store.values, rank.store, part.mb
+
+    def forward() -> None:
+        run()
+        for kind, v in scalars:
+            rank.record(kind, mb, float(values[v]))
+        for name, v in buffers:
+            # A role may run its microbatches out of order; the content after the step is that of the last one.
+            if rank.buffer_mb.get(name, -1) < mb:
+                rank.buffer_mb[name] = mb
+                store.buffers[name].copy_(values[v])
+
+    return forward
+
+
+def _seeded(run: Run, part: Part, chunk: Chunk, rank: Rank) -> Run:
+    where = rng_place(chunk)
+    row = microbatch_rows(rank.plan, rank.plan.replica_of(rank.rank), part.mb).start
+    set_seed = torch.default_generator.manual_seed
+
+    def seeded() -> None:
+        set_seed(rng_seed(rank.seed, rank.step, row, where))
+        run()
+
+    return seeded

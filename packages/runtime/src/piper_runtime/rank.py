@@ -1,0 +1,149 @@
+"""A plan bound to one rank: its tensors, and per instruction what to wait for and what to run. Engines decide only when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from piper_ir.errors import NonFiniteLossError
+from piper_ir.ops import AllReduce, Recv, Send
+from piper_ir.plan import COMPUTE, Instr, Plan
+from piper_runtime import faults
+from piper_runtime.code import CodeStore, Steps
+from piper_runtime.feed import Feed
+from piper_runtime.job import Batch, NamedParameters
+from piper_runtime.optimizer import RankOptimizer
+from piper_runtime.parts import Operand, Run, bind_alloc, bind_operand, bind_part
+from piper_runtime.store import Store
+
+Probe = Callable[["Rank", tuple[str, ...], float], None]
+"""Called in Update before the optimizer's step with the rank, the buckets and the scale that the gradients are about to get."""
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """What a rank needs of a job: the callables that run on it, and the seed of random operations."""
+
+    batch: Batch
+    optimizer: Callable[[NamedParameters], torch.optim.Optimizer]
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comm:
+    """One communication: with `peers` (ascending ranks of the channel's instance; source and destination for p2p)."""
+
+    kind: Literal["send", "recv", "all_reduce"]
+    channel: str
+    peers: tuple[int, ...]
+    operand: Operand
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One instruction, bound. Exactly one of `work` and `comm` is set."""
+
+    index: int
+    stream: str
+    waits: tuple[tuple[str, int], ...]
+    name: str
+    work: Run | None = None
+    comm: Comm | None = None
+
+
+class Rank:
+    """One rank of a plan with its states and its bound program."""
+
+    def __init__(
+        self, plan: Plan, rank: int, code: CodeStore, trainee: Trainee,
+        params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], probe: Probe | None = None,
+    ):  # fmt: skip
+        self.plan = plan
+        self.rank = rank
+        self.role = plan.role_of(rank)
+        self.seed = trainee.seed
+        self.probe = probe
+        self.step = 0
+        self.scalars: dict[str, dict[int, float]] = {"loss": {}, "weight": {}}
+        self.buffer_mb: dict[str, int] = {}
+        self.untracked: Callable[[], AbstractContextManager[None]] = nullcontext
+        with torch.no_grad():
+            self.store = Store(plan, rank, params, buffers)
+            self.optimizer = RankOptimizer(plan, self.store, trainee.optimizer, trainee.scheduler)
+        self.feed = Feed(plan, rank, trainee.batch)
+        self.steps = Steps(code)
+        self.entries = tuple(self._entry(i, instr) for i, instr in enumerate(self.role.program))
+
+    def _entry(self, index: int, instr: Instr) -> Entry:
+        fault = faults.active()
+        if fault is not None and fault.instr is not None:
+            instr = fault.instr(instr, self)
+        if instr.comm:
+            return Entry(index, instr.stream, instr.waits, instr.name, comm=self._comm(instr))
+        return Entry(index, instr.stream, instr.waits, instr.name, work=self._work(instr))
+
+    def _comm(self, instr: Instr) -> Comm:
+        part = instr.parts[0]
+        assert isinstance(part.op, Send | Recv | AllReduce) and instr.stream != COMPUTE, f"{instr.name}: communication on the compute stream"
+        kind: Literal["send", "recv", "all_reduce"]
+        kind = "send" if isinstance(part.op, Send) else "recv" if isinstance(part.op, Recv) else "all_reduce"
+        peers = self.plan.peers(self.plan.channel(part.op.channel), self.rank)
+        return Comm(kind, part.op.channel, peers, bind_operand(part, self))
+
+    def _work(self, instr: Instr) -> Run:
+        parts = [bind_part(p, self) for p in instr.parts]
+        runs = tuple(parts + [bind_alloc(v, self) for v in instr.allocs_after])
+        if len(runs) == 1 and not instr.frees_before:
+            return runs[0]
+        values, dead = self.store.values, instr.frees_before
+
+        def work() -> None:
+            for v in dead:
+                del values[v]
+            for run in runs:
+                run()
+
+        return work
+
+    def begin(self, step: int) -> None:
+        """Before the first instruction of a step: nothing of the last step is left, and the first receive buffers are made."""
+        self.step = step
+        self.feed.begin(step)
+        self.buffer_mb.clear()
+        for found in self.scalars.values():
+            found.clear()
+        for v in self.role.allocs_first:
+            bind_alloc(v, self)()
+
+    def end(self) -> None:
+        """After the last instruction of a step, when all its streams are done."""
+        self.optimizer.end_step()
+
+    def record(self, kind: str, mb: int, value: float) -> None:
+        """Keep a microbatch's loss or weight. NonFiniteLossError when it is NaN or infinite."""
+        if not math.isfinite(value):
+            raise NonFiniteLossError(f"the {kind} is {value} in step {self.step} on rank {self.rank}, microbatch {mb}")
+        self.scalars[kind][mb] = value
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """Copies of the parameters and buffers that this rank holds, by name."""
+        return {n: t.clone() for n, t in (*self.store.params.items(), *self.store.buffers.items())}
+
+    def gradients(self, buckets: tuple[str, ...], scale: float) -> dict[str, torch.Tensor]:
+        """Copies of the gradients in these buckets, scaled, by parameter."""
+        names = [n for b in buckets for n in self.plan.bucket(b).params]
+        return {n: self.store.grads[n] * scale for n in names}
+
+
+def step_loss(plan: Plan, scalars: list[dict[str, dict[int, float]]]) -> float:
+    """The loss of a step from the scalars of all ranks: the mean over microbatches and replicas, or the sum of losses over the sum of weights."""
+    total = sum(v for s in scalars for v in s["loss"].values())
+    if plan.loss_kind == "mean":
+        return total / (plan.microbatches * plan.replicas)
+    weight = sum(v for s in scalars for v in s["weight"].values())
+    return total / weight if weight else math.nan

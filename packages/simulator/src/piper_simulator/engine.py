@@ -1,0 +1,179 @@
+"""The event engine: one SimPy process per stream of each role, and one per host. Its rules are those of `piper_ir.timing`, which
+sweeps the same plan in a fixed order instead; a property test holds the two against each other.
+
+Deterministic: processes start in plan order, and SimPy handles events of one moment in the order in which they were made.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+
+from simpy import Environment, Event
+from simpy.events import Timeout
+
+from piper_ir.timing import Prepared, Times
+
+Running = Generator[Event, None, None]
+
+
+def run(
+    prepared: Prepared, durations: Sequence[float], *, latency: float = 0.0, issue: float = 0.0, steps: int = 1
+) -> list[Times]:
+    """Times of each of `steps` steps that follow each other without a barrier, in seconds since the start of the first.
+    `durations` per node, a group taking that of its first member; `latency` of a point-to-point transfer, `issue` per instruction."""
+    engine = _Engine(prepared, durations, latency, issue, steps)
+    engine.env.run()
+    return engine.finish()
+
+
+@dataclass(slots=True, eq=False)
+class _Counter:
+    """Counts up, remembers when, and wakes who waits for a number."""
+
+    at: list[float] = field(default_factory=list)
+    waiting: dict[int, list[Event]] = field(default_factory=dict)
+
+    def count(self, now: float) -> None:
+        self.at.append(now)
+        if self.waiting:
+            for event in self.waiting.pop(len(self.at), ()):
+                event.succeed()
+
+
+@dataclass(slots=True, eq=False)
+class _Stream(_Counter):
+    """Counts what is done for waiters. `pending`: what has ended and is not, oldest first: whether it is itself under way."""
+
+    pending: deque[bool] = field(default_factory=deque)
+
+    def arrive(self, now: float) -> None:
+        """The oldest transfer under way arrives, and with it what ended behind it and only had to keep the order."""
+        self.pending.popleft()
+        self.count(now)
+        while self.pending and not self.pending[0]:
+            self.pending.popleft()
+            self.count(now)
+
+
+@dataclass(slots=True, eq=False)
+class _Meeting:
+    """The members of a group that have come; the last of them sets `start` and ends the wait of the others."""
+
+    size: int
+    p2p: bool
+    came: int = 0
+    start: float = 0.0
+    over: Event | None = None
+
+
+class _Engine:
+    def __init__(self, prepared: Prepared, durations: Sequence[float], latency: float, issue: float, steps: int) -> None:
+        self.env = Environment()
+        self.prepared, self.durations, self.latency, self.issue = prepared, durations, latency, issue
+        n = len(prepared)
+        self.times = [Times([0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * len(prepared.roles)) for _ in range(steps)]
+        self.streams = [_Stream() for _ in prepared.streams]
+        self.hosts = [_Counter() for _ in prepared.roles]
+        self.meetings = [_Meeting(len(g), p2p) for g, p2p in zip(prepared.groups, prepared.p2p)]
+        self.place = [0] * n  # of a node on its stream, counted from 1
+        for nodes in prepared.streams:
+            for k, node in enumerate(nodes, 1):
+                self.place[node] = k
+        if issue:
+            for r in range(len(self.hosts)):
+                self.env.process(self._host(r, steps))
+        for s in range(len(self.streams)):
+            self.env.process(self._stream(s))
+
+    def _host(self, r: int, steps: int) -> Running:
+        for _ in range(self._instructions(r) * steps):
+            yield Timeout(self.env, self.issue)
+            self.hosts[r].count(self.env.now)
+
+    def _instructions(self, r: int) -> int:
+        return self.prepared.offsets[r + 1] - self.prepared.offsets[r]
+
+    def _stream(self, s: int) -> Running:
+        env, durations, group_of = self.env, self.durations, self.prepared.group_of
+        nodes = self.prepared.streams[s]
+        needs_of = self._needs(nodes)
+        for step, times in enumerate(self.times):
+            for node, needs in zip(nodes, needs_of):
+                ready = 0.0
+                for counter, k, per_step in needs:
+                    target = k + step * per_step
+                    if len(counter.at) < target:
+                        event = Event(env)
+                        counter.waiting.setdefault(target, []).append(event)
+                        yield event
+                    at = counter.at[target - 1]
+                    if at > ready:
+                        ready = at
+                times.ready[node] = ready
+                g = group_of[node]
+                if g >= 0:
+                    yield from self._meet(s, node, g, times)
+                    continue
+                times.start[node] = env.now
+                if durations[node]:
+                    yield Timeout(env, durations[node])
+                times.end[node] = env.now
+                self._complete(s, False)
+
+    def _needs(self, nodes: Sequence[int]) -> list[list[tuple[_Counter, int, int]]]:
+        """Per node the counters that must reach a number, which grows by the third entry with each step."""
+        prepared = self.prepared
+        role = next(r for r, after in enumerate(prepared.offsets[1:]) if nodes[0] < after)
+        first, size = prepared.offsets[role], self._instructions(role)
+        out: list[list[tuple[_Counter, int, int]]] = []
+        for node in nodes:
+            needs: list[tuple[_Counter, int, int]] = [(self.hosts[role], node - first + 1, size)] if self.issue else []
+            for w in prepared.waits[node]:
+                s = prepared.stream_of[w]
+                needs.append((self.streams[s], self.place[w], len(prepared.streams[s])))
+            out.append(needs)
+        return out
+
+    def _meet(self, s: int, node: int, g: int, times: Times) -> Running:
+        meeting = self.meetings[g]
+        meeting.came += 1
+        if meeting.came < meeting.size:
+            if meeting.over is None:
+                meeting.over = Event(self.env)
+            yield meeting.over
+        else:
+            over, meeting.over, meeting.came = meeting.over, None, 0
+            meeting.start = self.env.now
+            duration = self.durations[self.prepared.groups[g][0]]
+            if duration:
+                yield Timeout(self.env, duration)
+            if over is not None:
+                over.succeed()
+        times.start[node], times.end[node] = meeting.start, self.env.now
+        self._complete(s, meeting.p2p)
+
+    def _complete(self, s: int, p2p: bool) -> None:
+        """The stream is free for its next node; waiters may have to wait for the latency, and for what ended earlier."""
+        stream = self.streams[s]
+        if p2p and self.latency:
+            stream.pending.append(True)
+            arrival = Timeout(self.env, self.latency)
+            arrival.callbacks.append(lambda _: stream.arrive(self.env.now))
+        elif stream.pending:
+            stream.pending.append(False)
+        else:
+            stream.count(self.env.now)
+
+    def finish(self) -> list[Times]:
+        for step, times in enumerate(self.times):
+            for s, nodes in enumerate(self.prepared.streams):
+                times_done = self.streams[s].at[step * len(nodes) : (step + 1) * len(nodes)]
+                for node, at in zip(nodes, times_done, strict=True):
+                    times.done[node] = at
+            if self.issue:
+                for r, host in enumerate(self.hosts):
+                    upto = (step + 1) * self._instructions(r)
+                    times.host[r] = host.at[upto - 1] if upto else 0.0
+        return self.times
