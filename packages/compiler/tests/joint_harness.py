@@ -129,16 +129,16 @@ def measured_peak(traced: TracedChunk, step: Step, ports: Mapping[str, Tensor], 
 
 def reference(case: Case, tangents: Sequence[Tensor]) -> tuple[list[Tensor], dict[int, Tensor | None]]:
     """Outputs (the new contents of changed inputs behind the function's own) and gradients of plain autograd."""
-    leaves = [t.detach().clone().requires_grad_(kind in ("value", "param")) for kind, t in zip(case.kinds, case.tensors, strict=True)]
+    leaves = [
+        t.detach().clone().requires_grad_(kind in ("value", "param")) for kind, t in zip(case.kinds, case.tensors, strict=True)
+    ]
     given = [leaf.clone() if kind == "value" else leaf for kind, leaf in zip(case.kinds, leaves, strict=True)]
     outputs = _outputs(case.function, given, case.mutated)
     wanted = [k for k, leaf in enumerate(leaves) if leaf.requires_grad]
     pairs = [(o, t) for o, t in zip(outputs, tangents, strict=True) if o.requires_grad]
     if not pairs:
         return outputs, dict.fromkeys(wanted)
-    grads = torch.autograd.grad(
-        [o for o, _ in pairs], [leaves[k] for k in wanted], [t for _, t in pairs], allow_unused=True
-    )
+    grads = torch.autograd.grad([o for o, _ in pairs], [leaves[k] for k in wanted], [t for _, t in pairs], allow_unused=True)
     return outputs, dict(zip(wanted, grads, strict=True))
 
 

@@ -121,6 +121,13 @@ def qkv(x: Tensor, w: Tensor) -> Tensor:
     return q * k + v
 
 
+def parts(x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    q, k, v = h[:, :3], h[:, 3:6], h[:, 6:]
+    s = h.view(3, 3, 3)
+    return (q * k + v) * s[0] * s[-1] + s[1].sin()
+
+
 def tangent_through(x: Tensor, y: Tensor, b: Tensor) -> Tensor:
     return x + y + b
 
@@ -138,7 +145,9 @@ CASES = {
     "aliased outputs": Case(aliased, ("value", "param"), (rand(4, 8), rand(8, 8)), symbolic=True),
     "identity": Case(identity, ("value", "param"), (rand(4, 8), rand(4, 8)), symbolic=True),
     "embedding": Case(embedding, ("batch", "param", "param"), (torch.arange(6).view(2, 3) % 5, rand(5, 8), rand(3, 8))),
-    "frozen": Case(mlp, ("value", "param", "frozen", "frozen", "param"), (rand(4, 8), rand(16, 8), rand(16), rand(8, 16), rand(8))),
+    "frozen": Case(
+        mlp, ("value", "param", "frozen", "frozen", "param"), (rand(4, 8), rand(16, 8), rand(16), rand(8, 16), rand(8))
+    ),
     "no gradient": Case(no_gradient, ("dead", "batch"), (rand(4, 8), torch.arange(3))),
     "many outputs": Case(many, ("value", "value", "param"), (rand(4, 8), rand(5), rand(8, 8))),
     "used twice": Case(twice, ("value", "param"), (rand(4, 8), rand(8, 8))),
@@ -147,6 +156,7 @@ CASES = {
     "constants": Case(constants, ("value", "param"), (rand(4, 8), rand(8, 8))),
     "strided": Case(strided, ("value", "param"), (rand(4, 8), rand(8, 8))),
     "qkv": Case(qkv, ("value", "param"), (rand(3, 8), rand(8, 9))),
+    "parts": Case(parts, ("value", "param"), (rand(3, 8), rand(8, 9))),
     "tangent through": Case(tangent_through, ("value", "value", "param"), (rand(4, 8), rand(4, 8), rand(4, 8))),
 }
 

@@ -27,14 +27,20 @@ def test_measured_peak_is_the_planned_one(name: str, inputs_die: bool) -> None:
             continue
         dying = signature.reads if inputs_die else ()
         sizes = {i: bind(traced.ports[p].nbytes, 0) for i, p in enumerate(signature.reads) if p in dying}
-        assert measured_peak(traced, step, ports, dying) == max(0, signature.liveness.peak(sizes)), (step, traced.code[step].source)
+        assert measured_peak(traced, step, ports, dying) == max(0, signature.liveness.peak(sizes)), (
+            step,
+            traced.code[step].source,
+        )
 
 
 def test_a_tensor_kept_too_long_is_noticed() -> None:
     """Negative control: a generated step that forgets to drop its temporaries holds more than planned."""
     case = CASES["mlp"]
     traced = trace(case)
-    code = {s: StepCode("\n".join(line.split("; del")[0] for line in c.source.split("\n")), c.constants) for s, c in traced.code.items()}
+    code = {
+        s: StepCode("\n".join(line.split("; del")[0] for line in c.source.split("\n")), c.constants)
+        for s, c in traced.code.items()
+    }
     leaky = dataclasses.replace(traced, code=code)
     ports = run(leaky, case.tensors, tangents_of(case))
     signature = traced.steps["I"]

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
+
 from piper_ops import attention_lowering
+from piper_ops.lowering import LoweringName
 from piper_ops.sdpa import Options
 from piper_ops.sdpa_kernels import BIAS_ALIGNMENT, KERNELS, LSE_ALIGNMENT, cuda_efficient
 
 SHAPE = (2, 64, 4, 32)
+GROUPED, DEEP, ODD = (2, 64, 2, 32), (2, 64, 4, 256), (2, 64, 4, 20)
 
 
 @pytest.mark.parametrize(
@@ -19,19 +25,19 @@ SHAPE = (2, 64, 4, 32)
         ("cpu", torch.float32, {"v": (2, 64, 4, 16)}, "math"),
         ("cuda", torch.bfloat16, {}, "cuda_flash"),
         ("cuda", torch.bfloat16, {"capability": (9, 0)}, "cuda_cudnn"),
-        ("cuda", torch.bfloat16, {"capability": (9, 0), "k": (2, 64, 2, 32), "v": (2, 64, 2, 32)}, "cuda_flash"),
-        ("cuda", torch.bfloat16, {"capability": (9, 0), "q": (2, 64, 4, 256), "k": (2, 64, 4, 256), "v": (2, 64, 4, 256)}, "cuda_flash"),
+        ("cuda", torch.bfloat16, {"capability": (9, 0), "k": GROUPED, "v": GROUPED}, "cuda_flash"),
+        ("cuda", torch.bfloat16, {"capability": (9, 0), "q": DEEP, "k": DEEP, "v": DEEP}, "cuda_flash"),
         ("cuda", torch.bfloat16, {"capability": (7, 5)}, "cuda_efficient"),
         ("cuda", torch.bfloat16, {"masked": True}, "cuda_efficient"),
         ("cuda", torch.bfloat16, {"is_causal": True, "k": (2, 80, 4, 32), "v": (2, 80, 4, 32)}, "cuda_efficient"),
         ("cuda", torch.float32, {}, "cuda_efficient"),
         ("cuda", torch.float64, {}, "math"),
-        ("cuda", torch.bfloat16, {"q": (2, 64, 4, 20), "k": (2, 64, 4, 20), "v": (2, 64, 4, 20)}, "math"),
+        ("cuda", torch.bfloat16, {"q": ODD, "k": ODD, "v": ODD}, "math"),
     ],
-)  # fmt: skip
-def test_choice(device: str, dtype: torch.dtype, changes: dict[str, object], name: str) -> None:
-    shapes = {key: changes.pop(key, SHAPE) for key in ("q", "k", "v")}
-    choice = attention_lowering(device, dtype, **shapes, **changes)  # type: ignore[arg-type]
+)
+def test_choice(device: str, dtype: torch.dtype, changes: dict[str, Any], name: str) -> None:
+    shapes = {key: changes.get(key, SHAPE) for key in ("q", "k", "v")}
+    choice = attention_lowering(device, dtype, **{**shapes, **changes})
     assert choice.name == name
     assert choice.fallback == (name == "math") == bool(choice.reason)
 
@@ -57,16 +63,16 @@ def test_other_devices_are_refused() -> None:
         ("cuda_efficient", 4, (2, 1, 1, 65)),
     ],
 )
-def test_cuda_lowerings_fit_torchs_schemas(name: str, kv_heads: int, mask: tuple[int, ...] | None) -> None:
+def test_cuda_lowerings_fit_torchs_schemas(name: LoweringName, kv_heads: int, mask: tuple[int, ...] | None) -> None:
     """Schema and shapes only: none of these has been run on a GPU."""
 
-    def t(heads: int) -> torch.Tensor:
+    def t(heads: int) -> Tensor:
         return torch.empty(2, heads, 65, 32, dtype=torch.bfloat16, device="meta")
 
     q, k, v = t(4), t(kv_heads), t(kv_heads)
     bias = None if mask is None else torch.empty(mask, dtype=torch.bfloat16, device="meta")
     options = Options(bias, mask is None, 0.1)
-    forward, backward = KERNELS[name]  # type: ignore[index]
+    forward, backward = KERNELS[name]
     out, lse = forward(q, k, v, options)
     assert out.shape == q.shape and lse.shape == (2, 4, 65) and lse.dtype == torch.float32
     assert [g.shape for g in backward(out, q, k, v, out, lse, options)] == [q.shape, k.shape, v.shape]
@@ -74,16 +80,16 @@ def test_cuda_lowerings_fit_torchs_schemas(name: str, kv_heads: int, mask: tuple
 
 def test_efficient_operands_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of bias and logsumexp start at multiples of what the kernel reads at once, and padding rows contribute nothing."""
-    seen: dict[str, torch.Tensor] = {}
+    seen: dict[str, Tensor] = {}
 
     class Recorder:
-        def _scaled_dot_product_efficient_attention(self, q, k, v, bias, *rest, **kw):  # type: ignore[no-untyped-def]
-            seen["bias"] = bias
-            return q, torch.zeros(2, 4, 96), None, None
+        def _scaled_dot_product_efficient_attention(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+            seen["bias"] = args[3]
+            return args[0], torch.zeros(2, 4, 96), None, None
 
-        def _scaled_dot_product_efficient_attention_backward(self, grad, q, k, v, bias, out, lse, *rest, **kw):  # type: ignore[no-untyped-def]
-            seen["lse"] = lse
-            return q, k, v, None
+        def _scaled_dot_product_efficient_attention_backward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+            seen["lse"] = args[6]
+            return *args[1:4], None
 
     monkeypatch.setattr("piper_ops.sdpa_kernels.aten", Recorder())
     q = torch.zeros(2, 4, 65, 8)

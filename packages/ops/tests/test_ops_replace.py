@@ -6,14 +6,15 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import piper_ops
 import pytest
 import torch
 import torch.nn.functional as F
-from piper_ops import UnsupportedVariant, replace_portable
 from torch import Tensor, fx, nn
 from torch.fx.traceback import annotate
 from torch.utils.checkpoint import checkpoint
+
+import piper_ops
+from piper_ops import UnsupportedVariant, replace_portable
 
 TOLERANCE = 1e-12
 
@@ -134,7 +135,7 @@ def test_captured_with_dynamic_rows(capture: Any) -> None:
     assert ops(gm) == ["cross_entropy", "layer_norm", "attention"]
     wide = torch.randn(3, 8, 16, dtype=f64)
     target = torch.randint(16, (3, 8))
-    new = [3 if isinstance(i, int) else target if i.dtype == torch.int64 else wide for i in inputs]
+    new = [3 if isinstance(i, (int, torch.SymInt)) else target if i.dtype == torch.int64 else wide for i in inputs]
     torch.testing.assert_close(gm(*new)[0], fn(wide, target), rtol=TOLERANCE, atol=TOLERANCE)
 
 
@@ -169,7 +170,7 @@ def test_disabled_autocast_is_dropped(capture: Any) -> None:
 
     gm, _ = capture(fn, x())
     replace_portable(gm)
-    assert [n.target.__name__ for n in gm.graph.nodes if n.op == "call_function"] == ["matmul"]
+    assert [n.target.__name__ for n in gm.graph.nodes if n.op == "call_function"] == ["getattr", "matmul"]
 
 
 def test_nested_graphs_are_rewritten(capture: Any) -> None:
@@ -250,10 +251,18 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, str]] = {
         "LayerNorm",
     ),
     "instance norm": (nn.InstanceNorm1d(8, dtype=f64), "instance_norm: ", "group_norm"),
-    "native layer norm": (lambda a: torch.native_layer_norm(a, (16,), None, None, 1e-5)[0], "native_layer_norm: ", "F.layer_norm"),
-    "checkpoint": (lambda a: checkpoint(LINEAR, a, use_reentrant=False), "tag_activation_checkpoint: torch.utils.checkpoint", "recompute"),
+    "native layer norm": (
+        lambda a: torch.native_layer_norm(a, (16,), None, None, 1e-5)[0],
+        "native_layer_norm: ",
+        "F.layer_norm",
+    ),
+    "checkpoint": (
+        lambda a: checkpoint(LINEAR, a, use_reentrant=False),
+        "tag_activation_checkpoint: torch.utils.checkpoint",
+        "recompute",
+    ),
     "autocast": (autocast, "autocast: autocast inside", "Precision"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -266,7 +275,7 @@ def test_refused_with_op_variant_line_and_way_out(name: str, capture: Any) -> No
     if not isinstance(fn, nn.Module):  # a bare torch module has no line of the user's
         lines, first = inspect.getsourcelines(fn)
         named = [f"{__file__}:{first + i}" for i in range(len(lines))]
-        assert any(f"({line})" in str(caught.value) for line in named)
+        assert any(f"{line})" in str(caught.value) for line in named)
 
 
 def test_eval_batch_norm_passes(capture: Any) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from piper_compiler.build import build
 from piper_compiler.directives import Directive, describe
@@ -34,14 +37,30 @@ def compile_program(
     training: Training | None = None,
     costs: Costs | None = None,
     options: Options | None = None,
+    at_rows: Callable[[int], Program] | None = None,
 ) -> Lowered:
     """Build the graph, apply the directives in order, complete and lower it. `global_batch`: rows of one step over all replicas
-    (default: one row per microbatch and replica). A DirectiveError or CompileError names what does not hold and where it was written."""
+    (default: one row per microbatch and replica). `at_rows`: the program for a number of rows, for programs that are not affine down to one
+    row. A DirectiveError or CompileError names what does not hold and where it was written."""
     training = training or Training()
-    graph = apply_directives(build(program, strategy.mesh), strategy.directives)
-    graph = complete(graph, training)
-    rows = rows_per_microbatch(graph, global_batch)
-    return Lowered(graph, lower(graph, rows, training, options or Options(), costs))
+    with _no_garbage_collection():
+        graph = complete(apply_directives(build(program, strategy.mesh), strategy.directives), training)
+        rows = rows_per_microbatch(graph, global_batch)
+        if at_rows is not None and (exact := at_rows(rows)) is not program:
+            graph = complete(apply_directives(build(exact, strategy.mesh), strategy.directives), training)
+        return Lowered(graph, lower(graph, rows, training, options or Options(), costs))
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Graphs and plans have no reference cycles; the collector would walk them again and again while they grow (twice the time at 25,000 nodes)."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def apply_directives(graph: Graph, directives: tuple[Directive, ...]) -> Graph:
@@ -58,8 +77,6 @@ def apply_directives(graph: Graph, directives: tuple[Directive, ...]) -> Graph:
 
 def _logged(graph: Graph, applied: Applied, index: int) -> Graph:
     """The graph with exactly one entry for the directive in its log, whether or not `apply` recorded one."""
-    from dataclasses import replace
-
     return replace(graph, log=(*graph.log[:index], applied))
 
 

@@ -102,6 +102,7 @@ class Graph:
     log: tuple[Applied, ...] = ()
     index: Mapping[tuple[str, Coord], tuple[str, ...]] = field(default_factory=dict, repr=False)
     chunk_index: Mapping[str, int] = field(default_factory=dict, repr=False)
+    _sets: dict[tuple[str, Coord], frozenset[str]] = field(default_factory=dict, repr=False, compare=False)
 
     def edit(self) -> Editor:
         return Editor(self)
@@ -127,17 +128,23 @@ class Graph:
         return sorted(found, key=self.position)
 
     def _candidates(self, terms: Mapping[str, object]) -> Iterable[str]:
-        best: Iterable[str] | None = None
-        size = len(self.nodes) + 1
+        """Ids that have the wanted values of all terms but ANY and NONE: an intersection that costs time in the shortest list."""
+        found: list[frozenset[str]] = []
         for name, wanted in terms.items():
-            if wanted in (ANY, NONE):
-                continue
-            keys = wanted if isinstance(wanted, tuple) else (wanted,)
-            lists = [self.index.get((name, k), ()) for k in keys]
-            if sum(map(len, lists)) < size:
-                size = sum(map(len, lists))
-                best = [i for ids in lists for i in ids]
-        return self.nodes if best is None else best
+            if wanted not in (ANY, NONE):
+                keys = wanted if isinstance(wanted, tuple) else (wanted,)
+                sets = [self._ids((name, k)) for k in keys]
+                found.append(sets[0] if len(sets) == 1 else frozenset().union(*sets))
+        if not found:
+            return self.nodes
+        found.sort(key=len)
+        return found[0].intersection(*found[1:])
+
+    def _ids(self, key: tuple[str, Coord]) -> frozenset[str]:
+        ids = self._sets.get(key)
+        if ids is None:
+            ids = self._sets[key] = frozenset(self.index.get(key, ()))
+        return ids
 
     def _what_exists(self, terms: Mapping[str, object]) -> str:
         there = self.coordinates()
@@ -261,8 +268,9 @@ class Editor:
         index = dict(self._index)
         for key, ids in self._added.items():
             index[key] = (*index.get(key, ()), *ids)
+        sets = {k: v for k, v in self.graph._sets.items() if k not in self._added}
         return replace(
             self.graph, nodes=self.nodes, values=self.values, writer=self.writer, readers=self.readers, order_edges=self.order_edges,
             roles=self.roles, transports=self.transports, channels=self.channels, buckets=self.buckets, replication=self.replication,
-            microbatches=self.microbatches, log=(*self.graph.log, applied) if applied else self.graph.log, index=index,
+            microbatches=self.microbatches, log=(*self.graph.log, applied) if applied else self.graph.log, index=index, _sets=sets,
         )  # fmt: skip

@@ -142,7 +142,8 @@ class RolePlan:
 @dataclass(frozen=True)
 class Plan:
     """`rows` is the row count of one microbatch on one rank; `replicas` the data-parallel width D (the product of the axes in
-    `replicated`); global batch = rows * microbatches * D. `chunks` are bound to rows. `hop`: seconds of latency between devices, of synthetic programs."""
+    `replicated`); global batch = rows * microbatches * D. `chunks` are bound to rows. `hop`: seconds of latency between devices, of synthetic programs.
+    `tokens_per_row`: for tokens per second; None when unknown."""
 
     program_key: str
     mesh: Mesh
@@ -160,6 +161,7 @@ class Plan:
     loss_kind: Literal["mean", "sum"] = "mean"
     hop: float = 0.0
     recv_ahead: int = 2
+    tokens_per_row: int | None = None
     version: int = PLAN_VERSION
     _chunks: dict[str, Chunk] = field(init=False, repr=False, compare=False)
     _roles: dict[str, RolePlan] = field(init=False, repr=False, compare=False)

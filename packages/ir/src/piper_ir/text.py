@@ -7,11 +7,12 @@
     role pp0 {"placed":{"pp":0},...}
       12 compute F layer0 @3 reads x@3 writes h@3 s@3 frees x@3 + W layer1 @2 reads ... | waits recv#4 frees a@2 allocs b@4
       13 send    Send pp0>pp1.act @3 node send.h@3 reads h@3 | waits compute#10
+    end
 
 An instruction: its place in the role's program, its stream, its parts joined by "+", and after "|" its waits (stream#count),
 what it frees before its parts and allocates after them. A part: its op with arguments, @microbatch, then `node` (left out where
-it is chunk.step@microbatch), reads, writes, frees. Words with spaces, or that mean something here, are JSON strings. Empty lines and
-lines that start with "#" are skipped.
+it is chunk.step@microbatch), reads, writes, frees. Words with spaces, or that mean something here, are JSON strings. Empty lines
+and those that start with "#" are skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
+from dataclasses import replace
 from typing import Any, assert_never, get_args
 
 from piper_ir.codec import decode, encode
@@ -27,9 +28,10 @@ from piper_ir.errors import FormatError, PiperError
 from piper_ir.ops import Add, AllReduce, Compute, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros
 from piper_ir.plan import PLAN_VERSION, Bucket, Category, Channel, Instr, Part, Plan, RolePlan, Value
 from piper_ir.program import BatchTensor, Buffer, Chunk, Param
-from piper_ir.sizes import TensorSpec
+from piper_ir.sizes import Dim, TensorSpec
 
 _HEADER = f"piper plan {PLAN_VERSION}"
+_END = "end"
 _TABLES: dict[str, tuple[str, Any]] = {
     "param": ("params", Param),
     "buffer": ("buffers", Buffer),
@@ -59,11 +61,11 @@ def format_plan(plan: Plan) -> str:
     for role in plan.roles:
         head = {k: v for k, v in encode(role).items() if k not in ("role", "program")}
         lines += [f"role {_word(role.role)} {_json(head)}", *_instruction_lines(role)]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, _END]) + "\n"
 
 
 def format_program(role: RolePlan) -> str:
-    """A role's program for people, in aligned columns: index, stream, what runs, what it waits for, what it allocates and frees."""
+    """A role's program for people, in aligned columns: index, stream, what runs, waits, what it allocates and frees."""
     rows = [("", "stream", "instruction", "waits for", "allocates", "frees")]
     for i, instr in enumerate(role.program):
         waits = " ".join(f"{s}#{n}" for s, n in instr.waits)
@@ -163,7 +165,7 @@ class _Parser:
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._started = False
+        self._started = self._ended = False
         self._plan: dict[str, Any] | None = None
         self._tables: dict[str, list[Any]] = {name: [] for name, _ in _TABLES.values()}
         self._values: dict[str, Value] = {}
@@ -177,6 +179,11 @@ class _Parser:
             if text != _HEADER:
                 raise FormatError(f"the first line must be {_HEADER!r}")
             self._started = True
+            return
+        if self._ended:
+            raise FormatError("nothing is expected after the line `end`")
+        if text == _END:
+            self._ended = True
             return
         word, _, rest = text.partition(" ")
         if word.isdecimal():
@@ -192,7 +199,7 @@ class _Parser:
             words = _Words(rest, limit=1)
             self._roles.append(({"role": words.next("the role's name"), **_object(words.rest)}, []))
         else:
-            known = ", ".join(("plan", *_TABLES, "value", "role"))
+            known = ", ".join(("plan", *_TABLES, "value", "role", "end"))
             raise FormatError(f"a line starts with one of {known} (plan once), or with the number of an instruction")
 
     def _value(self, words: _Words) -> None:
@@ -200,7 +207,7 @@ class _Parser:
         match = _SPEC.match(spec)
         if match is None:
             raise FormatError(f"{spec} is no dtype[shape], such as float32[2,8]")
-        shape = decode(_hint(TensorSpec, "shape"), _load(match[2]), "shape")
+        shape = decode(tuple[Dim, ...], _load(match[2]), "shape")
         value = Value(id, TensorSpec(shape, match[1]), decode(Category, category, "category"))
         key = words.next("") if words.more() else id
         words.end()
@@ -217,15 +224,17 @@ class _Parser:
         program.append(_parse_instruction(_Words(rest)))
 
     def plan(self) -> Plan:
-        if self._plan is None:
-            raise FormatError(f"{self._where}: the text ends before its line `plan`; is it truncated?")
+        if self._plan is None or not self._ended:
+            missing = "plan" if self._plan is None else "end"
+            raise FormatError(f"{self._where}: the text has no line `{missing}`; is it truncated?")
         roles = []
         for head, program in self._roles:
-            role = decode(RolePlan, {**head, "program": []}, f"{self._where}, role {head['role']}")
-            roles.append(_with(role, program=tuple(program)))
-        empty = {"roles": [], "values": {}, **{name: [] for name in self._tables}}
-        plan = decode(Plan, {**self._plan, **empty}, f"{self._where}, line `plan`")
-        return _with(plan, roles=tuple(roles), values=self._values, **{n: tuple(items) for n, items in self._tables.items()})
+            role: RolePlan = decode(RolePlan, {**head, "program": []}, f"{self._where}, role {head['role']}")
+            roles.append(replace(role, program=tuple(program)))
+        empty: dict[str, Any] = {"roles": [], "values": {}, **{name: [] for name in self._tables}}
+        plan: Plan = decode(Plan, {**self._plan, **empty}, f"{self._where}, line `plan`")
+        tables: dict[str, Any] = {name: tuple(items) for name, items in self._tables.items()}
+        return replace(plan, roles=tuple(roles), values=self._values, **tables)
 
 
 class _Words:
@@ -385,14 +394,3 @@ def _float(text: str) -> float:
         return float(text)
     except ValueError:
         raise FormatError(f"a number is expected, found {text!r}") from None
-
-
-def _hint(kind: type, name: str) -> Any:
-    from typing import get_type_hints
-
-    return get_type_hints(kind)[name]
-
-
-def _with(item: Any, **changed: Any) -> Any:
-    """`dataclasses.replace` for decoded heads: fields that are made in __post_init__ are made anew."""
-    return type(item)(**{f.name: changed.get(f.name, getattr(item, f.name)) for f in fields(item) if f.init})

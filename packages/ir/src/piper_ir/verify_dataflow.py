@@ -59,7 +59,8 @@ class _Dataflow:
         parts = [role.program[index].parts[0] for role, index in members]
         op = parts[0].op
         if isinstance(op, AllReduce):
-            total = _Sum(tuple(self._origin[v] for p in parts for v in p.reads), self._plan.channel(op.channel).over)
+            over = tuple(a for a in self._plan.channel(op.channel).over if self._plan.mesh.size(a) > 1)
+            total = _Sum(tuple(self._origin[v] for p in parts for v in p.reads), over)
             self._origin.update({v: total for p in parts for v in p.writes})
         else:
             source = next(v for p in parts for v in p.reads)

@@ -35,7 +35,7 @@ def check_tables(out: Findings) -> None:
 def check_instructions(out: Findings) -> None:
     """R03, R04, R05, R07, R08, R10, for plans whose tables hold."""
     plan = out.plan
-    signatures = _Signatures(plan)
+    signatures, states = _Signatures(plan), _States(plan)
     for role in plan.roles:
         done = dict.fromkeys(role.streams, 0)
         for index, instr in enumerate(role.program):
@@ -57,7 +57,7 @@ def check_instructions(out: Findings) -> None:
                     if use:
                         out.add("R10-channel-use", use, role, index)
             done[instr.stream] += 1
-        _states(out, role)
+        states.check(out, role)
 
 
 def _ids(out: Findings) -> None:
@@ -287,28 +287,36 @@ def port_spec(chunk: Chunk, port: str) -> TensorSpec:
     return chunk.ports[port] if port in chunk.ports else chunk.inputs[int(port.removeprefix("in"))].spec
 
 
-def _states(out: Findings, role: RolePlan) -> None:
-    """R08."""
-    plan = out.plan
-    needed: dict[str, int | None] = {}
-    sizes = {f"param:{p.name}": bind(p.spec.nbytes, 0) for p in plan.params}
-    sizes |= {f"buffer:{b.name}": bind(b.spec.nbytes, 0) for b in plan.buffers}
-    sizes |= {f"grad:{b.id}": b.numel * ITEM_BYTES[b.dtype] for b in plan.buckets}
-    used = {part.op.chunk for instr in role.program for part in instr.parts if isinstance(part.op, Compute)}
-    for chunk in plan.chunks:
-        if chunk.id in used:
-            needed |= {f"{i.kind}:{i.ref}": None for i in chunk.inputs if i.kind in ("param", "buffer")}
-    needed |= {f"grad:{b.id}": None for b in plan.buckets if role.role in b.roles}
-    owned = Counter(s.id for s in role.states)
-    for id in needed:
-        if id not in owned:
-            out.add("R08-states", f"it uses {id} and has no such state", role)
-    for state in role.states:
-        if owned[state.id] > 1:
-            out.add("R08-states", f"it has the state {state.id} {owned[state.id]} times", role)
-            owned[state.id] = 1
-        if state.id.partition(":")[0] != state.category:
-            out.add("R08-states", f"the state {state.id} has the category {state.category}", role)
-        elif state.category != "optim" and sizes.get(state.id) != state.nbytes:
-            expected = f"{sizes[state.id]} are expected" if state.id in sizes else "the plan has no such tensor"
-            out.add("R08-states", f"the state {state.id} has {state.nbytes} bytes; {expected}", role)
+class _States:
+    """R08. The states that a role must own: parameters in a bucket are one flat state "param:BUCKET", the others stand alone."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._home = {p: b.id for b in plan.buckets for p in b.params}
+        flat = {b.id: b.numel * ITEM_BYTES[b.dtype] for b in plan.buckets}
+        self._sizes = {f"param:{p.name}": bind(p.spec.nbytes, 0) for p in plan.params if p.name not in self._home}
+        self._sizes |= {f"buffer:{b.name}": bind(b.spec.nbytes, 0) for b in plan.buffers}
+        self._sizes |= {f"{kind}:{id}": size for id, size in flat.items() for kind in ("param", "grad")}
+
+    def needed(self, role: RolePlan) -> Iterable[str]:
+        chunks = {part.op.chunk for instr in role.program for part in instr.parts if isinstance(part.op, Compute)}
+        inputs = (i for c in self._plan.chunks if c.id in chunks for i in c.inputs if i.kind in ("param", "buffer"))
+        names = [f"{i.kind}:{self._home.get(i.ref, i.ref) if i.kind == 'param' else i.ref}" for i in inputs]
+        return dict.fromkeys(
+            [*names, *(f"{kind}:{b.id}" for b in self._plan.buckets if role.role in b.roles for kind in ("param", "grad"))]
+        )
+
+    def check(self, out: Findings, role: RolePlan) -> None:
+        owned = Counter(s.id for s in role.states)
+        for id in self.needed(role):
+            if id not in owned:
+                out.add("R08-states", f"it uses {id} and has no such state", role)
+        for id, count in owned.items():
+            if count > 1:
+                out.add("R08-states", f"it has the state {id} {count} times", role)
+        for state in role.states:
+            if state.id.partition(":")[0] != state.category:
+                out.add("R08-states", f"the state {state.id} has the category {state.category}", role)
+            elif state.category != "optim" and self._sizes.get(state.id) != state.nbytes:
+                expected = f"{self._sizes[state.id]} are expected" if state.id in self._sizes else "the plan has no such tensor"
+                out.add("R08-states", f"the state {state.id} has {state.nbytes} bytes; {expected}", role)

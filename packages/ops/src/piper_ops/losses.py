@@ -1,6 +1,6 @@
 """piper::cross_entropy and piper::cross_entropy_dgrad: saves logits and one logsumexp per row, not a log-softmax.
 
-The kernels work through the rows in slices, so that beside logits and gradient only a few MiB are live.
+The kernels work through the rows in slices, so that beside logits and gradient little is live.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from torch import Tensor
 from piper_ops.errors import UnsupportedVariant
 from piper_ops.library import FLOATS, accumulate_dtype, contiguous_empty, define
 
-SLICE_ELEMENTS = 2**22
-"""Logits per slice: 16 MiB of float32, large enough to fill a GPU and small beside any logits worth slicing."""
+SLICE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
+"""Logits per slice: 1 MiB of float32, which stays in a core's cache (a third of the time of 16 MiB, measured), or 64 MiB, which
+fills a GPU (not yet measured)."""
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -34,7 +35,7 @@ def _check(logits: Tensor, target: Tensor, reduction: str) -> None:
 
 
 def _slices(logits: Tensor) -> Iterator[slice]:
-    rows = max(1, SLICE_ELEMENTS // max(1, logits.shape[1]))
+    rows = max(1, SLICE_ELEMENTS[logits.device.type] // max(1, logits.shape[1]))
     return (slice(start, start + rows) for start in range(0, logits.shape[0], rows))
 
 
@@ -81,8 +82,11 @@ def _dgrad_kernel(
     index = target.where(counted, 0).unsqueeze(1)
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     for rows in _slices(logits):
-        part = (logits[rows].to(logsumexp.dtype) - logsumexp[rows].unsqueeze(1)).exp_().mul_(scale[rows])
-        grad[rows] = part.scatter_add_(1, index[rows], -scale[rows])
+        part = grad[rows] if grad.dtype == logsumexp.dtype else torch.empty_like(grad[rows], dtype=logsumexp.dtype)
+        torch.sub(logits[rows], logsumexp[rows].unsqueeze(1), out=part).exp_().mul_(scale[rows])
+        part.scatter_add_(1, index[rows], -scale[rows])
+        if part.dtype != grad.dtype:
+            grad[rows] = part
     return grad
 
 

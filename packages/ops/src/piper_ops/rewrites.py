@@ -28,10 +28,16 @@ def call_name(node: fx.Node) -> str:
 
 
 def user_line(node: fx.Node) -> str:
-    """ "file:line" of the innermost frame of the node's stack trace that is not torch's."""
-    frames: list[tuple[str, str]] = _FRAME.findall(node.meta.get("stack_trace") or "")
+    """ "file:line" of the innermost frame of the node's stack trace that is not torch's; "before file:line" of the next node that
+    has a trace where this one has none, as the entry of a context manager."""
+    traced = node
+    while traced.op != "root" and not traced.meta.get("stack_trace"):
+        traced = traced.next
+    frames: list[tuple[str, str]] = _FRAME.findall(traced.meta.get("stack_trace") or "")
     own = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
-    return f"{own[-1][0]}:{own[-1][1]}" if own else f"node {node.name}, which has no stack trace"
+    if not own:
+        return f"node {node.name}, which has no stack trace"
+    return f"{'' if traced is node else 'before '}{own[-1][0]}:{own[-1][1]}"
 
 
 def unsupported(node: fx.Node, variant: str, way_out: str) -> UnsupportedVariant:

@@ -39,12 +39,17 @@ class ShippedCode:
     constants: Mapping[str, Any] = field(default_factory=dict)
 
 
-def load_step(code: StepCode) -> StepFunction:
-    """The function that a StepCode describes. Its source shows in tracebacks. FormatError when there is no function `step`."""
+def load_step(code: StepCode, device: str = "cpu") -> StepFunction:
+    """The function that a StepCode describes, for tensors on `device`. Its source shows in tracebacks. FormatError when there is no function
+    `step`, or when it calls an operator that is not registered in this process."""
     name = f"<piper step {sha256(code.source.encode()).hexdigest()[:12]}>"
     linecache.cache[name] = (len(code.source), None, code.source.splitlines(keepends=True), name)
-    namespace: dict[str, Any] = {"torch": torch, **code.constants}
-    exec(compile(code.source, name, "exec"), namespace)  # the source comes from our own code generator
+    namespace: dict[str, Any] = {"torch": torch, "DEVICE": torch.device(device)}
+    namespace |= {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in code.constants.items()}
+    try:
+        exec(compile(code.source, name, "exec"), namespace)  # the source comes from our own code generator
+    except AttributeError as e:
+        raise FormatError(f"{e}; import the module that registers this operator in the file that defines the job") from e
     step = namespace.get("step")
     if not callable(step):
         raise FormatError("the source of a chunk's step defines no function `step(args)`")

@@ -16,9 +16,10 @@ from piper_ir.errors import ExecutionError, PiperError
 from piper_ir.plan import COMPUTE
 from piper_runtime.memory import MemoryCounter
 from piper_runtime.rank import Comm, Entry, Rank
+from piper_runtime.trace import TimedSpan
 
-TimedSpan = tuple[int, float, float]
-"""Index of the instruction, start and end on the clock of time.perf_counter."""
+
+
 
 
 @dataclass
@@ -47,12 +48,12 @@ class InlineEngine:
 
     def __init__(self, ranks: Sequence[Rank], counters: dict[int, MemoryCounter] | None = None):
         self._ranks = ranks
-        self._counters = counters or {}
+        self.counters = counters or {}
 
     def step(self, step: int) -> dict[int, list[TimedSpan]]:
         """Run one optimizer step; returns the spans of every rank. ExecutionError: a part raised (named, with its rank), or no rank can go
         on (who waits for what)."""
-        states = {r.rank: _State(r, self._counters.get(r.rank)) for r in self._ranks}
+        states = {r.rank: _State(r, self.counters.get(r.rank)) for r in self._ranks}
         with torch.no_grad():
             for state in states.values():
                 self._observed(state, -1, lambda state=state: state.rank.begin(step))

@@ -11,6 +11,7 @@ import torch
 from piper_ir.errors import JobError
 from piper_ir.plan import Plan
 from torch import nn
+from torch.utils import _pytree as pytree
 
 FLOATS = ("float64", "float32", "bfloat16")
 """Accepted dtypes of parameters, by torch's names."""
@@ -100,39 +101,33 @@ def microbatch_rows(plan: Plan, replica: int, microbatch: int) -> range:
 
 
 def flatten_batch(inputs: Any, targets: Any) -> dict[str, torch.Tensor]:
-    """Tensors of a batch by path: "inputs.0" (also for a single tensor), "inputs.mask", "targets", "targets.0.y". JobError for other leaves."""
+    """Tensors of a batch by their path in it: "inputs" (a single tensor), "inputs.0", "inputs.mask", "targets", "targets.0.y". None is left
+    out. JobError for any other leaf."""
     found: dict[str, torch.Tensor] = {}
-    top = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-    if not isinstance(top, tuple | list | Mapping):
-        raise JobError(f"Job.batch returned inputs of type {type(inputs).__name__}; a tensor, a tuple or a dict is needed")
-    for path, leaf in (*_leaves("inputs", top), *_leaves("targets", targets)):
-        if not isinstance(leaf, torch.Tensor):
-            raise JobError(f"Job.batch returned a {type(leaf).__name__} at {path}; only tensors are accepted there")
-        found[path] = leaf
+    for root, nest in (("inputs", inputs), ("targets", targets)):
+        for path, leaf in pytree.tree_flatten_with_path(nest)[0]:
+            name = ".".join([root, *map(_key, path)])
+            if isinstance(leaf, torch.Tensor):
+                found[name] = leaf
+            elif leaf is not None:
+                raise JobError(f"Job.batch returned a {type(leaf).__name__} at {name}; only tensors (and None) are accepted")
     return found
 
 
-def _leaves(path: str, nest: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(nest, Mapping):
-        for key, value in nest.items():
-            yield from _leaves(f"{path}.{key}", value)
-    elif isinstance(nest, tuple | list):
-        names = getattr(nest, "_fields", range(len(nest)))
-        for key, value in zip(names, nest, strict=True):
-            yield from _leaves(f"{path}.{key}", value)
-    elif nest is not None:
-        yield path, nest
+def _key(entry: Any) -> str:
+    """The name of one step of a pytree path: a dict's key, a sequence's index, or a field's name."""
+    return next((str(getattr(entry, a)) for a in ("key", "idx", "name") if hasattr(entry, a)), str(entry))
 
 
 @dataclass(frozen=True)
 class InitialState:
-    """Full tensors on CPU under their first names, and every tied name with its first one."""
+    """Full tensors on CPU under their first names. `tied`: every other name -> the first one. `transient`: names of buffers that a
+    state_dict leaves out (registered with persistent=False, or plain attributes)."""
 
-    params: Mapping[str, torch.Tensor]
-    buffers: Mapping[str, torch.Tensor]
-    tied: Mapping[str, str] = field(default_factory=dict)
-    transient: frozenset[str] = frozenset()
-    """Names of buffers that a state_dict leaves out (registered with persistent=False)."""
+    params: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    tied: dict[str, str]
+    transient: set[str]
 
 
 def materialize(job: Job) -> InitialState:
@@ -146,13 +141,36 @@ def materialize(job: Job) -> InitialState:
         raise JobError(f"Job.model returned a {type(model).__name__}; an nn.Module is needed")
     if job.init != "model":
         _load(model, Path(job.init))
-    model.to(job.precision.dtype)
-    first: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
-    params = {name: p.detach() for name, p in model.named_parameters()}
-    tied = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False) if name != first[id(p)]}
-    buffers = {name: b.detach() for name, b in model.named_buffers()}
-    transient = frozenset(buffers) - model.state_dict().keys()
-    return InitialState(params, buffers, tied, frozenset(transient))
+    return initial_state(model.to(job.precision.dtype), job.precision.dtype)
+
+
+def initial_state(model: nn.Module, dtype: torch.dtype) -> InitialState:
+    """The tensors of a module, shared with it, floating-point ones cast to `dtype`."""
+    state = InitialState({}, {}, {}, set())
+    first: dict[int, str] = {}
+    for name, tensor, persistent in _named_tensors(model):
+        if id(tensor) in first:
+            state.tied[name] = first[id(tensor)]
+            continue
+        first[id(tensor)] = name
+        kind = state.params if isinstance(tensor, nn.Parameter) else state.buffers
+        kind[name] = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
+        if not persistent:
+            state.transient.add(name)
+    return state
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """(name, tensor, whether a state_dict has it) of parameters, buffers and plain tensor attributes, under every name that they have."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield dot + name, parameter, True
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            yield dot + name, buffer, name not in module._non_persistent_buffers_set
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield dot + name, value, False
 
 
 def _load(model: nn.Module, path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ def own_settings() -> Iterator[None]:
         logger.setLevel(logging.CRITICAL)  # what they print is in the exception as well
     try:
         with dynamo_config.patch(
-            automatic_dynamic_shapes=False, assume_static_by_default=True, suppress_errors=False, inline_inbuilt_nn_modules=True
+            automatic_dynamic_shapes=False, assume_static_by_default=True, suppress_errors=False
         ):
             yield
     finally:
@@ -69,6 +69,14 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     return list(stack) if stack else []
 
 
+def symbolic_value(node: fx.Node) -> Any:
+    """What a node makes of the symbolic values of its arguments."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
+    tensors = [n.meta["example_value"] for n in node.all_input_nodes if isinstance(n.meta.get("example_value"), torch.Tensor)]
+    with tensors[0].fake_mode if tensors else nullcontext():
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs) if node.op == "call_method" else node.target(*args, **kwargs)
+
+
 @dataclass(frozen=True)
 class RowGuard:
     """A fact about the row symbols that the traced path depends on, as sympy, with the user's line if torch knows it."""
@@ -83,7 +91,7 @@ def row_guards(graph: fx.Graph) -> tuple[RowGuard, ...]:
         value = node.meta.get("example_value")
         mode = getattr(value, "fake_mode", None)
         if mode is not None and mode.shape_env is not None:
-            return tuple(RowGuard(guard.expr, guard.sloc.maybe_user_loc) for guard in mode.shape_env.guards)
+            return tuple(RowGuard(g.expr, g.sloc.maybe_user_loc) for g in mode.shape_env.guards if _of_rows(g.expr))
     return ()
 
 
@@ -101,6 +109,10 @@ def size_at(value: Any, rows: int) -> Any:
 def expr_at(expr: Any, rows: int) -> Any:
     """A sympy expression in row symbols at a number of rows."""
     symbols = getattr(expr, "free_symbols", ())
-    if any(not s.name.startswith("s") for s in symbols):
+    if not _of_rows(expr):
         raise LookupError(str(expr))
     return expr.subs(dict.fromkeys(symbols, rows)) if symbols else expr
+
+
+def _of_rows(expr: Any) -> bool:
+    return all(symbol.name.startswith("s") for symbol in getattr(expr, "free_symbols", ()))

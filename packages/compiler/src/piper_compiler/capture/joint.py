@@ -22,8 +22,10 @@ from torch._ops import OpOverload
 
 from piper_compiler.capture import _torch_joint, aliasing, kernels, liveness, phases
 from piper_compiler.capture.codegen import StepCode, generate
+from piper_compiler.capture.inplace import reuse_dying_terms
 from piper_compiler.capture.schedule import schedule
 from piper_compiler.capture.simplify import simplify
+from piper_compiler.capture.sums import fold_sums
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ def trace_chunk(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_ma
     steps: dict[Step, Signature] = {}
     code: dict[Step, StepCode] = {}
     for step, graph in cut.steps.items():
+        reuse_dying_terms(graph)
         lines = schedule(graph)
         cost = kernels.cost(graph)
         steps[step] = Signature(graph.reads, graph.writes, graph.accumulates, cost, liveness.analyse(graph, lines))
@@ -133,6 +136,7 @@ def _joint(
     graph = raw.module.graph
     _check(graph)
     simplify(graph)
+    fold_sums(graph)
     results, gradients = _torch_joint.results_and_gradients(graph)
     names = {raw.primals[len(inputs) + i]: name for i, name in enumerate(constants) if len(inputs) + i in raw.primals}
     values = dict(constants)
@@ -160,7 +164,12 @@ class _Wrapper(torch.nn.Module):
     """What is traced: the chunk with its constants as arguments, in-place changes on copies, and outputs that own their bytes."""
 
     def __init__(
-        self, module: fx.GraphModule, constants: Mapping[str, torch.Tensor], inputs: int, mutated: Sequence[int], mask: Sequence[bool]
+        self,
+        module: fx.GraphModule,
+        constants: Mapping[str, torch.Tensor],
+        inputs: int,
+        mutated: Sequence[int],
+        mask: Sequence[bool],
     ) -> None:
         super().__init__()
         self.constants = constants

@@ -216,7 +216,9 @@ class _Builder:
     """Builds the graph of one step. `placed` gives the storages that other steps and the caller provide; after `write` and
     `hand_over` it holds those that this step provides as well."""
 
-    def __init__(self, joint: Joint, rank: Mapping[fx.Node, int], body: set[fx.Node], provided: Mapping[fx.Node, _Storage]) -> None:
+    def __init__(
+        self, joint: Joint, rank: Mapping[fx.Node, int], body: set[fx.Node], provided: Mapping[fx.Node, _Storage]
+    ) -> None:
         self.specs: dict[str, TensorSpec] = {}
         self.placed: dict[fx.Node, _Storage] = {}
         self._joint, self._provided = joint, provided
@@ -349,7 +351,10 @@ class _Builder:
             made[port] = env[node]
             if how == "copy":
                 made[port] = graph.call_function(aten.clone.default, (env[node],), {"memory_format": torch.contiguous_format})
-                made[port].meta = {**node.meta, "val": torch.empty_like(aliasing.tensor(node), memory_format=torch.contiguous_format)}
+                made[port].meta = {
+                    **node.meta,
+                    "val": torch.empty_like(aliasing.tensor(node), memory_format=torch.contiguous_format),
+                }
             elif how == "permuted" and not aliasing.tensor(node).is_contiguous():
                 order = self.placed[node].order
                 made[port] = graph.call_function(aten.permute.default, (env[node], list(order)))

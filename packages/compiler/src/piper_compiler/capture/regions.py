@@ -146,6 +146,8 @@ def free_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: Facts) -> set[
     for node in nodes:
         sources = [n for n in node.all_input_nodes if n in facts.storages]
         storages = facts.storages[node]
+        if node.op == "get_attr":
+            free.add(node)
         if facts.writes[node] or storages & written or node in facts.random or not tensors_of(node):
             continue
         inherited = frozenset().union(*(facts.storages[n] for n in sources))
@@ -186,8 +188,9 @@ class _Assigner:
 
     def add(self, node: fx.Node) -> None:
         producer = self._producer(node)
-        if isinstance(node.args[0] if node.args else None, fx.Node) and not _is_tensor(node.args[0]):
-            region = self.home[node.args[0]]  # type: ignore[index]
+        first = node.args[0] if node.args else None
+        if isinstance(first, fx.Node) and first in self.home and not isinstance(first.meta["example_value"], torch.Tensor):
+            region = self.home[first]  # an item of a tuple lives with the operation that made the tuple
         else:
             region = self._region(node, self._coords(node, producer))
         region.nodes.append(node)
@@ -236,10 +239,6 @@ class _Assigner:
 
 def _user(coords: Mapping[str, int]) -> Coords:
     return {k: v for k, v in coords.items() if k != LAYER}
-
-
-def _is_tensor(node: object) -> bool:
-    return isinstance(node, fx.Node) and (node.op == "placeholder" or isinstance(node.meta.get("example_value"), torch.Tensor))
 
 
 def assign(nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: Facts) -> list[Region]:

@@ -26,12 +26,14 @@ META = torch.device("meta")
 @dataclass
 class Facts:
     """storages: node -> ids of the storages of its tensors; writes: node -> ids of storages it changes; random: nodes that
-    draw random numbers; varies: ids of storages whose content depends on the batch or on random numbers at the end."""
+    draw random numbers; varies: ids of storages whose content depends on the batch or on random numbers at the end;
+    requires_grad: node -> the operations at which its tensor's requires_grad became known or changed, in order, and to what."""
 
     storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
     writes: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
     random: set[fx.Node] = field(default_factory=set)
     varies: set[int] = field(default_factory=set)
+    requires_grad: dict[fx.Node, dict[fx.Node, bool]] = field(default_factory=dict)
 
 
 class _RandomWatch(TorchDispatchMode):
@@ -93,6 +95,10 @@ def _run(owner: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], facts: F
     )
     if watch.seen:
         facts.random.add(node)
+    touched = {node} | {n for n in env if facts.writes[node] & facts.storages.get(n, frozenset())} if facts.writes[node] else {node}
+    for n in touched:
+        if isinstance(env[n], Tensor):
+            facts.requires_grad.setdefault(n, {})[node] = env[n].requires_grad
     read = frozenset().union(*(facts.storages[n] for n in node.all_input_nodes if n in facts.storages))
     if watch.seen or read & facts.varies:
         fresh = facts.storages[node] - read

@@ -46,7 +46,7 @@ class Split:
 
 def split_all(graph: Graph, microbatches: int) -> Graph:
     """The graph with `microbatches` copies of every node and value, in an order that keeps microbatches apart per node."""
-    empty = replace(graph, nodes={}, values={}, writer={}, readers={}, index={}, order_edges={})
+    empty = replace(graph, nodes={}, values={}, writer={}, readers={}, index={}, order_edges={}, _sets={})
     edit = Editor(empty)
     for id, value in graph.values.items():
         for mb in range(microbatches):

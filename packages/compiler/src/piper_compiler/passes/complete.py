@@ -3,7 +3,7 @@ loss weight, the gradient norm, and one Update per role."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from piper_compiler.directives.split import split_all
@@ -12,7 +12,7 @@ from piper_compiler.ports import trains
 from piper_ir.errors import CompileError
 from piper_ir.graph import Editor, Graph, Node
 from piper_ir.ops import Add, AllReduce, Compute, SquaredNorm, Update, Zeros
-from piper_ir.plan import Channel
+from piper_ir.plan import Bucket, Channel
 from piper_ir.program import Program
 from piper_ir.sizes import TensorSpec
 
@@ -22,13 +22,13 @@ EVERYWHERE = "all"
 
 @dataclass(frozen=True)
 class Training:
-    """What the compiler needs to know of the optimizer. `group_of`: parameter -> index of its parameter group (default 0); `state_copies`: bytes
-    of optimizer state per byte of parameter; `update_copies`: of temporary memory while it steps; `clip`: bound of the global gradient norm."""
+    """What the compiler needs to know of the job. `group_of`: parameter -> index of the optimizer's parameter group (default 0); `state_bytes`:
+    bytes of optimizer state that a holder of a bucket keeps; `clip`: bound of the global gradient norm."""
 
     group_of: Mapping[str, int] = field(default_factory=dict)
-    state_copies: float = 0
-    update_copies: float = 0
+    state_bytes: Callable[[Bucket], int] = lambda bucket: 0
     clip: float | None = None
+    tokens_per_row: int | None = None
 
 
 def complete(graph: Graph, training: Training) -> Graph:

@@ -49,6 +49,7 @@ def lower(graph: Graph, rows: int, training: Training, options: Options, costs: 
         program.key, graph.mesh, rows, graph.microbatches, replicated, roles, tuple(graph.channels.values()), tuple(graph.buckets.values()),
         maker.values, tuple(chunks.values()), program.params, program.buffers,
         tuple(replace(b, spec=b.spec.bind(rows)) for b in program.batch), program.loss_kind, program.hop, options.recv_ahead,
+        training.tokens_per_row,
     )  # fmt: skip
     return with_peaks(_with_frees(plan, costs))
 
@@ -143,8 +144,8 @@ def _states(graph: Graph, role: str, training: Training) -> tuple[State, ...]:
             size = bucket.numel * ITEM_BYTES[bucket.dtype]
             bucketed.update(bucket.params)
             out += [State(f"param:{bucket.id}", "param", size), State(f"grad:{bucket.id}", "grad", size)]
-            if training.state_copies:
-                out.append(State(f"optim:{bucket.id}", "optim", int(size * training.state_copies)))
+            if optim := training.state_bytes(bucket):
+                out.append(State(f"optim:{bucket.id}", "optim", optim))
     specs = {p.name: p.spec for p in graph.program.params} | {b.name: b.spec for b in graph.program.buffers}
     for chunk in graph.program.chunks:
         if any(graph.nodes[f"{chunk.id}.F@{mb}"].role == role for mb in range(graph.microbatches)):

@@ -1,0 +1,164 @@
+"""capture: model + batch + loss -> Program and CodeStore."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx, nn
+
+from piper_compiler.capture.codestore import Captured, CodeStore, Recipe, check_rows
+from piper_compiler.capture.concrete import concrete_shape
+from piper_compiler.capture.cut import Cut, Piece, Slot, cut
+from piper_compiler.capture.dynamo import Forward, capture_forward
+from piper_compiler.capture.joint import TracedChunk
+from piper_compiler.capture.model import BatchMaker, Loss
+from piper_compiler.capture.sizes import Fitter, NotAffine, explain
+from piper_ir.errors import CaptureError
+from piper_ir.program import BatchTensor, Buffer, Chunk, Input, Output, Param, Program
+from piper_ir.sizes import TensorSpec, affine, fit
+
+TRACE_ROWS = ((2, 3, 5), (11, 13, 17))
+"""Rows of the joint traces: two determine the sizes, the third checks them. The second set is for chunks in which sizes that
+differ in general coincide at small numbers of rows, so that equal kernels are counted together."""
+
+
+def capture(
+    model: nn.Module | Callable[[], nn.Module], batch: BatchMaker, loss: Loss, *, dtype: torch.dtype | None = None
+) -> Captured:
+    """Capture the training step `loss(model(inputs), targets)` as chunks with exact sizes.
+
+    model: a module (left untouched), or a callable that makes one; it runs on fake tensors, for real only where its constructor
+    reads values of tensors. batch: rows -> (inputs, targets); inputs is a tensor, a tuple (positional) or a dict (keyword),
+    targets any nest of tensors; dimension 0 of every tensor is the rows. loss: a mean over the rows, or (sum, weight).
+    dtype: floating-point parameters, buffers and batch tensors are cast to it.
+
+    Raises CaptureError, with the user's line where there is one, for graph breaks, dependence on the number of rows, in-place
+    changes that cannot be made functional, batch statistics, autocast and checkpointing, unregistered kernels, and chunks
+    whose sizes are not affine in the rows.
+    """
+    forward = capture_forward(model, batch, loss, dtype)
+    for rows in TRACE_ROWS[0]:
+        check_rows(forward, rows)
+    return _Assembly(forward, cut(forward)).captured()
+
+
+class _Assembly:
+    """Traces the pieces in reverse order, because consumers decide which outputs have gradients."""
+
+    def __init__(self, forward: Forward, pieces: Cut) -> None:
+        self._forward, self._cut = forward, pieces
+        self._store = CodeStore()
+        self._requires = {p.name for p in forward.params if p.requires_grad}
+        self._shapes: dict[fx.Node, TensorSpec] = {}
+        self._fitted: dict[str, Chunk] = {}
+        self._wanted: set[tuple[int, fx.Node]] = set()
+        self._pieces = {p.region.number: p for p in pieces.pieces}
+
+    def captured(self) -> Captured:
+        chunks = [self._chunk(piece) for piece in reversed(self._cut.pieces)][::-1]
+        if not any(o.kind == "loss" and o.needs_grad for c in chunks for o in c.outputs):
+            raise CaptureError("the loss does not depend on any parameter with requires_grad=True; there is nothing to train")
+        return Captured(self._program(chunks), self._store, self._forward)
+
+    def _program(self, chunks: Sequence[Chunk]) -> Program:
+        trained = {i.ref for c in chunks for i in c.inputs if i.kind == "param" and i.needs_grad}
+        return Program(
+            chunks=tuple(chunks),
+            params=tuple(
+                Param(p.name, TensorSpec(p.shape, _name(p.dtype)), p.tied, p.name in trained) for p in self._forward.params
+            ),
+            buffers=tuple(Buffer(b.name, TensorSpec(b.shape, _name(b.dtype)), b.persistent) for b in self._forward.buffers),
+            batch=tuple(
+                BatchTensor(name, TensorSpec((affine(0, 1), *t.shape[1:]), _name(t.dtype))) for name, t in self._forward.batch.items()
+            ),
+            loss_kind="sum" if self._forward.weight is not None else "mean",
+        )
+
+    def _chunk(self, piece: Piece) -> Chunk:
+        number = piece.region.number
+        specs = tuple(self._spec(slot.node) for slot in piece.slots)
+        needs_grad = tuple(self._requires_grad(slot) for slot in piece.slots)
+        mask = tuple(
+            r.kind == "loss" or (r.kind == "value" and (number, r.node) in self._wanted) for r in piece.results if not r.changed
+        )
+        code = self._code(piece, specs, needs_grad, mask)
+        self._store.add(code, Recipe(self._cut, piece, specs, needs_grad, mask))
+        body = self._fitted.get(code)
+        if body is None:
+            body = self._fitted[code] = self._fit(code, piece, specs)
+        inputs = tuple(
+            Input(slot.kind, self._reference(slot), spec, wanted.needs_grad)
+            for slot, spec, wanted in zip(piece.slots, specs, body.inputs, strict=True)
+        )
+        self._wanted |= {(s.source, s.node) for s, i in zip(piece.slots, inputs, strict=True) if s.kind == "value" and i.needs_grad}
+        outputs = tuple(
+            Output(r.kind, o.spec, r.name, o.needs_grad, r.varies) for r, o in zip(piece.results, body.outputs, strict=True)
+        )
+        return Chunk(piece.region.id, piece.region.coords, inputs, outputs, body.ports, body.steps, code, body.random)
+
+    def _fit(self, code: str, piece: Piece, specs: Sequence[TensorSpec]) -> Chunk:
+        """The parts of a chunk that all chunks with this code share."""
+        problem: CaptureError | None = None
+        for rows in TRACE_ROWS:
+            traces = {r: self._store.trace(code, r) for r in rows}
+            fitter = Fitter(rows, (traces[rows[0]], traces[rows[1]], traces[rows[2]]))
+            try:
+                return self._shared(piece, specs, traces[rows[0]], fitter)
+            except NotAffine as error:
+                problem = problem or explain(error, piece.region.id, traces)
+        assert problem is not None
+        raise problem
+
+    def _shared(self, piece: Piece, specs: Sequence[TensorSpec], trace: TracedChunk, fitter: Fitter) -> Chunk:
+        ports = fitter.ports()
+        inputs = tuple(
+            Input(s.kind, "", spec, g) for s, spec, g in zip(piece.slots, specs, trace.input_grads, strict=True)
+        )
+        outputs = tuple(
+            Output(r.kind, ports[f"out{k}"], "", g)
+            for k, (r, g) in enumerate(zip(piece.results, trace.output_grads, strict=True))
+        )
+        return Chunk("", {}, inputs, outputs, ports, fitter.steps(), "", trace.random)
+
+    def _reference(self, slot: Slot) -> str:
+        if slot.kind != "value":
+            return slot.name
+        producer = self._pieces[slot.source]
+        index = next(
+            k for k, r in enumerate(producer.results) if r.node is slot.node and (r.changed or r.kind == "value")
+        )
+        return f"{producer.region.id}:out{index}"
+
+    def _requires_grad(self, slot: Slot) -> bool:
+        """Whether the tensor requires grad when its producer is done with it."""
+        if slot.kind == "param":
+            return slot.name in self._requires
+        if slot.kind != "value":
+            return False
+        known = self._cut.facts.requires_grad.get(slot.node, {})
+        after = [known[n] for n in self._pieces[slot.source].region.nodes if n in known]
+        return after[-1] if after else False
+
+    def _spec(self, node: fx.Node) -> TensorSpec:
+        found = self._shapes.get(node)
+        if found is None:
+            tensor = node.meta["example_value"]
+            at2, at3, at5 = (concrete_shape(tensor, rows, node) for rows in (2, 3, 5))
+            shape = tuple(fit(a, b) for a, b in zip(at2, at3, strict=True))
+            found = self._shapes[node] = TensorSpec(shape, _name(tensor.dtype))
+            if found.bind(5).shape != at5:
+                raise explain(NotAffine(f"shapes {at2}, {at3}, {at5}"), str(node), {})
+        return found
+
+    def _code(self, piece: Piece, specs: Sequence[TensorSpec], needs_grad: Sequence[bool], mask: Sequence[bool]) -> str:
+        slots = [f"{s.kind} {spec} {grad}" for s, spec, grad in zip(piece.slots, specs, needs_grad, strict=True)]
+        text = "\n".join([self._cut.text(piece), *slots, str(list(mask))])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+

@@ -1,0 +1,111 @@
+"""CodeStore: the functions of chunks, traced when they are asked for. Captured: a program with its store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from piper_compiler.capture import _torch
+from piper_compiler.capture.codegen import StepCode
+from piper_compiler.capture.cut import Cut, Piece
+from piper_compiler.capture.dynamo import Forward
+from piper_compiler.capture.joint import JointInput, TracedChunk, trace_chunk
+from piper_ir.errors import CaptureError
+from piper_ir.program import Chunk, Program, Step
+from piper_ir.sizes import TensorSpec
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to trace one code at any number of rows. specs: of the piece's slots, affine in rows."""
+
+    cut: Cut
+    piece: Piece
+    specs: tuple[TensorSpec, ...]
+    needs_grad: tuple[bool, ...]
+    tangent_mask: tuple[bool, ...]
+
+    def trace(self, rows: int) -> TracedChunk:
+        inputs = [
+            JointInput(slot.kind, example_tensor(spec, rows), needs_grad)
+            for slot, spec, needs_grad in zip(self.piece.slots, self.specs, self.needs_grad, strict=True)
+        ]
+        return trace_chunk(self.cut.module(self.piece, rows), inputs, self.tangent_mask)
+
+
+def example_tensor(spec: TensorSpec, rows: int) -> Tensor:
+    """A meta tensor of that spec."""
+    return torch.empty(spec.bind(rows).shape, dtype=getattr(torch, spec.dtype), device="meta")
+
+
+class CodeStore:
+    """Code id -> functions of the steps, at a number of rows. The parameters' dtype is part of the code id.
+
+    Traces on first use and keeps what it traced; one capture serves all strategies, microbatch sizes and widths."""
+
+    def __init__(self) -> None:
+        self._recipes: dict[str, Recipe] = {}
+        self._traced: dict[tuple[str, int], TracedChunk] = {}
+
+    def add(self, code: str, recipe: Recipe) -> None:
+        self._recipes.setdefault(code, recipe)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._recipes)
+
+    def __len__(self) -> int:
+        return len(self._recipes)
+
+    def trace(self, code: str, rows: int) -> TracedChunk:
+        """The chunk's steps at exactly `rows` rows, with plain integers as sizes."""
+        if code not in self._recipes:
+            raise CaptureError(f"no code {code!r} in this store; it holds {', '.join(self._recipes)}")
+        if rows < 1:
+            raise CaptureError(f"a microbatch has {rows} rows on one device; it needs at least one")
+        found = self._traced.get((code, rows))
+        if found is None:
+            found = self._traced[code, rows] = self._recipes[code].trace(rows)
+        return found
+
+    def get(self, code: str, rows: int) -> Mapping[Step, StepCode]:
+        """Functions of the steps that are not empty."""
+        return self.trace(code, rows).code
+
+    def export(self, codes: Iterable[str], rows: int) -> dict[str, dict[Step, StepCode]]:
+        """What a worker needs for these chunks, each code once; picklable."""
+        return {code: dict(self.get(code, rows)) for code in dict.fromkeys(codes)}
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured model: its program with sizes affine in rows, and the code of its chunks."""
+
+    program: Program
+    code: CodeStore
+    forward: Forward
+
+    def bind(self, rows: int) -> Program:
+        """The program with integer sizes for microbatches of `rows` rows on one device.
+
+        At one row torch makes views where it copies otherwise, so the chunks' sizes come from a trace at one row. Raises
+        CaptureError where the model takes another path at this number of rows than the one that was captured."""
+        check_rows(self.forward, rows)
+        return replace(self.program, chunks=tuple(self._bind(c, rows) for c in self.program.chunks))
+
+    def _bind(self, chunk: Chunk, rows: int) -> Chunk:
+        bound = chunk.bind(rows)
+        traced = self.code.trace(chunk.code, rows) if rows == 1 else None
+        return bound if traced is None else replace(bound, ports=traced.ports, steps=traced.steps)
+
+
+def check_rows(forward: Forward, rows: int) -> None:
+    """Raises CaptureError when the captured path does not hold at `rows` rows."""
+    for guard in forward.guards:
+        if not bool(_torch.expr_at(guard.expr, rows)):
+            raise CaptureError(
+                f"{guard.line or 'the model'}: the model behaves differently with {rows} rows than it did in capture "
+                f"({guard.expr}); Piper chooses the rows of a microbatch, so code may not depend on their number"
+            )

@@ -1,0 +1,259 @@
+"""Turns regions into pieces: forward functions of their own, with tensors as the only thing that crosses between them.
+
+- A value goes from its producer straight to each consumer. Parameters, buffers and batch tensors are read where they are used.
+- A region that changes a value of another region in place works on a copy and hands on a new value, which later readers get.
+- A buffer that changes during the step is an explicit output of the region that changes it. Regions that only read it take
+  a snapshot, because their backward may run after the buffer got its new content.
+- Sizes never cross: a piece is made for a number of rows, and sizes are integers in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import fx
+
+from piper_compiler.capture import _torch
+from piper_compiler.capture.concrete import canonical_text, concrete_call, is_size, line_of
+from piper_compiler.capture.dynamo import Forward
+from piper_compiler.capture.regions import Operations, Region, assign, free_nodes, live_nodes, operations, own_coords
+from piper_compiler.capture.replay import Facts, replay
+from piper_ir.errors import CaptureError
+
+
+@dataclass(frozen=True)
+class Slot:
+    """An input of a piece: `node` is its tensor in the captured graph; `source` the producing piece's number for a value."""
+
+    kind: Literal["value", "param", "buffer", "batch"]
+    node: fx.Node
+    name: str = ""
+    source: int = -1
+
+
+@dataclass(frozen=True)
+class Result:
+    """An output of a piece. `changed`: the new content of an input buffer, which the piece changes in place; it is not among
+    the function's own results. name: the buffer's, for kind "buffer"."""
+
+    kind: Literal["value", "buffer", "loss", "weight"]
+    node: fx.Node
+    name: str = ""
+    varies: bool = True
+    changed: bool = False
+
+
+@dataclass
+class Piece:
+    """A region with its boundary. `copied`: inputs that are changed in place; `snapshots`: buffers that change elsewhere."""
+
+    region: Region
+    slots: list[Slot] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+    copied: list[fx.Node] = field(default_factory=list)
+    snapshots: list[fx.Node] = field(default_factory=list)
+    changed_buffers: list[fx.Node] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """All pieces in topological order and what is needed to make functions of them."""
+
+    forward: Forward
+    ops: Operations
+    facts: Facts
+    free: frozenset[fx.Node]
+    pieces: tuple[Piece, ...]
+
+    def module(self, piece: Piece, rows: int) -> fx.GraphModule:
+        """The piece's forward at a number of rows; placeholders are its slots, results those that are not `changed`."""
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        for i, slot in enumerate(piece.slots):
+            env[slot.node] = graph.placeholder(f"in{i}")
+        for node in piece.copied:
+            env[node] = graph.call_method("clone", (env[node],))
+        for node in piece.snapshots:
+            env[node] = _snapshot(graph, env[node], node)
+        enabled = True
+        for node in self.body(piece):
+            if self.ops.grad_mode[node] != enabled:
+                enabled = not enabled
+                graph.call_function(_torch.SET_GRAD, (enabled,))
+            args, kwargs = concrete_call(node, env, rows)
+            env[node] = graph.create_node(node.op, node.target, args, kwargs, name=node.name)
+            env[node].meta = {k: node.meta[k] for k in ("stack_trace",) if k in node.meta}
+        if not enabled:
+            graph.call_function(_torch.SET_GRAD, (True,))
+        graph.output(tuple(env[r.node] for r in piece.results if not r.changed))
+        return fx.GraphModule(self.forward.owner, graph)
+
+    def body(self, piece: Piece) -> Iterator[fx.Node]:
+        """The region's operations with the free ones that it repeats before their first use."""
+        done = {slot.node for slot in piece.slots}
+
+        def emit(node: fx.Node) -> Iterator[fx.Node]:
+            if node in done:
+                return
+            done.add(node)
+            for before in node.all_input_nodes:
+                if before in self.free:
+                    yield from emit(before)
+            yield node
+
+        for node in piece.region.nodes:
+            yield from emit(node)
+        for result in piece.results:
+            if result.node in self.free:
+                yield from emit(result.node)
+
+    def text(self, piece: Piece) -> str:
+        """Equal for pieces that compute the same, whatever they are called."""
+        names = {slot.node: f"in{i}" for i, slot in enumerate(piece.slots)}
+        lines = [f"copied {sorted(names[n] for n in piece.copied)}", f"snapshots {sorted(names[n] for n in piece.snapshots)}"]
+        for node in self.body(piece):
+            lines.append(f"{self.ops.grad_mode[node]} {self._line(node, names)}")
+            names[node] = f"%{len(lines)}"
+        lines += [f"{r.kind} {names[r.node]} {r.changed}" for r in piece.results]
+        return "\n".join(lines)
+
+    def _line(self, node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+        if node.op != "get_attr":
+            return canonical_text(node, names)
+        value = getattr(self.forward.owner, str(node.target))
+        return value.code if isinstance(value, fx.GraphModule) else f"{node.target} {value}"
+
+
+def _snapshot(graph: fx.Graph, placeholder: fx.Node, node: fx.Node) -> fx.Node:
+    """A copy that no simplification takes for the buffer itself."""
+    if node.meta["example_value"].dtype == torch.bool:
+        return graph.call_function(torch.logical_or, (placeholder, placeholder))
+    return graph.call_function(torch.mul, (placeholder, 1))
+
+
+def cut(forward: Forward) -> Cut:
+    """Split the captured graph at every change of coordinates."""
+    ops = operations(forward.graph)
+    facts = replay(forward, ops.statements)
+    live = live_nodes(ops.nodes, forward, facts)
+    free = free_nodes(live, forward, facts)
+    bound = [n for n in live if n not in free]
+    regions = assign(bound, own_coords(forward, bound), facts)
+    if not regions:
+        raise CaptureError("the model computes nothing from its batch")
+    return Cut(forward, ops, facts, frozenset(free), tuple(_Wiring(forward, facts, free, regions).pieces()))
+
+
+class _Wiring:
+    """Finds what crosses between regions."""
+
+    def __init__(self, forward: Forward, facts: Facts, free: set[fx.Node], regions: Sequence[Region]) -> None:
+        self._forward, self._facts, self._free, self._regions = forward, facts, free, regions
+        self._home = {n: r for r in regions for n in r.nodes}
+        self._position = {n: i for i, n in enumerate(forward.graph.nodes)}
+        self._last = max(self._home[n].number for n in (forward.loss, forward.weight) if n in self._home)
+        self._reads = {r.number: list(self._external(r)) for r in regions}
+        self._writes = {r.number: frozenset().union(*(facts.writes[n] for n in r.nodes)) for r in regions}
+        written = frozenset().union(*self._writes.values())
+        buffers = {n: o.name for n, o in forward.origins.items() if o.kind == "buffer"}
+        self._hot = {n for n, name in buffers.items() if facts.storages[n] & written or name in forward.rewrites}
+
+    def pieces(self) -> list[Piece]:
+        provider = {n: Slot(o.kind, n, o.name) for n, o in self._forward.origins.items()}
+        pieces: list[Piece] = []
+        for region in self._regions:
+            piece = Piece(region, [provider[n] for n in self._reads[region.number]])
+            changed = self._changed(region)
+            for node in changed:
+                if provider[node].kind == "param":
+                    raise CaptureError(
+                        f"{self._writer(region, node)}: parameter {provider[node].name!r} is changed in place in forward"
+                    )
+                (piece.changed_buffers.append if provider[node].kind == "buffer" else piece.copied.append)(node)
+            piece.snapshots = [s.node for s in piece.slots if s.kind == "buffer" and s.node in self._hot and s.node not in changed]
+            pieces.append(piece)
+            for node in (*changed, *region.nodes):
+                provider[node] = Slot("value", node, source=region.number)
+        self._results(pieces, provider)
+        return pieces
+
+    def _external(self, region: Region) -> Iterator[fx.Node]:
+        """What the region reads of others and of the user's tensors, in order of first use."""
+        inside, seen = set(region.nodes), set()
+        extra = [n for n in (self._forward.loss, self._forward.weight) if n is not None] if region.number == self._last else []
+        todo = [*extra[::-1], *(i for n in reversed(region.nodes) for i in reversed(n.all_input_nodes))]
+        while todo:
+            node = todo.pop()
+            if node in seen or node in inside or is_size(node):
+                continue
+            seen.add(node)
+            if node in self._free:
+                todo += reversed(node.all_input_nodes)
+            else:
+                yield node
+
+    def _changed(self, region: Region) -> list[fx.Node]:
+        """The external tensors that the region changes in place. Refused where another tensor of the same storage crosses too."""
+        changed: list[fx.Node] = []
+        for storage in sorted(self._writes[region.number]):
+            later = [r for r in self._regions if r.number >= region.number]
+            carriers = {n: None for r in later for n in self._reads[r.number] if storage in self._facts.storages[n]}
+            outside = [n for n in carriers if self._home.get(n) is not region and self._number(n) < region.number]
+            if len(outside) > 1:
+                raise CaptureError(
+                    f"{self._writer(region, outside[0])}: changes a tensor in place that other regions see through a view "
+                    f"({', '.join(line_of(n) for n in outside)}); clone it first, or keep the view and the change in one region"
+                )
+            changed += [n for n in outside if n not in changed]
+        return sorted(changed, key=self._reads[region.number].index)
+
+    def _number(self, node: fx.Node) -> int:
+        return self._home[node].number if node in self._home else -1
+
+    def _writer(self, region: Region, node: fx.Node) -> str:
+        return next(line_of(n) for n in region.nodes if self._facts.writes[n] & self._facts.storages[node])
+
+    def _results(self, pieces: Sequence[Piece], provider: Mapping[fx.Node, Slot]) -> None:
+        forward = self._forward
+        wanted: dict[int, set[fx.Node]] = {p.region.number: set() for p in pieces}
+        for piece in pieces:
+            for slot in piece.slots:
+                if slot.kind == "value":
+                    wanted[slot.source].add(slot.node)
+        buffers = self._final_buffers(provider)
+        for piece in pieces:
+            number, changed = piece.region.number, piece.changed_buffers
+            values = sorted((n for n in wanted[number] if n not in changed), key=self._position.__getitem__)
+            piece.results = [Result("value", n) for n in values]
+            piece.results += [
+                Result("buffer", n, name, self._varies(n)) for name, (home, n) in buffers.items() if home == number and n not in changed
+            ]
+            if number == self._last:
+                piece.results.append(Result("loss", forward.loss))
+                piece.results += [Result("weight", forward.weight)] if forward.weight is not None else []
+            for node in changed:
+                name = forward.origins[node].name
+                final = buffers.get(name) == (number, node)
+                piece.results.append(Result("buffer" if final else "value", node, name if final else "", self._varies(node), True))
+
+    def _final_buffers(self, provider: Mapping[fx.Node, Slot]) -> dict[str, tuple[int, fx.Node]]:
+        """Buffer -> (piece, node) that holds its content after the step."""
+        final: dict[str, tuple[int, fx.Node]] = {}
+        placeholders = {o.name: n for n, o in self._forward.origins.items() if o.kind == "buffer"}
+        for name, node in placeholders.items():
+            if provider[node].kind == "value":
+                final[name] = (provider[node].source, node)
+        for name, node in self._forward.rewrites.items():
+            if node not in self._home:
+                raise CaptureError(f"buffer {name!r} is replaced in forward by a view or constant; assign a computed tensor")
+            own = placeholders.get(name)
+            in_place = own is not None and node.args and node.args[0] is own and self._facts.writes[node] & self._facts.storages[own]
+            if not in_place or provider[node].source != final.get(name, (-1, node))[0]:
+                final[name] = (provider[node].source, node)
+        return final
+
+    def _varies(self, node: fx.Node) -> bool:
+        return bool(self._facts.storages[node] & self._facts.varies)

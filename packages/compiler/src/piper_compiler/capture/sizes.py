@@ -1,0 +1,92 @@
+"""Fits the sizes of a chunk, traced at several numbers of rows, to functions affine in rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from piper_compiler.capture.joint import TracedChunk
+from piper_ir.errors import CaptureError
+from piper_ir.program import Cost, Kernel, Liveness, Signature, Step
+from piper_ir.sizes import Affine, Dim, TensorSpec, affine, bind
+
+
+class NotAffine(Exception):
+    """Says which size does not fit."""
+
+
+class Fitter:
+    """Traces at rows (r0, r1, r2): r0 and r1 determine every size, r2 checks it."""
+
+    def __init__(self, rows: tuple[int, int, int], traces: tuple[TracedChunk, TracedChunk, TracedChunk]) -> None:
+        self._rows, self._traces = rows, traces
+
+    def ports(self) -> dict[str, TensorSpec]:
+        first, *others = (t.ports for t in self._traces)
+        if any(list(o) != list(first) for o in others):
+            raise NotAffine("its saved tensors differ in number")
+        return {name: self._spec(name, [t.ports[name] for t in self._traces]) for name in first}
+
+    def steps(self) -> dict[Step, Signature]:
+        return {step: self._signature(step, [t.steps[step] for t in self._traces]) for step in self._traces[0].steps}
+
+    def _spec(self, name: str, specs: Sequence[TensorSpec]) -> TensorSpec:
+        if len({(s.dtype, len(s.shape)) for s in specs}) != 1:
+            raise NotAffine(f"{name} has another dtype or number of dimensions")
+        return TensorSpec(tuple(self._fit(f"{name}.shape", d) for d in zip(*(s.shape for s in specs), strict=True)), specs[0].dtype)
+
+    def _signature(self, step: Step, signatures: Sequence[Signature]) -> Signature:
+        first = signatures[0]
+        if any((s.reads, s.writes, s.accumulates) != (first.reads, first.writes, first.accumulates) for s in signatures):
+            raise NotAffine(f"step {step} reads or writes other tensors")
+        cost = self._cost(step, [s.cost for s in signatures])
+        return Signature(first.reads, first.writes, first.accumulates, cost, self._liveness(step, [s.liveness for s in signatures]))
+
+    def _cost(self, step: Step, costs: Sequence[Cost]) -> Cost:
+        first = costs[0].kernels
+        shape = [(k.kind, k.dtype, len(k.dims), k.count) for k in first]
+        if any([(k.kind, k.dtype, len(k.dims), k.count) for k in c.kernels] != shape for c in costs):
+            raise NotAffine(f"step {step} launches other kernels")
+        return Cost(tuple(self._kernel(step, kernels) for kernels in zip(*(c.kernels for c in costs), strict=True)))
+
+    def _kernel(self, step: Step, kernels: Sequence[Kernel]) -> Kernel:
+        what = f"{kernels[0].kind} kernel of step {step}"
+        dims = tuple(self._fit(f"{what}: dims", d) for d in zip(*(k.dims for k in kernels), strict=True))
+        flops = self._fit(f"{what}: flops", [k.flops for k in kernels])
+        moved = self._fit(f"{what}: bytes", [k.bytes for k in kernels])
+        return Kernel(kernels[0].kind, dims, kernels[0].dtype, flops, moved, kernels[0].count)
+
+    def _liveness(self, step: Step, liveness: Sequence[Liveness]) -> Liveness:
+        first = liveness[0]
+        if any((x.consumed, list(map(len, x.segments))) != (first.consumed, list(map(len, first.segments))) for x in liveness):
+            raise NotAffine(f"the order of memory use in step {step} changes")
+        segments = tuple(
+            _maximal([self._fit(f"memory of step {step}", sizes) for sizes in zip(*group, strict=True)])
+            for group in zip(*(x.segments for x in liveness), strict=True)
+        )
+        return Liveness(first.consumed, segments)
+
+    def _fit(self, what: str, sizes: Sequence[Dim]) -> Dim:
+        (r0, r1, r2), (y0, y1, y2) = self._rows, [bind(s, 0) for s in sizes]
+        slope, rest = divmod(y1 - y0, r1 - r0)
+        fitted = affine(y0 - slope * r0, slope)
+        if rest or bind(fitted, r2) != y2:
+            raise NotAffine(f"{what}: {y0}, {y1}, {y2} at {r0}, {r1}, {r2} rows")
+        return fitted
+
+
+def _maximal(sizes: Sequence[Dim]) -> tuple[Dim, ...]:
+    """The sizes that are the largest for some number of rows >= 1, in a fixed order."""
+    points = sorted({(s.b, s.a) if isinstance(s, Affine) else (0, s) for s in sizes})
+    hull: list[tuple[int, int]] = []
+    for slope, offset in points:
+        while hull and (hull[-1][0] == slope or hull[-1][1] + hull[-1][0] <= offset + slope):
+            hull.pop()
+        hull.append((slope, offset))
+    return tuple(affine(offset, slope) for slope, offset in hull)
+
+
+def explain(error: NotAffine, chunk: str, traces: Mapping[int, TracedChunk]) -> CaptureError:
+    return CaptureError(
+        f"chunk {chunk!r} is not affine in the rows of a microbatch: {error} (traced at {', '.join(map(str, traces))} rows); "
+        "every size must be a + b * rows: no rows-by-rows products, and the rows stay in the first dimension"
+    )

@@ -1,0 +1,73 @@
+"""Folds sums of gradients of parts into one concatenation.
+
+The parts of a tensor that was taken apart (`q, k, v = qkv`) each send back a gradient padded with zeros to the whole
+tensor's size, and autograd adds those up: n zero fills, n copies and n - 1 additions for what is one stack.
+
+    select_backward(g0, shape, d, 0) + ... + select_backward(gn, shape, d, n)   -> stack([g0, ..., gn], d)
+    slice_backward(g0, shape, d, 0, e0) + slice_backward(g1, shape, d, e0, e1)  -> cat([g0, g1], d)
+
+Only when the parts cover the whole exactly once, and nothing else is in the sum, so that no result is rounded differently.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from piper_compiler.capture import aliasing
+
+aten = torch.ops.aten
+
+
+def fold_sums(graph: fx.Graph) -> None:
+    """Rewrite `graph` in place, every sum of padded parts that covers its tensor."""
+    for node in reversed(list(graph.nodes)):
+        if not _is_sum(node) or any(_is_sum(u) and len(node.users) == 1 for u in node.users):
+            continue
+        terms = _terms(node)
+        parts = sorted((p for t in terms if (p := _part(t)) is not None), key=lambda p: p[1])
+        if len(parts) < len(terms) or len({p[0] for p in parts}) != 1:
+            continue
+        (target, shape, dim), size = parts[0][0], aliasing.tensor(node).shape[parts[0][0][2]]
+        edges = [edge for _, span, _ in parts for edge in span]
+        if edges[0] != 0 or edges[-1] != size or edges[1:-1:2] != edges[2:-1:2]:
+            continue
+        join = aten.stack.default if target is aten.select_backward.default else aten.cat.default
+        with graph.inserting_before(node):
+            joined = graph.call_function(join, ([gradient for _, _, gradient in parts], dim))
+        joined.meta = dict(node.meta)
+        node.replace_all_uses_with(joined)
+        graph.erase_node(node)
+        for dead in (*terms,):
+            if not dead.users:
+                graph.erase_node(dead)
+
+
+def _is_sum(node: fx.Node) -> bool:
+    return node.target is aten.add.Tensor and not node.kwargs and all(isinstance(a, fx.Node) for a in node.args)
+
+
+def _terms(node: fx.Node) -> list[fx.Node]:
+    """The terms of a sum, through inner sums that nothing else uses."""
+    terms: list[fx.Node] = []
+    for term in node.all_input_nodes:
+        terms += _terms(term) if _is_sum(term) and len(term.users) == 1 else [term]
+    return terms
+
+
+def _part(term: fx.Node) -> tuple[tuple[Any, tuple[int, ...], int], tuple[int, int], fx.Node] | None:
+    """(what has to agree among the parts, their span in the dimension, gradient of the part) of a padded part."""
+    if term.target not in (aten.select_backward.default, aten.slice_backward.default) or len(term.users) != 1:
+        return None
+    gradient, shape, dim, start, *rest = term.args
+    assert isinstance(gradient, fx.Node)
+    whole = tuple(int(s) for s in shape)  # type: ignore[union-attr]
+    dim = int(dim) % len(whole)  # type: ignore[arg-type]
+    first = int(start) % whole[dim]  # type: ignore[arg-type]
+    if term.target is aten.select_backward.default:
+        return (term.target, whole, dim), (first, first + 1), gradient
+    end, step = rest
+    last = min(int(end), whole[dim])  # type: ignore[arg-type]
+    return ((term.target, whole, dim), (first, last), gradient) if step == 1 and last > first else None

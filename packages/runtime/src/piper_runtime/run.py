@@ -1,0 +1,194 @@
+"""execute: run a plan for some optimizer steps, and what comes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from piper_ir.errors import ExecutionError, JobError, NonFiniteLossError
+from piper_ir.plan import Plan
+from piper_ir.trace import Trace
+from piper_runtime.code import CodeStore
+from piper_runtime.inline import InlineEngine
+from piper_runtime.job import InitialState, Job, materialize
+from piper_runtime.memory import MemoryCounter
+from piper_runtime.rank import Rank, Trainee, step_loss
+from piper_runtime.trace import TimedSpan, executed_trace
+
+if TYPE_CHECKING:
+    from piper_runtime.pool import Pool
+
+Launcher = Literal["ray", "processes", "inline", "emulated"]
+LATER = ("ray", "emulated")
+WARMUP_STEPS = 3
+
+MEASURED = "bytes of live tensor storages in the first step, temporaries of operators included, as torch's dispatcher shows them"
+
+
+@dataclass
+class RankReport:
+    """What one rank brings back. `finished`: when each step was done, on the machine-wide clock; `scalars`: per step the losses and weights by
+    microbatch; `gradients`: per step, as the optimizer saw them."""
+
+    finished: list[float] = field(default_factory=list)
+    scalars: list[dict[str, dict[int, float]]] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    spans: list[TimedSpan] = field(default_factory=list)
+    peak_bytes: int = 0
+    peak_at: int = -1
+    states: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def end_step(self, rank: Rank) -> None:
+        """Keep what a rank has found in the step that it has just done."""
+        self.finished.append(time.perf_counter())
+        self.scalars.append({kind: dict(found) for kind, found in rank.scalars.items()})
+
+    def probe(self, rank: Rank, buckets: tuple[str, ...], scale: float) -> None:
+        """A Probe that keeps gradients."""
+        if len(self.gradients) == len(self.finished):
+            self.gradients.append({})
+        self.gradients[-1].update(rank.gradients(buckets, scale))
+
+
+@dataclass(frozen=True)
+class Run:
+    """The result of `execute`.
+
+    losses: one per step, over the global batch. step_s: wall seconds per step between completions, on the slowest rank (the first from the start).
+    period_s: median of step_s[3:], None when there are none. peak_bytes: per rank the most bytes that were alive (`trace.notes` says what is
+    measured), empty when it was not asked for. trace: of the last step; without spans unless they were asked for. rank_states: per rank its
+    parameters and buffers after the last step; rank_gradients: per rank and step, with `gradients=True`."""
+
+    losses: list[float]
+    step_s: list[float]
+    period_s: float | None
+    peak_bytes: dict[int, int]
+    trace: Trace
+    rank_states: Mapping[int, Mapping[str, torch.Tensor]]
+    rank_gradients: Mapping[int, Sequence[Mapping[str, torch.Tensor]]]
+    peak_at: Mapping[int, int]
+    _initial: InitialState = field(repr=False)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers after the last step: on CPU, full shapes, the user's names, every tied name; without buffers that are not
+        persistent. What no rank holds is as the model made it."""
+        found: dict[str, torch.Tensor] = {**self._initial.params, **self._initial.buffers}
+        for rank in sorted(self.rank_states, reverse=True):  # the lowest rank's copy counts
+            found.update(self.rank_states[rank])
+        out = {n: t.clone() for n, t in found.items() if n not in self._initial.transient}
+        out |= {name: out[first] for name, first in self._initial.tied.items() if first in out}
+        return out
+
+    @property
+    def gradients(self) -> list[dict[str, torch.Tensor]]:
+        """Per step the gradient of every trained parameter as the optimizer saw it; the lowest rank's copy."""
+        out: list[dict[str, torch.Tensor]] = []
+        for rank in sorted(self.rank_gradients, reverse=True):
+            for step, found in enumerate(self.rank_gradients[rank]):
+                if step == len(out):
+                    out.append({})
+                out[step].update(found)
+        return out
+
+
+def execute(
+    plan: Plan, code: CodeStore, job: Job, *, steps: int, launcher: Launcher = "ray", timeout_s: float = 60.0, trace: bool = False,
+    memory: bool = False, gradients: bool = False, pool: Pool | None = None,
+) -> Run:  # fmt: skip
+    """Run `steps` optimizer steps of a plan with the code of its chunks.
+
+    launcher: "processes" (one process per rank, gloo over loopback) or "inline" (all ranks in this process). timeout_s: the call ends that
+    long after the last sign of progress of any rank; an instruction that takes longer counts as hung. trace: keep the last step's spans (about 0.6 us per
+    instruction). memory: measure peak bytes in the first step (slows that step). gradients: keep the gradients of every step. pool: worker processes to
+    use again; without one they are started and ended in this call.
+    JobError: the job does not fit the plan. NonFiniteLossError: step, rank, microbatch. ExecutionError: rank, instruction, peer."""
+    _check(plan, job, steps, launcher)
+    initial = materialize(job)
+    if launcher == "inline":
+        start, reports = time.perf_counter(), _run_inline(plan, code, job, initial, steps, trace, memory, gradients)
+    else:
+        from piper_runtime.processes import run_processes
+
+        start, reports = run_processes(plan, code, job, initial, steps, timeout_s, trace, memory, gradients, pool)
+    return _result(plan, reports, start, initial, memory)
+
+
+def _check(plan: Plan, job: Job, steps: int, launcher: str) -> None:
+    if launcher in LATER:
+        raise ExecutionError(f'launcher "{launcher}" comes with a later release; use launcher="processes" (or "inline", in one process)')
+    if launcher not in ("processes", "inline"):
+        raise ExecutionError(f'launcher {launcher!r} is not known; use "processes" or "inline"')
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise JobError(f"steps={steps!r}: an integer of at least 1 is needed")
+    if plan.global_batch != job.global_batch:
+        raise JobError(
+            f"the plan was made for a global batch of {plan.global_batch} rows, the job has {job.global_batch}; compile the strategy with this job"
+        )
+
+
+def trainee(job: Job) -> Trainee:
+    """What ranks need of a job."""
+    return Trainee(job.batch, job.optimizer, job.scheduler, job.seed)
+
+
+def measured_counter(rank: Rank) -> MemoryCounter:
+    """A counter that already holds the states of a rank."""
+    counter = MemoryCounter()
+    counter.track([*rank.store.state_tensors(), *rank.optimizer.state_tensors()])
+    rank.untracked = counter.paused
+    return counter
+
+
+def _run_inline(
+    plan: Plan, code: CodeStore, job: Job, initial: InitialState, steps: int, trace: bool, memory: bool, gradients: bool
+) -> dict[int, RankReport]:
+    reports = {r: RankReport() for r in range(plan.mesh.world)}
+    with torch.random.fork_rng(devices=[]):
+        ranks = [
+            Rank(plan, r, code, trainee(job), initial.params, initial.buffers, report.probe if gradients else None)
+            for r, report in reports.items()
+        ]
+        counters = {r.rank: measured_counter(r) for r in ranks} if memory else {}
+        engine = InlineEngine(ranks, counters)
+        for step in range(steps):
+            spans = engine.step(step)
+            for rank in ranks:
+                reports[rank.rank].end_step(rank)
+                if trace and step == steps - 1:
+                    reports[rank.rank].spans = spans[rank.rank]
+            _check_loss(plan, step, list(reports.values()))
+            engine.counters = {}
+    for rank in ranks:
+        report = reports[rank.rank]
+        report.states = rank.states()
+        if memory:
+            report.peak_bytes, report.peak_at = counters[rank.rank].peak, counters[rank.rank].peak_at
+    return reports
+
+
+def _check_loss(plan: Plan, step: int, reports: Sequence[RankReport]) -> float:
+    loss = step_loss(plan, [r.scalars[step] for r in reports])
+    if loss != loss:
+        raise NonFiniteLossError(f"step {step}: the sum of loss weights over the global batch is 0; is every row masked?")
+    return loss
+
+
+def _result(plan: Plan, reports: Mapping[int, RankReport], start: float, initial: InitialState, memory: bool) -> Run:
+    steps = len(next(iter(reports.values())).finished)
+    losses = [_check_loss(plan, step, list(reports.values())) for step in range(steps)]
+    step_s = [
+        max(r.finished[i] - (r.finished[i - 1] if i else start) for r in reports.values())
+        for i in range(steps)
+    ]  # fmt: skip
+    notes = {"peak_bytes": MEASURED} if memory else {}
+    trace = executed_trace(plan, steps - 1, {r: rep.spans for r, rep in reports.items()}, losses, notes)
+    return Run(
+        losses, step_s, median(step_s[WARMUP_STEPS:]) if step_s[WARMUP_STEPS:] else None,
+        {r: rep.peak_bytes for r, rep in reports.items()} if memory else {}, trace,
+        {r: rep.states for r, rep in reports.items()}, {r: rep.gradients for r, rep in reports.items() if rep.gradients},
+        {r: rep.peak_at for r, rep in reports.items()} if memory else {}, initial,
+    )  # fmt: skip

@@ -1,0 +1,63 @@
+"""Measured spans as the trace that every executor writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from piper_ir.ops import AllReduce, Compute, Recv, Send
+from piper_ir.plan import Instr, Plan
+from piper_ir.sizes import ITEM_BYTES
+from piper_ir.trace import Span, Trace
+
+TimedSpan = tuple[int, float, float]
+"""Index of the instruction, start and end in seconds on the machine-wide clock of time.perf_counter."""
+
+
+def executed_trace(plan: Plan, step: int, spans: Mapping[int, Sequence[TimedSpan]], losses: Sequence[float], notes: Mapping[str, str]) -> Trace:
+    """The trace of one step. Times count from the first start of any rank: ranks share one machine and one clock."""
+    zero = min((start for found in spans.values() for _, start, _ in found), default=0.0)
+    out: list[Span] = []
+    for rank, found in sorted(spans.items()):
+        out += _rank_spans(plan, rank, sorted(found), zero)
+    return Trace(plan.key, "executed", tuple(out), (), tuple(losses), step, dict(notes))
+
+
+def _rank_spans(plan: Plan, rank: int, found: Sequence[TimedSpan], zero: float) -> list[Span]:
+    role = plan.role_of(rank)
+    sizes = _Sizes(plan)
+    ends: dict[str, list[float]] = {}
+    out = []
+    for index, start, end in found:
+        instr = role.program[index]
+        ready = max((ends[s][n - 1] for s, n in instr.waits if n), default=0.0)
+        done = ends.setdefault(instr.stream, [])
+        done.append(end - zero)
+        nbytes, flops = sizes(instr)
+        out.append(Span(rank, instr.stream, index, instr.name, start - zero, end - zero, ready, nbytes, flops))
+    return out
+
+
+class _Sizes:
+    """Bytes moved by a communication and FLOPs done by computation; FLOPs of a chunk's step are summed once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._flops: dict[Compute, int] = {}
+
+    def __call__(self, instr: Instr) -> tuple[int, int]:
+        plan = self._plan
+        match instr.parts[0].op:
+            case AllReduce(bucket=bucket) if bucket:
+                held = plan.bucket(bucket)
+                return held.numel * ITEM_BYTES[held.dtype], 0
+            case Send() | AllReduce():
+                return plan.values[instr.parts[0].reads[0]].nbytes, 0
+            case Recv():
+                return plan.values[instr.parts[0].writes[0]].nbytes, 0
+        return 0, sum(self._step_flops(p.op) for p in instr.parts if isinstance(p.op, Compute))
+
+    def _step_flops(self, op: Compute) -> int:
+        if op not in self._flops:
+            assert op.step != "B"
+            self._flops[op] = self._plan.chunk(op.chunk).steps[op.step].cost.flops
+        return self._flops[op]

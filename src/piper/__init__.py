@@ -1,0 +1,41 @@
+"""Piper: plan, simulate and execute distributed training of PyTorch models from one strategy.
+
+Names are imported on first use, so that `import piper` is quick and simulating a synthetic program needs no torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    # the job
+    "Job": "piper_runtime", "Precision": "piper_runtime",
+    "region": "piper_compiler.capture", "tag": "piper_compiler.capture",
+    # the language
+    "Mesh": "piper_ir.mesh", "Strategy": "piper_compiler", "where": "piper_ir.select", "ANY": "piper_ir.select", "NONE": "piper_ir.select",
+    "partition": "piper_compiler", "split": "piper_compiler", "place": "piper_compiler", "replicate": "piper_compiler",
+    "order": "piper_compiler", "stream": "piper_compiler", "recipes": "piper_compiler", "directive": "piper_compiler",
+    "site_field": "piper_compiler", "load_strategy": "piper_compiler", "save_strategy": "piper_compiler",
+    # what one does with it
+    "synthetic": "piper_compiler", "compile": "piper.frontdoor", "Compiled": "piper.frontdoor", "execute": "piper.frontdoor",
+    "simulate": "piper_simulator", "Simulation": "piper_simulator", "load_cluster": "piper_simulator", "Cluster": "piper_simulator",
+    "Costs": "piper_ir.costs", "Run": "piper_runtime", "verify": "piper_ir.verify", "PiperError": "piper_ir.errors",
+}  # fmt: skip
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'piper' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

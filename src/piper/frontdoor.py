@@ -1,0 +1,117 @@
+"""compile and execute: the two calls that join capture, compiler and runtime."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from piper_compiler import Options, Strategy, Training, compile_program
+from piper_ir.costs import Costs
+from piper_ir.errors import CompileError, JobError
+from piper_ir.graph import Graph
+from piper_ir.plan import Plan
+from piper_ir.program import Program
+
+if TYPE_CHECKING:
+    from piper_compiler.capture import Captured, CodeStore
+    from piper_runtime import Job, Run
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A strategy compiled for a job or a program. `job` and `code` are None for a program without code (synthetic or loaded)."""
+
+    program: Program
+    graph: Graph
+    plan: Plan
+    job: Job | None = None
+    code: CodeStore | None = None
+
+
+def compile(
+    source: Job | Program,
+    strategy: Strategy,
+    *,
+    costs: Costs | None = None,
+    global_batch: int | None = None,
+    options: Options | None = None,
+) -> Compiled:
+    """Compile a strategy for a job (which is captured on first use, once per model, batch shape, loss and precision) or for a Program.
+
+    `costs` weigh layers and decide ties; `global_batch` is given only with a Program (rows over all replicas; default one per
+    microbatch and replica). Raises CaptureError, DirectiveError, CompileError or JobError, each naming what to change."""
+    if not isinstance(strategy, Strategy):
+        raise CompileError(f"compile: the strategy is a {type(strategy).__name__}; a piper.Strategy is needed (call a function of a trial first)")
+    if isinstance(source, Program):
+        lowered = compile_program(source, strategy, global_batch=global_batch, costs=costs, options=options)
+        return Compiled(source, lowered.graph, lowered.plan)
+    from piper_runtime import Job
+
+    if not isinstance(source, Job):
+        raise CompileError(f"compile: the source is a {type(source).__name__}; a piper.Job or a Program is needed")
+    if global_batch is not None:
+        raise CompileError("compile: global_batch is given with a Program only; a Job has its own")
+    captured = captured_job(source)
+    lowered = compile_program(
+        captured.program,
+        strategy,
+        global_batch=source.global_batch,
+        training=_training(source, captured.program),
+        costs=costs,
+        options=options,
+        at_rows=lambda rows: captured.bind(rows) if rows == 1 else _checked(captured, rows),
+    )
+    return Compiled(lowered.graph.program, lowered.graph, lowered.plan, source, captured.code)
+
+
+def _checked(captured: Captured, rows: int) -> Program:
+    """The affine program, once it is known that the captured path holds at this number of rows."""
+    from piper_compiler.capture import check_rows
+
+    check_rows(captured.forward, rows)
+    return captured.program
+
+
+def captured_job(job: Job) -> Captured:
+    """The capture of a job's model; jobs that differ only in what capture does not see share one."""
+    return _capture(job.model, job.batch, job.loss, job.precision.params, job.seed)
+
+
+@lru_cache(maxsize=16)
+def _capture(model: Any, batch: Any, loss: Any, dtype: str, seed: int) -> Captured:
+    from piper_compiler.capture import capture
+
+    return capture(model, lambda rows: batch(0, range(rows)), loss, dtype=dtype)
+
+
+def _training(job: Job, program: Program) -> Training:
+    from piper_runtime.optimizer import optimizer_spec
+
+    spec = optimizer_spec(job, program.params)
+    return Training(spec.group_of, spec.state_bytes, job.clip_norm, job.tokens_per_row)
+
+
+def execute(
+    compiled: Compiled,
+    job: Job | None = None,
+    *,
+    steps: int,
+    launcher: str = "ray",
+    cluster: str = "auto",
+    timeout_s: float = 60,
+    trace: bool = False,
+    out: Any = None,
+    **private: Any,
+) -> Run:
+    """Run a compiled strategy for `steps` optimizer steps. `job` replaces the compiled one (same model, loss and optimizer groups: other data,
+    seed or learning rate). launcher: "processes" (torch.distributed, one process per rank) or "inline" (all ranks in this one). `out`:
+    folder for results. Raises JobError, ExecutionError (rank, instruction, peer), NonFiniteLossError."""
+    from piper_runtime import execute as run
+
+    chosen = job or compiled.job
+    if chosen is None or compiled.code is None:
+        raise JobError("execute: this was compiled from a Program, which has no code and no data; compile a piper.Job to run it")
+    codes = [c.code for c in compiled.plan.chunks]
+    code = compiled.code.export(codes, compiled.plan.rows)
+    return run(compiled.plan, code, chosen, steps=steps, launcher=launcher, cluster=cluster, timeout_s=timeout_s, trace=trace, out=out, **private)
