@@ -39,7 +39,12 @@ class PlanBuilder:
         self._append(role, COMPUTE, Compute(chunk.id, "F"), waits, name)
 
     def transfer(
-        self, source: int, target: int, waits: tuple[tuple[str, int], ...] = (), to: tuple[tuple[str, int], ...] = (), nbytes: int = 0
+        self,
+        source: int,
+        target: int,
+        waits: tuple[tuple[str, int], ...] = (),
+        to: tuple[tuple[str, int], ...] = (),
+        nbytes: int = 0,
     ) -> None:
         """A Send on `source` with its waits and the Recv on `target` with the waits `to`, on streams of their own."""
         name = f"{source}>{target}"
@@ -54,7 +59,8 @@ class PlanBuilder:
     def all_reduce(self, members: tuple[int, ...], waits: dict[int, tuple[tuple[str, int], ...]]) -> None:
         name = "=".join(map(str, members))
         self.channels.setdefault(
-            name, Channel(name, "group", tuple(map(_role, members)), tuple(self.stream(name, m) for m in members), ("dp",), "reduce")
+            name,
+            Channel(name, "group", tuple(map(_role, members)), tuple(self.stream(name, m) for m in members), ("dp",), "reduce"),
         )
         for m in members:
             self._append(m, self.stream(name, m), AllReduce(name), waits.get(m, ()), f"{name}.reduce")

@@ -12,18 +12,41 @@ __version__ = "0.1.0"
 
 _HOME = {
     # the job
-    "Job": "piper_runtime", "Precision": "piper_runtime",
-    "region": "piper_compiler.capture", "tag": "piper_compiler.capture",
+    "Job": "piper_runtime",
+    "Precision": "piper_runtime",
+    "region": "piper_compiler.capture",
+    "tag": "piper_compiler.capture",
     # the language
-    "Mesh": "piper_ir.mesh", "Strategy": "piper_compiler", "where": "piper_ir.select", "ANY": "piper_ir.select", "NONE": "piper_ir.select",
-    "partition": "piper_compiler", "split": "piper_compiler", "place": "piper_compiler", "replicate": "piper_compiler",
-    "order": "piper_compiler", "stream": "piper_compiler", "recipes": "piper_compiler", "directive": "piper_compiler",
-    "site_field": "piper_compiler", "load_strategy": "piper_compiler", "save_strategy": "piper_compiler",
+    "Mesh": "piper_ir.mesh",
+    "Strategy": "piper_compiler",
+    "where": "piper_ir.select",
+    "ANY": "piper_ir.select",
+    "NONE": "piper_ir.select",
+    "partition": "piper_compiler",
+    "split": "piper_compiler",
+    "place": "piper_compiler",
+    "replicate": "piper_compiler",
+    "order": "piper_compiler",
+    "stream": "piper_compiler",
+    "recipes": "piper_compiler",
+    "directive": "piper_compiler",
+    "site_field": "piper_compiler",
+    "load_strategy": "piper_compiler",
+    "save_strategy": "piper_compiler",
     # what one does with it
-    "synthetic": "piper_compiler", "compile": "piper.frontdoor", "Compiled": "piper.frontdoor", "execute": "piper.frontdoor",
-    "simulate": "piper_simulator", "Simulation": "piper_simulator", "load_cluster": "piper_simulator", "Cluster": "piper_simulator",
-    "Costs": "piper_ir.costs", "Run": "piper_runtime", "verify": "piper_ir.verify", "PiperError": "piper_ir.errors",
-}  # fmt: skip
+    "synthetic": "piper_compiler",
+    "compile": "piper.frontdoor",
+    "Compiled": "piper.frontdoor",
+    "execute": "piper.frontdoor",
+    "simulate": "piper_simulator",
+    "Simulation": "piper_simulator",
+    "load_cluster": "piper_simulator",
+    "Cluster": "piper_simulator",
+    "Costs": "piper_ir.costs",
+    "Run": "piper_runtime",
+    "verify": "piper_ir.verify",
+    "PiperError": "piper_ir.errors",
+}
 
 __all__ = sorted(_HOME)
 

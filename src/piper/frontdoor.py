@@ -37,12 +37,15 @@ def compile(
     global_batch: int | None = None,
     options: Options | None = None,
 ) -> Compiled:
-    """Compile a strategy for a job (which is captured on first use, once per model, batch shape, loss and precision) or for a Program.
+    """Compile a strategy for a job (which is captured on first use, once per model, batch shape, loss and precision) or for a
+    Program.
 
     `costs` weigh layers and decide ties; `global_batch` is given only with a Program (rows over all replicas; default one per
     microbatch and replica). Raises CaptureError, DirectiveError, CompileError or JobError, each naming what to change."""
     if not isinstance(strategy, Strategy):
-        raise CompileError(f"compile: the strategy is a {type(strategy).__name__}; a piper.Strategy is needed (call a function of a trial first)")
+        raise CompileError(
+            f"compile: the strategy is a {type(strategy).__name__}; a piper.Strategy is needed (call a function of a trial first)"
+        )
     if isinstance(source, Program):
         lowered = compile_program(source, strategy, global_batch=global_batch, costs=costs, options=options)
         return Compiled(source, lowered.graph, lowered.plan)
@@ -104,9 +107,10 @@ def execute(
     out: Any = None,
     **private: Any,
 ) -> Run:
-    """Run a compiled strategy for `steps` optimizer steps. `job` replaces the compiled one (same model, loss and optimizer groups: other data,
-    seed or learning rate). launcher: "processes" (torch.distributed, one process per rank) or "inline" (all ranks in this one). `out`:
-    folder for results. Raises JobError, ExecutionError (rank, instruction, peer), NonFiniteLossError."""
+    """Run a compiled strategy for `steps` optimizer steps. `job` replaces the compiled one (same model, loss and optimizer
+    groups: other data, seed or learning rate). launcher: "processes" (torch.distributed, one process per rank) or "inline"
+    (all ranks in this one). `out`: folder for results. Raises JobError, ExecutionError (rank, instruction, peer),
+    NonFiniteLossError."""
     from piper_runtime import execute as run
 
     chosen = job or compiled.job
@@ -114,4 +118,15 @@ def execute(
         raise JobError("execute: this was compiled from a Program, which has no code and no data; compile a piper.Job to run it")
     codes = [c.code for c in compiled.plan.chunks]
     code = compiled.code.export(codes, compiled.plan.rows)
-    return run(compiled.plan, code, chosen, steps=steps, launcher=launcher, cluster=cluster, timeout_s=timeout_s, trace=trace, out=out, **private)
+    return run(
+        compiled.plan,
+        code,
+        chosen,
+        steps=steps,
+        launcher=launcher,
+        cluster=cluster,
+        timeout_s=timeout_s,
+        trace=trace,
+        out=out,
+        **private,
+    )

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from piper_compiler.capture.codegen import compile_step
-from piper_compiler.capture.joint import JointInput, TracedChunk, trace_chunk
-from piper_ir.program import Step
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from piper_compiler.capture.codegen import compile_step
+from piper_compiler.capture.joint import JointInput, TracedChunk, trace_chunk
+from piper_ir.program import Step
+from piper_ops import replace_portable
 
 
 @dataclass
@@ -25,7 +27,9 @@ class Case:
     tensors: Sequence[Tensor]
     mutated: Sequence[int] = ()
     symbolic: bool = False
-    """Trace with torch.fx, which keeps outputs that Dynamo merges (one returned twice, an input returned as it is)."""
+    portable: bool = False
+    """symbolic: trace with torch.fx, which keeps outputs that Dynamo merges (one returned twice, an input returned as it is). portable: with the ops
+    of piper_ops, as the capture front does."""
 
     def inputs(self, device: str = "cpu") -> list[JointInput]:
         names = {"frozen": "param", "dead": "value"}
@@ -47,7 +51,11 @@ def capture(case: Case) -> fx.GraphModule:
         order.extend(next(i for i, t in enumerate(copies) if t is e) for e in examples)
         return module.forward
 
-    copies = [t.detach().clone() for t in case.tensors]
+    # Dynamo drops the backward of a custom autograd function whose inputs need no gradient; a clone may be changed in place.
+    copies = [
+        t.detach().clone().requires_grad_(kind in ("value", "param")).clone()
+        for kind, t in zip(case.kinds, case.tensors, strict=True)
+    ]
     torch._dynamo.reset()
     torch.compile(case.function, backend=backend, fullgraph=True)(*copies)
     graph = captured[0].graph
@@ -60,6 +68,8 @@ def capture(case: Case) -> fx.GraphModule:
             with graph.inserting_before(first):
                 graph.placeholder(f"unused_{k}")
     captured[0].recompile()
+    if case.portable:
+        replace_portable(captured[0])
     return captured[0]
 
 
@@ -152,6 +162,12 @@ def tangents_of(case: Case) -> list[Tensor]:
 def check(case: Case, tolerance: float = 1e-12) -> TracedChunk:
     """F, then I, then W equal autograd; every written port is contiguous, of its spec, and shares bytes with no other tensor."""
     traced = trace(case)
+    compare(case, traced, tolerance)
+    return traced
+
+
+def compare(case: Case, traced: TracedChunk, tolerance: float = 1e-12) -> None:
+    """The comparison of `check`, for steps that were traced before."""
     tangents = tangents_of(case)
     torch.manual_seed(11)
     outputs, grads = reference(case, tangents)
@@ -170,7 +186,6 @@ def check(case: Case, tolerance: float = 1e-12) -> TracedChunk:
         assert ports[port].untyped_storage().nbytes() == spec.nbytes, port
     storages = [ports[p].untyped_storage().data_ptr() for p in traced.ports if ports[p].numel()]
     assert len(set(storages)) == len(storages), "two ports share bytes"
-    return traced
 
 
 def saved_bytes(traced: TracedChunk) -> int:

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from piper_compiler.capture.codegen import StepCode
-from piper_ir.sizes import bind
 
 from packages.compiler.tests.joint_harness import measured_peak, run, tangents_of, trace
 from packages.compiler.tests.test_joint_parity import CASES
+from piper_compiler.capture.codegen import StepCode
+from piper_ir.sizes import bind
 
 torch.set_num_threads(1)
 

@@ -78,10 +78,9 @@ def chain_job(layers: int, global_batch: int, *, tied: bool = False, drop: bool 
 def chain_program(layers: int, *, tied: bool = False, drop: bool = False, masked: bool = False) -> Program:
     """The program of a Chain in float64."""
     weight, act = _spec(WIDTH, WIDTH), _spec(_R, WIDTH)
-    chunks = [_layer(k, drop) for k in range(layers)]
-    head = "layers.0" if tied else "head"
+    chunks = [_layer(k, drop, "head" if tied and k == 0 else f"layers.{k}") for k in range(layers)]
     source = f"layer{layers - 1}:out0"
-    inputs = (Input("value", source, act, True), Input("param", head, weight, True), Input("batch", "targets", act))
+    inputs = (Input("value", source, act, True), Input("param", "head", weight, True), Input("batch", "targets", act))
     outputs = [Output("loss", _spec(), needs_grad=True)] + ([Output("weight", _spec())] if masked else [])
     ports = {"in0": act, "in1": weight, "in2": act, "out0": _spec(), "out1": _spec(), "tan0": _spec()}
     ports |= {"saved0": act, "gin0": act, "iw0": act}
@@ -93,9 +92,8 @@ def chain_program(layers: int, *, tied: bool = False, drop: bool = False, masked
     }
     code = "head.sum" if masked else "head.mean"
     chunks.append(Chunk("head", {"layer": layers}, inputs, tuple(outputs), ports, steps, code))
-    params = [Param(f"layers.{k}", weight, ("head",) if tied and k == 0 else ()) for k in range(layers)]
-    params += [] if tied else [Param("head", weight)]
-    params.append(Param("frozen", _spec(3), trained=False))
+    params = [Param("head", weight, ("layers.0",) if tied else ()), Param("frozen", _spec(3), trained=False)]
+    params += [Param(f"layers.{k}", weight) for k in range(tied, layers)]
     tensors = (BatchTensor("inputs", act), BatchTensor("targets", act))
     return Program(tuple(chunks), tuple(params), (Buffer("count", _spec()),), tensors, loss_kind="sum" if masked else "mean")
 
@@ -104,10 +102,10 @@ def _spec(*shape: Any) -> TensorSpec:
     return TensorSpec(shape, "float64")
 
 
-def _layer(k: int, drop: bool) -> Chunk:
+def _layer(k: int, drop: bool, param: str) -> Chunk:
     weight, act = _spec(WIDTH, WIDTH), _spec(_R, WIDTH)
     first = Input("batch", "inputs", act) if k == 0 else Input("value", f"layer{k - 1}:out0", act, True)
-    inputs = [first, Input("param", f"layers.{k}", weight, True)]
+    inputs = [first, Input("param", param, weight, True)]
     outputs = [Output("value", act, needs_grad=True)]
     ports = {"in0": act, "in1": weight, "out0": act, "tan0": act, "saved0": act, "gin0": act, "iw0": act}
     kept = ("saved0",) if drop else ()
@@ -251,11 +249,11 @@ class Reference:
             self.model.seed_layer = lambda layer, first=first: torch.manual_seed(rng_seed(job.seed, step, first, layer))
             loss = job.loss(self.model(x.to(job.precision.dtype)), t.to(job.precision.dtype))
             if isinstance(loss, tuple):
-                losses.append(float(loss[0]))
-                weights.append(float(loss[1]))
+                losses.append(loss[0].item())
+                weights.append(loss[1].item())
                 loss[0].backward()
             else:
-                losses.append(float(loss) / parts)
+                losses.append(loss.item() / parts)
                 (loss / parts).backward()
         return self._update(sum(losses), sum(weights) if weights else 1.0)
 

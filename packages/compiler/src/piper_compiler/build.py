@@ -10,8 +10,8 @@ from piper_ir.program import Chunk, Program
 
 
 def build(program: Program, mesh: Mesh) -> Graph:
-    """The graph of one step on one device. Batch tensors and the tangent of the loss are values without a writer: `passes.sources`
-    makes their Load and Seed nodes once it is known which roles read them."""
+    """The graph of one step on one device. Batch tensors and the tangent of the loss are values without a writer:
+    `passes.sources` makes their Load and Seed nodes once it is known which roles read them."""
     index = {c.id: i for i, c in enumerate(program.chunks)}
     edit = Graph(mesh, program, {}, {}, {}, {}, chunk_index=index).edit()
     for tensor in program.batch:
@@ -52,10 +52,10 @@ def _gradient_consumers(program: Program) -> dict[str, list[str]]:
 
 
 def _add_tangents(edit: Editor, chunk: Chunk, consumers: dict[str, list[str]]) -> None:
-    """Make the value "chunk:tan{k}" of every output whose tangent the backward reads: the sum over consumers, last consumer first, which
-    is autograd's own order and so gives the same bits. One consumer needs no sum: its gradient is the tangent."""
+    """Make the value "chunk:tan{k}" of every output whose tangent the backward reads: the sum over consumers, last consumer
+    first, which is autograd's own order and so gives the same bits. One consumer needs no sum: its gradient is the tangent."""
     read = value_reads(chunk, "B")
-    coords = {**chunk.coords, "chunk": chunk.id, "phase": "B", "op": "add"}
+    coords: dict[str, int | str] = {**chunk.coords, "chunk": chunk.id, "phase": "B", "op": "add"}
     for k, output in enumerate(chunk.outputs):
         if f"tan{k}" not in read:
             continue

@@ -40,8 +40,8 @@ def compile_program(
     at_rows: Callable[[int], Program] | None = None,
 ) -> Lowered:
     """Build the graph, apply the directives in order, complete and lower it. `global_batch`: rows of one step over all replicas
-    (default: one row per microbatch and replica). `at_rows`: the program for a number of rows, for programs that are not affine down to one
-    row. A DirectiveError or CompileError names what does not hold and where it was written."""
+    (default: one row per microbatch and replica). `at_rows`: the program for a number of rows, for programs that are not
+    affine down to one row. A DirectiveError or CompileError names what does not hold and where it was written."""
     training = training or Training()
     with _no_garbage_collection():
         graph = complete(apply_directives(build(program, strategy.mesh), strategy.directives), training)
@@ -53,7 +53,8 @@ def compile_program(
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Graphs and plans have no reference cycles; the collector would walk them again and again while they grow (twice the time at 25,000 nodes)."""
+    """Graphs and plans have no reference cycles; the collector would walk them again and again while they grow (twice the time
+    at 25,000 nodes)."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -93,7 +94,7 @@ def rows_per_microbatch(graph: Graph, global_batch: int | None) -> int:
     if rest or rows < 1:
         good = max(1, round(global_batch / (parts * replicas))) * parts * replicas
         raise CompileError(
-            f"a global batch of {global_batch} rows does not divide into {parts} microbatches x {replicas} data-parallel replicas; "
-            f"use a multiple of {parts * replicas}, e.g. {good}"
+            f"a global batch of {global_batch} rows does not divide into {parts} microbatches x {replicas} data-parallel "
+            f"replicas; use a multiple of {parts * replicas}, e.g. {good}"
         )
     return rows

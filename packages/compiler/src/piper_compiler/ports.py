@@ -17,7 +17,8 @@ def signatures(chunk: Chunk, step: ComputeStep) -> tuple[Signature, ...]:
 
 
 def value_reads(chunk: Chunk, step: ComputeStep) -> tuple[str, ...]:
-    """Ports whose values the step takes from outside of itself: no parameters, no buffers, nothing handed from I to W inside a B."""
+    """Ports whose values the step takes from outside of itself: no parameters, no buffers, nothing handed from I to W inside a
+    B."""
     sigs = signatures(chunk, step)
     made = {p for s in sigs for p in s.writes} if step == "B" else set()
     ports = (p for s in sigs for p in s.reads if p not in made and not is_state(chunk, p))
@@ -25,7 +26,8 @@ def value_reads(chunk: Chunk, step: ComputeStep) -> tuple[str, ...]:
 
 
 def value_writes(chunk: Chunk, step: ComputeStep) -> tuple[str, ...]:
-    """Ports whose values the step gives to others. Within a B, what I hands to W stays inside, unless it is a gradient of an input."""
+    """Ports whose values the step gives to others. Within a B, what I hands to W stays inside, unless it is a gradient of an
+    input."""
     sigs = signatures(chunk, step)
     return tuple(p for s in sigs for p in s.writes if not (step == "B" and p.startswith("iw")))
 

@@ -22,7 +22,8 @@ def gpipe(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ..
 
 def one_f_one_b(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
     """One forward, one backward after a warm-up of p - r - 1 forwards on device r. Source: Narayanan et al. 2019
-    (PipeDream), the flushing variant of arXiv 2006.09503. Makespan (m + p - 1)(F + B); peak on device r: min(m, p - r) activations."""
+    (PipeDream), the flushing variant of arXiv 2006.09503. Makespan (m + p - 1)(F + B); peak on device r: min(m, p - r)
+    activations."""
     _check(pp, microbatches)
     orders = []
     for r in range(pp):
@@ -42,8 +43,11 @@ def pipeline(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive,
     return (partition(stages=pp, at=at), split(where(), microbatches=microbatches), *places)
 
 
-def data_parallel(*, over: tuple[str, ...] = ("dp",), zero: int = 0, bucket_mb: float = 25, reduce: str = "") -> tuple[Directive, ...]:
-    """Replicate the whole model over mesh axes, gradients summed in buckets. Composes with a pipeline recipe written before it."""
+def data_parallel(
+    *, over: tuple[str, ...] = ("dp",), zero: int = 0, bucket_mb: float = 25, reduce: str = ""
+) -> tuple[Directive, ...]:
+    """Replicate the whole model over mesh axes, gradients summed in buckets. Composes with a pipeline recipe written before
+    it."""
     return (replicate(where(), over=over, zero=zero, bucket_mb=bucket_mb, reduce=reduce),)
 
 

@@ -18,7 +18,8 @@ STRATEGY_VERSION = 1
 
 @dataclass(frozen=True)
 class Strategy:
-    """`Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=4))`. Directives may be nested in tuples and lists; they are flattened."""
+    """`Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=4))`. Directives may be nested in tuples and lists; they are
+    flattened."""
 
     mesh: Mesh
     directives: tuple[Directive, ...]
@@ -37,11 +38,14 @@ class Strategy:
 
     @staticmethod
     def loads(text: str, where: str = "text") -> Strategy:
-        """Parse JSON. A user's directive must have been imported before, so that its class is registered. FormatError otherwise."""
+        """Parse JSON. A user's directive must have been imported before, so that its class is registered. FormatError
+        otherwise."""
         try:
             data = json.loads(text)
         except json.JSONDecodeError as e:
-            raise FormatError(f"{where}: not JSON: {e.msg} at line {e.lineno} column {e.colno} (is the file truncated?)") from None
+            raise FormatError(
+                f"{where}: not JSON: {e.msg} at line {e.lineno} column {e.colno} (is the file truncated?)"
+            ) from None
         if not isinstance(data, dict) or data.get("format") != "Strategy":
             raise FormatError(f'{where}: not a strategy; an object with "format": "Strategy" is expected')
         if data.get("version") != STRATEGY_VERSION:
@@ -51,7 +55,9 @@ class Strategy:
             raise FormatError(f"{where}: unknown key {min(unknown)!r}; known are mesh, directives")
         if not isinstance(data.get("mesh"), dict) or not isinstance(data.get("directives"), list):
             raise FormatError(f'{where}: "mesh" must be an object of axis sizes and "directives" an array')
-        return Strategy(Mesh(**data["mesh"]), [_directive(d, f"{where}.directives[{i}]") for i, d in enumerate(data["directives"])])
+        return Strategy(
+            Mesh(**data["mesh"]), [_directive(d, f"{where}.directives[{i}]") for i, d in enumerate(data["directives"])]
+        )
 
 
 def _flatten(items: Iterable[Any]) -> Iterable[Directive]:
@@ -67,7 +73,9 @@ def _flatten(items: Iterable[Any]) -> Iterable[Directive]:
 def _directive(data: Any, where: str) -> Directive:
     if not isinstance(data, dict) or data.get("is") not in REGISTRY:
         name = data.get("is") if isinstance(data, dict) else data
-        raise FormatError(f'{where}: unknown directive {name!r}; known are {", ".join(sorted(REGISTRY))}. Import the file that defines yours.')
+        raise FormatError(
+            f"{where}: unknown directive {name!r}; known are {', '.join(sorted(REGISTRY))}. Import the file that defines yours."
+        )
     kind = REGISTRY[data["is"]]
     return decode(kind, {k: v for k, v in data.items() if k != "is"}, where)  # type: ignore[no-any-return]  # by REGISTRY
 
@@ -77,7 +85,9 @@ def save_strategy(strategy: Strategy, path: str | Path) -> None:
     try:
         Path(path).write_text(strategy.dumps())
     except OSError as e:
-        raise OutputError(f"cannot write the strategy to {path}: {e.strerror}; choose a folder that exists and is writable") from None
+        raise OutputError(
+            f"cannot write the strategy to {path}: {e.strerror}; choose a folder that exists and is writable"
+        ) from None
 
 
 def load_strategy(path: str | Path) -> Strategy:

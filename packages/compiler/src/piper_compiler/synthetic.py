@@ -26,10 +26,11 @@ def synthetic(
 ) -> Program:
     """A chain of `stages` chunks, already tagged stage=0..stages-1, one row per microbatch.
 
-    F, I, W: seconds per chunk; B takes I + W. `activation`: bytes that a chunk keeps for one microbatch from the start of F to the end of
-    B, of which `kept_after_I` (default: all) live on from I to W once backward is split. `params`: bytes of parameters. `overlap`: seconds
-    of an overlapped forward-and-backward pair. `hop`: seconds of latency between devices; it occupies no stream. Each is a scalar or one per stage.
-    Boundary values and seeds have 0 bytes; Update and reductions take no time. CompileError for lengths or signs that do not fit.
+    F, I, W: seconds per chunk; B takes I + W. `activation`: bytes that a chunk keeps for one microbatch from the start of F to
+    the end of B, of which `kept_after_I` (default: all) live on from I to W once backward is split. `params`: bytes of
+    parameters. `overlap`: seconds of an overlapped forward-and-backward pair. `hop`: seconds of latency between devices; it
+    occupies no stream. Each is a scalar or one per stage. Boundary values and seeds have 0 bytes; Update and reductions take
+    no time. CompileError for lengths or signs that do not fit.
     """
     if stages < 1:
         raise CompileError(f"synthetic(stages={stages}): at least one stage is needed")
@@ -58,7 +59,8 @@ def _per_stage(name: str, value: Times | Sequence[int], stages: int) -> list[flo
 
 
 def _chunk(s: int, stages: int, times: tuple[float, float, float], keep: int, after: int, params: int) -> Chunk:
-    """What W needs is in saved1, the rest of what F keeps in saved0; I reads both, so that without a split all of it lives to the end of B."""
+    """What W needs is in saved1, the rest of what F keeps in saved0; I reads both, so that without a split all of it lives to
+    the end of B."""
     first, last = s == 0, s == stages - 1
     source = Input("batch", "inputs", _EMPTY) if first else Input("value", f"stage{s - 1}:out0", _EMPTY, needs_grad=True)
     inputs = (source, *((Input("param", f"stage{s}.weight", TensorSpec((params,), "uint8"), True),) if params else ()))

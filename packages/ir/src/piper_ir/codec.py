@@ -1,7 +1,7 @@
 """JSON both ways for the frozen dataclasses of the IR. Parsed strictly: unknown keys, wrong types and truncated text are errors.
 
-A dataclass becomes an object with a key per field that differs from its default. In a union of dataclasses (ops, directives) the key "is" names
-the class. An Affine is written as [a, b]. Top-level documents carry "format" (the class) and "version".
+A dataclass becomes an object with a key per field that differs from its default. In a union of dataclasses (ops, directives)
+the key "is" names the class. An Affine is written as [a, b]. Top-level documents carry "format" (the class) and "version".
 """
 
 from __future__ import annotations
@@ -43,14 +43,16 @@ def loads(kind: type[T], text: str, where: str = "text") -> T:
         raise FormatError(f'{where}: "format" is {name!r}; a {kind.__name__} is expected here')
     if version != FORMAT_VERSION:
         raise FormatError(f'{where}: "version" is {version!r}; this Piper reads version {FORMAT_VERSION}')
-    return _decoder(kind)(data, where)  # type: ignore[no-any-return]
+    document: T = decode(kind, data, where)
+    return document
 
 
 def encode(value: Any) -> Any:
     """A plain JSON value for a dataclass, container or scalar of the IR."""
     if isinstance(value, str | int | float | bool) or value is None:
         return value
-    return _encoder(type(value))(value)
+    kind: Any = type(value)
+    return _encoder(kind)(value)
 
 
 def decode(kind: Any, value: Any, where: str) -> Any:
@@ -60,7 +62,7 @@ def decode(kind: Any, value: Any, where: str) -> Any:
 
 def tagged(value: Any) -> dict[str, Any]:
     """A dataclass with its class name under "is", for members of an open or closed union."""
-    return {"is": type(value).__name__} | encode(value)
+    return {"is": type(value).__name__, **encode(value)}
 
 
 @cache
@@ -81,7 +83,9 @@ def _dataclass_encoder(kind: type) -> Encoder:
     plan: list[tuple[str, Any, bool]] = []
     for f in fields(kind):
         if f.init and f.metadata.get("json", True) and f.name != "version":
-            default = f.default if f.default is not MISSING else f.default_factory() if f.default_factory is not MISSING else MISSING
+            default = (
+                f.default if f.default is not MISSING else f.default_factory() if f.default_factory is not MISSING else MISSING
+            )
             plan.append((f.name, default, _is_union_of_classes(hints[f.name])))
 
     def run(v: Any) -> dict[str, Any]:
@@ -95,8 +99,13 @@ def _dataclass_encoder(kind: type) -> Encoder:
     return run
 
 
+def _is_class(option: Any) -> bool:
+    """Whether an option of a union is a dataclass that is written as an object."""
+    return is_dataclass(option) and option is not Affine
+
+
 def _is_union_of_classes(hint: Any) -> bool:
-    return len([a for a in _options(hint) if is_dataclass(a) and a is not Affine]) > 1
+    return len([a for a in _options(hint) if _is_class(a)]) > 1
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
@@ -147,7 +156,7 @@ def _scalar_decoder(hint: Any) -> Decoder:
     def run(value: Any, where: str) -> Any:
         if not isinstance(value, accepted[hint]) or (isinstance(value, bool) and hint is not bool):
             raise _fail(where, names[hint], value)
-        return float(value) if hint is float else value
+        return float(value) if hint is float else value  # an integer is a number
 
     return run
 
@@ -190,7 +199,7 @@ def _mapping_decoder(item: Any) -> Decoder:
 
 
 def _union_decoder(options: tuple[Any, ...]) -> Decoder:
-    classes = {o.__name__: _decoder(o) for o in options if is_dataclass(o) and o is not Affine}
+    classes: dict[str, Decoder] = {o.__name__: _decoder(o) for o in options if _is_class(o)}
     others = [o for o in options if not is_dataclass(o)]
     decoders = [(o, _decoder(o)) for o in others]
     affine_ok = Affine in options

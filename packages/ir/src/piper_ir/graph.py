@@ -1,7 +1,8 @@
 """Graph: one global training DAG. Nodes carry coordinates, a placement (role) and a stream; data edges derive from values.
 
-A Graph is immutable from outside. A directive takes one and returns another, made by an Editor: `edit = graph.edit(); ...; edit.done()`.
-Copies are shallow, selection goes through an index by coordinate, so a directive costs time in the nodes that it matches.
+A Graph is immutable from outside. A directive takes one and returns another, made by an Editor: `edit = graph.edit(); ...;
+edit.done()`. Copies are shallow, selection goes through an index by coordinate, so a directive costs time in the nodes that it
+matches.
 
 Node and value ids derive from structure: node "layer3.B@2" is the backward of chunk layer3 for microbatch 2, its value
 "layer3:gin0@2"; "layer3:out0@2#pp1" is the copy received on role pp1.
@@ -33,8 +34,8 @@ class GraphValue:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """`coords`: region coordinates, `mb`, `phase` and `op`. `role` "" means not placed. For a Compute node, `reads` follows the value
-    ports of the step in order (see `piper_compiler.ports`)."""
+    """`coords`: region coordinates, `mb`, `phase` and `op`. `role` "" means not placed. For a Compute node, `reads` follows
+    the value ports of the step in order (see `piper_compiler.ports`)."""
 
     id: str
     op: Op
@@ -54,7 +55,8 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Replication:
-    """How the parameters of a chunk are replicated: mesh axes, bucket size in bytes of gradient, stream of the reductions ("" = one of their own)."""
+    """How the parameters of a chunk are replicated: mesh axes, bucket size in bytes of gradient, stream of the reductions (""
+    = one of their own)."""
 
     over: tuple[str, ...]
     bucket_bytes: int
@@ -83,8 +85,9 @@ class Applied:
 
 @dataclass(frozen=True)
 class Graph:
-    """`nodes` in creation order. `writer` and `readers` are the data edges; `order_edges` maps (before, after) to the index in `log` of
-    the directive that asked for it. `roles`: role -> the mesh coordinates that it fixes. `groups`: parameter -> optimizer group."""
+    """`nodes` in creation order. `writer` and `readers` are the data edges; `order_edges` maps (before, after) to the index in
+    `log` of the directive that asked for it. `roles`: role -> the mesh coordinates that it fixes. `groups`: parameter ->
+    optimizer group."""
 
     mesh: Mesh
     program: Program
@@ -223,7 +226,8 @@ class Editor:
         return id
 
     def update(self, node: Node) -> None:
-        """Replace the node of the same id. Its coordinates may gain names (partition) but not change those it had; reads may change."""
+        """Replace the node of the same id. Its coordinates may gain names (partition) but not change those it had; reads may
+        change."""
         old = self.nodes[node.id]
         if old.reads != node.reads:
             for v in dict.fromkeys(old.reads):
@@ -270,7 +274,19 @@ class Editor:
             index[key] = (*index.get(key, ()), *ids)
         sets = {k: v for k, v in self.graph._sets.items() if k not in self._added}
         return replace(
-            self.graph, nodes=self.nodes, values=self.values, writer=self.writer, readers=self.readers, order_edges=self.order_edges,
-            roles=self.roles, transports=self.transports, channels=self.channels, buckets=self.buckets, replication=self.replication,
-            microbatches=self.microbatches, log=(*self.graph.log, applied) if applied else self.graph.log, index=index, _sets=sets,
-        )  # fmt: skip
+            self.graph,
+            nodes=self.nodes,
+            values=self.values,
+            writer=self.writer,
+            readers=self.readers,
+            order_edges=self.order_edges,
+            roles=self.roles,
+            transports=self.transports,
+            channels=self.channels,
+            buckets=self.buckets,
+            replication=self.replication,
+            microbatches=self.microbatches,
+            log=(*self.graph.log, applied) if applied else self.graph.log,
+            index=index,
+            _sets=sets,
+        )

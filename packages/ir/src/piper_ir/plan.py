@@ -8,7 +8,8 @@ until the first n instructions of that stream (of the same role) are done, and a
 Memory is part of the plan. Only the stream "compute" allocates and frees, in program order: an instruction frees
 `frees_before` (values whose last reader is a communication that it waits for), then runs its parts; each part allocates
 its writes, runs and frees `frees`; then `allocs_after` (receive buffers) are made. A Recv waits for the instruction that made its
-buffer and writes into it. Values written by communication other than Recv (an AllReduce of a value) are allocated by `allocs_after` too.
+buffer and writes into it. Values written by communication other than Recv (an AllReduce of a value) are allocated by
+`allocs_after` too.
 
 Communication is by *channel*: one FIFO per directed pair of roles, or one set of roles, used by exactly one stream on each side.
 """
@@ -29,8 +30,8 @@ COMPUTE = "compute"
 """The one stream of a role that computes, allocates and frees."""
 
 Category = Literal["param", "grad", "optim", "buffer", "activation", "gradient", "batch", "scalar", "workspace"]
-"""Owners of memory. States: param, grad (buckets), optim, buffer. Values: activation (outputs and saved tensors of F), gradient (of
-activations), batch, scalar. workspace: what a running instruction holds beyond its values."""
+"""Owners of memory. States: param, grad (buckets), optim, buffer. Values: activation (outputs and saved tensors of F),
+gradient (of activations), batch, scalar. workspace: what a running instruction holds beyond its values."""
 CATEGORIES: tuple[Category, ...] = ("param", "grad", "optim", "buffer", "activation", "gradient", "batch", "scalar", "workspace")
 
 
@@ -58,9 +59,9 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A flat gradient buffer, and the parameters whose gradients it holds, in order. Global: every holder has the same id, params and
-    offsets (in elements, 256-byte aligned). `roles` hold it; `over` are the mesh axes along which it is replicated; `group` is the
-    index of the optimizer's parameter group; `channel` reduces it ("" when one rank alone holds it)."""
+    """A flat gradient buffer, and the parameters whose gradients it holds, in order. Global: every holder has the same id,
+    params and offsets (in elements, 256-byte aligned). `roles` hold it; `over` are the mesh axes along which it is replicated;
+    `group` is the index of the optimizer's parameter group; `channel` reduces it ("" when one rank alone holds it)."""
 
     id: str
     params: tuple[str, ...]
@@ -91,7 +92,8 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One op of an instruction. `mb` is the microbatch, -1 for ops of the whole step. `frees`: values that die when it is done."""
+    """One op of an instruction. `mb` is the microbatch, -1 for ops of the whole step. `frees`: values that die when it is
+    done."""
 
     node: str
     op: Op
@@ -142,8 +144,8 @@ class RolePlan:
 @dataclass(frozen=True)
 class Plan:
     """`rows` is the row count of one microbatch on one rank; `replicas` the data-parallel width D (the product of the axes in
-    `replicated`); global batch = rows * microbatches * D. `chunks` are bound to rows. `hop`: seconds of latency between devices, of synthetic programs.
-    `tokens_per_row`: for tokens per second; None when unknown."""
+    `replicated`); global batch = rows * microbatches * D. `chunks` are bound to rows. `hop`: seconds of latency between
+    devices, of synthetic programs. `tokens_per_row`: for tokens per second; None when unknown."""
 
     program_key: str
     mesh: Mesh
@@ -251,7 +253,12 @@ def part_peak(plan: Plan, part: Part, nbytes: Mapping[str, int]) -> int:
     if not sig.liveness.consumed and sig.liveness.segments == ((),):  # nothing known (synthetic): no temporaries
         return writes
     ports = value_ports(chunk, part)
-    dying = {v: i for i, v in sorted(ports.items(), key=lambda p: sig.liveness.consumed.index(p[0]) if p[0] in sig.liveness.consumed else -1)}
+    dying = {
+        v: i
+        for i, v in sorted(
+            ports.items(), key=lambda p: sig.liveness.consumed.index(p[0]) if p[0] in sig.liveness.consumed else -1
+        )
+    }
     return sig.liveness.peak({dying[v]: nbytes[v] for v in part.frees if v in dying})
 
 

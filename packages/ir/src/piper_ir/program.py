@@ -31,7 +31,8 @@ KernelKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", 
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """`count` equal kernels. flops and bytes (read plus written) are per kernel; dims is (M, N, K) for a matmul (batch
-    folded into M when the right operand is shared, else (batch, M, N, K)), (batch, heads, T_q, T_k, head_dim) for attention, else empty."""
+    folded into M when the right operand is shared, else (batch, M, N, K)), (batch, heads, T_q, T_k, head_dim) for attention,
+    else empty."""
 
     kind: KernelKind
     dims: tuple[Dim, ...]
@@ -83,7 +84,8 @@ class Liveness:
         return Liveness(self.consumed, tuple((max((bind(d, rows) for d in s), default=0),) for s in self.segments))
 
     def peak(self, dying: Mapping[int, int]) -> int:
-        """Most bytes above those held before the step (bound sizes). `dying`: index into reads -> bytes, for inputs that die here."""
+        """Most bytes above those held before the step (bound sizes). `dying`: index into reads -> bytes, for inputs that die
+        here."""
         freed = 0
         peak = 0
         for i, segment in enumerate(self.segments):

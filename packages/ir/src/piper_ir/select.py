@@ -21,8 +21,8 @@ Match = int | str | tuple[int | str, ...]
 class Where:
     """Coordinate name -> what it must be: an int or name, one of several (a tuple or range), ANY, or NONE. No terms: everything.
 
-    Names are those of regions (`layer`, `stage`, the user's own), `mb`, `phase` ("F", "B", "I", "W"), and `op` ("compute", "send", "recv",
-    "add"); communication is matched only when `op` asks for it.
+    Names are those of regions (`layer`, `stage`, the user's own), `mb`, `phase` ("F", "B", "I", "W"), and `op` ("compute",
+    "send", "recv", "add"); communication is matched only when `op` asks for it.
     """
 
     terms: tuple[tuple[str, Match], ...]

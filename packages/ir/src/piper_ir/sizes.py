@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
 
 from piper_ir.errors import CaptureError, FormatError
 
@@ -28,7 +27,7 @@ class Affine:
 
     __radd__ = __add__
 
-    def __mul__(self, other: int) -> Dim:
+    def __mul__(self, other: Dim) -> Dim:
         if isinstance(other, Affine):
             raise CaptureError(f"({self}) * ({other}) is quadratic in the rows of a microbatch; sizes must be affine")
         return affine(self.a * other, self.b * other)
@@ -71,7 +70,10 @@ class TensorSpec:
 
     @property
     def numel(self) -> Dim:
-        return reduce(lambda x, y: x * y, self.shape, 1)
+        product: Dim = 1
+        for size in self.shape:
+            product = product * size
+        return product
 
     @property
     def nbytes(self) -> Dim:

@@ -338,7 +338,7 @@ def _wait(word: str) -> tuple[str, int]:
 def _parse_op(words: _Words) -> Op:
     name = words.next("an op")
     if name in _STEPS:
-        return Compute(words.next("a chunk"), name)  # type: ignore[arg-type]
+        return Compute(words.next("a chunk"), name)  # type: ignore[arg-type]  # one of _STEPS
     match name:
         case "Load":
             return Load(words.next("a batch tensor"))

@@ -15,7 +15,8 @@ Source = Literal["measured", "table", "interpolated", "formula", "given"]
 @dataclass(frozen=True, slots=True)
 class Span:
     """One instruction on one rank. Seconds since the start of the step. `instr` indexes the role's program; `ready` is when the
-    instruction could have started had its stream and its peers been free; `bytes` moved by a communication, `flops` done by compute."""
+    instruction could have started had its stream and its peers been free; `bytes` moved by a communication, `flops` done by
+    compute."""
 
     rank: int
     stream: str

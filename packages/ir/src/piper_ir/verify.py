@@ -54,6 +54,7 @@ def _check_use(out: Findings) -> None:
     check_layout(out)
     if not out.found:
         check_holders(out)
+    if not out.found:
         check_reductions(out, orders)
     if not out.found:
         check_dataflow(out, events, order)

@@ -75,7 +75,7 @@ class _Dataflow:
                     problem = asked.problem(origin[value], part.mb)
                     if problem:
                         self._out.add("R27-dataflow", f"{part_name(part)} reads {value} as {asked.name}: {problem}", role, index)
-                writes = self._plan.chunk(op.chunk).steps[op.step].writes  # type: ignore[index]
+                writes = self._plan.chunk(op.chunk).steps[op.step].writes  # type: ignore[index]  # R07 refuses B
                 origin.update({v: (op.chunk, port, part.mb) for v, port in zip(part.writes, writes, strict=True)})
             case Load(tensor=tensor):
                 origin[part.writes[0]] = ("", tensor, part.mb)
@@ -99,7 +99,7 @@ class _Dataflow:
         key = (op.chunk, op.step)
         if key not in self._asked:
             chunk = self._plan.chunk(op.chunk)
-            ports = [p for p in chunk.steps[op.step].reads if not is_state(chunk, p)]  # type: ignore[index]
+            ports = [p for p in chunk.steps[op.step].reads if not is_state(chunk, p)]  # type: ignore[index]  # R07 refuses B
             self._asked[key] = [self._ask(chunk, p) for p in ports]
         return self._asked[key]
 

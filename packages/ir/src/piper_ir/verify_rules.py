@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from piper_ir.plan import Part, Plan, RolePlan
+from piper_ir.ops import Compute
+from piper_ir.plan import Instr, Part, Plan, RolePlan
 
 RULES: dict[str, str] = {
     # form
@@ -29,7 +30,7 @@ RULES: dict[str, str] = {
     "R17-p2p-match": "on each p2p channel the n-th send and the n-th receive exist and carry the same shape and dtype",
     "R18-group-match": "on each group channel all members run the same reductions (bucket or shape, dtype) in the same order",
     "R19-deadlock": "the plan runs to its end: streams in order, waits, rendezvous, one issuing thread per role that computes",
-    "R20-issue-order": "it also does when a rank runs its communications one by one in program order (NCCL needs it)",
+    "R20-issue-order": "so it does when each rank runs its communications one by one in program order, as NCCL may",
     # training
     "R21-steps": "each non-empty F, I and W of each chunk runs once per microbatch, on one role, F before I before W",
     "R22-buckets": "gradients in a bucket start at multiples of 256 bytes, in order, apart, and inside of it",
@@ -54,7 +55,7 @@ class Violation:
     index: int = -1
 
     def __str__(self) -> str:
-        return f"{self.rule}: {self.message} (the rule: {RULES[self.rule]})"
+        return f"{self.rule}: {self.message}{chr(10) if chr(10) in self.message else ' '}(the rule: {RULES[self.rule]})"
 
 
 @dataclass(slots=True)
@@ -83,8 +84,15 @@ def describe(role: RolePlan) -> str:
 
 def instruction(role: RolePlan, index: int) -> str:
     """ "role pp0 (ranks 0, 1), instruction 12 on compute: layer0.F@3"."""
-    instr = role.program[index]
-    return f"{describe(role)}, instruction {index} on {instr.stream}: {instr.name if instr.parts else '(no parts)'}"
+    return f"{describe(role)}, instruction {index} on {role.program[index].stream}: {title(role.program[index])}"
+
+
+def title(instr: Instr) -> str:
+    """The node of its first chunk, else of its first part, with the number of further parts: "layer0.F@3+1"."""
+    if not instr.parts:
+        return "(no parts)"
+    main = next((p for p in instr.parts if isinstance(p.op, Compute)), instr.parts[0])
+    return main.node + (f"+{len(instr.parts) - 1}" if len(instr.parts) > 1 else "")
 
 
 def part_name(part: Part) -> str:

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from piper_ir.ops import AllReduce
+from piper_ir.ops import COMM, AllReduce
 from piper_ir.plan import COMPUTE, Channel, Plan, RolePlan
-from piper_ir.verify_rules import Findings, Violation
+from piper_ir.verify_rules import Findings, Violation, title
 
 Reason = tuple[int, str]
+"""An instruction that must be done first, and why."""
+Block = tuple[int, int, str]
+"""An instruction that cannot start, one that must be done first, and why."""
 
 
 class Events:
@@ -42,8 +45,7 @@ class Events:
 
     def says(self, i: int) -> str:
         role, index = self.at[i]
-        instr = role.program[index]
-        return f"{role.role}[{index}] {instr.name} on {instr.stream}"
+        return f"{role.role}[{index}] {title(role.program[index])} on {role.program[index].stream}"
 
 
 def meetings(out: Findings) -> list[list[int]]:
@@ -52,8 +54,9 @@ def meetings(out: Findings) -> list[list[int]]:
     at: list[tuple[RolePlan, int]] = []
     for number, (role, index, instr) in enumerate(out.plan.instructions()):
         at.append((role, index))
-        if instr.comm:
-            uses[instr.parts[0].op.channel][role.role].append(number)  # type: ignore[union-attr]
+        op = instr.parts[0].op
+        if isinstance(op, COMM):
+            uses[op.channel][role.role].append(number)
     found: list[list[int]] = []
     for channel in out.plan.channels:
         sides = list(uses[channel.id].values())
@@ -112,7 +115,7 @@ def _conditions(events: Events, serial: bool) -> Iterator[tuple[int, list[Reason
         issued = -1
         for instr in role.program:
             own = streams[instr.stream]
-            before: list[Reason] = [(own[-1], "comes after, on its stream,")] if own else []
+            before: list[Reason] = [(own[-1], "is next on its stream after")] if own else []
             before += [(streams[s][n - 1], "waits for") for s, n in instr.waits]
             if instr.stream != COMPUTE:
                 if streams[COMPUTE]:
@@ -144,27 +147,40 @@ def _sweep(events: Events, serial: bool) -> list[int]:
 
 
 def _cycle(events: Events, done: list[int], serial: bool) -> list[tuple[int, str]]:
-    """A cycle of waiting among the events that did not happen: (instruction, why it cannot start), each naming the next."""
+    """A short cycle of waiting among the events that did not happen: (instruction, why it cannot start), each naming the next."""
     happened = set(done)
-    blocked: dict[int, tuple[int, int, str]] = {}  # event -> its member that cannot start, what that one needs, and why
+    blocked: dict[int, list[Block]] = {}
     for i, conditions in _conditions(events, serial):
-        e = events.event[i]
-        if e not in happened and e not in blocked:
-            for before, why in conditions:
-                if events.event[before] not in happened:
-                    blocked[e] = (i, before, why)
-                    break
-    walked: dict[int, int] = {}
-    e = min(blocked)
-    while e not in walked:
-        walked[e] = len(walked)
-        e = events.event[blocked[e][1]]
-    path = list(walked)[walked[e] :]
+        waits = [(i, before, why) for before, why in conditions if events.event[before] not in happened]
+        if waits:
+            blocked.setdefault(events.event[i], []).extend(waits)
+    start = min(blocked)
+    walked: set[int] = set()
+    while start not in walked:  # each event that did not happen has one before it, so this comes round
+        walked.add(start)
+        start = events.event[blocked[start][0][1]]
     lines: list[tuple[int, str]] = []
-    for this, following in zip(path, path[1:] + path[:1], strict=True):
-        i, before, why = blocked[this]
+    path = _way_round(events, blocked, start)
+    for (i, before, why), (needed, _, _) in zip(path, path[1:] + path[:1], strict=True):
         lines.append((i, f"{why} {events.says(before)}"))
-        needed = blocked[following][0]
         if before != needed:
-            lines.append((before, f"meets its peer {events.says(needed)}"))
+            lines.append((before, f"meets {events.says(needed)}"))
     return lines
+
+
+def _way_round(events: Events, blocked: dict[int, list[Block]], start: int) -> list[Block]:
+    """The shortest way from an event through what blocks it back to itself, breadth first."""
+    came: dict[int, Block] = {}
+    todo = [start]
+    for e in todo:  # grows while it is walked
+        for block in blocked[e]:
+            following = events.event[block[1]]
+            if following not in came:
+                came[following] = block
+                todo.append(following)
+        if start in came:
+            break
+    path = [came[start]]
+    while events.event[path[-1][0]] != start:
+        path.append(came[events.event[path[-1][0]]])
+    return path[::-1]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from piper_ir.plan import COMPUTE, Instr, RolePlan
-from piper_ir.verify_rules import Findings
+from piper_ir.verify_rules import Findings, title
 
 Place = tuple[int, int]
 """An instruction and a part of it. Part -1: what the instruction does before its parts; LAST: after them."""
@@ -129,7 +129,7 @@ class _Lifetime:
     def says(self, place: Place) -> str:
         if place == FIRST:
             return "the start of the step"
-        return f"instruction {place[0]} ({self.instr(place).stream}: {self.instr(place).name})"
+        return f"instruction {place[0]} ({self.instr(place).stream}: {title(self.instr(place))})"
 
     def check(self) -> None:
         self._check_allocation()

@@ -210,7 +210,7 @@ def _lose_tied_gradient(part: Part, rank: Rank, bind: BindPart) -> Run:
 
 
 def _short_add(part: Part, rank: Rank, bind: BindPart) -> Run:
-    return bind(replace(part, reads=part.reads[:-1]) if isinstance(part.op, Add) else part, rank)
+    return bind(replace(part, reads=part.reads[:-1]) if isinstance(part.op, Add) and len(part.reads) > 1 else part, rank)
 
 
 def _free_early(part: Part, rank: Rank, bind: BindPart) -> Run:

@@ -29,8 +29,7 @@ class Store:
         for bucket in self.buckets:
             self._add_bucket(bucket)
         for name in held["param"]:
-            if name not in self.params:
-                self.params[name] = self._initial(name).clone(memory_format=torch.contiguous_format)
+            self.params[name] = self._initial(name).clone(memory_format=torch.contiguous_format)
         self.buffers = {n: _find(buffers, "buffer", n).clone(memory_format=torch.contiguous_format) for n in held["buffer"]}
         del self._given
 
@@ -60,9 +59,13 @@ class Store:
 
 
 def state_names(plan: Plan, rank: int, kind: str) -> tuple[str, ...]:
-    """Names of the rank's states of a kind: "param", "grad" (bucket ids) or "buffer"."""
+    """Names of the rank's states of a kind: "param" (parameters that are in no bucket), "grad" (bucket ids) or "buffer"."""
     prefix = kind + ":"
-    return tuple(s.id.removeprefix(prefix) for s in plan.role_of(rank).states if s.id.startswith(prefix))
+    found = [s.id.removeprefix(prefix) for s in plan.role_of(rank).states if s.id.startswith(prefix)]
+    if kind == "param":  # "param:BUCKET" is the flat tensor of all parameters in a bucket
+        buckets = set(state_names(plan, rank, "grad"))
+        found = [name for name in found if name not in buckets]
+    return tuple(found)
 
 
 def held_params(plan: Plan, rank: int) -> tuple[str, ...]:

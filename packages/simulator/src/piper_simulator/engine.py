@@ -22,7 +22,8 @@ def run(
     prepared: Prepared, durations: Sequence[float], *, latency: float = 0.0, issue: float = 0.0, steps: int = 1
 ) -> list[Times]:
     """Times of each of `steps` steps that follow each other without a barrier, in seconds since the start of the first.
-    `durations` per node, a group taking that of its first member; `latency` of a point-to-point transfer, `issue` per instruction."""
+    `durations` per node, a group taking that of its first member; `latency` of a point-to-point transfer, `issue` per
+    instruction."""
     engine = _Engine(prepared, durations, latency, issue, steps)
     engine.env.run()
     return engine.finish()

@@ -87,5 +87,6 @@ def dense_order(value: torch.Tensor) -> tuple[int, ...] | None:
     """The permutation of the dimensions that makes `value` contiguous, or None where no permutation does."""
     if value.is_contiguous():
         return tuple(range(value.dim()))
-    order = tuple(sorted(range(value.dim()), key=lambda d: (-value.stride(d), value.shape[d] == 1, d)))
+    strides: tuple[int, ...] = value.stride()
+    order = tuple(sorted(range(value.dim()), key=lambda d: (-strides[d], value.shape[d] == 1, d)))
     return order if value.permute(order).is_contiguous() else None

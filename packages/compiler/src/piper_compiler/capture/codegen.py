@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from piper_ir.errors import CaptureError
-from piper_ir.program import Step
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from piper_compiler.capture.phases import StepGraph
 from piper_compiler.capture.schedule import Line
+from piper_ir.errors import CaptureError
+from piper_ir.program import Step
 
 aten = torch.ops.aten
 METHODS: Mapping[OpOverload, str] = {
@@ -54,7 +54,7 @@ METHODS: Mapping[OpOverload, str] = {
 
 @dataclass(frozen=True)
 class StepCode:
-    """Source of `step(args: list[Tensor]) -> tuple[Tensor, ...]`, which consumes `args`, and the constants that it uses by name."""
+    """Source of `step(args: list[Tensor]) -> tuple[Tensor, ...]`, which empties `args`, and the constants that it names."""
 
     source: str
     constants: Mapping[str, Tensor] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class StepCode:
 def generate(step: Step, graph: StepGraph, lines: Sequence[Line], constants: Mapping[str, Tensor]) -> StepCode:
     """Code that runs `lines`; its arguments are the step's reads in order, then one accumulator per accumulated parameter."""
     names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
-    ops = dict.fromkeys(line.node.target for line in lines if line.node.target not in METHODS)
+    ops = dict.fromkeys(op for line in lines if (op := _op(line)) not in METHODS)
     used = dict.fromkeys(str(n.target) for n in graph.graph.find_nodes(op="get_attr"))
     results = "".join(f"{_literal(n)}.contiguous(), " for n in _outputs(graph))
     source = [
@@ -108,10 +108,10 @@ def _line(line: Line) -> str:
     node = line.node
     keywords = [f"{name}={_literal(value)}" for name, value in node.kwargs.items()]
     first, *rest = [*map(_literal, node.args), *keywords] or [""]
-    if node.target in METHODS:
-        call = f"{first}.{METHODS[node.target]}({', '.join(rest)})"  # type: ignore[index]
+    if (op := _op(line)) in METHODS:
+        call = f"{first}.{METHODS[op]}({', '.join(rest)})"
     else:
-        call = f"{_global(node.target)}({', '.join([first, *rest])})"
+        call = f"{_global(op)}({', '.join([first, *rest])})"
     drops = f"; del {', '.join(n.name for n in line.drops)}" if line.drops else ""
     if line.makes == (node,):
         return f"{node.name} = {call}{drops}"
@@ -119,7 +119,13 @@ def _line(line: Line) -> str:
     return f"{node.name} = {call}; {items}; del {', '.join(n.name for n in (node, *line.drops))}"
 
 
-def _global(op: Any) -> str:
+def _op(line: Line) -> OpOverload:
+    target = line.node.target
+    assert isinstance(target, OpOverload)
+    return target
+
+
+def _global(op: OpOverload) -> str:
     return f"_{op._schema.name.replace('::', '_').replace('.', '_')}_{op._overloadname}"
 
 

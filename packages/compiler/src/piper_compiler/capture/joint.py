@@ -14,18 +14,18 @@ from typing import Any, Literal
 
 import torch
 import torch.fx.traceback
-from piper_ir.errors import CaptureError
-from piper_ir.program import Signature, Step
-from piper_ir.sizes import TensorSpec
 from torch import fx
 from torch._ops import OpOverload
 
-from piper_compiler.capture import _torch_joint, aliasing, kernels, liveness, phases
+from piper_compiler.capture import _torch_joint, kernels, liveness, phases
 from piper_compiler.capture.codegen import StepCode, generate
 from piper_compiler.capture.inplace import reuse_dying_terms
 from piper_compiler.capture.schedule import schedule
 from piper_compiler.capture.simplify import simplify
 from piper_compiler.capture.sums import fold_sums
+from piper_ir.errors import CaptureError
+from piper_ir.program import Signature, Step
+from piper_ir.sizes import TensorSpec
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _joint(
 ) -> phases.Joint:
     graph = raw.module.graph
     _check(graph)
-    simplify(graph)
+    simplify(graph, [raw.primals[k] for k, given in enumerate(inputs) if given.kind == "buffer"])
     fold_sums(graph)
     results, gradients = _torch_joint.results_and_gradients(graph)
     names = {raw.primals[len(inputs) + i]: name for i, name in enumerate(constants) if len(inputs) + i in raw.primals}
@@ -175,14 +175,15 @@ class _Wrapper(torch.nn.Module):
         self.constants = constants
         self.node: fx.Node | None = None
         self.outputs = 0
-        self._run = lambda args, given: _Interpreter(module, given, self).run(*args)
+        # In a tuple, so that the chunk's own tensors do not become parameters and buffers of the wrapper.
+        self._chunk = (module,)
         self._inputs, self._mutated, self._mask = inputs, mutated, mask
 
     def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         values = [a.clone() if k in self._mutated else a for k, a in enumerate(args[: self._inputs])]
         given = dict(zip(self.constants, args[self._inputs :], strict=True))
         with torch.device("cpu"), torch.fx.traceback.preserve_node_meta():
-            result = self._run(values, given)
+            result = _Interpreter(self._chunk[0], given, self).run(*values)
         outputs = [*(result if isinstance(result, list | tuple) else (result,)), *(values[k] for k in self._mutated)]
         self.outputs = len(outputs)
         for k, out in enumerate(outputs):
@@ -278,6 +279,8 @@ def _check(graph: fx.Graph) -> None:
         if node.op != "call_function":
             continue
         target, name = node.target, str(node.target)
+        if node.meta.get("recompute") is not None:
+            raise CaptureError(f"torch.utils.checkpoint inside the model is not followed{_where(node)}; what to drop is for the strategy")
         if isinstance(target, OpOverload):
             if target._schema.is_mutable:
                 raise CaptureError(f"{name} changes a tensor in place and cannot be made functional{_where(node)}")

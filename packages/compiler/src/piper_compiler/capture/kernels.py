@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 from collections import Counter
 
-from piper_ir.program import Cost, Kernel
-from piper_ops import kernel_of
 from torch import fx
 
 from piper_compiler.capture import aliasing
 from piper_compiler.capture.phases import StepGraph
+from piper_ir.program import Cost, Kernel
+from piper_ops import kernel_of
 
 
 def cost(step: StepGraph) -> Cost:

@@ -12,41 +12,45 @@ Memory that a kernel allocates and frees inside is not counted, nor are constant
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from piper_ir.program import Liveness
 from torch import fx
 
 from piper_compiler.capture import aliasing
 from piper_compiler.capture.phases import StepGraph
 from piper_compiler.capture.schedule import Line
+from piper_ir.program import Liveness
 
 
 def analyse(step: StepGraph, lines: Sequence[Line]) -> Liveness:
-    """Liveness of a step at concrete sizes: one integer per segment that has an op, none in the others."""
+    """Liveness of a step at concrete sizes. A segment holds the bytes at each of its ops that allocate, in order: the same ops
+    at every number of rows, so that each can be fitted. (At any other op less is held than at the one before.)"""
     last = _last_lines(step, lines)
     inputs = step.graph.find_nodes(op="placeholder")[: len(step.reads)]
-    order = sorted(range(len(inputs)), key=lambda k: (last.get(inputs[k], -1), k))
+    consumed = sorted(range(len(inputs)), key=lambda k: (last.get(inputs[k], -1), k))
+    at_line = _bytes_at_lines(lines, last)
+    ends = [last.get(inputs[k], -1) for k in consumed]
+    segments = [
+        tuple(size for number, size in at_line if start < number <= end)
+        for start, end in zip([-1, *ends], [*ends, len(lines)], strict=True)
+    ]
+    return Liveness(tuple(consumed), tuple(segments))
+
+
+def _bytes_at_lines(lines: Sequence[Line], last: Mapping[fx.Node, int]) -> list[tuple[int, int]]:
+    """(number, bytes held while it runs) of the lines that allocate."""
     held = 0
-    at_line: list[int] = []
     freed_at: dict[int, int] = {}
+    at_line: list[tuple[int, int]] = []
     for number, line in enumerate(lines):
         if not aliasing.is_view(line.node):
-            made = list(_results(line))
-            held += sum(size for _, size in made)
-            for owner, size in made:
+            for owner, size in _results(line):
+                held += size
                 end = number if owner is None else last[owner]
                 freed_at[end] = freed_at.get(end, 0) + size
-        at_line.append(held)
+            at_line.append((number, held))
         held -= freed_at.pop(number, 0)
-    segments: list[tuple[int, ...]] = []
-    start = 0
-    for k in order:
-        end = max(start, last.get(inputs[k], -1) + 1)
-        segments.append((max(at_line[start:end]),) if end > start else ())
-        start = end
-    segments.append((max(at_line[start:]),) if start < len(at_line) else ())
-    return Liveness(tuple(order), tuple(segments))
+    return at_line
 
 
 def _results(line: Line) -> list[tuple[fx.Node | None, int]]:

@@ -22,13 +22,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from piper_ir.errors import CaptureError
-from piper_ir.program import Step
-from piper_ir.sizes import TensorSpec
 from torch import fx
 from torch._ops import OpOverload
 
 from piper_compiler.capture import _torch_joint, aliasing
+from piper_ir.errors import CaptureError
+from piper_ir.program import Step
+from piper_ir.sizes import TensorSpec
 
 aten = torch.ops.aten
 
@@ -197,8 +197,8 @@ def _refuse_changed_buffers(joint: Joint, needs: set[fx.Node]) -> None:
     for k in joint.mutated:
         if joint.kinds[k] == "buffer" and joint.inputs[k] in needs:
             raise CaptureError(
-                f"the backward of a chunk reads buffer input {k}, which the chunk changes in place; the next microbatch would have "
-                "overwritten it by then. Read a copy of the buffer (buffer.clone()) in the forward"
+                f"the backward of a chunk reads buffer input {k}, which the chunk changes in place; the next microbatch "
+                "would have overwritten it by then. Read a copy of the buffer (buffer.clone()) in the forward"
             )
 
 
@@ -326,7 +326,7 @@ class _Builder:
         return self._provided[node].shape
 
     def _copy(self, graph: fx.Graph, node: fx.Node, env: dict[fx.Node, fx.Node]) -> None:
-        name = node.target.__name__ if node.target is operator.getitem else str(node.target).split(".")[1]  # type: ignore[union-attr]
+        name = "getitem" if node.target is operator.getitem else str(node.target).split(".")[1]
         args = fx.node.map_arg(node.args, env.__getitem__)
         kwargs = fx.node.map_arg(node.kwargs, env.__getitem__)
         env[node] = graph.create_node("call_function", node.target, args, kwargs, name=name.lstrip("_"))
@@ -340,7 +340,7 @@ class _Builder:
         made: dict[str, fx.Node],
         accumulators: Mapping[int, fx.Node],
     ) -> None:
-        """What follows the moment at which `node` exists: the ports that it is written to, the accumulator that it is added into."""
+        """What follows the moment at which `node` exists: the ports that take it, the accumulators that it is added to."""
         for k, gradient in self._gradients.items():
             if gradient is node:
                 added = graph.create_node("call_function", aten.add_.Tensor, (accumulators[k], env[node]), name="accumulate")

@@ -16,7 +16,7 @@ from piper_compiler.capture.phases import StepGraph
 
 @dataclass(frozen=True)
 class Line:
-    """`makes`: the variables that the op assigns; for an op with several results its getitem nodes, in the order of the results."""
+    """`makes`: the variables that the op assigns; for an op with several results its getitem nodes, in their order."""
 
     node: fx.Node
     makes: tuple[fx.Node, ...]

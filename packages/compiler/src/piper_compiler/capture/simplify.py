@@ -15,7 +15,7 @@ bytes (`phases` sees to it). The rules, each local to a node:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from piper_compiler.capture import aliasing
 
 aten = torch.ops.aten
 IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default})
+COPIES = frozenset({aten.clone.default, aten._to_copy.default})
 VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
 SHAPE_ONLY: dict[OpOverload, tuple[OpOverload, Any]] = {
     aten.zeros_like.default: (aten.zeros.default, None),
@@ -40,11 +41,13 @@ SHAPE_ONLY: dict[OpOverload, tuple[OpOverload, Any]] = {
 """Ops that read a tensor for its shape, dtype and device only -> (factory, index of the fill value)."""
 
 
-def simplify(graph: fx.Graph) -> None:
-    """Rewrite `graph` in place."""
+def simplify(graph: fx.Graph, buffers: Collection[fx.Node] = ()) -> None:
+    """Rewrite `graph` in place. A copy of one of the `buffers` stays: it is what backward reads when the buffer has changed."""
     views: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
+            continue
+        if node.target in COPIES and aliasing.root(node.all_input_nodes[0]) in buffers:
             continue
         simpler = _apply(graph, node)
         if simpler.op == "call_function" and aliasing.is_view(simpler):
@@ -98,7 +101,7 @@ def _drop_identity(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _drop_copy(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    if node.target not in (aten.clone.default, aten._to_copy.default):
+    if node.target not in COPIES:
         return None
     argument = node.args[0]
     assert isinstance(argument, fx.Node)

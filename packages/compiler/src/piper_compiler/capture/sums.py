@@ -11,12 +11,10 @@ Only when the parts cover the whole exactly once, and nothing else is in the sum
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
-
-from piper_compiler.capture import aliasing
 
 aten = torch.ops.aten
 
@@ -30,9 +28,9 @@ def fold_sums(graph: fx.Graph) -> None:
         parts = sorted((p for t in terms if (p := _part(t)) is not None), key=lambda p: p[1])
         if len(parts) < len(terms) or len({p[0] for p in parts}) != 1:
             continue
-        (target, shape, dim), size = parts[0][0], aliasing.tensor(node).shape[parts[0][0][2]]
+        target, shape, dim = parts[0][0]
         edges = [edge for _, span, _ in parts for edge in span]
-        if edges[0] != 0 or edges[-1] != size or edges[1:-1:2] != edges[2:-1:2]:
+        if edges[0] != 0 or edges[-1] != shape[dim] or edges[1:-1:2] != edges[2:-1:2]:
             continue
         join = aten.stack.default if target is aten.select_backward.default else aten.cat.default
         with graph.inserting_before(node):
@@ -40,9 +38,6 @@ def fold_sums(graph: fx.Graph) -> None:
         joined.meta = dict(node.meta)
         node.replace_all_uses_with(joined)
         graph.erase_node(node)
-        for dead in (*terms,):
-            if not dead.users:
-                graph.erase_node(dead)
 
 
 def _is_sum(node: fx.Node) -> bool:
@@ -52,7 +47,8 @@ def _is_sum(node: fx.Node) -> bool:
 def _terms(node: fx.Node) -> list[fx.Node]:
     """The terms of a sum, through inner sums that nothing else uses."""
     terms: list[fx.Node] = []
-    for term in node.all_input_nodes:
+    for term in node.args:
+        assert isinstance(term, fx.Node)
         terms += _terms(term) if _is_sum(term) and len(term.users) == 1 else [term]
     return terms
 
@@ -61,13 +57,12 @@ def _part(term: fx.Node) -> tuple[tuple[Any, tuple[int, ...], int], tuple[int, i
     """(what has to agree among the parts, their span in the dimension, gradient of the part) of a padded part."""
     if term.target not in (aten.select_backward.default, aten.slice_backward.default) or len(term.users) != 1:
         return None
-    gradient, shape, dim, start, *rest = term.args
-    assert isinstance(gradient, fx.Node)
-    whole = tuple(int(s) for s in shape)  # type: ignore[union-attr]
-    dim = int(dim) % len(whole)  # type: ignore[arg-type]
-    first = int(start) % whole[dim]  # type: ignore[arg-type]
+    gradient, shape, dim, start, *rest = cast(tuple[Any, ...], term.args)
+    whole = tuple(int(s) for s in shape)
+    dim = int(dim) % len(whole)
+    first = int(start) % whole[dim]
     if term.target is aten.select_backward.default:
         return (term.target, whole, dim), (first, first + 1), gradient
     end, step = rest
-    last = min(int(end), whole[dim])  # type: ignore[arg-type]
+    last = min(int(end), whole[dim])
     return ((term.target, whole, dim), (first, last), gradient) if step == 1 and last > first else None

@@ -9,6 +9,17 @@ from piper_compiler.directives.split import Split as split
 from piper_compiler.directives.stream import Stream as stream
 
 __all__ = [
-    "REGISTRY", "Directive", "call_site", "describe", "directive", "fail", "order", "partition", "place", "replicate", "site_field",
-    "split", "stream",
-]  # fmt: skip
+    "REGISTRY",
+    "Directive",
+    "call_site",
+    "describe",
+    "directive",
+    "fail",
+    "order",
+    "partition",
+    "place",
+    "replicate",
+    "site_field",
+    "split",
+    "stream",
+]

@@ -1,6 +1,7 @@
 """The directive protocol. A directive defined in a user's file has the same standing as those here.
 
-A directive is a frozen dataclass with the field `site` (see `site_field`) and three methods. To read it from JSON it is registered with `@directive`:
+A directive is a frozen dataclass with the field `site` (see `site_field`) and three methods. To read it from JSON it is
+registered with `@directive`:
 
     @directive
     @dataclass(frozen=True)
@@ -27,8 +28,8 @@ _HERE = Path(__file__).parent.parent
 
 @runtime_checkable
 class Directive(Protocol):
-    """What `Strategy` accepts. `check` raises DirectiveError (or SelectorError) and changes nothing; `apply` is called only after it and
-    returns the new graph, without mutating the old one or reading global state."""
+    """What `Strategy` accepts. `check` raises DirectiveError (or SelectorError) and changes nothing; `apply` is called only
+    after it and returns the new graph, without mutating the old one or reading global state."""
 
     def check(self, graph: Graph) -> None: ...
 

@@ -1,21 +1,23 @@
 """order: run all compute of one selection before all compute of the next, on each device where both occur.
 
     before  pp0: layer0.F@0, layer0.F@1, layer0.B@0 in any order that the data allows
-    after   pp0: layer0.F@0 -> layer0.F@1 -> layer0.B@0        order(where(mb=0, phase="F"), where(mb=1, phase="F"), where(mb=0, phase="B"))
+            order(where(mb=0, phase="F"), where(mb=1, phase="F"), where(mb=0, phase="B"))
+    after   pp0: layer0.F@0 -> layer0.F@1 -> layer0.B@0
 
 Legality
  1. At least two selections, each of which matches compute nodes.
  2. No node is in two selections.
  3. If anything is placed, the selected nodes are: an order is per device.
  4. On at least one device two of the selections occur: otherwise the directive would have no effect.
- (That all orders together are acyclic is checked once, when the strategy is complete; the error names the directives on the cycle.)
+ (That all orders together are acyclic is checked once, when the strategy is complete; the error names the directives on the
+ cycle.)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from piper_compiler.directives.base import compute_nodes, directive, fail, names, site_field
+from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
 from piper_ir.graph import Graph, Node
 from piper_ir.select import Where
 
@@ -23,15 +25,16 @@ from piper_ir.select import Where
 @directive
 @dataclass(frozen=True, init=False)
 class Order:
-    """Within a selection the nodes of a device run along the program (F ascending, backward descending). Communication follows its data."""
+    """Within a selection the nodes of a device run along the program (F ascending, backward descending). Communication
+    follows its data. `items` are selections or tuples of them."""
 
     selections: tuple[Where, ...]
     site: str = site_field()
 
-    def __init__(self, *selections: Where | tuple[Where, ...], site: str | None = None) -> None:
-        flat = [s for x in selections for s in (x if isinstance(x, tuple) else (x,))]
+    def __init__(self, *items: Where | tuple[Where, ...], selections: tuple[Where, ...] = (), site: str | None = None) -> None:
+        flat = [s for x in (*items, *selections) for s in (x if isinstance(x, tuple) else (x,))]
         object.__setattr__(self, "selections", tuple(flat))
-        object.__setattr__(self, "site", type(self).__dataclass_fields__["site"].default_factory() if site is None else site)
+        object.__setattr__(self, "site", call_site() if site is None else site)
 
     def check(self, graph: Graph) -> None:
         if len(self.selections) < 2:

@@ -27,8 +27,9 @@ from piper_ir.program import Chunk, Program
 @directive
 @dataclass(frozen=True)
 class Partition:
-    """Give every chunk the coordinate stage (0..stages-1). "even" gives the first stages one layer more when layers do not divide;
-    "cost" minimises the slowest stage's time. What runs before the first layer joins the first, what runs after a layer joins that layer."""
+    """Give every chunk the coordinate stage (0..stages-1). "even" gives the first stages one layer more when layers do not
+    divide; "cost" minimises the slowest stage's time. What runs before the first layer joins the first, what runs after a
+    layer joins that layer."""
 
     stages: int
     at: Literal["even", "cost"] | tuple[int, ...] = "even"
@@ -45,8 +46,8 @@ class Partition:
             return
         layers = layers_of(graph.program)
         if not layers:
-            message = "the model has no layers (no nn.ModuleList); tag stages with `with piper.region(stage=...)` or piper.tag(model, ...)"
-            raise fail(self, 3, message)
+            way_out = "tag stages with `with piper.region(stage=...)` or piper.tag(model, ...)"
+            raise fail(self, 3, f"the model has no layers (no nn.ModuleList); {way_out}")
         if len(layers) < self.stages:
             raise fail(self, 1, f"the model has {len(layers)} layers; use at most {len(layers)} stages")
         if isinstance(self.at, tuple):
@@ -122,8 +123,8 @@ def _seconds(chunk: Chunk, costs: Costs | None) -> float:
 
 
 def _balanced(seconds: list[float], stages: int) -> list[int]:
-    """First layers of stages 1.. such that the slowest stage is as fast as possible; of several solutions the one with the earliest
-    boundaries. Dynamic programme over (stage, first layer), O(stages * layers^2)."""
+    """First layers of stages 1.. such that the slowest stage is as fast as possible; of several solutions the one with the
+    earliest boundaries. Dynamic programme over (stage, first layer), O(stages * layers^2)."""
     n = len(seconds)
     prefix = [0.0, *accumulate(seconds)]
     best = [prefix[n] - prefix[i] for i in range(n)]  # one stage from layer i to the end

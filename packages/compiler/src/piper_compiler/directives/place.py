@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from piper_compiler.directives.base import compute_nodes, directive, fail, names, site_field
+from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
 from piper_ir.graph import Editor, Graph, Node, Transport
 from piper_ir.mesh import AXES
 from piper_ir.plan import COMPUTE
@@ -26,8 +26,8 @@ from piper_ir.select import Where
 @directive
 @dataclass(frozen=True, init=False)
 class Place:
-    """Nodes run on all ranks that have the coordinates `on`. `send`, `recv`: names of the streams that carry what these nodes send and
-    receive; by default each channel has a stream of its own."""
+    """Nodes run on all ranks that have the coordinates `on`. `send`, `recv`: names of the streams that carry what these nodes
+    send and receive; by default each channel has a stream of its own."""
 
     selection: Where
     on: tuple[tuple[str, int], ...]
@@ -36,13 +36,18 @@ class Place:
     site: str = site_field()
 
     def __init__(
-        self, selection: Where, on: Mapping[str, int] | tuple[tuple[str, int], ...], send: str = "", recv: str = "", site: str | None = None
+        self,
+        selection: Where,
+        on: Mapping[str, int] | tuple[tuple[str, int], ...],
+        send: str = "",
+        recv: str = "",
+        site: str | None = None,
     ) -> None:
         object.__setattr__(self, "selection", selection)
         object.__setattr__(self, "on", tuple(sorted(dict(on).items())))
         object.__setattr__(self, "send", send)
         object.__setattr__(self, "recv", recv)
-        object.__setattr__(self, "site", type(self).__dataclass_fields__["site"].default_factory() if site is None else site)
+        object.__setattr__(self, "site", call_site() if site is None else site)
 
     def check(self, graph: Graph) -> None:
         self._check_axes(graph)
@@ -69,14 +74,18 @@ class Place:
                 raise fail(self, 1, f"unknown axis {axis!r}; the axes are {', '.join(sorted(AXES))}")
             if not 0 <= at < graph.mesh.size(axis):
                 size = graph.mesh.size(axis)
-                raise fail(self, 1, f"{axis}={at} is outside of {graph.mesh}, where {axis} has {size} coordinate{'s' * (size > 1)}")
+                raise fail(
+                    self, 1, f"{axis}={at} is outside of {graph.mesh}, where {axis} has {size} coordinate{'s' * (size > 1)}"
+                )
 
     def _check_streams(self, graph: Graph, role: str) -> None:
         if COMPUTE in (self.send, self.recv):
             raise fail(self, 5, f"the stream {COMPUTE!r} is for compute; choose another name")
         known = graph.transports.get(role)
         if known is not None and known != Transport(self.send, self.recv):
-            raise fail(self, 5, f"{role} sends on {known.send!r} and receives on {known.recv!r} by an earlier place; use the same names")
+            raise fail(
+                self, 5, f"{role} sends on {known.send!r} and receives on {known.recv!r} by an earlier place; use the same names"
+            )
 
     def _fixed(self, graph: Graph) -> dict[str, int]:
         return dict(self.on)

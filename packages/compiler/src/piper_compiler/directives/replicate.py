@@ -26,9 +26,10 @@ from piper_ir.select import Where
 @directive
 @dataclass(frozen=True)
 class Replicate:
-    """Each coordinate along `over` holds all parameters of the selected chunks and sees its own rows. Gradients are summed in flat buckets of
-    `bucket_mb` MiB (of gradient dtype), one reduction per bucket and step, started when the bucket's last gradient is ready; `reduce` names
-    its stream (default: one for all reductions of the role). `zero`: 0 keeps gradients and optimizer state whole."""
+    """Each coordinate along `over` holds all parameters of the selected chunks and sees its own rows. Gradients are summed in
+    flat buckets of `bucket_mb` MiB (of gradient dtype), one reduction per bucket and step, started when the bucket's last
+    gradient is ready; `reduce` names its stream (default: one for all reductions of the role). `zero`: 0 keeps gradients and
+    optimizer state whole."""
 
     selection: Where
     over: tuple[str, ...] = ("dp",)

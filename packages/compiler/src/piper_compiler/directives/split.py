@@ -6,7 +6,8 @@
 Legality
  1. microbatches is at least 1.
  2. The batch is split once.
- 3. All nodes are selected: `where()`. (A part of the model that sees other microbatches than the rest has no single-device equivalent.)
+ 3. All nodes are selected: `where()`. (A part of the model that sees other microbatches than the rest has no single-device
+    equivalent.)
  4. Nothing is placed yet: communication belongs to a microbatch.
 """
 

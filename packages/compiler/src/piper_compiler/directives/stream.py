@@ -36,7 +36,9 @@ class Stream:
         nodes = compute_nodes(self, graph, self.selection)
         other = [n for n in nodes if not isinstance(n.op, Send | Recv)]
         if other:
-            raise fail(self, 2, f"{other[0].id} is no transfer; compute runs on the stream {COMPUTE!r}. Select op='send' or op='recv'")
+            raise fail(
+                self, 2, f"{other[0].id} is no transfer; compute runs on the stream {COMPUTE!r}. Select op='send' or op='recv'"
+            )
         selected = {n.id for n in nodes}
         touched = {(channel_of(n), type(n.op)) for n in nodes}
         for node in graph.nodes.values():

@@ -21,9 +21,9 @@ Key = tuple[tuple[str, ...], tuple[str, ...], str, int, int, str]
 
 
 def make_buckets(edit: Editor, training: Training) -> None:
-    """Add the buckets of all trained parameters and the channels that reduce them. Parameters stand in the order in which their gradients
-    become complete; a bucket ends when the next parameter would take it over its size. Parameters of one bucket are held by the same roles
-    and replicas, and share dtype and optimizer group."""
+    """Add the buckets of all trained parameters and the channels that reduce them. Parameters stand in the order in which
+    their gradients become complete; a bucket ends when the next parameter would take it over its size. Parameters of one
+    bucket are held by the same roles and replicas, and share dtype and optimizer group."""
     from piper_compiler.passes.complete import holders
 
     held = holders(edit, edit.graph.program)
@@ -45,7 +45,8 @@ def make_buckets(edit: Editor, training: Training) -> None:
 
 
 def _by_completion(edit: Editor) -> list[tuple[Param, Replication]]:
-    """Trained parameters with their policy; backward runs against the program, so a gradient is complete with the first chunk that uses it."""
+    """Trained parameters with their policy; backward runs against the program, so a gradient is complete with the first chunk
+    that uses it."""
     none = Replication((), 25 * 2**20, "", -1)
     by_name = {p.name: p for p in edit.graph.program.params}
     out: dict[str, Replication] = {}
@@ -54,7 +55,9 @@ def _by_completion(edit: Editor) -> list[tuple[Param, Replication]]:
         for name in reversed(trains(chunk)):
             other = out.pop(name, policy)
             if (other.over, other.bucket_bytes, other.stream) != (policy.over, policy.bucket_bytes, policy.stream):
-                raise CompileError(f"parameter {name!r} is shared by chunks that are replicated in different ways; replicate them together")
+                raise CompileError(
+                    f"parameter {name!r} is shared by chunks that are replicated in different ways; replicate them together"
+                )
             out[name] = policy
     return [(by_name[name], policy) for name, policy in out.items()]
 

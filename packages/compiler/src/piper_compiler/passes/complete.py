@@ -22,8 +22,8 @@ EVERYWHERE = "all"
 
 @dataclass(frozen=True)
 class Training:
-    """What the compiler needs to know of the job. `group_of`: parameter -> index of the optimizer's parameter group (default 0); `state_bytes`:
-    bytes of optimizer state that a holder of a bucket keeps; `clip`: bound of the global gradient norm."""
+    """What the compiler needs to know of the job. `group_of`: parameter -> index of the optimizer's parameter group (default
+    0); `state_bytes`: bytes of optimizer state that a holder of a bucket keeps; `clip`: bound of the global gradient norm."""
 
     group_of: Mapping[str, int] = field(default_factory=dict)
     state_bytes: Callable[[Bucket], int] = lambda bucket: 0
@@ -46,7 +46,9 @@ def complete(graph: Graph, training: Training) -> Graph:
     for role in edit.roles:
         held = tuple(b.id for b in edit.buckets.values() if role in b.roles)
         reads = tuple(v[role] for v in (total, norm) if v)
-        edit.add(Node(f"update#{role}", Update(held, bool(total), training.clip), {"phase": "U", "op": "update"}, reads, (), role))
+        edit.add(
+            Node(f"update#{role}", Update(held, bool(total), training.clip), {"phase": "U", "op": "update"}, reads, (), role)
+        )
     _order_buffers(edit)
     return edit.done()
 
@@ -56,7 +58,8 @@ def _place_rest(graph: Graph) -> Graph:
     if graph.roles and unplaced:
         compute = [n for n in unplaced if isinstance(n.op, Compute)] or unplaced
         raise CompileError(
-            f"{compute[0].id} (of {len(compute)} such nodes) is placed nowhere, while others are placed on {', '.join(graph.roles)}; "
+            f"{compute[0].id} (of {len(compute)} such nodes) is placed nowhere, while others are placed on "
+            f"{', '.join(graph.roles)}; "
             "add a place directive that selects it"
         )
     if not unplaced:
@@ -83,12 +86,15 @@ def _check_axes(graph: Graph) -> None:
     for axis in graph.mesh.axes:
         if axis not in placed | over:
             raise CompileError(
-                f"the mesh has {axis}={graph.mesh.size(axis)} but no directive uses {axis}; place on it, replicate over it, or take it out of the mesh"
+                f"the mesh has {axis}={graph.mesh.size(axis)} but no directive uses {axis}; "
+                "place on it, replicate over it, or take it out of the mesh"
             )
     idle = set(range(graph.mesh.world)) - {r for fixed in graph.roles.values() for r in graph.mesh.ranks(fixed)}
     if idle:
         where = ", ".join(f"{a}={c}" for a, c in graph.mesh.coords(min(idle)).items())
-        raise CompileError(f"nothing is placed on rank {min(idle)} ({where}) of {graph.mesh}; place a stage there or make the mesh smaller")
+        raise CompileError(
+            f"nothing is placed on rank {min(idle)} ({where}) of {graph.mesh}; place a stage there or make the mesh smaller"
+        )
 
 
 def _check_buffers(graph: Graph) -> None:
@@ -133,7 +139,8 @@ def _reduce(edit: Editor) -> None:
 
 
 def _sum_over_roles(edit: Editor, name: str, local: Mapping[str, str], over: tuple[str, ...], spec: TensorSpec) -> dict[str, str]:
-    """Role -> value with the sum over all roles (and `over`) of a scalar that each role has; the scalar itself when only one rank has it."""
+    """Role -> value with the sum over all roles (and `over`) of a scalar that each role has; the scalar itself when only one
+    rank has it."""
     roles = tuple(edit.roles)
     if len(roles) == 1 and not over:
         return dict(local)
@@ -185,8 +192,8 @@ def _loss_weight(edit: Editor) -> dict[str, str]:
 
 
 def _gradient_norm(edit: Editor) -> dict[str, str]:
-    """Role -> value with the squared norm of the whole gradient. A bucket counts once, on the first role that holds it; replicas hold equal
-    gradients after their reductions, so the sum is over roles at each data-parallel coordinate."""
+    """Role -> value with the squared norm of the whole gradient. A bucket counts once, on the first role that holds it;
+    replicas hold equal gradients after their reductions, so the sum is over roles at each data-parallel coordinate."""
     wide = any(b.dtype == "float64" for b in edit.buckets.values())
     spec = TensorSpec((), "float64" if wide else "float32")
     local = {}
@@ -202,7 +209,8 @@ def _gradient_norm(edit: Editor) -> dict[str, str]:
 
 
 def holders(graph: Graph | Editor, program: Program) -> dict[str, tuple[str, ...]]:
-    """Trained parameter -> the roles that run a chunk which reads it, in order of roles. A role that only reads it must update it too."""
+    """Trained parameter -> the roles that run a chunk which reads it, in order of roles. A role that only reads it must update
+    it too."""
     trained = {name for chunk in program.chunks for name in trains(chunk)}
     out: dict[str, set[str]] = {}
     for chunk in program.chunks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from piper_compiler.ports import trains
 from piper_ir.errors import CompileError
@@ -12,8 +13,8 @@ from piper_ir.ops import COMM, AllReduce, Compute, Op, Recv, SquaredNorm, Update
 
 @dataclass(frozen=True)
 class Dependencies:
-    """Nodes by number, in creation order; `before[i]` must be done before node i starts, `after` is the inverse. `accumulators`: (bucket, role)
-    -> the nodes that add into its gradient there."""
+    """Nodes by number, in creation order; `before[i]` must be done before node i starts, `after` is the inverse.
+    `accumulators`: (bucket, role) -> the nodes that add into its gradient there."""
 
     nodes: tuple[Node, ...]
     number: dict[str, int]
@@ -42,7 +43,9 @@ def dependencies(graph: Graph) -> Dependencies:
                 edges += accumulators.get((bucket, node.role), [])
             case SquaredNorm(buckets=buckets):
                 for b in buckets:
-                    edges += [reductions[(b, node.role)]] if (b, node.role) in reductions else accumulators.get((b, node.role), [])
+                    edges += (
+                        [reductions[(b, node.role)]] if (b, node.role) in reductions else accumulators.get((b, node.role), [])
+                    )
             case Update(buckets=buckets):
                 edges += [reductions[(b, node.role)] for b in buckets if (b, node.role) in reductions]
                 edges += on_role.get(node.role, [])
@@ -80,12 +83,14 @@ def cycle_error(graph: Graph, deps: Dependencies, stuck: set[int]) -> CompileErr
         at = next(j for j in deps.before[at] if j in stuck)
     cycle = [*path[seen[at] :], at]
     lines = []
-    for later, earlier in zip(cycle, cycle[1:], strict=False):
+    for later, earlier in pairwise(cycle):
         a, b = deps.nodes[earlier], deps.nodes[later]
         applied = graph.order_edges.get((a.id, b.id))
         why = f"ordered by {graph.log[applied]}" if applied is not None and applied < len(graph.log) else _reason(b.op)
         lines.append(f"  {b.id} on {b.role} waits for {a.id} on {a.role}: {why}")
-    return CompileError("the orders and the data together are cyclic, so nothing on this cycle can ever start:\n" + "\n".join(lines))
+    return CompileError(
+        "the orders and the data together are cyclic, so nothing on this cycle can ever start:\n" + "\n".join(lines)
+    )
 
 
 def _reason(op: Op) -> str:

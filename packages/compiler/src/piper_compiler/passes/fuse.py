@@ -1,7 +1,8 @@
 """fuse: join neighbouring compute of one role, microbatch, stage and phase into one instruction, wherever nothing lies between.
 
-Something lies between two neighbours when communication must start after the first (it is sent, or was the last to add into a bucket that is
-reduced), or must end before the second (it is the first to read what was received or reduced). Parts keep their order, so results are bit-equal.
+Something lies between two neighbours when communication must start after the first (it is sent, or was the last to add into a
+bucket that is reduced), or must end before the second (it is the first to read what was received or reduced). Parts keep their
+order, so results are bit-equal.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def _sends(deps: Dependencies, i: int, j: int) -> bool:
 
 def _last_before_reductions(graph: Graph, deps: Dependencies, place: dict[int, int]) -> set[int]:
     """The nodes that are the last of their role to add into a bucket which is then reduced."""
-    return {max(nodes, key=place.__getitem__) for (bucket, _), nodes in deps.accumulators.items() if graph.buckets[bucket].channel}
+    return {
+        max(nodes, key=place.__getitem__) for (bucket, _), nodes in deps.accumulators.items() if graph.buckets[bucket].channel
+    }
 
 
 def _fresh(graph: Graph, deps: Dependencies, node: Node, received: set[tuple[str, str]]) -> bool:

@@ -25,7 +25,8 @@ from piper_ir.timing import prepare, sweep
 
 @dataclass(frozen=True)
 class Options:
-    """`fuse`: join neighbours into one instruction. `recv_ahead`: how many compute instructions before its first reader a receive is posted."""
+    """`fuse`: join neighbours into one instruction. `recv_ahead`: how many compute instructions before its first reader a
+    receive is posted."""
 
     fuse: bool = True
     recv_ahead: int = 2
@@ -46,11 +47,24 @@ def lower(graph: Graph, rows: int, training: Training, options: Options, costs: 
     roles = tuple(_role(graph, role, deps, work[role], where, maker, training) for role in graph.roles)
     program = graph.program
     plan = Plan(
-        program.key, graph.mesh, rows, graph.microbatches, replicated, roles, tuple(graph.channels.values()), tuple(graph.buckets.values()),
-        maker.values, tuple(chunks.values()), program.params, program.buffers,
-        tuple(replace(b, spec=b.spec.bind(rows)) for b in program.batch), program.loss_kind, program.hop, options.recv_ahead,
+        program.key,
+        graph.mesh,
+        rows,
+        graph.microbatches,
+        replicated,
+        roles,
+        tuple(graph.channels.values()),
+        tuple(graph.buckets.values()),
+        maker.values,
+        tuple(chunks.values()),
+        program.params,
+        program.buffers,
+        tuple(replace(b, spec=b.spec.bind(rows)) for b in program.batch),
+        program.loss_kind,
+        program.hop,
+        options.recv_ahead,
         training.tokens_per_row,
-    )  # fmt: skip
+    )
     return with_peaks(_with_frees(plan, costs))
 
 
@@ -124,7 +138,8 @@ class _RoleBuilder:
             self.done[i] = (instr.stream, n)
 
     def _waits(self, nodes: Task, stream: str) -> tuple[tuple[str, int], ...]:
-        """What the nodes need from other streams of their role. (A receive needs its send, which is on another role: a rendezvous.)"""
+        """What the nodes need from other streams of their role. (A receive needs its send, which is on another role: a
+        rendezvous.)"""
         out: dict[str, int] = {}
         for i in nodes:
             for j in self.deps.before[i]:
@@ -136,7 +151,8 @@ class _RoleBuilder:
 
 
 def _states(graph: Graph, role: str, training: Training) -> tuple[State, ...]:
-    """The persistent bytes of a role: parameters in buckets (flat, with their padding), other parameters, gradients, optimizer, buffers."""
+    """The persistent bytes of a role: parameters in buckets (flat, with their padding), other parameters, gradients,
+    optimizer, buffers."""
     out: list[State] = []
     bucketed: set[str] = set()
     for bucket in graph.buckets.values():

@@ -1,9 +1,9 @@
 """Where communication stands in a role's program order.
 
-The communication of a role follows the global order of transfers, so that the issue orders of all ranks, restricted to communication, are
-projections of one order (what NCCL needs: rule 21, trap 45). Within that: a send or a reduction comes right after the compute that it
-needs; a receive `recv_ahead` compute instructions before its first reader, or as early as can be when it has no bytes; never so late that
-what follows it would be late (rule 23).
+The communication of a role follows the global order of transfers, so that the issue orders of all ranks, restricted to
+communication, are projections of one order (what NCCL needs: rule 21, trap 45). Within that: a send or a reduction comes right
+after the compute that it needs; a receive `recv_ahead` compute instructions before its first reader, or as early as can be
+when it has no bytes; never so late that what follows it would be late (rule 23).
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Frees: when each value dies, decided at compile time (rule 22).
 
-A value whose last reader computes dies right after it. A value that is read by communication dies at a later compute instruction, which
-waits for it: the first one that starts after the communication's end in a run without frees under canonical durations, so that the wait costs nothing
-there. A fixed distance in instructions deadlocks; counting references makes the peak a matter of luck.
+A value whose last reader computes dies right after it. A value that is read by communication dies at a later compute
+instruction, which waits for it: the first one that starts after the communication's end in a run without frees under canonical
+durations, so that the wait costs nothing there. A fixed distance in instructions deadlocks; counting references makes the peak
+a matter of luck.
 """
 
 from __future__ import annotations
@@ -54,7 +55,11 @@ def with_frees(role: RolePlan, offset: int, prepared: Prepared, times: Times) ->
 
 
 def _freed(
-    k: int, instr: Instr, frees: Mapping[tuple[int, int], list[str]], before: Mapping[int, list[str]], waits: Mapping[int, Mapping[str, int]]
+    k: int,
+    instr: Instr,
+    frees: Mapping[tuple[int, int], list[str]],
+    before: Mapping[int, list[str]],
+    waits: Mapping[int, Mapping[str, int]],
 ) -> Instr:
     if instr.stream != COMPUTE:
         return instr
@@ -68,8 +73,8 @@ def _freed(
 
 
 def _readers(program: tuple[Instr, ...]) -> tuple[dict[str, _Reader], dict[str, list[int]]]:
-    """Value -> last compute reader (or its writer, when nothing reads it), and value -> the communications that read it. A value that only
-    communication reads is in the second alone."""
+    """Value -> last compute reader (or its writer, when nothing reads it), and value -> the communications that read it. A
+    value that only communication reads is in the second alone."""
     last: dict[str, _Reader] = {}
     sent: dict[str, list[int]] = {}
     for k, instr in enumerate(program):

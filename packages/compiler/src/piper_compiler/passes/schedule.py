@@ -1,9 +1,9 @@
 """One global linear order of all nodes, from which every role's program is projected.
 
 List scheduling under canonical durations: each role computes one node at a time and, where orders leave a choice, takes by
-default what 1F1B takes: go on with the stage and microbatch at hand, else backward before forward, else the lowest microbatch; a forward of a stage
-starts only while fewer than `limit` of its microbatches are in flight, where limit is 1 + the number of stages after it on
-the longest way to the loss (p - r on device r of a chain). Forwards that an `order` mentions are not limited.
+default what 1F1B takes: go on with the stage and microbatch at hand, else backward before forward, else the lowest microbatch;
+a forward of a stage starts only while fewer than `limit` of its microbatches are in flight, where limit is 1 + the number of
+stages after it on the longest way to the loss (p - r on device r of a chain). Forwards that an `order` mentions are not limited.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from piper_compiler.passes.dependencies import Dependencies, cycle_error
 from piper_compiler.ports import signatures
 from piper_ir.costs import Costs
 from piper_ir.graph import Graph, Node
-from piper_ir.ops import COMM, AllReduce, Compute, Recv, Send
-from piper_ir.program import Chunk
-from piper_ir.sizes import bind
+from piper_ir.ops import COMM, AllReduce, Compute, ComputeStep, Recv, Send
+from piper_ir.program import Chunk, Step
+from piper_ir.sizes import ITEM_BYTES, bind
 
 LINK = 1e11
 """Nominal bytes/s between devices."""
@@ -162,7 +162,8 @@ class Scheduler:
         return True
 
     def _force(self, dirty: set[str]) -> bool:
-        """Nothing runs and something is held back by its limit: an order elsewhere needs more in flight, so let the first one go."""
+        """Nothing runs and something is held back by its limit: an order elsewhere needs more in flight, so let the first one
+        go."""
         held = [(group[1], name, group) for name, role in self.roles.items() for group in role.gated]
         if not held:
             return False
@@ -194,22 +195,26 @@ def _group(node: Node) -> Group:
 
 
 def _node_seconds(graph: Graph, nodes: tuple[Node, ...], bound: dict[str, Chunk], costs: Costs | None) -> list[float]:
-    cache: dict[tuple[str, str], float] = {}
+    cache: dict[Compute, float] = {}
     out = []
     for node in nodes:
         match node.op:
-            case Compute(chunk=id, step=step):
-                if (id, step) not in cache:
-                    steps = [s for s in (("I", "W") if step == "B" else (step,)) if s in bound[id].steps]
-                    cache[(id, step)] = sum(chunk_seconds(bound[id], s, costs) for s in steps if not bound[id].steps[s].empty)  # type: ignore[index]  # s is a Step
-                out.append(cache[(id, step)])
+            case Compute():
+                if node.op not in cache:
+                    cache[node.op] = _compute_seconds(bound[node.op.chunk], node.op.step, costs)
+                out.append(cache[node.op])
             case Recv():
                 out.append(graph.program.hop + bind(graph.values[node.writes[0]].spec.nbytes, 1) / LINK)
             case AllReduce(bucket=bucket) if bucket and graph.program.source != "synthetic":
-                out.append(graph.buckets[bucket].numel * 4 / LINK)
+                out.append(graph.buckets[bucket].numel * ITEM_BYTES[graph.buckets[bucket].dtype] / LINK)
             case _:
                 out.append(0.0)
     return out
+
+
+def _compute_seconds(chunk: Chunk, step: ComputeStep, costs: Costs | None) -> float:
+    steps: tuple[Step, ...] = ("I", "W") if step == "B" else (step,)
+    return sum([chunk_seconds(chunk, s, costs) for s in steps if s in chunk.steps and not chunk.steps[s].empty])
 
 
 def _limits(graph: Graph, deps: Dependencies) -> dict[str, int]:

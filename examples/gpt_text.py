@@ -1,0 +1,113 @@
+"""A small byte-level GPT on real text (the Python standard library's source), trained as a pipeline of two processes.
+
+python examples/gpt_text.py            plan, simulate, train, and print predicted beside measured
+piper simulate examples/gpt_text.py    the prediction alone
+piper explain examples/gpt_text.py     what runs where, and why
+"""
+
+from __future__ import annotations
+
+import math
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import piper
+
+WIDTH, HEADS, LAYERS, CONTEXT, VOCAB = 128, 4, 6, 128, 256
+GLOBAL_BATCH, MICROBATCHES, STEPS = 32, 8, 60
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln1, self.ln2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        q, k, v = self.qkv(self.ln1(x)).view(rows, length, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(y.transpose(1, 2).reshape(rows, length, width))
+        return x + self.down(F.gelu(self.up(self.ln2(x))))
+
+
+class GPT(nn.Module):
+    """The embedding and the head share one weight, although they sit on different pipeline stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        for p in self.parameters():
+            if p.ndim == 2:
+                nn.init.normal_(p, std=0.02)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+_TEXT: list[Tensor] = []
+
+
+def text() -> Tensor:
+    """The source of the standard library's top-level modules as bytes, read once per process."""
+    if not _TEXT:
+        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        _TEXT.append(torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8))
+    return _TEXT[0]
+
+
+def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
+    """Row r of a step starts at a place that depends on the step and r only: every strategy sees the same data."""
+    source = text()
+    picks = torch.randint(len(source) - CONTEXT - 1, (GLOBAL_BATCH,), generator=torch.Generator().manual_seed(step))
+    windows = torch.stack([source[i : i + CONTEXT + 1] for i in picks[rows.start : rows.stop].tolist()]).long()
+    return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.view(-1, VOCAB), targets.view(-1))
+
+
+def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    """Weight decay for matrices only."""
+    groups = [
+        {"params": [p for _, p in named if p.ndim >= 2]},
+        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=2e-3, weight_decay=0.1)
+
+
+job = piper.Job(GPT, batch, loss, optimizer, global_batch=GLOBAL_BATCH, tokens_per_row=CONTEXT, clip_norm=1.0)
+strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=MICROBATCHES))
+steps = STEPS
+
+
+def unigram_entropy() -> float:
+    """Nats per byte of the best model that ignores context: what training has to beat."""
+    p = torch.bincount(text().long(), minlength=VOCAB).double() / len(text())
+    return float(-(p * p.clamp_min(1e-300).log()).sum())
+
+
+def main() -> None:
+    from piper.session import train
+
+    run = train(job, strategy, steps=STEPS, out=Path("runs"), name="gpt_text")
+    entropy = unigram_entropy()
+    print(f"loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f} nats per byte; unigram entropy of the text {entropy:.3f}")
+    if not math.isfinite(run.losses[-1]) or run.losses[-1] > 0.95 * entropy:
+        raise SystemExit(f"the final loss is not below 0.95 of the unigram entropy ({0.95 * entropy:.3f}): training went wrong")
+
+
+if __name__ == "__main__":
+    main()

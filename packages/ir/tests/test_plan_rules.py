@@ -1,0 +1,501 @@
+"""Each rule of `verify` against a plan in which exactly one thing is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from packages.ir.tests.plans_for_tests import (
+    SCALAR,
+    change_bucket,
+    change_channel,
+    change_instr,
+    change_part,
+    change_program,
+    change_role,
+    find,
+    good_plan,
+)
+from piper_ir.errors import PlanError
+from piper_ir.memory import with_peaks
+from piper_ir.mesh import Mesh
+from piper_ir.ops import AllReduce, Compute, Recv, Seed, SquaredNorm, Update
+from piper_ir.plan import Instr, Plan
+from piper_ir.verify import RULES, check, verify
+from piper_ir.verify_values import Order
+
+GOOD = good_plan()
+
+Break = Callable[[Plan], Plan]
+BREAKS: list[tuple[str, str, Break]] = []
+
+
+def breaks(rule: str, message: str) -> Callable[[Break], Break]:
+    """Registers a change of the good plan, the one rule that it breaks, and words that the message must have."""
+
+    def register(function: Break) -> Break:
+        BREAKS.append((rule, message, function))
+        return function
+
+    return register
+
+
+@breaks("R01-ranks", "no role has rank 1")
+def _idle_rank(plan: Plan) -> Plan:
+    return change_role(plan, "pp0", ranks=(0,))
+
+
+@breaks("R01-ranks", "outside of Mesh(pp=2, dp=2)")
+def _outside(plan: Plan) -> Plan:
+    return change_role(plan, "pp1", placed={"pp": 2})
+
+
+@breaks("R02-streams", "the role has the streams compute, send, recv, reduce")
+def _unknown_stream(plan: Plan) -> Plan:
+    return change_instr(plan, "pp0", "send.a@0", stream="ghost")
+
+
+@breaks("R02-streams", "streams are compute, send, recv, reduce, send")
+def _stream_twice(plan: Plan) -> Plan:
+    return change_role(plan, "pp0", streams=("compute", "send", "recv", "reduce", "send"))
+
+
+@breaks("R03-parts", "a communication has one")
+def _two_sends(plan: Plan) -> Plan:
+    return change_instr(plan, "pp0", "send.a@0", parts=2 * plan.role("pp0").program[1].parts)
+
+
+@breaks("R03-parts", "it has no part")
+def _no_part(plan: Plan) -> Plan:
+    return change_instr(plan, "pp0", "zero", parts=())
+
+
+@breaks("R04-allocation", "stream send allocates or frees")
+def _send_frees(plan: Plan) -> Plan:
+    return change_part(plan, "pp0", "send.a@0", frees=("a@0",))
+
+
+@breaks("R05-waits", "it waits for 3 instructions of compute, of which 2 stand before it")
+def _wait_for_later(plan: Plan) -> Plan:
+    return change_instr(plan, "pp0", "send.a@1", waits=(("compute", 3),))
+
+
+@breaks("R05-waits", "it waits for the stream copy; the role has compute, send, recv, reduce")
+def _wait_for_nobody(plan: Plan) -> Plan:
+    return change_instr(plan, "pp0", "send.a@1", waits=(("compute", 2), ("copy", 1)))
+
+
+@breaks("R05-waits", "it waits for 0 instructions")
+def _wait_for_none(plan: Plan) -> Plan:
+    return change_instr(plan, "pp0", "send.a@1", waits=(("compute", 2), ("recv", 0)))
+
+
+@breaks("R06-names", "there is no value ghost in the plan")
+def _unknown_value(plan: Plan) -> Plan:
+    return change_part(plan, "pp0", "send.a@0", reads=("ghost",))
+
+
+@breaks("R06-names", "there is no chunk ghost")
+def _unknown_chunk(plan: Plan) -> Plan:
+    return change_part(plan, "pp0", "embed.F@0", op=Compute("ghost", "F"))
+
+
+@breaks("R06-names", "2 chunks are called head")
+def _chunk_twice(plan: Plan) -> Plan:
+    return replace(plan, chunks=(*plan.chunks, plan.chunks[1]))
+
+
+@breaks("R06-names", "bucket own names parameter ghost")
+def _unknown_parameter(plan: Plan) -> Plan:
+    return change_bucket(plan, "own", params=("ghost",))
+
+
+@breaks("R06-names", "input 0 of chunk head is the value embed:out7")
+def _unknown_input(plan: Plan) -> Plan:
+    head = plan.chunks[1]
+    inputs = (replace(head.inputs[0], ref="embed:out7"), *head.inputs[1:])
+    return replace(plan, chunks=(plan.chunks[0], replace(head, inputs=inputs)))
+
+
+@breaks("R07-signature", "it writes a@0, a float32[]; float32[2,8] is expected")
+def _wrong_spec(plan: Plan) -> Plan:
+    return replace(plan, values={**plan.values, "a@0": replace(plan.values["a@0"], spec=SCALAR)})
+
+
+@breaks("R07-signature", "it reads 2 values; 3 are expected")
+def _missing_read(plan: Plan) -> Plan:
+    return change_part(plan, "pp0", "embed.W@0", reads=("s@0", "ga@0#pp0"))
+
+
+@breaks("R07-signature", "microbatch 2 is not in 0..1")
+def _wrong_microbatch(plan: Plan) -> Plan:
+    return change_part(plan, "pp0", "embed.F@0", mb=2)
+
+
+@breaks("R07-signature", "the step B does not exist in a plan")
+def _step_b(plan: Plan) -> Plan:
+    return change_part(plan, "pp1", "head.I@0", op=Compute("head", "B"))
+
+
+@breaks("R08-states", "it uses grad:tied and has no such state")
+def _missing_state(plan: Plan) -> Plan:
+    return change_role(plan, "pp0", states=tuple(s for s in plan.role("pp0").states if s.id != "grad:tied"))
+
+
+@breaks("R08-states", "the state buffer:scale has 33 bytes; 32 are expected")
+def _wrong_bytes(plan: Plan) -> Plan:
+    states = plan.role("pp0").states
+    return change_role(plan, "pp0", states=(*states[:-1], replace(states[-1], nbytes=33)))
+
+
+@breaks("R08-states", "it has the state param:tied 2 times")
+def _state_twice(plan: Plan) -> Plan:
+    return change_role(plan, "pp0", states=(plan.role("pp0").states[0], *plan.role("pp0").states))
+
+
+@breaks("R09-channels", "role pp0 has no communication stream compute")
+def _channel_on_compute(plan: Plan) -> Plan:
+    return change_channel(plan, "act", streams=("compute", "recv"))
+
+
+@breaks("R09-channels", "p2p needs a source and a destination")
+def _channel_of_one(plan: Plan) -> Plan:
+    return change_channel(plan, "act", roles=("pp0",), streams=("send",))
+
+
+@breaks("R09-channels", "its roles place different axes")
+def _channel_across(plan: Plan) -> Plan:
+    roles = (plan.roles[0], replace(plan.roles[1], placed={"dp": 1, "pp": 1}, ranks=(3,)))
+    return replace(
+        plan, mesh=Mesh(pp=2, dp=2), roles=(*roles, replace(roles[1], role="rest", placed={"dp": 0, "pp": 1}, ranks=(2,)))
+    )
+
+
+@breaks("R10-channel-use", "channel act delivers to role pp1")
+def _receives_own(plan: Plan) -> Plan:
+    return change_part(plan, "pp0", "recv.ga@0", op=Recv("act"))
+
+
+@breaks("R10-channel-use", "channel grad is p2p; AllReduce needs group")
+def _reduces_on_p2p(plan: Plan) -> Plan:
+    return change_part(plan, "pp0", "reduce.norm", op=AllReduce("grad"))
+
+
+@breaks("R10-channel-use", "channel own joins pp1")
+def _reduces_with_others(plan: Plan) -> Plan:
+    return change_part(plan, "pp0", "reduce.tied", op=AllReduce("own", "tied"))
+
+
+@breaks("R10-channel-use", "channel tied uses the stream reduce here")
+def _other_stream(plan: Plan) -> Plan:
+    program = plan.role("pp0").program
+    at = find(plan, "pp0", "reduce.tied")
+    moved = replace(program[at], stream="recv")
+    later = replace(program[-1], waits=(("recv", 5), ("reduce", 1)))
+    return change_role(plan, "pp0", program=(*program[:at], moved, *program[at + 1 : -1], later))
+
+
+@breaks("R11-written-once", "nothing writes t@1")
+def _written_twice(plan: Plan) -> Plan:
+    return change_part(plan, "pp1", "load.t@1", writes=("t@0",))
+
+
+@breaks("R11-written-once", "it uses squares, which lives on role pp1")
+def _other_role(plan: Plan) -> Plan:
+    return change_part(plan, "pp0", "reduce.norm", reads=("squares",))
+
+
+@breaks("R12-allocated", "it must stand before, and be waited for")
+def _receive_too_early(plan: Plan) -> Plan:
+    return change_instr(plan, "pp1", "recv.a@1", waits=())
+
+
+@breaks("R12-allocated", "allocated 0 times")
+def _no_buffer(plan: Plan) -> Plan:
+    return change_instr(plan, "pp1", "head.F@0", allocs_after=("a@1#pp1",))
+
+
+@breaks("R12-allocated", "is allocated by the part that writes it, and by the start of the step too")
+def _allocated_twice(plan: Plan) -> Plan:
+    return change_role(plan, "pp0", allocs_first=("a@0",))
+
+
+@breaks("R13-read-after-write", "no wait makes this instruction come after it")
+def _read_too_early(plan: Plan) -> Plan:
+    return change_instr(plan, "pp1", "head.F@0", waits=())
+
+
+@breaks("R13-read-after-write", "writes only later")
+def _parts_swapped(plan: Plan) -> Plan:
+    seed, first, second, total = plan.role("pp1").program[find(plan, "pp1", "head.I@0")].parts
+    parts = (seed, replace(second, frees=()), replace(first, frees=("seed@0", "h@0", "iw@0")), total)
+    return change_instr(plan, "pp1", "head.I@0", parts=parts)
+
+
+@breaks("R14-freed-once", "loss@1 is written here and never freed")
+def _leak(plan: Plan) -> Plan:
+    return change_part(plan, "pp1", "head.F@1", frees=("a@1#pp1", "b@1#pp1", "t@1"))
+
+
+@breaks("R14-freed-once", "it frees s@0, which")
+def _double_free(plan: Plan) -> Plan:
+    return change_instr(plan, "pp0", "embed.W@1", frees_before=("a@1", "b@1", "s@0"))
+
+
+@breaks("R15-use-after-free", "it uses a@0, which instruction 0 (compute: embed.F@0+1) frees before")
+def _sent_after_free(plan: Plan) -> Plan:
+    early = change_part(plan, "pp0", "embed.F@0", frees=("x@0", "a@0"))
+    return change_instr(early, "pp0", "embed.W@0", frees_before=("b@0",))
+
+
+@breaks("R15-use-after-free", "it uses h@0, which")
+def _read_after_free(plan: Plan) -> Plan:
+    early = change_part(plan, "pp1", "head.I@0", frees=("seed@0", "h@0"))
+    return change_part(early, "pp1", "head.W@0", frees=("iw@0",))
+
+
+@breaks("R16-free-covered", "it frees a@0 without having waited for instruction 1 (send: send.a@0)")
+def _freed_while_sent(plan: Plan) -> Plan:
+    return change_instr(plan, "pp0", "embed.W@0", waits=(("recv", 2),))
+
+
+@breaks("R17-p2p-match", "channel act: role pp0 sends 5 times, role pp1 receives 4 times")
+def _one_send_more(plan: Plan) -> Plan:
+    def edit(program: list[Instr]) -> None:
+        last = find(plan, "pp0", "embed.W@1")
+        program[last] = replace(program[last], waits=(("recv", 4), ("send", 5)))
+        program.insert(5, program[5])
+
+    return change_program(plan, "pp0", edit)
+
+
+@breaks("R17-p2p-match", "number 0 on channel grad is float32[] on role pp1, float32[2,8] on role pp0")
+def _wrong_shape_sent(plan: Plan) -> Plan:
+    sent = change_part(plan, "pp1", "send.ga@0", reads=("seed@0",))
+    kept = change_part(sent, "pp1", "head.I@0", frees=())
+    update = plan.role("pp1").program[-1]
+    return change_instr(kept, "pp1", "update", frees_before=(*update.frees_before, "seed@0"))
+
+
+@breaks("R18-group-match", "number 0 on channel tied is bucket tied on role pp0, bucket own on role pp1")
+def _other_bucket(plan: Plan) -> Plan:
+    return change_part(plan, "pp1", "reduce.tied", op=AllReduce("tied", "own"))
+
+
+@breaks("R19-deadlock", "pp0[5] embed.F@1+1 on compute waits for pp0[4] recv.gb@0")
+def _deadlock(plan: Plan) -> Plan:
+    """pp0 wants the gradient of microbatch 0 before its second forward; pp1 runs both forwards first."""
+
+    def edit(program: list[Instr]) -> None:
+        receives = [replace(program.pop(6), waits=(("compute", 1),)) for _ in range(2)]
+        program[0] = replace(program[0], allocs_after=("ga@0#pp0", "gb@0#pp0"))
+        program[3] = replace(program[3], allocs_after=("ga@1#pp0", "gb@1#pp0"), waits=(("recv", 2),))
+        program[3:3] = receives
+
+    return change_program(plan, "pp0", edit)
+
+
+@breaks("R20-issue-order", "if each rank runs its communications one by one")
+def _crossed(plan: Plan) -> Plan:
+    """pp0 issues its receives of gradients before the sends of activations that those gradients need."""
+
+    def edit(program: list[Instr]) -> None:
+        program[4:8] = [*program[6:8], *program[4:6]]
+
+    return change_program(plan, "pp0", edit)
+
+
+@breaks("R21-steps", "W of chunk embed runs 2 times (on pp0, pp0) for microbatch 0; 1 expected")
+def _step_twice(plan: Plan) -> Plan:
+    return change_part(plan, "pp0", "embed.W@1", mb=0)
+
+
+@breaks("R22-buckets", "table starts at byte 4, which is no multiple of 256")
+def _misaligned(plan: Plan) -> Plan:
+    return change_bucket(plan, "tied", offsets=(1,))
+
+
+@breaks("R22-buckets", "bucket own has 64 elements; bias ends at 80")
+def _too_long(plan: Plan) -> Plan:
+    return change_bucket(plan, "own", offsets=(64,))
+
+
+@breaks("R22-buckets", "1 parameters and 0 offsets")
+def _no_offsets(plan: Plan) -> Plan:
+    return change_bucket(plan, "own", offsets=())
+
+
+@breaks("R23-holders", "parameter bias is not trained, but in bucket own")
+def _frozen_in_bucket(plan: Plan) -> Plan:
+    return replace(plan, params=(plan.params[0], replace(plan.params[1], trained=False)))
+
+
+@breaks("R23-holders", "several ranks hold it, and no channel reduces it")
+def _no_channel(plan: Plan) -> Plan:
+    return change_bucket(plan, "own", channel="")
+
+
+@breaks("R23-holders", "role pp1 is replicated along dp, the bucket along nothing")
+def _not_over_replicas(plan: Plan) -> Plan:
+    return change_bucket(change_channel(plan, "own", over=()), "own", over=())
+
+
+@breaks("R23-holders", "parameter table is used by pp0, pp1; its bucket tied is held by pp1")
+def _tied_on_one_side(plan: Plan) -> Plan:
+    return change_bucket(plan, "tied", roles=("pp1",))
+
+
+@breaks("R24-reduction", "bucket own is reduced 0 times; 1 is expected")
+def _reduced_twice(plan: Plan) -> Plan:
+    return change_part(plan, "pp1", "reduce.own", op=AllReduce("own", "tied"))
+
+
+@breaks("R24-reduction", "is reduced without waiting for instruction 9")
+def _reduced_early(plan: Plan) -> Plan:
+    return change_instr(plan, "pp1", "reduce.tied", waits=(("compute", 3),))
+
+
+@breaks("R24-reduction", "is accumulated into by instruction 12, after this reduction of it")
+def _accumulated_late(plan: Plan) -> Plan:
+    def edit(program: list[Instr]) -> None:
+        program.insert(11, replace(program.pop(12), waits=(("compute", 3),)))
+
+    return change_program(plan, "pp0", edit)
+
+
+@breaks("R25-update", "bucket tied is updated 0 times; once is expected")
+def _not_updated(plan: Plan) -> Plan:
+    return change_part(plan, "pp1", "update", op=Update(("own",), clip=1.0))
+
+
+@breaks("R25-update", "bucket own is updated 2 times; once is expected")
+def _updated_twice(plan: Plan) -> Plan:
+    return change_part(plan, "pp1", "update", op=Update(("tied", "own", "own"), clip=1.0))
+
+
+@breaks("R25-update", "has its norm here, without waiting for its reduction by instruction 12")
+def _norm_of_parts(plan: Plan) -> Plan:
+    return change_instr(plan, "pp1", "squares", waits=())
+
+
+@breaks("R26-scale", "the loss gradient starts from 0.5; 0.25 is expected")
+def _wrong_scale(plan: Plan) -> Plan:
+    return change_part(plan, "pp1", "seed@0", op=Seed(0.5, "float32"))
+
+
+@breaks("R26-scale", "weighted is False, but the loss is a sum")
+def _not_weighted(plan: Plan) -> Plan:
+    return replace(plan, loss_kind="sum")
+
+
+@breaks("R27-dataflow", "reads a@0#pp1 as in0: missing embed:out0@0; not asked for embed:out1@0")
+def _wrong_tensor_sent(plan: Plan) -> Plan:
+    return change_part(change_part(plan, "pp0", "send.a@0", reads=("b@0",)), "pp0", "send.b@0", reads=("a@0",))
+
+
+@breaks("R27-dataflow", "as tan0: missing head:gin0@1; not asked for head:gin2@1")
+def _tangent_counted_twice(plan: Plan) -> Plan:
+    return change_part(plan, "pp1", "sum@1", reads=("g2@1", "g2@1"))
+
+
+@breaks("R27-dataflow", "the norm that it clips by is not the sum over each bucket, once: missing norm own")
+def _norm_of_one(plan: Plan) -> Plan:
+    return change_part(plan, "pp1", "squares", op=SquaredNorm(("tied",), "float32"))
+
+
+@breaks("R27-dataflow", "not asked for norm own summed over dp, norm tied summed over dp")
+def _norm_over_replicas(plan: Plan) -> Plan:
+    return change_channel(plan, "norm", over=("dp",))
+
+
+@breaks("R28-peak", "the plan states a peak of bytes 1, and the scan gives")
+def _wrong_peak(plan: Plan) -> Plan:
+    return change_role(plan, "pp0", peak_bytes=1)
+
+
+@breaks("R28-peak", "peak of instruction 0, and the scan gives 9")
+def _wrong_peak_moment(plan: Plan) -> Plan:
+    return change_role(plan, "pp1", peak_at=0)
+
+
+def test_the_good_plan_is_good() -> None:
+    assert check(GOOD) == []
+    verify(GOOD)
+
+
+@pytest.mark.parametrize(("rule", "message", "change"), BREAKS, ids=[f.__name__.strip("_") for _, _, f in BREAKS])
+def test_one_fault_breaks_one_rule(rule: str, message: str, change: Break) -> None:
+    found = check(change(GOOD))
+    assert {v.rule for v in found} == {rule}
+    assert any(message in v.message for v in found), [v.message for v in found]
+
+
+def test_every_rule_has_a_negative_control() -> None:
+    assert {rule for rule, _, _ in BREAKS} == set(RULES)
+
+
+def test_verify_names_rule_role_ranks_instruction_and_stream() -> None:
+    with pytest.raises(PlanError) as error:
+        verify(_read_too_early(GOOD))
+    text = str(error.value)
+    assert "R13-read-after-write: role pp1 (ranks 2, 3), instruction 2 on compute: head.F@0+1: it reads a@0#pp1" in text
+    assert "instruction 0 (recv: recv.a@0)" in text
+    assert RULES["R13-read-after-write"] in text
+    assert "2 more violations" in text
+
+
+def test_a_deadlock_is_shown_as_a_cycle_of_waiting() -> None:
+    (found,) = check(_deadlock(GOOD))
+    _, *lines = found.message.split("\n")
+    event = r"(\w+\[\d+\] \S+ on \w+)"
+    waiting = [re.fullmatch(f"  {event} (.*) {event}", line) for line in lines]
+    chain = [(m[1], m[3]) for m in waiting if m]
+    assert len(chain) == len(lines) >= 4
+    assert [needed for _, needed in chain] == [waiter for waiter, _ in chain[1:] + chain[:1]]
+    assert {m[2] for m in waiting if m} <= {"waits for", "meets", "is issued after", "is next on its stream after"}
+
+
+def test_order_is_transitive_and_ignores_program_order_across_streams() -> None:
+    order = Order(GOOD.role("pp0"))
+    first, sent, received, last = (find(GOOD, "pp0", n) for n in ("embed.F@0", "send.b@0", "recv.ga@1", "update"))
+    assert order.precedes(first, sent) and order.precedes(first, last) and order.precedes(received, last)
+    assert not order.precedes(sent, received) and not order.precedes(last, first) and not order.precedes(first, first)
+
+
+def _without_one_wait(plan: Plan) -> Iterator[tuple[Plan, str, int, int]]:
+    for role, index, instr in plan.instructions():
+        for k, (stream, count) in enumerate(instr.waits):
+            waits = instr.waits[:k] + instr.waits[k + 1 :]
+            on_stream = [i for i, other in enumerate(role.program) if other.stream == stream]
+            changed = change_program(plan, role.role, lambda p, i=index, w=waits: p.__setitem__(i, replace(p[i], waits=w)))
+            yield changed, role.role, on_stream[count - 1], index
+
+
+def test_any_wait_that_is_dropped_is_noticed_unless_others_imply_it() -> None:
+    needed = implied = 0
+    for plan, role, awaited, index in _without_one_wait(GOOD):
+        redundant = Order(plan.role(role)).precedes(awaited, index)
+        assert (check(with_peaks(plan)) == []) == redundant, (role, index)
+        needed, implied = needed + (not redundant), implied + redundant
+    assert needed >= 15 and implied >= 5
+
+
+def test_any_instruction_free_or_allocation_that_is_dropped_is_noticed() -> None:
+    tried = 0
+    for role, index, instr in GOOD.instructions():
+        thinner = [()]  # without the instruction itself
+        for name in ("frees_before", "allocs_after"):
+            values = getattr(instr, name)
+            thinner += [(replace(instr, **{name: values[:k] + values[k + 1 :]}),) for k in range(len(values))]
+        for p, part in enumerate(instr.parts):
+            for k in range(len(part.frees)):
+                less = replace(part, frees=part.frees[:k] + part.frees[k + 1 :])
+                thinner.append((replace(instr, parts=(*instr.parts[:p], less, *instr.parts[p + 1 :])),))
+        for kept in thinner:
+            program = (*role.program[:index], *kept, *role.program[index + 1 :])
+            assert check(change_role(GOOD, role.role, program=program)), (role.role, index, kept)
+            tried += 1
+    assert tried > 60

@@ -1,0 +1,108 @@
+"""The real engine of one rank: one issue loop in program order over the streams of a backend."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from piper_ir.errors import ExecutionError, PiperError
+from piper_runtime.memory import MemoryCounter
+from piper_runtime.rank import Comm, Rank
+from piper_runtime.streams import ISSUED, STEP, Backend, Heart, StreamAborted, Work
+from piper_runtime.trace import TimedSpan
+
+Communicate = Callable[[Comm], Work]
+"""Binds a communication to a communicator: the closure that runs it and returns when it is done."""
+
+
+class PeerError(ExecutionError):
+    """A communication failed; most often because its peer has."""
+
+
+class Engine:
+    """Steps of one rank. `spans` collects timings of the steps that are run with `traced`."""
+
+    def __init__(self, rank: Rank, backend: Backend, communicate: Communicate, heart: Heart):
+        self.spans: list[TimedSpan] = []
+        self._rank, self._backend, self._heart = rank, backend, heart
+        self._works = [e.work if e.work is not None else self._communication(communicate, e.comm, e.index) for e in rank.entries]
+        self._issues = self._bind(self._works)
+        self._traced: list[Work] | None = None
+
+    def _bind(self, works: list[Work]) -> list[Work]:
+        return [self._backend.bind(e.index, e.stream, e.waits, w) for e, w in zip(self._rank.entries, works, strict=True)]
+
+    def _communication(self, communicate: Communicate, comm: Comm | None, index: int) -> Work:
+        assert comm is not None
+        work = communicate(comm)
+
+        def run() -> None:
+            try:
+                work()
+            except Exception as e:
+                raise self._failed(index, e, comm) from e
+
+        return run
+
+    def step(self, step: int, *, traced: bool = False, counter: MemoryCounter | None = None) -> None:
+        """Run one optimizer step. ExecutionError names rank, step, instruction and peer; other PiperErrors come as they are."""
+        rank, heart = self._rank, self._heart
+        issues = self._timed() if traced else self._issues
+        heart[STEP], index = step, -1
+        with torch.no_grad():
+            try:
+                self._backend.begin()
+                if counter is not None:
+                    self._counted(step, issues, counter)
+                else:
+                    rank.begin(step)
+                    for index, issue in enumerate(issues):
+                        heart[ISSUED] = index
+                        issue()
+                self._backend.synchronize()
+                rank.end()
+            except StreamAborted:
+                assert self._backend.error is not None
+                raise self._backend.error from None
+            except PiperError:
+                raise
+            except Exception as e:
+                raise self._failed(max(heart[ISSUED], 0), e) from e
+
+    def _counted(self, step: int, issues: list[Work], counter: MemoryCounter) -> None:
+        with counter.during(-1):
+            self._rank.begin(step)
+        for entry, issue in zip(self._rank.entries, issues, strict=True):
+            self._heart[ISSUED] = entry.index
+            if entry.work is None:
+                issue()
+                continue
+            with counter.during(entry.index):
+                issue()
+
+    def _timed(self) -> list[Work]:
+        """The program with a clock around every instruction; bound on first use, so that other steps pay nothing."""
+        if self._traced is None:
+            self._traced = self._bind([self._clocked(i, w) for i, w in enumerate(self._works)])
+        self.spans.clear()
+        return self._traced
+
+    def _clocked(self, index: int, work: Work) -> Work:
+        spans, now = self.spans, time.perf_counter
+
+        def run() -> None:
+            start = now()
+            work()
+            spans.append((index, start, now()))
+
+        return run
+
+    def _failed(self, index: int, error: Exception, comm: Comm | None = None) -> ExecutionError:
+        entry = self._rank.entries[index]
+        found = f"value {error} is not there" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        place = f"rank {self._rank.rank}, step {self._rank.step}, instruction {index} ({entry.name} on {entry.stream})"
+        if comm is None:
+            return ExecutionError(f"{place}: {found}")
+        peers = ", ".join(str(p) for p in comm.peers if p != self._rank.rank)
+        return PeerError(f"{place}: {comm.kind} with rank {peers} on channel {comm.channel} failed: {found}")

@@ -1,0 +1,82 @@
+"""Communicators over gloo: one process group per channel instance, made of its members only, without a global group."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from piper_ir.errors import ExecutionError
+from piper_ir.plan import Plan
+from piper_runtime.rank import Comm
+from piper_runtime.streams import Work
+
+LOOPBACK = "127.0.0.1"
+FOREVER = timedelta(days=1)
+"""gloo's own timeout: who hangs is noticed and ended by the launcher, which knows how long a step may take."""
+
+
+class GlooCommunicators:
+    """The communicators of one rank. They are kept, so that later plans with the same channels use them again."""
+
+    def __init__(self, store: Any, rank: int):
+        self._store = store
+        self._rank = rank
+        self._groups: dict[str, Any] = {}
+        self._keys: dict[str, str] = {}
+
+    def connect(self, plan: Plan) -> None:
+        """Make what a plan needs. Every rank goes through the plan's channels in one order, so no two wait for each other in a circle."""
+        seen: dict[str, int] = {}
+        self._keys = {}
+        role = plan.role_of(self._rank).role
+        for channel in plan.channels:
+            if role not in channel.roles:
+                continue
+            peers = plan.peers(channel, self._rank)
+            if self._rank not in peers or len(peers) < 2:
+                continue
+            base = f"{channel.kind} {'>'.join(map(str, peers))}"
+            seen[base] = seen.get(base, 0) + 1
+            self._keys[channel.id] = key = f"{base} #{seen[base]}"
+            if key not in self._groups:
+                self._groups[key] = self._group(key, sorted(peers))
+
+    def _group(self, key: str, members: list[int]) -> Any:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        options._timeout = FOREVER
+        options._threads = 1
+        store = dist.PrefixStore(key, self._store)
+        return dist.ProcessGroupGloo(store, members.index(self._rank), len(members), options)
+
+    def bind(self, comm: Comm) -> Work:
+        """The closure that runs a communication and returns when it is done: a send when the peer has taken the tensor."""
+        operand = comm.operand
+        if len(comm.peers) < 2:
+            return lambda: void(operand())
+        group = self._groups[self._keys[comm.channel]]
+        members = sorted(comm.peers)
+        match comm.kind:
+            case "send":
+                target = members.index(comm.peers[1])
+                return lambda: finish(group.send([operand()], target, 0))
+            case "recv":
+                source = members.index(comm.peers[0])
+                return lambda: finish(group.recv([operand()], source, 0))
+            case "all_reduce":
+                return lambda: finish(group.allreduce([operand()]))
+
+    def close(self) -> None:
+        """Give the communicators up."""
+        self._groups.clear()
+
+
+def finish(work: Any) -> None:
+    """Wait until a piece of communication is done. ExecutionError when it ends without success."""
+    if not work.wait():
+        raise ExecutionError("the communicator gave up")
+
+
+def void(_: object) -> None:
+    """Drop a result."""

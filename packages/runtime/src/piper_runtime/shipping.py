@@ -1,0 +1,82 @@
+"""How a job's callables reach other processes: by value inside our own pipes, or by loading the recipe file again there."""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import sys
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+from piper_ir.errors import JobError
+
+RECIPE_MARK = "__piper_recipe__"
+"""A module that was loaded from a recipe file has this attribute: the file's path. Workers load that file again, under the same name."""
+
+
+def pack(callables: Any) -> bytes:
+    """Bytes of a nest of callables. What stands in an importable module travels by name, in a marked recipe module as that file's path, all else
+    by value. JobError when something cannot be sent."""
+    recipes = {name: getattr(m, RECIPE_MARK) for name, m in list(sys.modules.items()) if isinstance(getattr(m, RECIPE_MARK, None), str)}
+    by_value = [m for name, m in list(sys.modules.items()) if name not in recipes and name != "__main__" and _only_here(name, m)]
+    for module in by_value:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        body = cloudpickle.dumps(callables)
+    except (TypeError, AttributeError, pickle.PicklingError) as e:
+        raise JobError(
+            f"the job's callables cannot be sent to worker processes: {e}; build such objects (open files, locks, generators) inside of the "
+            f"callable, or define the job in a file of its own"
+        ) from e
+    finally:
+        for module in by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+    return pickle.dumps((recipes, body))
+
+
+def unpack(blob: bytes) -> Any:
+    """The inverse of `pack`, in another process."""
+    recipes, body = pickle.loads(blob)
+    for name, path in recipes.items():
+        if name not in sys.modules:
+            _load_recipe(name, path)
+    return pickle.loads(body)
+
+
+def _load_recipe(name: str, path: str) -> None:
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise JobError(f"the recipe {path} cannot be loaded again by a worker")
+    module = importlib.util.module_from_spec(spec)
+    setattr(module, RECIPE_MARK, path)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
+def _only_here(name: str, module: ModuleType) -> bool:
+    """Whether a module was loaded from a Python file that a new process with our sys.path would not find under its name."""
+    file = getattr(module, "__file__", None)
+    if not isinstance(file, str) or not file.endswith(".py") or _in_library(file):
+        return False
+    found = _origin(name)
+    return found is None or Path(found).resolve() != Path(file).resolve()
+
+
+def _in_library(file: str) -> bool:
+    return any(part in ("site-packages", "dist-packages") for part in Path(file).parts) or file.startswith(sys.base_prefix)
+
+
+def _origin(name: str) -> str | None:
+    """The file that `import name` would load in a new process, found without importing."""
+    path = None
+    spec = None
+    parts = name.split(".")
+    for depth in range(len(parts)):
+        spec = PathFinder.find_spec(".".join(parts[: depth + 1]), path)
+        if spec is None:
+            return None
+        path = list(spec.submodule_search_locations or [])
+    return spec.origin if spec is not None else None

@@ -1,0 +1,141 @@
+"""The process of one rank: `python -m piper_runtime.worker <setup>`, started by `piper_runtime.processes`.
+
+It serves requests from its pipe until the pipe closes. When the launcher is gone, however it ended, a second pipe closes too and
+the process ends at once.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import pickle
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from piper_ir.errors import ExecutionError, PiperError
+from piper_runtime.code import ShippedCode
+from piper_runtime.engine import Engine, PeerError
+from piper_runtime.gloo import GlooCommunicators
+from piper_runtime.rank import Rank, Trainee
+from piper_runtime.report import RankReport, measured_counter
+from piper_runtime.shipping import unpack
+from piper_runtime.streams import CpuStreams, Heart
+
+HEART_SLOTS = 64
+"""Integers of shared memory per rank; at most HEART_SLOTS - 3 communication streams."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker is told on its command line. Descriptors are inherited."""
+
+    rank: int
+    world: int
+    pipe: int
+    lifeline: int
+    heart: str
+    store: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """One run of one rank. `plan` and `callables` are pickled once for all ranks."""
+
+    plan: bytes
+    callables: bytes
+    code: dict[str, dict[str, ShippedCode]]
+    params: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    seed: int
+    steps: int
+    trace: bool
+    memory: bool
+    gradients: bool
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank gave up. `kind`: the error's class name. `peer`: whether it only saw another rank fail."""
+
+    kind: str
+    message: str
+    details: str
+    peer: bool
+
+
+def serve(setup: Setup) -> None:
+    """Answer requests until the launcher closes the pipe."""
+    torch.set_num_threads(setup.threads)
+    threading.Thread(target=_end_with, args=(setup.lifeline,), name="piper lifeline", daemon=True).start()
+    pipe: Connection[Any, Any] = Connection(setup.pipe)
+    communicators = GlooCommunicators(dist.FileStore(setup.store, setup.world), setup.rank)
+    heart = _heart(setup)
+    pipe.send("ready")
+    while True:
+        try:
+            request = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        pipe.send(_answer(setup.rank, request, communicators, heart))
+
+
+def _answer(rank: int, request: Request, communicators: GlooCommunicators, heart: Heart) -> RankReport | Failure:
+    try:
+        return run(rank, request, communicators, heart)
+    except PiperError as e:
+        details = "" if e.__cause__ is None else "".join(traceback.format_exception(e.__cause__))
+        return Failure(type(e).__name__, str(e), details, isinstance(e, PeerError))
+    except Exception as e:
+        message = f"rank {rank} failed before its first instruction: {type(e).__name__}: {e}"
+        return Failure("ExecutionError", message, "".join(traceback.format_exception(e)), False)
+
+
+def run(rank: int, request: Request, communicators: GlooCommunicators, heart: Heart) -> RankReport:
+    """Bind the plan and run its steps."""
+    plan = pickle.loads(request.plan)
+    batch, optimizer, scheduler = unpack(request.callables)
+    report = RankReport()
+    trainee = Trainee(batch, optimizer, scheduler, request.seed)
+    bound = Rank(plan, rank, request.code, trainee, request.params, request.buffers, report.probe if request.gradients else None)
+    streams = plan.role_of(rank).streams
+    if len(streams) > HEART_SLOTS - 3:
+        raise ExecutionError(f"rank {rank} has {len(streams)} streams; at most {HEART_SLOTS - 3} are supported")
+    communicators.connect(plan)
+    backend = CpuStreams(streams, heart)
+    engine = Engine(bound, backend, communicators.bind, heart)
+    counter = measured_counter(bound) if request.memory else None
+    report.started = time.perf_counter()
+    for step in range(request.steps):
+        last = step == request.steps - 1
+        engine.step(step, traced=request.trace and last, counter=counter if step == 0 else None)
+        report.end_step(bound)
+    backend.close()
+    report.close(bound, engine.spans, counter)
+    return report
+
+
+def _heart(setup: Setup) -> Heart:
+    with open(setup.heart, "r+b") as file:
+        shared = mmap.mmap(file.fileno(), 0)
+    return memoryview(shared).cast("q")[setup.rank * HEART_SLOTS : (setup.rank + 1) * HEART_SLOTS]  # type: ignore[return-value]
+
+
+def _end_with(lifeline: int) -> None:
+    os.read(lifeline, 1)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    serve(Setup(**json.loads(sys.argv[1])))
+    sys.stdout.flush()
+    # Idle threads of communicators have no orderly end.
+    os._exit(0)

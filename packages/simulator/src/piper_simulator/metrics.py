@@ -1,0 +1,93 @@
+"""Figures of merit: what a role's compute leaves idle, what of that communication explains, and how much of the peak is used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from piper_ir.ops import Compute
+from piper_ir.plan import COMPUTE, Plan
+from piper_ir.sizes import bind
+from piper_ir.timing import Prepared, Times
+from piper_simulator.clusters import Cluster
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Of one role, in seconds. `busy`: sum of its compute; `span`: last end - first start - busy of what takes time;
+    `exposed`: its compute stream is idle while one of its communication streams transfers, or a transfer of it is under way."""
+
+    busy: float
+    span: float
+    exposed: float
+
+
+def idle(plan: Plan, prepared: Prepared, times: Times, durations: Sequence[float], latency: float) -> list[Idle]:
+    """Per role, over one step from a common start."""
+    out = []
+    for r, role in enumerate(plan.roles):
+        working: list[Interval] = []
+        transfers: list[Interval] = []
+        busy = 0.0
+        for node, instr in enumerate(role.program, prepared.offsets[r]):
+            g = prepared.group_of[node]
+            if g >= 0:
+                transfers.append((times.start[node], times.end[node] + (latency if prepared.p2p[g] else 0.0)))
+            elif instr.stream == COMPUTE and durations[node]:
+                working.append((times.start[node], times.end[node]))
+                busy += durations[node]
+        span = working[-1][1] - working[0][0] - busy if working else 0.0
+        out.append(Idle(busy, span, uncovered(transfers, working)))
+    return out
+
+
+def uncovered(intervals: Sequence[Interval], by: Sequence[Interval]) -> float:
+    """Length of the union of `intervals` outside of `by`, which is sorted and disjoint."""
+    total, reached, k = 0.0, float("-inf"), 0
+    for start, end in sorted(intervals):
+        start = max(start, reached)
+        reached = max(reached, end)
+        while k < len(by) and by[k][1] <= start:
+            k += 1
+        j = k
+        while start < end:
+            if j == len(by) or by[j][0] >= end:
+                total += end - start
+                break
+            total += max(0.0, by[j][0] - start)
+            start = max(start, by[j][1])
+            j += 1
+    return total
+
+
+def model_flops(plan: Plan, tokens_per_row: int) -> int:
+    """Model FLOPs of one step in the field's convention: 6 N + 12 L h s per token (llm-foundry), N all parameters once,
+    attention without causal discount: three times the full products of F (4 b h s^2 d). No recompute."""
+    n = sum(bind(p.spec.numel, plan.rows) for p in plan.params)
+    kernels = [k for chunk in plan.chunks if "F" in chunk.steps for k in chunk.steps["F"].cost.kernels if k.kind == "attention"]
+    attention = sum(4 * prod(bind(d, plan.rows) for d in k.dims) * k.count for k in kernels)
+    return 6 * n * plan.global_batch * tokens_per_row + 3 * attention * plan.microbatches * plan.replicas
+
+
+def executed_flops(plan: Plan) -> int:
+    """FLOPs of what runs in one step, on all ranks."""
+    of = {(c.id, step): sig.cost.flops for c in plan.chunks for step, sig in c.steps.items()}
+    total = 0
+    for role in plan.roles:
+        parts = (part.op for instr in role.program for part in instr.parts)
+        total += len(role.ranks) * sum(of[op.chunk, op.step] for op in parts if isinstance(op, Compute) and op.step != "B")
+    return total
+
+
+def peak_flops(plan: Plan, cluster: Cluster) -> float:
+    """FLOP/s of all ranks together in the dtype of most of the plan's matmul FLOPs."""
+    weight: dict[str, int] = {}
+    for chunk in plan.chunks:
+        for kernel in chunk.steps["F"].cost.kernels if "F" in chunk.steps else ():
+            if kernel.kind == "matmul":
+                weight[kernel.dtype] = weight.get(kernel.dtype, 0) + bind(kernel.flops, 0) * kernel.count
+    dtype = max(weight, key=lambda d: weight[d], default="float32")
+    return plan.mesh.world * cluster.peak(dtype)

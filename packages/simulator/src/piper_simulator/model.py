@@ -1,0 +1,194 @@
+"""The simple device model: how long each instruction of a plan takes, and where that number comes from.
+
+Compute: per kernel the larger of FLOPs at the reached peak and bytes at the reached bandwidth, summed; never less than the
+launches (t_layer = max(sum t_gpu, n_kernels t_launch), cost-model.md 1). Point-to-point: latency + bytes / bandwidth.
+All-reduce over n ranks: 2 (n - 1) hops + 2 (n - 1) / n bytes / bandwidth (a ring). Everything else is one kernel that moves
+bytes of memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from piper_ir.costs import Costs, Duration
+from piper_ir.errors import ClusterError
+from piper_ir.ops import AllReduce, Compute, Recv, Send, SquaredNorm, Update
+from piper_ir.plan import Bucket, Channel, Instr, Part, Plan, RolePlan
+from piper_ir.program import Cost, Kernel
+from piper_ir.sizes import ITEM_BYTES, bind
+from piper_ir.trace import Source
+from piper_simulator.clusters import Cluster
+
+_TRUST: tuple[Source, ...] = ("formula", "interpolated", "table", "measured", "given")
+"""Least to most: an instruction of several parts is labelled by the least trusted of its durations."""
+
+_AT_PEAK = frozenset({"matmul", "attention"})
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What an instruction takes, moves (communication: bytes of the message on one rank) and computes."""
+
+    seconds: float
+    source: Source
+    bytes: int = 0
+    flops: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """The slowest instance of a channel: ranks in it, seconds of all its hops, bytes/s."""
+
+    ranks: int
+    latency: float
+    bandwidth: float
+
+
+def given_only(plan: Plan) -> bool:
+    """Whether all compute of a plan has given durations (a synthetic program): then everything else takes no time."""
+    costs = [sig.cost for chunk in plan.chunks for sig in chunk.steps.values()]
+    return bool(costs) and all(c.seconds is not None for c in costs)
+
+
+class CostModel:
+    """Durations of the instructions of one plan: looked up in `costs`, else given by the program, else computed for `cluster`.
+
+    ClusterError: a duration must be computed and there is no cluster; the plan has more ranks than the cluster has devices; the
+    costs were taken at another number of rows per microbatch."""
+
+    def __init__(self, plan: Plan, cluster: Cluster | None, costs: Costs | None) -> None:
+        self.plan, self.cluster, self.costs = plan, cluster, costs or Costs()
+        self.given = given_only(plan)
+        if cluster is not None and plan.mesh.world > cluster.devices:
+            raise ClusterError(f"the plan runs on {plan.mesh.world} ranks; {cluster.name} has {cluster.devices} devices")
+        if self.costs.compute and self.costs.rows not in (None, plan.rows):
+            raise ClusterError(
+                f"the costs hold for {self.costs.rows} rows per microbatch; the plan has {plan.rows}: measure them at {plan.rows}"
+            )
+        self._steps: dict[Compute, Work] = {}
+        self._links: dict[str, _Link] = {}
+
+    @property
+    def issue_s(self) -> float:
+        """Host seconds per instruction that run beside the device; 0 for given durations, and where the host is the device."""
+        return 0.0 if self.cluster is None or self.given or self.cluster.synchronous else self.cluster.host_issue_s
+
+    def work(self, role: RolePlan, instr: Instr) -> Work:
+        """Duration, source, bytes and FLOPs of one instruction of a role."""
+        op = instr.parts[0].op
+        if isinstance(op, Send | Recv | AllReduce):
+            return self._comm(op, instr.parts[0])
+        parts = [self._part(role, part) for part in instr.parts]
+        seconds = sum(p.seconds for p in parts)
+        if not self.given and self.cluster is not None and self.cluster.synchronous:
+            seconds += self.cluster.host_issue_s
+        return Work(seconds, min((p.source for p in parts), key=_TRUST.index), flops=sum(p.flops for p in parts))
+
+    def _part(self, role: RolePlan, part: Part) -> Work:
+        if isinstance(part.op, Compute):
+            if part.op not in self._steps:
+                self._steps[part.op] = self._step(part.op)
+            return self._steps[part.op]
+        if self.given:
+            return Work(0.0, "given")
+        cluster = self._need(part.node)
+        moved = self._touched(role, part) / (cluster.memory_bandwidth * cluster.memory_fraction)
+        return Work(_launched(cluster, moved, 1), cluster.source)
+
+    def _step(self, op: Compute) -> Work:
+        assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
+        cost = self.plan.chunk(op.chunk).steps[op.step].cost
+        known = self.costs.of_compute(op.chunk, op.step)
+        if known is None and cost.seconds is not None:
+            known = Duration(cost.seconds, "given")
+        if known is not None:
+            return Work(known.seconds, known.source, flops=cost.flops)
+        cluster = self._need(f"step {op.step} of chunk {op.chunk}")
+        return Work(_kernels(cluster, cost), cluster.source, flops=cost.flops)
+
+    def _need(self, what: str) -> Cluster:
+        if self.cluster is None:
+            raise ClusterError(f"{what} has no given duration; name a cluster to simulate on, e.g. simulate(plan, 'h100x8')")
+        return self.cluster
+
+    def _touched(self, role: RolePlan, part: Part) -> int:
+        """Bytes of memory that an op other than Compute reads and writes."""
+        nbytes = sum(self.plan.values[v].nbytes for v in (*part.reads, *part.writes))
+        match part.op:
+            case SquaredNorm(buckets=buckets):
+                return nbytes + sum(_bucket_bytes(self.plan.bucket(b)) for b in buckets)
+            case Update(buckets=buckets):  # reads and writes parameters, optimizer state and (to zero it) the gradient
+                names = {f"{kind}:{b}" for b in buckets for kind in ("grad", "optim")}
+                names |= {f"param:{p}" for b in buckets for p in self.plan.bucket(b).params}
+                return nbytes + 2 * sum(s.nbytes for s in role.states if s.id in names)
+            case _:
+                return nbytes
+
+    def _comm(self, op: Send | Recv | AllReduce, part: Part) -> Work:
+        if isinstance(op, AllReduce) and op.bucket:
+            nbytes = _bucket_bytes(self.plan.bucket(op.bucket))
+        else:
+            nbytes = sum(self.plan.values[v].nbytes for v in (part.writes if isinstance(op, Recv) else part.reads))
+        channel = self.plan.channel(op.channel)
+        kind = "p2p" if channel.kind == "p2p" else "all_reduce"
+        known = self.costs.of_comm(kind, nbytes, self.ranks(channel)) if self.costs.comm else None
+        if known is not None:
+            return Work(known.seconds, known.source, bytes=nbytes)
+        if self.given:
+            return Work(0.0, "given", bytes=nbytes)
+        link = self._link(channel, self._need(part.node))
+        share = 1.0 if kind == "p2p" else 2 * (link.ranks - 1) / link.ranks
+        return Work(link.latency + share * nbytes / link.bandwidth, self._need(part.node).source, bytes=nbytes)
+
+    def ranks(self, channel: Channel) -> int:
+        """How many ranks one instance of a channel has."""
+        return len(self.plan.peers(channel, self.plan.role(channel.roles[0]).ranks[0]))
+
+    def _link(self, channel: Channel, cluster: Cluster) -> _Link:
+        if channel.id not in self._links:
+            left = set(self.plan.role(channel.roles[0]).ranks)
+            links = []
+            while left:
+                members = self.plan.peers(channel, min(left))
+                left -= set(members)
+                links.append(_link(cluster, members, channel.kind == "p2p"))
+            self._links[channel.id] = _Link(links[0].ranks, max(x.latency for x in links), min(x.bandwidth for x in links))
+        return self._links[channel.id]
+
+
+def _link(cluster: Cluster, members: tuple[int, ...], p2p: bool) -> _Link:
+    """A ring crosses to another node once per node, and back for the second half of an all-reduce; all its ranks of one node
+    share the crossing, each with a NIC of its own (bus bandwidth = min(NVLink, NICs x rate), SimAI, cost-model.md 3)."""
+    count: dict[int, int] = {}
+    for rank in members:
+        count[cluster.node_of(rank)] = count.get(cluster.node_of(rank), 0) + 1
+    crosses = len(count) > 1
+    if p2p:
+        latency = cluster.inter_latency if crosses else cluster.intra_latency
+        return _Link(2, latency, cluster.inter_bandwidth if crosses else cluster.intra_bandwidth)
+    hops, between = 2 * (len(members) - 1), 2 * (len(count) - 1)
+    latency = (hops - between) * cluster.intra_latency + between * cluster.inter_latency
+    nics = min(count.values()) * cluster.inter_bandwidth
+    if not crosses:
+        return _Link(len(members), latency, cluster.intra_bandwidth)
+    alone = max(count.values()) == 1  # no link within a node is used
+    return _Link(len(members), latency, nics if alone else min(nics, cluster.intra_bandwidth))
+
+
+def _kernels(cluster: Cluster, cost: Cost) -> float:
+    return _launched(cluster, sum(k.count * _kernel(cluster, k) for k in cost.kernels), sum(k.count for k in cost.kernels))
+
+
+def _kernel(cluster: Cluster, kernel: Kernel) -> float:
+    fraction = cluster.matmul_fraction if kernel.kind in _AT_PEAK else 1.0
+    moved = bind(kernel.bytes, 0) / (cluster.memory_bandwidth * cluster.memory_fraction)
+    return max(bind(kernel.flops, 0) / (cluster.peak(kernel.dtype) * fraction), moved)
+
+
+def _launched(cluster: Cluster, busy: float, kernels: int) -> float:
+    """Launches hide behind the device's work, or the other way round; they add up where the host is the device."""
+    launches = kernels * cluster.launch_s
+    return busy + launches if cluster.synchronous else max(busy, launches)
+
+
+def _bucket_bytes(bucket: Bucket) -> int:
+    return bucket.numel * ITEM_BYTES[bucket.dtype]

@@ -1,0 +1,151 @@
+"""`simulate`: what a plan takes, holds and leaves idle, per rank, and the trace that shows why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from piper_ir.costs import Costs
+from piper_ir.errors import PlanError
+from piper_ir.memory import Usage, peak, scan
+from piper_ir.plan import Plan
+from piper_ir.timing import Prepared, Times, period, prepare
+from piper_ir.trace import MemSample, Span, Trace
+from piper_simulator.clusters import Cluster, load_cluster
+from piper_simulator.engine import run
+from piper_simulator.memory import curve, device_bytes
+from piper_simulator.metrics import executed_flops, idle, model_flops, peak_flops
+from piper_simulator.model import CostModel, Work
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Times in seconds, sizes in bytes; tuples are indexed by rank.
+
+    `step_s`: makespan of one step from a common start. `period_s`: time per step in steady state; rates use it.
+    `tokens_per_s`, `mfu` (model FLOPs over peak): None without tokens_per_row or peak; `hfu` (FLOPs that run over peak): None
+    without peak. `global_bubble_s`: step_s - busy compute; `span_bubble_s`: last end - first start - busy; `exposed_comm_s`:
+    compute is idle while the rank communicates; each the maximum over ranks. `bubble_s[rank]`: the global one. `peak_bytes`:
+    allocated; `device_bytes`: with allocator, context and communicators. `trace`: the last of the steps, from its first
+    start."""
+
+    step_s: float
+    period_s: float
+    tokens_per_s: float | None
+    mfu: float | None
+    hfu: float | None
+    exposed_comm_s: float
+    global_bubble_s: float
+    span_bubble_s: float
+    bubble_s: tuple[float, ...]
+    peak_bytes: tuple[int, ...]
+    device_bytes: tuple[int, ...]
+    peak_by_category: tuple[Mapping[str, int], ...]
+    trace: Trace
+
+    def summary(self) -> dict[str, Any]:
+        """The headline as plain numbers, with the worst rank where there is one per rank, and the share of each source of
+        durations."""
+        sources: dict[str, float] = {}
+        for span in self.trace.spans:
+            sources[span.source] = sources.get(span.source, 0.0) + span.end - span.start
+        total = sum(sources.values())
+        return {
+            "step_s": self.step_s,
+            "period_s": self.period_s,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "exposed_comm_s": self.exposed_comm_s,
+            "global_bubble_s": self.global_bubble_s,
+            "span_bubble_s": self.span_bubble_s,
+            "peak_bytes": max(self.peak_bytes, default=0),
+            "device_bytes": max(self.device_bytes, default=0),
+            "sources": {name: seconds / total for name, seconds in sorted(sources.items())} if total else {},
+        }
+
+
+def simulate(
+    plan: Plan,
+    cluster: str | Cluster | None = None,
+    *,
+    costs: Costs | None = None,
+    steps: int = 1,
+    tokens_per_row: int | None = None,
+    model_flops_per_step: float | None = None,
+) -> Simulation:
+    """Run a plan on a cluster (a name, see `load_cluster`, or a Cluster). `cluster` may be left out only when all compute has
+    given durations. `steps` follow each other without a barrier, all from one start. `costs` come before given and computed
+    durations. `tokens_per_row` of the batch enables rates; `model_flops_per_step` replaces the FLOPs that the plan's own
+    parameters suggest.
+
+    ClusterError: unknown cluster, too few devices, or none where a duration must be computed. PlanError: deadlock, steps < 1."""
+    if steps < 1:
+        raise PlanError(f"simulate(steps={steps}): at least one step is needed")
+    target = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    model = CostModel(plan, target, costs)
+    prepared = prepare(plan)
+    work = [model.work(role, instr) for role, _, instr in plan.instructions()]
+    durations = [w.seconds for w in work]
+    runs = run(prepared, durations, latency=plan.hop, issue=model.issue_s, steps=steps)
+    step_s = runs[0].makespan
+    period_s = period(prepared, durations, latency=plan.hop, issue=model.issue_s)
+    usages = [list(scan(plan, role)) for role in plan.roles]
+    role_of = {rank: r for r, role in enumerate(plan.roles) for rank in role.ranks}
+    order = [role_of[rank] for rank in range(plan.mesh.world)]
+    gaps = idle(plan, prepared, runs[0], durations, plan.hop)
+    peaks = [peak(plan, role) for role in plan.roles]
+    held = [device_bytes(plan, role, p.total, target) for role, p in zip(plan.roles, peaks)]
+    per_second = 1 / period_s if period_s > 0 else None
+    tokens = None if tokens_per_row is None else plan.global_batch * tokens_per_row
+    if model_flops_per_step is None and tokens_per_row is not None:
+        model_flops_per_step = model_flops(plan, tokens_per_row)
+    top = None if target is None else peak_flops(plan, target)
+    return Simulation(
+        step_s=step_s,
+        period_s=period_s,
+        tokens_per_s=_rate(tokens, per_second),
+        mfu=_rate(model_flops_per_step, per_second, top),
+        hfu=_rate(executed_flops(plan), per_second, top),
+        exposed_comm_s=max((g.exposed for g in gaps), default=0.0),
+        global_bubble_s=max((step_s - g.busy for g in gaps), default=0.0),
+        span_bubble_s=max((g.span for g in gaps), default=0.0),
+        bubble_s=tuple(step_s - gaps[r].busy for r in order),
+        peak_bytes=tuple(peaks[r].total for r in order),
+        device_bytes=tuple(held[r] for r in order),
+        peak_by_category=tuple(peaks[r].bytes for r in order),
+        trace=_trace(plan, prepared, runs[-1], work, usages, order, steps - 1, target),
+    )
+
+
+def _rate(amount: float | None, per_second: float | None, top: float | None = 1.0) -> float | None:
+    """Amount per second over the top; None when any is unknown or there is nothing to speak of."""
+    return None if not amount or per_second is None or top is None else amount * per_second / top
+
+
+def _trace(
+    plan: Plan,
+    prepared: Prepared,
+    times: Times,
+    work: Sequence[Work],
+    usages: Sequence[Sequence[Usage]],
+    order: Sequence[int],
+    step: int,
+    cluster: Cluster | None,
+) -> Trace:
+    """Spans and memory by rank, then in program order; `order[rank]` is the index of its role."""
+    origin = min(times.start, default=0.0)
+    spans: list[Span] = []
+    memory: list[MemSample] = []
+    for rank, r in enumerate(order):
+        first = prepared.offsets[r]
+        for i, instr in enumerate(plan.roles[r].program):
+            node = first + i
+            w = work[node]
+            start, end = times.start[node] - origin, times.end[node] - origin
+            ready = times.ready[node] - origin
+            spans.append(Span(rank, instr.stream, i, instr.name, start, end, ready, w.bytes, w.flops, w.source))
+        memory.extend(curve(rank, usages[r], [t - origin for t in times.start[first : prepared.offsets[r + 1]]]))
+    notes = {} if cluster is None else {"cluster": cluster.name, "constants": cluster.notes}
+    return Trace(plan.key, "simulated", tuple(spans), tuple(memory), step=step, notes=notes)

@@ -1,0 +1,165 @@
+"""The `piper` command. Errors of the user's making end with one message and exit code 2; the heavy imports happen in the
+commands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from piper_ir.errors import PiperError
+
+app = typer.Typer(name="piper", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+File = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE.py", help="defines `job` (a piper.Job) and `strategy` (a piper.Strategy or a function of a trial)"
+    ),
+]
+Params = Annotated[
+    list[str] | None, typer.Option("-p", metavar="NAME=VALUE", help="a parameter of a strategy that is a function of a trial")
+]
+StrategyFile = Annotated[
+    Path | None, typer.Option("--strategy", metavar="FILE.json", help="use this saved strategy instead of the file's")
+]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="write plan, traces and numbers to a new folder below DIR")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
+
+
+@app.callback()
+def root() -> None:
+    """Plan, simulate and execute distributed training of PyTorch models from one strategy."""
+
+
+@app.command()
+def simulate(
+    file: File,
+    params: Params = None,
+    strategy: StrategyFile = None,
+    cluster: Annotated[
+        str, typer.Option(help="e.g. h100x8, a100x8, h100-80g-sxm:8*4, cpu-local (this machine, measured now)")
+    ] = "cpu-local",
+    out: Out = None,
+    as_json: AsJson = False,
+) -> None:
+    """Predict step time and memory of a strategy without running it.
+
+    Example: piper simulate examples/gpt_text.py --cluster h100x8
+    """
+    with _user_errors():
+        from piper_report.summary import prediction_text
+
+        from piper.frontdoor import compile
+        from piper.loading import load_file
+        from piper.session import local_cluster, new_folder, save
+        from piper_simulator import load_cluster
+        from piper_simulator import simulate as run
+
+        recipe = load_file(file, _pairs(params), strategy)
+        device = local_cluster() if cluster == "cpu-local" else load_cluster(cluster)
+        folder = new_folder(out, file.stem) if out else None
+        compiled = compile(recipe.job, recipe.strategy)
+        result = run(compiled.plan, device)
+        print(json.dumps(result.summary()) if as_json else prediction_text(result, title=f"{file.name} on {device.name}"))
+        if folder:
+            save(folder, compiled, recipe.strategy, result, None)
+            print(f"results are in {folder}", file=sys.stderr)
+
+
+@app.command()
+def run(
+    file: File,
+    params: Params = None,
+    strategy: StrategyFile = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps (default: the file's `steps`, else 3)")] = None,
+    launcher: Annotated[str, typer.Option(help="processes (one per rank, gloo) or inline (one process)")] = "processes",
+    out: Out = Path("runs"),
+    timeout_s: Annotated[float, typer.Option(help="seconds without progress after which a rank counts as hung")] = 60,
+) -> None:
+    """Train with a strategy; print predicted beside measured and write both traces.
+
+    Example: piper run examples/gpt_text.py --steps 20
+    """
+    with _user_errors():
+        from piper.loading import load_file
+        from piper.session import session
+
+        recipe = load_file(file, _pairs(params), strategy)
+        session(
+            recipe.job,
+            recipe.strategy,
+            steps=steps or recipe.steps,
+            launcher=launcher,
+            out=out,
+            name=file.stem,
+            timeout_s=timeout_s,
+        )
+
+
+@app.command()
+def explain(file: File, params: Params = None, strategy: StrategyFile = None) -> None:
+    """Print what a strategy became: directives, roles, order, communication, memory.
+
+    Example: piper explain examples/gpt_text.py
+    """
+    with _user_errors():
+        from piper.explain import explain as text
+        from piper.frontdoor import compile
+        from piper.loading import load_file
+
+        recipe = load_file(file, _pairs(params), strategy)
+        print(text(compile(recipe.job, recipe.strategy)))
+
+
+@app.command()
+def verify(
+    file: File, params: Params = None, strategy: StrategyFile = None, steps: Annotated[int, typer.Option(min=1)] = 3
+) -> None:
+    """Run a strategy in float64 in this process against plain PyTorch on one device; name the first value that differs.
+
+    Example: piper verify examples/gpt_text.py
+    """
+    with _user_errors():
+        from piper.loading import load_file
+        from piper.verification import verify_strategy
+
+        recipe = load_file(file, _pairs(params), strategy)
+        report = verify_strategy(recipe.job, recipe.strategy, steps=steps)
+        print(report.text())
+        if not report.equal:
+            raise typer.Exit(1)
+
+
+def _pairs(params: list[str] | None) -> dict[str, str]:
+    from piper_ir.errors import JobError
+
+    out = {}
+    for item in params or []:
+        name, equals, value = item.partition("=")
+        if not equals or not name:
+            raise JobError(f"-p {item}: NAME=VALUE is expected, e.g. -p microbatches=8")
+        out[name] = value
+    return out
+
+
+@contextmanager
+def _user_errors() -> Iterator[None]:
+    """A PiperError becomes one message on stderr and exit code 2; nobody wants a traceback for a typing mistake."""
+    try:
+        yield
+    except PiperError as e:
+        print(f"piper: {e}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def main() -> None:
+    """Entry point of the `piper` command."""
+    app()

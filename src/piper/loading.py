@@ -1,0 +1,130 @@
+"""Loading of the user's FILE.py: code that is run, and that must define `job` and `strategy`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cloudpickle
+
+from piper_compiler import Strategy, load_strategy
+from piper_ir.errors import JobError, PiperError
+from piper_runtime import Job
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a FILE.py defines. `steps`: how many it wants to train when nobody says; 3 when it does not say either."""
+
+    path: Path
+    job: Job
+    strategy: Strategy
+    steps: int
+
+
+def load_file(path: str | Path, params: Mapping[str, str] | None = None, strategy: str | Path | None = None) -> Recipe:
+    """Run FILE.py and take its `job` and `strategy`. `params` answer the suggestions of a strategy that is a function of a
+    trial; `strategy` names a JSON file to use instead of the file's own. JobError for a missing or broken file, or one that
+    lacks a name."""
+    path = Path(path)
+    module = _run(path)
+    job = getattr(module, "job", None)
+    if not isinstance(job, Job):
+        found = "no `job`" if job is None else f"a `job` that is a {type(job).__name__}"
+        raise JobError(f"{path} defines {found}; it must contain `job = piper.Job(...)`")
+    chosen = load_strategy(strategy) if strategy is not None else _strategy(path, module, params or {})
+    return Recipe(path, job, chosen, int(getattr(module, "steps", 3)))
+
+
+def _run(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise JobError(f"{path}: no such file; give a Python file that defines `job` and `strategy`")
+    name = f"piper_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise JobError(f"{path} is not a Python file; give a .py file that defines `job` and `strategy`")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    except PiperError:
+        raise
+    except (Exception, SystemExit) as e:  # the user's file may fail in any way
+        raise JobError(f"{path} failed when it was run: {type(e).__name__}: {e}{_line(e, path)}") from e
+    finally:
+        sys.path.pop(0)
+    cloudpickle.register_pickle_by_value(module)  # workers cannot import it by its name
+    return module
+
+
+def _line(error: BaseException, path: Path) -> str:
+    """Where in the user's file it happened."""
+    if isinstance(error, SyntaxError):
+        return f" (line {error.lineno})"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
+    return f" (line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+
+
+def _strategy(path: Path, module: ModuleType, params: Mapping[str, str]) -> Strategy:
+    strategy = getattr(module, "strategy", None)
+    if callable(strategy):
+        trial = FixedTrial(params)
+        strategy = strategy(trial)
+        trial.check_all_used()
+    elif params:
+        raise JobError(f"{path}: -p gives parameters, but `strategy` is not a function of a trial")
+    if not isinstance(strategy, Strategy):
+        found = "no `strategy`" if strategy is None else f"a `strategy` that is a {type(strategy).__name__}"
+        raise JobError(f"{path} defines {found}; it must be a piper.Strategy, or a function of a trial that returns one")
+    return strategy
+
+
+class FixedTrial:
+    """Answers a strategy's `trial.suggest_*` calls with the values given by `-p name=value`."""
+
+    def __init__(self, params: Mapping[str, str]) -> None:
+        self._params = dict(params)
+        self._used: set[str] = set()
+
+    def suggest_categorical(self, name: str, choices: Any) -> Any:
+        text = self._text(name, f"one of {', '.join(map(str, choices))}")
+        for choice in choices:
+            if str(choice) == text:
+                return choice
+        raise JobError(f"-p {name}={text}: one of {', '.join(map(str, choices))} is accepted")
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
+        text = self._text(name, f"an integer in {low}..{high}")
+        if not text.lstrip("-").isdigit() or not low <= int(text) <= high or (not log and (int(text) - low) % step):
+            raise JobError(f"-p {name}={text}: an integer in {low}..{high} (step {step}) is accepted")
+        return int(text)
+
+    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
+        text = self._text(name, f"a number in {low}..{high}")
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not low <= value <= high:
+            raise JobError(f"-p {name}={text}: a number in {low}..{high} is accepted")
+        return value
+
+    def _text(self, name: str, accepted: str) -> str:
+        self._used.add(name)
+        if name not in self._params:
+            raise JobError(f"the strategy asks for {name!r}; give it as -p {name}=VALUE ({accepted})")
+        return self._params[name]
+
+    def check_all_used(self) -> None:
+        unknown = sorted(self._params.keys() - self._used)
+        if unknown:
+            raise JobError(
+                f"-p {unknown[0]}=...: the strategy has no parameter of that name; it has {', '.join(sorted(self._used)) or 'none'}"
+            )
