@@ -57,7 +57,8 @@ def _roles(plan: Plan) -> str:
         compute = sum(i.stream == "compute" for i in role.program)
         lines.append(
             f"  {role.role:10} ranks {_ranks(role.ranks)}: {compute} compute and {len(role.program) - compute} "
-            f"communication instructions on {len(role.streams)} streams; peak {role.peak_bytes / 2**20:.2f} MiB at instruction {role.peak_at}"
+            f"communication instructions on {len(role.streams)} streams; "
+            f"peak {role.peak_bytes / 2**20:.2f} MiB at instruction {role.peak_at}"
         )
         split = sorted(role.peak_by_category.items(), key=lambda x: -x[1])
         lines.append("             " + ", ".join(f"{name} {size / 2**20:.2f}" for name, size in split) + " MiB")

@@ -126,5 +126,6 @@ class FixedTrial:
         unknown = sorted(self._params.keys() - self._used)
         if unknown:
             raise JobError(
-                f"-p {unknown[0]}=...: the strategy has no parameter of that name; it has {', '.join(sorted(self._used)) or 'none'}"
+                f"-p {unknown[0]}=...: the strategy has no parameter of that name; "
+                f"it has {', '.join(sorted(self._used)) or 'none'}"
             )

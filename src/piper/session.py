@@ -49,7 +49,8 @@ def session(job: Job, strategy: Strategy, *, steps: int, launcher: str, out: Pat
     cluster = local_cluster()
     prediction = simulate(compiled.plan, cluster)
     print(
-        f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, {steps} steps, launcher {launcher}"
+        f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
+        f"{steps} steps, launcher {launcher}"
     )
     run = execute(compiled, steps=steps, launcher=launcher, timeout_s=timeout_s, trace=True)
     for step, value in enumerate(run.losses):

@@ -15,50 +15,22 @@ from piper_ir.trace import Trace
 from piper_runtime.code import CodeStore
 from piper_runtime.inline import InlineEngine
 from piper_runtime.job import InitialState, Job, materialize
-from piper_runtime.memory import MemoryCounter
 from piper_runtime.rank import Rank, Trainee, step_loss
-from piper_runtime.trace import TimedSpan, executed_trace
+from piper_runtime.report import MEASURED, RankReport, measured_counter
+from piper_runtime.trace import executed_trace
 
 if TYPE_CHECKING:
-    from piper_runtime.pool import Pool
+    from piper_runtime.processes import Pool
 
 Launcher = Literal["ray", "processes", "inline", "emulated"]
 LATER = ("ray", "emulated")
 WARMUP_STEPS = 3
 
-MEASURED = "bytes of live tensor storages in the first step, temporaries of operators included, as torch's dispatcher shows them"
-
-
-@dataclass
-class RankReport:
-    """What one rank brings back. `finished`: when each step was done, on the machine-wide clock; `scalars`: per step the losses and weights by
-    microbatch; `gradients`: per step, as the optimizer saw them."""
-
-    finished: list[float] = field(default_factory=list)
-    scalars: list[dict[str, dict[int, float]]] = field(default_factory=list)
-    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    spans: list[TimedSpan] = field(default_factory=list)
-    peak_bytes: int = 0
-    peak_at: int = -1
-    states: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def end_step(self, rank: Rank) -> None:
-        """Keep what a rank has found in the step that it has just done."""
-        self.finished.append(time.perf_counter())
-        self.scalars.append({kind: dict(found) for kind, found in rank.scalars.items()})
-
-    def probe(self, rank: Rank, buckets: tuple[str, ...], scale: float) -> None:
-        """A Probe that keeps gradients."""
-        if len(self.gradients) == len(self.finished):
-            self.gradients.append({})
-        self.gradients[-1].update(rank.gradients(buckets, scale))
-
-
 @dataclass(frozen=True)
 class Run:
     """The result of `execute`.
 
-    losses: one per step, over the global batch. step_s: wall seconds per step between completions, on the slowest rank (the first from the start).
+    losses: one per step, over the global batch. step_s: wall seconds per step between completions, on the slowest rank (the first since all ranks were ready).
     period_s: median of step_s[3:], None when there are none. peak_bytes: per rank the most bytes that were alive (`trace.notes` says what is
     measured), empty when it was not asked for. trace: of the last step; without spans unless they were asked for. rank_states: per rank its
     parameters and buffers after the last step; rank_gradients: per rank and step, with `gradients=True`."""
@@ -109,12 +81,12 @@ def execute(
     _check(plan, job, steps, launcher)
     initial = materialize(job)
     if launcher == "inline":
-        start, reports = time.perf_counter(), _run_inline(plan, code, job, initial, steps, trace, memory, gradients)
+        reports = _run_inline(plan, code, job, initial, steps, trace, memory, gradients)
     else:
         from piper_runtime.processes import run_processes
 
-        start, reports = run_processes(plan, code, job, initial, steps, timeout_s, trace, memory, gradients, pool)
-    return _result(plan, reports, start, initial, memory)
+        reports = run_processes(plan, code, job, initial, steps, timeout_s, trace, memory, gradients, pool)
+    return _result(plan, reports, initial, memory)
 
 
 def _check(plan: Plan, job: Job, steps: int, launcher: str) -> None:
@@ -135,14 +107,6 @@ def trainee(job: Job) -> Trainee:
     return Trainee(job.batch, job.optimizer, job.scheduler, job.seed)
 
 
-def measured_counter(rank: Rank) -> MemoryCounter:
-    """A counter that already holds the states of a rank."""
-    counter = MemoryCounter()
-    counter.track([*rank.store.state_tensors(), *rank.optimizer.state_tensors()])
-    rank.untracked = counter.paused
-    return counter
-
-
 def _run_inline(
     plan: Plan, code: CodeStore, job: Job, initial: InitialState, steps: int, trace: bool, memory: bool, gradients: bool
 ) -> dict[int, RankReport]:
@@ -154,19 +118,16 @@ def _run_inline(
         ]
         counters = {r.rank: measured_counter(r) for r in ranks} if memory else {}
         engine = InlineEngine(ranks, counters)
+        for report in reports.values():
+            report.started = time.perf_counter()
         for step in range(steps):
             spans = engine.step(step)
             for rank in ranks:
                 reports[rank.rank].end_step(rank)
-                if trace and step == steps - 1:
-                    reports[rank.rank].spans = spans[rank.rank]
             _check_loss(plan, step, list(reports.values()))
             engine.counters = {}
     for rank in ranks:
-        report = reports[rank.rank]
-        report.states = rank.states()
-        if memory:
-            report.peak_bytes, report.peak_at = counters[rank.rank].peak, counters[rank.rank].peak_at
+        reports[rank.rank].close(rank, spans[rank.rank] if trace else [], counters.get(rank.rank))
     return reports
 
 
@@ -177,13 +138,11 @@ def _check_loss(plan: Plan, step: int, reports: Sequence[RankReport]) -> float:
     return loss
 
 
-def _result(plan: Plan, reports: Mapping[int, RankReport], start: float, initial: InitialState, memory: bool) -> Run:
+def _result(plan: Plan, reports: Mapping[int, RankReport], initial: InitialState, memory: bool) -> Run:
     steps = len(next(iter(reports.values())).finished)
     losses = [_check_loss(plan, step, list(reports.values())) for step in range(steps)]
-    step_s = [
-        max(r.finished[i] - (r.finished[i - 1] if i else start) for r in reports.values())
-        for i in range(steps)
-    ]  # fmt: skip
+    start = max(r.started for r in reports.values())
+    step_s = [max(r.finished[i] - (r.finished[i - 1] if i else start) for r in reports.values()) for i in range(steps)]
     notes = {"peak_bytes": MEASURED} if memory else {}
     trace = executed_trace(plan, steps - 1, {r: rep.spans for r, rep in reports.items()}, losses, notes)
     return Run(

@@ -14,63 +14,19 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from piper_ir.errors import ExecutionError, PiperError
-from piper_runtime.code import ShippedCode
 from piper_runtime.engine import Engine, PeerError
 from piper_runtime.gloo import GlooCommunicators
+from piper_runtime.messages import HEART_SLOTS, Failure, Request, Setup
 from piper_runtime.rank import Rank, Trainee
 from piper_runtime.report import RankReport, measured_counter
 from piper_runtime.shipping import unpack
 from piper_runtime.streams import CpuStreams, Heart
-
-HEART_SLOTS = 64
-"""Integers of shared memory per rank; at most HEART_SLOTS - 3 communication streams."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What a worker is told on its command line. Descriptors are inherited."""
-
-    rank: int
-    world: int
-    pipe: int
-    lifeline: int
-    heart: str
-    store: str
-    threads: int
-
-
-@dataclass(frozen=True)
-class Request:
-    """One run of one rank. `plan` and `callables` are pickled once for all ranks."""
-
-    plan: bytes
-    callables: bytes
-    code: dict[str, dict[str, ShippedCode]]
-    params: dict[str, torch.Tensor]
-    buffers: dict[str, torch.Tensor]
-    seed: int
-    steps: int
-    trace: bool
-    memory: bool
-    gradients: bool
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why a rank gave up. `kind`: the error's class name. `peer`: whether it only saw another rank fail."""
-
-    kind: str
-    message: str
-    details: str
-    peer: bool
-
 
 def serve(setup: Setup) -> None:
     """Answer requests until the launcher closes the pipe."""

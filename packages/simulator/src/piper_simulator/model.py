@@ -50,7 +50,7 @@ def given_only(plan: Plan) -> bool:
 
 
 class CostModel:
-    """Durations of the instructions of one plan: looked up in `costs`, else given by the program, else computed for `cluster`.
+    """Durations of the instructions of one plan: given by the program, else looked up in `costs`, else computed for `cluster`.
 
     ClusterError: a duration must be computed and there is no cluster; the plan has more ranks than the cluster has devices; the
     costs were taken at another number of rows per microbatch."""
@@ -98,7 +98,7 @@ class CostModel:
         assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
         cost = self.plan.chunk(op.chunk).steps[op.step].cost
         known = self.costs.of_compute(op.chunk, op.step)
-        if known is None and cost.seconds is not None:
+        if cost.seconds is not None:
             known = Duration(cost.seconds, "given")
         if known is not None:
             return Work(known.seconds, known.source, flops=cost.flops)

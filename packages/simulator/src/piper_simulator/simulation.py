@@ -76,8 +76,7 @@ def simulate(
     model_flops_per_step: float | None = None,
 ) -> Simulation:
     """Run a plan on a cluster (a name, see `load_cluster`, or a Cluster). `cluster` may be left out only when all compute has
-    given durations. `steps` follow each other without a barrier, all from one start. `costs` come before given and computed
-    durations. `tokens_per_row` of the batch enables rates; `model_flops_per_step` replaces the FLOPs that the plan's own
+    given durations. `steps` follow each other without a barrier, all from one start. `costs` come before what the device model computes. `tokens_per_row` of the batch enables rates; `model_flops_per_step` replaces the FLOPs that the plan's own
     parameters suggest.
 
     ClusterError: unknown cluster, too few devices, or none where a duration must be computed. PlanError: deadlock, steps < 1."""

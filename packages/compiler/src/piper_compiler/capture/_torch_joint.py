@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import fx
@@ -74,6 +74,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def in_backward(node: fx.Node) -> bool:
-    """True for a node that AOTAutograd recorded while autograd ran the backward."""
-    return node.meta.get("partitioner_tag") == "is_backward"
+def recorded_in(node: fx.Node) -> Literal["forward", "backward"] | None:
+    """Which part AOTAutograd was tracing when it made the node; unknown in the body of a custom autograd function."""
+    tag = str(node.meta.get("partitioner_tag", ""))
+    return "backward" if tag.endswith("backward") else "forward" if tag.endswith("forward") else None

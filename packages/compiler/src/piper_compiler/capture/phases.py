@@ -108,7 +108,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 def cut(joint: Joint) -> Cut:
     """The three steps of a chunk, and the specs of its ports."""
     rank = {n: i for i, n in enumerate(joint.graph.nodes)}
-    backward = {n for n in joint.graph.nodes if _torch_joint.in_backward(n)}
+    backward = _backward(joint)
     values = {k: g for k, g in sorted(joint.grads.items()) if joint.kinds[k] == "value"}
     params = {k: g for k, g in sorted(joint.grads.items()) if joint.kinds[k] == "param"}
 
@@ -144,6 +144,19 @@ def cut(joint: Joint) -> Cut:
     ports |= i.specs
     input_grads = tuple(k in values or k in params for k in range(len(joint.inputs)))
     return Cut(steps, ports, output_grads, input_grads, any(is_random(n) for n in body_f))
+
+
+def _backward(joint: Joint) -> set[fx.Node]:
+    """Nodes that run after the forward: what depends on a tangent, what autograd's backward recorded, and of the nodes whose part
+    is not known those that no output needs."""
+    outputs = ancestors(joint.outputs)
+    backward: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        recorded = _torch_joint.recorded_in(node)
+        after = any(n in backward for n in node.all_input_nodes)
+        if after or recorded == "backward" or (recorded is None and node.op == "call_function" and node not in outputs):
+            backward.add(node)
+    return backward
 
 
 def _close(targets: Iterable[fx.Node], here: Callable[[fx.Node], bool]) -> _Plan:

@@ -1,0 +1,50 @@
+"""What the launcher and the process of a rank tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from piper_runtime.code import ShippedCode
+
+HEART_SLOTS = 64
+"""Integers of shared memory per rank; at most HEART_SLOTS - 3 communication streams."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker is told on its command line. Descriptors are inherited."""
+
+    rank: int
+    world: int
+    pipe: int
+    lifeline: int
+    heart: str
+    store: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """One run of one rank. `plan` and `callables` are pickled once for all ranks."""
+
+    plan: bytes
+    callables: bytes
+    code: dict[str, dict[str, ShippedCode]]
+    params: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    seed: int
+    steps: int
+    trace: bool
+    memory: bool
+    gradients: bool
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank gave up. `kind`: the error's class name. `peer`: whether it only saw another rank fail."""
+
+    kind: str
+    message: str
+    details: str
+    peer: bool

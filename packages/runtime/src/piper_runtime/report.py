@@ -1,0 +1,57 @@
+"""What a rank finds out while it runs, and brings back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from piper_runtime.memory import MemoryCounter, MemoryPoint
+from piper_runtime.rank import Rank
+from piper_runtime.trace import TimedSpan
+
+MEASURED = "bytes of live tensor storages in the first step, temporaries of operators included, as torch's dispatcher shows them"
+
+
+@dataclass
+class RankReport:
+    """What one rank brings back. `started`, `finished`: when it was ready, and when each step was done, on the machine-wide clock; `scalars`: per step the losses and weights by
+    microbatch; `gradients`: per step, as the optimizer saw them."""
+
+    started: float = 0.0
+    finished: list[float] = field(default_factory=list)
+    scalars: list[dict[str, dict[int, float]]] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    spans: list[TimedSpan] = field(default_factory=list)
+    peak_bytes: int = 0
+    peak_at: int = -1
+    points: list[MemoryPoint] = field(default_factory=list)
+    states: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def end_step(self, rank: Rank) -> None:
+        """Keep what a rank has found in the step that it has just done."""
+        self.finished.append(time.perf_counter())
+        self.scalars.append({kind: dict(found) for kind, found in rank.scalars.items()})
+
+    def probe(self, rank: Rank, buckets: tuple[str, ...], scale: float) -> None:
+        """A Probe that keeps gradients."""
+        if len(self.gradients) == len(self.finished):
+            self.gradients.append({})
+        self.gradients[-1].update(rank.gradients(buckets, scale))
+
+    def close(self, rank: Rank, spans: Sequence[TimedSpan], counter: MemoryCounter | None) -> None:
+        """Keep what is left when the last step is done."""
+        self.states = rank.states()
+        self.spans = list(spans)
+        if counter is not None:
+            self.peak_bytes, self.peak_at = counter.peak, counter.peak_at
+            self.points = list(counter.points)
+
+
+def measured_counter(rank: Rank) -> MemoryCounter:
+    """A counter that already holds the states of a rank."""
+    counter = MemoryCounter()
+    counter.track([*rank.store.state_tensors(), *rank.optimizer.state_tensors()])
+    rank.untracked = counter.paused
+    return counter

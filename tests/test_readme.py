@@ -1,0 +1,29 @@
+"""The README's example runs as it stands, and its commands exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_example_runs(tmp_path: Path) -> None:
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
+    script = tmp_path / "example.py"
+    script.write_text(code)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    step_s, losses = done.stdout.splitlines()
+    assert 0 < float(step_s) < 1
+    first, *_, last = map(float, losses.strip("[]").split(","))
+    assert last < first
+
+
+def test_links_and_commands_exist() -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / target).exists(), target
+    help_text = subprocess.run([sys.executable, "-m", "piper", "--help"], capture_output=True, text=True, timeout=60).stdout
+    for command in set(re.findall(r"^piper (\w+)", README, re.MULTILINE)):
+        assert command in help_text, command
