@@ -59,7 +59,8 @@ def simulate(
 
         from piper.frontdoor import compile
         from piper.loading import load_file
-        from piper.session import local_cluster, new_folder, save
+        from piper.results import new_folder, save_plan, save_prediction
+        from piper.session import local_cluster
         from piper_simulator import load_cluster
         from piper_simulator import simulate as run
 
@@ -70,7 +71,8 @@ def simulate(
         result = run(compiled.plan, device)
         print(json.dumps(result.summary()) if as_json else prediction_text(result, title=f"{file.name} on {device.name}"))
         if folder:
-            save(folder, compiled, recipe.strategy, result, None)
+            save_plan(folder, compiled.plan, recipe.strategy)
+            save_prediction(folder, result)
             print(f"results are in {folder}", file=sys.stderr)
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from piper.results import new_folder, save_run
 from piper_compiler import Options, Strategy, Training, compile_program
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, JobError
@@ -70,7 +72,7 @@ def compile(
 
 def _checked(captured: Captured, rows: int) -> Program:
     """The affine program, once it is known that the captured path holds at this number of rows."""
-    from piper_compiler.capture import check_rows
+    from piper_compiler.capture.codestore import check_rows
 
     check_rows(captured.forward, rows)
     return captured.program
@@ -83,9 +85,11 @@ def captured_job(job: Job) -> Captured:
 
 @lru_cache(maxsize=16)
 def _capture(model: Any, batch: Any, loss: Any, dtype: str, seed: int) -> Captured:
+    import torch
+
     from piper_compiler.capture import capture
 
-    return capture(model, lambda rows: batch(0, range(rows)), loss, dtype=dtype)
+    return capture(model, lambda rows: batch(0, rows), loss, dtype=getattr(torch, dtype))
 
 
 def _training(job: Job, program: Program) -> Training:
@@ -104,29 +108,29 @@ def execute(
     cluster: str = "auto",
     timeout_s: float = 60,
     trace: bool = False,
-    out: Any = None,
-    **private: Any,
+    memory: bool = True,
+    out: str | Path | None = None,
+    **more: Any,
 ) -> Run:
     """Run a compiled strategy for `steps` optimizer steps. `job` replaces the compiled one (same model, loss and optimizer
     groups: other data, seed or learning rate). launcher: "processes" (torch.distributed, one process per rank) or "inline"
-    (all ranks in this one). `out`: folder for results. Raises JobError, ExecutionError (rank, instruction, peer),
-    NonFiniteLossError."""
+    (all ranks in this one). timeout_s: seconds without progress of any rank after which the run ends. trace: record the last
+    step's spans. memory: measure peak bytes in the first step, which slows that step. out: losses, times and trace go to a new
+    folder below this one. More keywords go to `piper_runtime.execute`. Raises JobError, ExecutionError (rank, instruction,
+    peer), NonFiniteLossError."""
     from piper_runtime import execute as run
 
     chosen = job or compiled.job
     if chosen is None or compiled.code is None:
         raise JobError("execute: this was compiled from a Program, which has no code and no data; compile a piper.Job to run it")
+    if cluster != "auto":
+        raise JobError(f'execute(cluster={cluster!r}): only "auto" (this machine) is there until the ray launcher comes')
+    folder = new_folder(Path(out), "run") if out is not None else None
     codes = [c.code for c in compiled.plan.chunks]
     code = compiled.code.export(codes, compiled.plan.rows)
-    return run(
-        compiled.plan,
-        code,
-        chosen,
-        steps=steps,
-        launcher=launcher,
-        cluster=cluster,
-        timeout_s=timeout_s,
-        trace=trace,
-        out=out,
-        **private,
+    result = run(
+        compiled.plan, code, chosen, steps=steps, launcher=launcher, timeout_s=timeout_s, trace=trace, memory=memory, **more
     )
+    if folder is not None:
+        save_run(folder, result)
+    return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from piper_ir.program import Step
 from piper_ops import replace_portable
 
 
-@dataclass
+@dataclass(eq=False)
 class Case:
     """`tensors` are the function's arguments with their kinds: value, param, frozen (param), buffer, batch, dead (value
     without gradient). The outputs that receive a gradient are all floating ones."""
@@ -39,6 +40,7 @@ class Case:
         ]
 
 
+@cache
 def capture(case: Case) -> fx.GraphModule:
     """The graph of a case's function, its placeholders in the order of the arguments."""
     if case.symbolic:
@@ -73,6 +75,7 @@ def capture(case: Case) -> fx.GraphModule:
     return captured[0]
 
 
+@cache
 def trace(case: Case, device: str = "cpu") -> TracedChunk:
     outputs = _outputs(case.function, [t.detach().clone() for t in case.tensors], ())
     values = [k for k in case.mutated if case.kinds[k] != "buffer"]

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from packages.compiler.tests.joint_cases import rand
 from packages.compiler.tests.joint_harness import Case, capture, trace
-from packages.compiler.tests.test_joint_parity import rand
 from piper_compiler.capture.joint import trace_chunk
 from piper_ir.errors import CaptureError
 

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
+from packages.compiler.tests.joint_cases import CASES
 from packages.compiler.tests.joint_harness import measured_peak, run, tangents_of, trace
-from packages.compiler.tests.test_joint_parity import CASES
 from piper_compiler.capture.codegen import StepCode
 from piper_ir.sizes import bind
 

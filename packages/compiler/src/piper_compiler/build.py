@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from piper_compiler.ports import port_category, signatures, value_reads, value_writes
 from piper_ir.graph import Editor, Graph, Node
 from piper_ir.mesh import Mesh
@@ -20,17 +22,18 @@ def build(program: Program, mesh: Mesh) -> Graph:
         _add_compute(edit, chunk, "F")
     consumers = _gradient_consumers(program)
     for chunk in reversed(program.chunks):
-        _add_tangents(edit, chunk, consumers)
+        tangents = _add_tangents(edit, chunk, consumers)
         if signatures(chunk, "B"):
-            _add_compute(edit, chunk, "B")
+            _add_compute(edit, chunk, "B", tangents)
     return edit.done()
 
 
-def _add_compute(edit: Editor, chunk: Chunk, step: ComputeStep) -> None:
+def _add_compute(edit: Editor, chunk: Chunk, step: ComputeStep, tangents: Mapping[str, str] | None = None) -> None:
     coords = {**chunk.coords, "chunk": chunk.id, "phase": step, "op": "compute"}
     for port in value_writes(chunk, step):
         edit.value(f"{chunk.id}:{port}", chunk.ports[port], port_category(port))
-    reads = tuple(port_value(chunk, p) for p in value_reads(chunk, step))
+    known = tangents or {}
+    reads = tuple(known.get(p) or port_value(chunk, p) for p in value_reads(chunk, step))
     writes = tuple(f"{chunk.id}:{p}" for p in value_writes(chunk, step))
     edit.add(Node(f"{chunk.id}.{step}", Compute(chunk.id, step), coords, reads, writes))
 
@@ -51,16 +54,24 @@ def _gradient_consumers(program: Program) -> dict[str, list[str]]:
     return out
 
 
-def _add_tangents(edit: Editor, chunk: Chunk, consumers: dict[str, list[str]]) -> None:
-    """Make the value "chunk:tan{k}" of every output whose tangent the backward reads: the sum over consumers, last consumer
-    first, which is autograd's own order and so gives the same bits. One consumer needs no sum: its gradient is the tangent."""
+def _add_tangents(edit: Editor, chunk: Chunk, consumers: dict[str, list[str]]) -> dict[str, str]:
+    """Port -> value of every tangent that the backward reads. With one consumer it is that one's gradient; with several it is
+    "chunk:tan{k}", their sum, last consumer first, which is autograd's own order and so gives the same bits."""
     read = value_reads(chunk, "B")
     coords: dict[str, int | str] = {**chunk.coords, "chunk": chunk.id, "phase": "B", "op": "add"}
+    out = {}
     for k, output in enumerate(chunk.outputs):
-        if f"tan{k}" not in read:
+        port = f"tan{k}"
+        if port not in read:
             continue
-        tangent = edit.value(f"{chunk.id}:tan{k}", output.spec, "scalar" if output.kind == "loss" else "gradient")
         parts = consumers.get(f"{chunk.id}:out{k}", [])
-        if output.kind != "loss":
-            assert parts, f"{tangent} is read but no consumer of {chunk.id}:out{k} writes a gradient"
-            edit.add(Node(f"{chunk.id}.sum{k}", Add(), coords, tuple(reversed(parts)), (tangent,)))
+        if output.kind == "loss":
+            out[port] = edit.value(f"{chunk.id}:{port}", output.spec, "scalar")
+            continue
+        assert parts, f"{chunk.id} reads {port} but no consumer of its out{k} writes a gradient"
+        if len(parts) == 1:
+            out[port] = parts[0]
+            continue
+        out[port] = edit.value(f"{chunk.id}:{port}", output.spec, "gradient")
+        edit.add(Node(f"{chunk.id}.sum{k}", Add(), coords, tuple(reversed(parts)), (out[port],)))
+    return out

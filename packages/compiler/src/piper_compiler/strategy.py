@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from piper_compiler.directives import REGISTRY, Directive
+from piper_compiler.directives import REGISTRY, Directive, describe
 from piper_ir.codec import decode, tagged
 from piper_ir.errors import DirectiveError, FormatError, OutputError
-from piper_ir.mesh import Mesh
+from piper_ir.mesh import AXES, Mesh
 
 STRATEGY_VERSION = 1
 
@@ -32,6 +32,12 @@ class Strategy:
 
     def dumps(self) -> str:
         """The strategy as JSON."""
+        for item in self.directives:
+            if REGISTRY.get(type(item).__name__) is not type(item):
+                raise DirectiveError(
+                    f"{describe(item)}: {type(item).__name__} is not registered, so it could not be read back; "
+                    "write @directive above its class"
+                )
         head = {"format": "Strategy", "version": STRATEGY_VERSION, "mesh": dict(self.mesh.sizes)}
         lines = ",\n  ".join(json.dumps(tagged(d)) for d in self.directives)
         return f'{json.dumps(head)[:-1]}, "directives": [\n  {lines}\n]}}\n'
@@ -55,29 +61,42 @@ class Strategy:
             raise FormatError(f"{where}: unknown key {min(unknown)!r}; known are mesh, directives")
         if not isinstance(data.get("mesh"), dict) or not isinstance(data.get("directives"), list):
             raise FormatError(f'{where}: "mesh" must be an object of axis sizes and "directives" an array')
-        return Strategy(
-            Mesh(**data["mesh"]), [_directive(d, f"{where}.directives[{i}]") for i, d in enumerate(data["directives"])]
-        )
+        directives = [_directive(d, f"{where}.directives[{i}]") for i, d in enumerate(data["directives"])]
+        return Strategy(_mesh(data["mesh"], f"{where}.mesh"), directives)
 
 
 def _flatten(items: Iterable[Any]) -> Iterable[Directive]:
     for item in items:
         if isinstance(item, tuple | list):
             yield from _flatten(item)
-        elif isinstance(item, Directive):
+        elif isinstance(item, Directive) and is_dataclass(item) and not isinstance(item, type):
             yield item
         else:
-            raise DirectiveError(f"Strategy: {item!r} is no directive; it needs the methods check(graph) and apply(graph)")
+            raise DirectiveError(
+                f"Strategy: {item!r} is no directive; it needs to be a frozen dataclass with the methods check(graph) and "
+                "apply(graph)"
+            )
+
+
+def _mesh(data: dict[str, Any], where: str) -> Mesh:
+    for axis, size in data.items():
+        if axis not in AXES:
+            raise FormatError(f"{where}: unknown axis {axis!r}; the axes are {', '.join(sorted(AXES))}")
+        if type(size) is not int or size < 1:
+            raise FormatError(f"{where}.{axis}: a positive integer is expected, found {size!r}")
+    return Mesh(**data)
 
 
 def _directive(data: Any, where: str) -> Directive:
-    if not isinstance(data, dict) or data.get("is") not in REGISTRY:
-        name = data.get("is") if isinstance(data, dict) else data
+    name = data.get("is") if isinstance(data, dict) else data
+    if not isinstance(data, dict) or not isinstance(name, str) or name not in REGISTRY:
         raise FormatError(
             f"{where}: unknown directive {name!r}; known are {', '.join(sorted(REGISTRY))}. Import the file that defines yours."
         )
-    kind = REGISTRY[data["is"]]
-    return decode(kind, {k: v for k, v in data.items() if k != "is"}, where)  # type: ignore[no-any-return]  # by REGISTRY
+    item: Directive = decode(REGISTRY[name], {k: v for k, v in data.items() if k != "is"}, where)
+    if "site" in (f.name for f in fields(item)):  # type: ignore[arg-type]  # what is registered is a dataclass
+        object.__setattr__(item, "site", where)  # it was written in the file, not where the file is read
+    return item
 
 
 def save_strategy(strategy: Strategy, path: str | Path) -> None:

@@ -19,6 +19,8 @@ from piper_ir.sizes import Affine
 T = TypeVar("T")
 FORMAT_VERSION = 1
 
+_NAMES = {str: "a string", int: "an integer", float: "a number", bool: "a boolean", type(None): "null"}
+
 Encoder = Callable[[Any], Any]
 Decoder = Callable[[Any, str], Any]
 
@@ -34,8 +36,11 @@ def loads(kind: type[T], text: str, where: str = "text") -> T:
     try:
         data = json.loads(text)
     except json.JSONDecodeError as e:
-        hint = " (is the file truncated?)" if e.pos >= len(text.rstrip()) - 1 else ""
+        cut = e.pos >= len(text.rstrip()) - 1 or e.msg.startswith("Unterminated")
+        hint = " (is the file truncated?)" if cut else ""
         raise FormatError(f"{where}: not JSON: {e.msg} at line {e.lineno} column {e.colno}{hint}") from None
+    except (RecursionError, ValueError) as e:  # nested too deep; an integer of thousands of digits
+        raise FormatError(f"{where}: not JSON that this Piper writes: {e}") from None
     if not isinstance(data, dict):
         raise FormatError(f"{where}: a JSON object is expected, found {_kind(data)}")
     name, version = data.pop("format", None), data.pop("version", None)
@@ -151,11 +156,11 @@ def _scalar_decoder(hint: Any) -> Decoder:
         return lambda value, where: value
     if hint not in accepted:
         raise TypeError(f"no JSON form for {hint}")
-    names = {str: "a string", int: "an integer", float: "a number", bool: "a boolean", type(None): "null"}
 
     def run(value: Any, where: str) -> Any:
-        if not isinstance(value, accepted[hint]) or (isinstance(value, bool) and hint is not bool):
-            raise _fail(where, names[hint], value)
+        fits = isinstance(value, accepted[hint]) and (hint is bool or not isinstance(value, bool))
+        if not fits:
+            raise _fail(where, _NAMES[hint], value)
         return float(value) if hint is float else value  # an integer is a number
 
     return run
@@ -219,7 +224,8 @@ def _union_decoder(options: tuple[Any, ...]) -> Decoder:
                 return decoder(value, where)
             except FormatError:
                 continue
-        expected = " or ".join([getattr(o, "__name__", str(o)) for o in others] + sorted(classes))
+        names = [_NAMES.get(o, "an array" if get_origin(o) is tuple else str(o)) for o in others]
+        expected = " or ".join(names + ["a size [a, b]"] * affine_ok + [f"an object ({c})" for c in sorted(classes)])
         raise _fail(where, expected, value)
 
     return run
@@ -242,11 +248,10 @@ def _dataclass_decoder(kind: type) -> Decoder:
         missing = required - value.keys()
         if missing:
             raise FormatError(f"{where}: {kind.__name__} lacks {', '.join(sorted(missing))}")
+        made = {k: decoders[k](x, f"{where}.{k}") for k, x in value.items()}
         try:
-            return kind(**{k: decoders[k](x, f"{where}.{k}") for k, x in value.items()})
-        except FormatError:
-            raise
-        except PiperError as e:
+            return kind(**made)
+        except PiperError as e:  # the class itself refuses the fields together; only here is it known where
             raise FormatError(f"{where}: {e}") from None
 
     return run

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from piper_ir.errors import PlanError
 from piper_ir.ops import Compute
-from piper_ir.plan import CATEGORIES, COMPUTE, Category, Part, Plan, RolePlan, part_peak
+from piper_ir.plan import CATEGORIES, COMPUTE, Category, Instr, Part, Plan, RolePlan, part_peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,27 +28,20 @@ def scan(plan: Plan, role: RolePlan) -> Iterator[Usage]:
     values of the role. PlanError when a value is freed that is not alive."""
     state = _Scan(plan, role)
     for index, instr in enumerate(role.program):
-        if instr.stream != COMPUTE:
-            continue
-        where = f"role {role.role}, instruction {index} {instr.name}"
-        state.free(instr.frees_before, where)
-        total, split = -1, None
-        for part in instr.parts:
-            most, table = state.run(part)
-            if most > total:
-                total, split = most, table
-            state.free(part.frees, where)
-        state.allocate(instr.allocs_after)
-        if state.total > total:
-            total, split = state.total, state.split()
-        assert split is not None, "an instruction has at least one part"
-        yield Usage(index, total, split)
+        if instr.stream == COMPUTE:
+            found = state.fullest(index, instr, -1)
+            assert found is not None, "bytes are never negative"
+            yield found
 
 
 def peak(plan: Plan, role: RolePlan) -> Usage:
     """The first fullest moment of a role. A role that computes nothing holds what it has from the start."""
-    start = _Scan(plan, role)
-    return max(scan(plan, role), key=lambda u: u.total, default=Usage(0, start.total, start.split()))
+    state = _Scan(plan, role)
+    most = Usage(0, state.total, state.split())
+    for index, instr in enumerate(role.program):
+        if instr.stream == COMPUTE:
+            most = state.fullest(index, instr, most.total) or most
+    return most
 
 
 def with_peaks(plan: Plan) -> Plan:
@@ -64,54 +57,68 @@ class _Scan:
     """What is alive, by category; constant time per value."""
 
     def __init__(self, plan: Plan, role: RolePlan) -> None:
-        self.plan = plan
+        self.plan, self.role = plan, role.role
         self.live: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         self.total = 0
         self.nbytes: dict[str, int] = {}
-        self.category: dict[str, Category] = {}
+        self.sizes: dict[int, int] = {}
         self.above: dict[tuple[Compute, tuple[int, ...]], int] = {}
         for state in role.states:
             self.live[state.category] += state.nbytes
             self.total += state.nbytes
         self.allocate(role.allocs_first)
 
+    def fullest(self, index: int, instr: Instr, floor: int) -> Usage | None:
+        """Run an instruction; its fullest moment, or None when that has no more than `floor` bytes."""
+        most = None
+        self.free(instr.frees_before, index, instr)
+        for part in instr.parts:
+            before = self.total
+            self.allocate(part.writes)
+            total = before + self._above(part)
+            if total > floor:
+                floor, most = total, Usage(index, total, self._split_at(total, part))
+            self.free(part.frees, index, instr)
+        self.allocate(instr.allocs_after)
+        if self.total > floor:
+            most = Usage(index, self.total, self.split())
+        return most
+
     def allocate(self, values: Iterable[str]) -> None:
         for v in values:
             value = self.plan.values[v]
-            size = self.nbytes[v] = value.nbytes
-            self.category[v] = value.category
+            spec = value.spec
+            size = self.sizes.get(id(spec), -1)  # microbatches share specs: objects that the plan keeps alive
+            if size < 0:
+                size = self.sizes[id(spec)] = value.nbytes
+            self.nbytes[v] = size
             self.live[value.category] += size
             self.total += size
 
-    def free(self, values: Iterable[str], where: str) -> None:
+    def free(self, values: Iterable[str], index: int, instr: Instr) -> None:
         for v in values:
             if v not in self.nbytes:
-                raise PlanError(f"{where}: frees {v}, which is not alive there")
+                raise PlanError(f"role {self.role}, instruction {index} {instr.name}: frees {v}, which is not alive there")
             size = self.nbytes.pop(v)
-            self.live[self.category.pop(v)] -= size
+            self.live[self.plan.values[v].category] -= size
             self.total -= size
 
     def split(self) -> dict[str, int]:
         return {c: b for c, b in self.live.items() if b}
 
-    def run(self, part: Part) -> tuple[int, dict[str, int]]:
-        """Allocate what a part writes; the bytes at its fullest moment, in all and by category."""
-        before = self.total
-        self.allocate(part.writes)
-        workspace = before + self._above(part) - self.total
-        if workspace >= 0:
-            split = self.split()
-            if workspace:
-                split["workspace"] = workspace
-            return self.total + workspace, split
+    def _split_at(self, total: int, part: Part) -> dict[str, int]:
+        """By category when a part, its writes allocated, holds `total` bytes."""
+        if total >= self.total:
+            workspace = {"workspace": total - self.total} if total > self.total else {}
+            return self.split() | workspace
         # Less than its writes: at its fullest moment some of the inputs that die here were gone already.
         live = dict(self.live)
-        gone = -workspace
+        gone = self.total - total
         for v in part.frees:
             early = min(gone, self.nbytes[v])
-            live[self.category[v]] -= early
+            live[self.plan.values[v].category] -= early
             gone -= early
-        return self.total + workspace, {c: b for c, b in live.items() if b}
+        return {c: b for c, b in live.items() if b}
 
     def _above(self, part: Part) -> int:
         """`part_peak`; for a chunk's step once for all microbatches in which the same inputs die."""

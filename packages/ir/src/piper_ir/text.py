@@ -305,8 +305,9 @@ def _parse_instruction(words: _Words) -> Instr:
     parts = [_parse_part(words)] if words.more() and words.peek() != ("|", False) else []
     while words.accept("+"):
         parts.append(_parse_part(words))
-    clauses = _clauses(words, ("waits", "frees", "allocs")) if words.accept("|") else {}
-    words.end('"+", "|" or the end of the line' if not clauses else "waits, frees, allocs or the end of the line")
+    tail = words.accept("|")
+    clauses = _clauses(words, ("waits", "frees", "allocs")) if tail else {}
+    words.end("waits, frees, allocs or the end of the line" if tail else '"+", "|" or the end of the line')
     waits = tuple(map(_wait, clauses.get("waits", ())))
     return Instr(stream, tuple(parts), waits, clauses.get("frees", ()), clauses.get("allocs", ()))
 

@@ -55,7 +55,8 @@ class Violation:
     index: int = -1
 
     def __str__(self) -> str:
-        return f"{self.rule}: {self.message}{chr(10) if chr(10) in self.message else ' '}(the rule: {RULES[self.rule]})"
+        gap = "\n" if "\n" in self.message else " "
+        return f"{self.rule}: {self.message}{gap}(the rule: {RULES[self.rule]})"
 
 
 @dataclass(slots=True)

@@ -22,6 +22,17 @@ class MemoryPoint:
     after: int
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryRecord:
+    """`peak` bytes, reached first in instruction `peak_at` (-1: before the first one); `states`: those of states, which live always; `points`:
+    one per compute instruction, in order."""
+
+    peak: int
+    peak_at: int
+    states: int
+    points: tuple[MemoryPoint, ...]
+
+
 class MemoryCounter(TorchDispatchMode):
     """Counts the bytes of every storage on one device that an operator returns while a `during` block is open, until the storage dies.
 
@@ -67,6 +78,10 @@ class MemoryCounter(TorchDispatchMode):
             yield
         finally:
             self._paused = False
+
+    def record(self) -> MemoryRecord:
+        """What was found so far."""
+        return MemoryRecord(self.peak, self.peak_at, self.base, tuple(self.points))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -168,7 +168,8 @@ def _update(part: Part, op: Update, rank: Rank) -> Run:
                 f"{[float(values[v]) for v in part.reads]}); is every row of the batch masked?"
             )
         if rank.probe is not None:
-            rank.probe(rank, op.buckets, scale)
+            with rank.untracked():
+                rank.probe(rank, op.buckets, scale)
         rank.optimizer.update(op.buckets, scale)
         for flat in flats:
             flat.zero_()

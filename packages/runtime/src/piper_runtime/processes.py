@@ -237,7 +237,7 @@ def _peer(failure: Failure | None) -> bool:
 def _receive(worker: _Worker) -> RankReport | Failure | None:
     """A worker's answer, None when it has ended without one."""
     try:
-        return worker.pipe.recv()  # type: ignore[no-any-return]
+        return pickle.loads(worker.pipe.recv_bytes())  # type: ignore[no-any-return]
     except (EOFError, ConnectionResetError):
         return None
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from piper_runtime.memory import MemoryCounter, MemoryPoint
+from piper_runtime.memory import MemoryCounter, MemoryRecord
 from piper_runtime.rank import Rank
 from piper_runtime.trace import TimedSpan
 
@@ -16,17 +16,15 @@ MEASURED = "bytes of live tensor storages in the first step, temporaries of oper
 
 @dataclass
 class RankReport:
-    """What one rank brings back. `started`, `finished`: when it was ready, and when each step was done, on the machine-wide clock; `scalars`: per step the losses and weights by
-    microbatch; `gradients`: per step, as the optimizer saw them."""
+    """What one rank brings back. `started`, `finished`: when it was ready, and when each step was done, on the machine-wide clock; `scalars`:
+    per step the losses and weights by microbatch; `gradients`: per step, as the optimizer saw them."""
 
     started: float = 0.0
     finished: list[float] = field(default_factory=list)
     scalars: list[dict[str, dict[int, float]]] = field(default_factory=list)
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
     spans: list[TimedSpan] = field(default_factory=list)
-    peak_bytes: int = 0
-    peak_at: int = -1
-    points: list[MemoryPoint] = field(default_factory=list)
+    memory: MemoryRecord | None = None
     states: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def end_step(self, rank: Rank) -> None:
@@ -45,8 +43,7 @@ class RankReport:
         self.states = rank.states()
         self.spans = list(spans)
         if counter is not None:
-            self.peak_bytes, self.peak_at = counter.peak, counter.peak_at
-            self.points = list(counter.points)
+            self.memory = counter.record()
 
 
 def measured_counter(rank: Rank) -> MemoryCounter:

@@ -15,6 +15,7 @@ from piper_ir.trace import Trace
 from piper_runtime.code import CodeStore
 from piper_runtime.inline import InlineEngine
 from piper_runtime.job import InitialState, Job, materialize
+from piper_runtime.memory import MemoryRecord
 from piper_runtime.rank import Rank, Trainee, step_loss
 from piper_runtime.report import MEASURED, RankReport, measured_counter
 from piper_runtime.trace import executed_trace
@@ -26,13 +27,14 @@ Launcher = Literal["ray", "processes", "inline", "emulated"]
 LATER = ("ray", "emulated")
 WARMUP_STEPS = 3
 
+
 @dataclass(frozen=True)
 class Run:
     """The result of `execute`.
 
     losses: one per step, over the global batch. step_s: wall seconds per step between completions, on the slowest rank (the first since all ranks were ready).
     period_s: median of step_s[3:], None when there are none. peak_bytes: per rank the most bytes that were alive (`trace.notes` says what is
-    measured), empty when it was not asked for. trace: of the last step; without spans unless they were asked for. rank_states: per rank its
+    measured), and `memory` what was alive in each instruction; both empty when not asked for. trace: of the last step; without spans unless they were asked for. rank_states: per rank its
     parameters and buffers after the last step; rank_gradients: per rank and step, with `gradients=True`."""
 
     losses: list[float]
@@ -42,7 +44,7 @@ class Run:
     trace: Trace
     rank_states: Mapping[int, Mapping[str, torch.Tensor]]
     rank_gradients: Mapping[int, Sequence[Mapping[str, torch.Tensor]]]
-    peak_at: Mapping[int, int]
+    memory: Mapping[int, MemoryRecord]
     _initial: InitialState = field(repr=False)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
@@ -147,7 +149,7 @@ def _result(plan: Plan, reports: Mapping[int, RankReport], initial: InitialState
     trace = executed_trace(plan, steps - 1, {r: rep.spans for r, rep in reports.items()}, losses, notes)
     return Run(
         losses, step_s, median(step_s[WARMUP_STEPS:]) if step_s[WARMUP_STEPS:] else None,
-        {r: rep.peak_bytes for r, rep in reports.items()} if memory else {}, trace,
+        {r: rep.memory.peak for r, rep in reports.items() if rep.memory is not None}, trace,
         {r: rep.states for r, rep in reports.items()}, {r: rep.gradients for r, rep in reports.items() if rep.gradients},
-        {r: rep.peak_at for r, rep in reports.items()} if memory else {}, initial,
+        {r: rep.memory for r, rep in reports.items() if rep.memory is not None}, initial,
     )  # fmt: skip

@@ -41,7 +41,8 @@ def serve(setup: Setup) -> None:
             request = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        pipe.send(_answer(setup.rank, request, communicators, heart))
+        # Plain pickle: a Connection would hand tensors over as shared memory, which needs a handshake.
+        pipe.send_bytes(pickle.dumps(_answer(setup.rank, request, communicators, heart), protocol=5))
 
 
 def _answer(rank: int, request: Request, communicators: GlooCommunicators, heart: Heart) -> RankReport | Failure:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,14 +67,6 @@ def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of the user's code that Dynamo was tracing when it raised, outermost first."""
     stack = getattr(error, "real_stack", None)
     return list(stack) if stack else []
-
-
-def symbolic_value(node: fx.Node) -> Any:
-    """What a node makes of the symbolic values of its arguments."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["example_value"])
-    tensors = [n.meta["example_value"] for n in node.all_input_nodes if isinstance(n.meta.get("example_value"), torch.Tensor)]
-    with tensors[0].fake_mode if tensors else nullcontext():
-        return getattr(args[0], str(node.target))(*args[1:], **kwargs) if node.op == "call_method" else node.target(*args, **kwargs)
 
 
 @dataclass(frozen=True)

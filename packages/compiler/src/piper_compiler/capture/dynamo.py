@@ -126,7 +126,10 @@ def capture_forward(
     gm = recorder.module
     if gm is None:
         raise CaptureError("the loss does not depend on any tensor operation; nothing was captured")
-    _make_portable(gm)
+    try:
+        replace_portable(gm)
+    except UnsupportedVariant as error:
+        raise CaptureError(str(error)) from error
     nodes = [recorder.node_of(value) for value in result]
     _check_loss(result, nodes)
     placeholders = gm.graph.find_nodes(op="placeholder")
@@ -179,18 +182,6 @@ def _run(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets
             raise recorder.problem or _as_capture_error(error) from error
     assert isinstance(result, tuple)
     return result
-
-
-def _make_portable(module: fx.GraphModule) -> None:
-    """Replace what decomposes by device, and give the new nodes their symbolic values."""
-    before = set(module.graph.nodes)
-    try:
-        replace_portable(module)
-    except UnsupportedVariant as error:
-        raise CaptureError(str(error)) from error
-    for node in module.graph.nodes:
-        if node not in before:
-            node.meta["example_value"] = _torch.symbolic_value(node)
 
 
 def _as_capture_error(error: BaseException) -> CaptureError:

@@ -68,13 +68,22 @@ def site_field() -> Any:
 
 
 def describe(item: Directive) -> str:
-    """The directive as the user wrote it, without fields that have their default."""
+    """The directive about as the user wrote it, without fields that have their default; long lists are cut."""
     shown = []
-    for f in fields(item):  # type: ignore[arg-type]
+    for f in fields(item):  # type: ignore[arg-type]  # a directive is a dataclass
         value = getattr(item, f.name)
         if f.repr and value != f.default:
-            shown.append(str(value) if isinstance(value, Where) else f"{f.name}={value!r}")
+            shown.append(_shown(value) if isinstance(value, Where | tuple) else f"{f.name}={value!r}")
     return f"{type(item).__name__.lower()}({', '.join(shown)})"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, tuple) and value and all(isinstance(v, Where) for v in value):
+        more = [f"... {len(value) - 3} more"] if len(value) > 3 else []
+        return ", ".join([*map(str, value[:3]), *more])
+    if isinstance(value, tuple) and value and all(isinstance(v, tuple) and len(v) == 2 for v in value):
+        return f"on=dict({', '.join(f'{k}={v}' for k, v in value)})"
+    return str(value)
 
 
 def fail(item: Directive, condition: int, message: str) -> DirectiveError:

@@ -9,6 +9,7 @@ Legality
  3. All placements of a strategy fix the same axes, so that two roles are equal or disjoint.
  4. Placed axes are not axes over which the nodes are replicated.
  5. The streams named for a role agree with those named by earlier placements on it, and differ from the compute stream.
+ 6. The backward of a chunk and microbatch runs where its forward runs: what the forward saved is there.
 """
 
 from __future__ import annotations
@@ -65,6 +66,11 @@ class Place:
             if over is not None and set(over.over) & set(fixed):
                 raise fail(self, 4, f"{node.id} is replicated over {over.over}; a placed axis cannot be replicated too")
         self._check_streams(graph, role_name(fixed))
+        for node in nodes:
+            other = _other_phase(graph, node)
+            if other is not None and other.role not in ("", role_name(fixed)):
+                message = f"{other.id} is placed on {other.role}, and {node.id} needs what it keeps; place both on one device"
+                raise fail(self, 6, message)
 
     def _check_axes(self, graph: Graph) -> None:
         if not self.on:
@@ -102,6 +108,13 @@ class Place:
         for node in with_sums(graph, nodes):
             _connect(edit, node.id, role)
         return edit.done()
+
+
+def _other_phase(graph: Graph, node: Node) -> Node | None:
+    """The backward of a forward, and the other way round; None when it does not exist."""
+    own = f"{node.coords['chunk']}.{node.coords['phase']}"
+    other = "B" if node.coords["phase"] == "F" else "F"
+    return graph.nodes.get(f"{node.coords['chunk']}.{other}{node.id.removeprefix(own)}")
 
 
 def role_name(fixed: Mapping[str, int]) -> str:

@@ -53,12 +53,13 @@ class Replicate:
 
     def _check_nodes(self, graph: Graph, nodes: list[Node]) -> None:
         counts: dict[str, int] = {}
+        over = set(graph.mesh.axes) & set(self.over)
         for node in nodes:
             chunk = str(node.coords["chunk"])
             counts[chunk] = counts.get(chunk, 0) + 1
             if chunk in graph.replication:
                 raise fail(self, 3, f"{chunk} is replicated by {graph.log[graph.replication[chunk].applied]} already")
-            if node.role and set(graph.roles[node.role]) & set(self.over):
+            if node.role and set(graph.roles[node.role]) & over:
                 raise fail(self, 4, f"{node.id} is placed on {node.role}; it cannot be replicated over the same axis")
         for chunk, count in counts.items():
             there = sum(graph.nodes[i].coords["op"] == "compute" for i in graph.index[("chunk", chunk)])

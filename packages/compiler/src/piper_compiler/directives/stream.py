@@ -41,8 +41,9 @@ class Stream:
             )
         selected = {n.id for n in nodes}
         touched = {(channel_of(n), type(n.op)) for n in nodes}
-        for node in graph.nodes.values():
-            if isinstance(node.op, Send | Recv) and (channel_of(node), type(node.op)) in touched and node.id not in selected:
+        transfers = [graph.nodes[i] for op in ("send", "recv") for i in graph.index.get(("op", op), ())]
+        for node in transfers:
+            if (channel_of(node), type(node.op)) in touched and node.id not in selected:
                 message = f"{node.id} uses channel {channel_of(node)} too but is not selected; select all transfers of a channel"
                 raise fail(self, 3, message)
 

@@ -28,6 +28,7 @@ def make_buckets(edit: Editor, training: Training) -> None:
 
     held = holders(edit, edit.graph.program)
     open_: dict[Key, list[Param]] = {}
+    filled: dict[Key, int] = {}
     made: list[tuple[Key, list[Param]]] = []
     for param, policy in _by_completion(edit):
         roles = held[param.name]
@@ -36,10 +37,12 @@ def make_buckets(edit: Editor, training: Training) -> None:
         limit = policy.bucket_bytes if reduced else 2**62
         key = (roles, policy.over, param.spec.dtype, group, limit, policy.stream)
         members = open_.get(key)
-        if members is None or _bytes(members) + bind(param.spec.nbytes, 0) > limit:
+        if members is None or filled[key] + bind(param.spec.nbytes, 0) > limit:
             members = open_[key] = []
+            filled[key] = 0
             made.append((key, members))
         members.append(param)
+        filled[key] += _aligned(param) * ITEM_BYTES[param.spec.dtype]
     for number, (key, members) in enumerate(made):
         _add(edit, f"bucket{number}", key, members)
 
@@ -66,10 +69,6 @@ def _aligned(param: Param) -> int:
     """Elements that a parameter takes in a bucket."""
     step = ALIGN_BYTES // ITEM_BYTES[param.spec.dtype]
     return -(-bind(param.spec.numel, 0) // step) * step
-
-
-def _bytes(members: list[Param]) -> int:
-    return sum(_aligned(p) * ITEM_BYTES[p.spec.dtype] for p in members)
 
 
 def _add(edit: Editor, id: str, key: Key, members: list[Param]) -> None:

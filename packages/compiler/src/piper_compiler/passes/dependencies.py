@@ -8,7 +8,7 @@ from itertools import pairwise
 from piper_compiler.ports import trains
 from piper_ir.errors import CompileError
 from piper_ir.graph import Graph, Node
-from piper_ir.ops import COMM, AllReduce, Compute, Op, Recv, SquaredNorm, Update
+from piper_ir.ops import COMM, AllReduce, Compute, Recv, SquaredNorm, Update
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ def dependencies(graph: Graph) -> Dependencies:
         match node.op:
             case Recv():
                 edges.append(number[f"send.{node.writes[0]}"])
+            case Compute(chunk=chunk, step="B"):  # a backward that reads nothing of its forward (a plain sum) still follows it
+                edges.append(number[f"{chunk}.F@{node.mb}"])
             case AllReduce(bucket=bucket) if bucket:
                 edges += accumulators.get((bucket, node.role), [])
             case SquaredNorm(buckets=buckets):
@@ -86,12 +88,17 @@ def cycle_error(graph: Graph, deps: Dependencies, stuck: set[int]) -> CompileErr
     for later, earlier in pairwise(cycle):
         a, b = deps.nodes[earlier], deps.nodes[later]
         applied = graph.order_edges.get((a.id, b.id))
-        why = f"ordered by {graph.log[applied]}" if applied is not None and applied < len(graph.log) else _reason(b.op)
+        if applied is None:
+            why = _reason(a, b)
+        else:
+            why = f"ordered by {graph.log[applied]}" if applied < len(graph.log) else "microbatches update a buffer in order"
         lines.append(f"  {b.id} on {b.role} waits for {a.id} on {a.role}: {why}")
     return CompileError(
         "the orders and the data together are cyclic, so nothing on this cycle can ever start:\n" + "\n".join(lines)
     )
 
 
-def _reason(op: Op) -> str:
-    return "it receives what that sends" if isinstance(op, Recv) else "it needs its result"
+def _reason(a: Node, b: Node) -> str:
+    if isinstance(b.op, Recv):
+        return "it receives what that sends"
+    return "it needs its result" if set(a.writes) & set(b.reads) else "a backward follows its forward, a reduction its gradients"

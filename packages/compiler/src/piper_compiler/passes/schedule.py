@@ -31,7 +31,7 @@ Group = tuple[int, int, str]
 class _Role:
     ready: dict[Group, list[tuple[int, int]]] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
-    gated: list[Group] = field(default_factory=list)
+    gated: dict[str, list[Group]] = field(default_factory=dict)
     current: Group | None = None
     busy: bool = False
 
@@ -44,7 +44,7 @@ class Scheduler:
         self.roles = {r: _Role() for r in graph.roles}
         self.seconds = _node_seconds(graph, deps.nodes, bound, costs)
         self.group = [_group(n) for n in deps.nodes]
-        ordered = {i for edge in graph.order_edges for i in edge}
+        ordered = {i for edge, applied in graph.order_edges.items() if applied < len(graph.log) for i in edge}
         self.limited = {self.group[i] for i, n in enumerate(deps.nodes) if _forward(n)}
         self.limited -= {self.group[i] for i, n in enumerate(deps.nodes) if _forward(n) and n.id in ordered}
         self.limit = _limits(graph, deps)

@@ -1,0 +1,54 @@
+"""Hypothesis strategies for documents of the IR, derived from the types of their fields; they need not make sense."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from hypothesis import strategies as st
+
+from piper_ir.mesh import AXES, Mesh
+from piper_ir.sizes import ITEM_BYTES, Affine
+
+NAMES = st.one_of(
+    st.sampled_from(["a", "layer0:out0@3#pp1", "@1", "+", "waits", "end", "a b", '"', "{", ""]), st.text(max_size=3)
+)
+
+
+def documents(kind: Any) -> st.SearchStrategy[Any]:
+    """Any value of a type hint of the IR. Containers have at most two entries."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return st.one_of([documents(a) for a in args])
+    if origin is Literal:
+        return st.sampled_from(args)
+    if origin is tuple and args[-1] is Ellipsis:
+        return st.lists(documents(args[0]), max_size=2).map(tuple)
+    if origin is tuple:
+        return st.tuples(*(documents(a) for a in args))
+    if origin is not None and issubclass(origin, Mapping):
+        return st.dictionaries(documents(args[0]), documents(args[1]), max_size=2)
+    if kind is Mesh:
+        return st.dictionaries(st.sampled_from(AXES), st.integers(1, 3)).map(lambda sizes: Mesh(**sizes))
+    if kind is Affine:
+        return st.builds(Affine, st.integers(), st.integers().filter(bool))
+    if is_dataclass(kind):
+        return _built(kind)
+    simple: dict[Any, st.SearchStrategy[Any]] = {
+        str: NAMES,
+        int: st.integers(-10, 1 << 40),
+        float: st.floats(allow_nan=False),
+        bool: st.booleans(),
+        type(None): st.none(),
+    }
+    return simple[kind]
+
+
+def _built(kind: Any) -> st.SearchStrategy[Any]:
+    hints = get_type_hints(kind)
+    made = {f.name: documents(hints[f.name]) for f in fields(kind) if f.init and f.name != "version"}
+    if kind.__name__ in ("TensorSpec",):
+        made["dtype"] = st.sampled_from(list(ITEM_BYTES))
+    return st.builds(kind, **made)

@@ -1,0 +1,62 @@
+"""Ranks and coordinates."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from piper_ir.errors import CompileError
+from piper_ir.mesh import AXES, Mesh
+
+MESHES = st.dictionaries(st.sampled_from(AXES), st.integers(1, 4)).map(lambda sizes: Mesh(**sizes))
+
+
+@given(MESHES)
+def test_ranks_and_coordinates_are_a_bijection(mesh: Mesh) -> None:
+    coords = [mesh.coords(r) for r in range(mesh.world)]
+    assert [mesh.rank(c) for c in coords] == list(range(mesh.world))
+    every = {tuple(sorted(zip(mesh.axes, c))) for c in product(*(range(mesh.size(a)) for a in mesh.axes))}
+    assert {tuple(sorted(c.items())) for c in coords} == every
+
+
+@given(MESHES, st.data())
+def test_ranks_at_fixed_coordinates_are_those_that_have_them(mesh: Mesh, data: st.DataObject) -> None:
+    axes = data.draw(st.sets(st.sampled_from(mesh.axes))) if mesh.axes else set[str]()
+    fixed = {a: data.draw(st.integers(0, mesh.size(a) - 1)) for a in axes}
+    expected = [r for r in range(mesh.world) if all(mesh.coords(r)[a] == c for a, c in fixed.items())]
+    assert list(mesh.ranks(fixed)) == expected
+    assert len(expected) == prod(mesh.size(a) for a in mesh.axes if a not in fixed)
+
+
+def test_tensor_parallel_ranks_are_neighbours_and_stages_farthest_apart() -> None:
+    mesh = Mesh(pp=2, dp=3, tp=4)
+    assert mesh.axes == ("tp", "dp", "pp") and mesh.world == 24
+    assert mesh.ranks({"pp": 0, "dp": 0}) == (0, 1, 2, 3)
+    assert mesh.ranks({"pp": 0, "tp": 0}) == (0, 4, 8)
+    assert mesh.ranks({"dp": 0, "tp": 0}) == (0, 12)
+    assert mesh.coords(23) == {"tp": 3, "dp": 2, "pp": 1}
+
+
+def test_axes_of_size_one_do_not_matter() -> None:
+    assert Mesh(pp=2, dp=1) == Mesh(pp=2) == Mesh((("pp", 2), ("ep", 1)))
+    assert hash(Mesh(pp=2, dp=1)) == hash(Mesh(pp=2))
+    assert Mesh().world == 1 and Mesh().ranks({}) == (0,) and Mesh().coords(0) == {}
+    assert Mesh(pp=2).size("dp") == 1 and Mesh(pp=2).rank({"pp": 1, "dp": 0}) == 1
+    assert str(Mesh(dp=2, pp=4, tp=1)) == "Mesh(pp=4, dp=2)"
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"px": 2}, "Mesh: unknown axis 'px'; the axes are cp, dp, ep, pp, tp"),
+        ({"pp": 0}, "Mesh: axis pp has size 0; a positive integer is needed"),
+        ({"pp": 1.5}, "axis pp has size 1.5"),
+    ],
+)
+def test_bad_axes_are_refused(axes: dict[str, int], message: str) -> None:
+    with pytest.raises(CompileError, match=message):
+        Mesh(**axes)
