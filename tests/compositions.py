@@ -88,7 +88,7 @@ class Composition:
 
 def job_of(c: Composition) -> Job:
     """The job that a composition trains."""
-    case = models.case(c.model)
+    case = models.CASES[c.model]
     return Job(
         model=case.model, batch=case.batch, loss=case.loss, optimizer=OPTIMIZERS[c.optimizer],
         global_batch=c.rows * c.microbatches * c.dp, scheduler=decay if c.scheduler else None, clip_norm=c.clip,
@@ -120,8 +120,7 @@ def strategy_of(c: Composition) -> Strategy:
     """The mesh and directives of a composition."""
     program = captured(c.model, c.precision).program
     data_parallel = (replicate(where(), bucket_mb=c.bucket_mb),) if c.dp > 1 else ()
-    streams = (stream(where(op="send"), "sends"), stream(where(op="recv"), "receives")) if c.shared_streams and c.pp > 1 else ()
-    return Strategy(Mesh(pp=c.pp, dp=c.dp), (_pipeline(c, program), data_parallel, streams))
+    return Strategy(Mesh(pp=c.pp, dp=c.dp), (_pipeline(c, program), data_parallel))
 
 
 def compiled(c: Composition) -> Compiled:
@@ -143,17 +142,17 @@ def run(c: Composition, plan: Plan | None = None, *, steps: int = parity.STEPS, 
 def _pipeline(c: Composition, program: Program) -> tuple[Any, ...]:
     if c.pp == 1 and c.schedule != "random":
         return (split(where(), microbatches=c.microbatches),)
-    if c.placement == "recipe" and c.schedule != "random" and has_stages(program, c.pp):
-        if c.schedule == "gpipe":
-            return recipes.gpipe(pp=c.pp, microbatches=c.microbatches)
-        if c.schedule == "1f1b":
-            return recipes.one_f_one_b(pp=c.pp, microbatches=c.microbatches)
-        return recipes.pipeline(pp=c.pp, microbatches=c.microbatches)
-    return _written_out(c, program)
+    if c.placement != "recipe" or c.schedule == "random" or not has_stages(program, c.pp):
+        return _written_out(c, program)
+    recipe = {"gpipe": recipes.gpipe, "1f1b": recipes.one_f_one_b}.get(c.schedule, recipes.pipeline)
+    streams = (stream(where(op="send"), "sends"), stream(where(op="recv"), "receives")) if c.shared_streams else ()
+    return (*recipe(pp=c.pp, microbatches=c.microbatches), *streams)
 
 
 def has_stages(program: Program, pp: int) -> bool:
     """Whether a recipe can cut the model into pp stages that all have a backward."""
+    if len(blocks_of(program)) < len(program.chunks):
+        return False
     tagged = {chunk.coords.get("stage") for chunk in program.chunks}
     if tagged == set(range(pp)):
         return True
@@ -169,12 +168,28 @@ def has_backward(chunk: Chunk) -> bool:
     return any(not signature.empty for step, signature in chunk.steps.items() if step != "F")
 
 
+def blocks_of(program: Program) -> list[tuple[str, ...]]:
+    """The chunks in program order, those together that must share a device: from the first to the last that uses a buffer which is updated."""
+    updated = {o.ref for chunk in program.chunks for o in chunk.outputs if o.kind == "buffer"}
+    blocks: list[tuple[str, ...]] = []
+    last = {name: k for k, chunk in enumerate(program.chunks) for name in updated & _buffers(chunk)}
+    until = -1
+    for k, chunk in enumerate(program.chunks):
+        blocks.append((*(blocks.pop() if k <= until else ()), chunk.id))
+        until = max([until, *(last[name] for name in updated & _buffers(chunk))])
+    return blocks
+
+
+def _buffers(chunk: Chunk) -> set[str]:
+    return {i.ref for i in chunk.inputs if i.kind == "buffer"} | {o.ref for o in chunk.outputs if o.kind == "buffer"}
+
+
 def groups_of(program: Program, count: int) -> list[tuple[str, ...]]:
-    """The chunks in `count` contiguous groups, as even as they go; fewer when the model has fewer chunks."""
-    ids = [chunk.id for chunk in program.chunks]
-    count = min(count, len(ids))
-    edges = [round(k * len(ids) / count) for k in range(count + 1)]
-    return [tuple(ids[a:b]) for a, b in zip(edges, edges[1:])]
+    """The chunks in `count` contiguous groups, as even as they go; fewer when the model has fewer."""
+    blocks = blocks_of(program)
+    count = min(count, len(blocks))
+    edges = [round(k * len(blocks) / count) for k in range(count + 1)]
+    return [tuple(id for block in blocks[a:b] for id in block) for a, b in zip(edges, edges[1:])]
 
 
 def _group_count(c: Composition) -> int:
@@ -185,11 +200,12 @@ def _written_out(c: Composition, program: Program) -> tuple[Any, ...]:
     """Directives without a recipe: split, place for every group, and an order per device."""
     groups = groups_of(program, _group_count(c))
     on = _devices(c, len(groups))
+    streams = {"send": "sends", "recv": "receives"} if c.shared_streams else {}
     places = []
     for g, chunks in enumerate(groups):
         for device in sorted({on[g, i] for i in range(c.microbatches)}):
             mine = tuple(i for i in range(c.microbatches) if on[g, i] == device)
-            places.append(place(where(chunk=chunks, mb=mine), on=dict(pp=device)))
+            places.append(place(where(chunk=chunks, mb=mine), on=dict(pp=device), **streams))
     trained = [any(has_backward(program.chunk(id)) for id in chunks) for chunks in groups]
     orders = []
     for device in range(c.pp) if c.schedule != "default" else ():
@@ -215,7 +231,7 @@ def _devices(c: Composition, groups: int) -> dict[tuple[int, int], int]:
 
 def _random_devices(c: Composition, cells: list[tuple[int, int]]) -> dict[tuple[int, int], int]:
     rng = Random(c.seed)
-    if models.case(c.model).buffers:  # a chunk that updates a buffer runs on one device
+    if models.CASES[c.model].buffers:  # a chunk that updates a buffer runs on one device
         groups = list(dict.fromkeys(g for g, _ in cells))
         rng.shuffle(groups)
         home = {g: k if k < c.pp else rng.randrange(c.pp) for k, g in enumerate(groups)}
@@ -238,7 +254,7 @@ def _sequence(c: Composition, groups: int) -> list[Task]:
     while left:
         i = rng.choice(sorted(left)) if c.schedule == "random" else _next_1f1b(left, groups)
         group, phase, _ = left[i][0]
-        if phase == "F" and models.case(c.model).buffers:  # buffers are updated in the order of microbatches
+        if phase == "F" and models.CASES[c.model].buffers:  # buffers are updated in the order of microbatches
             i = min(k for k, tasks in left.items() if k <= i and tasks[0][1] == "F" and tasks[0][0] <= group)
         out.append(left[i].pop(0))
         if not left[i]:
@@ -248,15 +264,15 @@ def _sequence(c: Composition, groups: int) -> list[Task]:
 
 def fitted(c: Composition) -> Composition:
     """The composition on as many devices as its model can fill."""
-    chunks = len(captured(c.model, c.precision).program.chunks)
-    if models.case(c.model).buffers:
-        cells, c = chunks, replace(c, dp=1 if c.model == "buffers" else c.dp)
-    else:
-        cells = chunks * c.microbatches
-    if c.placement == "shared" and (c.microbatches < 2 or c.pp < 2 or models.case(c.model).buffers):
+    blocks = len(blocks_of(captured(c.model, c.precision).program))
+    updates_buffers = models.CASES[c.model].buffers
+    if c.model == "buffers":  # its running mean would differ between replicas
+        c = replace(c, dp=1)
+    if c.placement == "shared" and (c.microbatches < 2 or c.pp < 2 or updates_buffers):
         c = replace(c, placement="chunks")
-    most = {"v": chunks // 2, "shared": chunks + 1, "random": min(cells, c.pp * c.microbatches)}.get(c.placement, chunks)
-    return replace(c, pp=max(1, min(c.pp, most)))
+    cells = min(blocks, c.pp) * (1 if updates_buffers else c.microbatches)
+    c = replace(c, pp=max(1, min(c.pp, {"v": blocks // 2, "shared": blocks + 1, "random": cells}.get(c.placement, blocks))))
+    return replace(c, schedule="default") if c.pp == 1 and c.schedule in ("gpipe", "1f1b") else c
 
 
 def _next_1f1b(left: Mapping[int, list[Task]], groups: int) -> int:
@@ -267,3 +283,18 @@ def _next_1f1b(left: Mapping[int, list[Task]], groups: int) -> int:
     if forward:
         return forward[0]
     return new[0] if new and len(begun) < groups else begun[0]
+
+
+def product() -> list[Composition]:
+    """Every model x (pp=2, dp=2, both, pp=4) x (GPipe, 1F1B) x m in (1, 4, 8). Without pipeline there is no schedule; a model whose buffers follow
+    the batch has no replicas; masked rows come one by one, so that some microbatches weigh nothing."""
+    out = []
+    for name, case in models.CASES.items():
+        for pp, dp in ((2, 1), (1, 2), (2, 2), (4, 1)):
+            if dp > 1 and name == "buffers":
+                continue
+            for schedule in ("gpipe", "1f1b") if pp > 1 else ("default",):
+                for m in (1, 4, 8):
+                    rows = 1 if case.loss is models.masked_cross_entropy and m > 1 else 2
+                    out.append(Composition(name, pp, dp, m, schedule, rows=rows))  # type: ignore[arg-type]  # one of the literals
+    return out

@@ -1,7 +1,8 @@
 """Small models for every suite: tiny in size, rich in what a capture must handle. d_model 16, 8 positions, 32 tokens.
 
-`case(name)` gives a Case: a constructor, a batch function with Job's signature whose row r is the same whatever range it is
-asked for, and a loss. Numbers are float32; suites that compare in float64 cast model and batch with `cast`.
+CASES[name] is a constructor, a batch function with Job's signature whose row r is the same whatever range it is
+asked for, and a loss. Numbers are float32; suites that compare in float64 cast model and batch with `cast`. `captured(name)`
+captures a case in float64, once per process.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from piper_compiler.capture import region
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+
+from piper_compiler.capture import Captured, capture, region
 
 D, T, VOCAB = 16, 8, 32
 SEED_STRIDE = 100_003
@@ -105,7 +107,9 @@ class GPTBlock(nn.Module):
 class TinyGPT(nn.Module):
     """Learned positions, LayerNorm, causal attention; embedding and head are one parameter if `tied`."""
 
-    def __init__(self, layers: int = 3, tied: bool = True, dropout: float = 0.0, d: int = D, vocab: int = VOCAB, length: int = T) -> None:
+    def __init__(
+        self, layers: int = 3, tied: bool = True, dropout: float = 0.0, d: int = D, vocab: int = VOCAB, length: int = T
+    ) -> None:
         super().__init__()
         self.embed, self.position = nn.Embedding(vocab, d), nn.Embedding(length, d)
         self.layers = nn.ModuleList(GPTBlock(d, dropout=dropout) for _ in range(layers))
@@ -275,8 +279,8 @@ class KeywordInputs(nn.Module):
 
 
 class BufferModel(nn.Module):
-    """Buffers: a constant, a step counter (the same on every replica), and, if `statistics`, a running mean of activations that the next
-    layer reads before and after its update."""
+    """Buffers: a constant, a step counter (the same on every replica), and, if `statistics`, a running mean of activations that
+    other layers read before and after its update."""
 
     count: Tensor
     mean: Tensor
@@ -390,5 +394,8 @@ CASES: dict[str, Case] = dict(
 """Every case by name."""
 
 
-def case(name: str) -> Case:
-    return CASES[name]
+@functools.cache
+def captured(name: str, dtype: torch.dtype = torch.float64) -> Captured:
+    """A case, captured once for the whole suite."""
+    found = CASES[name]
+    return capture(found.model, functools.partial(found.batch, 0), found.loss, dtype=dtype)

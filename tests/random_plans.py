@@ -50,7 +50,7 @@ class PlanBuilder:
         name = f"{source}>{target}"
         streams = self.stream(name, source), self.stream(name, target)
         self.channels.setdefault(name, Channel(name, "p2p", (_role(source), _role(target)), streams))
-        k = self.count(source, streams[0])
+        k = sum(isinstance(i.parts[0].op, Send) and i.parts[0].op.channel == name for i in self.programs[source])
         ids = f"v{name}@{k}", f"v{name}@{k}#"
         self.values.update({v: Value(v, TensorSpec((nbytes,), "uint8"), "activation") for v in ids})
         self._append(source, streams[0], Send(name), waits, f"{name}.send@{k}", reads=(ids[0],))
@@ -110,6 +110,7 @@ def random_plan(seed: int, *, most_roles: int = 6, most: int = 60) -> tuple[Plan
     rng = Random(seed)
     p = rng.randint(1, most_roles)
     build = rng.choice((PlanBuilder, SharedStreams))(p, hop=rng.choice((0.0, 0.0, 1.0, 0.3)))
+    build.compute(0, 1.0)
     for _ in range(rng.randint(1, most)):
         kind = rng.random()
         if kind < 0.5 or p == 1:
@@ -125,7 +126,12 @@ def random_plan(seed: int, *, most_roles: int = 6, most: int = 60) -> tuple[Plan
             name = "=".join(map(str, members))
             build.all_reduce(members, {m: _waits(rng, build, m, build.stream(name, m)) for m in members})
     plan = build.plan()
-    return plan, _durations(rng, plan)
+    return plan, _durations(plan, rng)
+
+
+def given_durations(plan: Plan) -> list[float]:
+    """Per instruction: what the chunks say, 0 for communication."""
+    return _durations(plan, None)
 
 
 def _waits(rng: Random, build: PlanBuilder, role: int, own: str) -> tuple[tuple[str, int], ...]:
@@ -134,8 +140,8 @@ def _waits(rng: Random, build: PlanBuilder, role: int, own: str) -> tuple[tuple[
     return tuple((s, rng.randint(1, build.count(role, s))) for s in streams if rng.random() < 0.5)
 
 
-def _durations(rng: Random, plan: Plan) -> list[float]:
-    """Per instruction; both ends of a channel's k-th use take the same time."""
+def _durations(plan: Plan, rng: Random | None) -> list[float]:
+    """Per instruction; all ends of a channel's k-th use take the same time."""
     of_use: dict[tuple[str, int], float] = {}
     out = []
     for role in plan.roles:
@@ -149,7 +155,7 @@ def _durations(rng: Random, plan: Plan) -> list[float]:
                 continue
             assert isinstance(op, Send | Recv | AllReduce)
             k = uses[op.channel] = uses.get(op.channel, 0) + 1
-            out.append(of_use.setdefault((op.channel, k), rng.choice((0.0, 0.5, 1.0, 0.1))))
+            out.append(of_use.setdefault((op.channel, k), rng.choice((0.0, 0.5, 1.0, 0.1)) if rng else 0.0))
     return out
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
+
 from piper_compiler.capture import Captured, compile_step
 from piper_ir.program import Chunk, Program, Step
-from torch import Tensor
 
 
 @dataclass
@@ -23,10 +24,12 @@ class Run:
 
 
 class ChunkDag:
-    """`state`: parameters and buffers by first name."""
+    """`state`: parameters and buffers by first name; `seed` sets the random state before a chunk that draws."""
 
-    def __init__(self, captured: Captured, rows: int, state: Mapping[str, Tensor]) -> None:
-        self.captured, self.rows, self.state = captured, rows, state
+    def __init__(
+        self, captured: Captured, rows: int, state: Mapping[str, Tensor], seed: Callable[[Chunk], None] = lambda _: None
+    ) -> None:
+        self.captured, self.rows, self.state, self.seed = captured, rows, state, seed
         self.program: Program = captured.bind(rows)
         self.ports: dict[tuple[str, str], Tensor] = {}
         self.grads: dict[str, Tensor] = {}
@@ -38,8 +41,16 @@ class ChunkDag:
         for chunk in self.program.chunks:
             for k, i in enumerate(chunk.inputs):
                 source, _, port = i.ref.partition(":")
-                given = {"value": lambda: self.ports[source, port], "batch": lambda: batch[i.ref]}.get(i.kind, lambda: self.state[i.ref])
-                self.ports[chunk.id, f"in{k}"] = given()
+                match i.kind:
+                    case "value":
+                        given = self.ports[source, port]
+                    case "batch":
+                        given = batch[i.ref]
+                    case _:
+                        given = self.state[i.ref]
+                self.ports[chunk.id, f"in{k}"] = given
+            if chunk.random:
+                self.seed(chunk)
             self._step(chunk, "F")
             for k, o in enumerate(chunk.outputs):
                 made = self.ports[chunk.id, f"out{k}"]

@@ -1,4 +1,4 @@
-"""Programs without a model for the compiler's tests: layered, and random DAGs with real byte sizes; random strategies for them."""
+"""Programs without a model for the compiler's tests, layered or random DAGs with byte sizes; random strategies for them."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class _Draft:
 
 
 class RandomProgram:
-    """A program drawn from a seed: a DAG with skips, branches and several tensors per boundary, frozen chunks, shared parameters, batch
-    tensors read in several places, a buffer, workspace, and byte sizes that are all different."""
+    """A program drawn from a seed: a DAG with skips, branches and several tensors per boundary, frozen chunks, shared
+    parameters, batch tensors read in several places, buffers, workspace, and byte sizes that are all different."""
 
-    def __init__(self, rng: Random, stages: int) -> None:
-        self.rng, self.stages = rng, stages
+    def __init__(self, rng: Random, stages: int, buffers: bool = True) -> None:
+        self.rng, self.stages, self.buffers = rng, stages, buffers
         self.drafts = [_Draft(s) for s in range(stages) for _ in range(rng.randint(1, 2))]
         self.params: dict[str, Param] = {}
         self.sizes = 0
@@ -95,7 +95,7 @@ class RandomProgram:
             draft.params = list(dict.fromkeys(draft.params))
             draft.trains = any(self.params[p].trained for p in draft.params)
             draft.trains |= any(self.drafts[j].trains for j, _ in draft.sources)
-            draft.buffer = self.rng.random() < 0.1
+            draft.buffer = self.buffers and self.rng.random() < 0.1
 
     def tensor(self) -> TensorSpec:
         """A size like no other: 4 bytes times an affine number of elements."""
@@ -109,7 +109,10 @@ class RandomProgram:
         buffers = tuple(Buffer(n, TensorSpec((7,), "float32")) for n in sorted(used))
         trained = {c.inputs[k].ref for c in chunks for s in c.steps.values() for k in s.accumulates}
         params = tuple(replace(p, trained=p.name in trained) for p in self.params.values())
-        batch = (BatchTensor("inputs", TensorSpec((Affine(0, 1), 3), "int64")), BatchTensor("targets", TensorSpec((Affine(0, 1),), "int64")))
+        batch = (
+            BatchTensor("inputs", TensorSpec((Affine(0, 1), 3), "int64")),
+            BatchTensor("targets", TensorSpec((Affine(0, 1),), "int64")),
+        )
         return Program(chunks, params, buffers, batch, self.loss_kind)  # type: ignore[arg-type]  # one of the two literals
 
     def _chunk(self, i: int, draft: _Draft, specs: dict[tuple[int, int], TensorSpec]) -> Chunk:
@@ -202,8 +205,11 @@ def random_case(seed: int, orders: tuple[str, ...] = ("default", "total", "parti
     """A program, placement, order, microbatch count and data parallelism. All legal: orders come from a random run."""
     rng = Random(seed)
     stages, m = rng.randint(1, 8), rng.randint(1, 6)
-    program = RandomProgram(rng, stages).build() if rng.random() < 0.8 else _sized(synthetic(stages=stages, F=3, I=4, W=2, params=99), rng)
     kind, home = _placement(rng, stages, m)
+    if rng.random() < 0.8:
+        program = RandomProgram(rng, stages, buffers=kind != "double").build()
+    else:
+        program = _sized(synthetic(stages=stages, F=3, I=4, W=2, params=99), rng)
     p, dp = 1 + max(home.values()), rng.choice((1, 1, 2, 3))
     names = rng.choice((("", ""), ("", ""), ("out", "in"), ("comm", "comm")))
     directives: list[Directive] = [split(where(), microbatches=m)]
@@ -218,7 +224,9 @@ def random_case(seed: int, orders: tuple[str, ...] = ("default", "total", "parti
     clip = rng.choice((None, 1.0))
     training = Training(group_of={q.name: rng.randint(0, 1) for q in program.params}, clip=clip)
     rows = rng.randint(1, 3)
-    text = f"seed {seed}: {stages} stages, m={m}, {kind} on {p} devices, order {wanted}, dp={dp}, loss {program.loss_kind}, clip {clip}"
+    text = (
+        f"seed {seed}: {stages} stages, m={m}, {kind} on {p} devices, order {wanted}, dp={dp}, {program.loss_kind}, clip {clip}"
+    )
     return Case(program, Strategy(Mesh(pp=p, dp=dp), directives), rows * m * dp, training, text)
 
 
@@ -228,7 +236,9 @@ def _sized(program: Program, rng: Random) -> Program:
     chunks = []
     for chunk in program.chunks:
         loss = chunk.outputs[0].kind == "loss"
-        ports = {k: spec if k.startswith(("gin", "iw")) or (k in ("out0", "tan0") and not loss) else s for k, s in chunk.ports.items()}
+        ports = {
+            k: spec if k.startswith(("gin", "iw")) or (k in ("out0", "tan0") and not loss) else s for k, s in chunk.ports.items()
+        }
         outputs = tuple(o if o.kind == "loss" else replace(o, spec=spec) for o in chunk.outputs)
         inputs = tuple(replace(i, spec=spec) if i.kind == "value" else i for i in chunk.inputs)
         ports |= {f"in{k}": i.spec for k, i in enumerate(inputs)}
@@ -267,9 +277,7 @@ def _places(home: dict[tuple[int, int], int], stages: int, m: int, p: int, names
     return out
 
 
-def _orders(
-    rng: Random, wanted: str, program: Program, home: dict[tuple[int, int], int], stages: int, m: int
-) -> list[Directive]:
+def _orders(rng: Random, wanted: str, program: Program, home: dict[tuple[int, int], int], stages: int, m: int) -> list[Directive]:
     if wanted == "default":
         return []
     run = _random_run(rng, program, stages, m, wanted)
@@ -288,12 +296,20 @@ def _orders(
 def _random_run(rng: Random, program: Program, stages: int, m: int, wanted: str) -> list[Group]:
     """All (phase, stage, microbatch) in a random order that the data allows; "gpipe" and "1f1b" prefer F and B."""
     stage_of = {c.id: c.coords["stage"] for c in program.chunks}
-    feeds = {(stage_of[e.ref.split(":")[0]], c.coords["stage"], e.needs_grad) for c in program.chunks for e in c.inputs if e.kind == "value"}
+    feeds = {
+        (stage_of[e.ref.split(":")[0]], c.coords["stage"], e.needs_grad)
+        for c in program.chunks
+        for e in c.inputs
+        if e.kind == "value"
+    }
     back = {c.coords["stage"] for c in program.chunks if any(not s.empty for k, s in c.steps.items() if k != "F")}
+    in_turn = {c.coords["stage"] for c in program.chunks if any(o.kind == "buffer" for o in c.outputs)}
     waiting: dict[Group, set[Group]] = {}
     for i in range(m):
         for s in range(stages):
             waiting["F", s, i] = {("F", a, i) for a, b, _ in feeds if b == s and a != s}
+            if s in in_turn and i:  # microbatches update a buffer in order
+                waiting["F", s, i].add(("F", s, i - 1))
             if s in back:
                 waiting["B", s, i] = {("F", s, i)} | {("B", b, i) for a, b, grad in feeds if a == s and b != s and grad}
     out: list[Group] = []

@@ -29,8 +29,8 @@ class Case:
     mutated: Sequence[int] = ()
     symbolic: bool = False
     portable: bool = False
-    """symbolic: trace with torch.fx, which keeps outputs that Dynamo merges (one returned twice, an input returned as it is). portable: with the ops
-    of piper_ops, as the capture front does."""
+    """symbolic: trace with torch.fx, which keeps outputs that Dynamo merges (one returned twice, an input returned as it is).
+    portable: with the ops of piper_ops, as the capture front does."""
 
     def inputs(self, device: str = "cpu") -> list[JointInput]:
         names = {"frozen": "param", "dead": "value"}

@@ -1,5 +1,5 @@
-"""An independent little executor for plans, which knows nothing of `piper_ir.memory`: one host per role issues in program order and computes,
-other streams communicate by rendezvous; buffers live in a table. It stops with an error at any misuse."""
+"""An independent little executor for plans, which knows nothing of `piper_ir.memory`: one host per role issues in program order
+and computes, other streams communicate by rendezvous; buffers live in a table. It stops with an error at any misuse."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Role:
 
 
 def walk(plan: Plan, seed: int = 0) -> dict[str, int]:
-    """Run the plan in a random interleaving; role -> most bytes held. AssertionError for a deadlock, a leak or a misuse of memory."""
+    """Run the plan in a random interleaving; role -> most bytes held. AssertionError for a deadlock, a leak, a misuse."""
     return _Walk(plan, Random(seed)).run()
 
 
@@ -93,7 +93,12 @@ class _Walk:
             if not state:
                 at[index] = next(values)
         # A value behind two ports dies with the later of the two.
-        final = {v: i for i, v in sorted(at.items(), key=lambda p: (sig.liveness.consumed.index(p[0]) if p[0] in sig.liveness.consumed else -1))}
+        final = {
+            v: i
+            for i, v in sorted(
+                at.items(), key=lambda p: sig.liveness.consumed.index(p[0]) if p[0] in sig.liveness.consumed else -1
+            )
+        }
         held = role.held
         for k, segment in enumerate(sig.liveness.segments):
             role.peak = max(role.peak, held + max(segment, default=0))  # type: ignore[type-var]  # bound sizes are ints

@@ -109,5 +109,5 @@ def test_a_traceback_shows_the_generated_line() -> None:
 
 
 def test_an_op_that_is_not_registered_is_named() -> None:
-    with pytest.raises(CaptureError, match="nowhere.*import the module that registers the op"):
+    with pytest.raises(CaptureError, match=r"nowhere.*import the module that registers the op"):
         compile_step(StepCode("# step F\n_op = torch.ops.pipertest.nowhere.default\n"))

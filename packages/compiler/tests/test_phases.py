@@ -65,7 +65,7 @@ def test_one_storage_is_saved_once_for_its_views() -> None:
 def test_a_strided_tensor_is_saved_in_the_order_of_its_bytes() -> None:
     traced = check(Case(lambda x, w: (x @ w).t().exp().sin(), ("value", "param"), (rand(4, 8), rand(8, 6))))
     assert str(traced.ports["saved0"]) == "float64[4,6]"
-    assert "permute" in traced.code["F"].source and "clone" not in traced.code["F"].source.split("return")[1]
+    assert traced.code["F"].source.count("clone = ") == 1, "only the output, which must be contiguous, is copied"
 
 
 def test_a_dropout_mask_is_saved_and_not_drawn_again() -> None:
@@ -77,9 +77,9 @@ def test_a_dropout_mask_is_saved_and_not_drawn_again() -> None:
 
 
 def test_parameter_gradients_that_i_makes_go_to_w() -> None:
-    """A fused layer norm backward returns all three gradients; W only adds up."""
+    """A fused layer norm backward returns the gradients of weight and bias with the input's; W only adds them up."""
     traced = trace(CASES["norm"])
-    assert len([p for p in traced.steps["I"].writes if p.startswith("iw")]) == 3
+    assert [str(traced.ports[p]) for p in traced.steps["I"].writes] == ["float64[4,8]", "float64[8]", "float64[8]"]
     assert not any(s.accumulates for step, s in traced.steps.items() if step != "W")
     assert traced.steps["W"].accumulates == (1, 2, 3)
 
@@ -127,7 +127,7 @@ def test_parts_send_back_one_concatenation() -> None:
 
 
 def test_a_sum_of_parts_that_leaves_a_gap_keeps_its_zeros() -> None:
-    traced = check(Case(lambda x: x[0] * x[2] + x[2] * x[2], ("value",), (rand(3, 8),)))
+    traced = check(Case(lambda x: x[0] * x[2] + x[2].sin(), ("value",), (rand(3, 8),)))
     assert "select_backward" in traced.code["I"].source
 
 

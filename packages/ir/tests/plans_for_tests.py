@@ -185,6 +185,21 @@ def good_plan() -> Plan:
     return with_peaks(plan)
 
 
+def lone_plan() -> Plan:
+    """The good plan with one replica: nobody else holds the bucket of the second stage, so nothing reduces it."""
+    plan = replace(good_plan(), mesh=Mesh(pp=2), replicated=())
+    for rank, role in enumerate(plan.roles):
+        plan = change_role(plan, role.role, ranks=(rank,))
+    for mb in range(2):
+        plan = change_part(plan, "pp1", f"seed@{mb}", op=Seed(0.5, "float32"))
+    plan = change_program(plan, "pp1", lambda program: program.pop(find(plan, "pp1", "reduce.own")))
+    plan = change_instr(plan, "pp1", "squares", waits=(("reduce", 1),))
+    plan = change_instr(plan, "pp1", "update", waits=(("reduce", 2), ("send", 4)))
+    plan = change_channel(change_bucket(plan, "tied", over=()), "tied", over=())
+    plan = replace(plan, channels=tuple(c for c in plan.channels if c.id != "own"))
+    return with_peaks(change_bucket(plan, "own", over=(), channel=""))
+
+
 def change_role(plan: Plan, role: str, **fields: Any) -> Plan:
     return replace(plan, roles=tuple(replace(r, **fields) if r.role == role else r for r in plan.roles))
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, get_type_hints
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
+from packages.ir.tests.documents_for_tests import documents
 from packages.ir.tests.plans_for_tests import (
     SCALAR,
     change_bucket,
@@ -18,12 +22,15 @@ from packages.ir.tests.plans_for_tests import (
     change_role,
     find,
     good_plan,
+    lone_plan,
 )
 from piper_ir.errors import PlanError
 from piper_ir.memory import with_peaks
 from piper_ir.mesh import Mesh
 from piper_ir.ops import AllReduce, Compute, Recv, Seed, SquaredNorm, Update
-from piper_ir.plan import Instr, Plan
+from piper_ir.plan import Instr, Part, Plan
+from piper_ir.program import Output
+from piper_ir.sizes import Affine, TensorSpec
 from piper_ir.verify import RULES, check, verify
 from piper_ir.verify_values import Order
 
@@ -98,6 +105,11 @@ def _unknown_value(plan: Plan) -> Plan:
     return change_part(plan, "pp0", "send.a@0", reads=("ghost",))
 
 
+@breaks("R06-names", "there is no value ghost in the plan, to be allocated first")
+def _unknown_first(plan: Plan) -> Plan:
+    return change_role(plan, "pp1", allocs_first=("a@0#pp1", "b@0#pp1", "ghost"))
+
+
 @breaks("R06-names", "there is no chunk ghost")
 def _unknown_chunk(plan: Plan) -> Plan:
     return change_part(plan, "pp0", "embed.F@0", op=Compute("ghost", "F"))
@@ -118,6 +130,26 @@ def _unknown_input(plan: Plan) -> Plan:
     head = plan.chunks[1]
     inputs = (replace(head.inputs[0], ref="embed:out7"), *head.inputs[1:])
     return replace(plan, chunks=(plan.chunks[0], replace(head, inputs=inputs)))
+
+
+@breaks("R06-names", "W of chunk head uses accumulator 3, which the chunk does not have")
+def _accumulates_targets(plan: Plan) -> Plan:
+    head = plan.chunks[1]
+    steps = {**head.steps, "W": replace(head.steps["W"], accumulates=(3, 5))}
+    return replace(plan, chunks=(plan.chunks[0], replace(head, steps=steps)))
+
+
+@breaks("R06-names", "F of chunk head uses in9, inn0, saved7, which the chunk does not have")
+def _unknown_ports(plan: Plan) -> Plan:
+    head = plan.chunks[1]
+    steps = {**head.steps, "F": replace(head.steps["F"], reads=("in0", "in9", "inn0"), writes=("out0", "saved7"))}
+    return replace(plan, chunks=(plan.chunks[0], replace(head, steps=steps)))
+
+
+@breaks("R07-signature", "value x@0 is a int64[2r]; in a plan all sizes are integers from 0")
+def _size_in_rows(plan: Plan) -> Plan:
+    spec = TensorSpec((Affine(0, 2),), "int64")
+    return replace(plan, values={**plan.values, "x@0": replace(plan.values["x@0"], spec=spec)})
 
 
 @breaks("R07-signature", "it writes a@0, a float32[]; float32[2,8] is expected")
@@ -313,6 +345,12 @@ def _step_twice(plan: Plan) -> Plan:
     return change_part(plan, "pp0", "embed.W@1", mb=0)
 
 
+@breaks("R21-steps", "the plan has 1000000000000 microbatches, and runs 10 steps in all")
+def _far_too_few_steps(plan: Plan) -> Plan:
+    seed = change_part(plan, "pp1", "seed@0", op=Seed(0.5e-12, "float32"))
+    return replace(change_part(seed, "pp1", "seed@1", op=Seed(0.5e-12, "float32")), microbatches=10**12)
+
+
 @breaks("R22-buckets", "table starts at byte 4, which is no multiple of 256")
 def _misaligned(plan: Plan) -> Plan:
     return change_bucket(plan, "tied", offsets=(1,))
@@ -421,9 +459,33 @@ def _wrong_peak_moment(plan: Plan) -> Plan:
     return change_role(plan, "pp1", peak_at=0)
 
 
-def test_the_good_plan_is_good() -> None:
-    assert check(GOOD) == []
-    verify(GOOD)
+def test_the_good_plans_are_good() -> None:
+    for plan in (GOOD, lone_plan()):
+        assert check(plan) == []
+        verify(plan)
+
+
+def test_microbatches_may_run_in_any_order_unless_they_update_a_buffer() -> None:
+    swapped = GOOD
+    for role in GOOD.roles:
+        program = [replace(i, parts=tuple(replace(p, mb=1 - p.mb if p.mb >= 0 else -1) for p in i.parts)) for i in role.program]
+        swapped = change_role(swapped, role.role, program=tuple(program))
+    assert check(swapped) == []
+    embed = GOOD.chunks[0]
+    counting = (replace(embed, outputs=(*embed.outputs, Output("buffer", embed.inputs[2].spec, "scale"))), GOOD.chunks[1])
+    assert check(replace(GOOD, chunks=counting)) == []
+    (found,) = check(replace(swapped, chunks=counting))
+    assert found.rule == "R21-steps" and found.index == 0
+    assert "F of chunk embed, which updates a buffer, for microbatch 1: runs before instruction 3" in found.message
+
+
+def test_an_update_before_the_last_use_is_found_where_nothing_is_reduced() -> None:
+    plan = lone_plan()
+    parts = plan.role("pp1").program[find(plan, "pp1", "head.I@0")].parts
+    early = change_instr(plan, "pp1", "head.I@0", parts=(*parts, Part("early", Update(("own",), clip=None))))
+    found = check(change_part(early, "pp1", "update", op=Update(("tied",), clip=1.0)))
+    assert {v.rule for v in found} == {"R25-update"}
+    assert "bucket own has its update here, before instruction 9 uses it" in found[0].message
 
 
 @pytest.mark.parametrize(("rule", "message", "change"), BREAKS, ids=[f.__name__.strip("_") for _, _, f in BREAKS])
@@ -463,6 +525,29 @@ def test_order_is_transitive_and_ignores_program_order_across_streams() -> None:
     first, sent, received, last = (find(GOOD, "pp0", n) for n in ("embed.F@0", "send.b@0", "recv.ga@1", "update"))
     assert order.precedes(first, sent) and order.precedes(first, last) and order.precedes(received, last)
     assert not order.precedes(sent, received) and not order.precedes(last, first) and not order.precedes(first, first)
+
+
+@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_a_plan_that_makes_no_sense_is_refused_and_does_not_crash(data: st.DataObject) -> None:
+    """One field anywhere in the plan becomes any value of its type."""
+    plan: Any = _redrawn(GOOD, Plan, data)
+    if plan != GOOD:
+        check(plan)
+
+
+def _redrawn(item: Any, hint: Any, data: st.DataObject) -> Any:
+    """The item with one field, at a random depth, drawn anew."""
+    if is_dataclass(item) and not isinstance(item, Mesh | TensorSpec) and data.draw(st.integers(0, 9)):
+        field = data.draw(st.sampled_from([f for f in fields(item) if f.init and f.name != "version"]))
+        kind = get_type_hints(type(item))[field.name]
+        return replace(item, **{field.name: _redrawn(getattr(item, field.name), kind, data)})
+    if isinstance(item, tuple) and item and is_dataclass(item[0]) and data.draw(st.integers(0, 9)):
+        k = data.draw(st.integers(0, len(item) - 1))
+        return (*item[:k], _redrawn(item[k], None, data), *item[k + 1 :])
+    if hint is None:
+        return item
+    return data.draw(documents(hint))
 
 
 def _without_one_wait(plan: Plan) -> Iterator[tuple[Plan, str, int, int]]:

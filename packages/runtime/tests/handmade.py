@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
+
 from piper_ir.program import BatchTensor, Buffer, Chunk, Input, Output, Param, Program, Signature, Step
 from piper_ir.sizes import Affine, TensorSpec
 from piper_runtime.code import ShippedCode
 from piper_runtime.job import Job, Precision
 from piper_runtime.rng import rng_seed
-from torch import nn
 
 WIDTH = 4
 DROP = 0.25
@@ -71,7 +72,13 @@ def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 def chain_job(layers: int, global_batch: int, *, tied: bool = False, drop: bool = False, **more: Any) -> Job:
-    fields: dict[str, Any] = {"loss": mean_loss, "optimizer": sgd, "precision": Precision(params="float64"), "seed": 3, "batch": batch}
+    fields: dict[str, Any] = {
+        "loss": mean_loss,
+        "optimizer": sgd,
+        "precision": Precision(params="float64"),
+        "seed": 3,
+        "batch": batch,
+    }
     return Job(model=lambda: Chain(layers, tied, drop), global_batch=global_batch, **{**fields, **more})
 
 
@@ -235,7 +242,7 @@ class Reference:
         self.model = job.model().to(job.precision.dtype)
         self._job, self._rows = job, rows
         named = list(self.model.named_parameters())
-        self._optimizer = job.optimizer(named)  # type: ignore[arg-type]
+        self._optimizer = job.optimizer(named)
         self._scheduler = job.scheduler(self._optimizer) if job.scheduler else None
         self.gradients: list[dict[str, torch.Tensor]] = []
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from piper_compiler.ports import port_category, signatures, value_reads, value_writes
+from piper_ir.costs import Costs
 from piper_ir.graph import Editor, Graph, Node
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Add, Compute, ComputeStep
 from piper_ir.program import Chunk, Program
 
 
-def build(program: Program, mesh: Mesh) -> Graph:
+def build(program: Program, mesh: Mesh, costs: Costs | None = None) -> Graph:
     """The graph of one step on one device. Batch tensors and the tangent of the loss are values without a writer:
     `passes.sources` makes their Load and Seed nodes once it is known which roles read them."""
     index = {c.id: i for i, c in enumerate(program.chunks)}
-    edit = Graph(mesh, program, {}, {}, {}, {}, chunk_index=index).edit()
+    edit = Graph(mesh, program, {}, {}, {}, {}, chunk_index=index, costs=costs).edit()
     for tensor in program.batch:
         edit.value(tensor.name, tensor.spec, "batch")
     for chunk in program.chunks:

@@ -44,10 +44,10 @@ def compile_program(
     affine down to one row. A DirectiveError or CompileError names what does not hold and where it was written."""
     training = training or Training()
     with _no_garbage_collection():
-        graph = complete(apply_directives(build(program, strategy.mesh), strategy.directives), training)
+        graph = complete(apply_directives(build(program, strategy.mesh, costs), strategy.directives), training)
         rows = rows_per_microbatch(graph, global_batch)
         if at_rows is not None and (exact := at_rows(rows)) is not program:
-            graph = complete(apply_directives(build(exact, strategy.mesh), strategy.directives), training)
+            graph = complete(apply_directives(build(exact, strategy.mesh, costs), strategy.directives), training)
         return Lowered(graph, lower(graph, rows, training, options or Options(), costs))
 
 

@@ -57,7 +57,7 @@ def stage_orders(orders: Iterable[list[tuple[str, int]]]) -> tuple[Directive, ..
     for stage, steps in enumerate(orders):
         selections: list[Where] = [where(stage=stage, phase=phase, mb=mb) for phase, mb in steps]
         if len(selections) > 1:
-            out.append(order(*selections))
+            out.append(order(*selections, missing="skip"))  # frozen stages have no backward
     return tuple(out)
 
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, SelectorError
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Add, Compute, Op, Recv, Send
 from piper_ir.plan import Bucket, Category, Channel
 from piper_ir.program import Program
-from piper_ir.select import ANY, NONE, Where
+from piper_ir.select import ANY, NONE, Match, Where
 from piper_ir.sizes import TensorSpec
 
 Coord = int | str
@@ -86,8 +87,8 @@ class Applied:
 @dataclass(frozen=True)
 class Graph:
     """`nodes` in creation order. `writer` and `readers` are the data edges; `order_edges` maps (before, after) to the index in
-    `log` of the directive that asked for it. `roles`: role -> the mesh coordinates that it fixes. `groups`: parameter ->
-    optimizer group."""
+    `log` of the directive that asked for it. `roles`: role -> the mesh coordinates that it fixes. `replication`: chunk -> how
+    it is replicated. `costs`: what is known of durations, for directives that weigh."""
 
     mesh: Mesh
     program: Program
@@ -103,9 +104,11 @@ class Graph:
     replication: Mapping[str, Replication] = field(default_factory=dict)
     microbatches: int = 0
     log: tuple[Applied, ...] = ()
+    costs: Costs | None = None
     index: Mapping[tuple[str, Coord], tuple[str, ...]] = field(default_factory=dict, repr=False)
     chunk_index: Mapping[str, int] = field(default_factory=dict, repr=False)
     _sets: dict[tuple[str, Coord], frozenset[str]] = field(default_factory=dict, repr=False, compare=False)
+    _selected: dict[Where, list[Node]] = field(default_factory=dict, repr=False, compare=False)
 
     def edit(self) -> Editor:
         return Editor(self)
@@ -120,15 +123,20 @@ class Graph:
     def select(self, selection: Where) -> list[Node]:
         """The selected nodes in topological order (F ascending, backward descending). Communication only when `op` asks for it.
         SelectorError when nothing matches."""
-        terms = dict(selection.terms)
-        if "op" not in terms:
-            terms["op"] = "compute"
-        candidates = self._candidates(terms)
-        exact = Where(tuple(terms.items()))
-        found = [n for n in map(self.nodes.__getitem__, candidates) if exact.matches(n.coords)]
-        if not found:
-            raise SelectorError(f"{selection} matches no node. {self._what_exists(terms)}")
-        return sorted(found, key=self.position)
+        known = self._selected.get(selection)
+        if known is None:
+            found = self.matching(selection)
+            if not found:
+                raise SelectorError(f"{selection} matches no node. {self._what_exists(_with_op(selection))}")
+            known = self._selected[selection] = sorted(found, key=self.position) if len(found) > 1 else found
+        return list(known)
+
+    def matching(self, selection: Where) -> list[Node]:
+        """The selected nodes in no order; none is no error."""
+        terms = _with_op(selection)
+        rest = Where(tuple((name, wanted) for name, wanted in terms.items() if wanted in (ANY, NONE)))
+        found = map(self.nodes.__getitem__, self._candidates(terms))
+        return [n for n in found if rest.matches(n.coords)] if rest.terms else list(found)
 
     def _candidates(self, terms: Mapping[str, object]) -> Iterable[str]:
         """Ids that have the wanted values of all terms but ANY and NONE: an intersection that costs time in the shortest list."""
@@ -165,6 +173,11 @@ class Graph:
         chunk = self.chunk_index.get(str(node.coords.get("chunk", "")), 0)
         after = 0 if isinstance(node.op, Add) else 1
         return rank, node.mb, (chunk if rank == 0 else -chunk) * 2 + after, node.id
+
+
+def _with_op(selection: Where) -> dict[str, Match]:
+    """The terms of a selection, which is one of compute nodes unless it says otherwise."""
+    return {"op": "compute"} | dict(selection.terms)
 
 
 def _span(values: list[Coord]) -> str:
@@ -236,14 +249,17 @@ class Editor:
             for v in dict.fromkeys(node.reads):
                 if v not in old.reads:
                     self.readers[v] = (*self.readers.get(v, ()), node.id)
-        for key in node.coords.items() - old.coords.items():
-            self._added.setdefault(key, []).append(node.id)
+        if node.coords is not old.coords:
+            for key in node.coords.items():
+                if key[0] not in old.coords:
+                    self._added.setdefault(key, []).append(node.id)
         self.nodes[node.id] = node
 
     def reread(self, node_id: str, old: str, new: str) -> None:
         """Let a node read another value in place of one."""
         node = self.nodes[node_id]
-        self.update(replace(node, reads=tuple(new if v == old else v for v in node.reads)))
+        reads = tuple([new if v == old else v for v in node.reads])
+        self.update(Node(node.id, node.op, node.coords, reads, node.writes, node.role, node.stream))
 
     def order(self, before: str, after: str) -> None:
         """Ask that `before` runs before `after`; the first directive that asked is remembered."""
@@ -289,4 +305,5 @@ class Editor:
             log=(*self.graph.log, applied) if applied else self.graph.log,
             index=index,
             _sets=sets,
+            _selected={},
         )

@@ -62,7 +62,7 @@ class _Scan:
         self.total = 0
         self.nbytes: dict[str, int] = {}
         self.sizes: dict[int, int] = {}
-        self.above: dict[tuple[Compute, tuple[int, ...]], int] = {}
+        self.above: dict[tuple[str, str, tuple[int, ...]], int] = {}
         for state in role.states:
             self.live[state.category] += state.nbytes
             self.total += state.nbytes
@@ -85,22 +85,23 @@ class _Scan:
         return most
 
     def allocate(self, values: Iterable[str]) -> None:
+        known, sizes, nbytes, live = self.plan.values, self.sizes, self.nbytes, self.live
         for v in values:
-            value = self.plan.values[v]
-            spec = value.spec
-            size = self.sizes.get(id(spec), -1)  # microbatches share specs: objects that the plan keeps alive
+            value = known[v]
+            size = sizes.get(id(value.spec), -1)  # microbatches share specs: objects that the plan keeps alive
             if size < 0:
-                size = self.sizes[id(spec)] = value.nbytes
-            self.nbytes[v] = size
-            self.live[value.category] += size
+                size = sizes[id(value.spec)] = value.nbytes
+            nbytes[v] = size
+            live[value.category] += size
             self.total += size
 
     def free(self, values: Iterable[str], index: int, instr: Instr) -> None:
+        known, nbytes, live = self.plan.values, self.nbytes, self.live
         for v in values:
-            if v not in self.nbytes:
+            if v not in nbytes:
                 raise PlanError(f"role {self.role}, instruction {index} {instr.name}: frees {v}, which is not alive there")
-            size = self.nbytes.pop(v)
-            self.live[self.plan.values[v].category] -= size
+            size = nbytes.pop(v)
+            live[known[v].category] -= size
             self.total -= size
 
     def split(self) -> dict[str, int]:
@@ -124,8 +125,8 @@ class _Scan:
         """`part_peak`; for a chunk's step once for all microbatches in which the same inputs die."""
         if not isinstance(part.op, Compute):
             return part_peak(self.plan, part, self.nbytes)
-        dying = set(part.frees)
-        key = (part.op, tuple([i for i, v in enumerate(part.reads) if v in dying]))
+        op, dying = part.op, part.frees
+        key = (op.chunk, op.step, tuple([i for i, v in enumerate(part.reads) if v in dying]))
         if key not in self.above:
             self.above[key] = part_peak(self.plan, part, self.nbytes)
         return self.above[key]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
 from piper_ir.errors import PlanError
-from piper_ir.ops import AllReduce, Recv, Send
+from piper_ir.ops import COMM
 from piper_ir.plan import Plan, RolePlan
 
 Step = tuple[int, int, tuple[int, ...], tuple[int, ...] | None, bool]
@@ -189,7 +189,7 @@ def _groups(plan: Plan, offsets: Sequence[int]) -> tuple[tuple[tuple[int, ...], 
     for r, role in enumerate(plan.roles):
         for node, instr in enumerate(role.program, offsets[r]):
             op = instr.parts[0].op
-            if isinstance(op, Send | Recv | AllReduce):
+            if isinstance(op, COMM):
                 uses[op.channel][role.role].append(node)
     groups: list[tuple[int, ...]] = []
     p2p: list[bool] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from re import compile as regex
 from typing import assert_never
 
 from piper_ir.ops import COMM, Add, AllReduce, Compute, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros
@@ -11,6 +12,8 @@ from piper_ir.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan, is_stat
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, TensorSpec, bind
 from piper_ir.verify_rules import Findings, part_name
+
+_PORT = regex(r"(in|out|saved|tan|gin|iw)(\d+)")
 
 
 def check_tables(out: Findings) -> None:
@@ -21,6 +24,9 @@ def check_tables(out: Findings) -> None:
     for role in plan.roles:
         if len(set(role.streams)) != len(role.streams) or COMPUTE not in role.streams:
             out.add("R02-streams", f"streams are {', '.join(role.streams)}", role)
+        for value in role.allocs_first:
+            if value not in plan.values:
+                out.add("R06-names", f"there is no value {value} in the plan, to be allocated first", role)
     for channel in plan.channels:
         problem = _channel_problem(plan, channel)
         if problem:
@@ -78,7 +84,8 @@ def _ids(out: Findings) -> None:
     for key, value in plan.values.items():
         if key != value.id:
             out.add("R06-names", f"the value {value.id} stands under the key {key}")
-    _chunk_inputs(out)
+    _chunks(out)
+    _sizes(out)
     roles = {r.role for r in plan.roles}
     params = {p.name for p in plan.params}
     for bucket in plan.buckets:
@@ -92,17 +99,45 @@ def _ids(out: Findings) -> None:
             out.add("R06-names", f"bucket {bucket.id} names {', '.join(missing)}, which the plan does not have")
 
 
-def _chunk_inputs(out: Findings) -> None:
+def _chunks(out: Findings) -> None:
+    """R06 inside of chunks: inputs, and the ports and parameters of their signatures."""
     plan = out.plan
     known = {("value", f"{c.id}:out{k}") for c in plan.chunks for k in range(len(c.outputs))}
     known |= {("param", p.name) for p in plan.params} | {("buffer", b.name) for b in plan.buffers}
     known |= {("batch", b.name) for b in plan.batch}
     for chunk in plan.chunks:
+        where = f"chunk {chunk.id}"
         for k, entry in enumerate(chunk.inputs):
             if (entry.kind, entry.ref) not in known:
-                out.add(
-                    "R06-names", f"input {k} of chunk {chunk.id} is the {entry.kind} {entry.ref}, which the plan does not have"
-                )
+                out.add("R06-names", f"input {k} of {where} is the {entry.kind} {entry.ref}, which the plan does not have")
+        for step, sig in chunk.steps.items():
+            unknown = [p for p in (*sig.reads, *sig.writes) if not _is_port(chunk, p)]
+            unknown += [f"accumulator {k}" for k in sig.accumulates if not _is_param(chunk, k)]
+            if unknown:
+                out.add("R06-names", f"{step} of {where} uses {', '.join(unknown)}, which the chunk does not have")
+
+
+def _is_port(chunk: Chunk, port: str) -> bool:
+    match = _PORT.fullmatch(port)
+    if match is None:
+        return False
+    limits = {"in": len(chunk.inputs), "gin": len(chunk.inputs), "out": len(chunk.outputs), "tan": len(chunk.outputs)}
+    kind, index = match[1], int(match[2])
+    return (kind == "in" or port in chunk.ports) and (kind not in limits or index < limits[kind])
+
+
+def _is_param(chunk: Chunk, index: int) -> bool:
+    return 0 <= index < len(chunk.inputs) and chunk.inputs[index].kind == "param"
+
+
+def _sizes(out: Findings) -> None:
+    """R07: what a plan holds has shapes of plain numbers."""
+    plan = out.plan
+    specs = [("value", v.id, v.spec) for v in plan.values.values()]
+    specs += [("parameter", p.name, p.spec) for p in plan.params] + [("buffer", b.name, b.spec) for b in plan.buffers]
+    for what, name, spec in specs:
+        if not all(isinstance(size, int) and size >= 0 for size in spec.shape):
+            out.add("R07-signature", f"{what} {name} is a {spec}; in a plan all sizes are integers from 0")
 
 
 def _ranks(out: Findings) -> None:

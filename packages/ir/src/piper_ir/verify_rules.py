@@ -30,9 +30,9 @@ RULES: dict[str, str] = {
     "R17-p2p-match": "on each p2p channel the n-th send and the n-th receive exist and carry the same shape and dtype",
     "R18-group-match": "on each group channel all members run the same reductions (bucket or shape, dtype) in the same order",
     "R19-deadlock": "the plan runs to its end: streams in order, waits, rendezvous, one issuing thread per role that computes",
-    "R20-issue-order": "so it does when each rank runs its communications one by one in program order, as NCCL may",
+    "R20-issue-order": "the plan also runs to its end with each rank's communications one by one in program order, as on NCCL",
     # training
-    "R21-steps": "each non-empty F, I and W of each chunk runs once per microbatch, on one role, F before I before W",
+    "R21-steps": "each non-empty F, I and W of each chunk runs once per microbatch on one role, F, I, W; in order where F updates a buffer",
     "R22-buckets": "gradients in a bucket start at multiples of 256 bytes, in order, apart, and inside of it",
     "R23-holders": "a trained parameter is in one bucket, held by just the roles that use it, reduced over all their ranks",
     "R24-reduction": "a bucket that several ranks hold is reduced once per step on each, after its last accumulation",

@@ -8,7 +8,7 @@ from math import isclose
 
 from piper_ir.ops import AllReduce, Compute, Seed, SquaredNorm, Update
 from piper_ir.plan import Bucket, Part, Plan, RolePlan
-from piper_ir.program import Step
+from piper_ir.program import Chunk, Step
 from piper_ir.sizes import ITEM_BYTES, bind
 from piper_ir.verify_rules import Findings
 from piper_ir.verify_values import Order, Place
@@ -33,7 +33,11 @@ def check_steps(out: Findings) -> None:
                 out.add("R26-scale", f"the loss gradient starts from {part.op.value!r}; {expected!r} is expected", role, place[0])
         elif isinstance(part.op, Update) and part.op.weighted != (plan.loss_kind == "sum"):
             out.add("R26-scale", f"weighted is {part.op.weighted}, but the loss is a {plan.loss_kind}", role, place[0])
+    if plan.chunks and plan.microbatches > len(ran):  # said once, not for each of what may be any number
+        out.add("R21-steps", f"the plan has {plan.microbatches} microbatches, and runs {len(ran)} steps in all")
+        return
     for chunk in plan.chunks:
+        _check_buffers(out, chunk, ran)
         wanted = [s for s in STEPS if s in chunk.steps]
         for mb in range(plan.microbatches):
             before: Where | None = None
@@ -51,14 +55,24 @@ def check_steps(out: Findings) -> None:
                     before = found[0]
 
 
+def _check_buffers(out: Findings, chunk: Chunk, ran: dict[tuple[str, int, str], list[Where]]) -> None:
+    """A forward that updates a buffer does so microbatch by microbatch, on one role."""
+    if any(o.kind == "buffer" for o in chunk.outputs):
+        before: Where | None = None
+        for mb in range(out.plan.microbatches):
+            for where in ran.get((chunk.id, mb, "F"), []):
+                _check_follows(out, f"F of chunk {chunk.id}, which updates a buffer, for microbatch {mb}", where, before)
+                before = where
+
+
 def _check_follows(out: Findings, what: str, found: Where, before: Where | None) -> None:
     if before is None:
         return
     role, place = found
     if role.role != before[0].role:
-        out.add("R21-steps", f"{what} runs here, an earlier step of it on role {before[0].role}", role, place[0])
+        out.add("R21-steps", f"{what}: runs here, the one that it follows on role {before[0].role}", role, place[0])
     elif place < before[1]:
-        out.add("R21-steps", f"{what} runs before instruction {before[1][0]}, an earlier step of it", role, place[0])
+        out.add("R21-steps", f"{what}: runs before instruction {before[1][0]}, which it must follow", role, place[0])
 
 
 def _parts(plan: Plan) -> Iterator[tuple[RolePlan, Place, Part]]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import linecache
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Protocol
 
-import piper_ops  # noqa: F401  registers the operators that generated code calls as torch.ops.piper.*
 import torch
+
+import piper_ops  # noqa: F401 - registers the operators that generated code calls
 from piper_ir.errors import FormatError
 from piper_ir.ops import Compute
 from piper_ir.plan import Plan, RolePlan
@@ -27,6 +29,8 @@ class StepCode(Protocol):
     def constants(self) -> Mapping[str, Any]: ...
 
 
+_OPERATOR = re.compile(r"torch\.ops\.(\w+)\.(\w+)")
+
 CodeStore = Mapping[str, Mapping[Any, StepCode]]
 """Code id of a chunk -> step ("F", "I", "W") -> its code, for one number of rows."""
 
@@ -40,8 +44,8 @@ class ShippedCode:
 
 
 def load_step(code: StepCode, device: str = "cpu") -> StepFunction:
-    """The function that a StepCode describes, for tensors on `device`. Its source shows in tracebacks. FormatError when there is no function
-    `step`, or when it calls an operator that is not registered in this process."""
+    """The function that a StepCode describes, for tensors on `device`. Its source shows in tracebacks. FormatError when there
+    is no function `step`, or when it calls an operator that is not registered in this process."""
     name = f"<piper step {sha256(code.source.encode()).hexdigest()[:12]}>"
     linecache.cache[name] = (len(code.source), None, code.source.splitlines(keepends=True), name)
     namespace: dict[str, Any] = {"torch": torch, "DEVICE": torch.device(device)}
@@ -50,10 +54,16 @@ def load_step(code: StepCode, device: str = "cpu") -> StepFunction:
         exec(compile(code.source, name, "exec"), namespace)  # the source comes from our own code generator
     except AttributeError as e:
         raise FormatError(f"{e}; import the module that registers this operator in the file that defines the job") from e
-    step = namespace.get("step")
-    if not callable(step):
+    if not callable(namespace.get("step")):
         raise FormatError("the source of a chunk's step defines no function `step(args)`")
+    step: StepFunction = namespace["step"]
     return step
+
+
+def missing_operators(code: CodeStore) -> set[str]:
+    """Operators that a code store calls and that are not registered in this process, as "namespace.name"."""
+    called = {found for steps in code.values() for c in steps.values() for found in _OPERATOR.findall(c.source)}
+    return {f"{space}.{name}" for space, name in called if not hasattr(getattr(torch.ops, space), name)}
 
 
 class Steps:

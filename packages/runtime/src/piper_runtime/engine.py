@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import torch
+
 from piper_ir.errors import ExecutionError, PiperError
 from piper_runtime.memory import MemoryCounter
 from piper_runtime.rank import Comm, Rank

@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+
 from piper_ir.ops import Add, AllReduce, Compute, Load, Recv, Seed, Send, Update
 from piper_ir.plan import COMPUTE, Instr, Part
+from piper_ir.program import Step
 
 if TYPE_CHECKING:
     from piper_runtime.parts import Operand, Run
@@ -28,7 +30,8 @@ BindOperand = Callable[[Part, "Rank"], "Operand"]
 
 @dataclass(frozen=True)
 class Fault:
-    """`part`, `operand` and `instr` replace the binding of a computing part, of a communication's tensor, and of an instruction."""
+    """`part`, `operand` and `instr` replace the binding of a computing part, of a communication's tensor, and of an
+    instruction."""
 
     about: str
     part: Callable[[Part, Rank, BindPart], Run] | None = None
@@ -174,39 +177,39 @@ def _rotate_replica(part: Part, rank: Rank, bind: BindPart) -> Run:
     return load
 
 
-def _lose_last_gradient(part: Part, rank: Rank, bind: BindPart) -> Run:
-    """The effect of a reduction that starts before the last microbatch's gradient is there."""
-    run = bind(part, rank)
-    if not isinstance(part.op, Compute) or part.op.step == "F" or part.mb != rank.plan.microbatches - 1:
-        return run
+def _accumulators(part: Part, rank: Rank) -> dict[str, torch.Tensor]:
+    """The gradients, by parameter, into which a backward part adds."""
+    if not isinstance(part.op, Compute) or part.op.step not in ("I", "W"):
+        return {}
     chunk = rank.plan.chunk(part.op.chunk)
-    grads = [rank.store.grads[chunk.inputs[i].ref] for i in chunk.steps[part.op.step].accumulates]
+    step: Step = "I" if part.op.step == "I" else "W"
+    names = [chunk.inputs[i].ref for i in chunk.steps[step].accumulates]
+    return {n: rank.store.grads[n] for n in names}
+
+
+def _undone(run: Run, tensors: list[torch.Tensor]) -> Run:
+    """A part whose additions to these tensors are taken back."""
+    if not tensors:
+        return run
 
     def lose() -> None:
-        kept = [g.clone() for g in grads]
+        kept = [t.clone() for t in tensors]
         run()
-        for grad, old in zip(grads, kept):
-            grad.copy_(old)
+        for tensor, old in zip(tensors, kept):
+            tensor.copy_(old)
 
     return lose
 
 
+def _lose_last_gradient(part: Part, rank: Rank, bind: BindPart) -> Run:
+    """The effect of a reduction that starts before the last microbatch's gradient is there."""
+    last = part.mb == rank.plan.microbatches - 1
+    return _undone(bind(part, rank), list(_accumulators(part, rank).values()) if last else [])
+
+
 def _lose_tied_gradient(part: Part, rank: Rank, bind: BindPart) -> Run:
-    run = bind(part, rank)
-    if not isinstance(part.op, Compute) or part.op.step == "F":
-        return run
-    chunk = rank.plan.chunk(part.op.chunk)
-    names = {chunk.inputs[i].ref for i in chunk.steps[part.op.step].accumulates}
     shared = {n for b in rank.store.buckets if rank.role.role != b.roles[0] for n in b.params}
-    grads = [rank.store.grads[n] for n in sorted(names & shared)]
-
-    def lose() -> None:
-        kept = [g.clone() for g in grads]
-        run()
-        for grad, old in zip(grads, kept):
-            grad.copy_(old)
-
-    return lose if grads else run
+    return _undone(bind(part, rank), [t for n, t in _accumulators(part, rank).items() if n in shared])
 
 
 def _short_add(part: Part, rank: Rank, bind: BindPart) -> Run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
+
 from piper_ir.errors import JobError
 from piper_ir.ops import Load
 from piper_ir.plan import Plan
@@ -13,8 +14,8 @@ from piper_runtime.job import Batch, flatten_batch, microbatch_rows
 
 
 class Feed:
-    """Hands out the rows that one rank computes. What the user's function returned is held until its last tensor is taken; it counts
-    as host memory of the input pipeline and not as memory of the plan."""
+    """Hands out the rows that one rank computes. What the user's function returned is held until its last tensor is taken; it
+    counts as host memory of the input pipeline and not as memory of the plan."""
 
     def __init__(self, plan: Plan, rank: int, batch: Batch):
         self._plan = plan
@@ -34,13 +35,17 @@ class Feed:
         self._staged.clear()
 
     def take(self, name: str, mb: int) -> torch.Tensor:
-        """A microbatch's rows of one batch tensor, of the planned shape; the caller copies it. JobError when the batch does not fit."""
+        """A microbatch's rows of one batch tensor, of the planned shape; the caller copies it. JobError when the batch does not
+        fit."""
         if mb not in self._staged:
             rows = microbatch_rows(self._plan, self._replica, mb)
             with torch.enable_grad():
                 result = self._batch(self.step, rows)
             if not (isinstance(result, tuple) and len(result) == 2):
-                raise JobError(f"Job.batch(step={self.step}, rows={rows}) returned a {type(result).__name__}; a pair (inputs, targets) is needed")
+                raise JobError(
+                    f"Job.batch(step={self.step}, rows={rows}) returned a {type(result).__name__}; "
+                    f"a pair (inputs, targets) is needed"
+                )
             self._staged[mb] = flatten_batch(*result)
         tensor = self._checked(name, mb)
         self._left[mb] -= 1

@@ -5,7 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
 from piper_ir.errors import ExecutionError
 from piper_ir.plan import Plan
 from piper_runtime.rank import Comm
@@ -26,7 +28,8 @@ class GlooCommunicators:
         self._keys: dict[str, str] = {}
 
     def connect(self, plan: Plan) -> None:
-        """Make what a plan needs. Every rank goes through the plan's channels in one order, so no two wait for each other in a circle."""
+        """Make what a plan needs. Every rank goes through the plan's channels in one order, so no two wait for each other in a
+        circle."""
         seen: dict[str, int] = {}
         self._keys = {}
         role = plan.role_of(self._rank).role
@@ -43,7 +46,7 @@ class GlooCommunicators:
                 self._groups[key] = self._group(key, sorted(peers))
 
     def _group(self, key: str, members: list[int]) -> Any:
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
         options._timeout = FOREVER
         options._threads = 1
@@ -65,11 +68,18 @@ class GlooCommunicators:
                 source = members.index(comm.peers[0])
                 return lambda: finish(group.recv([operand()], source, 0))
             case "all_reduce":
-                return lambda: finish(group.allreduce([operand()]))
+                return lambda: all_reduce(group, operand())
 
-    def close(self) -> None:
-        """Give the communicators up."""
-        self._groups.clear()
+
+def all_reduce(group: Any, tensor: torch.Tensor) -> None:
+    """Sum a tensor in place. gloo's own thread holds what it reduces for a moment longer than `wait`: nothing to a bucket, but a
+    scalar would die later than the plan says, so a copy is reduced in its stead."""
+    if tensor.dim():
+        finish(group.allreduce([tensor]))
+        return
+    copy = tensor.clone()
+    finish(group.allreduce([copy]))
+    tensor.copy_(copy)
 
 
 def finish(work: Any) -> None:

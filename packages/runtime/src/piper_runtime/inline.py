@@ -1,8 +1,8 @@
 """All ranks of a plan in one process and one thread; communication is a copy. For tests and debugging: milliseconds per step.
 
-The order is that of the real engine: each rank issues its program in order, compute runs when it is issued and holds back what comes
-after it, communication goes on beside it on its stream, in order, and meets its peers (a send ends when the peer receives).
-"""
+The order is that of the real engine: each rank issues its program in order, compute runs when it is issued and holds back what
+comes after it, communication goes on beside it on its stream, in order, and meets its peers (a send ends when the peer
+receives)."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+
 from piper_ir.errors import ExecutionError, PiperError
 from piper_ir.plan import COMPUTE
 from piper_runtime.memory import MemoryCounter
 from piper_runtime.rank import Comm, Entry, Rank
 from piper_runtime.trace import TimedSpan
-
-
-
 
 
 @dataclass
@@ -51,8 +49,8 @@ class InlineEngine:
         self.counters = counters or {}
 
     def step(self, step: int) -> dict[int, list[TimedSpan]]:
-        """Run one optimizer step; returns the spans of every rank. ExecutionError: a part raised (named, with its rank), or no rank can go
-        on (who waits for what)."""
+        """Run one optimizer step; returns the spans of every rank. ExecutionError: a part raised (named, with its rank), or no
+        rank can go on (who waits for what)."""
         states = {r.rank: _State(r, self.counters.get(r.rank)) for r in self._ranks}
         with torch.no_grad():
             for state in states.values():
@@ -128,7 +126,7 @@ class InlineEngine:
         if not all(comm.channel in m.posted for m in members):
             return None
         heads = [_head(m, comm) for m in members]
-        _transfer([h.comm for h in heads if h.comm is not None], members, entry)
+        _transfer(heads, [_operand(m, h) for m, h in zip(members, heads)])
         end = time.perf_counter()
         for member, head in zip(members, heads):
             member.posted.discard(comm.channel)
@@ -143,37 +141,36 @@ def _head(state: _State, comm: Comm) -> Entry:
     return next(q[0] for q in state.queues.values() if q and q[0].comm is not None and q[0].comm.channel == comm.channel)
 
 
-def _transfer(comms: list[Comm], members: list[_State], entry: Entry) -> None:
+def _operand(state: _State, entry: Entry) -> torch.Tensor:
+    assert entry.comm is not None
     try:
-        operands = [c.operand() for c in comms]
-        kinds = [c.kind for c in comms]
-        if kinds == ["send", "recv"]:
-            _copy(operands[0], operands[1])
-        elif set(kinds) == {"all_reduce"}:
-            total = operands[0].clone()
-            for other in operands[1:]:
-                total += other
-            for operand in operands:
-                operand.copy_(total)
-        else:
-            ranks = [m.rank.rank for m in members]
-            raise ExecutionError(f"{entry.name}: ranks {ranks} meet on one channel with {kinds}")
-    except PiperError:
-        raise
+        return entry.comm.operand()
     except Exception as e:
-        raise failure(members[0].rank, entry, e) from e
+        raise failure(state.rank, entry, e) from e
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    if source.shape != target.shape or source.dtype != target.dtype:
-        raise ExecutionError(f"a {source.dtype} of shape {tuple(source.shape)} is sent where {target.dtype} {tuple(target.shape)} is received")
-    target.copy_(source)
+def _transfer(heads: list[Entry], operands: list[torch.Tensor]) -> None:
+    kinds = [h.comm.kind for h in heads if h.comm is not None]
+    specs = {(t.shape, t.dtype) for t in operands}
+    if len(specs) > 1 or (kinds != ["send", "recv"] and set(kinds) != {"all_reduce"}):
+        met = ", ".join(f"{h.name} with {t.dtype} {tuple(t.shape)}" for h, t in zip(heads, operands))
+        raise ExecutionError(f"instructions that do not fit together meet on a channel: {met}")
+    if kinds == ["send", "recv"]:
+        operands[1].copy_(operands[0])
+        return
+    total = operands[0].clone()
+    for other in operands[1:]:
+        total += other
+    for operand in operands:
+        operand.copy_(total)
 
 
 def failure(rank: Rank, entry: Entry, error: BaseException) -> ExecutionError:
     """An exception of a part as an error that names where it happened."""
     found = f"value {error} is not there" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
-    return ExecutionError(f"rank {rank.rank}, step {rank.step}, instruction {entry.index} ({entry.name} on {entry.stream}): {found}")
+    return ExecutionError(
+        f"rank {rank.rank}, step {rank.step}, instruction {entry.index} ({entry.name} on {entry.stream}): {found}"
+    )
 
 
 def _stuck(state: _State) -> str:

@@ -1,4 +1,5 @@
-"""What is trained: the user's callables and numbers, and the two facts that follow from them on every rank: rows and initial state."""
+"""What is trained: the user's callables and numbers, and the two facts that follow from them on every rank: rows and initial
+state."""
 
 from __future__ import annotations
 
@@ -8,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from piper_ir.errors import JobError
-from piper_ir.plan import Plan
 from torch import nn
 from torch.utils import _pytree as pytree
 
-FLOATS = ("float64", "float32", "bfloat16")
+from piper_ir.errors import JobError
+from piper_ir.plan import Plan
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 """Accepted dtypes of parameters, by torch's names."""
 
 Inputs = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor]
@@ -23,10 +25,11 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes by torch's names. `params` is the dtype of parameters, of floating-point buffers and of floating-point batch tensors.
+    """Dtypes by torch's names. `params` is the dtype of parameters, of floating-point buffers and of floating-point batch
+    tensors.
 
-    `compute`, `reduce` and `master` name the dtypes of activations, of gradient reductions and of the optimizer's copy; None means
-    that of `params`, and nothing else is accepted yet."""
+    `compute`, `reduce` and `master` name the dtypes of activations, of gradient reductions and of the optimizer's copy; None
+    means that of `params`, and nothing else is accepted yet."""
 
     params: str = "float32"
     compute: str | None = None
@@ -34,8 +37,8 @@ class Precision:
     master: str | None = None
 
     def __post_init__(self) -> None:
-        if self.params not in FLOATS:
-            raise JobError(f"Precision(params={self.params!r}): one of {', '.join(FLOATS)} is needed")
+        if self.params not in DTYPES:
+            raise JobError(f"Precision(params={self.params!r}): one of {', '.join(DTYPES)} is needed")
         for name in ("compute", "reduce", "master"):
             if getattr(self, name) not in (None, self.params):
                 raise JobError(
@@ -46,19 +49,20 @@ class Precision:
     @property
     def dtype(self) -> torch.dtype:
         """torch's dtype of `params`."""
-        return getattr(torch, self.params)
+        return DTYPES[self.params]
 
 
 @dataclass(frozen=True)
 class Job:
     """A training job, independent of how it is distributed.
 
-    model: () -> nn.Module. batch: (step, rows) -> (inputs, targets), the given rows of the global batch of a step; inputs are a tensor, a tuple
-    (positional) or a dict (keyword), targets any nest of tensors. loss: (output, targets) -> a mean over rows, or a pair (sum, weight).
-    optimizer: list of (name, parameter) -> Optimizer; it sees every parameter once, with its full shape, on meta. scheduler: Optimizer ->
-    LRScheduler, stepped once per optimizer step. global_batch: rows per step over all replicas. tokens_per_row: for tokens per second.
-    clip_norm: largest global 2-norm of the gradient. init: "model" (what the model's constructor makes under `seed`) or the path of a file that
-    torch.save wrote of a state_dict. JobError when a field is unusable."""
+    model: () -> nn.Module. batch: (step, rows) -> (inputs, targets), the given rows of the global batch of a step; inputs are a
+    tensor, a tuple (positional) or a dict (keyword), targets any nest of tensors. loss: (output, targets) -> a mean over rows,
+    or a pair (sum, weight). optimizer: list of (name, parameter) -> Optimizer; it sees every parameter once, with its full
+    shape, on meta. scheduler: Optimizer -> LRScheduler, stepped once per optimizer step. global_batch: rows per step over all
+    replicas. tokens_per_row: for tokens per second. clip_norm: largest global 2-norm of the gradient. init: "model" (what the
+    model's constructor makes under `seed`) or the path of a file that torch.save wrote of a state_dict. JobError when a field
+    is unusable."""
 
     model: Callable[[], nn.Module]
     batch: Batch
@@ -95,14 +99,15 @@ def _check_int(name: str, value: object, least: int) -> None:
 
 
 def microbatch_rows(plan: Plan, replica: int, microbatch: int) -> range:
-    """Rows of the global batch that a data-parallel replica computes in a microbatch: replica i owns rows [i*G/D, (i+1)*G/D), in order."""
+    """Rows of the global batch that a data-parallel replica computes in a microbatch: replica i owns rows [i*G/D, (i+1)*G/D),
+    in order."""
     start = (replica * plan.microbatches + microbatch) * plan.rows
     return range(start, start + plan.rows)
 
 
 def flatten_batch(inputs: Any, targets: Any) -> dict[str, torch.Tensor]:
-    """Tensors of a batch by their path in it: "inputs" (a single tensor), "inputs.0", "inputs.mask", "targets", "targets.0.y". None is left
-    out. JobError for any other leaf."""
+    """Tensors of a batch by their path in it: "inputs" (a single tensor), "inputs.0", "inputs.mask", "targets", "targets.0.y".
+    None is left out. JobError for any other leaf."""
     found: dict[str, torch.Tensor] = {}
     for root, nest in (("inputs", inputs), ("targets", targets)):
         for path, leaf in pytree.tree_flatten_with_path(nest)[0]:
@@ -121,8 +126,8 @@ def _key(entry: Any) -> str:
 
 @dataclass(frozen=True)
 class InitialState:
-    """Full tensors on CPU under their first names. `tied`: every other name -> the first one. `transient`: names of buffers that a
-    state_dict leaves out (registered with persistent=False, or plain attributes)."""
+    """Full tensors on CPU under their first names. `tied`: every other name -> the first one. `transient`: names of buffers
+    that a state_dict leaves out (registered with persistent=False, or plain attributes)."""
 
     params: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
@@ -161,7 +166,8 @@ def initial_state(model: nn.Module, dtype: torch.dtype) -> InitialState:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """(name, tensor, whether a state_dict has it) of parameters, buffers and plain tensor attributes, under every name that they have."""
+    """(name, tensor, whether a state_dict has it) of parameters, buffers and plain tensor attributes, under every name that
+    they have."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):

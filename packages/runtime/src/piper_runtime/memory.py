@@ -24,8 +24,8 @@ class MemoryPoint:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRecord:
-    """`peak` bytes, reached first in instruction `peak_at` (-1: before the first one); `states`: those of states, which live always; `points`:
-    one per compute instruction, in order."""
+    """`peak` bytes, reached first in instruction `peak_at` (-1: before the first one); `states`: those of states, which live
+    always; `points`: one per compute instruction, in order."""
 
     peak: int
     peak_at: int
@@ -34,15 +34,16 @@ class MemoryRecord:
 
 
 class MemoryCounter(TorchDispatchMode):
-    """Counts the bytes of every storage on one device that an operator returns while a `during` block is open, until the storage dies.
+    """Counts the bytes of every storage on one device that an operator returns while a `during` block is open, until the
+    storage dies.
 
-    It sees temporaries of composed operators but not what a kernel allocates inside. `points` has one entry per block, in order; `base` is the bytes
-    that were given to `track`."""
+    It sees temporaries of composed operators but not what a kernel allocates inside. `points` has one entry per block, in
+    order; `base` is the bytes that were given to `track`."""
 
     def __init__(self, device: str = "cpu") -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
         self._device = device
-        self._alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {}
         self._paused = False
         self.live = 0
         self.base = 0
@@ -62,12 +63,12 @@ class MemoryCounter(TorchDispatchMode):
     @contextmanager
     def during(self, instr: int) -> Iterator[None]:
         """Observe one instruction."""
-        self._instr, self._within = instr, self.live
-        self._note()
+        self._instr, self._within = instr, 0
         try:
             with self:
                 yield
         finally:
+            self._note()
             self.points.append(MemoryPoint(instr, self._within, self.live))
 
     @contextmanager
@@ -84,6 +85,8 @@ class MemoryCounter(TorchDispatchMode):
         return MemoryRecord(self.peak, self.peak_at, self.base, tuple(self.points))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self._paused:
+            self._note()  # what an instruction frees before its first operator is gone now
         out = func(*args, **(kwargs or {}))
         if not self._paused:
             for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
@@ -97,10 +100,10 @@ class MemoryCounter(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = id(storage)
         known = self._alive.get(key)
-        if known is not None and known[0]() is storage:
+        if known is not None and known() is storage:
             return
         nbytes = storage.nbytes()
-        self._alive[key] = (weakref.ref(storage, lambda _, key=key, nbytes=nbytes: self._drop(key, nbytes)), nbytes)
+        self._alive[key] = weakref.ref(storage, lambda _: self._drop(key, nbytes))
         self.live += nbytes
         self._note()
 

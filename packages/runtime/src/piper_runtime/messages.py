@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
 from piper_runtime.code import ShippedCode
 
 HEART_SLOTS = 64

@@ -1,8 +1,8 @@
 """The user's optimizer on flat buckets: what its groups say, how much state it holds, and the real one of a rank.
 
-The user's function is called with every parameter at its full shape on meta, so that rules such as "no decay for ndim < 2" see true
-shapes. Element-wise optimizers then run on one flat tensor per bucket; all others on the parameters of a bucket, one by one.
-"""
+The user's function is called with every parameter at its full shape on meta, so that rules such as "no decay for ndim < 2" see
+true shapes. Element-wise optimizers then run on one flat tensor per bucket; all others on the parameters of a bucket, one by
+one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
 from piper_ir.errors import JobError
 from piper_ir.plan import Bucket, Plan
 from piper_ir.program import Param
 from piper_ir.sizes import ITEM_BYTES, bind
 from piper_runtime.job import Job, NamedParameters
-from torch.optim import SGD, Adam, AdamW, Optimizer
 
 if TYPE_CHECKING:
     from piper_runtime.store import Store
@@ -49,14 +50,14 @@ class OptimizerSpec:
         return sum(self.param_bytes[p] for p in bucket.params)
 
     def workspace(self, largest: int) -> int:
-        """Bytes that one update allocates for its run; `largest`: bytes of the largest parameter that it covers. Flat optimizers use torch's fused
-        kernels, which allocate nothing; for others it is an estimate of two temporaries."""
+        """Bytes that one update allocates for its run; `largest`: bytes of the largest parameter that it covers. Flat
+        optimizers use torch's fused kernels, which allocate nothing; for others it is an estimate of two temporaries."""
         return 0 if self.flat else 2 * largest
 
 
 def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
-    """Call the user's optimizer function on meta parameters and read its groups. JobError: a trained parameter is in no group, or the
-    optimizer cannot run on a plan."""
+    """Call the user's optimizer function on meta parameters and read its groups. JobError: a trained parameter is in no group,
+    or the optimizer cannot run on a plan."""
     trained = {p.name for p in params if p.trained}
     named = meta_parameters(params, job.precision.dtype)
     optimizer = call_optimizer(job.optimizer, named)
@@ -69,8 +70,8 @@ def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
     }
     if missing := sorted(trained - group_of.keys()):
         raise JobError(
-            f"Job.optimizer puts {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''} in no parameter group; give every "
-            f"parameter to the optimizer, or set requires_grad=False in the model for those that stay as they are"
+            f"Job.optimizer puts {', '.join(missing[:5])}{' and more' if len(missing) > 5 else ''} in no parameter group; "
+            f"give every parameter to the optimizer, or set requires_grad=False in the model for those that stay as they are"
         )
     kind = type(optimizer).__name__
     if type(optimizer) in ELEMENTWISE:
@@ -82,13 +83,19 @@ def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
 def meta_parameters(params: Iterable[Param], dtype: torch.dtype) -> NamedParameters:
     """(name, full-shape parameter on meta) for every parameter, trained or not, in the model's order."""
     return [
-        (p.name, torch.nn.Parameter(torch.empty([bind(d, 0) for d in p.spec.shape], dtype=dtype, device="meta"), requires_grad=p.trained))
+        (
+            p.name,
+            torch.nn.Parameter(
+                torch.empty([bind(d, 0) for d in p.spec.shape], dtype=dtype, device="meta"), requires_grad=p.trained
+            ),
+        )
         for p in params
     ]
 
 
 def call_optimizer(function: Callable[[NamedParameters], Optimizer], named: NamedParameters) -> Optimizer:
-    """The user's optimizer over the given parameters. JobError when it is none, is refused by name, or holds foreign parameters."""
+    """The user's optimizer over the given parameters. JobError when it is none, is refused by name, or holds foreign
+    parameters."""
     optimizer = function(list(named))
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
@@ -99,7 +106,8 @@ def call_optimizer(function: Callable[[NamedParameters], Optimizer], named: Name
     for index, group in enumerate(optimizer.param_groups):
         if not all(id(p) in known for p in group["params"]):
             raise JobError(
-                f"Job.optimizer: group {index} holds a tensor that it was not given; build the groups from the (name, parameter) list only"
+                f"Job.optimizer: group {index} holds a tensor that it was not given; build the groups from the "
+                f"(name, parameter) list only"
             )
         if group.get("differentiable"):
             raise JobError("Job.optimizer: differentiable=True is not supported; leave it out")
@@ -119,14 +127,27 @@ def _dry_state_bytes(optimizer: Optimizer, named: NamedParameters, trained: set[
     try:
         optimizer.step()
     except Exception as e:  # an optimizer of the user's may fail in any way
-        raise JobError(f"Job.optimizer: {type(optimizer).__name__} cannot take a step on meta tensors, so its state has no known size: {e}") from e
-    return {name: sum(t.nbytes for t in optimizer.state[p].values() if isinstance(t, torch.Tensor)) for name, p in named if name in trained}
+        raise JobError(
+            f"Job.optimizer: {type(optimizer).__name__} cannot take a step on meta tensors, so its state has no known size: {e}"
+        ) from e
+    return {
+        name: sum(t.nbytes for t in optimizer.state[p].values() if isinstance(t, torch.Tensor))
+        for name, p in named
+        if name in trained
+    }
 
 
 class RankOptimizer:
-    """The optimizer of one rank over the buckets that it holds, with the user's groups in the user's order and its learning-rate schedule."""
+    """The optimizer of one rank over the buckets that it holds, with the user's groups in the user's order and its
+    learning-rate schedule."""
 
-    def __init__(self, plan: Plan, store: Store, function: Callable[[NamedParameters], Optimizer], scheduler: Callable[[Optimizer], Any] | None):
+    def __init__(
+        self,
+        plan: Plan,
+        store: Store,
+        function: Callable[[NamedParameters], Optimizer],
+        scheduler: Callable[[Optimizer], Any] | None,
+    ):
         self._store = store
         self._members: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         dtypes = {getattr(torch, p.spec.dtype) for p in plan.params}
@@ -149,8 +170,8 @@ class RankOptimizer:
             for name, p in named:
                 if name in bucket.params and group_of.get(id(p)) != bucket.group:
                     raise JobError(
-                        f"bucket {bucket.id} was planned for parameter group {bucket.group}, but Job.optimizer puts {name} in group "
-                        f"{group_of.get(id(p))}; compile the strategy with this job"
+                        f"bucket {bucket.id} was planned for parameter group {bucket.group}, but Job.optimizer puts {name} "
+                        f"in group {group_of.get(id(p))}; compile the strategy with this job"
                     )
 
     def _use_flat(self, optimizer: Optimizer) -> None:

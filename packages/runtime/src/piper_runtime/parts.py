@@ -1,16 +1,16 @@
 """One closure per part of a plan, bound once per plan to the tensors of a rank, so that running it costs little host time.
 
-Both engines run these. A closure reads and writes `store.values`, which holds the only reference to every value: a value that dies
-in a part is taken out of it, so that boxed code frees it at its last use.
-"""
+Both engines run these. A closure reads and writes `store.values`, which holds the only reference to every value: a value that
+dies in a part is taken out of it, so that boxed code frees it at its last use."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 import torch
+
 from piper_ir.errors import NonFiniteLossError
 from piper_ir.ops import Add, AllReduce, Compute, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
 from piper_ir.plan import Part, is_state
@@ -161,12 +161,7 @@ def _update(part: Part, op: Update, rank: Rank) -> Run:
     flats = [store.flat_grads[b] for b in op.buckets]
 
     def update() -> None:
-        scale = gradient_scale(op, [float(values[v]) for v in part.reads])
-        if not math.isfinite(scale):
-            raise NonFiniteLossError(
-                f"step {rank.step}, rank {rank.rank}: the gradient would be scaled by {scale} (sum of loss weights and squared norm: "
-                f"{[float(values[v]) for v in part.reads]}); is every row of the batch masked?"
-            )
+        scale = gradient_scale(op, [float(values[v]) for v in part.reads], f"step {rank.step}, rank {rank.rank}")
         if rank.probe is not None:
             with rank.untracked():
                 rank.probe(rank, op.buckets, scale)
@@ -177,15 +172,24 @@ def _update(part: Part, op: Update, rank: Rank) -> Run:
     return update
 
 
-def gradient_scale(op: Update, scalars: list[float]) -> float:
-    """The one factor by which Update multiplies gradients. scalars: [sum of weights, if weighted] + [squared norm of the summed gradients, if
-    clipped]. Clipping is torch's clip_grad_norm_ on the gradient after division: min(1, clip / (norm + 1e-6))."""
+def gradient_scale(op: Update, scalars: list[float], where: str) -> float:
+    """The one factor by which Update multiplies gradients. scalars: [sum of weights, if weighted] + [squared norm of the summed
+    gradients, if clipped]. Clipping is torch's clip_grad_norm_ on the gradient after division: min(1, clip / (norm + 1e-6)).
+
+    NonFiniteLossError when the weights sum to zero or the norm is not finite."""
     weight = scalars[0] if op.weighted else 1.0
-    scale = 1.0 / weight if weight else math.inf
-    if op.clip is not None:
-        norm = math.sqrt(scalars[-1]) * abs(scale) if math.isfinite(scalars[-1]) else math.nan
-        scale *= min(1.0, op.clip / (norm + 1e-6)) if math.isfinite(norm) else math.nan
-    return scale
+    if not weight:
+        raise NonFiniteLossError(
+            f"{where}: the loss weights of the global batch sum to 0, so the loss is not a number; mask fewer rows"
+        )
+    scale = 1.0 / weight
+    if op.clip is None:
+        return scale
+    if not math.isfinite(scalars[-1]):
+        raise NonFiniteLossError(
+            f"{where}: the squared norm of the gradient is {scalars[-1]}, so it cannot be clipped to {op.clip:g}"
+        )
+    return scale * min(1.0, op.clip / (math.sqrt(scalars[-1]) * abs(scale) + 1e-6))
 
 
 def _compute(part: Part, rank: Rank) -> Run:
@@ -193,7 +197,7 @@ def _compute(part: Part, rank: Rank) -> Run:
     chunk, step = rank.plan.chunk(part.op.chunk), part.op.step
     signature = chunk.steps[step]
     function = rank.steps(chunk.code, step)
-    values, store = rank.store.values, rank.store
+    values = rank.store.values
     template, keep, take = _arguments(part, chunk, rank)
     writes = part.writes
     taken = {v for _, v in take}
@@ -201,14 +205,16 @@ def _compute(part: Part, rank: Rank) -> Run:
     expected = len(signature.writes)
 
     def compute() -> None:
-        args = template.copy()
+        args: list[Any] = template.copy()
         for i, v in keep:
             args[i] = values[v]
         for i, v in take:
             args[i] = values.pop(v)
         results = function(args)
         if len(results) != expected:
-            raise TypeError(f"{part.node}: the code returned {len(results)} tensors for {expected} ports {', '.join(signature.writes)}")
+            raise TypeError(
+                f"{part.node}: the code returned {len(results)} tensors for {expected} ports {', '.join(signature.writes)}"
+            )
         for v, t in zip(writes, results):
             values[v] = t
 
@@ -218,7 +224,9 @@ def _compute(part: Part, rank: Rank) -> Run:
     return _then_free(run, after, rank) if after else run
 
 
-def _arguments(part: Part, chunk: Chunk, rank: Rank) -> tuple[list[torch.Tensor | None], list[tuple[int, str]], list[tuple[int, str]]]:
+def _arguments(
+    part: Part, chunk: Chunk, rank: Rank
+) -> tuple[list[torch.Tensor | None], list[tuple[int, str]], list[tuple[int, str]]]:
     """The argument list with states filled in, and (index, value) of those that stay alive and of those that die at this use."""
     assert isinstance(part.op, Compute) and part.op.step != "B"
     signature, store = chunk.steps[part.op.step], rank.store

@@ -13,7 +13,8 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing import connection as mp
@@ -31,13 +32,14 @@ from piper_runtime.messages import HEART_SLOTS, Failure, Request, Setup
 from piper_runtime.report import RankReport
 from piper_runtime.shipping import pack
 from piper_runtime.store import held_params, state_names
-from piper_runtime.streams import FIRST_STREAM, ISSUED, PHASE, RUNNING, STEP
+from piper_runtime.streams import FIRST_STREAM, ISSUED, LOADING, PHASE, RUNNING, STEP
 
 STARTUP_S = 120.0
-"""Time for the processes to start and import torch."""
+"""Time for the processes to start and import torch, and again to import the user's code and to bind a plan."""
 LINGER_S = 0.5
 """After a first failure: time for others to come in, so that the cause is named and not its first victim."""
 TICK_S = 0.1
+_LOADING = array("q", [LOADING if i == PHASE else 0 for i in range(HEART_SLOTS)])
 
 
 @dataclass
@@ -70,8 +72,8 @@ class _Team:
 
 
 class Pool:
-    """Worker processes for up to `world` ranks, for any number of runs, one at a time. They start with the first run, and again after a run
-    that failed, since its communicators are broken. Use it as a context manager, or call `close`."""
+    """Worker processes for up to `world` ranks, for any number of runs, one at a time. They start with the first run, and again
+    after a run that failed, since its communicators are broken. Use it as a context manager, or call `close`."""
 
     def __init__(self, world: int, *, threads: int = 1):
         self.world = world
@@ -97,19 +99,27 @@ class Pool:
         self._team = self._finalizer = None
 
     def run(self, plan: Plan, requests: Mapping[int, bytes], timeout_s: float) -> dict[int, RankReport]:
-        """Give every rank its request and collect the reports. On any failure, and on an interrupt, all workers are ended first."""
+        """Give every rank its request and collect the reports. On any failure, and on an interrupt, all workers are ended
+        first."""
         if len(requests) > self.world:
-            raise ExecutionError(f"the plan has {len(requests)} ranks, this pool has workers for {self.world}; make a larger pool")
+            raise ExecutionError(
+                f"the plan has {len(requests)} ranks, this pool has workers for {self.world}; make a larger pool"
+            )
         try:
-            team = self._team or self._start()
+            team = self.start()
             for worker in team.workers[: len(requests)]:
+                place = worker.rank * HEART_SLOTS
+                team.heart[place : place + HEART_SLOTS] = _LOADING
                 worker.pipe.send_bytes(requests[worker.rank])
             return _Watch(plan, team, len(requests), timeout_s).collect()
         except BaseException:
             self.close()
             raise
 
-    def _start(self) -> _Team:
+    def start(self) -> _Team:
+        """Start the workers, unless they run already. ExecutionError when a process does not come up."""
+        if self._team is not None:
+            return self._team
         folder = tempfile.mkdtemp(prefix="piper-")
         path = Path(folder, "heart")
         path.write_bytes(bytes(8 * HEART_SLOTS * self.world))
@@ -125,7 +135,9 @@ class Pool:
             try:
                 worker.pipe.recv()
             except EOFError:
-                raise ExecutionError(f"the process of rank {worker.rank} {_fate(worker)} while it started; its output is above") from None
+                raise ExecutionError(
+                    f"the process of rank {worker.rank} {_fate(worker)} while it started; its output is above"
+                ) from None
         return team
 
 
@@ -164,10 +176,10 @@ class _Watch:
         waiting = {w.pipe: w for w in self.team.workers[: self.world]}
         reports: dict[int, RankReport] = {}
         failures: dict[int, Failure | None] = {}
-        before, alive_until, end = b"", time.monotonic() + self.timeout_s, float("inf")
+        before, moved, end = b"", time.monotonic(), float("inf")
         while waiting and time.monotonic() < end:
-            for pipe in mp.wait(list(waiting), TICK_S):
-                worker = waiting.pop(pipe)  # type: ignore[arg-type, call-overload]
+            for pipe in mp.wait(list(waiting), min(TICK_S, self.timeout_s / 4)):
+                worker = waiting.pop(pipe)  # type: ignore[call-overload]  # typeshed allows sockets and descriptors too
                 answer = _receive(worker)
                 if isinstance(answer, RankReport):
                     reports[worker.rank] = answer
@@ -175,13 +187,18 @@ class _Watch:
                     failures[worker.rank] = answer
                     end = min(end, time.monotonic() + LINGER_S)
             now = bytes(self.team.heart)
-            if now != before or (not failures and len(reports) and not waiting):
-                before, alive_until = now, time.monotonic() + self.timeout_s
-            if not failures and time.monotonic() > alive_until:
+            if now != before:
+                before, moved = now, time.monotonic()
+            if not failures and time.monotonic() > moved + self._patience(waiting.values()):
                 raise ExecutionError(self._hung([w.rank for w in waiting.values()]))
         if failures:
             raise self._blame(failures)
         return reports
+
+    def _patience(self, workers: Iterable[_Worker]) -> float:
+        """Seconds without progress that are accepted: more while a rank still imports the user's code and binds the plan."""
+        loading = any(self._slots(w.rank)[PHASE] == LOADING for w in workers)
+        return max(self.timeout_s, STARTUP_S) if loading else self.timeout_s
 
     def _blame(self, failures: Mapping[int, Failure | None]) -> PiperError:
         """The error of the rank that failed by itself, before those that only lost their peer."""
@@ -217,6 +234,8 @@ class _Watch:
     def _place(self, rank: int) -> str:
         """Where a rank is: step, instruction, stream, and whom it waits for."""
         slots, program = self._slots(rank), self.plan.role_of(rank).program
+        if slots[PHASE] == LOADING:
+            return f"rank {rank} was loading the plan"
         index = min(max(slots[ISSUED], 0), len(program) - 1)
         doing = "ran" if slots[PHASE] == RUNNING else "waited before"
         name = f"instruction {index} ({program[index].name} on {program[index].stream})" if program else "an empty program"
@@ -226,7 +245,8 @@ class _Watch:
                 op = program[i].parts[0].op
                 assert isinstance(op, Send | Recv | AllReduce)
                 peers = [p for p in self.plan.peers(self.plan.channel(op.channel), rank) if p != rank]
-                text += f" and waited for rank {', '.join(map(str, peers))} in instruction {i} ({program[i].name} on {program[i].stream})"
+                text += f" and waited for rank {', '.join(map(str, peers))} in instruction {i} "
+                text += f"({program[i].name} on {program[i].stream})"
         return text
 
 
@@ -237,7 +257,7 @@ def _peer(failure: Failure | None) -> bool:
 def _receive(worker: _Worker) -> RankReport | Failure | None:
     """A worker's answer, None when it has ended without one."""
     try:
-        return pickle.loads(worker.pipe.recv_bytes())  # type: ignore[no-any-return]
+        return pickle.loads(worker.pipe.recv_bytes())  # type: ignore[no-any-return]  # from our own worker
     except (EOFError, ConnectionResetError):
         return None
 
@@ -255,7 +275,10 @@ def run_processes(
     gradients: bool, pool: Pool | None,
 ) -> dict[int, RankReport]:  # fmt: skip
     """Ship to every rank what it needs, run, and collect the reports. Without a pool the processes live for this call only."""
-    plan_blob, callables = pickle.dumps(plan), pack((job.batch, job.optimizer, job.scheduler))
+    plan_blob, callables = (
+        pickle.dumps(plan),
+        pickle.dumps(pack((job.batch, job.optimizer, job.scheduler), (job.model, job.loss))),
+    )
     requests: dict[int, bytes] = {}
     for rank in range(plan.mesh.world):
         found: dict[str, dict[str, ShippedCode]] = {}

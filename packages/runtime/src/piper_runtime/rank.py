@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from piper_ir.errors import NonFiniteLossError
+
+from piper_ir.errors import NonFiniteLossError, PlanError
 from piper_ir.ops import AllReduce, Recv, Send
 from piper_ir.plan import COMPUTE, Instr, Plan
 from piper_runtime import faults
@@ -89,7 +90,10 @@ class Rank:
 
     def _comm(self, instr: Instr) -> Comm:
         part = instr.parts[0]
-        assert isinstance(part.op, Send | Recv | AllReduce) and instr.stream != COMPUTE, f"{instr.name}: communication on the compute stream"
+        if not isinstance(part.op, Send | Recv | AllReduce) or instr.stream == COMPUTE:
+            raise PlanError(
+                f"role {self.role.role}: {instr.name} communicates on stream {instr.stream!r}; it needs a stream of its own"
+            )
         kind: Literal["send", "recv", "all_reduce"]
         kind = "send" if isinstance(part.op, Send) else "recv" if isinstance(part.op, Recv) else "all_reduce"
         peers = self.plan.peers(self.plan.channel(part.op.channel), self.rank)
@@ -141,7 +145,8 @@ class Rank:
 
 
 def step_loss(plan: Plan, scalars: list[dict[str, dict[int, float]]]) -> float:
-    """The loss of a step from the scalars of all ranks: the mean over microbatches and replicas, or the sum of losses over the sum of weights."""
+    """The loss of a step from the scalars of all ranks: the mean over microbatches and replicas, or the sum of losses over the
+    sum of weights."""
     total = sum(v for s in scalars for v in s["loss"].values())
     if plan.loss_kind == "mean":
         return total / (plan.microbatches * plan.replicas)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+
 from piper_runtime.memory import MemoryCounter, MemoryRecord
 from piper_runtime.rank import Rank
 from piper_runtime.trace import TimedSpan
@@ -16,8 +17,8 @@ MEASURED = "bytes of live tensor storages in the first step, temporaries of oper
 
 @dataclass
 class RankReport:
-    """What one rank brings back. `started`, `finished`: when it was ready, and when each step was done, on the machine-wide clock; `scalars`:
-    per step the losses and weights by microbatch; `gradients`: per step, as the optimizer saw them."""
+    """What one rank brings back. `started`, `finished`: when it was ready, and when each step was done, on the machine-wide
+    clock; `scalars`: per step the losses and weights by microbatch; `gradients`: per step, as the optimizer saw them."""
 
     started: float = 0.0
     finished: list[float] = field(default_factory=list)

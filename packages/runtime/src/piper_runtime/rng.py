@@ -10,9 +10,9 @@ from piper_ir.program import Chunk
 def rng_seed(seed: int, step: int, row: int, where: int | str) -> int:
     """Seed of torch's generator before a forward part that draws random numbers: a hash in 0..2**63-1.
 
-    seed: the job's. step: optimizer step, from 0. row: first row of the microbatch in the global batch. where: the value of the chunk's
-    coordinate "layer", or the chunk's id if it has none (`rng_place`). It depends on nothing else, so neither the mesh nor the order of a
-    plan changes what is drawn as long as the rows per microbatch are equal."""
+    seed: the job's. step: optimizer step, from 0. row: first row of the microbatch in the global batch. where: the value of the
+    chunk's coordinate "layer", or the chunk's id if it has none (`rng_place`). It depends on nothing else, so neither the mesh
+    nor the order of a plan changes what is drawn as long as the rows per microbatch are equal."""
     digest = blake2b(f"{seed}/{step}/{row}/{where}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 

@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 import torch
+
 from piper_ir.errors import ExecutionError, JobError, NonFiniteLossError
 from piper_ir.plan import Plan
 from piper_ir.trace import Trace
@@ -32,10 +33,11 @@ WARMUP_STEPS = 3
 class Run:
     """The result of `execute`.
 
-    losses: one per step, over the global batch. step_s: wall seconds per step between completions, on the slowest rank (the first since all ranks were ready).
-    period_s: median of step_s[3:], None when there are none. peak_bytes: per rank the most bytes that were alive (`trace.notes` says what is
-    measured), and `memory` what was alive in each instruction; both empty when not asked for. trace: of the last step; without spans unless they were asked for. rank_states: per rank its
-    parameters and buffers after the last step; rank_gradients: per rank and step, with `gradients=True`."""
+    losses: one per step, over the global batch. step_s: wall seconds per step between completions, on the slowest rank (the
+    first since all ranks were ready). period_s: median of step_s[3:], None when there are none. peak_bytes: per rank the most
+    bytes that were alive (`trace.notes` says what is measured), and `memory` what was alive in each instruction; both empty
+    when not asked for. trace: of the last step; without spans unless they were asked for. rank_states: per rank its parameters
+    and buffers after the last step; rank_gradients: per rank and step, with `gradients=True`."""
 
     losses: list[float]
     step_s: list[float]
@@ -48,8 +50,8 @@ class Run:
     _initial: InitialState = field(repr=False)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers after the last step: on CPU, full shapes, the user's names, every tied name; without buffers that are not
-        persistent. What no rank holds is as the model made it."""
+        """Parameters and buffers after the last step: on CPU, full shapes, the user's names, every tied name; without buffers
+        that are not persistent. What no rank holds is as the model made it."""
         found: dict[str, torch.Tensor] = {**self._initial.params, **self._initial.buffers}
         for rank in sorted(self.rank_states, reverse=True):  # the lowest rank's copy counts
             found.update(self.rank_states[rank])
@@ -70,16 +72,17 @@ class Run:
 
 
 def execute(
-    plan: Plan, code: CodeStore, job: Job, *, steps: int, launcher: Launcher = "ray", timeout_s: float = 60.0, trace: bool = False,
-    memory: bool = False, gradients: bool = False, pool: Pool | None = None,
+    plan: Plan, code: CodeStore, job: Job, *, steps: int, launcher: Launcher = "ray", timeout_s: float = 60.0,
+    trace: bool = False, memory: bool = False, gradients: bool = False, pool: Pool | None = None,
 ) -> Run:  # fmt: skip
     """Run `steps` optimizer steps of a plan with the code of its chunks.
 
-    launcher: "processes" (one process per rank, gloo over loopback) or "inline" (all ranks in this process). timeout_s: the call ends that
-    long after the last sign of progress of any rank; an instruction that takes longer counts as hung. trace: keep the last step's spans (about 0.6 us per
-    instruction). memory: measure peak bytes in the first step (slows that step). gradients: keep the gradients of every step. pool: worker processes to
-    use again; without one they are started and ended in this call.
-    JobError: the job does not fit the plan. NonFiniteLossError: step, rank, microbatch. ExecutionError: rank, instruction, peer."""
+    launcher: "processes" (one process per rank, gloo over loopback) or "inline" (all ranks in this process). timeout_s: the
+    call ends that long after the last sign of progress of any rank; an instruction that takes longer counts as hung. trace:
+    keep the last step's spans (about 0.6 us per instruction). memory: measure peak bytes in the first step (slows that step).
+    gradients: keep the gradients of every step. pool: worker processes to use again; without one they are started and ended in
+    this call. JobError: the job does not fit the plan. NonFiniteLossError: step, rank, microbatch. ExecutionError: rank,
+    instruction, peer."""
     _check(plan, job, steps, launcher)
     initial = materialize(job)
     if launcher == "inline":
@@ -93,14 +96,17 @@ def execute(
 
 def _check(plan: Plan, job: Job, steps: int, launcher: str) -> None:
     if launcher in LATER:
-        raise ExecutionError(f'launcher "{launcher}" comes with a later release; use launcher="processes" (or "inline", in one process)')
+        raise ExecutionError(
+            f'launcher "{launcher}" comes with a later release; use launcher="processes" (or "inline", in one process)'
+        )
     if launcher not in ("processes", "inline"):
         raise ExecutionError(f'launcher {launcher!r} is not known; use "processes" or "inline"')
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise JobError(f"steps={steps!r}: an integer of at least 1 is needed")
     if plan.global_batch != job.global_batch:
         raise JobError(
-            f"the plan was made for a global batch of {plan.global_batch} rows, the job has {job.global_batch}; compile the strategy with this job"
+            f"the plan was made for a global batch of {plan.global_batch} rows, the job has {job.global_batch}; "
+            f"compile the strategy with this job"
         )
 
 

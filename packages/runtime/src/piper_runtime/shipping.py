@@ -2,48 +2,72 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import pickle
 import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import cloudpickle
+import cloudpickle  # type: ignore[import-untyped]  # it has no types
+
 from piper_ir.errors import JobError
 
 RECIPE_MARK = "__piper_recipe__"
-"""A module that was loaded from a recipe file has this attribute: the file's path. Workers load that file again, under the same name."""
+"""A module that was loaded from a recipe file has this attribute: the file's path. Workers load that file again, under the same
+name."""
 
 
-def pack(callables: Any) -> bytes:
-    """Bytes of a nest of callables. What stands in an importable module travels by name, in a marked recipe module as that file's path, all else
-    by value. JobError when something cannot be sent."""
-    recipes = {name: getattr(m, RECIPE_MARK) for name, m in list(sys.modules.items()) if isinstance(getattr(m, RECIPE_MARK, None), str)}
-    by_value = [m for name, m in list(sys.modules.items()) if name not in recipes and name != "__main__" and _only_here(name, m)]
+@dataclass(frozen=True)
+class Parcel:
+    """Callables on their way. `recipes`: module name -> file, of marked modules that they need; `definers`: modules in which
+    the model and the loss are defined; `body`: what cloudpickle made."""
+
+    recipes: dict[str, str]
+    definers: tuple[str, ...]
+    body: bytes
+
+    def open(self) -> Any:
+        """The callables, in another process."""
+        for name, path in self.recipes.items():
+            if name not in sys.modules:
+                _load_recipe(name, path)
+        return pickle.loads(self.body)
+
+    def import_definers(self) -> None:
+        """Run the modules that define model and loss: they may register operators that the model's code calls."""
+        for name in self.definers:
+            importlib.import_module(name)
+
+
+def pack(callables: Any, definers: Iterable[object] = ()) -> Parcel:
+    """A nest of callables. What stands in an importable module travels by name, in a marked recipe module as that file's path,
+    all else by value. `definers`: callables that stay here, whose modules may register operators. JobError when something
+    cannot be sent."""
+    modules = dict(sys.modules)
+    marked = {name: path for name, m in modules.items() if isinstance(path := getattr(m, RECIPE_MARK, None), str)}
+    mine = {name: m for name, m in modules.items() if name not in marked and name != "__main__" and _only_here(name, m)}
+    known = cloudpickle.list_registry_pickle_by_value()  # a caller's own choice stays
+    by_value = [m for name, m in mine.items() if m.__name__ == name and name not in known]
     for module in by_value:
         cloudpickle.register_pickle_by_value(module)
     try:
         body = cloudpickle.dumps(callables)
     except (TypeError, AttributeError, pickle.PicklingError) as e:
         raise JobError(
-            f"the job's callables cannot be sent to worker processes: {e}; build such objects (open files, locks, generators) inside of the "
-            f"callable, or define the job in a file of its own"
+            f"the job's callables cannot be sent to worker processes: {e}; build such objects (open files, locks, generators) "
+            f"inside of the callable, or define the job in a file of its own"
         ) from e
     finally:
         for module in by_value:
             cloudpickle.unregister_pickle_by_value(module)
-    return pickle.dumps((recipes, body))
-
-
-def unpack(blob: bytes) -> Any:
-    """The inverse of `pack`, in another process."""
-    recipes, body = pickle.loads(blob)
-    for name, path in recipes.items():
-        if name not in sys.modules:
-            _load_recipe(name, path)
-    return pickle.loads(body)
+    names = {getattr(d, "__module__", None) or "" for d in definers} - {"__main__", "", *mine}
+    recipes = {name: path for name, path in marked.items() if name in names or name.encode() in body}
+    return Parcel(recipes, tuple(sorted(names)), body)
 
 
 def _load_recipe(name: str, path: str) -> None:
@@ -53,7 +77,11 @@ def _load_recipe(name: str, path: str) -> None:
     module = importlib.util.module_from_spec(spec)
     setattr(module, RECIPE_MARK, path)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(Path(path).resolve().parent))  # the file may import its neighbours
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
 
 
 def _only_here(name: str, module: ModuleType) -> bool:

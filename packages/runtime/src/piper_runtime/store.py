@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+
 from piper_ir.errors import PlanError
 from piper_ir.plan import Bucket, Plan
 from piper_ir.sizes import bind

@@ -1,4 +1,5 @@
-"""Streams: where instructions run beside each other. One thread issues a rank's program in order; a backend decides what that means.
+"""Streams: where instructions run beside each other. One thread issues a rank's program in order; a backend decides what that
+means.
 
 CPU: the compute stream is the issuing thread itself, every other stream has a thread, and a wait is on a counter of finished
 instructions. An accelerator's backend maps a stream to a device stream and a wait to an event, with the same interface: `bind`
@@ -13,15 +14,18 @@ from queue import SimpleQueue
 from typing import Protocol
 
 import torch
+
 from piper_ir.plan import COMPUTE
 
 Work = Callable[[], None]
 Waits = tuple[tuple[str, int], ...]
 
 STEP, ISSUED, PHASE, FIRST_STREAM = 0, 1, 2, 3
-"""Places in a rank's heart: the step, the index of the instruction that is issued, RUNNING or WAITING, then per communication stream the index
-of the instruction that it runs, plus one (0: none). Others read it to see progress and to name the instruction of a rank that died."""
-RUNNING, WAITING = 0, 1
+"""Places in a rank's heart: the step, the index of the instruction that is issued, a phase, then per communication stream the
+index of the instruction that it runs, plus one (0: none). Others read it to see progress and to name the instruction of a rank
+that died."""
+RUNNING, WAITING, LOADING = 0, 1, 2
+"""Phases: in an instruction or between two, waiting for another stream, not yet in the first step."""
 
 Heart = MutableSequence[int]
 
@@ -54,8 +58,9 @@ class Backend(Protocol):
 
 
 class _Progress:
-    """How many instructions of a stream are done in this step. `done` is read without the lock: a waiter announces itself before it looks again, and
-    `advance` looks for waiters after it has counted, so with the interpreter's lock one of the two always sees the other."""
+    """How many instructions of a stream are done in this step. `done` is read without the lock: a waiter announces itself
+    before it looks again, and `advance` looks for waiters after it has counted, so with the interpreter's lock one of the two
+    always sees the other."""
 
     def __init__(self) -> None:
         self.done = 0

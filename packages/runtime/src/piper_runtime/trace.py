@@ -13,7 +13,9 @@ TimedSpan = tuple[int, float, float]
 """Index of the instruction, start and end in seconds on the machine-wide clock of time.perf_counter."""
 
 
-def executed_trace(plan: Plan, step: int, spans: Mapping[int, Sequence[TimedSpan]], losses: Sequence[float], notes: Mapping[str, str]) -> Trace:
+def executed_trace(
+    plan: Plan, step: int, spans: Mapping[int, Sequence[TimedSpan]], losses: Sequence[float], notes: Mapping[str, str]
+) -> Trace:
     """The trace of one step. Times count from the first start of any rank: ranks share one machine and one clock."""
     zero = min((start for found in spans.values() for _, start, _ in found), default=0.0)
     out: list[Span] = []

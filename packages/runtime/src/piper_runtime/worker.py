@@ -19,14 +19,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
 from piper_ir.errors import ExecutionError, PiperError
+from piper_runtime.code import missing_operators
 from piper_runtime.engine import Engine, PeerError
 from piper_runtime.gloo import GlooCommunicators
 from piper_runtime.messages import HEART_SLOTS, Failure, Request, Setup
 from piper_runtime.rank import Rank, Trainee
 from piper_runtime.report import RankReport, measured_counter
-from piper_runtime.shipping import unpack
-from piper_runtime.streams import CpuStreams, Heart
+from piper_runtime.streams import PHASE, RUNNING, CpuStreams, Heart
+
 
 def serve(setup: Setup) -> None:
     """Answer requests until the launcher closes the pipe."""
@@ -35,6 +37,8 @@ def serve(setup: Setup) -> None:
     pipe: Connection[Any, Any] = Connection(setup.pipe)
     communicators = GlooCommunicators(dist.FileStore(setup.store, setup.world), setup.rank)
     heart = _heart(setup)
+    # The first optimizer of a process imports torch._dynamo, which takes seconds: not in a run.
+    torch.optim.SGD([torch.zeros(())], lr=0.0)
     pipe.send("ready")
     while True:
         try:
@@ -59,7 +63,10 @@ def _answer(rank: int, request: Request, communicators: GlooCommunicators, heart
 def run(rank: int, request: Request, communicators: GlooCommunicators, heart: Heart) -> RankReport:
     """Bind the plan and run its steps."""
     plan = pickle.loads(request.plan)
-    batch, optimizer, scheduler = unpack(request.callables)
+    parcel = pickle.loads(request.callables)
+    batch, optimizer, scheduler = parcel.open()
+    if missing_operators(request.code):
+        parcel.import_definers()
     report = RankReport()
     trainee = Trainee(batch, optimizer, scheduler, request.seed)
     bound = Rank(plan, rank, request.code, trainee, request.params, request.buffers, report.probe if request.gradients else None)
@@ -71,6 +78,7 @@ def run(rank: int, request: Request, communicators: GlooCommunicators, heart: He
     engine = Engine(bound, backend, communicators.bind, heart)
     counter = measured_counter(bound) if request.memory else None
     report.started = time.perf_counter()
+    heart[PHASE] = RUNNING
     for step in range(request.steps):
         last = step == request.steps - 1
         engine.step(step, traced=request.trace and last, counter=counter if step == 0 else None)
@@ -83,7 +91,8 @@ def run(rank: int, request: Request, communicators: GlooCommunicators, heart: He
 def _heart(setup: Setup) -> Heart:
     with open(setup.heart, "r+b") as file:
         shared = mmap.mmap(file.fileno(), 0)
-    return memoryview(shared).cast("q")[setup.rank * HEART_SLOTS : (setup.rank + 1) * HEART_SLOTS]  # type: ignore[return-value]
+    slots = memoryview(shared).cast("q")[setup.rank * HEART_SLOTS : (setup.rank + 1) * HEART_SLOTS]
+    return slots  # type: ignore[return-value]  # typeshed calls a memoryview a Sequence; assignment is all that is needed
 
 
 def _end_with(lifeline: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 from piper_ir.errors import ClusterError
 
@@ -25,8 +24,8 @@ class Cluster:
     `host_issue_s`: per instruction of a plan. `synchronous`: the host runs the kernels itself (a CPU), so launches add to
     their time instead of hiding behind it. `intra_*` and `inter_*`: links within and between nodes: reached bytes/s per
     device and direction, seconds per hop. `context_bytes` are gone on a device before the first tensor; `allocator_factor`:
-    reserved over allocated bytes; `group_bytes` and `p2p_bytes`: of a communicator. `source`: "measured" when somebody
-    measured these numbers on this machine."""
+    reserved over allocated bytes; `group_bytes` and `p2p_bytes`: of a communicator. `notes`: where the
+    numbers come from."""
 
     device: str
     peak_flops: Mapping[str, float]
@@ -47,7 +46,6 @@ class Cluster:
     allocator_factor: float = 1.0
     group_bytes: int = 0
     p2p_bytes: int = 0
-    source: Literal["formula", "measured"] = "formula"
     notes: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -72,7 +70,7 @@ class Cluster:
     @property
     def name(self) -> str:
         """As `load_cluster` reads it."""
-        return f"{self.device}:{self.per_node}" + (f"*{self.nodes}" if self.nodes > 1 else "")
+        return CPU if self.device == CPU else f"{self.device}:{self.per_node}" + (f"*{self.nodes}" if self.nodes > 1 else "")
 
     def node_of(self, rank: int) -> int:
         return rank // self.per_node
@@ -180,7 +178,6 @@ def cpu_local(
         launch_s=value["launch_s"],
         host_issue_s=value["host_issue_s"],
         synchronous=True,
-        source="formula" if missing else "measured",
         notes=f"assumed, not measured: {', '.join(missing)}" if missing else "measured on this machine",
     )
 

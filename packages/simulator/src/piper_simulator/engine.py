@@ -49,7 +49,13 @@ class _Stream(_Counter):
 
     pending: deque[bool] = field(default_factory=deque)
 
-    def arrive(self, now: float) -> None:
+    def depart(self, env: Environment, latency: float) -> None:
+        """A transfer has left the stream free for the next, and reaches its waiters later."""
+        self.pending.append(True)
+        arrival = Timeout(env, latency)
+        arrival.callbacks.append(lambda _: self._arrive(env.now))
+
+    def _arrive(self, now: float) -> None:
         """The oldest transfer under way arrives, and with it what ended behind it and only had to keep the order."""
         self.pending.popleft()
         self.count(now)
@@ -60,13 +66,29 @@ class _Stream(_Counter):
 
 @dataclass(slots=True, eq=False)
 class _Meeting:
-    """The members of a group that have come; the last of them sets `start` and ends the wait of the others."""
+    """A group of nodes that start together: the last to come runs it and lets the others go."""
 
+    env: Environment
     size: int
     p2p: bool
     came: int = 0
     start: float = 0.0
-    over: Event | None = None
+    gate: Event | None = None
+
+    def come(self) -> Event | None:
+        """What to wait for; None for the last, who must run the group."""
+        self.came += 1
+        if self.came == self.size:
+            return None
+        if self.gate is None:
+            self.gate = Event(self.env)
+        return self.gate
+
+    def end(self, start: float) -> None:
+        """The group ran from `start` to now; a next step finds the meeting as new."""
+        gate, self.gate, self.came, self.start = self.gate, None, 0, start
+        if gate is not None:
+            gate.succeed()
 
 
 class _Engine:
@@ -77,7 +99,7 @@ class _Engine:
         self.times = [Times([0.0] * n, [0.0] * n, [0.0] * n, [0.0] * n, [0.0] * len(prepared.roles)) for _ in range(steps)]
         self.streams = [_Stream() for _ in prepared.streams]
         self.hosts = [_Counter() for _ in prepared.roles]
-        self.meetings = [_Meeting(len(g), p2p) for g, p2p in zip(prepared.groups, prepared.p2p)]
+        self.meetings = [_Meeting(self.env, len(g), p2p) for g, p2p in zip(prepared.groups, prepared.p2p)]
         self.place = [0] * n  # of a node on its stream, counted from 1
         for nodes in prepared.streams:
             for k, node in enumerate(nodes, 1):
@@ -97,11 +119,11 @@ class _Engine:
         return self.prepared.offsets[r + 1] - self.prepared.offsets[r]
 
     def _stream(self, s: int) -> Running:
-        env, durations, group_of = self.env, self.durations, self.prepared.group_of
+        env, stream, latency = self.env, self.streams[s], self.latency
         nodes = self.prepared.streams[s]
-        needs_of = self._needs(nodes)
+        table = list(zip(nodes, self._needs(nodes), *self._work(nodes)))
         for step, times in enumerate(self.times):
-            for node, needs in zip(nodes, needs_of):
+            for node, needs, duration, meeting in table:
                 ready = 0.0
                 for counter, k, per_step in needs:
                     target = k + step * per_step
@@ -113,15 +135,31 @@ class _Engine:
                     if at > ready:
                         ready = at
                 times.ready[node] = ready
-                g = group_of[node]
-                if g >= 0:
-                    yield from self._meet(s, node, g, times)
-                    continue
-                times.start[node] = env.now
-                if durations[node]:
-                    yield Timeout(env, durations[node])
+                if meeting is None:
+                    times.start[node] = env.now
+                    if duration:
+                        yield Timeout(env, duration)
+                elif (gate := meeting.come()) is not None:
+                    yield gate
+                    times.start[node] = meeting.start
+                else:
+                    times.start[node] = env.now
+                    if duration:
+                        yield Timeout(env, duration)
+                    meeting.end(times.start[node])
                 times.end[node] = env.now
-                self._complete(s, False)
+                if latency and meeting is not None and meeting.p2p:
+                    stream.depart(env, latency)
+                elif stream.pending:
+                    stream.pending.append(False)
+                else:
+                    stream.count(env.now)
+
+    def _work(self, nodes: Sequence[int]) -> tuple[list[float], list[_Meeting | None]]:
+        """Per node its duration and its group's meeting; members of a group share the duration of the first."""
+        group_of, groups = self.prepared.group_of, self.prepared.groups
+        durations = [self.durations[node if group_of[node] < 0 else groups[group_of[node]][0]] for node in nodes]
+        return durations, [None if group_of[node] < 0 else self.meetings[group_of[node]] for node in nodes]
 
     def _needs(self, nodes: Sequence[int]) -> list[list[tuple[_Counter, int, int]]]:
         """Per node the counters that must reach a number, which grows by the third entry with each step."""
@@ -136,36 +174,6 @@ class _Engine:
                 needs.append((self.streams[s], self.place[w], len(prepared.streams[s])))
             out.append(needs)
         return out
-
-    def _meet(self, s: int, node: int, g: int, times: Times) -> Running:
-        meeting = self.meetings[g]
-        meeting.came += 1
-        if meeting.came < meeting.size:
-            if meeting.over is None:
-                meeting.over = Event(self.env)
-            yield meeting.over
-        else:
-            over, meeting.over, meeting.came = meeting.over, None, 0
-            meeting.start = self.env.now
-            duration = self.durations[self.prepared.groups[g][0]]
-            if duration:
-                yield Timeout(self.env, duration)
-            if over is not None:
-                over.succeed()
-        times.start[node], times.end[node] = meeting.start, self.env.now
-        self._complete(s, meeting.p2p)
-
-    def _complete(self, s: int, p2p: bool) -> None:
-        """The stream is free for its next node; waiters may have to wait for the latency, and for what ended earlier."""
-        stream = self.streams[s]
-        if p2p and self.latency:
-            stream.pending.append(True)
-            arrival = Timeout(self.env, self.latency)
-            arrival.callbacks.append(lambda _: stream.arrive(self.env.now))
-        elif stream.pending:
-            stream.pending.append(False)
-        else:
-            stream.count(self.env.now)
 
     def finish(self) -> list[Times]:
         for step, times in enumerate(self.times):

@@ -1,4 +1,4 @@
-"""Figures of merit: what a role's compute leaves idle, what of that communication explains, and how much of the peak is used."""
+"""Figures of merit: what a role's compute leaves idle, what of that communication explains, and how much of a device is used."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from piper_ir.ops import Compute
-from piper_ir.plan import COMPUTE, Plan
+from piper_ir.plan import COMPUTE, Plan, RolePlan
 from piper_ir.sizes import bind
 from piper_ir.timing import Prepared, Times
 from piper_simulator.clusters import Cluster
@@ -91,3 +91,19 @@ def peak_flops(plan: Plan, cluster: Cluster) -> float:
                 weight[kernel.dtype] = weight.get(kernel.dtype, 0) + bind(kernel.flops, 0) * kernel.count
     dtype = max(weight, key=lambda d: weight[d], default="float32")
     return plan.mesh.world * cluster.peak(dtype)
+
+
+def device_bytes(plan: Plan, role: RolePlan, peak: int, cluster: Cluster | None) -> int:
+    """Bytes gone on a device at the peak: reserved by the allocator, the context, and a communicator per channel of its role
+    (of more than one rank). The plan's own bytes when no cluster is given."""
+    if cluster is None:
+        return peak
+    total = cluster.context_bytes + round(peak * cluster.allocator_factor)
+    for channel in plan.channels:
+        if role.role not in channel.roles:
+            continue
+        if channel.kind == "p2p":
+            total += cluster.p2p_bytes
+        elif len(plan.peers(channel, role.ranks[0])) > 1:
+            total += cluster.group_bytes
+    return total

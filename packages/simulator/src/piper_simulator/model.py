@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from piper_ir.costs import Costs, Duration
 from piper_ir.errors import ClusterError
-from piper_ir.ops import AllReduce, Compute, Recv, Send, SquaredNorm, Update
+from piper_ir.ops import COMM, AllReduce, Comm, Compute, Recv, SquaredNorm, Update
 from piper_ir.plan import Bucket, Channel, Instr, Part, Plan, RolePlan
 from piper_ir.program import Cost, Kernel
 from piper_ir.sizes import ITEM_BYTES, bind
@@ -53,7 +53,9 @@ class CostModel:
     """Durations of the instructions of one plan: given by the program, else looked up in `costs`, else computed for `cluster`.
 
     ClusterError: a duration must be computed and there is no cluster; the plan has more ranks than the cluster has devices; the
-    costs were taken at another number of rows per microbatch."""
+    costs were taken at another number of rows per microbatch.
+
+    `issue_s`: host seconds per instruction, beside the device; where the host is the device they are part of the instruction."""
 
     def __init__(self, plan: Plan, cluster: Cluster | None, costs: Costs | None) -> None:
         self.plan, self.cluster, self.costs = plan, cluster, costs or Costs()
@@ -64,24 +66,24 @@ class CostModel:
             raise ClusterError(
                 f"the costs hold for {self.costs.rows} rows per microbatch; the plan has {plan.rows}: measure them at {plan.rows}"
             )
+        issue = 0.0 if cluster is None or self.given else cluster.host_issue_s
+        inline = cluster is not None and cluster.synchronous
+        self.issue_s, self._inline_s = (0.0, issue) if inline else (issue, 0.0)
         self._steps: dict[Compute, Work] = {}
         self._links: dict[str, _Link] = {}
-
-    @property
-    def issue_s(self) -> float:
-        """Host seconds per instruction that run beside the device; 0 for given durations, and where the host is the device."""
-        return 0.0 if self.cluster is None or self.given or self.cluster.synchronous else self.cluster.host_issue_s
+        self._messages: dict[tuple[str, int], Work] = {}
+        self._sizes: dict[int, int] = {}
 
     def work(self, role: RolePlan, instr: Instr) -> Work:
         """Duration, source, bytes and FLOPs of one instruction of a role."""
         op = instr.parts[0].op
-        if isinstance(op, Send | Recv | AllReduce):
+        if isinstance(op, COMM):
             return self._comm(op, instr.parts[0])
         parts = [self._part(role, part) for part in instr.parts]
-        seconds = sum(p.seconds for p in parts)
-        if not self.given and self.cluster is not None and self.cluster.synchronous:
-            seconds += self.cluster.host_issue_s
-        return Work(seconds, min((p.source for p in parts), key=_TRUST.index), flops=sum(p.flops for p in parts))
+        if len(parts) == 1 and not self._inline_s:
+            return parts[0]
+        seconds = self._inline_s + sum([p.seconds for p in parts])
+        return Work(seconds, min([p.source for p in parts], key=_TRUST.index), flops=sum([p.flops for p in parts]))
 
     def _part(self, role: RolePlan, part: Part) -> Work:
         if isinstance(part.op, Compute):
@@ -92,7 +94,7 @@ class CostModel:
             return Work(0.0, "given")
         cluster = self._need(part.node)
         moved = self._touched(role, part) / (cluster.memory_bandwidth * cluster.memory_fraction)
-        return Work(_launched(cluster, moved, 1), cluster.source)
+        return Work(_launched(cluster, moved, 1), "formula")
 
     def _step(self, op: Compute) -> Work:
         assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
@@ -103,7 +105,7 @@ class CostModel:
         if known is not None:
             return Work(known.seconds, known.source, flops=cost.flops)
         cluster = self._need(f"step {op.step} of chunk {op.chunk}")
-        return Work(_kernels(cluster, cost), cluster.source, flops=cost.flops)
+        return Work(_kernels(cluster, cost), "formula", flops=cost.flops)
 
     def _need(self, what: str) -> Cluster:
         if self.cluster is None:
@@ -112,7 +114,7 @@ class CostModel:
 
     def _touched(self, role: RolePlan, part: Part) -> int:
         """Bytes of memory that an op other than Compute reads and writes."""
-        nbytes = sum(self.plan.values[v].nbytes for v in (*part.reads, *part.writes))
+        nbytes = sum(self._nbytes(v) for v in (*part.reads, *part.writes))
         match part.op:
             case SquaredNorm(buckets=buckets):
                 return nbytes + sum(_bucket_bytes(self.plan.bucket(b)) for b in buckets)
@@ -123,21 +125,32 @@ class CostModel:
             case _:
                 return nbytes
 
-    def _comm(self, op: Send | Recv | AllReduce, part: Part) -> Work:
+    def _comm(self, op: Comm, part: Part) -> Work:
         if isinstance(op, AllReduce) and op.bucket:
             nbytes = _bucket_bytes(self.plan.bucket(op.bucket))
         else:
-            nbytes = sum(self.plan.values[v].nbytes for v in (part.writes if isinstance(op, Recv) else part.reads))
-        channel = self.plan.channel(op.channel)
-        kind = "p2p" if channel.kind == "p2p" else "all_reduce"
-        known = self.costs.of_comm(kind, nbytes, self.ranks(channel)) if self.costs.comm else None
+            nbytes = sum([self._nbytes(v) for v in (part.writes if isinstance(op, Recv) else part.reads)])
+        key = (op.channel, nbytes)
+        if key not in self._messages:
+            self._messages[key] = self._message(self.plan.channel(op.channel), nbytes)
+        return self._messages[key]
+
+    def _nbytes(self, value: str) -> int:
+        spec = self.plan.values[value].spec
+        if id(spec) not in self._sizes:  # microbatches share specs: objects that the plan keeps alive
+            self._sizes[id(spec)] = bind(spec.nbytes, 0)
+        return self._sizes[id(spec)]
+
+    def _message(self, channel: Channel, nbytes: int) -> Work:
+        p2p = channel.kind == "p2p"
+        known = self.costs.of_comm("p2p" if p2p else "all_reduce", nbytes, self.ranks(channel)) if self.costs.comm else None
         if known is not None:
             return Work(known.seconds, known.source, bytes=nbytes)
         if self.given:
             return Work(0.0, "given", bytes=nbytes)
-        link = self._link(channel, self._need(part.node))
-        share = 1.0 if kind == "p2p" else 2 * (link.ranks - 1) / link.ranks
-        return Work(link.latency + share * nbytes / link.bandwidth, self._need(part.node).source, bytes=nbytes)
+        link = self._link(channel, self._need(f"a message on channel {channel.id}"))
+        share = 1.0 if p2p else 2 * (link.ranks - 1) / link.ranks
+        return Work(link.latency + share * nbytes / link.bandwidth, "formula", bytes=nbytes)
 
     def ranks(self, channel: Channel) -> int:
         """How many ranks one instance of a channel has."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from piper_ir.costs import Costs
@@ -14,8 +17,7 @@ from piper_ir.timing import Prepared, Times, period, prepare
 from piper_ir.trace import MemSample, Span, Trace
 from piper_simulator.clusters import Cluster, load_cluster
 from piper_simulator.engine import run
-from piper_simulator.memory import curve, device_bytes
-from piper_simulator.metrics import executed_flops, idle, model_flops, peak_flops
+from piper_simulator.metrics import device_bytes, executed_flops, idle, model_flops, peak_flops
 from piper_simulator.model import CostModel, Work
 
 
@@ -27,8 +29,7 @@ class Simulation:
     `tokens_per_s`, `mfu` (model FLOPs over peak): None without tokens_per_row or peak; `hfu` (FLOPs that run over peak): None
     without peak. `global_bubble_s`: step_s - busy compute; `span_bubble_s`: last end - first start - busy; `exposed_comm_s`:
     compute is idle while the rank communicates; each the maximum over ranks. `bubble_s[rank]`: the global one. `peak_bytes`:
-    allocated; `device_bytes`: with allocator, context and communicators. `trace`: the last of the steps, from its first
-    start."""
+    allocated; `device_bytes`: with allocator, context and communicators."""
 
     step_s: float
     period_s: float
@@ -42,15 +43,17 @@ class Simulation:
     peak_bytes: tuple[int, ...]
     device_bytes: tuple[int, ...]
     peak_by_category: tuple[Mapping[str, int], ...]
-    trace: Trace
+    _run: _Run = field(repr=False)
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The last of the steps, in seconds from its first start; made when it is first asked for."""
+        with _no_garbage_collection():
+            return self._run.trace()
 
     def summary(self) -> dict[str, Any]:
-        """The headline as plain numbers, with the worst rank where there is one per rank, and the share of each source of
-        durations."""
-        sources: dict[str, float] = {}
-        for span in self.trace.spans:
-            sources[span.source] = sources.get(span.source, 0.0) + span.end - span.start
-        total = sum(sources.values())
+        """The headline as plain numbers, of the worst rank where there is one per rank, and the share that each source has in
+        the seconds of all instructions."""
         return {
             "step_s": self.step_s,
             "period_s": self.period_s,
@@ -62,7 +65,7 @@ class Simulation:
             "span_bubble_s": self.span_bubble_s,
             "peak_bytes": max(self.peak_bytes, default=0),
             "device_bytes": max(self.device_bytes, default=0),
-            "sources": {name: seconds / total for name, seconds in sorted(sources.items())} if total else {},
+            "sources": self._run.sources(),
         }
 
 
@@ -76,35 +79,60 @@ def simulate(
     model_flops_per_step: float | None = None,
 ) -> Simulation:
     """Run a plan on a cluster (a name, see `load_cluster`, or a Cluster). `cluster` may be left out only when all compute has
-    given durations. `steps` follow each other without a barrier, all from one start. `costs` come before what the device model computes. `tokens_per_row` of the batch enables rates; `model_flops_per_step` replaces the FLOPs that the plan's own
-    parameters suggest.
+    given durations; these are then all there is, and the rest takes no time. `costs` come before what the device model computes.
+    `steps` follow each other without a barrier. `tokens_per_row` of the batch enables rates; `model_flops_per_step` replaces
+    the model FLOPs that the plan's own parameters suggest.
 
     ClusterError: unknown cluster, too few devices, or none where a duration must be computed. PlanError: deadlock, steps < 1."""
     if steps < 1:
         raise PlanError(f"simulate(steps={steps}): at least one step is needed")
     target = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    with _no_garbage_collection():
+        return _simulate(plan, target, costs, steps, tokens_per_row, model_flops_per_step)
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Nothing here has reference cycles before it is done, and the collector would walk the whole plan again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _simulate(
+    plan: Plan,
+    target: Cluster | None,
+    costs: Costs | None,
+    steps: int,
+    tokens_per_row: int | None,
+    model_flops_per_step: float | None,
+) -> Simulation:
     model = CostModel(plan, target, costs)
     prepared = prepare(plan)
     work = [model.work(role, instr) for role, _, instr in plan.instructions()]
     durations = [w.seconds for w in work]
-    runs = run(prepared, durations, latency=plan.hop, issue=model.issue_s, steps=steps)
-    step_s = runs[0].makespan
+    times = run(prepared, durations, latency=plan.hop, issue=model.issue_s, steps=steps)
+    step_s = times[0].makespan
     period_s = period(prepared, durations, latency=plan.hop, issue=model.issue_s)
-    usages = [list(scan(plan, role)) for role in plan.roles]
     role_of = {rank: r for r, role in enumerate(plan.roles) for rank in role.ranks}
-    order = [role_of[rank] for rank in range(plan.mesh.world)]
-    gaps = idle(plan, prepared, runs[0], durations, plan.hop)
-    peaks = [peak(plan, role) for role in plan.roles]
+    order = tuple(role_of[rank] for rank in range(plan.mesh.world))
+    gaps = idle(plan, prepared, times[0], durations, plan.hop)
+    usages = [list(scan(plan, role)) for role in plan.roles]
+    peaks = [max(u, key=lambda x: x.total) if u else peak(plan, role) for u, role in zip(usages, plan.roles)]
     held = [device_bytes(plan, role, p.total, target) for role, p in zip(plan.roles, peaks)]
     per_second = 1 / period_s if period_s > 0 else None
-    tokens = None if tokens_per_row is None else plan.global_batch * tokens_per_row
     if model_flops_per_step is None and tokens_per_row is not None:
         model_flops_per_step = model_flops(plan, tokens_per_row)
     top = None if target is None else peak_flops(plan, target)
+    notes = {} if target is None else {"cluster": target.name, "constants": target.notes}
     return Simulation(
         step_s=step_s,
         period_s=period_s,
-        tokens_per_s=_rate(tokens, per_second),
+        tokens_per_s=_rate(plan.global_batch * (tokens_per_row or 0), per_second),
         mfu=_rate(model_flops_per_step, per_second, top),
         hfu=_rate(executed_flops(plan), per_second, top),
         exposed_comm_s=max((g.exposed for g in gaps), default=0.0),
@@ -114,7 +142,7 @@ def simulate(
         peak_bytes=tuple(peaks[r].total for r in order),
         device_bytes=tuple(held[r] for r in order),
         peak_by_category=tuple(peaks[r].bytes for r in order),
-        trace=_trace(plan, prepared, runs[-1], work, usages, order, steps - 1, target),
+        _run=_Run(plan, prepared, times[-1], work, usages, order, steps - 1, notes),
     )
 
 
@@ -123,28 +151,42 @@ def _rate(amount: float | None, per_second: float | None, top: float | None = 1.
     return None if not amount or per_second is None or top is None else amount * per_second / top
 
 
-def _trace(
-    plan: Plan,
-    prepared: Prepared,
-    times: Times,
-    work: Sequence[Work],
-    usages: Sequence[Sequence[Usage]],
-    order: Sequence[int],
-    step: int,
-    cluster: Cluster | None,
-) -> Trace:
-    """Spans and memory by rank, then in program order; `order[rank]` is the index of its role."""
-    origin = min(times.start, default=0.0)
-    spans: list[Span] = []
-    memory: list[MemSample] = []
-    for rank, r in enumerate(order):
-        first = prepared.offsets[r]
-        for i, instr in enumerate(plan.roles[r].program):
-            node = first + i
-            w = work[node]
-            start, end = times.start[node] - origin, times.end[node] - origin
-            ready = times.ready[node] - origin
-            spans.append(Span(rank, instr.stream, i, instr.name, start, end, ready, w.bytes, w.flops, w.source))
-        memory.extend(curve(rank, usages[r], [t - origin for t in times.start[first : prepared.offsets[r + 1]]]))
-    notes = {} if cluster is None else {"cluster": cluster.name, "constants": cluster.notes}
-    return Trace(plan.key, "simulated", tuple(spans), tuple(memory), step=step, notes=notes)
+@dataclass(frozen=True)
+class _Run:
+    """What a trace is made of; `order[rank]` is the index of a rank's role."""
+
+    plan: Plan
+    prepared: Prepared
+    times: Times
+    work: Sequence[Work]
+    usages: Sequence[Sequence[Usage]]
+    order: tuple[int, ...]
+    step: int
+    notes: Mapping[str, str]
+
+    def trace(self) -> Trace:
+        """Spans and memory by rank, then in program order. A memory sample stands at its instruction's start: only the stream
+        "compute" allocates and frees, in program order, so the peak in program order is the peak in time."""
+        times, origin = self.times, min(self.times.start, default=0.0)
+        names = [[instr.name for instr in role.program] for role in self.plan.roles]
+        spans: list[Span] = []
+        memory: list[MemSample] = []
+        for rank, r in enumerate(self.order):
+            first = self.prepared.offsets[r]
+            for i, instr in enumerate(self.plan.roles[r].program):
+                node = first + i
+                w = self.work[node]
+                start, end, ready = times.start[node] - origin, times.end[node] - origin, times.ready[node] - origin
+                spans.append(Span(rank, instr.stream, i, names[r][i], start, end, ready, w.bytes, w.flops, w.source))
+            memory.extend(MemSample(rank, u.instr, times.start[first + u.instr] - origin, u.bytes) for u in self.usages[r])
+        return Trace(self.plan.key, "simulated", tuple(spans), tuple(memory), step=self.step, notes=self.notes)
+
+    def sources(self) -> dict[str, float]:
+        seconds: dict[str, float] = {}
+        first = 0
+        for role in self.plan.roles:
+            for work in self.work[first : first + len(role.program)]:
+                seconds[work.source] = seconds.get(work.source, 0.0) + work.seconds * len(role.ranks)
+            first += len(role.program)
+        total = sum(seconds.values())
+        return {name: s / total for name, s in sorted(seconds.items())} if total else {}

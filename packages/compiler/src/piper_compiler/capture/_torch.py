@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.eval_frame import reset_code
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv
 
@@ -21,6 +21,9 @@ Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 CAPTURE_ERRORS = (TorchDynamoException, ConstraintViolationError)
 """What torch.compile raises for code that it cannot capture as one graph."""
+
+RuntimeFailure = TorchRuntimeError
+"""What Dynamo raises when an operation itself fails on the shapes of the batch."""
 
 RUN_ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
 """What an operation raises that cannot run on meta tensors, or that the user's code calls wrongly."""
@@ -33,6 +36,11 @@ def fake_cpu() -> FakeTensorMode:
     """A mode whose tensors claim to be on the CPU and have no bytes. Unlike meta tensors they mix with tensors that a model
     makes without `device=`, and literals such as torch.tensor([1.0]) keep their values."""
     return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def fake_construction() -> FakeTensorMode:
+    """A mode to run a constructor in: reading a value that is not known raises, instead of giving a symbol."""
+    return FakeTensorMode()
 
 
 def mark_rows(tensor: torch.Tensor) -> None:
@@ -48,9 +56,7 @@ def own_settings() -> Iterator[None]:
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)  # what they print is in the exception as well
     try:
-        with dynamo_config.patch(
-            automatic_dynamic_shapes=False, assume_static_by_default=True, suppress_errors=False
-        ):
+        with dynamo_config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True, suppress_errors=False):
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
@@ -85,6 +91,16 @@ def row_guards(graph: fx.Graph) -> tuple[RowGuard, ...]:
         if mode is not None and mode.shape_env is not None:
             return tuple(RowGuard(g.expr, g.sloc.maybe_user_loc) for g in mode.shape_env.guards if _of_rows(g.expr))
     return ()
+
+
+def is_symbolic(size: Any) -> bool:
+    """Whether a size depends on the rows."""
+    return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
+
+
+def data_dependent(tensor: torch.Tensor) -> bool:
+    """Whether the shape of a symbolic tensor depends on values of tensors."""
+    return any(isinstance(s, torch.SymInt) and not _of_rows(s.node.expr) for s in tensor.shape)
 
 
 def size_at(value: Any, rows: int) -> Any:

@@ -11,7 +11,8 @@ from functools import cache
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
+
+from piper_compiler.capture._torch_joint import OpOverload
 
 UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
 """Ops whose schema does not say that the result shares the argument's storage."""

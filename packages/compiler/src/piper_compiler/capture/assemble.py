@@ -71,7 +71,8 @@ class _Assembly:
             ),
             buffers=tuple(Buffer(b.name, TensorSpec(b.shape, _name(b.dtype)), b.persistent) for b in self._forward.buffers),
             batch=tuple(
-                BatchTensor(name, TensorSpec((affine(0, 1), *t.shape[1:]), _name(t.dtype))) for name, t in self._forward.batch.items()
+                BatchTensor(name, TensorSpec((affine(0, 1), *t.shape[1:]), _name(t.dtype)))
+                for name, t in self._forward.batch.items()
             ),
             loss_kind="sum" if self._forward.weight is not None else "mean",
         )
@@ -92,7 +93,9 @@ class _Assembly:
             Input(slot.kind, self._reference(slot), spec, wanted.needs_grad)
             for slot, spec, wanted in zip(piece.slots, specs, body.inputs, strict=True)
         )
-        self._wanted |= {(s.source, s.node) for s, i in zip(piece.slots, inputs, strict=True) if s.kind == "value" and i.needs_grad}
+        self._wanted |= {
+            (s.source, s.node) for s, i in zip(piece.slots, inputs, strict=True) if s.kind == "value" and i.needs_grad
+        }
         outputs = tuple(
             Output(r.kind, o.spec, r.name, o.needs_grad, r.varies) for r, o in zip(piece.results, body.outputs, strict=True)
         )
@@ -113,9 +116,7 @@ class _Assembly:
 
     def _shared(self, piece: Piece, specs: Sequence[TensorSpec], trace: TracedChunk, fitter: Fitter) -> Chunk:
         ports = fitter.ports()
-        inputs = tuple(
-            Input(s.kind, "", spec, g) for s, spec, g in zip(piece.slots, specs, trace.input_grads, strict=True)
-        )
+        inputs = tuple(Input(s.kind, "", spec, g) for s, spec, g in zip(piece.slots, specs, trace.input_grads, strict=True))
         outputs = tuple(
             Output(r.kind, ports[f"out{k}"], "", g)
             for k, (r, g) in enumerate(zip(piece.results, trace.output_grads, strict=True))
@@ -126,9 +127,7 @@ class _Assembly:
         if slot.kind != "value":
             return slot.name
         producer = self._pieces[slot.source]
-        index = next(
-            k for k, r in enumerate(producer.results) if r.node is slot.node and (r.changed or r.kind == "value")
-        )
+        index = next(k for k, r in enumerate(producer.results) if r.node is slot.node and (r.changed or r.kind == "value"))
         return f"{producer.region.id}:out{index}"
 
     def _requires_grad(self, slot: Slot) -> bool:
@@ -160,5 +159,3 @@ class _Assembly:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-

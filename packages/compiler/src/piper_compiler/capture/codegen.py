@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._ops import OpOverload
 
-from piper_compiler.capture.phases import StepGraph
+from piper_compiler.capture._torch_joint import OpOverload
 from piper_compiler.capture.schedule import Line
+from piper_compiler.capture.stepgraph import StepGraph
 from piper_ir.errors import CaptureError
 from piper_ir.program import Step
 

@@ -15,7 +15,7 @@ from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.joint import JointInput, TracedChunk, trace_chunk
 from piper_ir.errors import CaptureError
 from piper_ir.program import Chunk, Program, Step
-from piper_ir.sizes import TensorSpec
+from piper_ir.sizes import TensorSpec, bind
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class Recipe:
 
 def example_tensor(spec: TensorSpec, rows: int) -> Tensor:
     """A meta tensor of that spec."""
-    return torch.empty(spec.bind(rows).shape, dtype=getattr(torch, spec.dtype), device="meta")
+    shape = tuple(bind(d, rows) for d in spec.shape)
+    return torch.empty(shape, dtype=getattr(torch, spec.dtype), device="meta")
 
 
 class CodeStore:
@@ -97,8 +98,10 @@ class Captured:
 
     def _bind(self, chunk: Chunk, rows: int) -> Chunk:
         bound = chunk.bind(rows)
-        traced = self.code.trace(chunk.code, rows) if rows == 1 else None
-        return bound if traced is None else replace(bound, ports=traced.ports, steps=traced.steps)
+        if rows > 1:
+            return bound
+        traced = self.code.trace(chunk.code, rows)
+        return replace(bound, ports=dict(traced.ports), steps={s: sig.bind(rows) for s, sig in traced.steps.items()})
 
 
 def check_rows(forward: Forward, rows: int) -> None:

@@ -13,6 +13,7 @@ from torch.fx.node import map_aggregate
 from piper_compiler.capture import _torch
 from piper_ir.errors import CaptureError
 
+
 def line_of(node: fx.Node) -> str:
     """The user's "file:line (code)" for a node, or the node's name."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
@@ -48,12 +49,12 @@ def concrete_size(node: fx.Node, rows: int) -> Any:
 
 
 def concrete_shape(tensor: Tensor, rows: int, node: fx.Node) -> tuple[int, ...]:
-    try:
-        return tuple(int(_torch.size_at(s, rows)) for s in tensor.shape)
-    except LookupError as error:
+    if _torch.data_dependent(tensor):
         raise CaptureError(
-            f"{line_of(node)}: a shape that depends on values of tensors ({error}); use operations with static shapes"
-        ) from error
+            f"{line_of(node)}: makes a tensor whose shape depends on values of tensors; use operations with static shapes, such "
+            "as torch.where, masks, or a fixed capacity"
+        )
+    return tuple(int(_torch.size_at(s, rows)) for s in tensor.shape)
 
 
 def concrete_call(
@@ -72,10 +73,10 @@ def concrete_call(
         return value
 
     args = map_aggregate(node.args, leaf)
-    kwargs = dict(map_aggregate(node.kwargs, leaf))  # type: ignore[arg-type]
+    kwargs = dict(map_aggregate(node.kwargs, leaf))
     if device is not None and (is_factory(node) or kwargs.get("device") is not None):
         kwargs["device"] = device
-    return args, kwargs  # type: ignore[return-value]
+    return args, kwargs
 
 
 def is_factory(node: fx.Node) -> bool:
@@ -101,7 +102,7 @@ def canonical_text(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
     if not isinstance(target, str):
         target = str(target) if isinstance(target, torch._ops.OpOverload) else _qualified(target)
     args, kwargs = map_aggregate(node.args, leaf), map_aggregate(node.kwargs, leaf)
-    return f"{node.op} {target} {args!r} {sorted(kwargs.items())!r}"  # type: ignore[union-attr]
+    return f"{node.op} {target} {args!r} {sorted(kwargs.items())!r}"
 
 
 def _qualified(target: Any) -> str:

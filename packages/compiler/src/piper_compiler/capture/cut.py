@@ -173,7 +173,9 @@ class _Wiring:
                         f"{self._writer(region, node)}: parameter {provider[node].name!r} is changed in place in forward"
                     )
                 (piece.changed_buffers.append if provider[node].kind == "buffer" else piece.copied.append)(node)
-            piece.snapshots = [s.node for s in piece.slots if s.kind == "buffer" and s.node in self._hot and s.node not in changed]
+            piece.snapshots = [
+                s.node for s in piece.slots if s.kind == "buffer" and s.node in self._hot and s.node not in changed
+            ]
             pieces.append(piece)
             for node in (*changed, *region.nodes):
                 provider[node] = Slot("value", node, source=region.number)
@@ -229,7 +231,9 @@ class _Wiring:
             values = sorted((n for n in wanted[number] if n not in changed), key=self._position.__getitem__)
             piece.results = [Result("value", n) for n in values]
             piece.results += [
-                Result("buffer", n, name, self._varies(n)) for name, (home, n) in buffers.items() if home == number and n not in changed
+                Result("buffer", n, name, self._varies(n))
+                for name, (home, n) in buffers.items()
+                if home == number and n not in changed
             ]
             if number == self._last:
                 piece.results.append(Result("loss", forward.loss))
@@ -237,7 +241,9 @@ class _Wiring:
             for node in changed:
                 name = forward.origins[node].name
                 final = buffers.get(name) == (number, node)
-                piece.results.append(Result("buffer" if final else "value", node, name if final else "", self._varies(node), True))
+                piece.results.append(
+                    Result("buffer" if final else "value", node, name if final else "", self._varies(node), True)
+                )
 
     def _final_buffers(self, provider: Mapping[fx.Node, Slot]) -> dict[str, tuple[int, fx.Node]]:
         """Buffer -> (piece, node) that holds its content after the step."""
@@ -250,7 +256,9 @@ class _Wiring:
             if node not in self._home:
                 raise CaptureError(f"buffer {name!r} is replaced in forward by a view or constant; assign a computed tensor")
             own = placeholders.get(name)
-            in_place = own is not None and node.args and node.args[0] is own and self._facts.writes[node] & self._facts.storages[own]
+            in_place = (
+                own is not None and node.args and node.args[0] is own and self._facts.writes[node] & self._facts.storages[own]
+            )
             if not in_place or provider[node].source != final.get(name, (-1, node))[0]:
                 final[name] = (provider[node].source, node)
         return final

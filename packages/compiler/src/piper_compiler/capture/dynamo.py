@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from piper_ops import UnsupportedVariant, replace_portable
 from torch import Tensor, fx, nn
 
 from piper_compiler.capture import _torch
 from piper_compiler.capture.model import BatchMaker, Loss, check_batch, fake_model, flatten_batch, named_tensors
 from piper_ir.errors import CaptureError
+from piper_ops import UnsupportedVariant, replace_portable
 
 EXAMPLE_ROWS = 6
 """Rows of the symbolic capture. A model that compares its rows with this number is refused, as with any other number."""
@@ -185,22 +185,25 @@ def _run(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets
 
 
 def _as_capture_error(error: BaseException) -> CaptureError:
-    text = str(error)
+    """Dynamo's error as ours: the user's innermost line, Dynamo's explanation without its hints, and what to do."""
     frames = _torch.user_frames(error)
-    torch_root = torch.__path__[0]
-    own = [f for f in frames if not f.filename.startswith(torch_root)] or frames
+    own = [f for f in frames if not f.filename.startswith(torch.__path__[0])] or frames
     where = f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line}): " if own else ""
-    reason = text.partition("from user code:")[0].strip().partition("Developer debug context")[0].strip()
-    if "no fake impl registered" in text or "fake impl" in text:
+    text = str(error)
+    lines = text.partition("from user code:")[0].partition("\n\n")[0].splitlines()
+    reason = " ".join(line.strip() for line in lines if not line.strip().startswith(("Hint:", "Developer debug context")))
+    if "fake impl" in text:
         advice = (
-            "the custom op needs a fake (shape) implementation and a gradient:\n"
+            "A custom op needs an implementation of its shapes and a gradient:\n"
             "    @my_op.register_fake\n    def _(x): return torch.empty_like(x)\n"
             "    my_op.register_autograd(backward, setup_context=setup_context)"
         )
+    elif isinstance(error, _torch.RuntimeFailure):
+        advice = "Check that the model and the loss run on such a batch without Piper."
     else:
         advice = (
-            "model and loss must be one graph without Python side effects or values read from tensors; a custom kernel must be "
-            "registered: @torch.library.custom_op('ns::name', mutates_args=()), then register_fake and register_autograd"
+            "Model and loss must be one graph, without Python side effects and without values read from tensors. A custom kernel "
+            "must be registered: @torch.library.custom_op('ns::name', mutates_args=()), register_fake, register_autograd."
         )
     return CaptureError(f"{where}cannot be captured: {reason}\n{advice}")
 
@@ -208,8 +211,8 @@ def _as_capture_error(error: BaseException) -> CaptureError:
 def _specialised(module: fx.GraphModule, inputs: Sequence[Any], batch: Collection[int]) -> CaptureError | None:
     """The refusal of a model that fixed the number of rows while it was traced."""
     nodes = module.graph.find_nodes(op="placeholder")
-    fixed = [n for n, v in zip(nodes, inputs, strict=True) if id(v) in batch and isinstance(n.meta["example_value"].shape[0], int)]
-    if not fixed:
+    rows = [n.meta["example_value"].shape[0] for n, v in zip(nodes, inputs, strict=True) if id(v) in batch]
+    if all(_torch.is_symbolic(r) for r in rows):
         return None
     lines = [g.line for g in _torch.row_guards(module.graph) if g.line and re.search(rf"Eq\(.*\b{EXAMPLE_ROWS}\b", str(g.expr))]
     return CaptureError(
@@ -221,10 +224,14 @@ def _specialised(module: fx.GraphModule, inputs: Sequence[Any], batch: Collectio
 def _check_loss(result: Sequence[Any], nodes: Sequence[fx.Node | None]) -> None:
     total = result[0]
     if not isinstance(total, Tensor) or total.dim() != 0 or not total.dtype.is_floating_point or nodes[0] is None:
-        what = f"a tensor of shape {tuple(total.shape)}, {total.dtype}" if isinstance(total, Tensor) else type(total).__name__
+        what = f"{total.dtype} of shape {_shape(total)}" if isinstance(total, Tensor) else type(total).__name__
         raise CaptureError(f"loss returned {what}; it must return a floating-point scalar, or a pair (sum, weight) of scalars")
     if len(result) == 2 and (result[1].dim() != 0 or nodes[1] is None):
-        raise CaptureError(f"loss returned a weight of shape {tuple(result[1].shape)}; (sum, weight) must be scalars")
+        raise CaptureError(f"loss returned a weight of shape {_shape(result[1])}; (sum, weight) must be scalars")
+
+
+def _shape(tensor: Tensor) -> str:
+    return "[" + ", ".join("rows" if _torch.is_symbolic(s) else str(s) for s in tensor.shape) + "]"
 
 
 def _rewrites(model: nn.Module, before: Mapping[str, Tensor], recorder: _Recorder) -> dict[str, fx.Node]:
@@ -239,9 +246,7 @@ def _rewrites(model: nn.Module, before: Mapping[str, Tensor], recorder: _Recorde
     return found
 
 
-def _placeholders(
-    nodes: Sequence[fx.Node], inputs: Sequence[Any], origins: Mapping[int, Origin]
-) -> dict[fx.Node, Origin]:
+def _placeholders(nodes: Sequence[fx.Node], inputs: Sequence[Any], origins: Mapping[int, Origin]) -> dict[fx.Node, Origin]:
     found: dict[fx.Node, Origin] = {}
     for node, value in zip(nodes, inputs, strict=True):
         if not isinstance(value, Tensor):

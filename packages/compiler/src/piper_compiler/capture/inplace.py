@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from piper_compiler.capture import aliasing
-from piper_compiler.capture.phases import StepGraph
+from piper_compiler.capture.stepgraph import StepGraph
 
 aten = torch.ops.aten
 

@@ -8,6 +8,7 @@ copies out again where nothing depends on them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -15,13 +16,14 @@ from typing import Any, Literal
 import torch
 import torch.fx.traceback
 from torch import fx
-from torch._ops import OpOverload
 
 from piper_compiler.capture import _torch_joint, kernels, liveness, phases
+from piper_compiler.capture._torch_joint import OpOverload
 from piper_compiler.capture.codegen import StepCode, generate
 from piper_compiler.capture.inplace import reuse_dying_terms
 from piper_compiler.capture.schedule import schedule
 from piper_compiler.capture.simplify import simplify
+from piper_compiler.capture.stepgraph import Joint
 from piper_compiler.capture.sums import fold_sums
 from piper_ir.errors import CaptureError
 from piper_ir.program import Signature, Step
@@ -98,7 +100,7 @@ def mutated_inputs(module: fx.GraphModule, inputs: Sequence[JointInput]) -> tupl
     return _export(wrapper, module, frozen, wrapper.constants).mutated
 
 
-def _trace(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool]) -> phases.Joint:
+def _trace(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool]) -> Joint:
     constants = _constants(module)
     wrapper = _Wrapper(module, constants, len(inputs), (), tangent_mask)
     raw = _export(wrapper, module, inputs, constants)
@@ -132,21 +134,21 @@ def _joint(
     constants: Mapping[str, torch.Tensor],
     mutated: tuple[int, ...],
     own_outputs: int,
-) -> phases.Joint:
+) -> Joint:
     graph = raw.module.graph
     _check(graph)
     simplify(graph, [raw.primals[k] for k, given in enumerate(inputs) if given.kind == "buffer"])
     fold_sums(graph)
     results, gradients = _torch_joint.results_and_gradients(graph)
-    names = {raw.primals[len(inputs) + i]: name for i, name in enumerate(constants) if len(inputs) + i in raw.primals}
-    values = dict(constants)
+    names = {raw.primals[len(inputs) + i]: f"constant{i}" for i in range(len(constants))}
+    values = {f"constant{i}": value for i, value in enumerate(constants.values())}
     for node in graph.find_nodes(op="get_attr"):
         value = getattr(raw.module, str(node.target))
         if not isinstance(value, torch.Tensor) or _torch_joint.is_fake(value):
             raise CaptureError(f"a constant of type {type(value).__name__} cannot be kept{_where(node)}; pass it as an input")
         names[node] = f"constant{len(values)}"
         values[names[node]] = value
-    return phases.Joint(
+    return Joint(
         graph=graph,
         kinds=tuple(i.kind for i in inputs),
         inputs=tuple(raw.primals[k] for k in range(len(inputs))),
@@ -241,6 +243,10 @@ def _constants(module: fx.GraphModule) -> dict[str, torch.Tensor]:
         for part in str(node.target).split("."):
             value = getattr(value, part)
         if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                raise CaptureError(
+                    f"a tensor with gradient is baked into the chunk{_where(node)}; make it a parameter of the model"
+                )
             if value.is_meta or _torch_joint.is_fake(value):
                 raise CaptureError(f"a constant tensor has no content{_where(node)}; register it as a buffer of the model")
             found[str(node.target)] = value
@@ -256,14 +262,18 @@ def _export(
     with _torch_joint.fake_mode():
         examples = [torch.empty(i.example.shape, dtype=i.example.dtype).requires_grad_(i.needs_grad) for i in inputs]
         fixed = [torch.empty(c.shape, dtype=c.dtype) for c in constants.values()]
-    try:
-        with torch.enable_grad():
-            return _torch_joint.export_joint(wrapper, [*examples, *fixed])
-    except CaptureError:
-        raise
-    except Exception as error:  # whatever the user's code or torch's tracer raises, told with the user's line
-        message = str(error).strip().split("\n\n")[0]
-        raise CaptureError(f"cannot trace the forward and backward of a chunk{_where(wrapper.node)}: {message}") from error
+    with warnings.catch_warnings(record=True) as heard:
+        try:
+            with torch.enable_grad():
+                return _torch_joint.export_joint(wrapper, [*examples, *fixed])
+        except CaptureError:
+            raise
+        except Exception as error:  # whatever the user's code or torch's tracer raises, told with the user's line
+            # Of a failure in the backward, autograd names the forward's line in a warning.
+            blamed = next((str(w.message) for w in heard if "Traceback of forward call" in str(w.message)), "")
+            where = _line_of(blamed) or _where(wrapper.node)
+            message = str(error).strip().split("\n\n")[0].split(" Hint:")[0]
+            raise CaptureError(f"cannot trace the forward and backward of a chunk{where}: {message}") from error
 
 
 def _refuse_changed_parameters(module: fx.GraphModule, inputs: Sequence[JointInput], mutated: Sequence[int]) -> None:
@@ -280,7 +290,9 @@ def _check(graph: fx.Graph) -> None:
             continue
         target, name = node.target, str(node.target)
         if node.meta.get("recompute") is not None:
-            raise CaptureError(f"torch.utils.checkpoint inside the model is not followed{_where(node)}; what to drop is for the strategy")
+            raise CaptureError(
+                f"torch.utils.checkpoint inside the model is not followed{_where(node)}; what to drop is for the strategy"
+            )
         if isinstance(target, OpOverload):
             if target._schema.is_mutable:
                 raise CaptureError(f"{name} changes a tensor in place and cannot be made functional{_where(node)}")
@@ -295,7 +307,12 @@ def _check(graph: fx.Graph) -> None:
 
 def _where(node: fx.Node | None) -> str:
     """' at file:line: code' of the user's line that made the node, or nothing where it is not known."""
-    lines = str(node.meta.get("stack_trace") or "").strip().splitlines() if node is not None else []
+    return _line_of(str(node.meta.get("stack_trace") or "")) if node is not None else ""
+
+
+def _line_of(trace: str) -> str:
+    """' at file:line: code' of the innermost frame of a printed stack."""
+    lines = trace.splitlines()
     frames = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "')]
     if not frames:
         return ""
@@ -304,7 +321,7 @@ def _where(node: fx.Node | None) -> str:
     return f" at {path}:{number}: {code}"
 
 
-def _varies(joint: phases.Joint, output: fx.Node) -> bool:
+def _varies(joint: Joint, output: fx.Node) -> bool:
     return any(
         phases.is_random(n) or (n in joint.inputs and joint.kinds[joint.inputs.index(n)] in ("value", "batch"))
         for n in phases.ancestors([output])

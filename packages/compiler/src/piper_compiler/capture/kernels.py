@@ -8,7 +8,7 @@ from collections import Counter
 from torch import fx
 
 from piper_compiler.capture import aliasing
-from piper_compiler.capture.phases import StepGraph
+from piper_compiler.capture.stepgraph import StepGraph
 from piper_ir.program import Cost, Kernel
 from piper_ops import kernel_of
 

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from piper_compiler.capture import aliasing
-from piper_compiler.capture.phases import StepGraph
 from piper_compiler.capture.schedule import Line
+from piper_compiler.capture.stepgraph import StepGraph
 from piper_ir.program import Liveness
 
 

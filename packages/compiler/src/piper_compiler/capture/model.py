@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from piper_compiler.capture import _torch
 from piper_ir.errors import CaptureError
 
 BatchMaker = Callable[[range], tuple[Any, Any]]
@@ -23,12 +24,12 @@ Loss = Callable[[Any, Any], Any]
 def fake_model(model: nn.Module | Callable[[], nn.Module], mode: FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
     """The model with fake parameters and buffers, floating ones cast to `dtype`; the user's module is not touched.
 
-    A callable runs under `mode`, so that a model of any size takes no memory. A constructor that reads values of tensors
+    A callable runs with fake tensors, so that a model of any size takes no memory. A constructor that reads values of tensors
     (`.item()`, numpy) cannot run there; it then runs for real, and its tensors are replaced by fake ones."""
     if isinstance(model, nn.Module):
         return _faked(model, mode, dtype)
     try:
-        with mode:
+        with _torch.fake_construction():
             built = model()
     except (RuntimeError, TypeError, ValueError):
         built = model()

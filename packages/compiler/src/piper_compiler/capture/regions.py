@@ -2,8 +2,8 @@
 
 Own coordinates of an operation are those of the regions and tagged modules around it, and `layer`. Then, in program order:
 
-1. An operation without user coordinates takes those of its latest producer; without one (before anything is tagged) those of
-   the first tagged operation, later those of the operation before it.
+1. An operation without user coordinates takes those of its latest producer; without a producer, those of the operation
+   before it. What comes before anything tagged has none.
 2. An operation without a layer, between the first and the last operation with one, takes the layer of its latest producer if
    the user coordinates agree. Before the first layer (embedding) and after the last (head, loss) it has none.
 3. It joins the latest region with its coordinates if everything it needs is in regions up to that one, and if nothing that
@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from piper_compiler.capture import _torch
 from piper_compiler.capture.concrete import is_size, line_of, tensors_of
@@ -35,14 +35,7 @@ Coords = dict[str, int]
 DROPPED = frozenset({"_log_api_usage_once", "_assert_async", "_assert_scalar", "_assert", "_assert_tensor_metadata", "_check"})
 """Statements without a tensor result that have no effect on a training step."""
 
-REFUSED = {
-    "_enter_autocast": "autocast inside the model: precision belongs to the job (Precision)",
-    "_exit_autocast": "autocast inside the model: precision belongs to the job (Precision)",
-    "tag_activation_checkpoint": "torch.utils.checkpoint inside the model: recomputation belongs to the strategy",
-    "triton_kernel_wrapper_mutation": "an unregistered Triton kernel: wrap it with torch.library.triton_op",
-    "triton_kernel_wrapper_functional": "an unregistered Triton kernel: wrap it with torch.library.triton_op",
-}
-"""Operations refused by name -> why."""
+TRITON = frozenset({"triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional"})
 
 
 @dataclass(eq=False)
@@ -80,13 +73,12 @@ def operations(graph: fx.Graph) -> Operations:
         if node.op in ("placeholder", "output"):
             continue
         name = getattr(node.target, "__name__", str(node.target))
-        if name in REFUSED:
-            raise CaptureError(f"{line_of(node)}: {REFUSED[name]}")
+        if name in TRITON:
+            raise CaptureError(f"{line_of(node)}: an unregistered Triton kernel; wrap it with torch.library.triton_op")
         if node.target is _torch.SET_GRAD:
             enabled = bool(node.args[0])
             statements.append(node)
             continue
-        _refuse_batch_statistics(node)
         if is_size(node) or name in DROPPED:
             continue
         if node.op != "get_attr" and not tensors_of(node) and not _writes_silently(node):
@@ -100,17 +92,6 @@ def operations(graph: fx.Graph) -> Operations:
 def _writes_silently(node: fx.Node) -> bool:
     """Index assignment and custom ops that return nothing."""
     return getattr(node.target, "__name__", "") == "setitem" or isinstance(node.target, torch._ops.OpOverload)
-
-
-def _refuse_batch_statistics(node: fx.Node) -> None:
-    arguments = dict(zip(("input", "running_mean", "running_var", "weight", "bias", "training"), node.args, strict=False))
-    if node.target is nn.functional.batch_norm and (arguments | node.kwargs).get("training"):
-        raise CaptureError(
-            f"{line_of(node)}: BatchNorm in training uses statistics of the whole batch, which differ when the batch is cut into "
-            "microbatches; use LayerNorm, GroupNorm or RMSNorm, or put the module in eval mode"
-        )
-    if node.target is nn.functional.instance_norm and node.kwargs.get("running_mean") is not None:
-        raise CaptureError(f"{line_of(node)}: InstanceNorm with running statistics; use track_running_stats=False")
 
 
 def own_coords(forward: Forward, nodes: Iterable[fx.Node]) -> dict[fx.Node, Coords]:
@@ -182,7 +163,6 @@ class _Assigner:
         self._position = {n: i for i, n in enumerate(nodes)}
         layered = [i for i, n in enumerate(nodes) if LAYER in coords[n]]
         self._layered = (layered[0], layered[-1]) if layered else (len(nodes), -1)
-        self._first = next((user for n in nodes if (user := _user(coords[n]))), {})
         self._written: dict[int, tuple[fx.Node, Region]] = {}
         self._latest: dict[tuple[tuple[str, int], ...], Region] = {}
 
@@ -209,7 +189,7 @@ class _Assigner:
         own = self._own[node]
         before = self.home[producer].coords if producer is not None else None
         if before is None:
-            before = self.regions[-1].coords if self.regions else self._first
+            before = self.regions[-1].coords if self.regions else {}
         user = _user(own) or _user(before)
         layer = own.get(LAYER)
         first, last = self._layered
@@ -250,5 +230,7 @@ def assign(nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: Fa
     for region in assigner.regions:
         other = seen.setdefault(region.id, region)
         if other is not region:
-            raise CaptureError(f"coordinates {other.coords} and {region.coords} give the same chunk name {region.id!r}; rename one")
+            raise CaptureError(
+                f"coordinates {other.coords} and {region.coords} give the same chunk name {region.id!r}; rename one"
+            )
     return assigner.regions

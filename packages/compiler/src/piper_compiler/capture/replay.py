@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper_compiler.capture import _torch
-from piper_compiler.capture.concrete import concrete_call, concrete_shape, line_of
+from piper_compiler.capture.concrete import concrete_call, concrete_shape, line_of, tensors_of
 from piper_compiler.capture.dynamo import Forward
 from piper_ir.errors import CaptureError
 
@@ -40,7 +40,7 @@ class _RandomWatch(TorchDispatchMode):
     """Notes whether an op with the tag nondeterministic_seeded ran."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -73,6 +73,9 @@ def _run(owner: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], facts: F
         env[node] = getattr(owner, str(node.target))
         facts.storages[node] = facts.writes[node] = frozenset()
         return
+    for tensor in tensors_of(node):
+        if _torch.data_dependent(tensor):
+            concrete_shape(tensor, ROWS, node)
     args, kwargs = concrete_call(node, env, ROWS, META)
     tensors = [env[n] for n in node.all_input_nodes if n in env]
     flat = [t for item in tensors for t in (item if isinstance(item, tuple | list) else (item,)) if isinstance(t, Tensor)]
@@ -95,7 +98,9 @@ def _run(owner: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], facts: F
     )
     if watch.seen:
         facts.random.add(node)
-    touched = {node} | {n for n in env if facts.writes[node] & facts.storages.get(n, frozenset())} if facts.writes[node] else {node}
+    touched = (
+        {node} | {n for n in env if facts.writes[node] & facts.storages.get(n, frozenset())} if facts.writes[node] else {node}
+    )
     for n in touched:
         if isinstance(env[n], Tensor):
             facts.requires_grad.setdefault(n, {})[node] = env[n].requires_grad

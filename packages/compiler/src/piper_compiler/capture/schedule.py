@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from piper_compiler.capture.phases import StepGraph
+from piper_compiler.capture.stepgraph import StepGraph
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._ops import OpOverload
 
 from piper_compiler.capture import aliasing
+from piper_compiler.capture._torch_joint import OpOverload
 
 aten = torch.ops.aten
 IDENTITIES = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default, aten.lift_fresh_copy.default})

@@ -32,14 +32,18 @@ class Fitter:
     def _spec(self, name: str, specs: Sequence[TensorSpec]) -> TensorSpec:
         if len({(s.dtype, len(s.shape)) for s in specs}) != 1:
             raise NotAffine(f"{name} has another dtype or number of dimensions")
-        return TensorSpec(tuple(self._fit(f"{name}.shape", d) for d in zip(*(s.shape for s in specs), strict=True)), specs[0].dtype)
+        return TensorSpec(
+            tuple(self._fit(f"{name}.shape", d) for d in zip(*(s.shape for s in specs), strict=True)), specs[0].dtype
+        )
 
     def _signature(self, step: Step, signatures: Sequence[Signature]) -> Signature:
         first = signatures[0]
         if any((s.reads, s.writes, s.accumulates) != (first.reads, first.writes, first.accumulates) for s in signatures):
             raise NotAffine(f"step {step} reads or writes other tensors")
         cost = self._cost(step, [s.cost for s in signatures])
-        return Signature(first.reads, first.writes, first.accumulates, cost, self._liveness(step, [s.liveness for s in signatures]))
+        return Signature(
+            first.reads, first.writes, first.accumulates, cost, self._liveness(step, [s.liveness for s in signatures])
+        )
 
     def _cost(self, step: Step, costs: Sequence[Cost]) -> Cost:
         first = costs[0].kernels

@@ -6,7 +6,8 @@ tensor's size, and autograd adds those up: n zero fills, n copies and n - 1 addi
     select_backward(g0, shape, d, 0) + ... + select_backward(gn, shape, d, n)   -> stack([g0, ..., gn], d)
     slice_backward(g0, shape, d, 0, e0) + slice_backward(g1, shape, d, e0, e1)  -> cat([g0, g1], d)
 
-Only when the parts cover the whole exactly once, and nothing else is in the sum, so that no result is rounded differently.
+Only when the parts cover the whole exactly once and at most one other term is in the (inner) sum: every element is then that
+term's plus one part's, and adding zeros is exact, so that no result is rounded differently.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ aten = torch.ops.aten
 def fold_sums(graph: fx.Graph) -> None:
     """Rewrite `graph` in place, every sum of padded parts that covers its tensor."""
     for node in reversed(list(graph.nodes)):
-        if not _is_sum(node) or any(_is_sum(u) and len(node.users) == 1 for u in node.users):
+        if not _is_sum(node):
             continue
         terms = _terms(node)
         parts = sorted((p for t in terms if (p := _part(t)) is not None), key=lambda p: p[1])
-        if len(parts) < len(terms) or len({p[0] for p in parts}) != 1:
+        others = [t for t in terms if _part(t) is None]
+        if not parts or len(others) > 1 or len({p[0] for p in parts}) != 1:
             continue
         target, shape, dim = parts[0][0]
         edges = [edge for _, span, _ in parts for edge in span]
@@ -35,7 +37,10 @@ def fold_sums(graph: fx.Graph) -> None:
         join = aten.stack.default if target is aten.select_backward.default else aten.cat.default
         with graph.inserting_before(node):
             joined = graph.call_function(join, ([gradient for _, _, gradient in parts], dim))
-        joined.meta = dict(node.meta)
+            joined.meta = dict(node.meta)
+            for other in others:
+                joined = graph.call_function(aten.add.Tensor, (other, joined))
+                joined.meta = dict(node.meta)
         node.replace_all_uses_with(joined)
         graph.erase_node(node)
 
@@ -45,11 +50,12 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _terms(node: fx.Node) -> list[fx.Node]:
-    """The terms of a sum, through inner sums that nothing else uses."""
+    """The terms of a sum, through inner sums that hold parts and that nothing else uses."""
     terms: list[fx.Node] = []
     for term in node.args:
         assert isinstance(term, fx.Node)
-        terms += _terms(term) if _is_sum(term) and len(term.users) == 1 else [term]
+        inner = _terms(term) if _is_sum(term) and len(term.users) == 1 else []
+        terms += inner if any(_part(t) is not None for t in inner) else [term]
     return terms
 
 

@@ -73,17 +73,21 @@ def describe(item: Directive) -> str:
     for f in fields(item):  # type: ignore[arg-type]  # a directive is a dataclass
         value = getattr(item, f.name)
         if f.repr and value != f.default:
-            shown.append(_shown(value) if isinstance(value, Where | tuple) else f"{f.name}={value!r}")
+            selects = isinstance(value, Where) or (isinstance(value, tuple) and any(isinstance(v, Where) for v in value))
+            shown.append(_shown(value) if selects else f"{f.name}={_shown(value)}")
     return f"{type(item).__name__.lower()}({', '.join(shown)})"
 
 
 def _shown(value: object) -> str:
+    """Selections plainly, pairs of a name and something as a dict."""
+    if isinstance(value, Where):
+        return str(value)
     if isinstance(value, tuple) and value and all(isinstance(v, Where) for v in value):
         more = [f"... {len(value) - 3} more"] if len(value) > 3 else []
         return ", ".join([*map(str, value[:3]), *more])
     if isinstance(value, tuple) and value and all(isinstance(v, tuple) and len(v) == 2 for v in value):
-        return f"on=dict({', '.join(f'{k}={v}' for k, v in value)})"
-    return str(value)
+        return f"dict({', '.join(f'{k}={v!r}' for k, v in value)})"
+    return repr(value)
 
 
 def fail(item: Directive, condition: int, message: str) -> DirectiveError:

@@ -71,7 +71,7 @@ class Partition:
     def apply(self, graph: Graph) -> Graph:
         if "stage" in graph.coordinates():
             return graph
-        stage_of = stage_of_layers(graph.program, self.stages, self.at)
+        stage_of = stage_of_layers(graph.program, self.stages, self.at, graph.costs)
         edit = graph.edit()
         home = chunk_layers(graph.program)
         for node in graph.nodes.values():

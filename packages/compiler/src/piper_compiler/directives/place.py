@@ -15,7 +15,7 @@ Legality
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
 from piper_ir.graph import Editor, Graph, Node, Transport
@@ -67,9 +67,9 @@ class Place:
                 raise fail(self, 4, f"{node.id} is replicated over {over.over}; a placed axis cannot be replicated too")
         self._check_streams(graph, role_name(fixed))
         for node in nodes:
-            other = _other_phase(graph, node)
-            if other is not None and other.role not in ("", role_name(fixed)):
-                message = f"{other.id} is placed on {other.role}, and {node.id} needs what it keeps; place both on one device"
+            twin = _other_phase(graph, node)
+            if twin is not None and twin.role not in ("", role_name(fixed)):
+                message = f"{twin.id} is placed on {twin.role}; both phases need what the forward keeps, place them together"
                 raise fail(self, 6, message)
 
     def _check_axes(self, graph: Graph) -> None:
@@ -102,10 +102,10 @@ class Place:
         role = role_name(fixed)
         edit.roles[role] = fixed
         edit.transports[role] = Transport(self.send, self.recv)
-        nodes = graph.select(self.selection)
-        for node in with_sums(graph, nodes):
-            edit.update(replace(node, role=role))
-        for node in with_sums(graph, nodes):
+        nodes = with_sums(graph, graph.select(self.selection))
+        for node in nodes:
+            edit.update(Node(node.id, node.op, node.coords, node.reads, node.writes, role, node.stream))
+        for node in nodes:
             _connect(edit, node.id, role)
         return edit.done()
 
@@ -126,10 +126,9 @@ def with_sums(graph: Graph, nodes: list[Node]) -> list[Node]:
     """The nodes, and the gradient sums that feed them: a sum runs where its chunk's backward runs."""
     out = []
     for node in nodes:
-        for value in node.reads:
-            writer = graph.nodes.get(graph.writer.get(value, ""))
-            if writer is not None and writer.coords["op"] == "add":
-                out.append(writer)
+        if node.coords["phase"] != "F":
+            writers = (graph.nodes.get(graph.writer.get(value, "")) for value in node.reads)
+            out += [w for w in writers if w is not None and w.coords["op"] == "add"]
         out.append(node)
     return out
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from piper_compiler.directives.base import compute_nodes, directive, fail, site_field
-from piper_ir.graph import Editor, Graph, GraphValue, Node
+from piper_ir.graph import Editor, Graph, Node
 from piper_ir.select import Where
 
 
@@ -47,11 +47,11 @@ class Split:
 
 def split_all(graph: Graph, microbatches: int) -> Graph:
     """The graph with `microbatches` copies of every node and value, in an order that keeps microbatches apart per node."""
-    empty = replace(graph, nodes={}, values={}, writer={}, readers={}, index={}, order_edges={}, _sets={})
+    empty = replace(graph, nodes={}, values={}, writer={}, readers={}, index={}, order_edges={}, _sets={}, _selected={})
     edit = Editor(empty)
     for id, value in graph.values.items():
         for mb in range(microbatches):
-            edit.values[f"{id}@{mb}"] = GraphValue(value.spec, value.category)
+            edit.values[f"{id}@{mb}"] = value
     for node in graph.nodes.values():
         for mb in range(microbatches):
             reads = tuple([f"{v}@{mb}" for v in node.reads])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from piper_compiler.durations import chunk_seconds
 from piper_compiler.passes.complete import Training
@@ -36,7 +37,7 @@ def lower(graph: Graph, rows: int, training: Training, options: Options, costs: 
     """The plan of a complete graph at `rows` rows per microbatch and rank."""
     chunks = _bound_chunks(graph, rows)
     deps = dependencies(graph)
-    sequence = schedule(graph, deps, chunks, costs)
+    sequence = schedule(graph, deps, chunks, rows, costs)
     work = tasks(graph, deps, sequence, options.fuse)
     where = positions(graph, deps, sequence, work, options.recv_ahead)
     replicated = next(iter(graph.replication.values())).over if graph.replication else ()
@@ -44,7 +45,8 @@ def lower(graph: Graph, rows: int, training: Training, options: Options, costs: 
     for axis in replicated:
         replicas *= graph.mesh.size(axis)
     maker = PartMaker(graph, chunks, rows, replicas)
-    roles = tuple(_role(graph, role, deps, work[role], where, maker, training) for role in graph.roles)
+    states = _states(graph, training)
+    roles = tuple(_role(graph, role, deps, work[role], where, maker, states[role]) for role in graph.roles)
     program = graph.program
     plan = Plan(
         program.key,
@@ -79,7 +81,13 @@ def _bound_chunks(graph: Graph, rows: int) -> dict[str, Chunk]:
 
 
 def _role(
-    graph: Graph, role: str, deps: Dependencies, work: list[Task], where: Positions, maker: PartMaker, training: Training
+    graph: Graph,
+    role: str,
+    deps: Dependencies,
+    work: list[Task],
+    where: Positions,
+    maker: PartMaker,
+    states: tuple[State, ...],
 ) -> RolePlan:
     builder = _RoleBuilder(graph, deps, where, maker)
     pending = iter([*where.comm[role], (-1, 1 << 60)])
@@ -93,7 +101,6 @@ def _role(
     program = builder.finished()
     streams = tuple(dict.fromkeys([COMPUTE, *(i.stream for i in program)]))
     ranks = graph.mesh.ranks(graph.roles[role])
-    states = _states(graph, role, training)
     return RolePlan(role, graph.roles[role], ranks, program, streams, states, tuple(builder.first))
 
 
@@ -150,27 +157,25 @@ class _RoleBuilder:
         return tuple(out.items())
 
 
-def _states(graph: Graph, role: str, training: Training) -> tuple[State, ...]:
-    """The persistent bytes of a role: parameters in buckets (flat, with their padding), other parameters, gradients,
-    optimizer, buffers."""
-    out: list[State] = []
-    bucketed: set[str] = set()
+def _states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
+    """Role -> its persistent bytes: parameters in buckets (flat, with their padding), other parameters, gradients, optimizer,
+    buffers."""
+    out: dict[str, dict[str, State]] = {role: {} for role in graph.roles}
+    bucketed = {p for b in graph.buckets.values() for p in b.params}
     for bucket in graph.buckets.values():
-        if role in bucket.roles:
-            size = bucket.numel * ITEM_BYTES[bucket.dtype]
-            bucketed.update(bucket.params)
-            out += [State(f"param:{bucket.id}", "param", size), State(f"grad:{bucket.id}", "grad", size)]
-            if optim := training.state_bytes(bucket):
-                out.append(State(f"optim:{bucket.id}", "optim", optim))
+        size = bucket.numel * ITEM_BYTES[bucket.dtype]
+        mine = [State(f"param:{bucket.id}", "param", size), State(f"grad:{bucket.id}", "grad", size)]
+        if optim := training.state_bytes(bucket):
+            mine.append(State(f"optim:{bucket.id}", "optim", optim))
+        for role in bucket.roles:
+            out[role].update({s.id: s for s in mine})
     specs = {p.name: p.spec for p in graph.program.params} | {b.name: b.spec for b in graph.program.buffers}
     for chunk in graph.program.chunks:
-        if any(graph.nodes[f"{chunk.id}.F@{mb}"].role == role for mb in range(graph.microbatches)):
-            for entry in chunk.inputs:
-                if entry.kind in ("param", "buffer") and entry.ref not in bucketed:
-                    bucketed.add(entry.ref)
-                    kind = "param" if entry.kind == "param" else "buffer"
-                    out.append(State(f"{kind}:{entry.ref}", kind, bind(specs[entry.ref].nbytes, 0)))  # type: ignore[arg-type]  # a Category
-    return tuple(out)
+        kinds: dict[str, Literal["param", "buffer"]] = {e.ref: e.kind for e in chunk.inputs if e.kind in ("param", "buffer")}
+        alone = [State(f"{kind}:{ref}", kind, bind(specs[ref].nbytes, 0)) for ref, kind in kinds.items() if ref not in bucketed]
+        for role in {graph.nodes[f"{chunk.id}.F@{mb}"].role: None for mb in range(graph.microbatches)}:
+            out[role].update({s.id: s for s in alone})
+    return {role: tuple(states.values()) for role, states in out.items()}
 
 
 def _with_frees(plan: Plan, costs: Costs | None) -> Plan:

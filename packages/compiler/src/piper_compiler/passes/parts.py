@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from piper_compiler.passes.dependencies import Dependencies
 from piper_compiler.passes.fuse import Task
-from piper_compiler.ports import signatures, value_reads, value_writes
+from piper_compiler.ports import value_reads, value_writes
 from piper_ir.graph import Graph, Node
 from piper_ir.ops import Compute, Load, Seed
 from piper_ir.plan import Part, Value, is_state
-from piper_ir.program import Chunk, Step
+from piper_ir.program import Chunk
+from piper_ir.program import Step as ChunkStep
 from piper_ir.sizes import TensorSpec
+
+Inner = tuple[str, TensorSpec]
+"""A port whose value stays inside of a Compute node."""
+Step = tuple[str, Compute, tuple[int, ...], tuple[int, ...]]
+"""Name and op of a part, and where its reads and writes stand among the values of its node."""
 
 
 class PartMaker:
@@ -21,7 +27,7 @@ class PartMaker:
         self.values: dict[str, Value] = {}
         self.loaded: set[str] = set()
         self.specs: dict[TensorSpec, TensorSpec] = {}
-        self.ports: dict[tuple[str, str], tuple[tuple[str, ...], tuple[str, ...]]] = {}
+        self.steps: dict[Compute, tuple[list[Inner], list[Step]]] = {}
 
     def task(self, deps: Dependencies, task: Task) -> list[Part]:
         """The parts of one compute instruction, without frees."""
@@ -57,27 +63,20 @@ class PartMaker:
         return name
 
     def _compute(self, node: Node, op: Compute, reads: tuple[str, ...]) -> list[Part]:
-        chunk = self.chunks[op.chunk]
-        if (op.chunk, op.step) not in self.ports:
-            self.ports[(op.chunk, op.step)] = value_reads(chunk, op.step), value_writes(chunk, op.step)
-        inward, outward = self.ports[(op.chunk, op.step)]
-        values = dict(zip(inward, reads, strict=True)) | dict(zip(outward, node.writes, strict=True))
-        steps: list[Step] = ["I", "W"] if op.step == "B" else [op.step]
-        parts = []
-        for step in steps:
-            sig = chunk.steps.get(step)
-            if sig is None or sig.empty:
-                continue
-            for port in sig.writes:
-                if port not in values:
-                    values[port] = f"{chunk.id}:{port}@{node.mb}"
-                    self.values[values[port]] = Value(values[port], chunk.ports[port], "activation")
-            read = tuple([values[p] for p in sig.reads if not is_state(chunk, p)])
-            written = tuple([values[p] for p in sig.writes])
-            parts.append(Part(f"{chunk.id}.{step}@{node.mb}", Compute(chunk.id, step), node.mb, read, written))
+        known = self.steps.get(op)
+        if known is None:
+            known = self.steps[op] = _step_plan(self.chunks[op.chunk], op)
+        inner, steps = known
+        mb = node.mb
+        ids = [f"{op.chunk}:{port}@{mb}" for port, _ in inner]
+        for id, (_, spec) in zip(ids, inner, strict=True):
+            self.values[id] = Value(id, spec, "activation")
+        values = (*reads, *node.writes, *ids)
         self._declare(node.writes)
-        assert len(parts) == len(signatures(chunk, op.step))
-        return parts
+        return [
+            Part(f"{name}@{mb}", step, mb, tuple([values[k] for k in read]), tuple([values[k] for k in written]))
+            for name, step, read, written in steps
+        ]
 
     def _declare(self, values: tuple[str, ...]) -> None:
         for v in values:
@@ -89,3 +88,19 @@ class PartMaker:
         if spec not in self.specs:
             self.specs[spec] = spec.bind(self.rows)
         return self.specs[spec]
+
+
+def _step_plan(chunk: Chunk, op: Compute) -> tuple[list[Inner], list[Step]]:
+    """How a Compute node becomes parts, for all microbatches: the values that stay inside of it, and per part its name, its op
+    and which of the node's reads, its writes and the inner values, in this order, it reads and writes."""
+    wanted: tuple[ChunkStep, ...] = ("I", "W") if op.step == "B" else (op.step,)
+    present = [s for s in wanted if s in chunk.steps and not chunk.steps[s].empty]
+    ports = [*value_reads(chunk, op.step), *value_writes(chunk, op.step)]
+    inner = [p for s in present for p in chunk.steps[s].writes if p not in ports]
+    at = {port: k for k, port in enumerate((*ports, *inner))}
+    steps = []
+    for step in present:
+        sig = chunk.steps[step]
+        read = tuple([at[p] for p in sig.reads if not is_state(chunk, p)])
+        steps.append((f"{chunk.id}.{step}", Compute(chunk.id, step), read, tuple([at[p] for p in sig.writes])))
+    return [(p, chunk.ports[p]) for p in inner], steps

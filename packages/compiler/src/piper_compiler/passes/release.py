@@ -9,19 +9,14 @@ a matter of luck.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 from piper_ir.plan import COMPUTE, Instr, Part, RolePlan
 from piper_ir.timing import Prepared, Times
 
-
-@dataclass(frozen=True)
-class _Reader:
-    """The last place where compute reads a value: instruction (in program order) and part."""
-
-    instr: int
-    part: int
+Place = tuple[int, int]
+"""An instruction, in program order, and the part of it."""
 
 
 def with_frees(role: RolePlan, offset: int, prepared: Prepared, times: Times) -> RolePlan:
@@ -39,9 +34,9 @@ def with_frees(role: RolePlan, offset: int, prepared: Prepared, times: Times) ->
         # Nothing may start that late: then the Update, which ends every role's program, waits for it.
         k = compute[min(max(bisect_left(starts, end), bisect_left(compute, after)), len(compute) - 1)]
         own = last.get(value)
-        if own is not None and own.instr >= k:
-            k = own.instr
-            frees.setdefault((k, own.part), []).append(value)
+        if own is not None and own[0] >= k:
+            k = own[0]
+            frees.setdefault(own, []).append(value)
         else:
             before.setdefault(k, []).append(value)
         for reader in readers:
@@ -49,7 +44,7 @@ def with_frees(role: RolePlan, offset: int, prepared: Prepared, times: Times) ->
             waits.setdefault(k, {})[stream] = max(waits.get(k, {}).get(stream, 0), order[reader] + 1)
     for value, own in last.items():
         if value not in sent:
-            frees.setdefault((own.instr, own.part), []).append(value)
+            frees.setdefault(own, []).append(value)
     program = [_freed(k, instr, frees, before, waits) for k, instr in enumerate(role.program)]
     return replace(role, program=tuple(program))
 
@@ -63,25 +58,27 @@ def _freed(
 ) -> Instr:
     if instr.stream != COMPUTE:
         return instr
-    parts: Sequence[Part] = instr.parts
-    if any((k, p) in frees for p in range(len(parts))):
-        parts = [replace(part, frees=tuple(frees.get((k, p), ()))) for p, part in enumerate(parts)]
+    parts = tuple(
+        [
+            Part(part.node, part.op, part.mb, part.reads, part.writes, tuple(frees[k, p])) if (k, p) in frees else part
+            for p, part in enumerate(instr.parts)
+        ]
+    )
     merged = dict(instr.waits)
     for stream, n in waits.get(k, {}).items():
         merged[stream] = max(merged.get(stream, 0), n)
-    return Instr(instr.stream, tuple(parts), tuple(merged.items()), tuple(before.get(k, ())), instr.allocs_after)
+    return Instr(instr.stream, parts, tuple(merged.items()), tuple(before.get(k, ())), instr.allocs_after)
 
 
-def _readers(program: tuple[Instr, ...]) -> tuple[dict[str, _Reader], dict[str, list[int]]]:
+def _readers(program: tuple[Instr, ...]) -> tuple[dict[str, Place], dict[str, list[int]]]:
     """Value -> last compute reader (or its writer, when nothing reads it), and value -> the communications that read it. A
     value that only communication reads is in the second alone."""
-    last: dict[str, _Reader] = {}
+    last: dict[str, Place] = {}
     sent: dict[str, list[int]] = {}
     for k, instr in enumerate(program):
         for p, part in enumerate(instr.parts):
             if instr.stream == COMPUTE:
-                for v in (*part.writes, *part.reads):
-                    last[v] = _Reader(k, p)
+                last.update(dict.fromkeys((*part.writes, *part.reads), (k, p)))
             else:
                 for v in part.reads:
                     sent.setdefault(v, []).append(k)
@@ -106,5 +103,6 @@ def without_repeats(role: RolePlan) -> RolePlan:
         known = seen.setdefault(instr.stream, {})
         waits = tuple(sorted((s, n) for s, n in instr.waits if n > known.get(s, 0)))
         known.update(waits)
-        program.append(instr if waits == instr.waits else replace(instr, waits=waits))
+        same = waits == instr.waits
+        program.append(instr if same else Instr(instr.stream, instr.parts, waits, instr.frees_before, instr.allocs_after))
     return replace(role, program=tuple(program))

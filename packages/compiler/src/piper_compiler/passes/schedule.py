@@ -23,15 +23,16 @@ from piper_ir.sizes import ITEM_BYTES, bind
 LINK = 1e11
 """Nominal bytes/s between devices."""
 
-Group = tuple[int, int, str]
-"""Rank of the phase (backward 0, forward 1, update 2), microbatch, stage: nodes that run without a break when they can."""
+Group = tuple[int, int, int]
+"""Rank of the phase (backward 0, forward 1, update 2), microbatch, number of the stage: nodes that run without a break when
+they can."""
 
 
 @dataclass
 class _Role:
     ready: dict[Group, list[tuple[int, int]]] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
-    gated: dict[str, list[Group]] = field(default_factory=dict)
+    gated: dict[int, list[Group]] = field(default_factory=dict)
     current: Group | None = None
     busy: bool = False
 
@@ -39,16 +40,16 @@ class _Role:
 class Scheduler:
     """`run` returns the node numbers in global order. CompileError when the graph has a cycle."""
 
-    def __init__(self, graph: Graph, deps: Dependencies, bound: dict[str, Chunk], costs: Costs | None = None) -> None:
+    def __init__(self, graph: Graph, deps: Dependencies, bound: dict[str, Chunk], rows: int, costs: Costs | None) -> None:
         self.graph, self.deps = graph, deps
         self.roles = {r: _Role() for r in graph.roles}
-        self.seconds = _node_seconds(graph, deps.nodes, bound, costs)
-        self.group = [_group(n) for n in deps.nodes]
+        self.seconds = _node_seconds(graph, deps.nodes, bound, rows, costs)
+        self.group = _groups(deps.nodes)
         ordered = {i for edge, applied in graph.order_edges.items() if applied < len(graph.log) for i in edge}
         self.limited = {self.group[i] for i, n in enumerate(deps.nodes) if _forward(n)}
         self.limited -= {self.group[i] for i, n in enumerate(deps.nodes) if _forward(n) and n.id in ordered}
-        self.limit = _limits(graph, deps)
-        self.open: dict[tuple[str, str], int] = {}
+        self.limit = _limits(graph, deps, self.group)
+        self.open: dict[tuple[str, int], int] = {}
         self.backward_left: dict[tuple[str, Group], int] = {}
         for i, n in enumerate(deps.nodes):
             if isinstance(n.op, Compute) and not _forward(n):
@@ -133,21 +134,14 @@ class Scheduler:
     def _choose(self, name: str, role: _Role) -> Group | None:
         if role.current in role.ready:
             return role.current
-        gated = []
-        found = None
         while role.groups:
             group = role.groups[0]
-            if group not in role.ready:
-                heapq.heappop(role.groups)
-            elif self._admit(name, group):
-                found = group
-                break
-            else:
-                gated.append(heapq.heappop(role.groups))
-        for group in gated:
-            heapq.heappush(role.groups, group)
-        role.gated = gated if found is None else []
-        return found
+            if group in role.ready:
+                if self._admit(name, group):
+                    return group
+                heapq.heappush(role.gated.setdefault(group[2], []), group)
+            heapq.heappop(role.groups)
+        return None
 
     def _admit(self, role: str, group: Group, force: bool = False) -> bool:
         """Whether the group may start; a forward that may is counted as in flight until its backward is done."""
@@ -164,13 +158,19 @@ class Scheduler:
     def _force(self, dirty: set[str]) -> bool:
         """Nothing runs and something is held back by its limit: an order elsewhere needs more in flight, so let the first one
         go."""
-        held = [(group[1], name, group) for name, role in self.roles.items() for group in role.gated]
+        held = [(gated[0][1], name, gated[0]) for name, role in self.roles.items() for gated in role.gated.values() if gated]
         if not held:
             return False
         _, name, group = min(held)
         self._admit(name, group, force=True)
+        self._ungate(self.roles[name], group[2])
         dirty.add(name)
         return True
+
+    def _ungate(self, role: _Role, stage: int) -> None:
+        """Let the first group that a stage's limit holds back try again."""
+        if role.gated.get(stage):
+            heapq.heappush(role.groups, heapq.heappop(role.gated[stage]))
 
     def _finish(self, i: int, dirty: set[str]) -> None:
         node = self.deps.nodes[i]
@@ -183,18 +183,26 @@ class Scheduler:
             self.backward_left[key] -= 1
             if not self.backward_left[key]:
                 self.open[(node.role, key[1][2])] -= 1
+                self._ungate(self.roles[node.role], key[1][2])
 
 
 def _forward(node: Node) -> bool:
     return node.coords.get("phase") == "F"
 
 
-def _group(node: Node) -> Group:
-    rank = {"F": 1, "U": 2}.get(str(node.coords.get("phase")), 0)
-    return rank, node.mb, str(node.coords.get("stage", node.role))
+def _stage(node: Node) -> str:
+    """The name of a node's stage: everything on one device when there are no stages."""
+    return str(node.coords.get("stage", node.role))
 
 
-def _node_seconds(graph: Graph, nodes: tuple[Node, ...], bound: dict[str, Chunk], costs: Costs | None) -> list[float]:
+def _groups(nodes: tuple[Node, ...]) -> list[Group]:
+    """The group of each node. Stages are numbered along the program."""
+    numbers: dict[str, int] = {}
+    ranks = {"F": 1, "U": 2}
+    return [(ranks.get(str(n.coords.get("phase")), 0), n.mb, numbers.setdefault(_stage(n), len(numbers))) for n in nodes]
+
+
+def _node_seconds(graph: Graph, nodes: tuple[Node, ...], bound: dict[str, Chunk], rows: int, costs: Costs | None) -> list[float]:
     cache: dict[Compute, float] = {}
     out = []
     for node in nodes:
@@ -204,7 +212,7 @@ def _node_seconds(graph: Graph, nodes: tuple[Node, ...], bound: dict[str, Chunk]
                     cache[node.op] = _compute_seconds(bound[node.op.chunk], node.op.step, costs)
                 out.append(cache[node.op])
             case Recv():
-                out.append(graph.program.hop + bind(graph.values[node.writes[0]].spec.nbytes, 1) / LINK)
+                out.append(graph.program.hop + bind(graph.values[node.writes[0]].spec.nbytes, rows) / LINK)
             case AllReduce(bucket=bucket) if bucket and graph.program.source != "synthetic":
                 out.append(graph.buckets[bucket].numel * ITEM_BYTES[graph.buckets[bucket].dtype] / LINK)
             case _:
@@ -217,27 +225,28 @@ def _compute_seconds(chunk: Chunk, step: ComputeStep, costs: Costs | None) -> fl
     return sum([chunk_seconds(chunk, s, costs) for s in steps if s in chunk.steps and not chunk.steps[s].empty])
 
 
-def _limits(graph: Graph, deps: Dependencies) -> dict[str, int]:
-    """Stage -> microbatches in flight: 1 + the most stages on another device that follow it on a way to the end of forward."""
-    follow: dict[str, set[str]] = {}
-    first: dict[str, int] = {}
+def _limits(graph: Graph, deps: Dependencies, group: list[Group]) -> dict[int, int]:
+    """Stage -> microbatches in flight: 1 + the most changes of device on a way from it to the end of forward."""
+    ways: dict[int, dict[int, int]] = {}  # stage -> a stage that reads of it -> 1 when it does so on another device
     for i, node in enumerate(deps.nodes):
         if isinstance(node.op, Compute) and _forward(node) and node.mb == 0:
-            stage = _group(node)[2]
-            first.setdefault(stage, i)
-            follow.setdefault(stage, set())
+            stage = group[i][2]
+            ways.setdefault(stage, {})
             for v in node.reads:
                 writer = graph.nodes.get(graph.writer.get(v, ""))
-                if writer is not None and isinstance(writer.op, Recv):
-                    source = deps.nodes[deps.number[f"send.{v}"]]
-                    follow.setdefault(_group(source)[2], set()).add(stage)
-    out: dict[str, int] = {}
-    for stage in sorted(follow, key=lambda s: first.get(s, 0), reverse=True):
-        out[stage] = 1 + max((out.get(s, 0) for s in follow[stage]), default=0)
+                if writer is None:
+                    continue
+                moved = isinstance(writer.op, Recv)
+                source = group[deps.number[f"send.{v}" if moved else writer.id]][2]
+                if source != stage:
+                    ways[source][stage] = max(int(moved), ways[source].get(stage, 0))
+    out: dict[int, int] = {}
+    for stage in sorted(ways, reverse=True):
+        out[stage] = max((out[s] + moved for s, moved in ways[stage].items()), default=1)
     return out
 
 
-def schedule(graph: Graph, deps: Dependencies, bound: dict[str, Chunk], costs: Costs | None = None) -> list[int]:
+def schedule(graph: Graph, deps: Dependencies, bound: dict[str, Chunk], rows: int, costs: Costs | None = None) -> list[int]:
     """The nodes of a complete graph in one global linear order. See the module's docstring."""
     assert all(signatures(c, "F") for c in bound.values()), "every chunk has a forward"
-    return Scheduler(graph, deps, bound, costs).run()
+    return Scheduler(graph, deps, bound, rows, costs).run()

@@ -1,0 +1,96 @@
+"""How fast strategies become plans: the prototype's worst case, and growth per doubling of microbatches and of devices.
+
+`python benchmarks/compile_rates.py` prints a table with machine and date; `make bench` shows the same rows.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+if __name__ == "__main__":  # run as a file, sys.path begins with this folder and not with the root
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from benchmarks.measure import Goal, Row, machine
+from piper_compiler import Strategy, compile_program, recipes, synthetic
+from piper_ir.mesh import Mesh
+from piper_ir.program import Program
+
+WORST_GOAL = Goal("below", 1.0)
+"""Seconds, where the prototype took 204 s on one core."""
+GROWTH_GOAL = Goal("below", 2.3)
+"""Times as long for twice as much."""
+BY_MICROBATCHES = (40, 80, 160, 320, 640)
+"""With 24 layers on 8 devices: 3,048 to 48,648 nodes."""
+BY_DEVICES = (4, 8, 16, 32, 64)
+"""With 3 layers per device and 64 microbatches: 2,308 to 40,768 nodes."""
+
+
+def layered(layers: int) -> Program:
+    """A chain of one chunk per layer; the strategy chooses the stages."""
+    program = synthetic(stages=layers, F=3, I=4, W=2, params=100)
+    chunks = (replace(c, coords={"layer": k}) for k, c in enumerate(program.chunks))
+    return replace(program, chunks=tuple(chunks))
+
+
+def timed(layers: int, pp: int, microbatches: int, repeats: int) -> tuple[int, list[float]]:
+    """Nodes of the graph, and the CPU seconds of each compilation from directives to plan, 1F1B."""
+    program = layered(layers)
+    strategy = Strategy(Mesh(pp=pp), recipes.one_f_one_b(pp=pp, microbatches=microbatches))
+    nodes = len(compile_program(program, strategy).graph.nodes)
+    return nodes, [_cpu_seconds(program, strategy) for _ in range(repeats)]
+
+
+def _cpu_seconds(program: Program, strategy: Strategy) -> float:
+    """One compilation. CPU time: a compilation is one thread and waits for nothing, so what else runs is no part of it."""
+    gc.collect()
+    begin = time.process_time()
+    compile_program(program, strategy)
+    return time.process_time() - begin
+
+
+def rows(quick: bool) -> list[Row]:
+    """The worst case, then every size of the two series with the growth from the size before."""
+    repeats = 2 if quick else 5
+    nodes, seconds = timed(24, 8, 32, repeats)
+    note = f"{nodes:,} nodes; the prototype made 8,584 of it and took 204 s"
+    worst = Row("compile", "24 layers, pp=8, m=32, 1F1B", median(seconds), "s", min(seconds), max(seconds), WORST_GOAL, note)
+    by_m, by_p = (BY_MICROBATCHES[:3], BY_DEVICES[:3]) if quick else (BY_MICROBATCHES, BY_DEVICES)
+    return [
+        worst,
+        *_series("24 layers, pp=8, m={}", [(m, *timed(24, 8, m, repeats)) for m in by_m]),
+        *_series("3 layers per device, pp={}, m=64", [(p, *timed(3 * p, p, 64, repeats)) for p in by_p]),
+    ]
+
+
+def _series(title: str, measured: Sequence[tuple[int, int, list[float]]]) -> list[Row]:
+    """A rate per size, and a growth per doubling. Growth compares the fastest repetitions: what else ran is not in them."""
+    out = []
+    for size, nodes, seconds in measured:
+        rates = [nodes / s for s in seconds]
+        note = f"{nodes:,} nodes in {median(seconds):.2f} s"
+        out.append(Row("compile", title.format(size), median(rates), "nodes/s", min(rates), max(rates), note=note))
+    for (size, _, seconds), (larger, _, more) in pairwise(measured):
+        name = f"growth, {title.format(f'{size} to {larger}')}"
+        out.append(Row("compile", name, min(more) / min(seconds), "x", goal=GROWTH_GOAL))
+    return out
+
+
+def main(quick: bool = False) -> list[Row]:
+    """Print the table; returns its rows."""
+    print(machine())
+    found = rows(quick)
+    for row in found:
+        verdict = "" if row.met is None else f"  {row.goal} {'met' if row.met else 'MISSED'}"
+        print(f"{row.name:<50} {row.value:>10,.2f} {row.unit:<8} {row.note}{verdict}")
+    return found
+
+
+if __name__ == "__main__":
+    main("--quick" in sys.argv)

@@ -1,0 +1,99 @@
+"""Host microseconds per executed instruction, on plans whose chunks compute nothing (`benchmarks.noop`)."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import Counter
+from statistics import median
+
+import torch
+
+from benchmarks import noop
+from benchmarks.measure import Goal, Row
+from piper_ir.plan import COMPUTE, Plan
+from piper_runtime.engine import Engine
+from piper_runtime.job import materialize
+from piper_runtime.messages import HEART_SLOTS
+from piper_runtime.processes import Pool
+from piper_runtime.rank import Comm, Rank
+from piper_runtime.run import execute, trainee
+from piper_runtime.streams import CpuStreams, Work
+
+LAYERS, MICROBATCHES = 32, 16
+"""Of the plan without communication. With it, a stage is one layer: as many transfers per computation as there can be."""
+PIPELINE_MICROBATCHES = 64
+ALONE_GOAL, THREADS_GOAL = Goal("below", 3.0), Goal("below", 20.0)
+UNIT = "us/instr"
+
+
+def rows(quick: bool) -> list[Row]:
+    """One rank without communication; ranks with 2 and 4 communication streams whose transfers do nothing; real processes."""
+    steps = 20 if quick else 200
+    torch.set_num_threads(1)
+    alone = noop.plan(1, LAYERS, MICROBATCHES)
+    outer, inner = (noop.plan(pp, pp, PIPELINE_MICROBATCHES) for pp in (2, 4))
+    return [
+        _row("issue loop, no communication", alone, 0, steps, ALONE_GOAL),
+        _row("with communication threads, first of 2 stages", outer, 0, steps, THREADS_GOAL),
+        _row("with communication threads, second of 4 stages", inner, 1, steps, THREADS_GOAL),
+        _gloo_row(outer, steps),
+    ]
+
+
+def _row(name: str, plan: Plan, rank: int, steps: int, goal: Goal) -> Row:
+    count = len(plan.role_of(rank).program)
+    per_instr = [s / count * 1e6 for s in lone_steps(plan, rank, steps)]
+    note = f"{_described(plan, rank)}; median of {steps} steps with 1st and 9th decile; transfers replaced by nothing"
+    return Row("host", name, median(per_instr), UNIT, *_deciles(per_instr), goal, note)
+
+
+def lone_steps(plan: Plan, rank: int, steps: int) -> list[float]:
+    """Seconds of each step of one rank by itself. Its streams and threads are the real ones; a communication returns at once."""
+    job = noop.job(plan)
+    initial = materialize(job)
+    bound = Rank(plan, rank, noop.CODE, trainee(job), initial.params, initial.buffers)
+    heart = array("q", [0] * HEART_SLOTS)
+    backend = CpuStreams(plan.role_of(rank).streams, heart)
+    engine = Engine(bound, backend, _silent, heart)
+    seconds = []
+    try:
+        for step in range(steps + 1):
+            begin = time.perf_counter()
+            engine.step(step)
+            seconds.append(time.perf_counter() - begin)
+    finally:
+        backend.close()
+    return seconds[1:]
+
+
+def _silent(comm: Comm) -> Work:
+    operand = comm.operand
+    return lambda: void(operand())
+
+
+def void(_: object) -> None:
+    """Drop a result."""
+
+
+def _gloo_row(plan: Plan, steps: int) -> Row:
+    job = noop.job(plan)
+    with Pool(plan.mesh.world) as pool:
+        run = execute(plan, noop.CODE, job, steps=steps + 1, launcher="processes", pool=pool)
+    count = max(len(r.program) for r in plan.roles)
+    per_instr = [s / count * 1e6 for s in run.step_s[1:]]
+    note = f"{_described(plan, 0)}; wall time of the slower rank: hand-offs, gloo and waiting for each other"
+    return Row("host", "2 processes over gloo", median(per_instr), UNIT, *_deciles(per_instr), None, note)
+
+
+def _described(plan: Plan, rank: int) -> str:
+    streams = Counter(i.stream for i in plan.role_of(rank).program)
+    threads = len(streams) - 1
+    return f"{sum(streams.values())} instructions, {sum(n for s, n in streams.items() if s != COMPUTE)} of them on {threads} threads"
+
+
+def _deciles(values: list[float]) -> tuple[float, float]:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
+
+

@@ -1,0 +1,130 @@
+"""What all benchmarks share: rows of the result table, the machine they were taken on, and statistics."""
+
+from __future__ import annotations
+
+import gc
+import os
+import platform
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+RESAMPLES = 4000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A number that the project has set itself. `kind`: the value must stay above or below it."""
+
+    kind: Literal["above", "below"]
+    number: float
+
+    def met(self, value: float) -> bool:
+        return value > self.number if self.kind == "above" else value < self.number
+
+    def __str__(self) -> str:
+        return f"{'>' if self.kind == 'above' else '<'} {self.number:g}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number. `low` and `high`: what `note` says (extremes of the repetitions when it says nothing). `judged`: the number
+    that the goal is for, when it is not `value`."""
+
+    section: str
+    name: str
+    value: float
+    unit: str
+    low: float | None = None
+    high: float | None = None
+    goal: Goal | None = None
+    note: str = ""
+    judged: float | None = None
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the goal is met; None without one."""
+        if self.goal is None:
+            return None
+        return self.goal.met(self.value if self.judged is None else self.judged)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where and when the numbers were taken. `load`: the machine's load average before the first of them."""
+
+    cpu: str
+    cores: int
+    threads: int
+    memory_gib: float
+    system: str
+    python: str
+    torch: str
+    load: float
+    date: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.cpu}, {self.cores} cores, {self.memory_gib:.0f} GiB, {self.system}; {self.threads} thread per process; "
+            f"Python {self.python}, torch {self.torch}; load {self.load:.2f} before; {self.date}"
+        )
+
+
+def machine(threads: int = 1) -> Machine:
+    """This machine, now."""
+    pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    return Machine(
+        cpu=_cpu_model(),
+        cores=os.cpu_count() or 1,
+        threads=threads,
+        memory_gib=pages / 2**30,
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        torch=version("torch"),
+        load=os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0,
+        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        if names:
+            return names[0]
+    return platform.processor() or platform.machine()
+
+
+def repeated(call: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each of `repeats` calls, after one that is not counted. Garbage is collected before each; during it the
+    collector does what it does for every user."""
+    call()
+    out = []
+    for _ in range(repeats):
+        gc.collect()
+        begin = time.perf_counter()
+        call()
+        out.append(time.perf_counter() - begin)
+    return out
+
+
+def rate_row(section: str, name: str, count: int, seconds: Sequence[float], unit: str, goal: Goal | None = None, note: str = "") -> Row:
+    """Count per second: median and extremes over the repetitions."""
+    rates = [count / s for s in seconds]
+    return Row(section, name, median(rates), unit, min(rates), max(rates), goal, note)
+
+
+def median_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
+    """Median with a 95 % interval by the percentile bootstrap (Efron 1979), which assumes nothing about the distribution; the
+    resampling is seeded, so that equal values give equal intervals."""
+    draw = random.Random(seed)
+    medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
+    tail = int((1 - CONFIDENCE) / 2 * RESAMPLES)
+    return median(values), medians[tail], medians[-1 - tail]

@@ -1,0 +1,121 @@
+"""Measurements: a CSV file and a table, with machine and date. `make bench`, or
+
+python benchmarks/run.py                      all sections (about ten minutes on two cores)
+python benchmarks/run.py simulate sweep       some of them
+python benchmarks/run.py --quick              fewer repetitions: does it run, and roughly how fast
+
+Numbers of a shared or busy machine are worth little; the load average before the first measurement is in the header.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+# One thread per process, as in the test suite; it must be set before torch is imported, and worker processes inherit it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MKL_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":  # run as a file, sys.path begins with this folder and not with the root
+    sys.path[0] = str(ROOT)
+
+from rich.console import Console  # noqa: E402 - the environment comes first
+from rich.table import Table  # noqa: E402
+
+from benchmarks.measure import Machine, Row, machine  # noqa: E402
+
+SECTIONS = {
+    "compile": "compile_rates:rows",
+    "capture": "capture_section:rows",
+    "simulate": "plan_rates:simulate_rows",
+    "sweep": "plan_rates:sweep_rows",
+    "host": "host_cost:rows",
+    "step": "step_time:rows",
+}
+"""Name -> module and function of `quick`, which returns a list of Row. Modules are imported when their section runs."""
+
+WIDTH = 170
+"""Columns of the table where there is no terminal."""
+COLUMNS = ("section", "name", "value", "low", "high", "unit", "goal", "met", "note")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the sections asked for. Exit code 1 when one of them failed; a goal that is not met is a result, not a failure."""
+    options = _options(argv)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    where = machine()
+    console.print(f"[bold]{where}[/bold]")
+    rows: list[Row] = []
+    failed: list[str] = []
+    for name in options.sections or SECTIONS:
+        begin = time.perf_counter()
+        try:
+            found = section(name)(options.quick)
+        except Exception as e:  # the other sections are still worth having
+            console.print_exception()
+            failed.append(f"{name}: {type(e).__name__}: {e}")
+            continue
+        console.print(_table(name, found, time.perf_counter() - begin))
+        rows += found
+    path = options.csv or ROOT / "benchmarks" / "results" / f"{where.date.replace(':', '')[:17]}.csv"
+    write(path, where, rows)
+    console.print(f"{len(rows)} rows in {path}")
+    for line in failed:
+        console.print(f"[red]failed[/red] {line}")
+    return 1 if failed else 0
+
+
+def section(name: str) -> Callable[[bool], list[Row]]:
+    """The function that measures a section."""
+    module, _, function = SECTIONS[name].partition(":")
+    found: Callable[[bool], list[Row]] = getattr(import_module(f"benchmarks.{module}"), function)
+    return found
+
+
+def _options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", choices=[*SECTIONS, []], metavar="SECTION", help=", ".join(SECTIONS))
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
+    parser.add_argument("--csv", type=Path, help="where to write the rows (default: benchmarks/results/DATE.csv)")
+    return parser.parse_args(argv)
+
+
+def _table(section: str, rows: list[Row], seconds: float) -> Table:
+    table = Table(title=f"{section} ({seconds:.0f} s)", title_justify="left")
+    for column, justify in (("", "left"), ("value", "right"), ("low", "right"), ("high", "right"), ("unit", "left")):
+        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    table.add_column("goal")
+    table.add_column("note", overflow="fold")
+    for row in rows:
+        goal = "" if row.goal is None else f"{row.goal} {'[green]met[/green]' if row.met else '[red]missed[/red]'}"
+        table.add_row(row.name, _number(row.value), _number(row.low), _number(row.high), row.unit, goal, row.note)
+    return table
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def write(path: Path, where: Machine, rows: list[Row]) -> None:
+    """One CSV: a comment line with the machine, the header, a line per row."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        file.write(f"# {where}\n")
+        out = csv.writer(file, lineterminator="\n")
+        out.writerow(COLUMNS)
+        for r in rows:
+            met = "" if r.met is None else "yes" if r.met else "no"
+            low, high = ("" if x is None else f"{x:.6g}" for x in (r.low, r.high))
+            out.writerow((r.section, r.name, f"{r.value:.6g}", low, high, r.unit, r.goal or "", met, r.note))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

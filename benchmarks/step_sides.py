@@ -1,0 +1,152 @@
+"""The two sides of a comparison on one rank: torch.distributed's own parallelism, and a plan in Piper's engine."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.step_model import GPT, STAGES, Regime, Stage, batch, fused_adamw, job, loss
+from piper_ir.ops import Compute
+from piper_ir.plan import Plan
+from piper_runtime.code import ShippedCode
+from piper_runtime.engine import Engine
+from piper_runtime.gloo import GlooCommunicators
+from piper_runtime.job import materialize
+from piper_runtime.messages import HEART_SLOTS
+from piper_runtime.rank import Rank
+from piper_runtime.run import trainee
+from piper_runtime.streams import CpuStreams
+
+Kind = Literal["GPipe", "1F1B", "DDP"]
+WORLD = 2
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One comparison: the same model, data and optimizer on both sides, and the plan of ours with its code."""
+
+    kind: Kind
+    regime: Regime
+    plan: Plan
+    code: Mapping[str, Mapping[str, ShippedCode]]
+
+    @property
+    def global_batch(self) -> int:
+        return self.plan.global_batch
+
+
+class Side(Protocol):
+    """One way to train. `losses`: of each step on this rank, empty on a rank that computes none."""
+
+    losses: list[float]
+
+    def step(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class TorchPipeline:
+    """torch.distributed.pipelining with its defaults."""
+
+    def __init__(self, setup: Setup, rank: int) -> None:
+        self.losses: list[float] = []
+        self._setup, self._rank, self._step = setup, rank, 0
+        module = Stage(initial_model(setup), rank)
+        stage = PipelineStage(module, rank, STAGES, torch.device("cpu"))
+        schedule = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}[setup.kind]
+        self._schedule = schedule(stage, setup.regime.microbatches, loss_fn=loss)
+        self._optimizer = fused_adamw(module)
+
+    def step(self) -> None:
+        size = self._setup.global_batch
+        inputs, targets = batch(self._setup.regime.context, size, self._step, range(size))
+        if self._rank == 0:
+            self._schedule.step(inputs)
+        else:
+            found: list[torch.Tensor] = []
+            self._schedule.step(target=targets, losses=found)
+            self.losses.append(torch.stack(found).mean().item())
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._step += 1
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class TorchData:
+    """DistributedDataParallel: its default buckets (25 MiB, the first 1 MiB), gradients as views of them, which is its fastest
+    setting."""
+
+    def __init__(self, setup: Setup, rank: int) -> None:
+        self.losses: list[float] = []
+        self._setup, self._step = setup, 0
+        self._model = DistributedDataParallel(initial_model(setup), gradient_as_bucket_view=True)
+        self._optimizer = fused_adamw(self._model)
+        rows = setup.global_batch // WORLD
+        self._rows = range(rank * rows, (rank + 1) * rows)
+
+    def step(self) -> None:
+        inputs, targets = batch(self._setup.regime.context, self._setup.global_batch, self._step, self._rows)
+        found = loss(self._model(inputs), targets)
+        found.backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.losses.append(found.item())
+        self._step += 1
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class Ours:
+    """A plan on one rank, bound as `piper_runtime.worker` binds it."""
+
+    def __init__(self, setup: Setup, rank: int, store: dist.Store) -> None:
+        self.losses: list[float] = []
+        work = job(setup.regime, setup.global_batch)
+        initial = materialize(work)
+        self._bound = Rank(setup.plan, rank, setup.code, trainee(work), initial.params, initial.buffers)
+        communicators = GlooCommunicators(dist.PrefixStore("ours", store), rank)
+        communicators.connect(setup.plan)
+        heart: Any = array("q", [0] * HEART_SLOTS)
+        self._streams = CpuStreams(setup.plan.role_of(rank).streams, heart)
+        self._engine = Engine(self._bound, self._streams, communicators.bind, heart)
+        self._step = 0
+
+    def step(self) -> None:
+        self._run(traced=False)
+
+    def _run(self, traced: bool) -> None:
+        self._engine.step(self._step, traced=traced)
+        if found := self._bound.scalars["loss"]:
+            self.losses.append(sum(found.values()) / len(found))
+        self._step += 1
+
+    def forward_s(self) -> list[float]:
+        """Seconds of each forward instruction of one more step."""
+        self._run(traced=True)
+        program = self._bound.role.program
+        forward = {i for i, instr in enumerate(program) if any(isinstance(p.op, Compute) and p.op.step == "F" for p in instr.parts)}
+        return [end - start for i, start, end in self._engine.spans if i in forward]
+
+    def close(self) -> None:
+        self._streams.close()
+
+
+def initial_model(setup: Setup) -> GPT:
+    """The model as the job makes it."""
+    work = job(setup.regime, setup.global_batch)
+    torch.manual_seed(work.seed)
+    return GPT(setup.regime)
+
+
+def theirs(setup: Setup, rank: int) -> Side:
+    """torch's side of a comparison."""
+    return TorchData(setup, rank) if setup.kind == "DDP" else TorchPipeline(setup, rank)

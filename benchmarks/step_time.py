@@ -1,0 +1,121 @@
+"""Step time against torch.distributed: pipelining's ScheduleGPipe and Schedule1F1B (pp=2), DistributedDataParallel (dp=2).
+
+Same model, data, loss, optimizer and processes, one thread each, gloo over loopback. Two processes hold both sides; timed runs
+of the two alternate, and which one goes first alternates too. The result is the median of torch/ours over the pairs with its
+95 % interval: above 1 a plan is faster than torch.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from statistics import mean, median
+
+import piper
+from benchmarks.measure import Goal, Row, median_interval
+from benchmarks.step_model import LARGE, SMALL, Regime, job
+from benchmarks.step_profile import Profile
+from benchmarks.step_sides import WORLD, Kind, Setup
+from benchmarks.step_worker import Measured, work
+from piper_runtime.code import ShippedCode
+
+PAIRS, QUICK_PAIRS = 40, 6
+GOAL = Goal("above", 0.98)
+DEADLINE_S = 600.0
+KINDS: tuple[Kind, ...] = ("GPipe", "1F1B", "DDP")
+
+
+def rows(quick: bool) -> list[Row]:
+    """Every comparison in both regimes."""
+    return [row for regime in (LARGE, SMALL) for kind in KINDS for row in compared(kind, regime, QUICK_PAIRS if quick else PAIRS)]
+
+
+def compared(kind: Kind, regime: Regime, pairs: int) -> list[Row]:
+    """One comparison: the ratio, both step times, and what the profiles say about the difference."""
+    setup = prepared(kind, regime)
+    measured = run(setup, pairs)
+    ours, torchs = ([max(m) for m in zip(*(getattr(x, side) for x in measured))] for side in ("ours", "theirs"))
+    title = f"{kind} {'pp' if kind != 'DDP' else 'dp'}=2, {regime.name}"
+    ratio, low, high = median_interval([t / o for t, o in zip(torchs, ours)])
+    forward = median(s for m in measured for s in m.forward_s) * 1e3
+    note = f"{pairs} interleaved pairs of {regime.steps} step{'s' if regime.steps > 1 else ''}, 95 % interval of the median; F {forward:.1f} ms"
+    out = [Row("step", f"{title}: torch/ours", ratio, "ratio", low, high, GOAL, note + "; the goal is for the lower end", low)]
+    for name, values in (("ours", ours), ("torch", torchs)):
+        ordered = sorted(x * 1e3 for x in values)
+        tenth = len(ordered) // 10
+        out.append(Row("step", f"{title}: {name}", median(ordered), "ms/step", ordered[tenth], ordered[-1 - tenth], None, "1st and 9th decile"))
+    return out + _profile_rows(title, [m.profile_ours for m in measured], [m.profile_theirs for m in measured])
+
+
+def _profile_rows(title: str, ours: Sequence[Profile], torchs: Sequence[Profile]) -> list[Row]:
+    """Per category the mean over the ranks, largest difference first."""
+    found = {}
+    for category in sorted({c for p in (*ours, *torchs) for c in p}):
+        found[category] = [mean(p.get(category, 0.0) for p in side) * 1e3 for side in (ours, torchs)]
+    order = sorted(found, key=lambda c: -abs(found[c][0] - found[c][1]))
+    return [
+        Row("step", f"{title}: profile, {c}", found[c][0], "ms/step", None, None, None,
+            f"torch {found[c][1]:.2f}; ours - torch {found[c][0] - found[c][1]:+.2f}")
+        for c in order
+    ]  # fmt: skip
+
+
+def prepared(kind: Kind, regime: Regime) -> Setup:
+    """The comparison with its plan and code, compiled as a user would."""
+    recipes = piper.recipes
+    if kind == "DDP":
+        work, mesh, recipe = job(regime, WORLD * regime.rows), piper.Mesh(dp=2), recipes.data_parallel(over=("dp",))
+    else:
+        work, mesh = job(regime, regime.rows * regime.microbatches), piper.Mesh(pp=2)
+        recipe = {"GPipe": recipes.gpipe, "1F1B": recipes.one_f_one_b}[kind](pp=2, microbatches=regime.microbatches)
+    compiled = piper.compile(work, piper.Strategy(mesh, recipe))
+    plan = compiled.plan
+    assert compiled.code is not None
+    code = compiled.code.export([c.code for c in plan.chunks], plan.rows)
+    shipped = {
+        name: {step: ShippedCode(c.source, dict(c.constants)) for step, c in steps.items()} for name, steps in code.items()
+    }
+    return Setup(kind, regime, plan, shipped)
+
+
+def run(setup: Setup, pairs: int) -> list[Measured]:
+    """Start the two processes and collect what they measure. RuntimeError with a process's traceback when one fails."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="piper-bench-") as folder:
+        pipes: list[Connection] = []  # type: ignore[type-arg]
+        processes: list[BaseProcess] = []
+        try:
+            for rank in range(WORLD):
+                ours, its = context.Pipe(duplex=False)
+                process = context.Process(target=work, args=(setup, rank, str(Path(folder, "store")), pairs, its), daemon=True)
+                process.start()
+                its.close()
+                pipes.append(ours)
+                processes.append(process)
+            return collected(pipes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def collected(pipes: Sequence[Connection]) -> list[Measured]:  # type: ignore[type-arg]
+    found: dict[int, Measured] = {}
+    while len(found) < len(pipes):
+        ready = wait([p for rank, p in enumerate(pipes) if rank not in found], DEADLINE_S)
+        if not ready:
+            raise RuntimeError(f"no rank answered within {DEADLINE_S:.0f} s")
+        for pipe in ready:
+            rank = next(r for r, p in enumerate(pipes) if p is pipe)
+            try:
+                answer = pipe.recv()  # type: ignore[union-attr]
+            except EOFError:
+                raise RuntimeError(f"the process of rank {rank} ended without an answer; its output is above") from None
+            if not isinstance(answer, Measured):
+                raise RuntimeError(f"rank {rank} failed:\n{answer}")
+            found[rank] = answer
+    return [found[r] for r in range(len(pipes))]

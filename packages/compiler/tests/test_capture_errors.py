@@ -1,0 +1,193 @@
+"""What capture refuses, by name and with the user's line."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from piper_compiler.capture import capture, region
+from piper_ir.errors import CaptureError
+
+REFUSED: dict[str, tuple[Callable[[nn.Linear, Tensor], Tensor], str]] = {}
+
+
+def refused(pattern: str) -> Callable[[Any], Any]:
+    def add(body: Any) -> Any:
+        REFUSED[body.__name__] = (body, pattern)
+        return body
+
+    return add
+
+
+@refused(r"print")
+def graph_break(linear: nn.Linear, x: Tensor) -> Tensor:
+    print(x)
+    return linear(x)
+
+
+@refused(r"cannot be captured")
+def value_read(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x) if x.sum().item() > 0 else x
+
+
+@refused(r"the number of rows of the batch is compared or combined with a constant")
+def rows_fixed(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x) + torch.ones(6, 1)
+
+
+@refused(r"behaves differently with 2 rows")
+def rows_branch(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x) if x.shape[0] > 3 else x
+
+
+@refused(r"not affine in the rows")
+def rows_squared(linear: nn.Linear, x: Tensor) -> Tensor:
+    y = linear(x).flatten()
+    return (y[:, None] * y[None, :]).sum() * linear(x)
+
+
+@refused(r"depends on values of tensors")
+def dynamic_shape(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x)[x > 0]
+
+
+@refused(r"batch_norm.*batch statistics")
+def batch_statistics(linear: nn.Linear, x: Tensor) -> Tensor:
+    return F.batch_norm(linear(x), None, None, training=True)
+
+
+@refused(r"autocast inside the model")
+def autocast(linear: nn.Linear, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return linear(x)
+
+
+@refused(r"checkpoint inside the model")
+def checkpointing(linear: nn.Linear, x: Tensor) -> Tensor:
+    return checkpoint(linear, x, use_reentrant=False)
+
+
+@refused(r"parameter 'linear.bias' is changed in place")
+def parameter_change(linear: nn.Linear, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        linear.bias.mul_(0.5)
+    return linear(x)
+
+
+@refused(r"that other regions see through a view")
+def aliased_change(linear: nn.Linear, x: Tensor) -> Tensor:
+    with region(stage=0):
+        y = linear(x)
+        view = y.view(-1, 2, 2)
+    with region(stage=1):
+        y.add_(1)
+        return linear(view.reshape(-1, 4)) + y
+
+
+@torch.library.custom_op("piper_tests::no_shape", mutates_args=())
+def no_shape(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@refused(r"register_fake")
+def unregistered_shape(linear: nn.Linear, x: Tensor) -> Tensor:
+    return no_shape(linear(x))
+
+
+@refused(r"torch.library.custom_op\('ns::name'")
+def unregistered_kernel(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(torch.tensor(numpy.frompyfunc(abs, 1, 1)(x.numpy())))
+
+
+@refused(r"coordinate stage='a' is not a non-negative integer")
+def odd_coordinate(linear: nn.Linear, x: Tensor) -> Tensor:
+    with region(stage="a"):  # type: ignore[arg-type]
+        return linear(x)
+
+
+GLOBAL = torch.ones(4)
+
+
+@refused(r"neither a parameter, a buffer nor part of the batch")
+def global_tensor(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(x) * GLOBAL
+
+
+class Model(nn.Module):
+    def __init__(self, body: Callable[[nn.Linear, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.body = nn.Linear(4, 4), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self.linear, x)
+
+
+def batch(rows: range) -> tuple[Tensor, Tensor]:
+    return torch.ones(len(rows), 4), torch.ones(len(rows), 4)
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return output.mean()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name(name: str) -> None:
+    body, pattern = REFUSED[name]
+    with pytest.raises(CaptureError, match=pattern) as caught:
+        capture(lambda: Model(body), batch, mean)
+    if name in ("rows_squared", "global_tensor"):
+        return
+    first = inspect.getsourcelines(body)[1]
+    named = [n for n in range(first, first + 9) if f"test_capture_errors.py:{n}" in str(caught.value)]
+    assert named, str(caught.value)
+
+
+def test_the_same_model_without_the_offence_is_captured() -> None:
+    assert capture(lambda: Model(lambda linear, x: linear(x)), batch, mean).program.chunks
+
+
+@pytest.mark.parametrize(
+    ("loss", "pattern"),
+    [
+        (lambda o, t: o, r"torch.float32 of shape \[rows, 4\]; it must return a floating-point scalar"),
+        (lambda o, t: (o.sum(), t), r"weight of shape"),
+        (lambda o, t: t.sum(), "does not depend on any parameter"),
+        (lambda o, t: o.sum().long(), "torch.int64"),
+    ],
+)
+def test_losses_of_the_wrong_kind(loss: Any, pattern: str) -> None:
+    with pytest.raises(CaptureError, match=pattern):
+        capture(lambda: Model(lambda linear, x: linear(x)), batch, loss)
+
+
+@pytest.mark.parametrize(
+    ("make", "pattern"),
+    [
+        (lambda rows: torch.ones(4), "must return a pair"),
+        (lambda rows: (torch.ones(3, 4), torch.ones(2)), r"inputs has shape \(3, 4\) for 2 rows"),
+        (lambda rows: (torch.ones(2, 4), {"n": 3}), "targets.n is a int"),
+    ],
+)
+def test_batches_of_the_wrong_kind(make: Any, pattern: str) -> None:
+    with pytest.raises(CaptureError, match=pattern):
+        capture(lambda: Model(lambda linear, x: linear(x)), make, mean)
+
+
+def test_a_model_function_that_returns_something_else() -> None:
+    with pytest.raises(CaptureError, match="model\\(\\) returned int"):
+        capture(lambda: 3, batch, mean)  # type: ignore[arg-type, return-value]
+
+
+def test_rows_of_a_microbatch_are_checked_when_they_are_bound() -> None:
+    captured = capture(lambda: Model(lambda linear, x: linear(x) if x.shape[0] < 9 else x), batch, mean)
+    captured.bind(8)
+    with pytest.raises(CaptureError, match="behaves differently with 9 rows"):
+        captured.bind(9)

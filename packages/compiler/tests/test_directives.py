@@ -1,0 +1,379 @@
+"""Every numbered legality condition of every directive: messages name the directive, the line that wrote it, the condition."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from packages.compiler.tests.compile_cases import layered
+from piper_compiler import (
+    Directive,
+    Strategy,
+    compile_program,
+    describe,
+    directive,
+    fail,
+    order,
+    partition,
+    place,
+    replicate,
+    site_field,
+    split,
+    stream,
+    synthetic,
+)
+from piper_compiler.build import build
+from piper_compiler.compile import apply_directives
+from piper_ir.errors import CompileError, DirectiveError, PiperError, SelectorError
+from piper_ir.graph import Graph
+from piper_ir.mesh import Mesh
+from piper_ir.program import Program
+from piper_ir.select import ANY, NONE, Where, where
+
+MESH = Mesh(pp=2, dp=2)
+BOTH = (place(where(stage=0), on=dict(pp=0)), place(where(stage=1), on=dict(pp=1)))
+
+
+def applied(*directives: Directive, program: Program | None = None, mesh: Mesh = MESH) -> Graph:
+    return apply_directives(build(program or layered(4), mesh), directives)
+
+
+def refused(
+    condition: int, last: Directive, *before: Directive, program: Program | None = None, says: str, mesh: Mesh = MESH
+) -> str:
+    """Check that the last directive is refused by a condition, with its text, its call site and that condition's number."""
+    with pytest.raises(DirectiveError) as caught:
+        applied(*before, last, program=program, mesh=mesh)
+    message = str(caught.value)
+    kind = type(last).__name__.lower()
+    assert message.startswith(f"{describe(last)} at {Path(__file__).name}:"), message
+    assert message.endswith(f"[{kind} condition {condition}]"), message
+    assert says in message, message
+    return message
+
+
+def test_the_call_site_is_the_line_that_wrote_the_directive() -> None:
+    line = sys._getframe().f_lineno + 1
+    message = refused(1, partition(stages=0), says="at least one stage")
+    assert f"test_directives.py:{line}: " in message
+
+
+def stages(*numbers: int | None) -> Program:
+    """One layered program whose layers also carry these stages (None: none)."""
+    program = layered(len(numbers))
+    chunks = (
+        replace(c, coords=c.coords if s is None else {**c.coords, "stage": s})
+        for c, s in zip(program.chunks, numbers, strict=True)
+    )
+    return replace(program, chunks=tuple(chunks))
+
+
+class TestPartition:
+    def test_1_enough_layers(self) -> None:
+        refused(1, partition(stages=0), says="at least one stage is needed")
+        refused(1, partition(stages=5), says="the model has 4 layers; use at most 4 stages")
+
+    @pytest.mark.parametrize(
+        ("at", "says"),
+        [
+            ((1,), "3 stages need 2 boundaries, found 1"),
+            ((2, 1), "ascend"),
+            ((1, 1), "ascend"),
+            ((0, 2), "among the layers 1..3"),
+            ((1, 4), "among the layers 1..3"),
+            ("widest", '"even", "cost" or a tuple'),
+        ],
+    )
+    def test_2_boundaries(self, at: tuple[int, ...], says: str) -> None:
+        refused(2, partition(stages=3, at=at), says=says)
+
+    def test_3_layers_exist(self) -> None:
+        program = layered(2)
+        bare = replace(program, chunks=tuple(replace(c, coords={"expert": 0}) for c in program.chunks))
+        refused(3, partition(stages=2), program=bare, says="piper.region(stage=...)")
+
+    def test_4_agrees_with_tags(self) -> None:
+        refused(4, partition(stages=2), program=synthetic(stages=3, F=1, I=1, W=1), says="partition(stages=3) agrees")
+        refused(4, partition(stages=2), program=stages(0, 2, 2, 2), says="tagged with stages [0, 2]")
+        refused(4, partition(stages=2), program=stages(0, None, 1, 1), says="stage1.F has none")
+        assert applied(partition(stages=2), program=stages(0, 0, 1, 1)).coordinates()["stage"] == [0, 1]
+
+    def test_5_before_place(self) -> None:
+        everything = place(where(), on=dict(pp=0))
+        refused(5, partition(stages=2), everything, says="write partition before place")
+
+
+class TestSplit:
+    def test_1_at_least_one(self) -> None:
+        refused(1, split(where(), microbatches=0), says="at least one microbatch")
+
+    def test_2_once(self) -> None:
+        refused(2, split(where(), microbatches=2), split(where(), microbatches=1), says="split into 1 microbatches already")
+
+    def test_3_everything(self) -> None:
+        refused(3, split(where(layer=0), microbatches=2), says="2 of 8 nodes are selected; use where()")
+
+    def test_4_before_place(self) -> None:
+        refused(4, split(where(), microbatches=2), partition(stages=2), BOTH[0], says="write split before place")
+
+
+class TestPlace:
+    first = (partition(stages=2), split(where(), microbatches=2))
+
+    def test_1_inside_the_mesh(self) -> None:
+        says = "pp=2 is outside of Mesh(pp=2, dp=2), where pp has 2 coordinates"
+        refused(1, place(where(stage=0), on=dict(pp=2)), *self.first, says=says)
+        refused(1, place(where(stage=0), on=dict(pp=-1)), *self.first, says="pp=-1 is outside")
+        refused(
+            1, place(where(stage=0), on=dict(stage=0)), *self.first, says="unknown axis 'stage'; the axes are cp, dp, ep, pp, tp"
+        )
+        refused(1, place(where(stage=0), on={}), *self.first, says="give at least one axis")
+
+    def test_1_a_degree_of_one_is_no_error(self) -> None:
+        lowered = compile_program(layered(4), Strategy(Mesh(), (partition(stages=1), place(where(stage=0), on=dict(pp=0)))))
+        assert [r.role for r in lowered.plan.roles] == ["pp0"]
+
+    def test_2_placed_once(self) -> None:
+        says = "stage0.F@0, stage1.F@0, stage0.F@1, stage1.F@1 and 4 more is placed on pp0 already"
+        refused(2, place(where(stage=0), on=dict(pp=1)), *self.first, BOTH[0], says=says)
+        refused(2, place(where(stage=0, mb=1), on=dict(pp=1)), *self.first, BOTH[0], says="a node runs in one place")
+
+    def test_3_the_same_axes(self) -> None:
+        says = "it fixes ['dp', 'pp'] but pp0 fixes ['pp']; give every placement the same axes"
+        refused(3, place(where(stage=1), on=dict(pp=1, dp=0)), *self.first, BOTH[0], says=says)
+
+    def test_4_not_replicated_over_a_placed_axis(self) -> None:
+        says = "replicated over ('dp',); a placed axis cannot be replicated too"
+        refused(4, place(where(stage=0), on=dict(dp=0)), *self.first, replicate(where()), says=says)
+
+    def test_5_streams_agree(self) -> None:
+        named = place(where(stage=0, mb=0), on=dict(pp=0), send="out")
+        refused(5, place(where(stage=0, mb=1), on=dict(pp=0), send="up"), *self.first, named, says="pp0 sends on 'out'")
+        refused(5, place(where(stage=0), on=dict(pp=0), recv="compute"), *self.first, says="the stream 'compute' is for compute")
+        assert applied(*self.first, named, place(where(stage=0, mb=1), on=dict(pp=0), send="out")).transports["pp0"].send == "out"
+
+    def test_6_a_backward_runs_where_its_forward_does(self) -> None:
+        forward = place(where(stage=0, phase="F"), on=dict(pp=0))
+        refused(6, place(where(stage=0, phase="B"), on=dict(pp=1)), *self.first, forward, says=".F@0 is placed on pp0")
+        backward = place(where(stage=0, phase="B"), on=dict(pp=0))
+        refused(6, place(where(stage=0, phase="F"), on=dict(pp=1)), *self.first, backward, says=".B@0 is placed on pp0")
+        assert {n.role for n in applied(*self.first, forward, backward).select(where(stage=0))} == {"pp0"}
+
+
+class TestReplicate:
+    def test_1_axes(self) -> None:
+        refused(1, replicate(where(), over=()), says="one or more of")
+        refused(1, replicate(where(), over=("data",)), says="over=('data',); one or more of cp, dp, ep, pp, tp are accepted")
+
+    def test_1_a_degree_of_one_is_no_error(self) -> None:
+        plan = compile_program(layered(2), Strategy(Mesh(), (replicate(where(), over=("dp", "ep")),))).plan
+        assert plan.replicas == 1 and not plan.channels
+
+    def test_2_whole_chunks(self) -> None:
+        refused(2, replicate(where(phase="F")), says="1 of 2 nodes of stage0 are selected; select by region")
+        refused(2, replicate(where(mb=0)), split(where(), microbatches=3), says="2 of 6 nodes of stage0")
+
+    def test_3_once(self) -> None:
+        says = "stage1 is replicated by replicate(where(layer=1)) (test_directives.py:"
+        refused(3, replicate(where()), replicate(where(layer=1)), says=says)
+
+    def test_4_not_over_a_placed_axis(self) -> None:
+        says = "stage0.F is placed on pp0; it cannot be replicated over the same axis"
+        refused(4, replicate(where(), over=("pp",)), partition(stages=2), *BOTH, says=says)
+
+    def test_5_sizes_and_levels(self) -> None:
+        refused(5, replicate(where(), bucket_mb=0), says="bucket_mb must be positive")
+        refused(5, replicate(where(), zero=1), says="only zero=0 exists")
+
+    def test_6_stream(self) -> None:
+        refused(6, replicate(where(), reduce="compute"), says="the stream 'compute' is for compute")
+
+
+class TestOrder:
+    first = (partition(stages=2), split(where(), microbatches=2))
+
+    def test_1_two_selections_that_match(self) -> None:
+        refused(1, order(where(mb=0)), *self.first, says="at least two selections")
+        with pytest.raises(
+            SelectorError, match=r"order\(where\(mb=0\), where\(mb=7\)\) at test_directives.py:\d+: where\(mb=7\)"
+        ):
+            applied(*self.first, order(where(mb=0), where(mb=7)))
+
+    def test_1_a_missing_backward_may_be_skipped_and_nothing_else(self) -> None:
+        program = replace(layered(4), chunks=tuple(_forward_only(c) if c.coords["layer"] < 2 else c for c in _after_frozen(4)))
+        sequence = (where(stage=0, mb=0, phase="F"), where(stage=0, mb=0, phase="B"), where(stage=0, mb=1, phase="F"))
+        with pytest.raises(SelectorError, match="matches no node"):
+            applied(*self.first, order(*sequence), program=program)
+        skipped = applied(*self.first, order(*sequence, missing="skip"), program=program)
+        assert ("stage1.F@0", "stage0.F@1") in skipped.order_edges
+        for typo in (where(stage=7, mb=0, phase="B"), where(stage=0, mb=9, phase="B"), where(stage=0, phase="X")):
+            with pytest.raises(SelectorError, match="matches no node"):
+                applied(*self.first, order(sequence[0], typo, missing="skip"), program=program)
+
+    def test_2_disjoint(self) -> None:
+        refused(2, order(where(mb=0), where(phase="F")), *self.first, says="stage0.F@0 is in where(mb=0) and in where(phase='F')")
+
+    def test_3_placed(self) -> None:
+        refused(3, order(where(stage=1, mb=0), where(stage=1, mb=1)), *self.first, BOTH[0], says="write place before order")
+
+    def test_4_has_an_effect(self) -> None:
+        refused(4, order(where(stage=0), where(stage=1)), *self.first, *BOTH, says="no two of the selections share a device")
+
+    def test_all_of_a_runs_before_all_of_b(self) -> None:
+        graph = applied(*self.first, *BOTH, order(where(stage=1, mb=1), where(stage=1, mb=0)))
+        edges = [(a, b) for a, b in graph.order_edges if ("@1" in a) != ("@1" in b)]
+        assert edges == [("stage2.B@1", "stage2.F@0")]
+
+
+class TestStream:
+    first = (partition(stages=2), split(where(), microbatches=2))
+
+    def test_1_transfers_exist(self) -> None:
+        with pytest.raises(SelectorError, match=r"stream\(where\(op='send'\), name='p2p'\) at test_directives.py:\d+"):
+            applied(*self.first, stream(where(op="send"), "p2p"))
+
+    def test_2_compute_stays(self) -> None:
+        refused(2, stream(where(op="send"), "compute"), *self.first, *BOTH, says="is for compute")
+        refused(2, stream(where(stage=0), "side"), *self.first, *BOTH, says="stage0.F@0 is no transfer")
+
+    def test_3_whole_channels(self) -> None:
+        says = "uses channel pp0>pp1.act too but is not selected"
+        refused(3, stream(where(op="send", mb=0, phase="F"), "p2p"), *self.first, *BOTH, says=says)
+
+    def test_plans_use_it(self) -> None:
+        strategy = Strategy(Mesh(pp=2), (*self.first, *BOTH, stream(where(op=("send", "recv")), "p2p")))
+        plan = compile_program(layered(4), strategy).plan
+        assert [r.streams for r in plan.roles] == [("compute", "p2p")] * 2
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        split(where(layer=9), microbatches=2),
+        place(where(layer=9), on=dict(pp=0)),
+        replicate(where(layer=9)),
+        stream(where(layer=9), "s"),
+    ],
+)
+def test_a_selection_that_matches_nothing_is_an_error_that_says_what_there_is(item: Directive) -> None:
+    with pytest.raises(SelectorError) as caught:
+        applied(item)
+    message = str(caught.value)
+    assert message.startswith(f"{describe(item)} at test_directives.py:")
+    assert "where(layer=9) matches no node. There are nodes with layer in 0, 1, 2, 3" in message
+
+
+def test_an_unknown_coordinate_is_named() -> None:
+    with pytest.raises(SelectorError, match=r"no coordinate 'expert'; there are chunk, layer, op, phase\."):
+        applied(place(where(expert=0), on=dict(pp=0)))
+
+
+@pytest.mark.parametrize(
+    ("selection", "layers"),
+    [
+        (where(), (0, 1, 2, 3)),
+        (where(layer=2), (2,)),
+        (where(layer=(0, 3)), (0, 3)),
+        (where(layer=range(1, 3)), (1, 2)),
+        (where(layer=ANY), (0, 1, 2, 3)),
+        (where(expert=NONE), (0, 1, 2, 3)),
+        (where(layer=(1, 9)), (1,)),
+        (where(layer=range(4), chunk="stage3"), (3,)),
+    ],
+)
+def test_selection_by_value_tuple_range_any_and_none(selection: Where, layers: Iterable[int]) -> None:
+    assert [n.id for n in applied().select(selection) if n.coords["phase"] == "F"] == [f"stage{k}.F" for k in layers]
+
+
+# --- a directive in a user's file
+
+
+@directive
+@dataclass(frozen=True)
+class Reverse:
+    """Run the microbatches of the selection from last to first. Legality: 1. the batch is split."""
+
+    selection: Where
+    phase: str = "F"
+    site: str = site_field()
+
+    def check(self, graph: Graph) -> None:
+        if not graph.microbatches:
+            raise fail(self, 1, "write split before it")
+
+    def apply(self, graph: Graph) -> Graph:
+        edit = graph.edit()
+        turn = [graph.select(Where(self.selection.terms, mb=i, phase=self.phase)) for i in reversed(range(graph.microbatches))]
+        for earlier, later in pairwise(turn):
+            edit.order(earlier[-1].id, later[0].id)
+        return edit.done()
+
+
+class TestUsersDirective:
+    def test_it_works(self) -> None:
+        lowered = compile_program(layered(2), Strategy(Mesh(), (split(where(), microbatches=3), Reverse(where()))))
+        nodes = [p.node for i in lowered.plan.roles[0].program for p in i.parts]
+        assert [n for n in nodes if n.startswith("stage0.F")] == ["stage0.F@2", "stage0.F@1", "stage0.F@0"]
+
+    def test_it_is_in_the_log_with_its_line(self) -> None:
+        line = sys._getframe().f_lineno + 1
+        graph = applied(split(where(), microbatches=2), Reverse(where(layer=(0, 1)), phase="B"))
+        assert str(graph.log[-1]) == f"reverse(where(layer=(0, 1)), phase='B') (test_directives.py:{line})"
+
+    def test_its_condition_is_named(self) -> None:
+        refused(1, Reverse(where()), says="write split before it")
+
+    def test_json_both_ways(self) -> None:
+        strategy = Strategy(Mesh(pp=2), (split(where(), microbatches=2), Reverse(where(layer=(0, 1)), phase="B")))
+        assert Strategy.loads(strategy.dumps()) == strategy
+
+    def test_a_cycle_through_it_names_it(self) -> None:
+        forward_last = order(where(mb=0, phase="F"), where(mb=1, phase="F"))
+        with pytest.raises(CompileError, match=r"ordered by reverse\(where\(\)\) \(test_directives.py"):
+            compile_program(layered(1), Strategy(Mesh(), (split(where(), microbatches=2), forward_last, Reverse(where()))))
+
+    def test_two_of_one_name_are_refused(self) -> None:
+        with pytest.raises(DirectiveError, match="two directives are called Split"):
+            directive(type("Split", (), {}))
+
+    def test_apply_must_return_a_graph(self) -> None:
+        @dataclass(frozen=True)
+        class Nothing:
+            def check(self, graph: Graph) -> None: ...
+
+            def apply(self, graph: Graph) -> Graph:
+                return None  # type: ignore[return-value]  # the mistake under test
+
+        with pytest.raises(DirectiveError, match=r"nothing\(\): apply returned NoneType; a Graph is needed"):
+            applied(Nothing())
+
+
+def test_directives_apply_strictly_in_the_order_written() -> None:
+    stage_first = (partition(stages=2), split(where(), microbatches=2), *BOTH)
+    assert applied(*stage_first).roles.keys() == {"pp0", "pp1"}
+    with pytest.raises(PiperError, match="There is no coordinate 'stage'"):
+        applied(*BOTH, partition(stages=2))
+
+
+def test_a_directive_leaves_the_graph_it_was_given_alone() -> None:
+    graph = applied(partition(stages=2), split(where(), microbatches=2))
+    before = (dict(graph.nodes), dict(graph.readers), dict(graph.index), dict(graph.roles), graph.log)
+    apply_directives(graph, (*BOTH, order(where(stage=0, mb=1), where(stage=0, mb=0)), replicate(where())))
+    assert (graph.nodes, graph.readers, graph.index, graph.roles, graph.log) == before
+
+
+def _forward_only(chunk):  # type: ignore[no-untyped-def]  # a Chunk without its backward
+    forward = replace(chunk.steps["F"], writes=("out0",))
+    return replace(chunk, steps={"F": forward}, outputs=(replace(chunk.outputs[0], needs_grad=False),))
+
+
+def _after_frozen(layers: int):  # type: ignore[no-untyped-def]  # chunks of which the third sends no gradient back
+    chunks = list(layered(layers).chunks)
+    steps = {**chunks[2].steps, "I": replace(chunks[2].steps["I"], writes=("iw0",))}
+    chunks[2] = replace(chunks[2], steps=steps)
+    return chunks

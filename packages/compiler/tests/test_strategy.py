@@ -1,0 +1,146 @@
+"""Strategies: JSON both ways, and errors that name what is wrong in a file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from packages.compiler.tests.compile_cases import layered, random_case
+from piper_compiler import (
+    Strategy,
+    compile_program,
+    load_strategy,
+    order,
+    partition,
+    place,
+    recipes,
+    replicate,
+    save_strategy,
+    split,
+    stream,
+)
+from piper_ir.errors import DirectiveError, FormatError, OutputError, SelectorError
+from piper_ir.graph import Graph
+from piper_ir.mesh import Mesh
+from piper_ir.select import ANY, NONE, where
+
+EVERY = Strategy(
+    Mesh(pp=2, dp=2),
+    [
+        partition(stages=2, at=(3,)),
+        [split(where(), microbatches=4), (place(where(stage=0, expert=NONE), on=dict(pp=0), send="out", recv="in"),)],
+        place(where(stage=(1,), layer=ANY), on={"pp": 1}),
+        order(where(mb=range(2)), (where(mb=(2, 3), phase="F"),), missing="skip"),
+        replicate(where(), over=("dp",), bucket_mb=0.5, reduce="sync"),
+        stream(where(op="send"), "wire"),
+    ],
+)
+
+
+def test_json_both_ways() -> None:
+    text = EVERY.dumps()
+    assert Strategy.loads(text) == EVERY
+    assert Strategy.loads(text).dumps() == text
+    assert json.loads(text)["version"] == 1
+
+
+@pytest.mark.parametrize("seed", range(0, 60, 6))
+def test_a_loaded_strategy_gives_the_same_plan(seed: int) -> None:
+    case = random_case(seed)
+    loaded = Strategy.loads(case.strategy.dumps())
+    plans = [compile_program(case.program, s, global_batch=case.global_batch).plan.key for s in (case.strategy, loaded)]
+    assert plans[0] == plans[1]
+
+
+def test_files(tmp_path: Path) -> None:
+    save_strategy(EVERY, tmp_path / "best.json")
+    assert load_strategy(tmp_path / "best.json") == EVERY
+    with pytest.raises(FormatError, match=r"cannot read the strategy .*none\.json: No such file"):
+        load_strategy(tmp_path / "none.json")
+    with pytest.raises(OutputError, match="cannot write the strategy"):
+        save_strategy(EVERY, tmp_path / "no" / "best.json")
+
+
+def test_an_error_in_a_loaded_strategy_points_into_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "best.json"
+    save_strategy(Strategy(Mesh(), (split(where(), microbatches=2), split(where(), microbatches=3))), path)
+    with pytest.raises(DirectiveError, match=r"best\.json\.directives\[1\]: the batch is split"):
+        compile_program(layered(2), load_strategy(path))
+
+
+def changed(**fields: object) -> str:
+    return json.dumps(json.loads(EVERY.dumps()) | fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (EVERY.dumps()[:-30], "f.json: not JSON: "),
+        (EVERY.dumps()[:-30], "is the file truncated?"),
+        ("", "is the file truncated?"),
+        ("[]", '"format": "Strategy" is expected'),
+        (changed(format="Plan"), '"format": "Strategy" is expected'),
+        (changed(version=2), 'f.json: "version" is 2; this Piper reads version 1'),
+        (changed(version=None), '"version" is None'),
+        (changed(note=""), "f.json: unknown key 'note'; known are mesh, directives"),
+        (changed(mesh=[2]), '"mesh" must be an object'),
+        (changed(mesh={"data": 2}), "f.json.mesh: unknown axis 'data'; the axes are cp, dp, ep, pp, tp"),
+        (changed(mesh={"sizes": 2}), "unknown axis 'sizes'"),
+        (changed(mesh={"pp": 0}), "f.json.mesh.pp: a positive integer is expected, found 0"),
+        (changed(mesh={"pp": True}), "f.json.mesh.pp: a positive integer"),
+        (changed(directives={}), '"directives" an array'),
+        (
+            changed(directives=[{"is": "Fuse"}]),
+            "f.json.directives[0]: unknown directive 'Fuse'; known are Order, Partition, Place",
+        ),
+        (changed(directives=[{"is": "Fuse"}]), "Import the file that defines yours"),
+        (changed(directives=[{"is": ["Split"]}]), "f.json.directives[0]: unknown directive ['Split']"),
+        (changed(directives=["Split"]), "f.json.directives[0]: unknown directive 'Split'"),
+        (changed(directives=[{"is": "Split", "selection": {"terms": []}}]), "f.json.directives[0]: Split lacks microbatches"),
+        (changed(directives=[{"is": "Partition", "stages": 2, "by": 1}]), "unknown key 'by' in Partition; known are stages, at"),
+        (changed(directives=[{"is": "Partition", "stages": "2"}]), "f.json.directives[0].stages: an integer is expected"),
+        (changed(directives=[{"is": "Partition", "stages": 2, "at": "wide"}]), "f.json.directives[0].at"),
+        (changed(directives=[{"is": "Order", "selections": [{"terms": [["mb", 1.5]]}]}]), "directives[0].selections[0].terms[0]"),
+        (changed(directives=[{"is": "Partition", "stages": 2, "site": "x"}]), "unknown key 'site'"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(text: str, says: str) -> None:
+    with pytest.raises(FormatError) as caught:
+        Strategy.loads(text, "f.json")
+    assert says in str(caught.value)
+
+
+def test_what_is_no_directive_is_refused() -> None:
+    with pytest.raises(DirectiveError, match="'gpipe' is no directive; it needs to be a frozen dataclass"):
+        Strategy(Mesh(), ["gpipe"])
+    with pytest.raises(DirectiveError, match="is no directive"):
+        Strategy(Mesh(), [split])
+    with pytest.raises(DirectiveError, match="the first argument is int; a Mesh is expected"):
+        Strategy(2, ())  # type: ignore[arg-type]  # the mistake under test
+
+
+def test_an_unregistered_directive_cannot_be_saved() -> None:
+    @dataclass(frozen=True)
+    class Mine:
+        def check(self, graph: Graph) -> None: ...
+
+        def apply(self, graph: Graph) -> Graph:
+            return graph
+
+    strategy = Strategy(Mesh(), [Mine()])
+    with pytest.raises(DirectiveError, match=r"mine\(\): Mine is not registered"):
+        strategy.dumps()
+
+
+def test_values_in_selectors() -> None:
+    for bad in ((), range(0), 1.5, None, True, [1.5], {1}):
+        with pytest.raises(SelectorError, match=r"where\(mb="):
+            where(mb=bad)
+
+
+def test_strategies_are_values() -> None:
+    one, two = (Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=2)) for _ in range(2))
+    assert one == two and hash(one) == hash(two)

@@ -1,0 +1,80 @@
+"""JSON both ways for a Graph. What can be derived (writers, readers, the index) is not written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from piper_ir.codec import dumps, loads
+from piper_ir.graph import Applied, Coord, Graph, GraphValue, Node, Replication, Transport
+from piper_ir.mesh import Mesh
+from piper_ir.ops import Op
+from piper_ir.plan import Bucket, Channel
+from piper_ir.program import Program
+
+
+@dataclass(frozen=True)
+class _Node:
+    id: str
+    op: Op
+    coords: Mapping[str, Coord]
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    role: str = ""
+    stream: str = "compute"
+
+
+@dataclass(frozen=True)
+class GraphDocument:
+    """A Graph as it is written. `order`: (before, after, index of the directive in `log`)."""
+
+    mesh: Mesh
+    program: Program
+    values: Mapping[str, GraphValue]
+    nodes: tuple[_Node, ...]
+    order: tuple[tuple[str, str, int], ...] = ()
+    roles: Mapping[str, Mapping[str, int]] | None = None
+    transports: Mapping[str, Transport] | None = None
+    channels: tuple[Channel, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
+    replication: Mapping[str, Replication] | None = None
+    microbatches: int = 0
+    log: tuple[Applied, ...] = ()
+
+
+def dumps_graph(graph: Graph) -> str:
+    """The graph as a JSON document."""
+    nodes = tuple(_Node(n.id, n.op, n.coords, n.reads, n.writes, n.role, n.stream) for n in graph.nodes.values())
+    order = tuple((a, b, i) for (a, b), i in graph.order_edges.items())
+    document = GraphDocument(
+        graph.mesh,
+        graph.program,
+        graph.values,
+        nodes,
+        order,
+        graph.roles,
+        graph.transports,
+        tuple(graph.channels.values()),
+        tuple(graph.buckets.values()),
+        graph.replication,
+        graph.microbatches,
+        graph.log,
+    )
+    return dumps(document)
+
+
+def loads_graph(text: str, where: str = "text") -> Graph:
+    """The inverse. FormatError for text that is no graph; CompileError when a value has two writers."""
+    document = loads(GraphDocument, text, where)
+    index = {c.id: i for i, c in enumerate(document.program.chunks)}
+    edit = Graph(document.mesh, document.program, {}, document.values, {}, {}, log=document.log, chunk_index=index).edit()
+    for n in document.nodes:
+        edit.add(Node(n.id, n.op, n.coords, n.reads, n.writes, n.role, n.stream))
+    edit.order_edges = {(a, b): i for a, b, i in document.order}
+    edit.roles = dict(document.roles or {})
+    edit.transports = dict(document.transports or {})
+    edit.channels = {c.id: c for c in document.channels}
+    edit.buckets = {b.id: b for b in document.buckets}
+    edit.replication = dict(document.replication or {})
+    edit.microbatches = document.microbatches
+    return edit.done()

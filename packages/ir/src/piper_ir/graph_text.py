@@ -1,0 +1,81 @@
+"""A graph as text for people, one line per node, channel, bucket and replicated chunk, in stable order. It is not parsed back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from piper_ir.graph import Graph, Node, op_name
+from piper_ir.plan import COMPUTE
+from piper_ir.sizes import ITEM_BYTES
+
+_DERIVED = ("chunk", "phase", "op", "mb")
+"""Coordinates that the id of a node shows already."""
+_KINDS = {"add": 0, "compute": 1, "send": 2, "recv": 3}
+_PHASES = {"F": 0, "B": 1, "I": 1, "W": 2}
+
+
+def format_graph(graph: Graph, *, log: bool = True) -> str:
+    """Nodes along the step (forward, backward, update; by microbatch; along the program, backward against it), each with where it
+    runs, its coordinates, `reads -> writes` and what an `order` puts before it; then what is not a node. `log`: begin with the
+    directives that were applied and where they were written."""
+    head = [f"graph on {graph.mesh}, {graph.microbatches or 'no'} microbatch{'es' * (graph.microbatches != 1)}"]
+    if log:
+        head += [f"  {k}. {applied}" for k, applied in enumerate(graph.log, start=1)]
+    rows = [_row(node, before) for node, before in _ordered(graph)]
+    return "\n".join([*head, *_aligned(rows), *_channels(graph), *_replication(graph), *_buckets(graph)]) + "\n"
+
+
+def _ordered(graph: Graph) -> Iterable[tuple[Node, list[str]]]:
+    before: dict[str, list[str]] = {}
+    for first, then in graph.order_edges:
+        before.setdefault(then, []).append(first)
+    for node in sorted(graph.nodes.values(), key=lambda n: _place(graph, n)):
+        yield node, before.get(node.id, [])
+
+
+def _place(graph: Graph, node: Node) -> tuple[int, int, int, int, str]:
+    """A sort key. What belongs to the whole step, such as a reduction, comes after the microbatches of its phase."""
+    phase = _PHASES.get(str(node.coords.get("phase")), 3)
+    mb = node.mb if node.mb >= 0 or "chunk" in node.coords else graph.microbatches
+    chunk = graph.chunk_index.get(str(node.coords.get("chunk", "")), 0)
+    return phase, mb, chunk if phase == 0 else -chunk, _KINDS.get(op_name(node.op), 4), node.id
+
+
+def _row(node: Node, before: list[str]) -> tuple[str, ...]:
+    on = node.role + (f"/{node.stream}" if node.stream != COMPUTE else "")
+    coords = " ".join(f"{k}={v}" for k, v in node.coords.items() if k not in _DERIVED)
+    flow = " ".join(node.reads) + (f" -> {' '.join(node.writes)}" if node.writes else "")
+    after = f"after {' '.join(before)}" if before else ""
+    return node.id, on, coords, flow.strip(), after
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
+    """Columns; those that are empty everywhere are left out."""
+    columns = [c for c in zip(*rows) if any(c)]
+    widths = [max(map(len, c)) for c in columns]
+    return ["  ".join(f"{x:<{w}}" for x, w in zip(row, widths)).rstrip() for row in zip(*columns)]
+
+
+def _channels(graph: Graph) -> Iterable[str]:
+    for channel in graph.channels.values():
+        ends = [f"{role}/{stream}" for role, stream in zip(channel.roles, channel.streams, strict=True)]
+        if channel.kind == "p2p":
+            yield f"channel {channel.id}: {' -> '.join(ends)}"
+        else:
+            over = f" over {' '.join(channel.over)}" if channel.over else ""
+            yield f"channel {channel.id}: among {' '.join(ends)}{over}"
+
+
+def _replication(graph: Graph) -> Iterable[str]:
+    for chunk, policy in graph.replication.items():
+        over = " ".join(policy.over) or "nothing"
+        yield f"replicated {chunk}: over {over}, buckets of {policy.bucket_bytes} bytes" + f" on {policy.stream}" * bool(
+            policy.stream
+        )
+
+
+def _buckets(graph: Graph) -> Iterable[str]:
+    for bucket in graph.buckets.values():
+        size = bucket.numel * ITEM_BYTES[bucket.dtype]
+        reduced = f", reduced by {bucket.channel}" if bucket.channel else ""
+        yield f"{bucket.id}: {' '.join(bucket.params)}, {size} bytes on {' '.join(bucket.roles)}{reduced}"

@@ -1,0 +1,109 @@
+"""A Trace in Chrome's trace-event format, for chrome://tracing and ui.perfetto.dev.
+
+Process = rank, thread = stream, one complete event ("X") per instruction in microseconds, a counter ("C") for memory by category.
+Format: "Trace Event Format", the Chromium project.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from piper_ir.plan import COMPUTE
+from piper_ir.trace import Trace
+
+MICROSECONDS = 1e6
+PHASES = {"M": ("name", "pid", "args"), "X": ("name", "pid", "tid", "ts", "dur"), "C": ("name", "pid", "ts", "args")}
+"""The kinds of events written here, and the keys that each must have."""
+
+
+def chrome_trace(trace: Trace) -> dict[str, Any]:
+    """The trace as a JSON object: metadata, then spans, then memory. Times in microseconds."""
+    threads: dict[tuple[int, str], int] = {}
+    ranks = sorted({s.rank for s in trace.spans} | {m.rank for m in trace.memory})
+    for rank in ranks:
+        streams = dict.fromkeys(s.stream for s in trace.spans if s.rank == rank)
+        for tid, stream in enumerate(sorted(streams, key=lambda name: (name != COMPUTE, name))):
+            threads[rank, stream] = tid
+    events: list[dict[str, Any]] = [_metadata("process_name", rank, 0, f"rank {rank}") for rank in ranks]
+    events += [_metadata("thread_name", rank, tid, stream) for (rank, stream), tid in threads.items()]
+    for s in trace.spans:
+        args: dict[str, Any] = {"instr": s.instr, "ready_us": s.ready * MICROSECONDS, "source": s.source}
+        args |= {k: v for k, v in (("bytes", s.bytes), ("flops", s.flops)) if v}
+        event = {"ph": "X", "name": s.name, "cat": "compute" if s.stream == COMPUTE else "communication"}
+        times = {"ts": s.start * MICROSECONDS, "dur": (s.end - s.start) * MICROSECONDS}
+        events.append(event | {"pid": s.rank, "tid": threads[s.rank, s.stream]} | times | {"args": args})
+    events += _counters(trace)
+    other = {"plan": trace.plan_key, "kind": trace.kind, "step": trace.step, **trace.notes}
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+
+
+def write_chrome(trace: Trace, path: Path) -> None:
+    """Write the trace as a .json file. OSError when the path cannot be written."""
+    path.write_text(json.dumps(chrome_trace(trace), separators=(",", ":")), encoding="utf-8")
+
+
+def problems(document: object) -> list[str]:
+    """What a viewer would not read or show wrongly; empty for a good document. Beside the keys and types: each process and thread
+    with events has a name, and events of one thread nest or follow each other."""
+    if not isinstance(document, Mapping) or not isinstance(document.get("traceEvents"), list):
+        return ["an object with a list traceEvents is expected"]
+    out: list[str] = []
+    named: set[tuple[str, int, int]] = set()
+    used: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for i, event in enumerate(document["traceEvents"]):
+        wrong = _wrong(event)
+        if wrong:
+            out.append(f"event {i}: {wrong}")
+        elif event["ph"] == "M":
+            named.add((event["name"], event["pid"], event.get("tid", 0)))
+        elif event["ph"] == "X":
+            used.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for (pid, tid), spans in used.items():
+        if ("process_name", pid, 0) not in named or ("thread_name", pid, tid) not in named:
+            out.append(f"process {pid}, thread {tid}: no name")
+        spans.sort(key=lambda s: (s[0], -s[1]))
+        slack = 1e-9 * max(end for _, end in spans)  # ts + dur is rounded
+        if any(start < before - slack and before < end - slack for (_, before), (start, end) in pairwise(spans)):
+            out.append(f"process {pid}, thread {tid}: events overlap")
+    return out
+
+
+def _metadata(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:
+    return {"ph": "M", "name": name, "pid": pid, "tid": tid, "args": {"name": value}}
+
+
+def _counters(trace: Trace) -> list[dict[str, Any]]:
+    """A counter shows the keys of its own event only, hence each has all categories of its rank."""
+    categories: dict[int, dict[str, int]] = {}
+    for m in trace.memory:
+        categories.setdefault(m.rank, {}).update(dict.fromkeys(m.bytes, 0))
+    return [
+        {"ph": "C", "name": "memory", "pid": m.rank, "ts": m.time * MICROSECONDS, "args": categories[m.rank] | dict(m.bytes)}
+        for m in trace.memory
+    ]
+
+
+def _wrong(event: object) -> str:
+    """What is wrong with one event, "" for nothing."""
+    if not isinstance(event, Mapping):
+        return "an object is expected"
+    keys = PHASES.get(str(event.get("ph")))
+    if keys is None:
+        return f"ph is {event.get('ph')!r}; one of {', '.join(PHASES)} is expected"
+    for key in keys:
+        value: Any = event.get(key)
+        if key in ("pid", "tid"):
+            good = type(value) is int
+        elif key in ("ts", "dur"):
+            good = type(value) in (int, float) and 0 <= value < float("inf")
+        elif key == "args":
+            good = isinstance(value, Mapping) and (event["ph"] == "M" or all(type(v) is int for v in value.values()))
+        else:
+            good = isinstance(value, str) and value != ""
+        if not good:
+            return f"{key} is {value!r}"
+    return ""

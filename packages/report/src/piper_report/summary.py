@@ -1,0 +1,131 @@
+"""Predictions as plain text, alone and beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from piper_ir.plan import COMPUTE
+from piper_ir.trace import Trace
+
+ABSENT = "-"
+WIDEST = 8
+"""Ranks that are listed one by one; of more, only the one with the highest prediction."""
+
+
+class Prediction(Protocol):
+    """What is read of a `piper_simulator.Simulation`: seconds, and bytes by rank."""
+
+    @property
+    def step_s(self) -> float: ...
+    @property
+    def period_s(self) -> float: ...
+    @property
+    def peak_bytes(self) -> Sequence[int]: ...
+    @property
+    def trace(self) -> Trace: ...
+    def summary(self) -> Mapping[str, Any]: ...
+
+
+class Measured(Protocol):
+    """What is read of a `piper_runtime.Run`: seconds per step, and bytes by rank (may be empty)."""
+
+    @property
+    def step_s(self) -> Sequence[float]: ...
+    @property
+    def period_s(self) -> float | None: ...
+    @property
+    def peak_bytes(self) -> Mapping[int, int]: ...
+    @property
+    def trace(self) -> Trace: ...
+
+
+def prediction_text(prediction: Prediction, *, title: str) -> str:
+    """The headline figures of a simulation, one per line, and where the durations come from."""
+    s = prediction.summary()
+    rows = [
+        ("step alone", seconds(s["step_s"])),
+        ("step in steady state", seconds(s["period_s"])),
+        ("tokens per second", ABSENT if s["tokens_per_s"] is None else f"{s['tokens_per_s']:,.0f}"),
+        ("model FLOP utilisation", percent(s["mfu"])),
+        ("hardware FLOP utilisation", percent(s["hfu"])),
+        ("exposed communication", seconds(s["exposed_comm_s"])),
+        ("bubble, global", seconds(s["global_bubble_s"])),
+        ("bubble, span", seconds(s["span_bubble_s"])),
+        ("peak memory, allocated", size(s["peak_bytes"])),
+        ("peak memory, device", size(s["device_bytes"])),
+        ("durations from", sources(s["sources"])),
+    ]
+    return table(title, ("", "worst device"), rows)
+
+
+def beside(prediction: Prediction, measured: Measured, *, title: str) -> str:
+    """A table of predicted beside measured: step time, compute of each rank (when spans were recorded) and peak memory of
+    each rank (when it was), with predicted / measured; and where the predicted durations come from."""
+    rows = [_compared("step in steady state", prediction.period_s, measured.period_s, seconds)]
+    if measured.step_s:
+        rows.append(_compared("first step, alone", prediction.step_s, measured.step_s[0], seconds))
+    busy, did = compute_seconds(prediction.trace), compute_seconds(measured.trace)
+    rows += [_compared(f"compute, rank {r}", busy[r], did.get(r), seconds) for r in _ranks(busy) if did]
+    peaks = dict(enumerate(prediction.peak_bytes))
+    held = measured.peak_bytes
+    rows += [_compared(f"peak memory, rank {r}", peaks[r], held.get(r), size) for r in _ranks(peaks)]
+    text = table(title, ("", "predicted", "measured", "predicted / measured"), rows)
+    return f"{text}\npredicted durations from: {sources(prediction.summary()['sources'])}"
+
+
+def compute_seconds(trace: Trace) -> dict[int, float]:
+    """Seconds of compute by rank; empty for a trace without spans."""
+    out: dict[int, float] = {}
+    for span in trace.spans:
+        if span.stream == COMPUTE:
+            out[span.rank] = out.get(span.rank, 0.0) + span.end - span.start
+    return out
+
+
+def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Aligned columns: the first to the left, the others to the right."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        return "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
+
+    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+    return "\n".join([title, line(head), rule, *map(line, rows)])
+
+
+def seconds(value: float) -> str:
+    """With a unit that leaves one to three digits before the point."""
+    if value == 0 or value >= 1:
+        return f"{value:.4g} s"
+    return f"{value * 1e3:.4g} ms" if value >= 1e-3 else f"{value * 1e6:.4g} us"
+
+
+def size(value: float) -> str:
+    """Bytes with a binary unit."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if value >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value:.0f} B"
+
+
+def percent(value: float | None) -> str:
+    return ABSENT if value is None else f"{value * 100:.1f} %"
+
+
+def sources(shares: Mapping[str, float]) -> str:
+    """As in "formula 98 %, measured 2 %": by share of seconds, largest first."""
+    parts = sorted(shares.items(), key=lambda s: (-s[1], s[0]))
+    return ", ".join(f"{name} {share * 100:.0f} %" for name, share in parts) or ABSENT
+
+
+def _compared(name: str, predicted: float, measured: float | None, form: Callable[[float], str]) -> tuple[str, str, str, str]:
+    if measured is None:
+        return name, form(predicted), ABSENT, ABSENT
+    return name, form(predicted), form(measured), f"{predicted / measured:.2f}" if measured else ABSENT
+
+
+def _ranks(figures: Mapping[int, float]) -> list[int]:
+    if len(figures) <= WIDEST:
+        return sorted(figures)
+    return [max(figures, key=lambda r: (figures[r], -r))]

@@ -1,0 +1,78 @@
+"""Chrome traces: what is written is what a viewer reads, and the schema check can tell."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from piper_ir.trace import MemSample, Span, Trace
+from piper_report.chrome import chrome_trace, problems, write_chrome
+
+TRACE = Trace(
+    "key",
+    "simulated",
+    (
+        Span(0, "compute", 0, "a.F@0", 0.0, 1e-3, flops=10, source="given"),
+        Span(0, "compute", 1, "a.F@1", 1e-3, 3e-3, source="given"),
+        Span(0, "0>1", 2, "send", 1e-3, 1e-3, ready=5e-4, bytes=7),
+        Span(1, "0>1", 0, "recv", 1e-3, 1e-3, bytes=7),
+    ),
+    (MemSample(0, 0, 0.0, {"activation": 3}), MemSample(0, 1, 1e-3, {"param": 4})),
+    step=2,
+    notes={"cluster": "h100-80g-sxm:8"},
+)
+
+
+def events(phase: str) -> list[dict[str, Any]]:
+    return [e for e in chrome_trace(TRACE)["traceEvents"] if e["ph"] == phase]
+
+
+def test_a_written_trace_has_no_problems(tmp_path: Path) -> None:
+    write_chrome(TRACE, tmp_path / "trace.json")
+    document = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
+    assert problems(document) == []
+    assert document == chrome_trace(TRACE)
+    assert document["otherData"] == {"plan": "key", "kind": "simulated", "step": 2, "cluster": "h100-80g-sxm:8"}
+
+
+def test_spans_are_microseconds_on_rank_and_stream() -> None:
+    first, second, send, recv = events("X")
+    assert (second["ts"], second["dur"], second["pid"], second["tid"]) == (1000.0, 2000.0, 0, 0)
+    assert send["args"] == {"instr": 2, "ready_us": 500.0, "source": "measured", "bytes": 7}
+    assert first["args"]["flops"] == 10 and first["cat"] == "compute" and send["cat"] == "communication"
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events("M") if e["name"] == "thread_name"}
+    assert names == {(0, 0): "compute", (0, 1): "0>1", (1, 0): "0>1"}
+    assert (send["pid"], send["tid"]) == (0, 1) and (recv["pid"], recv["tid"]) == (1, 0)
+
+
+def test_each_counter_has_all_categories_of_its_rank() -> None:
+    assert [e["args"] for e in events("C")] == [{"activation": 3, "param": 0}, {"activation": 0, "param": 4}]
+
+
+def test_an_empty_trace_is_a_good_document() -> None:
+    assert problems(chrome_trace(Trace("", "executed", ()))) == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "index", "change", "found"),
+    [
+        ("X", 0, {"ph": "Q"}, "ph is 'Q'"),
+        ("X", 0, {"dur": -1.0}, "dur is -1.0"),
+        ("X", 0, {"ts": "0"}, "ts is '0'"),
+        ("X", 0, {"tid": None}, "tid is None"),
+        ("X", 0, {"name": ""}, "name is ''"),
+        ("X", 0, {"dur": 1500.0}, "process 0, thread 0: events overlap"),
+        ("X", 3, {"tid": 5}, "process 1, thread 5: no name"),
+        ("C", 0, {"args": {"param": 1.5}}, "args is {'param': 1.5}"),
+    ],
+)
+def test_the_schema_check_finds(phase: str, index: int, change: dict[str, Any], found: str) -> None:
+    document = chrome_trace(TRACE)
+    [e for e in document["traceEvents"] if e["ph"] == phase][index].update(change)
+    assert found in "\n".join(problems(document))
+
+
+def test_the_schema_check_finds_what_is_no_trace() -> None:
+    assert problems([]) == problems({"traceEvents": {}}) == ["an object with a list traceEvents is expected"]
+    assert problems({"traceEvents": [3]}) == ["event 0: an object is expected"]

@@ -1,0 +1,94 @@
+"""Text summaries: the figures, their units, and predicted beside measured."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from piper_ir.trace import Span, Trace
+from piper_report.summary import beside, compute_seconds, prediction_text, seconds, size
+
+NO_SPANS = Trace("k", "executed", ())
+
+
+def spans(*busy: float) -> Trace:
+    out = [Span(r, "compute", 0, "F", 0.0, s) for r, s in enumerate(busy)]
+    return Trace("k", "executed", (*out, Span(0, "0>1", 1, "send", 0.0, 99.0)))
+
+
+@dataclass
+class Predicted:
+    step_s: float = 0.2
+    period_s: float = 0.1
+    peak_bytes: tuple[int, ...] = (2048, 1024)
+    trace: Trace = field(default_factory=lambda: spans(0.08, 0.06))
+
+    def summary(self) -> Mapping[str, Any]:
+        rates = {"tokens_per_s": 1234.0, "mfu": 0.415, "hfu": None, "exposed_comm_s": 0.0}
+        bubbles = {"global_bubble_s": 0.02, "span_bubble_s": 0.01}
+        sizes = {"peak_bytes": 2048, "device_bytes": 3 << 20, "sources": {"formula": 0.25, "measured": 0.75}}
+        return {"step_s": self.step_s, "period_s": self.period_s} | rates | bubbles | sizes
+
+
+@dataclass
+class Run:
+    step_s: list[float] = field(default_factory=lambda: [0.4, 0.2, 0.2])
+    period_s: float | None = 0.2
+    peak_bytes: dict[int, int] = field(default_factory=lambda: {0: 2048, 1: 2048})
+    trace: Trace = field(default_factory=lambda: spans(0.16, 0.06))
+
+
+def cells(text: str, name: str) -> list[str]:
+    """The columns of the row that starts with a name."""
+    (line,) = [x for x in text.splitlines() if x.startswith(name)]
+    return [c for c in line.removeprefix(name).split("  ") if c]
+
+
+def test_the_headline_of_a_prediction() -> None:
+    text = prediction_text(Predicted(), title="gpt.py on h100x8")
+    assert text.splitlines()[0] == "gpt.py on h100x8"
+    assert cells(text, "step in steady state")[-1].strip() == "100 ms"
+    assert cells(text, "model FLOP utilisation")[-1].strip() == "41.5 %"
+    assert cells(text, "hardware FLOP utilisation")[-1].strip() == "-"
+    assert cells(text, "peak memory, device")[-1].strip() == "3 MiB"
+    assert cells(text, "durations from")[-1].strip() == "measured 75 %, formula 25 %"
+
+
+def test_predicted_beside_measured() -> None:
+    text = beside(Predicted(), Run(), title="t")
+    row = {name: [c.strip() for c in cells(text, name)] for name in ("step in steady", "first step", "compute, rank 0")}
+    assert row["step in steady"][-3:] == ["100 ms", "200 ms", "0.50"]
+    assert row["first step"][-3:] == ["200 ms", "400 ms", "0.50"]
+    assert row["compute, rank 0"] == ["80 ms", "160 ms", "0.50"]
+    assert [c.strip() for c in cells(text, "peak memory, rank 1")] == ["1 KiB", "2 KiB", "0.50"]
+    assert text.endswith("predicted durations from: measured 75 %, formula 25 %")
+    assert len({len(line) for line in text.splitlines()[1:-1]}) == 1, "columns are aligned"
+
+
+def test_what_was_not_measured_is_a_dash() -> None:
+    text = beside(Predicted(), Run(step_s=[], period_s=None, peak_bytes={}, trace=NO_SPANS), title="t")
+    assert [c.strip() for c in cells(text, "step in steady state")] == ["100 ms", "-", "-"]
+    assert [c.strip() for c in cells(text, "peak memory, rank 0")] == ["2 KiB", "-", "-"]
+    assert "first step" not in text and "compute" not in text
+
+
+def test_of_many_ranks_the_worst_is_shown() -> None:
+    text = beside(Predicted(peak_bytes=tuple(range(100))), Run(), title="t")
+    assert "peak memory, rank 99" in text and "peak memory, rank 98" not in text
+
+
+def test_compute_seconds_counts_the_compute_stream_only() -> None:
+    assert compute_seconds(spans(1.0, 2.0)) == {0: 1.0, 1: 2.0}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0 s"), (1.25, "1.25 s"), (0.01234, "12.34 ms"), (5e-6, "5 us"), (0.9999, "999.9 ms")]
+)
+def test_seconds(value: float, text: str) -> None:
+    assert seconds(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5 GiB")])
+def test_size(value: int, text: str) -> None:
+    assert size(value) == text

@@ -1,0 +1,105 @@
+"""Job, Precision, batches by name, and the initial state."""
+
+from collections import OrderedDict, namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from packages.runtime.tests.chains import chain
+from packages.runtime.tests.handmade import Chain, chain_job
+from piper_ir.errors import JobError
+from piper_runtime.job import Job, Precision, flatten_batch, initial_state, materialize, microbatch_rows
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("model", Chain(2), "got a module"),
+        ("batch", None, "a callable is needed"),
+        ("scheduler", 3, "a callable is needed"),
+        ("global_batch", 0, "at least 1"),
+        ("global_batch", 2.0, "an integer"),
+        ("seed", -1, "at least 0"),
+        ("seed", True, "an integer"),
+        ("tokens_per_row", 0, "at least 1"),
+        ("clip_norm", 0.0, "positive"),
+        ("precision", "float32", "a Precision is needed"),
+    ],
+)
+def test_unusable_fields_are_refused_by_name(field: str, value: Any, says: str) -> None:
+    good = chain_job(2, 4)
+    fields = {n: getattr(good, n) for n in ("model", "batch", "loss", "optimizer", "global_batch")}
+    with pytest.raises(JobError, match=f"Job\\({field}=.*{says}"):
+        Job(**{**fields, field: value})
+
+
+def test_precision_names_what_is_accepted() -> None:
+    with pytest.raises(JobError, match="float64, float32, bfloat16"):
+        Precision(params="float16")
+    with pytest.raises(JobError, match="mixed precision"):
+        Precision(params="float32", compute="bfloat16")
+    assert Precision(params="float64", reduce="float64").dtype is torch.float64
+
+
+def test_batches_are_named_by_their_paths() -> None:
+    t = torch.zeros(2)
+    pair = namedtuple("pair", ["a", "b"])
+    assert list(flatten_batch(t, t)) == ["inputs", "targets"]
+    assert list(flatten_batch((t, t), {"y": [t, None]})) == ["inputs.0", "inputs.1", "targets.y.0"]
+    assert list(flatten_batch(OrderedDict(x=t, mask=t), pair(t, t))) == ["inputs.x", "inputs.mask", "targets.a", "targets.b"]
+    with pytest.raises(JobError, match=r"a int at inputs\.1"):
+        flatten_batch((t, 3), t)
+
+
+def test_every_row_belongs_to_one_microbatch_of_one_replica() -> None:
+    plan, _ = chain(dp=2, microbatches=4, rows=3)
+    rows = [list(microbatch_rows(plan, replica, mb)) for replica in range(2) for mb in range(4)]
+    assert [r for found in rows for r in found] == list(range(24)) and rows[4] == [12, 13, 14]
+
+
+class Odd(nn.Module):
+    """Tied names, a buffer that is not persistent, a plain tensor, an integer buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(2, 2)
+        self.b = nn.Linear(2, 2)
+        self.b.weight = self.a.weight
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+        self.mask = torch.ones(3)
+
+
+def test_initial_state_knows_tied_names_and_what_a_state_dict_leaves_out() -> None:
+    state = initial_state(Odd(), torch.float64)
+    assert list(state.params) == ["a.weight", "a.bias", "b.bias"] and state.tied == {"b.weight": "a.weight"}
+    assert state.transient == {"cache", "mask"} and state.buffers.keys() == {"steps", "cache", "mask"}
+    assert state.params["a.weight"].dtype is torch.float64 and state.buffers["steps"].dtype is torch.int64
+
+
+def test_initial_state_follows_the_seed_and_leaves_the_callers_random_state_alone() -> None:
+    job = chain_job(2, 4)
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    first, second = materialize(job), materialize(job)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(first.params["layers.1"], second.params["layers.1"])
+    other = materialize(chain_job(2, 4, seed=4))
+    assert not torch.equal(first.params["layers.1"], other.params["layers.1"])
+
+
+def test_init_reads_a_saved_state_dict_and_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    model = Chain(2)
+    torch.save(model.state_dict(), tmp_path / "good.pt")
+    state = materialize(chain_job(2, 4, init=str(tmp_path / "good.pt")))
+    assert torch.equal(state.params["layers.1"], model.layers[1].detach().double())
+    with pytest.raises(JobError, match="not a state_dict of this model"):
+        materialize(chain_job(3, 4, init=tmp_path / "good.pt"))
+    (tmp_path / "broken.pt").write_bytes(b"no")
+    with pytest.raises(JobError, match="not a state_dict of this model"):
+        materialize(chain_job(2, 4, init=tmp_path / "broken.pt"))
+    with pytest.raises(JobError, match="no such file"):
+        materialize(chain_job(2, 4, init=tmp_path / "absent.pt"))

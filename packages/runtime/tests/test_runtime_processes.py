@@ -1,0 +1,192 @@
+"""One process per rank: equal to inline, and every way to fail ends in time, is named, and leaves nothing behind."""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
+from packages.runtime.tests.handmade import adamw, batch
+from piper_ir.errors import ExecutionError, JobError, NonFiniteLossError
+from piper_runtime.code import ShippedCode, missing_operators
+from piper_runtime.processes import Pool
+from piper_runtime.shipping import RECIPE_MARK, pack
+
+TIMEOUT_S = 4.0
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(4) as workers:
+        yield workers
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(pp=4, layers=7),
+        dict(dp=2, tied=True, masked=True, clip_norm=0.01, optimizer=adamw),
+        dict(pp=1, dp=2, microbatches=1),
+        dict(drop=True, schedule="gpipe", fuse=False),
+    ],
+)
+def test_processes_compute_what_one_device_computes_and_inline_does(pool: Pool, case: dict[str, Any]) -> None:
+    plan, job = chain(**case)
+    there = run(plan, job, launcher="processes", pool=pool, trace=True, memory=True)
+    here = run(plan, job, memory=True)
+    assert distance(there, plan, job) < TOLERANCE
+    assert there.losses == pytest.approx(here.losses, rel=1e-14)
+    assert there.peak_bytes == here.peak_bytes
+    assert {r: m.points for r, m in there.memory.items()} == {r: m.points for r, m in here.memory.items()}
+    assert len(there.trace.spans) == sum(len(r.program) * len(r.ranks) for r in plan.roles)
+    assert all(s.end >= s.start >= 0 for s in there.trace.spans)
+    assert there.state_dict().keys() == here.state_dict().keys()
+
+
+def test_a_pool_that_is_too_small_says_so() -> None:
+    plan, job = chain(dp=2)
+    with pytest.raises(ExecutionError, match="4 ranks, this pool has workers for 2"):
+        run(plan, job, launcher="processes", pool=Pool(2))
+
+
+def failing(what: str) -> Any:
+    """A batch function that does something bad in step 1, on the rank that loads microbatch 1 first."""
+
+    def bad(step: int, rows: range) -> Any:
+        x, t = batch(step, rows)
+        if step == 1 and rows.start == 2:
+            if what == "poison":
+                return x * float("inf"), t
+            if what == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(1000)
+        return x, t
+
+    return bad
+
+
+NAMED = {
+    "poison": (NonFiniteLossError, "step 1 on rank 1, microbatch 1"),
+    "kill": (ExecutionError, r"rank 0 was killed by SIGKILL: rank 0 ran instruction \d+ \(load\.inputs@1.* in step 1"),
+    "hang": (
+        ExecutionError,
+        r"no rank made progress for 4 s.*rank 0 ran instruction \d+ \(load\.inputs@1.*rank 1 .* for rank 0 in instr",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", NAMED)
+def test_every_failure_ends_in_time_and_names_its_rank(what: str) -> None:
+    kind, says = NAMED[what]
+    plan, job = chain(batch=failing(what))
+    with Pool(2) as workers:
+        workers.start()
+        pids = workers.pids
+        start = time.monotonic()
+        with pytest.raises(kind, match=says):
+            run(plan, job, launcher="processes", pool=workers, timeout_s=TIMEOUT_S)
+        assert time.monotonic() - start < TIMEOUT_S + 10  # a shared machine; without a limit it would be 1000 s
+        assert len(pids) == 2 and not any(map(alive, pids)) and workers.pids == []
+
+
+def test_an_interrupt_ends_all_processes(pool: Pool) -> None:
+    plan, job = chain(batch=failing("hang"))
+    pool.start()
+    pids = pool.pids
+    timer = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        run(plan, job, launcher="processes", pool=pool)
+    assert len(pids) == 4 and not any(map(alive, pids))
+
+
+ORPHAN = """
+import os, signal, sys
+sys.path[:0] = {path!r}
+from packages.runtime.tests.chains import chain, run
+from piper_runtime.code import ShippedCode, missing_operators
+from piper_runtime.processes import Pool
+plan, job = chain(pp=1)
+pool = Pool(1)
+run(plan, job, launcher="processes", pool=pool)
+print(*pool.pids, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_workers_end_when_their_launcher_is_killed() -> None:
+    done = subprocess.run([sys.executable, "-c", ORPHAN.format(path=sys.path)], stdout=subprocess.PIPE, text=True, timeout=120)
+    pids = [int(p) for p in done.stdout.split()]
+    assert done.returncode == -signal.SIGKILL and len(pids) == 1
+    deadline = time.monotonic() + 10
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(alive, pids))
+
+
+OPERATOR = """
+import torch
+@torch.library.custom_op("piper_runtime_test::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+def model():
+    return None
+"""
+
+
+def test_the_file_that_defines_the_model_is_run_where_an_operator_is_missing(tmp_path: Path) -> None:
+    file = tmp_path / "my_operator.py"
+    file.write_text(OPERATOR)
+    code = {"c": {"F": ShippedCode("_double = torch.ops.piper_runtime_test.double.default\n")}}
+    assert missing_operators(code) == {"piper_runtime_test.double"}
+    module = load(file, "operator_of_test", **{RECIPE_MARK: str(file)})
+    parcel = pack(batch, [module.model])
+    assert parcel.recipes == {"operator_of_test": str(file)} and parcel.definers == ("operator_of_test",)
+    assert missing_operators(code) == set()
+    del sys.modules["operator_of_test"]
+
+
+def test_what_cannot_be_sent_is_refused_with_a_way_out() -> None:
+    lock = threading.Lock()
+    with pytest.raises(JobError, match="cannot be sent to worker processes"):
+        pack(lambda step, rows: lock)
+
+
+def load(path: Path, name: str, **marks: str) -> ModuleType:
+    """A module that no other process can import by its name."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    vars(module).update(marks)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_functions_of_a_file_travel_by_its_path_if_it_is_marked_and_else_by_value(tmp_path: Path, marked: bool) -> None:
+    file = tmp_path / "my_recipe.py"
+    file.write_text("DATA = list(range(10_000))\nLOADED = []\ndef batch(step, rows):\n    return DATA[rows.start], step\n")
+    module = load(file, "recipe_of_test", **({RECIPE_MARK: str(file)} if marked else {}))
+    parcel = pack(module.batch)
+    del sys.modules["recipe_of_test"]
+    assert parcel.open()(7, range(5, 6)) == (5, 7)
+    assert ("recipe_of_test" in sys.modules) == marked and (len(parcel.body) < 1000) == marked
+    sys.modules.pop("recipe_of_test", None)

@@ -1,0 +1,159 @@
+"""The device model: each formula by hand, and the order in which durations are looked for."""
+
+from dataclasses import replace
+
+import pytest
+
+from piper_ir.costs import CommDuration, Costs, Duration
+from piper_ir.errors import ClusterError
+from piper_ir.mesh import Mesh
+from piper_ir.ops import Add, AllReduce, Compute, Op, Recv, Send, SquaredNorm, Update
+from piper_ir.plan import Bucket, Channel, Instr, Part, Plan, RolePlan, State, Value
+from piper_ir.program import Chunk, Cost, Kernel, Signature
+from piper_ir.sizes import TensorSpec
+from piper_simulator import Cluster
+from piper_simulator.model import CostModel
+
+MACHINE = Cluster(
+    device="toy",
+    peak_flops={"float32": 1000.0, "float64": 500.0},
+    memory_bandwidth=100.0,
+    memory_bytes=1 << 20,
+    intra_bandwidth=10.0,
+    intra_latency=1.0,
+    inter_bandwidth=2.0,
+    inter_latency=3.0,
+    per_node=4,
+    nodes=4,
+    matmul_fraction=0.5,
+    memory_fraction=0.8,
+    launch_s=0.25,
+    host_issue_s=0.125,
+)
+MATMUL = Kernel("matmul", (1, 1, 1), "float32", flops=2000, bytes=8)
+ADD = Kernel("elementwise", (), "float32", flops=10, bytes=160, count=3)
+
+
+def chunk(id: str, *kernels: Kernel, seconds: float | None = None) -> Chunk:
+    return Chunk(id, {}, (), (), {}, {"F": Signature((), (), cost=Cost(kernels, seconds))})
+
+
+def plan(*chunks: Chunk, mesh: Mesh | None = None, over: tuple[str, ...] = ()) -> Plan:
+    """Two roles on the axis pp, a channel between them, one over both and one over `over` on the first."""
+    mesh = mesh or Mesh(pp=2)
+    roles = tuple(
+        RolePlan(
+            f"pp{r}", {"pp": r}, mesh.ranks({"pp": r}), (), (), (State("param:w", "param", 40), State("optim:b", "optim", 80))
+        )
+        for r in range(2)
+    )
+    channels = (
+        Channel("p2p", "p2p", ("pp0", "pp1"), ("s", "s")),
+        Channel("both", "group", ("pp0", "pp1"), ("g", "g")),
+        Channel("dp", "group", ("pp0",), ("d",), over, "reduce"),
+    )
+    buckets = (Bucket("b", ("w",), (0,), 20, "float32", ("pp0",)),)
+    values = {v: Value(v, TensorSpec((n,), "uint8"), "activation") for v, n in (("u", 40), ("v", 40), ("s", 40))}
+    return Plan("k", mesh, 4, 1, over, roles, channels, buckets, values, chunks)
+
+
+def seconds(
+    p: Plan, op: Op, *, on: Cluster | None = MACHINE, costs: Costs | None = None, reads: tuple[str, ...] = ("u",)
+) -> float:
+    writes = ("v",) if isinstance(op, Recv | Add) else ()
+    return CostModel(p, on, costs).work(p.roles[0], Instr("x", (Part("node", op, reads=reads, writes=writes),))).seconds
+
+
+CAPTURED = plan(chunk("c", MATMUL, ADD), chunk("tiny", replace(ADD, bytes=1, count=8)))
+
+
+def test_compute_is_the_larger_of_flops_and_bytes_per_kernel() -> None:
+    """matmul: 2000 / (1000 x 0.5) = 4 s; three times 160 bytes / (100 x 0.8) = 6 s."""
+    assert seconds(CAPTURED, Compute("c", "F")) == 4.0 + 6.0
+
+
+def test_compute_is_never_less_than_its_launches() -> None:
+    assert seconds(CAPTURED, Compute("tiny", "F")) == 8 * 0.25
+
+
+def test_launches_and_issue_add_up_where_the_host_is_the_device() -> None:
+    cpu = replace(MACHINE, synchronous=True)
+    assert seconds(CAPTURED, Compute("c", "F"), on=cpu) == 4.0 + 6.0 + 4 * 0.25 + 0.125
+    assert CostModel(CAPTURED, cpu, None).issue_s == 0.0
+    assert CostModel(CAPTURED, MACHINE, None).issue_s == 0.125
+
+
+def test_an_instruction_of_several_parts_takes_their_sum_and_the_least_trusted_label() -> None:
+    parts = (Part("a", Compute("c", "F")), Part("b", Compute("tiny", "F")))
+    costs = Costs({"c": {"F": Duration(1.0, "measured")}})
+    work = CostModel(CAPTURED, MACHINE, costs).work(CAPTURED.roles[0], Instr("compute", parts))
+    assert (work.seconds, work.source, work.flops) == (1.0 + 2.0, "formula", 2000 + 30 + 80)
+
+
+def test_memory_ops_move_their_bytes() -> None:
+    rate = 100 * 0.8
+    assert seconds(CAPTURED, Add(), reads=("u", "s")) == 120 / rate
+    assert seconds(CAPTURED, SquaredNorm(("b",), "float32"), reads=()) == 80 / rate
+    assert seconds(CAPTURED, Update(("b",)), reads=()) == 2 * (40 + 80) / rate, "the bucket's gradient is no state of this role"
+
+
+def test_point_to_point() -> None:
+    assert seconds(CAPTURED, Send("p2p")) == seconds(CAPTURED, Recv("p2p")) == 1.0 + 40 / 10
+    apart = plan(chunk("c", MATMUL), mesh=Mesh(pp=2, dp=4))  # ranks 0..3 on one node, 4..7 on the next
+    assert seconds(apart, Send("p2p")) == 3.0 + 40 / 2
+
+
+def test_all_reduce_is_a_ring() -> None:
+    """n = 2: 2 hops and 2 (n - 1) / n = 1 times the bytes."""
+    assert seconds(CAPTURED, AllReduce("both")) == 2 * 1.0 + 40 / 10
+    four = plan(chunk("c", MATMUL), mesh=Mesh(pp=2, dp=4), over=("dp",))
+    assert seconds(four, AllReduce("dp")) == 6 * 1.0 + 1.5 * 40 / 10
+    assert seconds(four, AllReduce("dp", "b")) == 6 * 1.0 + 1.5 * 80 / 10, "a bucket of 20 floats"
+
+
+def test_all_reduce_over_nodes_shares_the_nics_of_a_node() -> None:
+    """8 ranks on 2 nodes: 4 NICs of 2 bytes/s each; 14 hops, 2 of them between nodes."""
+    eight = plan(chunk("c", MATMUL), mesh=Mesh(pp=2, dp=8), over=("dp",))
+    assert seconds(eight, AllReduce("dp")) == 12 * 1.0 + 2 * 3.0 + 1.75 * 40 / 8
+    spread = plan(chunk("c", MATMUL), mesh=Mesh(pp=2, dp=4), over=("dp",))
+    one_per_node = replace(MACHINE, per_node=1, nodes=8)
+    assert seconds(spread, AllReduce("dp"), on=one_per_node) == 6 * 3.0 + 1.5 * 40 / 2
+
+
+def test_an_all_reduce_of_one_rank_takes_no_time() -> None:
+    assert seconds(CAPTURED, AllReduce("dp")) == 0.0
+
+
+def test_costs_come_before_the_formula_and_after_given_durations() -> None:
+    costs = Costs({"c": {"F": Duration(7.0)}, "g": {"F": Duration(7.0)}}, (CommDuration("p2p", 40, 2, Duration(9.0, "table")),))
+    mixed = plan(chunk("c", MATMUL), chunk("g", seconds=5.0))
+    assert seconds(mixed, Compute("c", "F"), costs=costs) == 7.0
+    assert seconds(mixed, Compute("g", "F"), costs=costs) == 5.0
+    assert seconds(mixed, Send("p2p"), costs=costs) == 9.0
+    assert seconds(mixed, AllReduce("both"), costs=costs) == 2.0 + 4.0, "not in the costs: computed"
+
+
+def test_given_durations_are_all_there_is_in_a_synthetic_plan() -> None:
+    given = plan(chunk("g", seconds=5.0))
+    for on in (None, MACHINE):
+        assert seconds(given, Compute("g", "F"), on=on) == 5.0
+        assert [seconds(given, op, on=on) for op in (Send("p2p"), AllReduce("both"), Add(), Update(("b",)))] == [0.0] * 4
+        assert CostModel(given, on, None).issue_s == 0.0
+
+
+@pytest.mark.parametrize("op", [Compute("c", "F"), Send("p2p"), Add()])
+def test_without_a_cluster_a_duration_that_must_be_computed_is_refused(op: Op) -> None:
+    with pytest.raises(ClusterError, match="name a cluster to simulate on"):
+        seconds(CAPTURED, op, on=None)
+
+
+def test_a_cluster_that_is_too_small_is_refused() -> None:
+    with pytest.raises(ClusterError, match=r"the plan runs on 2 ranks; toy:1 has 1 devices"):
+        CostModel(CAPTURED, replace(MACHINE, per_node=1, nodes=1), None)
+
+
+def test_costs_of_another_microbatch_are_refused() -> None:
+    costs = Costs({"c": {"F": Duration(1.0)}}, rows=8)
+    with pytest.raises(ClusterError, match="the costs hold for 8 rows per microbatch; the plan has 4"):
+        CostModel(CAPTURED, MACHINE, costs)
+    CostModel(replace(CAPTURED, rows=8), MACHINE, costs)

@@ -1,0 +1,148 @@
+"""The benchmarks run: every module imports, and a tiny configuration of each gives rows. Nothing is said about time."""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import host_cost, noop, plan_rates, run, step_model, step_sides, step_time, step_worker, strategies
+from benchmarks.measure import Goal, Row, machine, median_interval
+from piper_ir.ops import Compute
+from piper_ir.verify import verify
+from piper_runtime.inline import InlineEngine
+from piper_runtime.job import materialize
+from piper_runtime.rank import Rank
+from piper_runtime.run import execute, trainee
+
+BENCHMARKS = Path(run.__file__).parent
+
+
+@pytest.mark.parametrize("name", run.SECTIONS)
+def test_every_section_has_its_function(name: str) -> None:
+    assert callable(run.section(name))
+
+
+def test_every_module_is_reached_by_a_section() -> None:
+    for name in run.SECTIONS:
+        run.section(name)
+    files = {p.stem for p in BENCHMARKS.glob("*.py")}
+    assert files == {m.removeprefix("benchmarks.") for m in sys.modules if m.startswith("benchmarks.")}
+
+
+def test_rates_of_a_small_plan_have_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_rates, "cases", lambda quick: [plan_rates.pipeline(2, 2)])
+    rows = [*plan_rates.simulate_rows(True), *plan_rates.sweep_rows(True)]
+    assert len(rows) == 6
+    assert all(r.low <= r.value <= r.high for r in rows)
+
+
+def test_the_plan_that_computes_nothing_is_a_plan() -> None:
+    plan = noop.plan(2, 4, 3)
+    verify(plan)
+    chunks = [{p.op.chunk for p in i.parts if isinstance(p.op, Compute)} for r in plan.roles for i in r.program]
+    assert max(map(len, chunks)) == 1, "fused: an instruction would be several"
+    assert execute(plan, noop.CODE, noop.job(plan), steps=2, launcher="inline").losses == [0.0, 0.0]
+
+
+def test_a_rank_by_itself_runs_its_whole_program() -> None:
+    assert len(host_cost.lone_steps(noop.plan(4, 4, 3), 1, steps=3)) == 3
+
+
+def test_strategies_share_one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategies, "QUICK_COUNT", 3)
+    monkeypatch.setattr(strategies, "MODEL", step_model.TINY)
+    captures, total, each = strategies.rows(True)
+    assert captures.value == 1 and captures.met
+    assert total.value > each.value > 0
+
+
+def test_there_are_a_hundred_strategies() -> None:
+    assert len(set(strategies.strategies())) >= strategies.COUNT
+
+
+@pytest.mark.parametrize("kind", step_time.KINDS)
+def test_both_sides_of_a_comparison_cut_the_model_alike(kind: step_sides.Kind) -> None:
+    setup = step_time.prepared(kind, step_model.TINY)
+    work = step_model.job(step_model.TINY, setup.global_batch)
+    initial = materialize(work)
+    ranks = [Rank(setup.plan, r, setup.code, trainee(work), initial.params, initial.buffers) for r in range(2)]
+    model = step_sides.initial_model(setup)
+    for rank in ranks:
+        module = model if kind == "DDP" else step_model.Stage(model, rank.rank)
+        ids = {id(p) for p in module.parameters()}
+        assert {n for n, p in model.named_parameters() if id(p) in ids} == set(rank.store.params)
+    InlineEngine(ranks).step(0)
+
+
+def test_a_comparison_has_its_ratio_its_times_and_a_profile() -> None:
+    rows = step_time.compared("1F1B", step_model.TINY, pairs=2)
+    assert [r.unit for r in rows[:3]] == ["ratio", "ms/step", "ms/step"]
+    assert rows[0].low <= rows[0].value <= rows[0].high and rows[0].judged == rows[0].low
+    assert {"matmul", "Python and the rest"} <= {r.name.rpartition(", ")[2] for r in rows[3:]}
+
+
+def test_a_worker_that_fails_or_ends_is_named() -> None:
+    pairs = [Pipe(duplex=False) for _ in range(2)]
+    pairs[1][1].send("Traceback: no such thing")
+    with pytest.raises(RuntimeError, match="rank 1 failed:\nTraceback: no such thing"):
+        step_time.collected([ours for ours, _ in pairs])
+    pairs[0][1].close()
+    with pytest.raises(RuntimeError, match="rank 0 ended without an answer"):
+        step_time.collected([ours for ours, _ in pairs])
+
+
+def test_two_sides_that_train_differently_are_refused() -> None:
+    same, other = SimpleNamespace(losses=[2.0, 1.0]), SimpleNamespace(losses=[2.0, 1.001])
+    step_worker.check_same_training(same, same)
+    with pytest.raises(RuntimeError, match="the loss of step 1 is 1.0 .ours. and 1.001"):
+        step_worker.check_same_training(same, other)
+
+
+def test_the_interval_of_a_median_holds_it_and_is_repeatable() -> None:
+    values = [1.0 + 0.01 * (k % 7) for k in range(40)]
+    middle, low, high = median_interval(values)
+    assert low <= middle <= high < 1.06
+    assert median_interval(values) == (middle, low, high)
+    assert median_interval([2.0] * 5) == (2.0, 2.0, 2.0)
+
+
+def test_a_goal_may_be_for_another_number_than_the_value() -> None:
+    goal = Goal("above", 0.98)
+    assert Row("s", "n", 1.0, "ratio", 0.9, 1.1, goal, judged=0.9).met is False
+    assert Row("s", "n", 1.0, "ratio", goal=goal).met is True
+    assert Row("s", "n", 1.0, "ratio").met is None
+
+
+def test_the_csv_says_where_and_when(tmp_path: Path) -> None:
+    where = machine()
+    path = tmp_path / "deep" / "rows.csv"
+    run.write(path, where, [Row("host", "a", 1.5, "us", 1.0, math.pi, Goal("below", 3), "n")])
+    first, *rest = path.read_text().splitlines()
+    assert where.torch in first and where.date in first
+    (line,) = csv.DictReader(rest)
+    assert line == {"section": "host", "name": "a", "value": "1.5", "low": "1", "high": "3.14159", "unit": "us", "goal": "< 3", "met": "yes", "note": "n"}  # fmt: skip
+
+
+def test_a_section_that_fails_does_not_take_the_others_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Row("sweep", "a", 1.0, "x")
+
+    def section(name: str) -> object:
+        def rows(quick: bool) -> list[Row]:
+            if name == "host":
+                raise ValueError("no host")
+            return [found]
+
+        return rows
+
+    monkeypatch.setattr(run, "section", section)
+    assert run.main(["host", "sweep", "--csv", str(tmp_path / "rows.csv")]) == 1
+    assert "sweep,a,1" in (tmp_path / "rows.csv").read_text()
+    assert run.main(["sweep", "--csv", str(tmp_path / "rows.csv")]) == 0
+
+

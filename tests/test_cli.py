@@ -1,0 +1,194 @@
+"""The command line: what a user gets wrong ends with one message, exit code 2, no traceback; what is right prints and loses nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from piper.cli import app
+
+RECIPE = """
+import torch
+from torch import nn
+import piper
+from piper import where
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+def batch(step, rows):
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))[rows.start : rows.stop]
+    return x, 2 * x
+
+def optimizer(named):
+    return torch.optim.SGD([p for _, p in named], lr=0.1)
+
+job = piper.Job(MLP, batch, nn.functional.mse_loss, optimizer, global_batch=8, tokens_per_row=1)
+"""
+GOOD = "strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=2))\n"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.py"
+    path.write_text(RECIPE + GOOD)
+    return path
+
+
+def piper(*args: object) -> Result:
+    return CliRunner().invoke(app, [str(a) for a in args])
+
+
+def fails(result: Result, *words: str) -> None:
+    """Exit code 2, one message with all words, and no traceback: nothing but Exit may have been raised."""
+    text = result.stderr
+    assert result.exit_code == 2, (result.exit_code, result.output, result.exception)
+    assert isinstance(result.exception, SystemExit)
+    assert "Traceback" not in text
+    for word in words:
+        assert word in text, (word, text)
+
+
+def with_strategy(path: Path, text: str) -> Path:
+    path.write_text(RECIPE + text)
+    return path
+
+
+def test_simulate_prints_and_gives_json(recipe: Path) -> None:
+    assert "s/step" in piper("simulate", recipe, "--cluster", "h100x8").stdout
+    numbers = json.loads(piper("simulate", recipe, "--cluster", "h100x8", "--json").stdout)
+    assert numbers["step_s"] > 0
+
+
+def test_run_writes_results_and_a_second_run_loses_nothing(recipe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "runs"
+    for _ in range(2):
+        result = piper("run", recipe, "--launcher", "inline", "--steps", 2, "--out", out)
+        assert result.exit_code == 0, result.output
+    first, second = sorted(out.iterdir())
+    for folder in (first, second):
+        measured = json.loads((folder / "measured.json").read_text())
+        assert len(measured["losses"]) == 2
+        names = {p.name for p in folder.iterdir()}
+        assert {"plan.json", "strategy.json", "predicted.json", "trace-predicted.json", "trace-measured.json"} <= names
+    assert json.loads((first / "measured.json").read_text())["losses"] == measured["losses"]
+
+
+def test_a_saved_strategy_is_used(recipe: Path, tmp_path: Path) -> None:
+    piper("simulate", recipe, "--cluster", "h100x8", "--out", tmp_path / "a")
+    saved = next((tmp_path / "a").glob("*/strategy.json"))
+    bare = with_strategy(tmp_path / "bare.py", "strategy = None\n")
+    assert piper("explain", bare, "--strategy", saved).exit_code == 0
+    fails(piper("explain", bare), "no `strategy`")
+
+
+def test_explain_and_verify(recipe: Path) -> None:
+    text = piper("explain", recipe).stdout
+    assert "pp0>pp1.act" in text and "partition(stages=2)" in text
+    result = piper("verify", recipe)
+    assert result.exit_code == 0, result.output
+    assert "equal" in result.stdout
+
+
+def test_parameters_of_a_strategy_function(tmp_path: Path) -> None:
+    path = with_strategy(
+        tmp_path / "f.py",
+        "def strategy(trial):\n"
+        "    m = trial.suggest_int('m', 1, 8)\n"
+        "    return piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=m))\n",
+    )
+    assert "microbatches=4" in piper("explain", path, "-p", "m=4").stdout
+    fails(piper("explain", path), "'m'", "-p m=VALUE", "1..8")
+    fails(piper("explain", path, "-p", "m=99"), "1..8")
+    fails(piper("explain", path, "-p", "m=2", "-p", "n=3"), "no parameter", "m")
+    fails(piper("explain", path, "-p", "m"), "NAME=VALUE")
+
+
+def test_missing_and_broken_files(tmp_path: Path) -> None:
+    fails(piper("simulate", tmp_path / "nowhere.py"), "nowhere.py", "no such file")
+    broken = tmp_path / "broken.py"
+    broken.write_text("import piper\nx = (\n")
+    fails(piper("simulate", broken), "broken.py", "SyntaxError", "line 2")
+    raising = tmp_path / "raising.py"
+    raising.write_text("import piper\n\n1 / 0\n")
+    fails(piper("simulate", raising), "ZeroDivisionError", "line 3")
+    empty = tmp_path / "empty.py"
+    empty.write_text("import piper\n")
+    fails(piper("simulate", empty), "no `job`", "piper.Job")
+
+
+def test_a_batch_that_does_not_divide(tmp_path: Path) -> None:
+    text = "strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=3))\n"
+    fails(piper("simulate", with_strategy(tmp_path / "f.py", text)), "8 rows", "3 microbatches", "e.g. 9")
+
+
+@pytest.mark.parametrize(
+    ("directives", "mesh", "words"),
+    [
+        ("[piper.partition(2), piper.place(where(stage=0), dict(pp=0))]", "pp=2", ["placed nowhere", "layer1"]),
+        (
+            "[piper.partition(2), piper.place(where(stage=0), dict(pp=0)), piper.place(where(stage=(0, 1)), dict(pp=1))]",
+            "pp=2",
+            ["placed on pp0 already", "f.py:"],
+        ),
+        ("[piper.partition(2), piper.place(where(stage=0), dict(pp=0)), piper.place(where(stage=1), dict(pp=2))]", "pp=2", ["pp=2 is outside"]),
+        ("[piper.place(where(stage=7), dict(pp=0))]", "pp=2", ["no coordinate 'stage'"]),
+        ("[]", "pp=2", ["no directive uses pp"]),
+    ],
+)  # fmt: skip
+def test_strategies_that_cannot_be(tmp_path: Path, directives: str, mesh: str, words: list[str]) -> None:
+    path = with_strategy(tmp_path / "f.py", f"strategy = piper.Strategy(piper.Mesh({mesh}), {directives})\n")
+    fails(piper("explain", path), *words)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.replace('"is": "Split"', '"is": "Splitt"'), ["'Splitt'", "Split"]),
+        (lambda t: t.replace('"microbatches"', '"microbatchs"'), ["'microbatchs'"]),
+        (lambda t: t.replace('"version": 1', '"version": 99'), ["99", "version 1"]),
+        (lambda t: t[: len(t) // 2], ["truncated"]),
+        (lambda t: "[]", ["not a strategy"]),
+    ],
+)
+def test_strategy_files_that_do_not_parse(recipe: Path, tmp_path: Path, change, words: list[str]) -> None:
+    piper("simulate", recipe, "--cluster", "h100x8", "--out", tmp_path / "a")
+    saved = next((tmp_path / "a").glob("*/strategy.json"))
+    bad = tmp_path / "bad.json"
+    bad.write_text(change(saved.read_text()))
+    fails(piper("explain", recipe, "--strategy", bad), "bad.json", *words)
+
+
+def test_unknown_cluster_and_flag(recipe: Path) -> None:
+    fails(piper("simulate", recipe, "--cluster", "z9000x8"), "z9000", "h100")
+    assert piper("simulate", recipe, "--clutser", "h100x8").exit_code == 2
+
+
+def test_an_output_folder_that_cannot_be(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    fails(piper("run", recipe, "--launcher", "inline", "--out", tmp_path / "file"), "--out")
+
+
+def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
+    text = GOOD + (
+        "def bad(step, rows):\n"
+        "    x, y = batch(step, rows)\n"
+        "    return (x, y * float('nan')) if step == 1 and rows.start == 4 else (x, y)\n"
+        "from dataclasses import replace\n"
+        "job = replace(job, batch=bad)\n"
+    )
+    result = piper("run", with_strategy(tmp_path / "f.py", text), "--launcher", "inline", "--steps", 3, "--out", tmp_path / "o")
+    fails(result, "step 1", "rank 1", "microbatch 1")
+
+
+def test_a_launcher_of_a_later_release(recipe: Path, tmp_path: Path) -> None:
+    fails(piper("run", recipe, "--launcher", "ray", "--out", tmp_path / "o"), "ray", "processes")

@@ -1,0 +1,60 @@
+"""Random compositions of model, mesh and directives, each verified and compared with one device: 200 in `make test`, 1,000 in `make test-long`."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from piper_ir.verify import verify
+
+from tests import compositions, models, parity
+from tests.compositions import Composition, fitted
+
+EXAMPLES = max(200, settings.default.max_examples)
+STEPS = 2
+"""One update between two gradients: what is left over from the first step shows in the second."""
+
+seen: Counter[str] = Counter()
+
+
+@st.composite
+def drawn(draw: st.DrawFn) -> Composition:
+    """Any composition that the language can say and the models allow."""
+    c = Composition(
+        model=draw(st.sampled_from(sorted(models.CASES))),
+        pp=draw(st.integers(1, 4)),
+        dp=draw(st.sampled_from((1, 1, 2, 3))),
+        microbatches=draw(st.integers(1, 5)),
+        schedule=draw(st.sampled_from(("gpipe", "1f1b", "default", "random", "random"))),
+        placement=draw(st.sampled_from(("recipe", "chunks", "v", "shared", "random", "random"))),
+        rows=draw(st.sampled_from((1, 2, 2, 2, 3))),
+        optimizer=draw(st.sampled_from(sorted(compositions.OPTIMIZERS))),
+        clip=draw(st.sampled_from((None, None, 0.05))),
+        scheduler=draw(st.booleans()),
+        bucket_mb=draw(st.sampled_from((25, 0.001, 0.003))),
+        shared_streams=draw(st.booleans()),
+        fuse=draw(st.booleans()),
+        recv_ahead=draw(st.sampled_from((1, 2, 3, 5))),
+        seed=draw(st.integers(0, 2**20)),
+    )
+    if c.model == "keywords" and c.rows * c.microbatches * c.dp == 1:  # its one row weighs nothing
+        c = compositions.replace(c, microbatches=2)
+    return fitted(c)
+
+
+@settings(max_examples=EXAMPLES, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(drawn())
+def test_a_random_composition_trains_what_one_device_trains(c: Composition) -> None:
+    plan = compositions.compiled(c).plan
+    verify(plan)
+    run = compositions.run(c, plan, steps=STEPS)
+    parity.assert_parity(run, compositions.expected(c, STEPS), label=repr(c))
+    seen.update((c.model, c.placement, c.schedule, f"world {plan.mesh.world}", c.optimizer, f"fuse {c.fuse}"))
+
+
+def test_the_compositions_were_not_all_alike() -> None:
+    """Runs after the test above: every model, placement, schedule and several sizes have been there."""
+    if seen:  # not when the test above was deselected
+        wanted = {*models.CASES, *compositions.OPTIMIZERS, "v", "shared", "random", "chunks", "gpipe", "1f1b", "default", "world 1", "world 6"}
+        assert wanted <= seen.keys(), sorted(wanted - seen.keys())
