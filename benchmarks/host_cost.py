@@ -88,12 +88,10 @@ def _gloo_row(plan: Plan, steps: int) -> Row:
 
 def _described(plan: Plan, rank: int) -> str:
     streams = Counter(i.stream for i in plan.role_of(rank).program)
-    threads = len(streams) - 1
-    return f"{sum(streams.values())} instructions, {sum(n for s, n in streams.items() if s != COMPUTE)} of them on {threads} threads"
+    elsewhere = sum(n for s, n in streams.items() if s != COMPUTE)
+    return f"{sum(streams.values())} instructions, {elsewhere} of them on {len(streams) - 1} threads"
 
 
 def _deciles(values: list[float]) -> tuple[float, float]:
     ordered = sorted(values)
     return ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
-
-

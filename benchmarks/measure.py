@@ -9,7 +9,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -89,7 +89,7 @@ def machine(threads: int = 1) -> Machine:
         python=platform.python_version(),
         torch=version("torch"),
         load=os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0,
-        date=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
 
@@ -115,7 +115,9 @@ def repeated(call: Callable[[], object], repeats: int) -> list[float]:
     return out
 
 
-def rate_row(section: str, name: str, count: int, seconds: Sequence[float], unit: str, goal: Goal | None = None, note: str = "") -> Row:
+def rate_row(
+    section: str, name: str, count: int, seconds: Sequence[float], unit: str, goal: Goal | None = None, note: str = ""
+) -> Row:
     """Count per second: median and extremes over the repetitions."""
     rates = [count / s for s in seconds]
     return Row(section, name, median(rates), unit, min(rates), max(rates), goal, note)

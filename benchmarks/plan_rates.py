@@ -48,33 +48,38 @@ def cases(quick: bool) -> list[Case]:
 
 def simulate_rows(quick: bool) -> list[Row]:
     """The event engine alone and inside of `piper.simulate`."""
-    rows = []
-    for case in cases(quick):
-        plan, prepared, durations = case.plan, case.prepared, case.durations
-        rows.append(
-            _rate("simulate", f"SimPy engine, {case.title}", case, lambda: run(prepared, durations, latency=plan.hop), quick, ENGINE_GOAL,
-                  "start, end and ready of every instruction"),
-        )  # fmt: skip
-        rows.append(
-            _rate("simulate", f"piper.simulate, {case.title}", case, lambda: piper.simulate(plan), quick, ENGINE_GOAL,
-                  "whole call: durations, engine, steady-state period, memory curve, Span objects, plan key"),
-        )  # fmt: skip
-    return rows
+    return [row for case in cases(quick) for row in _simulated(case, quick)]
 
 
 def sweep_rows(quick: bool) -> list[Row]:
     """The fixed-order sweep, what it needs once per plan, and `verify`."""
-    rows = []
-    for case in cases(quick):
-        plan, prepared, durations = case.plan, case.prepared, case.durations
-        rows += [
-            _rate("sweep", f"sweep, {case.title}", case, lambda: sweep(prepared, durations, latency=plan.hop), quick, SWEEP_GOAL),
-            _rate("sweep", f"prepare, {case.title}", case, lambda: prepare(plan), quick, note="once per plan"),
-            _rate("sweep", f"steady-state period, {case.title}", case, lambda: period(prepared, durations, latency=plan.hop), quick,
-                  note="sweeps until steps repeat; instructions of one step per second"),
-            _rate("sweep", f"verify, {case.title}", case, lambda: verify(plan), quick),
-        ]  # fmt: skip
-    return rows
+    return [row for case in cases(quick) for row in _swept(case, quick)]
+
+
+def _simulated(case: Case, quick: bool) -> list[Row]:
+    def rate(name: str, call: Callable[[], object], note: str) -> Row:
+        return _rate("simulate", f"{name}, {case.title}", case, call, quick, ENGINE_GOAL, note)
+
+    plan, prepared, durations = case.plan, case.prepared, case.durations
+    whole = "whole call: durations, engine, steady-state period, memory curve, Span objects, plan key"
+    return [
+        rate("SimPy engine", lambda: run(prepared, durations, latency=plan.hop), "start, end and ready of every instruction"),
+        rate("piper.simulate", lambda: piper.simulate(plan), whole),
+    ]
+
+
+def _swept(case: Case, quick: bool) -> list[Row]:
+    def rate(name: str, call: Callable[[], object], goal: Goal | None = None, note: str = "") -> Row:
+        return _rate("sweep", f"{name}, {case.title}", case, call, quick, goal, note)
+
+    plan, prepared, durations = case.plan, case.prepared, case.durations
+    periodic = "sweeps until steps repeat; instructions of one step per second"
+    return [
+        rate("sweep", lambda: sweep(prepared, durations, latency=plan.hop), SWEEP_GOAL),
+        rate("prepare", lambda: prepare(plan), note="once per plan"),
+        rate("steady-state period", lambda: period(prepared, durations, latency=plan.hop), note=periodic),
+        rate("verify", lambda: verify(plan)),
+    ]
 
 
 def _rate(

@@ -14,32 +14,31 @@ import csv
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 
-# One thread per process, as in the test suite; it must be set before torch is imported, and worker processes inherit it.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("MKL_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":  # run as a file, sys.path begins with this folder and not with the root
     sys.path[0] = str(ROOT)
 
-from rich.console import Console  # noqa: E402 - the environment comes first
-from rich.table import Table  # noqa: E402
+from rich.console import Console
+from rich.table import Table
 
-from benchmarks.measure import Machine, Row, machine  # noqa: E402
+from benchmarks.measure import Machine, Row, machine
 
 SECTIONS = {
     "compile": "compile_rates:rows",
-    "capture": "capture_section:rows",
+    "capture": "capture_rates:rows",
     "simulate": "plan_rates:simulate_rows",
     "sweep": "plan_rates:sweep_rows",
     "host": "host_cost:rows",
     "step": "step_time:rows",
 }
-"""Name -> module and function of `quick`, which returns a list of Row. Modules are imported when their section runs."""
+"""Name -> module and function of `quick`, which gives its rows. Modules are imported when their section runs."""
 
+THREADS = 1
+"""Per process."""
 WIDTH = 170
 """Columns of the table where there is no terminal."""
 COLUMNS = ("section", "name", "value", "low", "high", "unit", "goal", "met", "note")
@@ -48,19 +47,25 @@ COLUMNS = ("section", "name", "value", "low", "high", "unit", "goal", "met", "no
 def main(argv: list[str] | None = None) -> int:
     """Run the sections asked for. Exit code 1 when one of them failed; a goal that is not met is a result, not a failure."""
     options = _options(argv)
+    # As in the test suite; torch reads it when a section imports it, and worker processes inherit it.
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(variable, str(THREADS))
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
-    where = machine()
+    where = machine(THREADS)
     console.print(f"[bold]{where}[/bold]")
     rows: list[Row] = []
     failed: list[str] = []
     for name in options.sections or SECTIONS:
         begin = time.perf_counter()
+        found: list[Row] = []
         try:
-            found = section(name)(options.quick)
-        except Exception as e:  # the other sections are still worth having
+            for row in section(name)(options.quick):
+                found.append(row)
+                if sys.stderr.isatty():
+                    print(f"  {row.name}: {_number(row.value)} {row.unit}", file=sys.stderr)
+        except Exception as e:  # what has been measured, and the other sections, are still worth having
             console.print_exception()
             failed.append(f"{name}: {type(e).__name__}: {e}")
-            continue
         console.print(_table(name, found, time.perf_counter() - begin))
         rows += found
     path = options.csv or ROOT / "benchmarks" / "results" / f"{where.date.replace(':', '')[:17]}.csv"
@@ -71,10 +76,10 @@ def main(argv: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def section(name: str) -> Callable[[bool], list[Row]]:
+def section(name: str) -> Callable[[bool], Iterable[Row]]:
     """The function that measures a section."""
     module, _, function = SECTIONS[name].partition(":")
-    found: Callable[[bool], list[Row]] = getattr(import_module(f"benchmarks.{module}"), function)
+    found: Callable[[bool], Iterable[Row]] = getattr(import_module(f"benchmarks.{module}"), function)
     return found
 
 
@@ -89,7 +94,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
 def _table(section: str, rows: list[Row], seconds: float) -> Table:
     table = Table(title=f"{section} ({seconds:.0f} s)", title_justify="left")
     for column, justify in (("", "left"), ("value", "right"), ("low", "right"), ("high", "right"), ("unit", "left")):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+        table.add_column(column, justify=justify)
     table.add_column("goal")
     table.add_column("note", overflow="fold")
     for row in rows:

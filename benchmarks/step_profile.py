@@ -15,7 +15,7 @@ WAITING, REST = "communication and waiting", "Python and the rest"
 MARK = "profiled steps"
 RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     (WAITING, ("gloo:", "c10d::", "record_param_comms")),
-    ("matmul", ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear", "aten::addmv", "aten::mv")),
+    ("matmul", ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::matmul", "aten::linear")),
     ("attention", ("attention", "piper::sdpa")),
     ("optimizer", ("optimizer", "adam")),
     ("norm, loss, embedding", ("layer_norm", "softmax", "nll_loss", "cross_entropy", "embedding", "index")),
@@ -35,7 +35,8 @@ def profiled(step: Callable[[], None], steps: int) -> Profile:
     per Python call), so they show what differs rather than what a step takes. Only the main thread counts: it computes, on
     both sides."""
     waiting = _waiting(step, steps)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler, torch.profiler.record_function(MARK):
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profiler, torch.profiler.record_function(MARK):
         for _ in range(steps):
             step()
     events = profiler.events()
@@ -64,5 +65,5 @@ def _waiting(step: Callable[[], None], steps: int) -> float:
     for _ in range(steps):
         step()
     profiler.disable()
-    stats = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+    stats = pstats.Stats(profiler).stats
     return float(sum(row[2] for (_, _, name), row in stats.items() if any(w in name for w in WAITS))) / steps

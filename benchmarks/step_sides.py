@@ -117,7 +117,7 @@ class Ours:
         communicators.connect(setup.plan)
         heart: Any = array("q", [0] * HEART_SLOTS)
         self._streams = CpuStreams(setup.plan.role_of(rank).streams, heart)
-        self._engine = Engine(self._bound, self._streams, communicators.bind, heart)
+        self._engine = Engine(self._bound, self._streams, communicators.bind, heart, trace=True)
         self._step = 0
 
     def step(self) -> None:
@@ -132,8 +132,8 @@ class Ours:
     def forward_s(self) -> list[float]:
         """Seconds of each forward instruction of one more step."""
         self._run(traced=True)
-        program = self._bound.role.program
-        forward = {i for i, instr in enumerate(program) if any(isinstance(p.op, Compute) and p.op.step == "F" for p in instr.parts)}
+        ops = [[p.op for p in instr.parts] for instr in self._bound.role.program]
+        forward = {i for i, found in enumerate(ops) if any(isinstance(op, Compute) and op.step == "F" for op in found)}
         return [end - start for i, start, end in self._engine.spans if i in forward]
 
     def close(self) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 import piper
 from benchmarks.measure import Goal, Row, median_interval
@@ -29,39 +30,50 @@ DEADLINE_S = 600.0
 KINDS: tuple[Kind, ...] = ("GPipe", "1F1B", "DDP")
 
 
-def rows(quick: bool) -> list[Row]:
+def rows(quick: bool) -> Iterator[Row]:
     """Every comparison in both regimes."""
-    return [row for regime in (LARGE, SMALL) for kind in KINDS for row in compared(kind, regime, QUICK_PAIRS if quick else PAIRS)]
+    for regime in (LARGE, SMALL):
+        for kind in KINDS:
+            yield from compared(kind, regime, QUICK_PAIRS if quick else PAIRS)
 
 
 def compared(kind: Kind, regime: Regime, pairs: int) -> list[Row]:
     """One comparison: the ratio, both step times, and what the profiles say about the difference."""
-    setup = prepared(kind, regime)
-    measured = run(setup, pairs)
-    ours, torchs = ([max(m) for m in zip(*(getattr(x, side) for x in measured))] for side in ("ours", "theirs"))
-    title = f"{kind} {'pp' if kind != 'DDP' else 'dp'}=2, {regime.name}"
+    measured = run(prepared(kind, regime), pairs)
+    ours = [max(pair) for pair in zip(*(m.ours for m in measured))]
+    torchs = [max(pair) for pair in zip(*(m.theirs for m in measured))]
+    title = f"{kind} {'dp' if kind == 'DDP' else 'pp'}=2, {regime.name}"
     ratio, low, high = median_interval([t / o for t, o in zip(torchs, ours)])
-    forward = median(s for m in measured for s in m.forward_s) * 1e3
-    note = f"{pairs} interleaved pairs of {regime.steps} step{'s' if regime.steps > 1 else ''}, 95 % interval of the median; F {forward:.1f} ms"
-    out = [Row("step", f"{title}: torch/ours", ratio, "ratio", low, high, GOAL, note + "; the goal is for the lower end", low)]
-    for name, values in (("ours", ours), ("torch", torchs)):
-        ordered = sorted(x * 1e3 for x in values)
-        tenth = len(ordered) // 10
-        out.append(Row("step", f"{title}: {name}", median(ordered), "ms/step", ordered[tenth], ordered[-1 - tenth], None, "1st and 9th decile"))
-    return out + _profile_rows(title, [m.profile_ours for m in measured], [m.profile_theirs for m in measured])
+    forward = median(s for m in measured for s in m.forward_s)
+    note = (
+        f"{pairs} interleaved pairs of {regime.steps}-step runs; median and its 95 % interval, whose lower end the goal is for; "
+        f"F of ours {forward * 1e3:.1f} ms"
+    )
+    return [
+        Row("step", f"{title}: torch/ours", ratio, "ratio", low, high, GOAL, note, judged=low),
+        _time_row(f"{title}: ours", ours),
+        _time_row(f"{title}: torch", torchs),
+        *_profile_rows(title, [m.profile_ours for m in measured], [m.profile_theirs for m in measured]),
+    ]
+
+
+def _time_row(name: str, seconds: Sequence[float]) -> Row:
+    ordered = sorted(s * 1e3 for s in seconds)
+    tenth = len(ordered) // 10
+    return Row("step", name, median(ordered), "ms/step", ordered[tenth], ordered[-1 - tenth], note="1st and 9th decile")
 
 
 def _profile_rows(title: str, ours: Sequence[Profile], torchs: Sequence[Profile]) -> list[Row]:
     """Per category the mean over the ranks, largest difference first."""
-    found = {}
+    found: list[tuple[str, float, float]] = []
     for category in sorted({c for p in (*ours, *torchs) for c in p}):
-        found[category] = [mean(p.get(category, 0.0) for p in side) * 1e3 for side in (ours, torchs)]
-    order = sorted(found, key=lambda c: -abs(found[c][0] - found[c][1]))
+        here, there = (mean(p.get(category, 0.0) for p in side) * 1e3 for side in (ours, torchs))
+        found.append((category, here, there))
+    found.sort(key=lambda f: -abs(f[1] - f[2]))
     return [
-        Row("step", f"{title}: profile, {c}", found[c][0], "ms/step", None, None, None,
-            f"torch {found[c][1]:.2f}; ours - torch {found[c][0] - found[c][1]:+.2f}")
-        for c in order
-    ]  # fmt: skip
+        Row("step", f"{title}: profile, {name}", here, "ms/step", note=f"torch {there:.2f}; ours - torch {here - there:+.2f}")
+        for name, here, there in found
+    ]
 
 
 def prepared(kind: Kind, regime: Regime) -> Setup:
@@ -86,7 +98,7 @@ def run(setup: Setup, pairs: int) -> list[Measured]:
     """Start the two processes and collect what they measure. RuntimeError with a process's traceback when one fails."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="piper-bench-") as folder:
-        pipes: list[Connection] = []  # type: ignore[type-arg]
+        pipes: list[Connection[Any, Any]] = []
         processes: list[BaseProcess] = []
         try:
             for rank in range(WORLD):
@@ -103,7 +115,7 @@ def run(setup: Setup, pairs: int) -> list[Measured]:
                 process.join()
 
 
-def collected(pipes: Sequence[Connection]) -> list[Measured]:  # type: ignore[type-arg]
+def collected(pipes: Sequence[Connection[Any, Any]]) -> list[Measured]:
     found: dict[int, Measured] = {}
     while len(found) < len(pipes):
         ready = wait([p for rank, p in enumerate(pipes) if rank not in found], DEADLINE_S)
@@ -112,7 +124,7 @@ def collected(pipes: Sequence[Connection]) -> list[Measured]:  # type: ignore[ty
         for pipe in ready:
             rank = next(r for r, p in enumerate(pipes) if p is pipe)
             try:
-                answer = pipe.recv()  # type: ignore[union-attr]
+                answer = pipe.recv()
             except EOFError:
                 raise RuntimeError(f"the process of rank {rank} ended without an answer; its output is above") from None
             if not isinstance(answer, Measured):

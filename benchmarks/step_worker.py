@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ WARM_UP = 3
 CHECKED_STEPS = 3
 PROFILED_STEPS = 3
 TOLERANCE = 1e-4
-"""Of the losses of the first steps, relative: float32 sums in another order differ by far less, another model or batch by more."""
+"""Relative, of the losses of the first steps: sums in another order differ by far less, another model or batch by more."""
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Measured:
     profile_theirs: Profile = field(default_factory=dict)
 
 
-def work(setup: Setup, rank: int, store: str, pairs: int, pipe: Connection) -> None:  # type: ignore[type-arg]
+def work(setup: Setup, rank: int, store: str, pairs: int, pipe: Connection[Any, Any]) -> None:
     """The process's main function: sends a Measured, or the text of what went wrong."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # both sides over loopback

@@ -54,8 +54,9 @@ def rows(quick: bool) -> list[Row]:
     if len(seconds) != count:
         raise RuntimeError(f"there are {len(seconds)} strategies, {count} were wanted")
     what = f"{count} strategies of a GPT of {MODEL.layers} layers"
+    plans = f"plans of {instructions:,} instructions altogether; the first {seconds[0]:.2f} s"
     return [
         Row("capture", f"{what}: captures", len(model.made), "", goal=ONCE, note="times that the model was made"),
-        Row("capture", f"{what}: total", sum(seconds), "s", note=f"plans of {instructions:,} instructions altogether; the first {seconds[0]:.2f} s"),
+        Row("capture", f"{what}: total", sum(seconds), "s", note=plans),
         Row("capture", f"{what}: each after the first", median(seconds[1:]), "s", min(seconds[1:]), max(seconds[1:])),
-    ]  # fmt: skip
+    ]

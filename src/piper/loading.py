@@ -11,11 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import cloudpickle
-
 from piper_compiler import Strategy, load_strategy
 from piper_ir.errors import JobError, PiperError
 from piper_runtime import Job
+from piper_runtime.shipping import RECIPE_MARK
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,7 @@ def _run(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise JobError(f"{path} is not a Python file; give a .py file that defines `job` and `strategy`")
     module = importlib.util.module_from_spec(spec)
+    setattr(module, RECIPE_MARK, str(path.resolve()))  # workers load the file again
     sys.modules[name] = module
     sys.path.insert(0, str(path.parent.resolve()))
     try:
@@ -60,7 +60,6 @@ def _run(path: Path) -> ModuleType:
         raise JobError(f"{path} failed when it was run: {type(e).__name__}: {e}{_line(e, path)}") from e
     finally:
         sys.path.pop(0)
-    cloudpickle.register_pickle_by_value(module)  # workers cannot import it by its name
     return module
 
 

@@ -143,6 +143,16 @@ def test_a_hundred_microbatch_sizes_are_one_capture(monkeypatch: pytest.MonkeyPa
     assert len(runs) == 1
 
 
+def test_code_that_is_not_what_the_program_describes_is_refused() -> None:
+    case = CASES["skip"]
+    found = capture(case.model, partial(case.batch, 0), case.loss)
+    first, second = found.program.chunks[:2]
+    found.code.get(first.code, 3)
+    found.code.expect(first.code, second)
+    with pytest.raises(CaptureError, match="at 3 rows, while the program"):
+        found.code.get(first.code, 3)
+
+
 def test_code_ships_once_and_runs_after_pickling() -> None:
     found = captured("gpt")
     layers = [c for c in found.program.chunks if "layer" in c.coords]

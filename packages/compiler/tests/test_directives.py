@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -351,6 +352,21 @@ class TestUsersDirective:
 
         with pytest.raises(DirectiveError, match=r"nothing\(\): apply returned NoneType; a Graph is needed"):
             applied(Nothing())
+
+
+def test_the_example_of_the_language_document_runs() -> None:
+    text = (Path(__file__).resolve().parents[3] / "docs" / "language.md").read_text(encoding="utf-8")
+    blocks = [b.split("```")[0] for b in text.split("```python\n")[1:]]
+    assert len(blocks) == 2
+    names: dict[str, Any] = {"__name__": __name__}
+    for block in blocks:
+        exec(compile(block, "language.md", "exec"), names)
+    assert compile_program(layered(4), names["strategy"], global_batch=16).plan.replicas == 2
+    last_first = names["LastFirst"](where())
+    assert last_first.site.startswith("test_directives.py:")
+    reverse = Reverse(where())
+    steps = (split(where(), microbatches=3),)
+    assert applied(*steps, last_first).order_edges == applied(*steps, reverse).order_edges
 
 
 def test_directives_apply_strictly_in_the_order_written() -> None:

@@ -24,7 +24,7 @@ def test_source_and_constants_make_a_function_whose_lines_show_in_tracebacks() -
 
 @pytest.mark.parametrize(
     ("source", "says"),
-    [("x = 1", "no function `step"), ("op = torch.ops.piper.no_such_op.default", rr"no_such_op.*import the module")],
+    [("x = 1", "no function `step"), ("op = torch.ops.piper.no_such_op.default", r"no_such_op.*import the module")],
 )
 def test_unusable_source_is_refused(source: str, says: str) -> None:
     with pytest.raises(FormatError, match=says):
@@ -34,7 +34,7 @@ def test_unusable_source_is_refused(source: str, says: str) -> None:
 def test_a_store_without_the_code_is_refused_and_code_is_loaded_once() -> None:
     steps = Steps(CODE)
     assert steps("plain", "F") is steps("plain", "F")
-    with pytest.raises(FormatError, match="no step I of code 'plain.first'"):
+    with pytest.raises(FormatError, match=r"no step I of code 'plain\.first'"):
         steps("plain.first", "I")
 
 

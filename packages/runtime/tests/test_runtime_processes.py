@@ -131,14 +131,16 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_workers_end_when_their_launcher_is_killed() -> None:
-    done = subprocess.run([sys.executable, "-c", ORPHAN.format(path=sys.path)], stdout=subprocess.PIPE, text=True, timeout=120)
+def test_workers_end_and_clear_up_when_their_launcher_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ORPHAN.format(path=sys.path)]
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=120, env=environment)
     pids = [int(p) for p in done.stdout.split()]
     assert done.returncode == -signal.SIGKILL and len(pids) == 1
     deadline = time.monotonic() + 10
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(map(alive, pids))
+    assert not any(map(alive, pids)) and not list(tmp_path.glob("piper-*"))
 
 
 OPERATOR = """

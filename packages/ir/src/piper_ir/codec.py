@@ -21,6 +21,8 @@ FORMAT_VERSION = 1
 
 _NAMES = {str: "a string", int: "an integer", float: "a number", bool: "a boolean", type(None): "null"}
 
+_PLAIN = frozenset({str, int, float, bool, type(None)})
+
 Encoder = Callable[[Any], Any]
 Decoder = Callable[[Any, str], Any]
 
@@ -54,9 +56,9 @@ def loads(kind: type[T], text: str, where: str = "text") -> T:
 
 def encode(value: Any) -> Any:
     """A plain JSON value for a dataclass, container or scalar of the IR."""
-    if isinstance(value, str | int | float | bool) or value is None:
-        return value
     kind: Any = type(value)
+    if kind in _PLAIN:
+        return value
     return _encoder(kind)(value)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, SelectorError
@@ -134,8 +135,12 @@ class Graph:
     def matching(self, selection: Where) -> list[Node]:
         """The selected nodes in no order; none is no error."""
         terms = _with_op(selection)
-        rest = Where(tuple((name, wanted) for name, wanted in terms.items() if wanted in (ANY, NONE)))
-        found = map(self.nodes.__getitem__, self._candidates(terms))
+        if terms["op"] == "compute":
+            rest = Where(tuple((name, wanted) for name, wanted in terms.items() if wanted in (ANY, NONE)))
+            found = map(self.nodes.__getitem__, self._candidates(terms))
+        else:
+            rest = Where(tuple(terms.items()))
+            found = map(self.nodes.__getitem__, self._candidates({"op": terms["op"]}))
         return [n for n in found if rest.matches(n.coords)] if rest.terms else list(found)
 
     def _candidates(self, terms: Mapping[str, object]) -> Iterable[str]:
@@ -196,14 +201,16 @@ def op_name(op: Op) -> str:
 
 
 class Editor:
-    """Builds the next Graph. Changes are visible to its own methods at once; the graph it came from stays as it was."""
+    """Builds the next Graph. Changes are visible to its own methods at once; the graph it came from stays as it was. The tables
+    of nodes and values are copied when they first change: an `order` costs nothing for the nodes that it leaves alone."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.nodes = dict(graph.nodes)
-        self.values = dict(graph.values)
-        self.writer = dict(graph.writer)
-        self.readers = dict(graph.readers)
+        self._copied = False
+        self._nodes = cast(dict[str, Node], graph.nodes)
+        self._values = cast(dict[str, GraphValue], graph.values)
+        self._writer = cast(dict[str, str], graph.writer)
+        self._readers = cast(dict[str, tuple[str, ...]], graph.readers)
         self.order_edges = dict(graph.order_edges)
         self.roles = dict(graph.roles)
         self.transports = dict(graph.transports)
@@ -215,45 +222,79 @@ class Editor:
         self._index: Mapping[tuple[str, Coord], tuple[str, ...]] = graph.index
 
     @property
+    def nodes(self) -> Mapping[str, Node]:
+        return self._nodes
+
+    @property
+    def values(self) -> Mapping[str, GraphValue]:
+        return self._values
+
+    @property
+    def writer(self) -> Mapping[str, str]:
+        return self._writer
+
+    @property
+    def readers(self) -> Mapping[str, tuple[str, ...]]:
+        return self._readers
+
+    def _copy(self) -> None:
+        self._copied = True
+        self._nodes, self._values = dict(self._nodes), dict(self._values)
+        self._writer, self._readers = dict(self._writer), dict(self._readers)
+
+    @property
     def applied(self) -> int:
         """The index that the directive being applied will have in the log."""
         return len(self.graph.log)
 
     def add(self, node: Node) -> None:
         """Add a node whose values are known (see `value`); its id must be new and its writes must have no writer yet."""
-        if node.id in self.nodes:
+        if not self._copied:
+            self._copy()
+        if node.id in self._nodes:
             raise CompileError(f"two nodes with the id {node.id!r}")
-        self.nodes[node.id] = node
+        self._nodes[node.id] = node
         for v in node.writes:
-            if v in self.writer:
-                raise CompileError(f"value {v!r} has two writers: {self.writer[v]} and {node.id}")
-            self.writer[v] = node.id
+            if v in self._writer:
+                raise CompileError(f"value {v!r} has two writers: {self._writer[v]} and {node.id}")
+            self._writer[v] = node.id
         for v in dict.fromkeys(node.reads):
-            self.readers[v] = (*self.readers.get(v, ()), node.id)
-        for key in node.coords.items():
-            self._added.setdefault(key, []).append(node.id)
+            self._readers[v] = (*self._readers.get(v, ()), node.id)
+        self._index_under(node, node.coords.items())
+
+    def _index_under(self, node: Node, coords: Iterable[tuple[str, Coord]]) -> None:
+        """Compute is found by all of its coordinates, the rest by its `op` alone: selections of it are rare, and then all terms
+        are checked."""
+        op = node.coords.get("op")
+        if op == "compute":
+            for key in coords:
+                self._added.setdefault(key, []).append(node.id)
+        elif op is not None and ("op", op) in coords:
+            self._added.setdefault(("op", op), []).append(node.id)
 
     def value(self, id: str, spec: TensorSpec, category: Category) -> str:
         """Declare a value; returns its id."""
-        self.values[id] = GraphValue(spec, category)
+        if not self._copied:
+            self._copy()
+        self._values[id] = GraphValue(spec, category)
         return id
 
     def update(self, node: Node) -> None:
         """Replace the node of the same id. Its coordinates may gain names (partition) but not change those it had; reads may
         change."""
-        old = self.nodes[node.id]
+        if not self._copied:
+            self._copy()
+        old = self._nodes[node.id]
         if old.reads != node.reads:
             for v in dict.fromkeys(old.reads):
                 if v not in node.reads:
-                    self.readers[v] = tuple(r for r in self.readers[v] if r != node.id)
+                    self._readers[v] = tuple(r for r in self._readers[v] if r != node.id)
             for v in dict.fromkeys(node.reads):
                 if v not in old.reads:
-                    self.readers[v] = (*self.readers.get(v, ()), node.id)
+                    self._readers[v] = (*self._readers.get(v, ()), node.id)
         if node.coords is not old.coords:
-            for key in node.coords.items():
-                if key[0] not in old.coords:
-                    self._added.setdefault(key, []).append(node.id)
-        self.nodes[node.id] = node
+            self._index_under(node, [key for key in node.coords.items() if key[0] not in old.coords])
+        self._nodes[node.id] = node
 
     def reread(self, node_id: str, old: str, new: str) -> None:
         """Let a node read another value in place of one."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from piper_ir.mesh import Mesh
@@ -50,7 +51,8 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Persistent bytes of a role: "param:NAME", "grad:BUCKET", "optim:BUCKET", "buffer:NAME"; never freed in a step."""
+    """Persistent bytes of a role: "param:BUCKET" (or "param:NAME" for what is not trained), "grad:BUCKET", "optim:BUCKET",
+    "buffer:NAME"; never freed in a step."""
 
     id: str
     category: Category
@@ -231,7 +233,7 @@ class Plan:
             for index, instr in enumerate(role.program):
                 yield role, index, instr
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Content hash: equal plans have equal keys, on every machine."""
         import hashlib

@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from piper_ir.sizes import Dim, TensorSpec, bind
@@ -210,7 +211,7 @@ class Program:
     def chunk(self, id: str) -> Chunk:
         return self._index[id]
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Content hash: equal programs have equal keys, on every machine."""
         from piper_ir.codec import dumps

@@ -32,7 +32,7 @@ RULES: dict[str, str] = {
     "R19-deadlock": "the plan runs to its end: streams in order, waits, rendezvous, one issuing thread per role that computes",
     "R20-issue-order": "the plan also runs to its end with each rank's communications one by one in program order, as on NCCL",
     # training
-    "R21-steps": "each non-empty F, I and W of each chunk runs once per microbatch on one role, F, I, W; in order where F updates a buffer",
+    "R21-steps": "each non-empty F, I, W of a chunk runs once per microbatch on one role, in this order; buffers change in order",
     "R22-buckets": "gradients in a bucket start at multiples of 256 bytes, in order, apart, and inside of it",
     "R23-holders": "a trained parameter is in one bucket, held by just the roles that use it, reduced over all their ranks",
     "R24-reduction": "a bucket that several ranks hold is reduced once per step on each, after its last accumulation",

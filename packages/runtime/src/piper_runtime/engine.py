@@ -22,14 +22,15 @@ class PeerError(ExecutionError):
 
 
 class Engine:
-    """Steps of one rank. `spans` collects timings of the steps that are run with `traced`."""
+    """Steps of one rank. With `trace`, steps can be run as `traced`: then `spans` holds the timings of the last one."""
 
-    def __init__(self, rank: Rank, backend: Backend, communicate: Communicate, heart: Heart):
+    def __init__(self, rank: Rank, backend: Backend, communicate: Communicate, heart: Heart, *, trace: bool = False):
         self.spans: list[TimedSpan] = []
         self._rank, self._backend, self._heart = rank, backend, heart
         self._works = [e.work if e.work is not None else self._communication(communicate, e.comm, e.index) for e in rank.entries]
         self._issues = self._bind(self._works)
-        self._traced: list[Work] | None = None
+        # A second binding, with a clock around every instruction, so that steps without it pay nothing.
+        self._traced = self._bind([self._clocked(i, w) for i, w in enumerate(self._works)]) if trace else None
 
     def _bind(self, works: list[Work]) -> list[Work]:
         return [self._backend.bind(e.index, e.stream, e.waits, w) for e, w in zip(self._rank.entries, works, strict=True)]
@@ -49,7 +50,11 @@ class Engine:
     def step(self, step: int, *, traced: bool = False, counter: MemoryCounter | None = None) -> None:
         """Run one optimizer step. ExecutionError names rank, step, instruction and peer; other PiperErrors come as they are."""
         rank, heart = self._rank, self._heart
-        issues = self._timed() if traced else self._issues
+        issues = self._issues
+        if traced:
+            assert self._traced is not None, "the engine was made without trace"
+            issues = self._traced
+            self.spans.clear()
         heart[STEP], index = step, -1
         with torch.no_grad():
             try:
@@ -81,13 +86,6 @@ class Engine:
                 continue
             with counter.during(entry.index):
                 issue()
-
-    def _timed(self) -> list[Work]:
-        """The program with a clock around every instruction; bound on first use, so that other steps pay nothing."""
-        if self._traced is None:
-            self._traced = self._bind([self._clocked(i, w) for i, w in enumerate(self._works)])
-        self.spans.clear()
-        return self._traced
 
     def _clocked(self, index: int, work: Work) -> Work:
         spans, now = self.spans, time.perf_counter

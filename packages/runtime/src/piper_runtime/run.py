@@ -79,7 +79,7 @@ def execute(
 
     launcher: "processes" (one process per rank, gloo over loopback) or "inline" (all ranks in this process). timeout_s: the
     call ends that long after the last sign of progress of any rank; an instruction that takes longer counts as hung. trace:
-    keep the last step's spans (about 0.6 us per instruction). memory: measure peak bytes in the first step (slows that step).
+    keep the last step's spans (about 1 us per instruction). memory: measure peak bytes in the first step (slows that step).
     gradients: keep the gradients of every step. pool: worker processes to use again; without one they are started and ended in
     this call. JobError: the job does not fit the plan. NonFiniteLossError: step, rank, microbatch. ExecutionError: rank,
     instruction, peer."""

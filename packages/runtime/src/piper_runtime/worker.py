@@ -10,11 +10,13 @@ import json
 import mmap
 import os
 import pickle
+import shutil
 import sys
 import threading
 import time
 import traceback
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +35,9 @@ from piper_runtime.streams import PHASE, RUNNING, CpuStreams, Heart
 def serve(setup: Setup) -> None:
     """Answer requests until the launcher closes the pipe."""
     torch.set_num_threads(setup.threads)
-    threading.Thread(target=_end_with, args=(setup.lifeline,), name="piper lifeline", daemon=True).start()
+    threading.Thread(
+        target=_end_with, args=(setup.lifeline, Path(setup.store).parent), name="piper lifeline", daemon=True
+    ).start()
     pipe: Connection[Any, Any] = Connection(setup.pipe)
     communicators = GlooCommunicators(dist.FileStore(setup.store, setup.world), setup.rank)
     heart = _heart(setup)
@@ -75,7 +79,7 @@ def run(rank: int, request: Request, communicators: GlooCommunicators, heart: He
         raise ExecutionError(f"rank {rank} has {len(streams)} streams; at most {HEART_SLOTS - 3} are supported")
     communicators.connect(plan)
     backend = CpuStreams(streams, heart)
-    engine = Engine(bound, backend, communicators.bind, heart)
+    engine = Engine(bound, backend, communicators.bind, heart, trace=request.trace)
     counter = measured_counter(bound) if request.memory else None
     report.started = time.perf_counter()
     heart[PHASE] = RUNNING
@@ -95,8 +99,10 @@ def _heart(setup: Setup) -> Heart:
     return slots  # type: ignore[return-value]  # typeshed calls a memoryview a Sequence; assignment is all that is needed
 
 
-def _end_with(lifeline: int) -> None:
+def _end_with(lifeline: int, folder: Path) -> None:
+    """Wait for the launcher's end; it can no longer remove the shared files."""
     os.read(lifeline, 1)
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 

@@ -80,7 +80,7 @@ def simulate(
 ) -> Simulation:
     """Run a plan on a cluster (a name, see `load_cluster`, or a Cluster). `cluster` may be left out only when all compute has
     given durations; these are then all there is, and the rest takes no time. `costs` come before what the device model computes.
-    `steps` follow each other without a barrier. `tokens_per_row` of the batch enables rates; `model_flops_per_step` replaces
+    `steps` follow each other without a barrier. `tokens_per_row` (default: the plan's) enables rates; `model_flops_per_step` replaces
     the model FLOPs that the plan's own parameters suggest.
 
     ClusterError: unknown cluster, too few devices, or none where a duration must be computed. PlanError: deadlock, steps < 1."""
@@ -88,7 +88,7 @@ def simulate(
         raise PlanError(f"simulate(steps={steps}): at least one step is needed")
     target = load_cluster(cluster) if isinstance(cluster, str) else cluster
     with _no_garbage_collection():
-        return _simulate(plan, target, costs, steps, tokens_per_row, model_flops_per_step)
+        return _simulate(plan, target, costs, steps, tokens_per_row or plan.tokens_per_row, model_flops_per_step)
 
 
 @contextmanager

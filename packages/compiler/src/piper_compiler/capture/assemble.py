@@ -34,6 +34,10 @@ def capture(
     targets any nest of tensors; dimension 0 of every tensor is the rows. loss: a mean over the rows, or (sum, weight).
     dtype: floating-point parameters, buffers and batch tensors are cast to it.
 
+    Random numbers: Chunk.random says that F draws some, from the default generator of its device, whose state the caller sets
+    before. Dropout is traced as aten.native_dropout, which saves a mask of bools; on a CPU it draws, element by element, what
+    F.dropout draws in eager mode from the same state.
+
     Raises CaptureError, with the user's line where there is one, for graph breaks, dependence on the number of rows, in-place
     changes that cannot be made functional, batch statistics, autocast and checkpointing, unregistered kernels, and chunks
     whose sizes are not affine in the rows.
@@ -89,6 +93,7 @@ class _Assembly:
         body = self._fitted.get(code)
         if body is None:
             body = self._fitted[code] = self._fit(code, piece, specs)
+            self._store.expect(code, body)
         inputs = tuple(
             Input(slot.kind, self._reference(slot), spec, wanted.needs_grad)
             for slot, spec, wanted in zip(piece.slots, specs, body.inputs, strict=True)

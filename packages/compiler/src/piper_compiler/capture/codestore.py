@@ -50,9 +50,14 @@ class CodeStore:
     def __init__(self) -> None:
         self._recipes: dict[str, Recipe] = {}
         self._traced: dict[tuple[str, int], TracedChunk] = {}
+        self._expected: dict[str, Chunk] = {}
 
     def add(self, code: str, recipe: Recipe) -> None:
         self._recipes.setdefault(code, recipe)
+
+    def expect(self, code: str, chunk: Chunk) -> None:
+        """What the program says about this code at two rows and more: ports and steps, affine in rows."""
+        self._expected[code] = chunk
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._recipes)
@@ -72,17 +77,37 @@ class CodeStore:
         return found
 
     def get(self, code: str, rows: int) -> Mapping[Step, StepCode]:
-        """Functions of the steps that are not empty."""
-        return self.trace(code, rows).code
+        """Functions of the steps that are not empty. They fit `Captured.bind(rows)`: raises CaptureError where the chunk at this
+        number of rows is not the one that the program describes."""
+        traced = self.trace(code, rows)
+        expected = self._expected.get(code)
+        if expected is not None and rows > 1:
+            _check_as_planned(expected.bind(rows), traced, rows)
+        return traced.code
 
     def export(self, codes: Iterable[str], rows: int) -> dict[str, dict[Step, StepCode]]:
         """What a worker needs for these chunks, each code once; picklable."""
         return {code: dict(self.get(code, rows)) for code in dict.fromkeys(codes)}
 
 
+def _check_as_planned(planned: Chunk, traced: TracedChunk, rows: int) -> None:
+    for step, signature in planned.steps.items():
+        made = traced.steps[step]
+        if (signature.reads, signature.writes, signature.accumulates) != (made.reads, made.writes, made.accumulates):
+            raise CaptureError(
+                f"a chunk's step {step} reads {made.reads} and writes {made.writes} at {rows} rows, while the program, from "
+                f"fewer rows, says {signature.reads} and {signature.writes}; code must not depend on the number of rows"
+            )
+    for port, spec in planned.ports.items():
+        if spec != traced.ports[port]:
+            raise CaptureError(f"{port} of a chunk is {traced.ports[port]} at {rows} rows, while the program says {spec}")
+
+
 @dataclass(frozen=True)
 class Captured:
-    """A captured model: its program with sizes affine in rows, and the code of its chunks."""
+    """A captured model: its program with sizes affine in rows, and the code of its chunks.
+
+    Plans take their sizes from `bind(rows)`, which is exact for every number of rows, one included."""
 
     program: Program
     code: CodeStore

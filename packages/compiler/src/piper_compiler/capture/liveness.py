@@ -6,6 +6,7 @@ The model, op by op in the order of `schedule`:
 - a view and an in-place op cost nothing and keep the storage that they share alive;
 - a storage is freed after the op that last uses a variable living in it; what the step writes is never freed;
 - a gradient that is added into its accumulator lives until that op is done;
+- an op that writes into a copy of a view (`select_scatter`) copies the view's whole storage;
 - an input counts as used last by the last op that uses it or a view of it; it is freed there if it dies in this step.
 Memory that a kernel allocates and frees inside is not counted, nor are constants, which live as long as the code.
 """
@@ -14,12 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import fx
 
 from piper_compiler.capture import aliasing
 from piper_compiler.capture.schedule import Line
 from piper_compiler.capture.stepgraph import StepGraph
 from piper_ir.program import Liveness
+
+aten = torch.ops.aten
+
+STORAGE_COPIES = frozenset(
+    {aten.select_scatter.default, aten.slice_scatter.default, aten.diagonal_scatter.default, aten.as_strided_scatter.default}
+)
+"""Ops whose kernels clone the storage of their first argument, gaps included; fake tensors show only the part in use."""
 
 
 def analyse(step: StepGraph, lines: Sequence[Line]) -> Liveness:
@@ -56,10 +65,19 @@ def _bytes_at_lines(lines: Sequence[Line], last: Mapping[fx.Node, int]) -> list[
 def _results(line: Line) -> list[tuple[fx.Node | None, int]]:
     """The storages that a line makes: (variable or None, bytes)."""
     if line.makes == (line.node,):
-        return [(line.node, sum(map(aliasing.storage_bytes, aliasing.tensors(line.node))))]
+        return [(line.node, _owned_bytes(line.node))]
     variables = {item.args[1]: item for item in line.makes}
     values = line.node.meta["val"]
     return [(variables.get(i), aliasing.storage_bytes(v)) for i, v in enumerate(values) if v is not None]
+
+
+def _owned_bytes(node: fx.Node) -> int:
+    """Bytes of the storage that a node owns."""
+    if node.target in STORAGE_COPIES:
+        base = node.args[0]
+        assert isinstance(base, fx.Node)
+        return _owned_bytes(aliasing.root(base))
+    return sum(map(aliasing.storage_bytes, aliasing.tensors(node)))
 
 
 def _last_lines(step: StepGraph, lines: Sequence[Line]) -> dict[fx.Node, int]:

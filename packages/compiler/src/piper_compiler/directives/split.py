@@ -51,7 +51,7 @@ def split_all(graph: Graph, microbatches: int) -> Graph:
     edit = Editor(empty)
     for id, value in graph.values.items():
         for mb in range(microbatches):
-            edit.values[f"{id}@{mb}"] = value
+            edit.value(f"{id}@{mb}", value.spec, value.category)
     for node in graph.nodes.values():
         for mb in range(microbatches):
             reads = tuple([f"{v}@{mb}" for v in node.reads])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from piper_compiler.directives.split import split_all
 from piper_compiler.passes.buckets import make_buckets
@@ -109,17 +110,33 @@ def _check_buffers(graph: Graph) -> None:
                     f"buffer {output.ref!r} is updated from the batch in {chunk.id}, so its replicas would differ; "
                     "do not replicate this model, or make the update independent of the batch"
                 )
-            roles = {graph.nodes[f"{chunk.id}.F@{mb}"].role for mb in range(graph.microbatches)}
+            users = _buffer_users(graph.program, output.ref)
+            roles = {graph.nodes[f"{id}.F@{mb}"].role for id in users for mb in range(graph.microbatches)}
             if len(roles) > 1:
-                raise CompileError(f"buffer {output.ref!r} is updated on {sorted(roles)}; place {chunk.id} on one device")
+                raise CompileError(
+                    f"buffer {output.ref!r} is updated in {chunk.id} and used on {', '.join(sorted(roles))}, whose copies would "
+                    f"differ; place {', '.join(users)} on one device"
+                )
+
+
+def _buffer_users(program: Program, name: str) -> list[str]:
+    """The chunks that read or update a buffer, in program order."""
+    return [
+        c.id
+        for c in program.chunks
+        if any(i.kind == "buffer" and i.ref == name for i in c.inputs) or any(o.kind == "buffer" and o.ref == name for o in c.outputs)
+    ]
 
 
 def _order_buffers(edit: Editor) -> None:
-    """Microbatches update a buffer in order: each forward of the chunk after the one before."""
-    for chunk in edit.graph.program.chunks:
-        if any(o.kind == "buffer" for o in chunk.outputs):
-            for mb in range(1, edit.microbatches):
-                edit.order(f"{chunk.id}.F@{mb - 1}", f"{chunk.id}.F@{mb}")
+    """A buffer that is updated is used in the order of microbatches, and within one along the program."""
+    program = edit.graph.program
+    updated = dict.fromkeys(o.ref for c in program.chunks for o in c.outputs if o.kind == "buffer")
+    for name in updated:
+        users = _buffer_users(program, name)
+        uses = [f"{id}.F@{mb}" for mb in range(edit.microbatches) for id in users]
+        for before, after in pairwise(uses):
+            edit.order(before, after)
 
 
 def _over(edit: Editor) -> tuple[str, ...]:

@@ -227,22 +227,20 @@ def _compute_seconds(chunk: Chunk, step: ComputeStep, costs: Costs | None) -> fl
 
 def _limits(graph: Graph, deps: Dependencies, group: list[Group]) -> dict[int, int]:
     """Stage -> microbatches in flight: 1 + the most changes of device on a way from it to the end of forward."""
-    ways: dict[int, dict[int, int]] = {}  # stage -> a stage that reads of it -> 1 when it does so on another device
-    for i, node in enumerate(deps.nodes):
-        if isinstance(node.op, Compute) and _forward(node) and node.mb == 0:
-            stage = group[i][2]
-            ways.setdefault(stage, {})
-            for v in node.reads:
-                writer = graph.nodes.get(graph.writer.get(v, ""))
-                if writer is None:
-                    continue
-                moved = isinstance(writer.op, Recv)
-                source = group[deps.number[f"send.{v}" if moved else writer.id]][2]
-                if source != stage:
-                    ways[source][stage] = max(int(moved), ways[source].get(stage, 0))
+    changes: dict[str, int] = {}  # forward node -> the most changes on a way from it
     out: dict[int, int] = {}
-    for stage in sorted(ways, reverse=True):
-        out[stage] = max((out[s] + moved for s, moved in ways[stage].items()), default=1)
+    for i in reversed(range(len(deps.nodes))):  # against the program: a node's readers come before it
+        node = deps.nodes[i]
+        if not (isinstance(node.op, Compute) and _forward(node)):
+            continue
+        far, stage = changes.get(node.id, 0), group[i][2]
+        out[stage] = max(out.get(stage, 1), 1 + far)
+        for v in node.reads:
+            writer = graph.nodes.get(graph.writer.get(v, ""))
+            if writer is not None:
+                moved = isinstance(writer.op, Recv)
+                source = graph.writer[graph.nodes[f"send.{v}"].reads[0]] if moved else writer.id
+                changes[source] = max(changes.get(source, 0), far + moved)
     return out
 
 

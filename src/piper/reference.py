@@ -1,0 +1,248 @@
+"""What plain PyTorch computes for a job on one device, and whether a run of a plan computed the same.
+
+The reference is the user's unmodified module under autograd, in one process, a loop over the same microbatches. It shares no code with
+Piper: the rows of a microbatch and the seed of random operations are restated here from their written rules.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+FLOAT64 = 1e-9
+"""Tolerance of float64. A correct run is at 1e-13, the mildest wrong one seen at 3e-4."""
+FLOAT32 = 2e-5
+"""Tolerance of float32: for losses and for gradients under SGD only."""
+FLOOR = 1e-3
+"""Share of the median norm below which a tensor's own norm counts for nothing: a key bias has true gradient zero, the rest is rounding."""
+STEPS = 3
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One device. Per step: the loss over the global batch, and the gradients that the optimizer saw (of parameters that have one). After the last
+    step: parameters and buffers under their first names, and the module's state_dict. `trained`: parameters that were updated."""
+
+    losses: list[float]
+    gradients: list[Tensors]
+    parameters: Tensors
+    buffers: Tensors
+    state_dict: Tensors
+
+    @property
+    def trained(self) -> set[str]:
+        return {name for found in self.gradients for name in found}
+
+
+def reference(job: Any, *, replicas: int = 1, microbatches: int = 1, steps: int = STEPS, head: int | str = "root.1") -> Reference:
+    """Train a job's model on one device as a plan with these numbers would. `head`: where random operations after the last layer take their seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.seed)
+        trainer = _Trainer(job, replicas, microbatches, head)
+        results = [trainer.step(step) for step in range(steps)]
+    named = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    buffers = {n: b.clone() for n, b in trainer.model.named_buffers()}
+    state = {n: t.detach().clone() for n, t in trainer.model.state_dict().items()}
+    return Reference([loss for loss, _ in results], [grads for _, grads in results], named, buffers, state)
+
+
+class _Trainer:
+    """The module and its optimizer, under a job's rules."""
+
+    def __init__(self, job: Any, replicas: int, microbatches: int, head: int | str):
+        self.job, self.replicas, self.microbatches, self.head = job, replicas, microbatches, head
+        self.dtype = getattr(torch, job.precision.params)
+        self.model: nn.Module = job.model().to(self.dtype)
+        self.optimizer = job.optimizer(list(self.model.named_parameters()))
+        self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
+
+    def step(self, step: int) -> tuple[float, Tensors]:
+        """One optimizer step: the loss and the gradients that the optimizer saw."""
+        self.optimizer.zero_grad(set_to_none=True)
+        losses, weights = self._accumulate(step)
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        # A pair (sum, weight): the sums' gradients are scaled once. The mean of microbatch means would be another number.
+        scale = 1.0 / (sum(weights) if weights else len(losses))
+        for p in parameters:
+            p.grad.mul_(scale)
+        if self.job.clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, self.job.clip_norm)
+        gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return sum(losses) * scale, gradients
+
+    def _accumulate(self, step: int) -> tuple[list[float], list[float]]:
+        """Losses, and weights if there are any, of all microbatches; their gradients are summed in the parameters."""
+        losses, weights = [], []
+        per_replica = self.job.global_batch // self.replicas
+        rows = per_replica // self.microbatches
+        before = [b.clone() for b in self.model.buffers()]
+        first: list[Tensor] = []
+        for replica in range(self.replicas):
+            for buffer, old in zip(self.model.buffers(), before, strict=True):
+                buffer.copy_(old)  # every replica starts the step from the same buffers
+            for i in range(self.microbatches):
+                start = replica * per_replica + i * rows
+                loss = self._loss(step, range(start, start + rows))
+                value, *weight = loss if isinstance(loss, tuple) else (loss,)
+                value.backward()
+                losses.append(float(value.detach()))
+                weights += [float(w.detach()) for w in weight]
+            first = first or [b.clone() for b in self.model.buffers()]
+        for buffer, new in zip(self.model.buffers(), first, strict=True):
+            buffer.copy_(new)  # the first replica's copy counts
+        return losses, weights
+
+    def _loss(self, step: int, rows: range) -> Any:
+        inputs, targets = pytree.tree_map(self._cast, self.job.batch(step, rows))
+        seed = _seeder(self.job.seed, step, rows.start)
+        with _random_state_at_layers(self.model, seed, self.head):
+            seed("root")
+            if isinstance(inputs, tuple):
+                output = self.model(*inputs)
+            elif isinstance(inputs, dict):
+                output = self.model(**inputs)
+            else:
+                output = self.model(inputs)
+            return self.job.loss(output, targets)
+
+    def _cast(self, leaf: Any) -> Any:
+        return leaf.to(self.dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _seeder(seed: int, step: int, row: int) -> Callable[[int | str], None]:
+    """Sets torch's generator for one place of the model: a layer's index, or the name of the part before or after the layers."""
+
+    def at(where: int | str) -> None:
+        digest = blake2b(f"{seed}/{step}/{row}/{where}".encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+
+    return at
+
+
+@contextmanager
+def _random_state_at_layers(model: nn.Module, seed: Callable[[int | str], None], head: int | str) -> Iterator[None]:
+    """Hooks that set the random state before each layer of the outermost nn.ModuleList, and behind the last layer."""
+    found = next((m for m in model.modules() if isinstance(m, nn.ModuleList)), None)
+    layers = list(found) if found is not None else []
+    hooks = [layer.register_forward_pre_hook(lambda *_, index=index: seed(index)) for index, layer in enumerate(layers)]
+    if layers:
+        hooks.append(layers[-1].register_forward_hook(lambda *_: seed(head)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run brought back, in the reference's terms. gradients: rank -> step -> name -> tensor; states: rank -> name -> tensor."""
+
+    losses: Sequence[float]
+    gradients: Mapping[int, Sequence[Tensors]]
+    states: Mapping[int, Tensors]
+    state_dict: Tensors
+
+    @staticmethod
+    def of(run: Any) -> Outcome:
+        """Of a run made with `gradients=True`."""
+        return Outcome(run.losses, run.rank_gradients, run.rank_states, run.state_dict())
+
+    @staticmethod
+    def from_reference(found: Reference) -> Outcome:
+        """A perfect run on one rank, for controls of the judge itself."""
+        gradients = [dict(g) for g in found.gradients]
+        states = copy.copy({**found.parameters, **found.buffers})
+        return Outcome(list(found.losses), {0: gradients}, {0: states}, dict(found.state_dict))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that is not what one device computes. step: 0.., or the number of steps for what is compared after the last."""
+
+    step: int
+    what: str
+    rank: int
+    name: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.what}{f' of {self.name}' if self.name else ''}{f' on rank {self.rank}' if self.rank >= 0 else ''}: {self.problem}"
+
+
+def differences(found: Outcome, expected: Reference, tolerance: float = FLOAT64, *, parameters: bool = True) -> list[Difference]:
+    """Everything in which a run differs from one device, earliest step first. `parameters=False` leaves out what is left after the last step (for
+    fp32)."""
+    out = _losses(found.losses, expected.losses, tolerance)
+    for rank, steps in found.gradients.items():
+        if len(steps) != len(expected.gradients):
+            out.append(Difference(0, "gradients", rank, "", f"{len(steps)} steps, expected {len(expected.gradients)}"))
+        for step, (got, want) in enumerate(zip(steps, expected.gradients, strict=False)):
+            out += _tensors(step, "gradient", rank, got, want, tolerance)
+    for step, want in enumerate(expected.gradients):
+        there = {n for steps in found.gradients.values() if step < len(steps) for n in steps[step]}
+        out += [Difference(step, "gradient", -1, n, "no rank has one") for n in want if n not in there]
+    if parameters:
+        out += _final(found, expected, tolerance)
+    return sorted(out, key=lambda d: d.step)
+
+
+def _losses(got: Sequence[float], want: Sequence[float], tolerance: float) -> list[Difference]:
+    if len(got) != len(want):
+        return [Difference(0, "loss", -1, "", f"{len(got)} losses, expected {len(want)}")]
+    pairs = enumerate(zip(got, want, strict=True))
+    return [
+        Difference(step, "loss", -1, "", f"{a!r}, one device has {b!r}") for step, (a, b) in pairs if not abs(a - b) <= tolerance * abs(b)
+    ]
+
+
+def _final(found: Outcome, expected: Reference, tolerance: float) -> list[Difference]:
+    last = len(expected.losses)
+    out: list[Difference] = []
+    for rank, states in found.states.items():
+        for what, want in (("parameter", expected.parameters), ("buffer", expected.buffers)):
+            out += _tensors(last, what, rank, {n: t for n, t in states.items() if n in want}, want, tolerance)
+        # What is trained must be somewhere; its holders are compared one by one above.
+    held = {n for states in found.states.values() for n in states}
+    out += [Difference(last, "parameter", -1, n, "no rank holds it") for n in sorted(expected.trained - held)]
+    if found.state_dict.keys() != expected.state_dict.keys():
+        wrong = sorted(found.state_dict.keys() ^ expected.state_dict.keys())
+        out.append(Difference(last, "state_dict", -1, "", f"names differ: {', '.join(wrong)}"))
+    return out + _tensors(last, "state_dict", -1, found.state_dict, expected.state_dict, tolerance)
+
+
+def _tensors(step: int, what: str, rank: int, got: Tensors, want: Tensors, tolerance: float) -> list[Difference]:
+    """Compare the tensors of `got` with those of the same names, relative to their norms and to the median norm of all of `want`."""
+    typical = median([_norm(t) for t in want.values()] or [0.0])
+    out = []
+    for name, a in got.items():
+        if name not in want:
+            if what == "gradient":
+                out.append(Difference(step, what, rank, name, "one device has none"))
+            continue
+        b = want[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            out.append(Difference(step, what, rank, name, f"{a.dtype} {tuple(a.shape)}, one device has {b.dtype} {tuple(b.shape)}"))
+            continue
+        error, allowed = _norm(a.double() - b.double()), tolerance * (_norm(b) + FLOOR * typical)
+        if not error <= allowed:
+            out.append(Difference(step, what, rank, name, f"|a - b| = {error:.3g}, |b| = {_norm(b):.3g}, allowed {allowed:.1g}"))
+    return out
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.detach().double()))

@@ -1,0 +1,126 @@
+"""One contract for all executors: whoever runs a plan runs each instruction once, in the order of its stream, after what it waits for."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import nn
+
+import piper
+from piper_ir.plan import Plan
+from piper_ir.trace import Span, Trace
+
+CLOCK = 1e-6
+"""Seconds by which clocks read in different threads may disagree."""
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def batch(step: int, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))[rows.start : rows.stop]
+    return x, x.roll(1, dims=1)
+
+
+def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9)
+
+
+@lru_cache
+def compiled() -> piper.Compiled:
+    job = piper.Job(MLP, batch, nn.functional.mse_loss, optimizer, global_batch=16, tokens_per_row=1, clip_norm=1.0)
+    recipe = [*piper.recipes.one_f_one_b(pp=2, microbatches=4), *piper.recipes.data_parallel(bucket_mb=0.0003)]
+    return piper.compile(job, piper.Strategy(piper.Mesh(pp=2, dp=2), recipe))
+
+
+def simulated() -> Trace:
+    return piper.simulate(compiled().plan, "h100x8", steps=2).trace
+
+
+@lru_cache
+def run(launcher: str) -> piper.Run:
+    return piper.execute(compiled(), steps=3, launcher=launcher, trace=True)
+
+
+TRACES = {"simulate": simulated, "inline": lambda: run("inline").trace, "processes": lambda: run("processes").trace}
+
+
+@pytest.fixture(scope="module", params=TRACES)
+def trace(request: pytest.FixtureRequest) -> Trace:
+    return TRACES[request.param]()
+
+
+def by_rank(trace: Trace) -> dict[int, list[Span]]:
+    out: dict[int, list[Span]] = defaultdict(list)
+    for span in trace.spans:
+        out[span.rank].append(span)
+    return out
+
+
+def test_it_is_the_trace_of_this_plan(trace: Trace) -> None:
+    assert trace.plan_key == compiled().plan.key
+    assert trace.kind in ("simulated", "executed")
+
+
+def test_every_instruction_runs_once_on_every_rank(trace: Trace) -> None:
+    plan = compiled().plan
+    ranks = by_rank(trace)
+    assert sorted(ranks) == list(range(plan.mesh.world))
+    for rank, spans in ranks.items():
+        program = plan.role_of(rank).program
+        assert sorted(s.instr for s in spans) == list(range(len(program)))
+        assert all(s.name == program[s.instr].name and s.stream == program[s.instr].stream for s in spans)
+        assert all(s.start <= s.end for s in spans)
+
+
+def violations(plan: Plan, trace: Trace) -> list[str]:
+    """Spans that overlap their predecessor on the stream, or start before something that they wait for has ended."""
+    out = []
+    for rank, spans in by_rank(trace).items():
+        program = plan.role_of(rank).program
+        at = {s.instr: s for s in spans}
+        streams: dict[str, list[int]] = defaultdict(list)
+        for k, instr in enumerate(program):
+            mine = streams[instr.stream]
+            before = [mine[-1]] if mine else []
+            before += [streams[stream][n - 1] for stream, n in instr.waits]
+            out += [f"rank {rank}: {at[k].name} before {at[j].name}" for j in before if at[k].start < at[j].end - CLOCK]
+            mine.append(k)
+    return out
+
+
+def test_streams_run_in_order_and_waits_hold(trace: Trace) -> None:
+    assert violations(compiled().plan, trace) == []
+
+
+def test_negative_control_a_span_moved_early_is_noticed(trace: Trace) -> None:
+    from dataclasses import replace
+
+    late = max(trace.spans, key=lambda s: s.start)
+    moved = tuple(replace(s, start=s.start - 1e3, end=s.end - 1e3) if s is late else s for s in trace.spans)
+    assert violations(compiled().plan, replace(trace, spans=moved))
+
+
+def test_executors_agree_on_losses_parameters_and_memory() -> None:
+    inline, processes = run("inline"), run("processes")
+    assert inline.losses == pytest.approx(processes.losses, rel=1e-6)
+    assert inline.losses[-1] < inline.losses[0]
+    ours, theirs = inline.state_dict(), processes.state_dict()
+    assert ours.keys() == theirs.keys() == MLP().state_dict().keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-5, atol=1e-7)
+    plan = compiled().plan
+    predicted = piper.simulate(plan, "h100x8").peak_bytes
+    for rank in range(plan.mesh.world):
+        assert inline.peak_bytes[rank] == processes.peak_bytes[rank] == predicted[rank] == plan.role_of(rank).peak_bytes
