@@ -18,9 +18,8 @@ from collections.abc import Callable, Iterable
 from importlib import import_module
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":  # run as a file, sys.path begins with this folder and not with the root
-    sys.path[0] = str(ROOT)
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from rich.console import Console
 from rich.table import Table
@@ -68,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
             failed.append(f"{name}: {type(e).__name__}: {e}")
         console.print(_table(name, found, time.perf_counter() - begin))
         rows += found
-    path = options.csv or ROOT / "benchmarks" / "results" / f"{where.date.replace(':', '')[:17]}.csv"
+    path = options.csv or Path(__file__).parent / "results" / f"{where.date.replace(':', '')[:17]}.csv"
     write(path, where, rows)
     console.print(f"{len(rows)} rows in {path}")
     for line in failed:
@@ -93,8 +92,10 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
 
 def _table(section: str, rows: list[Row], seconds: float) -> Table:
     table = Table(title=f"{section} ({seconds:.0f} s)", title_justify="left")
-    for column, justify in (("", "left"), ("value", "right"), ("low", "right"), ("high", "right"), ("unit", "left")):
-        table.add_column(column, justify=justify)
+    table.add_column("")
+    for column in ("value", "low", "high"):
+        table.add_column(column, justify="right")
+    table.add_column("unit")
     table.add_column("goal")
     table.add_column("note", overflow="fold")
     for row in rows:

@@ -78,15 +78,18 @@ class Stage(nn.Module):
         half = len(model.layers) // STAGES
         self.layers = model.layers[index * half : (index + 1) * half]
         first, last = index == 0, index == STAGES - 1
-        self.tokens, self.positions = (model.tokens, model.positions) if first else (None, None)
-        self.norm, self.head = (model.norm, model.head) if last else (None, None)
+        if first:
+            self.tokens, self.positions = model.tokens, model.positions
+        if last:
+            self.norm, self.head = model.norm, model.head
+        self._first, self._last = first, last
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.tokens is not None and self.positions is not None:
+        if self._first:
             x = self.tokens(x) + self.positions.weight[: x.shape[1]]
         for layer in self.layers:
             x = layer(x)
-        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+        return self.head(self.norm(x)) if self._last else x
 
 
 _DATA: dict[int, Tensor] = {}

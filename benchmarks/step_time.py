@@ -11,7 +11,6 @@ import multiprocessing
 import tempfile
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -99,7 +98,7 @@ def run(setup: Setup, pairs: int) -> list[Measured]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="piper-bench-") as folder:
         pipes: list[Connection[Any, Any]] = []
-        processes: list[BaseProcess] = []
+        processes = []
         try:
             for rank in range(WORLD):
                 ours, its = context.Pipe(duplex=False)
@@ -116,18 +115,23 @@ def run(setup: Setup, pairs: int) -> list[Measured]:
 
 
 def collected(pipes: Sequence[Connection[Any, Any]]) -> list[Measured]:
+    """What the processes send, by rank. RuntimeError for one that fails, ends or is silent for too long."""
     found: dict[int, Measured] = {}
-    while len(found) < len(pipes):
-        ready = wait([p for rank, p in enumerate(pipes) if rank not in found], DEADLINE_S)
+    while missing := [rank for rank in range(len(pipes)) if rank not in found]:
+        ready = wait([pipes[rank] for rank in missing], DEADLINE_S)
         if not ready:
             raise RuntimeError(f"no rank answered within {DEADLINE_S:.0f} s")
-        for pipe in ready:
-            rank = next(r for r, p in enumerate(pipes) if p is pipe)
-            try:
-                answer = pipe.recv()
-            except EOFError:
-                raise RuntimeError(f"the process of rank {rank} ended without an answer; its output is above") from None
-            if not isinstance(answer, Measured):
-                raise RuntimeError(f"rank {rank} failed:\n{answer}")
-            found[rank] = answer
-    return [found[r] for r in range(len(pipes))]
+        for rank in missing:
+            if pipes[rank] in ready:
+                found[rank] = _received(rank, pipes[rank])
+    return [found[rank] for rank in range(len(pipes))]
+
+
+def _received(rank: int, pipe: Connection[Any, Any]) -> Measured:
+    try:
+        answer = pipe.recv()
+    except EOFError:
+        raise RuntimeError(f"the process of rank {rank} ended without an answer; its output is above") from None
+    if not isinstance(answer, Measured):
+        raise RuntimeError(f"rank {rank} failed:\n{answer}")
+    return answer

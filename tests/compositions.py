@@ -1,7 +1,7 @@
 """Compositions of a model, a mesh and directives, and how each is compiled, run in one process and judged against one device.
 
-A Composition says everything in plain fields, so that a failing one can be pasted into a test. Models are those of tests/models.py, each
-captured once per process.
+A Composition says everything in plain fields, so that a failing one can be pasted into a test. Models are those of
+tests/models.py, each captured once per process.
 """
 
 from __future__ import annotations
@@ -9,10 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from random import Random
 from typing import Any, Literal
 
 import torch
+
+import piper
+from piper.frontdoor import Compiled, captured_job
 from piper_compiler import Options, Strategy, order, place, recipes, replicate, split, stream
 from piper_compiler.capture import Captured
 from piper_compiler.directives.partition import chunk_layers, layers_of, stage_of_layers
@@ -22,9 +26,6 @@ from piper_ir.program import Chunk, Program
 from piper_ir.select import where
 from piper_runtime.job import Job, Precision
 from piper_runtime.run import Run, execute
-
-import piper
-from piper.frontdoor import Compiled, captured_job
 from tests import models, parity
 
 Named = list[tuple[str, torch.nn.Parameter]]
@@ -59,10 +60,11 @@ OPTIMIZERS: Mapping[str, Callable[[Named], torch.optim.Optimizer]] = {"sgd": sgd
 class Composition:
     """One model under one strategy.
 
-    schedule: "gpipe", "1f1b", "default" (no order), or "random" (any legal order, drawn by `seed`). placement: "recipe" (stages of the recipes where
-    the model has them), "chunks" (contiguous chunks per device), "v" (two groups per device, there and back), "shared" (the last group's
-    microbatches alternate between two devices) or "random" (each group and microbatch anywhere). rows: per microbatch and replica.
-    bucket_mb: of gradients. shared_streams: all sends of a device on one stream, all receives on another."""
+    schedule: "gpipe", "1f1b", "default" (no order), or "random" (any legal order, drawn by `seed`). placement: "recipe" (stages
+    of the recipes where the model has them), "chunks" (contiguous chunks per device), "v" (two groups per device, there and
+    back), "shared" (the last group's microbatches alternate between two devices) or "random" (each group and microbatch
+    anywhere). rows: per microbatch and replica. bucket_mb: of gradients. shared_streams: all sends of a device on one stream,
+    all receives on another."""
 
     model: str
     pp: int = 1
@@ -106,7 +108,14 @@ def captured(model: str, precision: str = "float64") -> Captured:
 def _expected(model: str, numbers: tuple[Any, ...], steps: int) -> parity.Reference:
     rows, microbatches, dp, optimizer, clip, scheduler, precision = numbers
     c = Composition(
-        model, dp=dp, microbatches=microbatches, rows=rows, optimizer=optimizer, clip=clip, scheduler=scheduler, precision=precision
+        model,
+        dp=dp,
+        microbatches=microbatches,
+        rows=rows,
+        optimizer=optimizer,
+        clip=clip,
+        scheduler=scheduler,
+        precision=precision,
     )
     return parity.reference(job_of(c), replicas=dp, microbatches=microbatches, steps=steps)
 
@@ -169,7 +178,8 @@ def has_backward(chunk: Chunk) -> bool:
 
 
 def blocks_of(program: Program) -> list[tuple[str, ...]]:
-    """The chunks in program order, those together that must share a device: from the first to the last that uses a buffer which is updated."""
+    """The chunks in program order, those together that must share a device: from the first to the last that uses a buffer which
+    is updated."""
     updated = {o.ref for chunk in program.chunks for o in chunk.outputs if o.kind == "buffer"}
     blocks: list[tuple[str, ...]] = []
     last = {name: k for k, chunk in enumerate(program.chunks) for name in updated & _buffers(chunk)}
@@ -189,7 +199,7 @@ def groups_of(program: Program, count: int) -> list[tuple[str, ...]]:
     blocks = blocks_of(program)
     count = min(count, len(blocks))
     edges = [round(k * len(blocks) / count) for k in range(count + 1)]
-    return [tuple(id for block in blocks[a:b] for id in block) for a, b in zip(edges, edges[1:])]
+    return [tuple(id for block in blocks[a:b] for id in block) for a, b in pairwise(edges)]
 
 
 def _group_count(c: Composition) -> int:
@@ -276,7 +286,8 @@ def fitted(c: Composition) -> Composition:
 
 
 def _next_1f1b(left: Mapping[int, list[Task]], groups: int) -> int:
-    """The microbatch to go on with: a forward that has begun; a new forward while fewer than `groups` are in flight; else the oldest backward."""
+    """The microbatch to go on with: a forward that has begun; a new forward while fewer than `groups` are in flight; else the
+    oldest backward."""
     begun = [i for i, tasks in left.items() if len(tasks) < 2 * groups]
     new = [i for i in left if i not in begun]
     forward = [i for i in begun if left[i][0][1] == "F"]
@@ -286,8 +297,8 @@ def _next_1f1b(left: Mapping[int, list[Task]], groups: int) -> int:
 
 
 def product() -> list[Composition]:
-    """Every model x (pp=2, dp=2, both, pp=4) x (GPipe, 1F1B) x m in (1, 4, 8). Without pipeline there is no schedule; a model whose buffers follow
-    the batch has no replicas; masked rows come one by one, so that some microbatches weigh nothing."""
+    """Every model x (pp=2, dp=2, both, pp=4) x (GPipe, 1F1B) x m in (1, 4, 8). Without pipeline there is no schedule; a model
+    whose buffers follow the batch has no replicas; masked rows come one by one, so that some microbatches weigh nothing."""
     out = []
     for name, case in models.CASES.items():
         for pp, dp in ((2, 1), (1, 2), (2, 2), (4, 1)):

@@ -13,7 +13,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import capture_rates, host_cost, noop, plan_rates, run, step_model, step_sides, step_time, step_worker, strategies
+from benchmarks import (
+    capture_rates,
+    host_cost,
+    noop,
+    plan_rates,
+    run,
+    step_model,
+    step_profile,
+    step_sides,
+    step_time,
+    step_worker,
+    strategies,
+)
 from benchmarks.measure import Goal, Row, machine, median_interval
 from piper_ir.ops import Compute
 from piper_ir.verify import verify
@@ -94,7 +106,7 @@ def test_a_comparison_has_its_ratio_its_times_and_a_profile() -> None:
     rows = step_time.compared("1F1B", step_model.TINY, pairs=2)
     assert [r.unit for r in rows[:3]] == ["ratio", "ms/step", "ms/step"]
     assert rows[0].low <= rows[0].value <= rows[0].high and rows[0].judged == rows[0].low
-    assert {"matmul", "Python and the rest"} <= {r.name.rpartition(", ")[2] for r in rows[3:]}
+    assert {"matmul", step_profile.REST, step_profile.WAITING} <= {r.name.partition("profile, ")[2] for r in rows[3:]}
 
 
 def test_a_worker_that_fails_or_ends_is_named() -> None:

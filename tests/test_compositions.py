@@ -1,4 +1,5 @@
-"""Random compositions of model, mesh and directives, each verified and compared with one device: 200 in `make test`, 1,000 in `make test-long`."""
+"""Random compositions of model, mesh and directives, each verified and compared with one device: 200 in `make test`, 1,000 in
+`make test-long`."""
 
 from __future__ import annotations
 
@@ -6,8 +7,8 @@ from collections import Counter
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from piper_ir.verify import verify
 
+from piper_ir.verify import verify
 from tests import compositions, models, parity
 from tests.compositions import Composition, fitted
 
@@ -56,5 +57,17 @@ def test_a_random_composition_trains_what_one_device_trains(c: Composition) -> N
 def test_the_compositions_were_not_all_alike() -> None:
     """Runs after the test above: every model, placement, schedule and several sizes have been there."""
     if seen:  # not when the test above was deselected
-        wanted = {*models.CASES, *compositions.OPTIMIZERS, "v", "shared", "random", "chunks", "gpipe", "1f1b", "default", "world 1", "world 6"}
+        wanted = {
+            *models.CASES,
+            *compositions.OPTIMIZERS,
+            "v",
+            "shared",
+            "random",
+            "chunks",
+            "gpipe",
+            "1f1b",
+            "default",
+            "world 1",
+            "world 6",
+        }
         assert wanted <= seen.keys(), sorted(wanted - seen.keys())

@@ -1,7 +1,7 @@
 """What a plan says of memory is what happens, for every parity case and every rank.
 
-The measure is a counter that knows nothing of the plan: live storages, temporaries included, as torch's dispatcher shows them. The plan's bytes are
-added up here once more, from what its instructions allocate and free.
+The measure is a counter that knows nothing of the plan: live storages, temporaries included, as torch's dispatcher shows them.
+The plan's bytes are added up here once more, from what its instructions allocate and free.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+
 from piper_ir import memory
 from piper_ir.ops import Compute
 from piper_ir.plan import COMPUTE, Plan, RolePlan
 from piper_runtime import faults
 from piper_runtime.memory import MemoryRecord
-
 from tests import compositions
 from tests.compositions import Composition, fitted
 
@@ -103,7 +103,8 @@ def test_other_placements_and_unfused_plans(name: str, placement: str, fuse: boo
 
 
 def test_one_row_has_sizes_of_its_own() -> None:
-    """At one row torch makes views where it copies otherwise; three rows are none of those at which sizes were fitted to be used."""
+    """At one row torch makes views where it copies otherwise; three rows are none of those at which sizes were fitted to be
+    used."""
     for rows in (1, 3, 7):
         found = lies(*measure(Composition("gpt", 2, 1, 2, "1f1b", rows=rows)))
         assert not found, "\n".join([f"rows={rows}", *found[:6]])

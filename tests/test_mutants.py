@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from piper_ir.verify import check
 
+from piper_ir.verify import check
 from tests import compositions, mutants, parity
 from tests.mutants import CASES, MUTANTS, Mutant, Result
 

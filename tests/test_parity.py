@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from piper_compiler import Strategy, recipes, split
+
+import piper
+from piper_compiler import Strategy, order, place, recipes, split
 from piper_ir.errors import CompileError
 from piper_ir.mesh import Mesh
 from piper_ir.ops import AllReduce
@@ -14,9 +16,7 @@ from piper_ir.plan import Plan
 from piper_ir.select import where
 from piper_ir.verify import verify
 from piper_runtime.run import Run
-
-import piper
-from tests import compositions, parity
+from tests import compositions, models, parity
 from tests.compositions import Composition, fitted
 
 CLIP = 0.05
@@ -38,7 +38,9 @@ def test_sgd_with_momentum(c: Composition) -> None:
     judge(c)
 
 
-@pytest.mark.parametrize("c", compositions.product(), ids=str)
+@pytest.mark.parametrize(
+    "c", [pytest.param(c, marks=[pytest.mark.long] * (c.microbatches == 8)) for c in compositions.product()], ids=str
+)
 def test_adamw_with_groups_clipping_and_a_schedule(c: Composition) -> None:
     judge(replace(c, optimizer="adamw", clip=CLIP, scheduler=True))
 
@@ -87,7 +89,9 @@ def test_a_microbatch_of_weight_zero_is_among_the_cases() -> None:
 def test_v_placement_and_a_stage_on_two_devices(placement: str, name: str, schedule: str) -> None:
     """No recipe: written as place and order."""
     c = Composition(name, 2 if placement == "v" else 3, 1, 4, schedule, placement, seed=5)  # type: ignore[arg-type]  # one of the literals
-    roles = {part.node: role.role for role in compositions.compiled(fitted(c)).plan.roles for i in role.program for part in i.parts}
+    roles = {
+        part.node: role.role for role in compositions.compiled(fitted(c)).plan.roles for i in role.program for part in i.parts
+    }
     chunks = compositions.groups_of(compositions.captured(name).program, 99)
     if placement == "v":
         assert roles[f"{chunks[0][0]}.F@0"] == roles[f"{chunks[-1][-1]}.F@0"] == "pp0"
@@ -104,16 +108,26 @@ def test_v_placement_and_a_stage_on_two_devices_with_replicas(placement: str) ->
 def test_buffers_that_follow_the_batch_have_no_replicas() -> None:
     """And a chunk that reads an updated buffer stays with the one that updates it."""
     job = compositions.job_of(Composition("buffers", dp=2, microbatches=2))
-    with pytest.raises(CompileError, match="'mean'.*replicas would differ"):
+    with pytest.raises(CompileError, match=r"'mean'.*replicas would differ"):
         piper.compile(job, Strategy(Mesh(dp=2), (split(where(), microbatches=2), *recipes.data_parallel())))
 
 
 def test_a_buffer_is_not_read_away_from_where_it_is_updated() -> None:
     job = compositions.job_of(Composition("buffers", microbatches=2))
     chunks = [c.id for c in compositions.captured("buffers").program.chunks]
-    places = [piper.place(where(chunk=chunks[0]), on=dict(pp=0)), piper.place(where(chunk=tuple(chunks[1:])), on=dict(pp=1))]
+    places = [place(where(chunk=chunks[0]), on=dict(pp=0)), place(where(chunk=tuple(chunks[1:])), on=dict(pp=1))]
     with pytest.raises(CompileError, match="'mean'"):
         piper.compile(job, Strategy(Mesh(pp=2), (split(where(), microbatches=2), *places)))
+
+
+def test_an_order_against_the_updates_of_a_buffer_is_refused() -> None:
+    """The reader before the update sees what the microbatch before left, so the forwards of two microbatches cannot be
+    exchanged."""
+    job = compositions.job_of(Composition("buffers", microbatches=2))
+    first, second, *_ = compositions.captured("buffers").program.chunks
+    breadth = order(where(chunk=first.id, phase="F"), where(chunk=second.id, phase="F"))
+    with pytest.raises(CompileError, match=r"(?s)update a buffer in order.*ordered by order\("):
+        piper.compile(job, Strategy(Mesh(), (split(where(), microbatches=2), breadth)))
 
 
 def test_float32_losses_and_gradients() -> None:
@@ -127,7 +141,9 @@ def test_float32_losses_and_gradients() -> None:
 def same_bits(a: Run, b: Run, steps: range) -> bool:
     """Whether two runs have equal losses and gradients in these steps, and equal parameters after the last, to the bit."""
     gradients = all(
-        a.gradients[s].keys() == b.gradients[s].keys() and all(torch.equal(g, b.gradients[s][n]) for n, g in a.gradients[s].items()) for s in steps
+        a.gradients[s].keys() == b.gradients[s].keys()
+        and all(torch.equal(g, b.gradients[s][n]) for n, g in a.gradients[s].items())
+        for s in steps
     )
     x, y = a.state_dict(), b.state_dict()
     return gradients and [a.losses[s] for s in steps] == [b.losses[s] for s in steps] and all(torch.equal(x[n], y[n]) for n in x)
@@ -164,7 +180,8 @@ def test_fused_and_unfused_plans_have_equal_bits(name: str, dp: int) -> None:
     plans: dict[bool, Plan] = {c.fuse: compositions.compiled(c).plan for c in (fused, plain)}
     counts = {fuse: sum(len(i.parts) for _, _, i in plan.instructions()) for fuse, plan in plans.items()}
     assert counts[True] == counts[False]
-    assert sum(1 for _ in plans[True].instructions()) < sum(1 for _ in plans[False].instructions())
+    if models.CASES[name].layers:  # the others have one chunk per stage
+        assert sum(1 for _ in plans[True].instructions()) < sum(1 for _ in plans[False].instructions())
     assert same_bits(compositions.run(fused, plans[True]), compositions.run(plain, plans[False]), range(parity.STEPS))
 
 

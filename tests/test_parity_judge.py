@@ -65,7 +65,9 @@ def test_a_gradient_that_one_device_does_not_have_is_found(truth: parity.Referen
 
 
 def test_a_zero_gradient_in_place_of_a_small_one_is_found(truth: parity.Reference) -> None:
-    found = changed(truth, lambda outcome: gradients(outcome, 0).update({"layers.0.norm1.bias": torch.zeros(16, dtype=torch.float64)}))
+    found = changed(
+        truth, lambda outcome: gradients(outcome, 0).update({"layers.0.norm1.bias": torch.zeros(16, dtype=torch.float64)})
+    )
     assert [d.name for d in found] == ["layers.0.norm1.bias"]
 
 
@@ -86,7 +88,9 @@ def test_a_missing_bias_and_a_stale_replica_are_found_in_the_states(truth: parit
 
 
 def test_losses_are_compared_to_nine_digits(truth: parity.Reference) -> None:
-    found = changed(truth, lambda outcome: replace(outcome, losses=[outcome.losses[0], outcome.losses[1] * (1 + 3e-9), outcome.losses[2]]))
+    found = changed(
+        truth, lambda outcome: replace(outcome, losses=[outcome.losses[0], outcome.losses[1] * (1 + 3e-9), outcome.losses[2]])
+    )
     assert [(d.step, d.what) for d in found] == [(1, "loss")]
     assert changed(truth, lambda outcome: replace(outcome, losses=[loss * (1 + 1e-11) for loss in outcome.losses])) == []
     assert changed(truth, lambda outcome: replace(outcome, losses=outcome.losses[:2]))
@@ -115,13 +119,16 @@ def test_the_report_names_the_earliest_step_first_and_counts_the_rest(truth: par
         def state_dict(self) -> dict[str, torch.Tensor]:
             return dict(truth.state_dict)
 
-    with pytest.raises(AssertionError, match=r"(?s)two halves: not what one device computes\n  step 0, loss: .*and \d+ more") as error:
+    with pytest.raises(
+        AssertionError, match=r"(?s)two halves: not what one device computes\n  step 0, loss: .*and \d+ more"
+    ) as error:
         parity.assert_parity(Wrong(), truth, label="two halves")
     assert "step 0, gradient of embed.weight on rank 0: |a - b|" in str(error.value)
 
 
 def test_the_reference_is_not_the_mean_of_microbatch_means() -> None:
-    """Three microbatches of uneven weight, one of weight zero: the pair's rule and the naive one differ, so that the cases can tell."""
+    """Three microbatches of uneven weight, one of weight zero: the pair's rule and the naive one differ, so that the cases can
+    tell."""
     c = Composition("keywords", microbatches=3, rows=1, optimizer="sgd")
     job = compositions.job_of(c)
     truth = parity.reference(job, microbatches=3, steps=1)

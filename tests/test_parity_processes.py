@@ -1,4 +1,5 @@
-"""The same over gloo: one process per rank. A cover in which every pair of (model, mesh, schedule, microbatches, optimizer) values occurs."""
+"""The same over gloo: one process per rank. A cover in which every pair of (model, mesh, schedule, microbatches, optimizer)
+values occurs."""
 
 from __future__ import annotations
 
@@ -7,9 +8,9 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
+
 from piper_ir.verify import verify
 from piper_runtime.processes import Pool
-
 from tests import compositions, models, parity
 from tests.compositions import Composition, fitted
 
@@ -23,7 +24,8 @@ FACTORS: dict[str, tuple[object, ...]] = {
 
 
 def pairwise(factors: dict[str, tuple[object, ...]]) -> list[dict[str, object]]:
-    """Few rows in which every two values of two factors meet. Greedy: each row takes, factor by factor, the value with most new pairs."""
+    """Few rows in which every two values of two factors meet. Greedy: each row takes, factor by factor, the value with most new
+    pairs."""
     names = list(factors)
     missing = {((a, x), (b, y)) for a, b in combinations(names, 2) for x in factors[a] for y in factors[b]}
     rows = []
@@ -47,7 +49,9 @@ def cover() -> list[Composition]:
     for row in pairwise(FACTORS):
         (pp, dp), (optimizer, clip, scheduler), m = row["mesh"], row["numbers"], row["microbatches"]  # type: ignore[misc]
         rows = 1 if row["model"] == "keywords" and m > 1 else 2  # type: ignore[operator]
-        out.append(Composition(row["model"], pp, dp, m, row["schedule"], "recipe", rows, optimizer, clip, scheduler, bucket_mb=0.003))  # type: ignore[arg-type]
+        out.append(
+            Composition(row["model"], pp, dp, m, row["schedule"], "recipe", rows, optimizer, clip, scheduler, bucket_mb=0.003)
+        )  # type: ignore[arg-type]
     return out
 
 

@@ -75,7 +75,9 @@ class _Walk:
 
     def _run(self, role: _Role, part: Part) -> None:
         self._use(role, part.reads)
-        sig = self.plan.chunk(part.op.chunk).steps[part.op.step] if isinstance(part.op, Compute) else None  # type: ignore[index]
+        sig = None
+        if isinstance(part.op, Compute):
+            sig = self.plan.chunk(part.op.chunk).steps[part.op.step]  # type: ignore[index]  # a plan has no B
         if sig is not None and (sig.liveness.consumed or sig.liveness.segments != ((),)):
             self._segments(role, part)
         self._allocate(role, part.writes, quiet=sig is not None and sig.liveness.segments != ((),))
@@ -113,13 +115,14 @@ class _Walk:
         for role in self.roles.values():
             for queue in role.queues.values():
                 if queue and self._ready(role, queue[0]):
-                    fronts.setdefault(queue[0].parts[0].op.channel, []).append((role, queue[0]))  # type: ignore[union-attr]
+                    channel = queue[0].parts[0].op.channel  # type: ignore[union-attr]  # only communication is queued
+                    fronts.setdefault(channel, []).append((role, queue[0]))
         return [members for channel, members in fronts.items() if len(members) == len(self.plan.channel(channel).roles)]
 
     def _meet(self, members: list[tuple[_Role, Instr]]) -> int:
         ops = [instr.parts[0].op for _, instr in members]
         if isinstance(ops[0], AllReduce):
-            assert len({op.bucket for op in ops}) == 1  # type: ignore[union-attr]
+            assert len({op.bucket for op in ops}) == 1  # type: ignore[union-attr]  # all are AllReduce
         else:
             assert {type(op) for op in ops} == {Send, Recv}
             sizes = {self.sizes[v] for _, i in members for v in (*i.parts[0].reads, *i.parts[0].writes)}

@@ -275,7 +275,7 @@ def test_a_buffer_is_updated_on_one_device_in_order_of_microbatches() -> None:
     with pytest.raises(CompileError, match="microbatches update a buffer in order"):
         planned(program, *pipeline(), backwards, pp=3)
     apart = (split(where(), microbatches=2), *(place(where(mb=i), on=dict(pp=i)) for i in range(2)))
-    with pytest.raises(CompileError, match=r"buffer 'count' is updated on \['pp0', 'pp1'\]; place first on one device"):
+    with pytest.raises(CompileError, match=r"buffer 'count' is updated .*pp0.*pp1.*; place first on one device"):
         planned(program, *apart, pp=2)
     varying = replace(first, outputs=(first.outputs[0], replace(first.outputs[1], varies=True)))
     program = replace(program, chunks=(varying, *program.chunks[1:]))
@@ -308,7 +308,8 @@ def test_one_consumer_needs_no_sum_and_several_are_added_last_first() -> None:
 
 
 def buckets(bucket_mb: float, layers: int = 6, **training: object) -> list[tuple[str, ...]]:
-    plan = planned(layered(layers), *recipes.data_parallel(bucket_mb=bucket_mb), training=Training(**training), dp=2)  # type: ignore[arg-type]
+    given = Training(**training)  # type: ignore[arg-type]  # its own fields
+    plan = planned(layered(layers), *recipes.data_parallel(bucket_mb=bucket_mb), training=given, dp=2)
     return [b.params for b in plan.buckets]
 
 

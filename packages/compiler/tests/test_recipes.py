@@ -129,7 +129,7 @@ def test_bad_numbers(recipe) -> None:  # type: ignore[no-untyped-def]  # three r
 
 def test_a_recipe_is_data_with_the_callers_line() -> None:
     directives = recipes.gpipe(pp=2, microbatches=3)
-    assert all(d.site.startswith("test_recipes.py:") for d in directives)  # type: ignore[attr-defined]
+    assert all(d.site.startswith("test_recipes.py:") for d in directives)  # type: ignore[attr-defined]  # not of the protocol
     assert sum(isinstance(d, order) for d in directives) == 2
 
 

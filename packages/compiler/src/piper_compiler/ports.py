@@ -13,7 +13,7 @@ from piper_ir.program import Chunk, Signature
 def signatures(chunk: Chunk, step: ComputeStep) -> tuple[Signature, ...]:
     """The signatures that run for a step, in order, without those that do nothing."""
     names = ("I", "W") if step == "B" else (step,)
-    return tuple(sig for name in names if (sig := chunk.steps.get(name)) and not sig.empty)  # type: ignore[call-overload]
+    return tuple(sig for name in names if (sig := chunk.steps.get(name)) and not sig.empty)  # type: ignore[call-overload]  # no chunk has a B
 
 
 def value_reads(chunk: Chunk, step: ComputeStep) -> tuple[str, ...]:

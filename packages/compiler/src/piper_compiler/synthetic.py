@@ -16,7 +16,7 @@ def synthetic(
     *,
     stages: int,
     F: Times,
-    I: Times,  # noqa: E741  (the field's name for the input gradient)
+    I: Times,  # noqa: E741 - the field's name for the input gradient
     W: Times,
     overlap: Times | None = None,
     activation: int | Sequence[int] = 1,

@@ -316,7 +316,7 @@ class Editor:
         purpose = "gradient" if held.category == "gradient" else "activation"
         id = f"{source}>{to}.{'grad' if purpose == 'gradient' else 'act'}"
         streams = self.transports[source].send or id, self.transports[to].recv or id
-        self.channels.setdefault(id, Channel(id, "p2p", (source, to), streams, purpose=purpose))  # type: ignore[arg-type]
+        self.channels.setdefault(id, Channel(id, "p2p", (source, to), streams, purpose=purpose))  # type: ignore[arg-type]  # of two literals
         self.value(copy, held.spec, held.category)
         coords = {k: v for k, v in writer.coords.items() if k != "op"}
         send, recv = {**coords, "op": "send"}, {**coords, "op": "recv"}

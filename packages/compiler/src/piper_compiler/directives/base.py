@@ -58,7 +58,7 @@ def call_site() -> str:
         path = frame.f_code.co_filename
         if not path.startswith((str(_HERE), "<")) and Path(path).name != "dataclasses.py":
             return f"{Path(path).name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
     return ""
 
 

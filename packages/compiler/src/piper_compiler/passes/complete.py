@@ -124,7 +124,8 @@ def _buffer_users(program: Program, name: str) -> list[str]:
     return [
         c.id
         for c in program.chunks
-        if any(i.kind == "buffer" and i.ref == name for i in c.inputs) or any(o.kind == "buffer" and o.ref == name for o in c.outputs)
+        if any(i.kind == "buffer" and i.ref == name for i in c.inputs)
+        or any(o.kind == "buffer" and o.ref == name for o in c.outputs)
     ]
 
 
