@@ -43,28 +43,32 @@ def rows(quick: bool) -> list[Row]:
 
 def _row(name: str, plan: Plan, rank: int, steps: int, goal: Goal) -> Row:
     count = len(plan.role_of(rank).program)
-    per_instr = [s / count * 1e6 for s in lone_steps(plan, rank, steps)]
-    note = f"{_described(plan, rank)}; median of {steps} steps with 1st and 9th decile; transfers replaced by nothing"
+    wall, cpu = lone_steps(plan, rank, steps)
+    per_instr = [s / count * 1e6 for s in wall]
+    busy = median(cpu) / count * 1e6
+    note = f"{_described(plan, rank)}; median of {steps} steps with 1st and 9th decile; CPU time {busy:.1f}; transfers do nothing"
     return Row("host", name, median(per_instr), UNIT, *_deciles(per_instr), goal, note)
 
 
-def lone_steps(plan: Plan, rank: int, steps: int) -> list[float]:
-    """Seconds of each step of one rank by itself. Its streams and threads are the real ones; a communication returns at once."""
+def lone_steps(plan: Plan, rank: int, steps: int) -> tuple[list[float], list[float]]:
+    """Seconds of each step of one rank by itself, by the clock and of CPU time, which leaves out what else runs. Its
+    streams and threads are the real ones; a communication returns at once."""
     job = noop.job(plan)
     initial = materialize(job)
     bound = Rank(plan, rank, noop.CODE, trainee(job), initial.params, initial.buffers)
     heart = array("q", [0] * HEART_SLOTS)
     backend = CpuStreams(plan.role_of(rank).streams, heart)
     engine = Engine(bound, backend, _silent, heart)
-    seconds = []
+    wall, cpu = list[float](), list[float]()
     try:
         for step in range(steps + 1):
-            begin = time.perf_counter()
+            begin, begin_cpu = time.perf_counter(), time.process_time()
             engine.step(step)
-            seconds.append(time.perf_counter() - begin)
+            wall.append(time.perf_counter() - begin)
+            cpu.append(time.process_time() - begin_cpu)
     finally:
         backend.close()
-    return seconds[1:]
+    return wall[1:], cpu[1:]
 
 
 def _silent(comm: Comm) -> Work:

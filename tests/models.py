@@ -253,7 +253,7 @@ class Frozen(nn.Module):
         self.embed = nn.Embedding(VOCAB, D).requires_grad_(False)
         self.layers = nn.ModuleList(nn.Linear(D, D) for _ in range(3))
         self.layers[0].requires_grad_(False)
-        self.layers[1].weight.requires_grad_(False)  # type: ignore[union-attr]
+        self.layers[1].weight.requires_grad_(False)  # type: ignore[union-attr]  # a Linear
         self.head, self.unused = nn.Linear(D, VOCAB), nn.Linear(D, D)
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -115,9 +115,8 @@ def table(results: Iterable[Result]) -> str:
     lines = [f"{'fault':<26} {'in':<9} {'verify':<30} parity"]
     for r in results:
         seen = r.parity if len(r.parity) < 110 else r.parity[:107] + "..."
-        lines.append(
-            f"{r.mutant.name:<26} {r.mutant.where:<9} {r.verify or '-':<30} {seen or '-'}{'' if r.caught else '  SURVIVES: ' + r.mutant.about}"
-        )
+        fate = "" if r.caught else f"  SURVIVES: {r.mutant.about}"
+        lines.append(f"{r.mutant.name:<26} {r.mutant.where:<9} {r.verify or '-':<30} {seen or '-'}{fate}")
     return "\n".join(lines)
 
 

@@ -185,7 +185,9 @@ class Difference:
     problem: str
 
     def __str__(self) -> str:
-        return f"step {self.step}, {self.what}{f' of {self.name}' if self.name else ''}{f' on rank {self.rank}' if self.rank >= 0 else ''}: {self.problem}"
+        of = f" of {self.name}" if self.name else ""
+        on = f" on rank {self.rank}" if self.rank >= 0 else ""
+        return f"step {self.step}, {self.what}{of}{on}: {self.problem}"
 
 
 def differences(found: Outcome, expected: Reference, tolerance: float = FLOAT64, *, parameters: bool = True) -> list[Difference]:

@@ -2,82 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
-from piper_ir.ops import Add, AllReduce, Compute, Load, Recv, Seed, Send, SquaredNorm, Update
+from piper_ir.ops import Add, Load, Recv, Seed, Send, SquaredNorm, Update
 from piper_ir.plan import COMPUTE, Instr, Part, Plan, RolePlan
+from tests.plan_edits import (
+    every_part,
+    first_part,
+    inserted,
+    instructions,
+    is_step,
+    reduces,
+    with_instr,
+    with_op,
+    with_program,
+    without,
+)
 
 Change = Callable[[Plan], Plan | None]
 """The faulty plan; None where the plan offers no place for the fault."""
-
-
-# --- how plans are changed
-
-
-def _with(plan: Plan, role: RolePlan, program: Iterable[Instr]) -> Plan:
-    changed = replace(role, program=tuple(program))
-    return replace(plan, roles=tuple(changed if r.role == role.role else r for r in plan.roles))
-
-
-def _every(plan: Plan, change: Callable[[RolePlan, Part], Part | None]) -> Plan | None:
-    """Change every part for which `change` returns another; None when there is none."""
-    hit = False
-
-    def changed(role: RolePlan, part: Part) -> Part:
-        nonlocal hit
-        new = change(role, part)
-        hit = hit or new is not None
-        return new or part
-
-    roles = [
-        replace(r, program=tuple(replace(i, parts=tuple(changed(r, p) for p in i.parts)) for i in r.program)) for r in plan.roles
-    ]
-    return replace(plan, roles=tuple(roles)) if hit else None
-
-
-def _first(plan: Plan, change: Callable[[RolePlan, Part], Part | None]) -> Plan | None:
-    """Change the first part for which `change` returns another."""
-    done = False
-
-    def once(role: RolePlan, part: Part) -> Part | None:
-        nonlocal done
-        new = None if done else change(role, part)
-        done = done or new is not None
-        return new
-
-    return _every(plan, once)
-
-
-def _instructions(plan: Plan, wanted: Callable[[Instr], bool]) -> Iterator[tuple[RolePlan, int, Instr]]:
-    return ((role, k, i) for role, k, i in plan.instructions() if wanted(i))
-
-
-def _without(role: RolePlan, index: int) -> list[Instr]:
-    """The program without an instruction; waits for it become waits for the one before it."""
-    stream = role.program[index].stream
-    n = sum(i.stream == stream for i in role.program[: index + 1])
-
-    def fewer(waits: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
-        return tuple((s, k - 1 if s == stream and k >= n else k) for s, k in waits if not (s == stream and n == k == 1))
-
-    return [replace(i, waits=fewer(i.waits)) for k, i in enumerate(role.program) if k != index]
-
-
-def _inserted(program: list[Instr], at: int, instr: Instr) -> list[Instr]:
-    """The program with another instruction, which pushes waits for later ones of its stream."""
-    n = sum(i.stream == instr.stream for i in program[:at]) + 1
-
-    def more(waits: tuple[tuple[str, int], ...]) -> tuple[tuple[str, int], ...]:
-        return tuple((s, k + 1 if s == instr.stream and k >= n else k) for s, k in waits)
-
-    return [*program[:at], instr, *(replace(i, waits=more(i.waits)) for i in program[at:])]
-
-
-def _reduces(instr: Instr) -> bool:
-    op = instr.parts[0].op
-    return isinstance(op, AllReduce) and bool(op.bucket)
 
 
 # --- faults of a compiler: waits
@@ -85,11 +30,11 @@ def _reduces(instr: Instr) -> bool:
 
 def no_receive_wait(plan: Plan) -> Plan | None:
     """The first compute instruction that waits for a receive does not."""
-    for role, k, instr in _instructions(plan, lambda i: i.stream == COMPUTE and bool(i.waits)):
+    for role, k, instr in instructions(plan, lambda i: i.stream == COMPUTE and bool(i.waits)):
         receives = {i.stream for i in role.program if isinstance(i.parts[0].op, Recv)}
         waits = tuple(w for w in instr.waits if w[0] not in receives)
         if waits != instr.waits:
-            return _with(plan, role, [*role.program[:k], replace(instr, waits=waits), *role.program[k + 1 :]])
+            return with_instr(plan, role, k, replace(instr, waits=waits))
     return None
 
 
@@ -106,12 +51,12 @@ def no_reduction_wait(plan: Plan) -> Plan | None:
     """Update and the gradient norm do not wait for reductions."""
     out, hit = plan, False
     for role in plan.roles:
-        streams = {i.stream for i in role.program if _reduces(i)}
+        streams = {i.stream for i in role.program if reduces(i)}
         program = [
             replace(i, waits=tuple(w for w in i.waits if w[0] not in streams)) if i.stream == COMPUTE else i for i in role.program
         ]
         hit = hit or tuple(program) != role.program
-        out = _with(out, role, program)
+        out = with_program(out, role, program)
     return out if hit else None
 
 
@@ -122,15 +67,11 @@ def reduce_early(plan: Plan) -> Plan | None:
         return None
     out = plan
     for role in [r for r in plan.roles if r.role in buckets[0].roles]:
-        k = next(k for k, i in enumerate(role.program) if _reduces(i) and i.parts[0].op.bucket == buckets[0].id)  # type: ignore[union-attr]
-        last = [k for k, i in enumerate(role.program) if any(p.mb == plan.microbatches - 1 and _is(p, "W") for p in i.parts)]
+        k = next(k for k, i in enumerate(role.program) if reduces(i) and i.parts[0].op.bucket == buckets[0].id)  # type: ignore[union-attr]
+        last = [k for k, i in enumerate(role.program) if any(p.mb == plan.microbatches - 1 and is_step(p, "W") for p in i.parts)]
         waits = ((COMPUTE, sum(i.stream == COMPUTE for i in role.program[: last[0]])),)
-        out = _with(out, role, _inserted(_without(role, k), last[0], replace(role.program[k], waits=waits)))
+        out = with_program(out, role, inserted(without(role, k), last[0], replace(role.program[k], waits=waits)))
     return out
-
-
-def _is(part: Part, step: str) -> bool:
-    return isinstance(part.op, Compute) and part.op.step == step
 
 
 # --- memory
@@ -139,53 +80,42 @@ def _is(part: Part, step: str) -> bool:
 def free_early(plan: Plan) -> Plan | None:
     """A saved tensor dies with the forward that writes it."""
 
-    def early(role: RolePlan, part: Part) -> Part | None:
-        saved = [v for v in part.writes if ":saved" in v]
-        return replace(part, frees=(*part.frees, saved[0])) if saved and _is(part, "F") else None
+    def saved(part: Part) -> list[str]:
+        return [v for v in part.writes if ":saved" in v]
 
-    return _first(plan, early)
+    return first_part(plan, lambda r, p: is_step(p, "F") and bool(saved(p)), lambda p: replace(p, frees=(*p.frees, saved(p)[0])))
 
 
 def free_never(plan: Plan) -> Plan | None:
     """A value is not freed."""
-    return _first(plan, lambda role, part: replace(part, frees=part.frees[1:]) if part.frees and _is(part, "W") else None)
+    return first_part(plan, lambda r, p: is_step(p, "W") and bool(p.frees), lambda p: replace(p, frees=p.frees[1:]))
 
 
 def free_twice(plan: Plan) -> Plan | None:
     """A value is freed by its last reader and again by Update."""
-    victim = next(p.frees[0] for _, _, i in plan.instructions() for p in i.parts if p.frees)
-    home = next(r.role for r, _, i in plan.instructions() for p in i.parts if victim in p.frees)
-    return _first(
-        plan,
-        lambda role, part: (
-            replace(part, frees=(*part.frees, victim)) if isinstance(part.op, Update) and role.role == home else None
-        ),
-    )
+    home, victim = next((r, p.frees[0]) for r, _, i in plan.instructions() for p in i.parts if p.frees)
+    return first_part(plan, lambda r, p: isinstance(p.op, Update) and r is home, lambda p: replace(p, frees=(*p.frees, victim)))
 
 
 def free_while_sent(plan: Plan) -> Plan | None:
     """What is being sent is freed by its writer."""
     sent = {v for _, _, i in plan.instructions() if isinstance(i.parts[0].op, Send) for v in i.parts[0].reads}
-    out = _first(
-        plan,
-        lambda role, p: (
-            replace(p, frees=(*p.frees, *(v for v in p.writes if v in sent))) if sent & {*p.writes} and _is(p, "F") else None
-        ),
+    early = {v for _, _, i in plan.instructions() for p in i.parts if is_step(p, "F") for v in p.writes if v in sent}
+    out = every_part(
+        plan, lambda r, p: bool(early & {*p.writes}), lambda p: replace(p, frees=(*p.frees, *(v for v in p.writes if v in early)))
     )
     if out is None:
         return None
-    gone = {v for _, _, i in out.instructions() for p in i.parts for v in p.frees if v in p.writes}
-    roles = [
-        replace(r, program=tuple(replace(i, frees_before=tuple(v for v in i.frees_before if v not in gone)) for i in r.program))
-        for r in out.roles
-    ]
-    return replace(out, roles=tuple(roles))
+    for role, k, instr in instructions(out, lambda i: bool(early & {*i.frees_before})):
+        later = tuple(v for v in instr.frees_before if v not in early)
+        out = with_instr(out, out.role(role.role), k, replace(instr, frees_before=later))
+    return out
 
 
 def no_buffer(plan: Plan) -> Plan | None:
     """A receive has no buffer."""
-    for role, k, instr in _instructions(plan, lambda i: bool(i.allocs_after)):
-        return _with(plan, role, [*role.program[:k], replace(instr, allocs_after=instr.allocs_after[1:]), *role.program[k + 1 :]])
+    for role, k, instr in instructions(plan, lambda i: bool(i.allocs_after)):
+        return with_instr(plan, role, k, replace(instr, allocs_after=instr.allocs_after[1:]))
     return None
 
 
@@ -194,12 +124,11 @@ def no_buffer(plan: Plan) -> Plan | None:
 
 def _swap_values(plan: Plan, a: str, b: str, wanted: Callable[[Part], bool]) -> Plan | None:
     pair = {a: b, b: a}
-    return _every(
-        plan,
-        lambda role, p: (
-            replace(p, reads=tuple(pair.get(v, v) for v in p.reads)) if wanted(p) and pair.keys() & {*p.reads} else None
-        ),
-    )
+
+    def swapped(part: Part) -> Part:
+        return replace(part, reads=tuple(pair.get(v, v) for v in part.reads))
+
+    return every_part(plan, lambda r, p: wanted(p) and bool(pair.keys() & {*p.reads}), swapped)
 
 
 def wrong_skip_tensor(plan: Plan) -> Plan | None:
@@ -215,22 +144,21 @@ def wrong_skip_tensor(plan: Plan) -> Plan | None:
 def stale_saved_tensor(plan: Plan) -> Plan | None:
     """Backwards of microbatches 0 and 1 read each other's saved tensors."""
     saved = [v for v in plan.values if ":saved" in v and v.endswith("@0") and f"{v[:-1]}1" in plan.values]
-    return _swap_values(plan, saved[0], f"{saved[0][:-1]}1", lambda p: _is(p, "W") or _is(p, "I")) if saved else None
+    return _swap_values(plan, saved[0], f"{saved[0][:-1]}1", lambda p: is_step(p, "W") or is_step(p, "I")) if saved else None
 
 
 def swap_inputs(plan: Plan) -> Plan | None:
     """Microbatches 0 and 1 load each other's inputs, not their targets."""
 
-    def swap(role: RolePlan, part: Part) -> Part | None:
-        inputs = isinstance(part.op, Load) and part.op.tensor.startswith("inputs")
-        return replace(part, mb=1 - part.mb) if inputs and part.mb in (0, 1) else None
+    def input_of_two(role: RolePlan, part: Part) -> bool:
+        return isinstance(part.op, Load) and part.op.tensor.startswith("inputs") and part.mb in (0, 1)
 
-    return _every(plan, swap) if plan.microbatches > 1 else None
+    return every_part(plan, input_of_two, lambda p: replace(p, mb=1 - p.mb)) if plan.microbatches > 1 else None
 
 
 def same_rows(plan: Plan) -> Plan | None:
     """Every microbatch loads the rows of the first."""
-    return _every(plan, lambda role, p: replace(p, mb=0) if isinstance(p.op, Load) and p.mb else None)
+    return every_part(plan, lambda r, p: isinstance(p.op, Load) and p.mb > 0, lambda p: replace(p, mb=0))
 
 
 def crossed_channel(plan: Plan) -> Plan | None:
@@ -242,62 +170,60 @@ def crossed_channel(plan: Plan) -> Plan | None:
             if x.parts[0].op == y.parts[0].op:
                 program = list(role.program)
                 program[a], program[b] = replace(x, parts=y.parts), replace(y, parts=x.parts)
-                return _with(plan, role, program)
+                return with_program(plan, role, program)
     return None
+
+
+def _sums_gradients(role: RolePlan, part: Part) -> bool:
+    return isinstance(part.op, Add) and part.mb >= 0
 
 
 def lose_operand(plan: Plan) -> Plan | None:
     """A sum of gradients leaves out an operand."""
-    return _every(plan, lambda role, p: replace(p, reads=p.reads[:-1]) if isinstance(p.op, Add) and p.mb >= 0 else None)
+    return every_part(plan, _sums_gradients, lambda p: replace(p, reads=p.reads[:-1]))
 
 
 def double_operand(plan: Plan) -> Plan | None:
     """A sum of gradients takes one operand twice."""
-    return _every(
-        plan, lambda role, p: replace(p, reads=(p.reads[0],) * len(p.reads)) if isinstance(p.op, Add) and p.mb >= 0 else None
-    )
+    return every_part(plan, _sums_gradients, lambda p: replace(p, reads=(p.reads[0],) * len(p.reads)))
 
 
 # --- compute
 
 
 def _without_part(plan: Plan, wanted: Callable[[Part], bool]) -> Plan | None:
-    for role, k, instr in _instructions(plan, lambda i: len(i.parts) > 1 and any(wanted(p) for p in i.parts)):
+    for role, k, instr in instructions(plan, lambda i: len(i.parts) > 1 and any(wanted(p) for p in i.parts)):
         gone = next(p for p in instr.parts if wanted(p))
         kept = [p for p in instr.parts if p is not gone]
         kept[-1] = replace(kept[-1], frees=(*kept[-1].frees, *gone.frees))
-        return _with(plan, role, [*role.program[:k], replace(instr, parts=tuple(kept)), *role.program[k + 1 :]])
+        return with_instr(plan, role, k, replace(instr, parts=tuple(kept)))
     return None
 
 
 def skip_weight_gradient(plan: Plan) -> Plan | None:
     """The W of one microbatch does not run."""
-    return _without_part(plan, lambda p: _is(p, "W") and p.mb == plan.microbatches - 1)
+    return _without_part(plan, lambda p: is_step(p, "W") and p.mb == plan.microbatches - 1)
 
 
 def repeat_weight_gradient(plan: Plan) -> Plan | None:
     """The W of one microbatch runs twice."""
-    for role, k, instr in _instructions(plan, lambda i: any(_is(p, "W") for p in i.parts)):
-        at = next(n for n, p in enumerate(instr.parts) if _is(p, "W"))
+    for role, k, instr in instructions(plan, lambda i: any(is_step(p, "W") for p in i.parts)):
+        at = next(n for n, p in enumerate(instr.parts) if is_step(p, "W"))
         parts = (*instr.parts[:at], replace(instr.parts[at], frees=()), *instr.parts[at:])
-        return _with(plan, role, [*role.program[:k], replace(instr, parts=parts), *role.program[k + 1 :]])
+        return with_instr(plan, role, k, replace(instr, parts=parts))
     return None
 
 
 def seed_without_scale(plan: Plan) -> Plan | None:
     """The loss of a microbatch counts in full."""
-    return _every(
-        plan, lambda role, p: replace(p, op=replace(p.op, value=1.0)) if isinstance(p.op, Seed) and p.op.value != 1 else None
-    )
+    return every_part(plan, lambda r, p: isinstance(p.op, Seed) and p.op.value != 1, lambda p: with_op(p, value=1.0))
 
 
 def seed_without_replicas(plan: Plan) -> Plan | None:
     """The mean is over the microbatches of one replica."""
     if plan.replicas == 1 or plan.loss_kind == "sum":
         return None
-    return _every(
-        plan, lambda role, p: replace(p, op=replace(p.op, value=p.op.value * plan.replicas)) if isinstance(p.op, Seed) else None
-    )
+    return every_part(plan, lambda r, p: isinstance(p.op, Seed), lambda p: with_op(p, value=1 / plan.microbatches))
 
 
 def buffer_order(plan: Plan) -> Plan | None:
@@ -306,8 +232,8 @@ def buffer_order(plan: Plan) -> Plan | None:
         return None
     for role in plan.roles:
         for k, (a, b) in enumerate(pairwise(role.program)):
-            if all(i.stream == COMPUTE and not i.allocs_after and any(_is(p, "F") for p in i.parts) for i in (a, b)):
-                return _with(plan, role, [*role.program[:k], b, a, *role.program[k + 2 :]])
+            if all(i.stream == COMPUTE and not i.allocs_after and any(is_step(p, "F") for p in i.parts) for i in (a, b)):
+                return with_program(plan, role, [*role.program[:k], b, a, *role.program[k + 2 :]])
     return None
 
 
@@ -317,16 +243,14 @@ def buffer_order(plan: Plan) -> Plan | None:
 def drop_reduction(plan: Plan) -> Plan | None:
     """A bucket is not reduced, on any member."""
     buckets = [b for b in plan.buckets if b.channel]
-    return _reductions(plan, buckets[0].id, lambda role, k: _without(role, k)) if buckets else None
+    return _reductions(plan, buckets[0].id, lambda role, k: without(role, k)) if buckets else None
 
 
 def double_reduction(plan: Plan) -> Plan | None:
     """A bucket is reduced twice, on all members."""
     buckets = [b for b in plan.buckets if b.channel]
     return (
-        _reductions(
-            plan, buckets[-1].id, lambda role, k: _inserted(list(role.program), k + 1, replace(role.program[k], waits=()))
-        )
+        _reductions(plan, buckets[-1].id, lambda role, k: inserted(list(role.program), k + 1, replace(role.program[k], waits=())))
         if buckets
         else None
     )
@@ -335,15 +259,15 @@ def double_reduction(plan: Plan) -> Plan | None:
 def _reductions(plan: Plan, bucket: str, change: Callable[[RolePlan, int], list[Instr]], most: int = 99) -> Plan:
     out = plan
     for role in [r for r in plan.roles if r.role in plan.bucket(bucket).roles][:most]:
-        k = next(k for k, i in enumerate(role.program) if _reduces(i) and i.parts[0].op.bucket == bucket)  # type: ignore[union-attr]
-        out = _with(out, role, change(role, k))
+        k = next(k for k, i in enumerate(role.program) if reduces(i) and i.parts[0].op.bucket == bucket)  # type: ignore[union-attr]
+        out = with_program(out, role, change(role, k))
     return out
 
 
 def lonely_reduction(plan: Plan) -> Plan | None:
     """One role of several does not take part in the reduction of a tied parameter."""
     tied = [b for b in plan.buckets if len(b.roles) > 1]
-    return _reductions(plan, tied[0].id, lambda role, k: _without(role, k), most=1) if tied else None
+    return _reductions(plan, tied[0].id, lambda role, k: without(role, k), most=1) if tied else None
 
 
 def reduce_over_roles_only(plan: Plan) -> Plan | None:
@@ -356,13 +280,13 @@ def reductions_in_other_order(plan: Plan) -> Plan | None:
     """One member of a channel reduces two buckets in the other order."""
     for channel in plan.channels:
         used = [
-            k for k, i in enumerate(plan.role(channel.roles[0]).program) if _reduces(i) and i.parts[0].op.channel == channel.id
+            k for k, i in enumerate(plan.role(channel.roles[0]).program) if reduces(i) and i.parts[0].op.channel == channel.id
         ]  # type: ignore[union-attr]
         if len(channel.roles) > 1 and len(used) > 1:
             role, program = plan.role(channel.roles[0]), list(plan.role(channel.roles[0]).program)
             a, b = program[used[0]], program[used[1]]
             program[used[0]], program[used[1]] = replace(a, parts=b.parts, waits=b.waits), replace(b, parts=a.parts)
-            return _with(plan, role, program)
+            return with_program(plan, role, program)
     return None
 
 
@@ -371,61 +295,54 @@ def tied_copies_apart(plan: Plan) -> Plan | None:
     tied = [b.id for b in plan.buckets if len(b.roles) > 1]
     if not tied:
         return None
-    out = _reductions(plan, tied[0], lambda role, k: _without(role, k))
+    out = _reductions(plan, tied[0], lambda role, k: without(role, k))
     return replace(out, buckets=tuple(replace(b, channel="") if b.id == tied[0] else b for b in plan.buckets))
 
 
 def forget_bucket(plan: Plan) -> Plan | None:
     """Update leaves out a bucket."""
-    return _first(
-        plan,
-        lambda role, p: (
-            replace(p, op=replace(p.op, buckets=p.op.buckets[1:])) if isinstance(p.op, Update) and len(p.op.buckets) > 1 else None
-        ),
-    )
+
+    def several(role: RolePlan, part: Part) -> bool:
+        return isinstance(part.op, Update) and len(part.op.buckets) > 1
+
+    return first_part(plan, several, lambda p: with_op(p, buckets=p.op.buckets[1:]))  # type: ignore[union-attr]  # an Update
 
 
 def forget_clip(plan: Plan) -> Plan | None:
     """One role does not clip."""
-    return _first(
-        plan,
-        lambda role, p: (
-            replace(p, op=replace(p.op, clip=None), reads=p.reads[:-1]) if isinstance(p.op, Update) and p.op.clip else None
-        ),
-    )
+
+    def clips(role: RolePlan, part: Part) -> bool:
+        return isinstance(part.op, Update) and part.op.clip is not None
+
+    return first_part(plan, clips, lambda p: with_op(replace(p, reads=p.reads[:-1]), clip=None))
 
 
 def forget_weight(plan: Plan) -> Plan | None:
     """Update does not divide by the sum of weights."""
-    return _every(
-        plan,
-        lambda role, p: (
-            replace(p, op=replace(p.op, weighted=False), reads=p.reads[1:])
-            if isinstance(p.op, Update) and p.op.weighted
-            else None
-        ),
-    )
+
+    def divides(role: RolePlan, part: Part) -> bool:
+        return isinstance(part.op, Update) and part.op.weighted
+
+    return every_part(plan, divides, lambda p: with_op(replace(p, reads=p.reads[1:]), weighted=False))
 
 
 def tied_twice_in_norm(plan: Plan) -> Plan | None:
     """Every holder of a tied parameter adds it to the gradient norm."""
-    tied = {b.id: b.roles for b in plan.buckets if len(b.roles) > 1}
-
-    def more(role: RolePlan, part: Part) -> Part | None:
-        if not isinstance(part.op, SquaredNorm):
-            return None
-        extra = tuple(b for b, roles in tied.items() if role.role in roles and b not in part.op.buckets)
-        return replace(part, op=replace(part.op, buckets=(*part.op.buckets, *extra))) if extra else None
-
-    return _every(plan, more)
+    tied = [b for b in plan.buckets if len(b.roles) > 1]
+    for role, k, instr in instructions(plan, lambda i: isinstance(i.parts[0].op, SquaredNorm)):
+        counted = instr.parts[0].op.buckets  # type: ignore[union-attr]  # a SquaredNorm
+        more = tuple(b.id for b in tied if role.role in b.roles and b.id not in counted)
+        if more:
+            return with_instr(plan, role, k, replace(instr, parts=(with_op(instr.parts[0], buckets=(*counted, *more)),)))
+    return None
 
 
 def norm_before_reduction(plan: Plan) -> Plan | None:
     """The gradient norm is taken of sums that are not there yet."""
-    for role, k, instr in _instructions(plan, lambda i: isinstance(i.parts[0].op, SquaredNorm)):
-        first = next((n for n, i in enumerate(role.program) if _reduces(i)), k)
+    for role, k, instr in instructions(plan, lambda i: isinstance(i.parts[0].op, SquaredNorm)):
+        first = next((n for n, i in enumerate(role.program) if reduces(i)), k)
         if first < k:
-            return _with(plan, role, _inserted(_without(role, k), first, replace(instr, waits=())))
+            return with_program(plan, role, inserted(without(role, k), first, replace(instr, waits=())))
     return None
 
 

@@ -66,7 +66,8 @@ def test_the_plan_that_computes_nothing_is_a_plan() -> None:
 
 
 def test_a_rank_by_itself_runs_its_whole_program() -> None:
-    assert len(host_cost.lone_steps(noop.plan(4, 4, 3), 1, steps=3)) == 3
+    wall, cpu = host_cost.lone_steps(noop.plan(4, 4, 3), 1, steps=3)
+    assert len(wall) == len(cpu) == 3
 
 
 def test_rows_of_a_large_capture() -> None:

@@ -15,7 +15,7 @@ from piper_ir.ops import AllReduce
 from piper_ir.plan import Plan
 from piper_ir.select import where
 from piper_ir.verify import verify
-from piper_runtime.run import Run
+from piper_runtime.run import Run, execute
 from tests import compositions, models, parity
 from tests.compositions import Composition, fitted
 
@@ -128,6 +128,34 @@ def test_an_order_against_the_updates_of_a_buffer_is_refused() -> None:
     breadth = order(where(chunk=first.id, phase="F"), where(chunk=second.id, phase="F"))
     with pytest.raises(CompileError, match=r"(?s)update a buffer in order.*ordered by order\("):
         piper.compile(job, Strategy(Mesh(), (split(where(), microbatches=2), breadth)))
+
+
+class DropsEverywhere(torch.nn.Module):
+    """Dropout before, in and after the layers: one place of the random state each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(models.VOCAB, models.D), torch.nn.Linear(models.D, models.VOCAB)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(models.D, models.D) for _ in range(2))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = torch.dropout(self.embed(tokens), 0.2, True)
+        for layer in self.layers:
+            x = torch.dropout(torch.tanh(layer(x)), 0.2, True)
+        return self.head(torch.dropout(x, 0.2, True))
+
+
+def test_dropout_before_in_and_behind_the_layers() -> None:
+    gpt = compositions.job_of(Composition("gpt", dp=2, microbatches=2))
+    job = replace(gpt, model=DropsEverywhere, seed=7)
+    pieces = (*recipes.one_f_one_b(pp=2, microbatches=2), *recipes.data_parallel())
+    compiled = piper.compile(job, Strategy(Mesh(pp=2, dp=2), pieces))
+    assert compiled.code is not None
+    code = compiled.code.export([c.code for c in compiled.plan.chunks], compiled.plan.rows)
+    run = execute(compiled.plan, code, job, steps=parity.STEPS, launcher="inline", gradients=True)
+    # Dropout counts for the part that it is written in: a layer's forward does not contain its own here.
+    truth = parity.reference(job, replicas=2, microbatches=2)
+    parity.assert_parity(run, truth)
 
 
 def test_float32_losses_and_gradients() -> None:

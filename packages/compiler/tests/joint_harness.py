@@ -35,7 +35,7 @@ class Case:
     def inputs(self, device: str = "cpu") -> list[JointInput]:
         names = {"frozen": "param", "dead": "value"}
         return [
-            JointInput(names.get(kind, kind), t.detach().to(device), kind in ("value", "param"))  # type: ignore[arg-type]
+            JointInput(names.get(kind, kind), t.detach().to(device), kind in ("value", "param"))  # type: ignore[arg-type]  # a kind
             for kind, t in zip(self.kinds, self.tensors, strict=True)
         ]
 

@@ -109,7 +109,7 @@ def unregistered_kernel(linear: nn.Linear, x: Tensor) -> Tensor:
 
 @refused(r"coordinate stage='a' is not a non-negative integer")
 def odd_coordinate(linear: nn.Linear, x: Tensor) -> Tensor:
-    with region(stage="a"):  # type: ignore[arg-type]
+    with region(stage="a"):  # type: ignore[arg-type]  # on purpose
         return linear(x)
 
 
@@ -183,7 +183,7 @@ def test_batches_of_the_wrong_kind(make: Any, pattern: str) -> None:
 
 def test_a_model_function_that_returns_something_else() -> None:
     with pytest.raises(CaptureError, match="model\\(\\) returned int"):
-        capture(lambda: 3, batch, mean)  # type: ignore[arg-type, return-value]
+        capture(lambda: 3, batch, mean)  # type: ignore[arg-type, return-value]  # on purpose
 
 
 def test_rows_of_a_microbatch_are_checked_when_they_are_bound() -> None:

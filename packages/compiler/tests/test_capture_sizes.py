@@ -111,7 +111,7 @@ def test_a_bf16_gpt_block_saves_no_square_of_the_sequence() -> None:
 
 
 def total(chunk: Chunk, step: str, kind: str) -> int:
-    return sum(bind(k.flops, 0) * k.count for k in chunk.steps[step].cost.kernels if k.kind == kind)  # type: ignore[index]
+    return sum(bind(k.flops, 0) * k.count for k in chunk.steps[step].cost.kernels if k.kind == kind)  # type: ignore[index]  # a Step
 
 
 def test_flops_of_a_gpt_block() -> None:

@@ -18,7 +18,7 @@ from tests.models import CASES, SkipMLP, TinyGPT, captured
 
 def program(model: object, case: str = "gpt") -> Program:
     given = CASES[case]
-    return capture(model, partial(given.batch, 0), given.loss).program  # type: ignore[arg-type]
+    return capture(model, partial(given.batch, 0), given.loss).program  # type: ignore[arg-type]  # torch types
 
 
 def regions(model: Callable[[], nn.Module], case: str) -> list[tuple[str, dict[str, int]]]:

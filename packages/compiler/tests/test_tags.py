@@ -57,7 +57,7 @@ def test_a_second_call_must_agree_with_the_first() -> None:
 @pytest.mark.parametrize(("pattern", "value"), [("layers.0", "a"), ("layers.0", True), ("layers.0", -1)])
 def test_values_are_integers(pattern: str, value: object) -> None:
     with pytest.raises(CaptureError, match="not a non-negative integer"):
-        tag(TinyGPT(), {pattern: {"stage": value}})  # type: ignore[dict-item]
+        tag(TinyGPT(), {pattern: {"stage": value}})  # type: ignore[dict-item]  # on purpose
 
 
 def test_an_empty_range_is_an_error() -> None:

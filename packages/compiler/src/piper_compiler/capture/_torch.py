@@ -14,8 +14,14 @@ from torch import fx
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+pytree = _pytree
+"""torch's nests of containers."""
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 

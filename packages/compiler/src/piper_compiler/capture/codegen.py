@@ -101,7 +101,7 @@ def compile_step(code: StepCode, device: str | torch.device = "cpu") -> Callable
 def _outputs(graph: StepGraph) -> tuple[fx.Node, ...]:
     written = graph.graph.output_node().args[0]
     assert isinstance(written, tuple)
-    return written  # type: ignore[return-value]
+    return written  # type: ignore[return-value]  # the outputs of a step are nodes
 
 
 def _line(line: Line) -> str:

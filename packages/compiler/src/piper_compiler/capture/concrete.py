@@ -84,7 +84,7 @@ def is_factory(node: fx.Node) -> bool:
     return (
         node.op == "call_function"
         and isinstance(node.meta.get("example_value"), Tensor)
-        and not isinstance(node.target, torch._ops.OpOverload)
+        and not isinstance(node.target, _torch.OpOverload)
         and getattr(node.target, "__module__", None) in (None, "torch", "torch.functional")
         and not any(tensors_of(n) for n in node.all_input_nodes)
     )
@@ -100,7 +100,7 @@ def canonical_text(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 
     target = node.target
     if not isinstance(target, str):
-        target = str(target) if isinstance(target, torch._ops.OpOverload) else _qualified(target)
+        target = str(target) if isinstance(target, _torch.OpOverload) else _qualified(target)
     args, kwargs = map_aggregate(node.args, leaf), map_aggregate(node.kwargs, leaf)
     return f"{node.op} {target} {args!r} {sorted(kwargs.items())!r}"
 

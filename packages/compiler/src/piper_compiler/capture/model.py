@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from piper_compiler.capture import _torch
 from piper_ir.errors import CaptureError
@@ -21,7 +19,7 @@ Loss = Callable[[Any, Any], Any]
 """(output, targets) -> mean over rows, or (sum, weight)."""
 
 
-def fake_model(model: nn.Module | Callable[[], nn.Module], mode: FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
+def fake_model(model: nn.Module | Callable[[], nn.Module], mode: _torch.FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
     """The model with fake parameters and buffers, floating ones cast to `dtype`; the user's module is not touched.
 
     A callable runs with fake tensors, so that a model of any size takes no memory. A constructor that reads values of tensors
@@ -38,7 +36,7 @@ def fake_model(model: nn.Module | Callable[[], nn.Module], mode: FakeTensorMode,
     return _faked(built, mode, dtype)
 
 
-def _faked(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
+def _faked(model: nn.Module, mode: _torch.FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
     memo: dict[int, Any] = {}
     for _, tensor, _ in named_tensors(model):
         if id(tensor) in memo:
@@ -72,7 +70,7 @@ def flatten_batch(inputs: Any, targets: Any) -> dict[str, Tensor]:
     Raises CaptureError for a leaf that is neither a tensor nor None."""
     found: dict[str, Tensor] = {}
     for root, nest in (("inputs", inputs), ("targets", targets)):
-        for path, leaf in pytree.tree_flatten_with_path(nest)[0]:
+        for path, leaf in _torch.pytree.tree_flatten_with_path(nest)[0]:
             name = ".".join([root, *(_key(part) for part in path)])
             if isinstance(leaf, Tensor):
                 found[name] = leaf
@@ -108,5 +106,5 @@ def check_batch(batch: BatchMaker, rows: int, dtype: torch.dtype | None) -> tupl
         target = dtype if dtype is not None and leaf.is_floating_point() else leaf.dtype
         return torch.zeros((rows, *leaf.shape[1:]), dtype=target)
 
-    inputs, targets = pytree.tree_map(example, result)
+    inputs, targets = _torch.pytree.tree_map(example, result)
     return inputs, targets

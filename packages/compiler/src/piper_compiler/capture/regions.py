@@ -91,7 +91,7 @@ def operations(graph: fx.Graph) -> Operations:
 
 def _writes_silently(node: fx.Node) -> bool:
     """Index assignment and custom ops that return nothing."""
-    return getattr(node.target, "__name__", "") == "setitem" or isinstance(node.target, torch._ops.OpOverload)
+    return getattr(node.target, "__name__", "") == "setitem" or isinstance(node.target, _torch.OpOverload)
 
 
 def own_coords(forward: Forward, nodes: Iterable[fx.Node]) -> dict[fx.Node, Coords]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper_compiler.capture import _torch
 from piper_compiler.capture.concrete import concrete_call, concrete_shape, line_of, tensors_of
@@ -36,11 +35,11 @@ class Facts:
     requires_grad: dict[fx.Node, dict[fx.Node, bool]] = field(default_factory=dict)
 
 
-class _RandomWatch(TorchDispatchMode):
+class _RandomWatch(_torch.TorchDispatchMode):
     """Notes whether an op with the tag nondeterministic_seeded ran."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
         self.seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -46,7 +46,7 @@ def schedule(step: StepGraph) -> tuple[Line, ...]:
 
 def _results(node: fx.Node) -> tuple[fx.Node, ...]:
     items = [u for u in node.users if u.target is operator.getitem]
-    return tuple(sorted(items, key=lambda u: int(u.args[1]))) if items else (node,)  # type: ignore[arg-type]
+    return tuple(sorted(items, key=lambda u: int(u.args[1]))) if items else (node,)  # type: ignore[arg-type]  # getitem: (source, index)
 
 
 def _producer(node: fx.Node) -> fx.Node:

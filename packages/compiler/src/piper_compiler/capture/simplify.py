@@ -149,11 +149,11 @@ def _permutation(node: fx.Node) -> list[int] | None:
     if node.target is aten.t.default:
         return order[::-1]
     if node.target is aten.transpose.int:
-        a, b = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]
+        a, b = (int(d) % rank for d in node.args[1:3])  # type: ignore[arg-type]  # transpose: two ints
         order[a], order[b] = order[b], order[a]
         return order
     if node.target is aten.permute.default:
-        return [int(d) % rank for d in node.args[1]]  # type: ignore[arg-type, union-attr]
+        return [int(d) % rank for d in node.args[1]]  # type: ignore[arg-type, union-attr]  # permute: a list of ints
     return None
 
 
