@@ -13,6 +13,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 
+import torch
+
 from piper_ir.errors import PiperError, PlanError
 from piper_ir.memory import with_peaks
 from piper_ir.plan import Plan
@@ -24,7 +26,7 @@ from tests.plan_faults import COMPILER, Change
 
 CASES: tuple[Composition, ...] = (
     Composition("gpt", 2, 2, 4, "1f1b", bucket_mb=0.002),
-    Composition("keywords", 2, 2, 4, "1f1b", rows=1, clip=0.05),
+    Composition("keywords", 2, 2, 4, "1f1b", rows=1),
     Composition("skip", 4, 1, 4, "gpipe"),
     Composition("gpt", 2, 1, 4, "1f1b", optimizer="adamw", clip=0.05, scheduler=True),
     Composition("gpt_dropout", 2, 1, 4, "1f1b"),
@@ -121,6 +123,8 @@ def table(results: Iterable[Result]) -> str:
 
 
 def main() -> int:
+    """Prints the table; 1 if a fault survives."""
+    torch.set_num_threads(1)  # the tensors are tiny
     results = [judge(m) for m in MUTANTS]
     caught = sum(r.caught for r in results)
     print(table(results))

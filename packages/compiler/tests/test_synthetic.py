@@ -55,9 +55,10 @@ def test_boundary_values_and_seeds_have_no_bytes() -> None:
     [
         ({"stages": 0}, "synthetic(stages=0): at least one stage"),
         ({"F": [1, 2]}, "synthetic(F=...): 2 values for 3 stages; give one number, or one per stage"),
-        ({"W": -1}, "synthetic(W=-1): seconds and bytes cannot be negative"),
-        ({"params": [1, 2, -3]}, "cannot be negative"),
-        ({"hop": -0.1}, "synthetic(hop=-0.1): seconds cannot be negative"),
+        ({"F": float("nan")}, "synthetic(F=nan): seconds and bytes are finite"),
+        ({"W": -1}, "synthetic(W=-1): seconds and bytes are finite numbers that are not negative"),
+        ({"params": [1, 2, -3]}, "not negative"),
+        ({"hop": -0.1}, "synthetic(hop=-0.1): seconds are a finite number that is not negative"),
         ({"activation": 1, "kept_after_I": 2}, "kept_after_I is larger than activation"),
         ({"overlap": [1]}, "synthetic(overlap=...): 1 values for 3 stages"),
     ],

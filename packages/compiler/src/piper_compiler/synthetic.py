@@ -40,8 +40,8 @@ def synthetic(
     sizes = [int(x) for x in _per_stage("params", params, stages)]
     if any(a > k for a, k in zip(after, keep, strict=True)):
         raise CompileError("synthetic: kept_after_I is larger than activation; W cannot need more than F saved")
-    if hop < 0:
-        raise CompileError(f"synthetic(hop={hop}): seconds cannot be negative")
+    if not 0 <= hop < float("inf"):
+        raise CompileError(f"synthetic(hop={hop}): seconds are a finite number that is not negative")
     chunks = tuple(_chunk(s, stages, (f[s], i[s], w[s]), keep[s], after[s], sizes[s]) for s in range(stages))
     manifest = tuple(Param(f"stage{s}.weight", TensorSpec((n,), "uint8")) for s, n in enumerate(sizes) if n)
     pairs = tuple(_per_stage("overlap", overlap, stages)) if overlap is not None else ()
@@ -53,8 +53,8 @@ def _per_stage(name: str, value: Times | Sequence[int], stages: int) -> list[flo
     values = [float(value)] * stages if isinstance(value, int | float) else [float(v) for v in value]
     if len(values) != stages:
         raise CompileError(f"synthetic({name}=...): {len(values)} values for {stages} stages; give one number, or one per stage")
-    if any(v < 0 for v in values):
-        raise CompileError(f"synthetic({name}={value}): seconds and bytes cannot be negative")
+    if not all(0 <= v < float("inf") for v in values):
+        raise CompileError(f"synthetic({name}={value}): seconds and bytes are finite numbers that are not negative")
     return values
 
 

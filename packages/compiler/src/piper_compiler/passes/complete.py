@@ -12,7 +12,7 @@ from piper_compiler.passes.buckets import make_buckets
 from piper_compiler.ports import trains
 from piper_ir.errors import CompileError
 from piper_ir.graph import Editor, Graph, Node
-from piper_ir.ops import Add, AllReduce, Compute, SquaredNorm, Update, Zeros
+from piper_ir.ops import COMM, Add, AllReduce, Compute, SquaredNorm, Update, Zeros
 from piper_ir.plan import Bucket, Channel
 from piper_ir.program import Program
 from piper_ir.sizes import TensorSpec
@@ -39,6 +39,7 @@ def complete(graph: Graph, training: Training) -> Graph:
     graph = _place_rest(graph)
     _check_axes(graph)
     _check_buffers(graph)
+    _check_orders(graph)
     edit = graph.edit()
     make_buckets(edit, training)
     _reduce(edit)
@@ -127,6 +128,18 @@ def _buffer_users(program: Program, name: str) -> list[str]:
         if any(i.kind == "buffer" and i.ref == name for i in c.inputs)
         or any(o.kind == "buffer" and o.ref == name for o in c.outputs)
     ]
+
+
+def _check_orders(graph: Graph) -> None:
+    """An order is kept by the one program of a device; between devices only data can order."""
+    for (before, after), applied in graph.order_edges.items():
+        a, b = graph.nodes.get(before), graph.nodes.get(after)
+        if a is None or b is None or a.role != b.role or isinstance(a.op, COMM) or isinstance(b.op, COMM):
+            where = ", ".join(f"{i} on {n.role if n else 'no device'}" for i, n in ((before, a), (after, b)))
+            by = f" (by {graph.log[applied]})" if applied < len(graph.log) else ""
+            raise CompileError(
+                f"{before} cannot be ordered before {after}{by}: an order is among the compute of one device, here {where}"
+            )
 
 
 def _order_buffers(edit: Editor) -> None:
