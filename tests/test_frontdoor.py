@@ -1,0 +1,109 @@
+"""compile and execute: one capture for all strategies of a model, and clear refusals of what does not fit together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import pytest
+import torch
+from torch import nn
+
+import piper
+from piper import frontdoor
+from piper_ir.errors import CompileError, ExecutionError, JobError
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def batch(step: int, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.linspace(0, 1, 96).view(24, 4)[rows.start : rows.stop] + step
+    return x, x
+
+
+def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.1)
+
+
+@lru_cache
+def job() -> piper.Job:
+    return piper.Job(MLP, batch, nn.functional.mse_loss, sgd, global_batch=24)
+
+
+def strategies() -> list[piper.Strategy]:
+    out = []
+    for recipe in (piper.recipes.gpipe, piper.recipes.one_f_one_b):
+        for pp in (2, 4):
+            for dp in (1, 2):
+                for m in (1, 2, 3, 4, 6, 12):
+                    directives = [recipe(pp=pp, microbatches=m), piper.recipes.data_parallel()]
+                    out.append(piper.Strategy(piper.Mesh(pp=pp, dp=dp), directives))
+    return out
+
+
+def test_a_hundred_strategies_are_one_capture() -> None:
+    before = frontdoor._capture.cache_info().misses
+    plans = {piper.compile(job(), strategy).plan.key for strategy in strategies() * 2}
+    plans |= {piper.compile(replace(job(), global_batch=48, clip_norm=1.0), s).plan.key for s in strategies()[:4]}
+    equal = 4  # with one microbatch GPipe and 1F1B are the same plan
+    assert len(plans) == len(strategies()) - equal + 4
+    assert frontdoor._capture.cache_info().misses == before + 1
+
+
+def test_another_precision_is_another_capture() -> None:
+    wide = replace(job(), precision=piper.Precision(params="float64"))
+    strategy = strategies()[0]
+    ours, theirs = piper.compile(job(), strategy).plan, piper.compile(wide, strategy).plan
+    assert ({p.spec.dtype for p in ours.params}, {p.spec.dtype for p in theirs.params}) == ({"float32"}, {"float64"})
+    for narrow, wide_role in zip(ours.roles, theirs.roles, strict=True):
+        assert 2 * narrow.peak_by_category["activation"] == wide_role.peak_by_category["activation"]
+
+
+def test_a_program_has_no_code_and_needs_no_job() -> None:
+    program = piper.synthetic(stages=2, F=1, I=1, W=1)
+    compiled = piper.compile(program, piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=2)), global_batch=6)
+    assert (compiled.job, compiled.code, compiled.plan.rows) == (None, None, 3)
+    with pytest.raises(JobError, match="compile a piper.Job"):
+        piper.execute(compiled, steps=1, launcher="inline")
+
+
+def test_refusals() -> None:
+    strategy = strategies()[0]
+    with pytest.raises(CompileError, match="a piper.Strategy is needed"):
+        piper.compile(job(), lambda trial: strategy)
+    with pytest.raises(CompileError, match="a piper.Job or a Program"):
+        piper.compile(MLP(), strategy)
+    with pytest.raises(CompileError, match="a Job has its own"):
+        piper.compile(job(), strategy, global_batch=8)
+    compiled = piper.compile(job(), strategy)
+    with pytest.raises(ExecutionError, match="later release.*processes"):
+        piper.execute(compiled, steps=1)
+    with pytest.raises(JobError, match="cluster"):
+        piper.execute(compiled, steps=1, launcher="inline", cluster="here")
+    with pytest.raises(AttributeError, match="no attribute 'tune'"):
+        piper.tune  # noqa: B018 - reading it is the test
+
+
+def test_a_job_given_to_execute_replaces_the_compiled_one() -> None:
+    compiled = piper.compile(job(), strategies()[0])
+    ours = piper.execute(compiled, steps=1, launcher="inline")
+    theirs = piper.execute(compiled, replace(job(), seed=7), steps=1, launcher="inline")
+    assert ours.losses != theirs.losses
+
+
+def test_results_go_to_a_folder_of_their_own(tmp_path) -> None:
+    compiled = piper.compile(job(), strategies()[0])
+    for _ in range(2):
+        piper.execute(compiled, steps=1, launcher="inline", trace=True, out=tmp_path)
+    folders = sorted(p.name for p in tmp_path.iterdir())
+    assert folders == ["run-001", "run-002"]
+    assert {p.name for p in (tmp_path / "run-002").iterdir()} == {"measured.json", "trace-measured.json"}
