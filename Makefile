@@ -8,7 +8,7 @@ MANIFESTS := constraints.txt pyproject.toml VERSION $(PACKAGES)
 INSTALLED := $(VENV)/.installed
 
 # What `make run` does; `make run RUN="... another command"` replaces it.
-RUN ?= $(BIN)/piper run examples/gpt_text.py
+RUN ?= $(PY) examples/gpt_text.py
 # More arguments for pytest: `make test ARGS="-k capture -x"`.
 ARGS ?=
 PYTEST := $(PY) -m pytest --durations=10

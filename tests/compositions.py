@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from itertools import product as product_of
 from random import Random
 from typing import Any, Literal
 
@@ -30,6 +31,7 @@ from tests import models, parity
 
 Named = list[tuple[str, torch.nn.Parameter]]
 Phase = Literal["F", "B"]
+Schedule = Literal["gpipe", "1f1b", "default", "random"]
 Task = tuple[int, Phase, int]
 """Group of chunks, phase, microbatch."""
 
@@ -70,7 +72,7 @@ class Composition:
     pp: int = 1
     dp: int = 1
     microbatches: int = 1
-    schedule: Literal["gpipe", "1f1b", "default", "random"] = "default"
+    schedule: Schedule = "default"
     placement: Literal["recipe", "chunks", "v", "shared", "random"] = "recipe"
     rows: int = 2
     optimizer: str = "sgd"
@@ -297,15 +299,15 @@ def _next_1f1b(left: Mapping[int, list[Task]], groups: int) -> int:
 
 
 def product() -> list[Composition]:
-    """Every model x (pp=2, dp=2, both, pp=4) x (GPipe, 1F1B) x m in (1, 4, 8). Without pipeline there is no schedule; a model
-    whose buffers follow the batch has no replicas; masked rows come one by one, so that some microbatches weigh nothing."""
+    """Every model x (pp=2, dp=2, both, pp=4) x (GPipe, 1F1B) x m in (1, 4, 8). Without pipeline there is no schedule, with one
+    microbatch the two are one; a model whose buffers follow the batch has no replicas; masked rows come one by one, so that
+    some microbatches weigh nothing."""
     out = []
     for name, case in models.CASES.items():
-        for pp, dp in ((2, 1), (1, 2), (2, 2), (4, 1)):
+        for (pp, dp), m in product_of(((2, 1), (1, 2), (2, 2), (4, 1)), (1, 4, 8)):
             if dp > 1 and name == "buffers":
                 continue
-            for schedule in ("gpipe", "1f1b") if pp > 1 else ("default",):
-                for m in (1, 4, 8):
-                    rows = 1 if case.loss is models.masked_cross_entropy and m > 1 else 2
-                    out.append(Composition(name, pp, dp, m, schedule, rows=rows))  # type: ignore[arg-type]  # one of the literals
+            rows = 1 if case.loss is models.masked_cross_entropy and m > 1 else 2
+            schedules: tuple[Schedule, ...] = ("default",) if pp == 1 else ("gpipe",) if m == 1 else ("gpipe", "1f1b")
+            out += [Composition(name, pp, dp, m, schedule, rows=rows) for schedule in schedules]
     return out

@@ -157,7 +157,7 @@ def test_strategies_that_cannot_be(tmp_path: Path, directives: str, mesh: str, w
         (lambda t: t.replace('"microbatches"', '"microbatchs"'), ["'microbatchs'"]),
         (lambda t: t.replace('"version": 1', '"version": 99'), ["99", "version 1"]),
         (lambda t: t[: len(t) // 2], ["truncated"]),
-        (lambda t: "[]", ["not a strategy"]),
+        (lambda t: "[]", ["JSON object is expected"]),
     ],
 )
 def test_strategy_files_that_do_not_parse(recipe: Path, tmp_path: Path, change, words: list[str]) -> None:

@@ -54,6 +54,17 @@ def test_gradients_four_times_too_large_are_found_although_the_losses_may_agree(
     assert {"embed.weight", "layers.0.qkv.weight", "norm.bias"} <= {d.name for d in found}
 
 
+def test_float32_is_coarser_but_not_blind(truth: parity.Reference) -> None:
+    def judged(scale: float) -> set[str]:
+        outcome = parity.Outcome.from_reference(truth)
+        for name, grad in gradients(outcome, 1).items():
+            gradients(outcome, 1)[name] = grad * scale
+        return {d.name for d in parity.differences(outcome, truth, parity.FLOAT32, parameters=False)}
+
+    assert judged(1 + 1e-6) == set()
+    assert "layers.0.up.bias" in judged(1 + 1e-4)
+
+
 def test_a_dropped_gradient_is_found(truth: parity.Reference) -> None:
     found = changed(truth, lambda outcome: gradients(outcome, 1).pop("layers.1.up.bias"))
     assert [(d.step, d.name, d.problem) for d in found] == [(1, "layers.1.up.bias", "no rank has one")]

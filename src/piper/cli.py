@@ -55,12 +55,11 @@ def simulate(
     Example: piper simulate examples/gpt_text.py --cluster h100x8
     """
     with _user_errors():
-        from piper_report.summary import prediction_text
-
         from piper.frontdoor import compile
         from piper.loading import load_file
         from piper.results import new_folder, save_plan, save_prediction
         from piper.session import local_cluster
+        from piper_report.summary import prediction_text
         from piper_simulator import load_cluster
         from piper_simulator import simulate as run
 

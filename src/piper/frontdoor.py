@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,11 @@ from piper_ir.program import Program
 if TYPE_CHECKING:
     from piper_compiler.capture import Captured, CodeStore
     from piper_runtime import Job, Run
+
+
+MOST_CAPTURES = 16
+"""Captured models that are kept; the oldest goes first."""
+_CAPTURES: dict[tuple[int, int, int, str], tuple[Job, Captured]] = {}  # the job keeps its callables, and so their ids, alive
 
 
 @dataclass(frozen=True)
@@ -80,16 +85,18 @@ def _checked(captured: Captured, rows: int) -> Program:
 
 def captured_job(job: Job) -> Captured:
     """The capture of a job's model; jobs that differ only in what capture does not see share one."""
-    return _capture(job.model, job.batch, job.loss, job.precision.params, job.seed)
+    key = (id(job.model), id(job.batch), id(job.loss), job.precision.params)  # callables need not be hashable
+    if key not in _CAPTURES:
+        if len(_CAPTURES) == MOST_CAPTURES:
+            _CAPTURES.pop(next(iter(_CAPTURES)))
+        _CAPTURES[key] = job, _capture(job)
+    return _CAPTURES[key][1]
 
 
-@lru_cache(maxsize=16)
-def _capture(model: Any, batch: Any, loss: Any, dtype: str, seed: int) -> Captured:
-    import torch
-
+def _capture(job: Job) -> Captured:
     from piper_compiler.capture import capture
 
-    return capture(model, lambda rows: batch(0, rows), loss, dtype=getattr(torch, dtype))
+    return capture(job.model, partial(job.batch, 0), job.loss, dtype=job.precision.dtype)
 
 
 def _training(job: Job, program: Program) -> Training:
@@ -97,6 +104,16 @@ def _training(job: Job, program: Program) -> Training:
 
     spec = optimizer_spec(job, program.params)
     return Training(spec.group_of, spec.state_bytes, job.clip_norm, job.tokens_per_row)
+
+
+def check_same_job(compiled: Compiled, job: Job) -> None:
+    """JobError when a job differs from the compiled one in what the plan was made from; it would be ignored silently."""
+    for name in ("model", "loss", "clip_norm", "precision", "tokens_per_row"):
+        ours, theirs = getattr(compiled.job, name), getattr(job, name)
+        if ours is not theirs and ours != theirs:
+            raise JobError(
+                f"execute: the job's {name} is {theirs!r}, but the strategy was compiled for {ours!r}; compile it with this job"
+            )
 
 
 def execute(
@@ -118,13 +135,18 @@ def execute(
     step's spans. memory: measure peak bytes in the first step, which slows that step. out: losses, times and trace go to a new
     folder below this one. More keywords go to `piper_runtime.execute`. Raises JobError, ExecutionError (rank, instruction,
     peer), NonFiniteLossError."""
+    from piper_ir.verify import verify
     from piper_runtime import execute as run
+    from piper_runtime.run import check_request
 
     chosen = job or compiled.job
     if chosen is None or compiled.code is None:
         raise JobError("execute: this was compiled from a Program, which has no code and no data; compile a piper.Job to run it")
     if cluster != "auto":
         raise JobError(f'execute(cluster={cluster!r}): only "auto" (this machine) is there until the ray launcher comes')
+    check_same_job(compiled, chosen)
+    check_request(compiled.plan, chosen, steps, launcher)
+    verify(compiled.plan)  # a directive of the user's may have made a plan that would hang
     folder = new_folder(Path(out), "run") if out is not None else None
     codes = [c.code for c in compiled.plan.chunks]
     code = compiled.code.export(codes, compiled.plan.rows)

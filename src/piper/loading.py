@@ -67,7 +67,7 @@ def _line(error: BaseException, path: Path) -> str:
     """Where in the user's file it happened."""
     if isinstance(error, SyntaxError):
         return f" (line {error.lineno})"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == path]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == path.resolve()]
     return f" (line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 

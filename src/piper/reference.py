@@ -1,7 +1,7 @@
 """What plain PyTorch computes for a job on one device, and whether a run of a plan computed the same.
 
-The reference is the user's unmodified module under autograd, in one process, a loop over the same microbatches. It shares no code with
-Piper: the rows of a microbatch and the seed of random operations are restated here from their written rules.
+The reference is the user's unmodified module under autograd, in one process, a loop over the same microbatches. It shares no
+code with Piper: the rows of a microbatch and the seed of random operations are restated here from their written rules.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ FLOAT64 = 1e-9
 FLOAT32 = 2e-5
 """Tolerance of float32: for losses and for gradients under SGD only."""
 FLOOR = 1e-3
-"""Share of the median norm below which a tensor's own norm counts for nothing: a key bias has true gradient zero, the rest is rounding."""
+"""Share of the median norm below which a tensor's own norm counts for nothing: a key bias has true gradient zero, the rest is
+rounding."""
 STEPS = 3
 
 Tensors = Mapping[str, Tensor]
@@ -31,8 +32,9 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Reference:
-    """One device. Per step: the loss over the global batch, and the gradients that the optimizer saw (of parameters that have one). After the last
-    step: parameters and buffers under their first names, and the module's state_dict. `trained`: parameters that were updated."""
+    """One device. Per step: the loss over the global batch, and the gradients that the optimizer saw (of parameters that have
+    one). After the last step: parameters and buffers under their first names, and the module's state_dict. `trained`:
+    parameters that were updated."""
 
     losses: list[float]
     gradients: list[Tensors]
@@ -46,7 +48,8 @@ class Reference:
 
 
 def reference(job: Any, *, replicas: int = 1, microbatches: int = 1, steps: int = STEPS, head: int | str = "root.1") -> Reference:
-    """Train a job's model on one device as a plan with these numbers would. `head`: where random operations after the last layer take their seed."""
+    """Train a job's model on one device as a plan with these numbers would. `head`: where random operations after the last
+    layer take their seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
         trainer = _Trainer(job, replicas, microbatches, head)
@@ -63,7 +66,10 @@ class _Trainer:
     def __init__(self, job: Any, replicas: int, microbatches: int, head: int | str):
         self.job, self.replicas, self.microbatches, self.head = job, replicas, microbatches, head
         self.dtype = getattr(torch, job.precision.params)
-        self.model: nn.Module = job.model().to(self.dtype)
+        model: nn.Module = job.model()
+        if job.init != "model":
+            model.load_state_dict(torch.load(job.init, map_location="cpu", weights_only=True))
+        self.model = model.to(self.dtype)
         self.optimizer = job.optimizer(list(self.model.named_parameters()))
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
 
@@ -100,7 +106,7 @@ class _Trainer:
                 value, *weight = loss if isinstance(loss, tuple) else (loss,)
                 value.backward()
                 losses.append(float(value.detach()))
-                weights += [float(w.detach()) for w in weight]
+                weights += [float(w) for w in weight]
             first = first or [b.clone() for b in self.model.buffers()]
         for buffer, new in zip(self.model.buffers(), first, strict=True):
             buffer.copy_(new)  # the first replica's copy counts
@@ -150,7 +156,8 @@ def _random_state_at_layers(model: nn.Module, seed: Callable[[int | str], None],
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run brought back, in the reference's terms. gradients: rank -> step -> name -> tensor; states: rank -> name -> tensor."""
+    """What a run brought back, in the reference's terms. gradients: rank -> step -> name -> tensor; states: rank -> name ->
+    tensor."""
 
     losses: Sequence[float]
     gradients: Mapping[int, Sequence[Tensors]]
@@ -181,12 +188,14 @@ class Difference:
     problem: str
 
     def __str__(self) -> str:
-        return f"step {self.step}, {self.what}{f' of {self.name}' if self.name else ''}{f' on rank {self.rank}' if self.rank >= 0 else ''}: {self.problem}"
+        of = f" of {self.name}" if self.name else ""
+        on = f" on rank {self.rank}" if self.rank >= 0 else ""
+        return f"step {self.step}, {self.what}{of}{on}: {self.problem}"
 
 
 def differences(found: Outcome, expected: Reference, tolerance: float = FLOAT64, *, parameters: bool = True) -> list[Difference]:
-    """Everything in which a run differs from one device, earliest step first. `parameters=False` leaves out what is left after the last step (for
-    fp32)."""
+    """Everything in which a run differs from one device, earliest step first. `parameters=False` leaves out what is left after
+    the last step (for fp32)."""
     out = _losses(found.losses, expected.losses, tolerance)
     for rank, steps in found.gradients.items():
         if len(steps) != len(expected.gradients):
@@ -206,7 +215,9 @@ def _losses(got: Sequence[float], want: Sequence[float], tolerance: float) -> li
         return [Difference(0, "loss", -1, "", f"{len(got)} losses, expected {len(want)}")]
     pairs = enumerate(zip(got, want, strict=True))
     return [
-        Difference(step, "loss", -1, "", f"{a!r}, one device has {b!r}") for step, (a, b) in pairs if not abs(a - b) <= tolerance * abs(b)
+        Difference(step, "loss", -1, "", f"{a!r}, one device has {b!r}")
+        for step, (a, b) in pairs
+        if not abs(a - b) <= tolerance * abs(b)
     ]
 
 
@@ -226,7 +237,8 @@ def _final(found: Outcome, expected: Reference, tolerance: float) -> list[Differ
 
 
 def _tensors(step: int, what: str, rank: int, got: Tensors, want: Tensors, tolerance: float) -> list[Difference]:
-    """Compare the tensors of `got` with those of the same names, relative to their norms and to the median norm of all of `want`."""
+    """Compare the tensors of `got` with those of the same names, relative to their norms and to the median norm of all of
+    `want`."""
     typical = median([_norm(t) for t in want.values()] or [0.0])
     out = []
     for name, a in got.items():
@@ -236,7 +248,9 @@ def _tensors(step: int, what: str, rank: int, got: Tensors, want: Tensors, toler
             continue
         b = want[name]
         if a.shape != b.shape or a.dtype != b.dtype:
-            out.append(Difference(step, what, rank, name, f"{a.dtype} {tuple(a.shape)}, one device has {b.dtype} {tuple(b.shape)}"))
+            out.append(
+                Difference(step, what, rank, name, f"{a.dtype} {tuple(a.shape)}, one device has {b.dtype} {tuple(b.shape)}")
+            )
             continue
         error, allowed = _norm(a.double() - b.double()), tolerance * (_norm(b) + FLOOR * typical)
         if not error <= allowed:

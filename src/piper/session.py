@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from piper_report.summary import beside
-
 from piper.frontdoor import Compiled, compile, execute
 from piper.results import new_folder, save_plan, save_prediction, save_run
 from piper_compiler import Strategy
+from piper_report.summary import beside
 from piper_runtime import Job, Run
+from piper_runtime.run import check_request
 from piper_simulator import Cluster, Simulation, simulate
 
 
@@ -41,8 +41,9 @@ def train(
 
 def session(job: Job, strategy: Strategy, *, steps: int, launcher: str, out: Path | None, name: str, timeout_s: float) -> Session:
     """As `train`; returns prediction and run."""
-    folder = new_folder(out, name) if out is not None else None  # before hours of training, not after
     compiled = compile(job, strategy)
+    check_request(compiled.plan, job, steps, launcher)
+    folder = new_folder(out, name) if out is not None else None  # before hours of training, not after
     cluster = local_cluster()
     prediction = simulate(compiled.plan, cluster)
     print(

@@ -29,15 +29,17 @@ class Report:
         """One line when equal, else the first difference and how many there are."""
         if self.equal:
             return (
-                f"{self.strategy.mesh}: equal to one device over {self.steps} steps in float64: losses, gradients before each update and "
-                f"parameters after, {self.tensors} tensors, relative tolerance {FLOAT64:g}"
+                f"{self.strategy.mesh}: equal to one device over {self.steps} steps in float64: losses, gradients before each "
+                f"update and parameters after, {self.tensors} tensors, relative tolerance {FLOAT64:g}"
             )
-        return f"{self.strategy.mesh}: NOT what one device computes; the first of {len(self.differences)} differences:\n  {self.differences[0]}"
+        count = len(self.differences)
+        return f"{self.strategy.mesh}: NOT what one device computes; the first of {count} differences:\n  {self.differences[0]}"
 
 
 def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Report:
-    """Compile in float64, check the plan's rules, run it inline and compare losses, gradients, parameters and buffers with those of the
-    unmodified module under autograd. Raises what `compile` and `execute` raise, and PlanError for a plan that breaks a rule."""
+    """Compile in float64, check the plan's rules, run it inline and compare losses, gradients, parameters and buffers with
+    those of the unmodified module under autograd. Raises what `compile` and `execute` raise, and PlanError for a plan that
+    breaks a rule."""
     wide = replace(job, precision=Precision(params="float64"))
     compiled = compile(wide, strategy)
     verify(compiled.plan)

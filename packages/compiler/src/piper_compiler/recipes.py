@@ -62,5 +62,5 @@ def stage_orders(orders: Iterable[list[tuple[str, int]]]) -> tuple[Directive, ..
 
 
 def _check(pp: int, microbatches: int) -> None:
-    if pp < 1 or microbatches < 1:
-        raise DirectiveError(f"pp={pp}, microbatches={microbatches}: both must be at least 1")
+    if type(pp) is not int or type(microbatches) is not int or pp < 1 or microbatches < 1:
+        raise DirectiveError(f"pp={pp!r}, microbatches={microbatches!r}: both must be integers of at least 1")

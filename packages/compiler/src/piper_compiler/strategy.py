@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from piper_compiler.directives import REGISTRY, Directive, describe
-from piper_ir.codec import decode, tagged
+from piper_ir.codec import decode, read_document, tagged
 from piper_ir.errors import DirectiveError, FormatError, OutputError
 from piper_ir.mesh import AXES, Mesh
 
@@ -46,17 +46,8 @@ class Strategy:
     def loads(text: str, where: str = "text") -> Strategy:
         """Parse JSON. A user's directive must have been imported before, so that its class is registered. FormatError
         otherwise."""
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as e:
-            raise FormatError(
-                f"{where}: not JSON: {e.msg} at line {e.lineno} column {e.colno} (is the file truncated?)"
-            ) from None
-        if not isinstance(data, dict) or data.get("format") != "Strategy":
-            raise FormatError(f'{where}: not a strategy; an object with "format": "Strategy" is expected')
-        if data.get("version") != STRATEGY_VERSION:
-            raise FormatError(f'{where}: "version" is {data.get("version")!r}; this Piper reads version {STRATEGY_VERSION}')
-        unknown = data.keys() - {"format", "version", "mesh", "directives"}
+        data = read_document("Strategy", STRATEGY_VERSION, text, where)
+        unknown = data.keys() - {"mesh", "directives"}
         if unknown:
             raise FormatError(f"{where}: unknown key {min(unknown)!r}; known are mesh, directives")
         if not isinstance(data.get("mesh"), dict) or not isinstance(data.get("directives"), list):
@@ -113,6 +104,6 @@ def load_strategy(path: str | Path) -> Strategy:
     """Read a strategy from JSON. FormatError names the file and the place."""
     try:
         text = Path(path).read_text()
-    except OSError as e:
-        raise FormatError(f"cannot read the strategy {path}: {e.strerror}") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise FormatError(f"cannot read the strategy {path}: {e}") from None
     return Strategy.loads(text, str(path))

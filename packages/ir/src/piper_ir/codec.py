@@ -35,6 +35,12 @@ def dumps(document: Any, indent: int | None = None) -> str:
 
 def loads(kind: type[T], text: str, where: str = "text") -> T:
     """Parse a document of the given class. FormatError names the place (a path of keys) and what was expected."""
+    document: T = decode(kind, read_document(kind.__name__, FORMAT_VERSION, text, where), where)
+    return document
+
+
+def read_document(name: str, version: int, text: str, where: str) -> dict[str, Any]:
+    """The content of a JSON document of this format and version, without the two. FormatError for anything else."""
     try:
         data = json.loads(text)
     except json.JSONDecodeError as e:
@@ -45,13 +51,12 @@ def loads(kind: type[T], text: str, where: str = "text") -> T:
         raise FormatError(f"{where}: not JSON that this Piper writes: {e}") from None
     if not isinstance(data, dict):
         raise FormatError(f"{where}: a JSON object is expected, found {_kind(data)}")
-    name, version = data.pop("format", None), data.pop("version", None)
-    if name != kind.__name__:
-        raise FormatError(f'{where}: "format" is {name!r}; a {kind.__name__} is expected here')
-    if version != FORMAT_VERSION:
-        raise FormatError(f'{where}: "version" is {version!r}; this Piper reads version {FORMAT_VERSION}')
-    document: T = decode(kind, data, where)
-    return document
+    found, number = data.pop("format", None), data.pop("version", None)
+    if found != name:
+        raise FormatError(f'{where}: "format" is {found!r}; a {name} is expected here')
+    if type(number) is not int or number != version:
+        raise FormatError(f'{where}: "version" is {number!r}; this Piper reads version {version}')
+    return data
 
 
 def encode(value: Any) -> Any:

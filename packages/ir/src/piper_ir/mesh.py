@@ -24,7 +24,7 @@ class Mesh:
         for name, size in given.items():
             if name not in AXES:
                 raise CompileError(f"Mesh: unknown axis {name!r}; the axes are {', '.join(sorted(AXES))}")
-            if not isinstance(size, int) or size < 1:
+            if type(size) is not int or size < 1:
                 raise CompileError(f"Mesh: axis {name} has size {size!r}; a positive integer is needed")
         object.__setattr__(self, "sizes", tuple((a, given[a]) for a in AXES if given.get(a, 1) > 1))
 

@@ -83,7 +83,7 @@ def execute(
     gradients: keep the gradients of every step. pool: worker processes to use again; without one they are started and ended in
     this call. JobError: the job does not fit the plan. NonFiniteLossError: step, rank, microbatch. ExecutionError: rank,
     instruction, peer."""
-    _check(plan, job, steps, launcher)
+    check_request(plan, job, steps, launcher)
     initial = materialize(job)
     if launcher == "inline":
         reports = _run_inline(plan, code, job, initial, steps, trace, memory, gradients)
@@ -94,7 +94,8 @@ def execute(
     return _result(plan, reports, initial, memory)
 
 
-def _check(plan: Plan, job: Job, steps: int, launcher: str) -> None:
+def check_request(plan: Plan, job: Job, steps: int, launcher: str) -> None:
+    """JobError or ExecutionError when `execute` could not even start with these arguments."""
     if launcher in LATER:
         raise ExecutionError(
             f'launcher "{launcher}" comes with a later release; use launcher="processes" (or "inline", in one process)'

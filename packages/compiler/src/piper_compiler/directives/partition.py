@@ -7,7 +7,7 @@ Legality
  1. stages is at least 1, and there are at least as many layers as stages.
  2. `at` is "even", "cost", or ascending first layers of the stages 1.. , one less than stages, within the layers.
  3. The model has layers (an nn.ModuleList or regions with layer=), unless every node has a stage already.
- 4. Stages that are already there agree: all nodes have one, and they are 0..stages-1.
+ 4. Stages that are already there agree: all nodes have one, they are 0..stages-1, and no other boundaries are asked for.
  5. Nothing is placed yet.
 """
 
@@ -61,6 +61,8 @@ class Partition:
             raise fail(self, 4, f"some regions have a stage already but {without[0]} has none; tag all regions or none")
         if present != list(range(self.stages)):
             raise fail(self, 4, f"the model is tagged with stages {present}; partition(stages={len(present)}) agrees with that")
+        if self.at != "even":
+            raise fail(self, 4, f"the model is tagged with stages, so at={self.at!r} would have no effect; leave it out")
 
     def _check_boundaries(self, at: tuple[int, ...], layers: list[int]) -> None:
         if len(at) != self.stages - 1:

@@ -30,8 +30,8 @@ class Split:
     site: str = site_field()
 
     def check(self, graph: Graph) -> None:
-        if self.microbatches < 1:
-            raise fail(self, 1, "at least one microbatch is needed")
+        if type(self.microbatches) is not int or self.microbatches < 1:
+            raise fail(self, 1, "an integer of at least one microbatch is needed")
         if graph.microbatches:
             raise fail(self, 2, f"the batch is split into {graph.microbatches} microbatches already")
         if graph.roles:
