@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from piper_ir.ops import AllReduce, Compute
+from piper_ir.ops import COMM, AllReduce, Compute
 from piper_ir.plan import Instr, Part, Plan, RolePlan
 
 Wanted = Callable[[RolePlan, Part], bool]
@@ -73,9 +73,21 @@ def inserted(program: list[Instr], at: int, instr: Instr) -> list[Instr]:
     return [*program[:at], instr, *(replace(i, waits=more(i.waits)) for i in program[at:])]
 
 
-def reduces(instr: Instr) -> bool:
+def bucket_of(instr: Instr) -> str:
+    """The bucket that an instruction reduces, "" for every other instruction."""
     op = instr.parts[0].op
-    return isinstance(op, AllReduce) and bool(op.bucket)
+    return op.bucket if isinstance(op, AllReduce) else ""
+
+
+def channel_of(instr: Instr) -> str:
+    """The channel of a communication, "" for every other instruction."""
+    op = instr.parts[0].op
+    return op.channel if isinstance(op, COMM) else ""
+
+
+def reduction(role: RolePlan, bucket: str) -> int:
+    """The index of the instruction that reduces a bucket."""
+    return next(k for k, instr in enumerate(role.program) if bucket_of(instr) == bucket)
 
 
 def is_step(part: Part, step: str) -> bool:

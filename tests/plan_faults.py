@@ -9,12 +9,14 @@ from itertools import pairwise
 from piper_ir.ops import Add, Load, Recv, Seed, Send, SquaredNorm, Update
 from piper_ir.plan import COMPUTE, Instr, Part, Plan, RolePlan
 from tests.plan_edits import (
+    bucket_of,
+    channel_of,
     every_part,
     first_part,
     inserted,
     instructions,
     is_step,
-    reduces,
+    reduction,
     with_instr,
     with_op,
     with_program,
@@ -51,7 +53,7 @@ def no_reduction_wait(plan: Plan) -> Plan | None:
     """Update and the gradient norm do not wait for reductions."""
     out, hit = plan, False
     for role in plan.roles:
-        streams = {i.stream for i in role.program if reduces(i)}
+        streams = {i.stream for i in role.program if bucket_of(i)}
         program = [
             replace(i, waits=tuple(w for w in i.waits if w[0] not in streams)) if i.stream == COMPUTE else i for i in role.program
         ]
@@ -67,7 +69,7 @@ def reduce_early(plan: Plan) -> Plan | None:
         return None
     out = plan
     for role in [r for r in plan.roles if r.role in buckets[0].roles]:
-        k = next(k for k, i in enumerate(role.program) if reduces(i) and i.parts[0].op.bucket == buckets[0].id)  # type: ignore[union-attr]
+        k = reduction(role, buckets[0].id)
         last = [k for k, i in enumerate(role.program) if any(p.mb == plan.microbatches - 1 and is_step(p, "W") for p in i.parts)]
         waits = ((COMPUTE, sum(i.stream == COMPUTE for i in role.program[: last[0]])),)
         out = with_program(out, role, inserted(without(role, k), last[0], replace(role.program[k], waits=waits)))
@@ -249,17 +251,17 @@ def drop_reduction(plan: Plan) -> Plan | None:
 def double_reduction(plan: Plan) -> Plan | None:
     """A bucket is reduced twice, on all members."""
     buckets = [b for b in plan.buckets if b.channel]
-    return (
-        _reductions(plan, buckets[-1].id, lambda role, k: inserted(list(role.program), k + 1, replace(role.program[k], waits=())))
-        if buckets
-        else None
-    )
+
+    def again(role: RolePlan, k: int) -> list[Instr]:
+        return inserted(list(role.program), k + 1, replace(role.program[k], waits=()))
+
+    return _reductions(plan, buckets[-1].id, again) if buckets else None
 
 
 def _reductions(plan: Plan, bucket: str, change: Callable[[RolePlan, int], list[Instr]], most: int = 99) -> Plan:
     out = plan
     for role in [r for r in plan.roles if r.role in plan.bucket(bucket).roles][:most]:
-        k = next(k for k, i in enumerate(role.program) if reduces(i) and i.parts[0].op.bucket == bucket)  # type: ignore[union-attr]
+        k = reduction(role, bucket)
         out = with_program(out, role, change(role, k))
     return out
 
@@ -279,14 +281,13 @@ def reduce_over_roles_only(plan: Plan) -> Plan | None:
 def reductions_in_other_order(plan: Plan) -> Plan | None:
     """One member of a channel reduces two buckets in the other order."""
     for channel in plan.channels:
-        used = [
-            k for k, i in enumerate(plan.role(channel.roles[0]).program) if reduces(i) and i.parts[0].op.channel == channel.id
-        ]  # type: ignore[union-attr]
+        first = plan.role(channel.roles[0])
+        used = [k for k, i in enumerate(first.program) if bucket_of(i) and channel_of(i) == channel.id]
         if len(channel.roles) > 1 and len(used) > 1:
-            role, program = plan.role(channel.roles[0]), list(plan.role(channel.roles[0]).program)
+            program = list(first.program)
             a, b = program[used[0]], program[used[1]]
             program[used[0]], program[used[1]] = replace(a, parts=b.parts, waits=b.waits), replace(b, parts=a.parts)
-            return with_program(plan, role, program)
+            return with_program(plan, first, program)
     return None
 
 
@@ -301,11 +302,12 @@ def tied_copies_apart(plan: Plan) -> Plan | None:
 
 def forget_bucket(plan: Plan) -> Plan | None:
     """Update leaves out a bucket."""
-
-    def several(role: RolePlan, part: Part) -> bool:
-        return isinstance(part.op, Update) and len(part.op.buckets) > 1
-
-    return first_part(plan, several, lambda p: with_op(p, buckets=p.op.buckets[1:]))  # type: ignore[union-attr]  # an Update
+    for role, k, instr in instructions(plan, lambda i: isinstance(i.parts[-1].op, Update)):
+        op = instr.parts[-1].op
+        if isinstance(op, Update) and len(op.buckets) > 1:
+            parts = (*instr.parts[:-1], with_op(instr.parts[-1], buckets=op.buckets[1:]))
+            return with_instr(plan, role, k, replace(instr, parts=parts))
+    return None
 
 
 def forget_clip(plan: Plan) -> Plan | None:
@@ -329,18 +331,19 @@ def forget_weight(plan: Plan) -> Plan | None:
 def tied_twice_in_norm(plan: Plan) -> Plan | None:
     """Every holder of a tied parameter adds it to the gradient norm."""
     tied = [b for b in plan.buckets if len(b.roles) > 1]
-    for role, k, instr in instructions(plan, lambda i: isinstance(i.parts[0].op, SquaredNorm)):
-        counted = instr.parts[0].op.buckets  # type: ignore[union-attr]  # a SquaredNorm
-        more = tuple(b.id for b in tied if role.role in b.roles and b.id not in counted)
-        if more:
-            return with_instr(plan, role, k, replace(instr, parts=(with_op(instr.parts[0], buckets=(*counted, *more)),)))
+    for role, k, instr in plan.instructions():
+        op = instr.parts[0].op
+        if isinstance(op, SquaredNorm):
+            more = tuple(b.id for b in tied if role.role in b.roles and b.id not in op.buckets)
+            if more:
+                return with_instr(plan, role, k, replace(instr, parts=(with_op(instr.parts[0], buckets=(*op.buckets, *more)),)))
     return None
 
 
 def norm_before_reduction(plan: Plan) -> Plan | None:
     """The gradient norm is taken of sums that are not there yet."""
     for role, k, instr in instructions(plan, lambda i: isinstance(i.parts[0].op, SquaredNorm)):
-        first = next((n for n, i in enumerate(role.program) if reduces(i)), k)
+        first = next((n for n, i in enumerate(role.program) if bucket_of(i)), k)
         if first < k:
             return with_program(plan, role, inserted(without(role, k), first, replace(instr, waits=())))
     return None

@@ -1,4 +1,5 @@
-"""The command line: what a user gets wrong ends with one message, exit code 2, no traceback; what is right prints and loses nothing."""
+"""The command line: what a user gets wrong ends with one message, exit code 2, no traceback; what is right prints and loses
+nothing."""
 
 from __future__ import annotations
 
@@ -67,6 +68,11 @@ def test_simulate_prints_and_gives_json(recipe: Path) -> None:
     assert "step alone" in piper("simulate", recipe, "--cluster", "h100x8").stdout
     numbers = json.loads(piper("simulate", recipe, "--cluster", "h100x8", "--json").stdout)
     assert numbers["step_s"] > 0
+
+
+def test_a_prediction_warns_of_constants_that_nobody_measured(recipe: Path) -> None:
+    assert "warning: h100-80g-sxm:8: public constants" in piper("simulate", recipe, "--cluster", "h100x8").stdout
+    assert "warning: cpu-local: assumed, not measured: link_bandwidth" in piper("simulate", recipe).stdout
 
 
 def test_run_writes_results_and_a_second_run_loses_nothing(recipe: Path, tmp_path: Path) -> None:
@@ -140,11 +146,15 @@ def test_a_batch_that_does_not_divide(tmp_path: Path) -> None:
             "pp=2",
             ["placed on pp0 already", "f.py:"],
         ),
-        ("[piper.partition(2), piper.place(where(stage=0), dict(pp=0)), piper.place(where(stage=1), dict(pp=2))]", "pp=2", ["pp=2 is outside"]),
+        (
+            "[piper.partition(2), piper.place(where(stage=0), dict(pp=0)), piper.place(where(stage=1), dict(pp=2))]",
+            "pp=2",
+            ["pp=2 is outside"],
+        ),
         ("[piper.place(where(stage=7), dict(pp=0))]", "pp=2", ["no coordinate 'stage'"]),
         ("[]", "pp=2", ["no directive uses pp"]),
     ],
-)  # fmt: skip
+)
 def test_strategies_that_cannot_be(tmp_path: Path, directives: str, mesh: str, words: list[str]) -> None:
     path = with_strategy(tmp_path / "f.py", f"strategy = piper.Strategy(piper.Mesh({mesh}), {directives})\n")
     fails(piper("explain", path), *words)

@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from piper_ir.verify import verify
+from piper_runtime import faults
 from tests import compositions, models, parity
 from tests.compositions import Composition, fitted
 
@@ -40,7 +42,7 @@ def drawn(draw: st.DrawFn) -> Composition:
         seed=draw(st.integers(0, 2**20)),
     )
     if c.model == "keywords" and c.rows * c.microbatches * c.dp == 1:  # its one row weighs nothing
-        c = compositions.replace(c, microbatches=2)
+        c = replace(c, microbatches=2)
     return fitted(c)
 
 
@@ -52,6 +54,15 @@ def test_a_random_composition_trains_what_one_device_trains(c: Composition) -> N
     run = compositions.run(c, plan, steps=STEPS)
     parity.assert_parity(run, compositions.expected(c, STEPS), label=repr(c))
     seen.update((c.model, c.placement, c.schedule, f"world {plan.mesh.world}", c.optimizer, f"fuse {c.fuse}"))
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(drawn())
+def test_a_fault_in_a_random_composition_is_seen(c: Composition) -> None:
+    """The control of the test above: in each of these the last microbatch's gradients come too late."""
+    with faults.inject("lose_last_gradient"):
+        run = compositions.run(c, steps=1)
+    assert parity.differences(parity.Outcome.of(run), compositions.expected(c, 1))
 
 
 def test_the_compositions_were_not_all_alike() -> None:

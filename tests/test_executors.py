@@ -1,4 +1,5 @@
-"""One contract for all executors: whoever runs a plan runs each instruction once, in the order of its stream, after what it waits for."""
+"""One contract for all executors: whoever runs a plan runs each instruction once, in the order of its stream, after what it
+waits for."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -52,8 +53,26 @@ def test_without_clipping_the_scale_of_the_gradient_is_seen_by_adam_too(name: st
 
 
 def test_with_one_microbatch_both_schedules_are_one_plan() -> None:
-    gpipe, other = (compositions.compiled(Composition("gpt", 2, 2, 1, schedule)).plan for schedule in ("gpipe", "1f1b"))  # type: ignore[arg-type]  # two of the literals
+    gpipe, other = (compositions.compiled(Composition("gpt", 2, 2, 1, schedule)).plan for schedule in ("gpipe", "1f1b"))
     assert gpipe.key == other.key
+
+
+def nadam(named: compositions.Named) -> torch.optim.Optimizer:
+    return torch.optim.NAdam([p for _, p in named], lr=0.01)
+
+
+def dampened(named: compositions.Named) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("name", ["gpt", "frozen"])
+@pytest.mark.parametrize("optimizer", [nadam, dampened])
+def test_optimizers_that_step_parameter_by_parameter_or_start_in_their_own_way(name: str, optimizer: Any) -> None:
+    c = Composition(name, 2, 2, 4, "1f1b", bucket_mb=0.002, clip=CLIP)
+    job = replace(compositions.job_of(c), optimizer=optimizer)
+    plan = piper.compile(job, compositions.strategy_of(c)).plan
+    run = execute(plan, compositions.code_of(c, plan), job, steps=parity.STEPS, launcher="inline", gradients=True)
+    parity.assert_parity(run, parity.reference(job, replicas=2, microbatches=4))
 
 
 def test_clipping_acts_in_the_cases_above() -> None:
@@ -91,9 +110,9 @@ def test_a_microbatch_of_weight_zero_is_among_the_cases() -> None:
 @pytest.mark.parametrize("schedule", ["default", "1f1b", "random"])
 @pytest.mark.parametrize("name", ["gpt", "gpt_dropout", "skip", "keywords", "slices"])
 @pytest.mark.parametrize("placement", ["v", "shared"])
-def test_v_placement_and_a_stage_on_two_devices(placement: str, name: str, schedule: str) -> None:
+def test_v_placement_and_a_stage_on_two_devices(placement: Any, name: str, schedule: Any) -> None:
     """No recipe: written as place and order."""
-    c = Composition(name, 2 if placement == "v" else 3, 1, 4, schedule, placement, seed=5)  # type: ignore[arg-type]  # one of the literals
+    c = Composition(name, 2 if placement == "v" else 3, 1, 4, schedule, placement, seed=5)
     roles = {
         part.node: role.role for role in compositions.compiled(fitted(c)).plan.roles for i in role.program for part in i.parts
     }
@@ -106,8 +125,8 @@ def test_v_placement_and_a_stage_on_two_devices(placement: str, name: str, sched
 
 
 @pytest.mark.parametrize("placement", ["v", "shared"])
-def test_v_placement_and_a_stage_on_two_devices_with_replicas(placement: str) -> None:
-    judge(Composition("gpt", 2, 2, 3, "1f1b", placement, optimizer="adamw", clip=CLIP))  # type: ignore[arg-type]  # one of the literals
+def test_v_placement_and_a_stage_on_two_devices_with_replicas(placement: Any) -> None:
+    judge(Composition("gpt", 2, 2, 3, "1f1b", placement, optimizer="adamw", clip=CLIP))
 
 
 def test_buffers_that_follow_the_batch_have_no_replicas() -> None:
@@ -147,7 +166,8 @@ class DropsEverywhere(torch.nn.Module):
         x = torch.dropout(self.embed(tokens), 0.2, True)
         for layer in self.layers:
             x = torch.dropout(torch.tanh(layer(x)), 0.2, True)
-        return self.head(torch.dropout(x, 0.2, True))
+        out: torch.Tensor = self.head(torch.dropout(x, 0.2, True))
+        return out
 
 
 def test_dropout_before_in_and_behind_the_layers() -> None:

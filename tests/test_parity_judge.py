@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+import piper.reference
 from tests import compositions, parity
 from tests.compositions import Composition
 
@@ -170,3 +173,13 @@ def test_the_reference_draws_by_row_step_and_layer() -> None:
     assert not model.training
     dry = parity.reference(replace(job, model=lambda: job.model().eval()), microbatches=2, steps=2)
     assert first.losses != dry.losses
+
+
+def test_the_reference_shares_no_code_with_piper() -> None:
+    source = Path(piper.reference.__file__).read_text(encoding="utf-8")
+    imports = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Import | ast.ImportFrom)]
+    names = {a.name for n in imports if isinstance(n, ast.Import) for a in n.names} | {
+        getattr(n, "module", "") or "" for n in imports
+    }
+    assert "torch" in names
+    assert not {n for n in names if n.startswith("piper")}

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from piper_runtime.processes import Pool
 from tests import compositions, models, parity
 from tests.compositions import Composition, fitted
 
-FACTORS: dict[str, tuple[object, ...]] = {
+FACTORS: dict[str, tuple[Any, ...]] = {
     "model": tuple(n for n in sorted(models.CASES) if n != "buffers"),
     "mesh": ((2, 1), (1, 2), (2, 2), (4, 1)),
     "schedule": ("gpipe", "1f1b"),
@@ -23,7 +24,7 @@ FACTORS: dict[str, tuple[object, ...]] = {
 }
 
 
-def pairwise(factors: dict[str, tuple[object, ...]]) -> list[dict[str, object]]:
+def pairwise(factors: dict[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
     """Few rows in which every two values of two factors meet. Greedy: each row takes, factor by factor, the value with most new
     pairs."""
     names = list(factors)
@@ -31,7 +32,7 @@ def pairwise(factors: dict[str, tuple[object, ...]]) -> list[dict[str, object]]:
     rows = []
     while missing:
         (a, x), (b, y) = min(missing, key=repr)
-        row: dict[str, object] = {a: x, b: y}
+        row: dict[str, Any] = {a: x, b: y}
         for name in names:
             if name not in row:
                 row[name] = max(factors[name], key=lambda v: len(_pairs({**row, name: v}, names) & missing))
@@ -40,18 +41,18 @@ def pairwise(factors: dict[str, tuple[object, ...]]) -> list[dict[str, object]]:
     return rows
 
 
-def _pairs(row: dict[str, object], names: list[str]) -> set[tuple[tuple[str, object], tuple[str, object]]]:
+def _pairs(row: dict[str, Any], names: list[str]) -> set[tuple[tuple[str, Any], tuple[str, Any]]]:
     return {((a, row[a]), (b, row[b])) for a, b in combinations(names, 2) if a in row and b in row}
 
 
 def cover() -> list[Composition]:
     out = []
     for row in pairwise(FACTORS):
-        (pp, dp), (optimizer, clip, scheduler), m = row["mesh"], row["numbers"], row["microbatches"]  # type: ignore[misc]
-        rows = 1 if row["model"] == "keywords" and m > 1 else 2  # type: ignore[operator]
+        (pp, dp), (optimizer, clip, scheduler), m = row["mesh"], row["numbers"], row["microbatches"]
+        rows = 1 if row["model"] == "keywords" and m > 1 else 2
         out.append(
             Composition(row["model"], pp, dp, m, row["schedule"], "recipe", rows, optimizer, clip, scheduler, bucket_mb=0.003)
-        )  # type: ignore[arg-type]
+        )
     return out
 
 

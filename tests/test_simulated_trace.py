@@ -27,6 +27,7 @@ def test_a_simulated_trace_is_a_good_chrome_document(simulation: Simulation) -> 
 def test_a_simulation_prints(simulation: Simulation) -> None:
     text = prediction_text(simulation, title="synthetic")
     assert "durations from" in text and "given 100 %" in text
+    assert "warning: cpu-local: assumed, not measured" in text
 
 
 def test_a_simulation_beside_itself_is_exact(simulation: Simulation) -> None:
@@ -36,6 +37,6 @@ def test_a_simulation_beside_itself_is_exact(simulation: Simulation) -> None:
         peak_bytes = dict(enumerate(simulation.peak_bytes))
         trace = simulation.trace
 
-    lines = beside(simulation, Run(), title="t").splitlines()[3:-1]
+    lines = beside(simulation, Run(), title="t").splitlines()[3:-2]
     assert len(lines) == 2 + 2 * 6
     assert all(line.endswith(" 1.00") for line in lines)

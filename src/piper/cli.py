@@ -55,11 +55,12 @@ def simulate(
     Example: piper simulate examples/gpt_text.py --cluster h100x8
     """
     with _user_errors():
+        from piper.display import show
         from piper.frontdoor import compile
         from piper.loading import load_file
         from piper.results import new_folder, save_plan, save_prediction
         from piper.session import local_cluster
-        from piper_report.summary import prediction_text
+        from piper_report.summary import prediction_table
         from piper_simulator import load_cluster
         from piper_simulator import simulate as run
 
@@ -68,7 +69,10 @@ def simulate(
         folder = new_folder(out, file.stem) if out else None
         compiled = compile(recipe.job, recipe.strategy)
         result = run(compiled.plan, device)
-        print(json.dumps(result.summary()) if as_json else prediction_text(result, title=f"{file.name} on {device.name}"))
+        if as_json:
+            print(json.dumps(result.summary()))
+        else:
+            show(prediction_table(result, title=f"{file.name} on {device.name}"))
         if folder:
             save_plan(folder, compiled.plan, recipe.strategy)
             save_prediction(folder, result)

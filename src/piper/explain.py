@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from piper.frontdoor import Compiled
 from piper_ir.plan import Plan
-from piper_ir.sizes import ITEM_BYTES
+from piper_ir.program import Chunk, Step
+from piper_ir.sizes import ITEM_BYTES, bind
+
+FEW = 0.3
+"""A smaller share of backward in W than this leaves little to schedule: in a transformer of linear layers it is about a half."""
 
 
 def explain(compiled: Compiled) -> str:
@@ -12,6 +16,7 @@ def explain(compiled: Compiled) -> str:
     found."""
     sections = [
         _program(compiled),
+        _costs(compiled.plan),
         _directives(compiled),
         _order(compiled),
         _roles(compiled.plan),
@@ -29,10 +34,44 @@ def _program(compiled: Compiled) -> str:
         f"program {program.key}: {len(program.chunks)} chunks ({codes} with code of their own), "
         f"{held / 2**20:.2f} MiB of parameters"
     ]
-    for step, name in (("F", "forward"), ("I", "input gradient"), ("W", "weight gradient")):
-        total = sum(c.steps[step].cost.flops for c in plan.chunks if step in c.steps)  # type: ignore[index]  # step is a Step
-        lines.append(f"  {name:16} {total / 1e9:10.3f} GFLOP per microbatch of {plan.rows} rows")
+    names: tuple[tuple[Step, str], ...] = (("F", "forward"), ("I", "input gradient"), ("W", "weight gradient"))
+    for step, name in names:
+        lines.append(f"  {name:16} {_flops(plan, step) / 1e9:10.3f} GFLOP per microbatch of {plan.rows} rows")
     return "\n".join(lines)
+
+
+def _costs(plan: Plan) -> str:
+    """What the costs assume, and how much of backward can be scheduled on its own."""
+    kernels = [k for c in plan.chunks for sig in c.steps.values() for k in sig.cost.kernels if k.lowering]
+    assumed = dict.fromkeys(f"{k.kind} {k.lowering}" for k in kernels)
+    lines = [f"costs assume the lowerings: {', '.join(assumed)}"] if assumed else []
+    inputs, weights = _flops(plan, "I"), _flops(plan, "W")
+    if inputs + weights:
+        share = weights / (inputs + weights)
+        lines.append(f"weight gradient: {share * 100:.0f} % of backward FLOPs")
+        if share < FEW:
+            lines.append(f"warning: under {FEW * 100:.0f} %: splitting backward into I and W gains little")
+    if empty := [c.id for c in plan.chunks if _empty_weight_gradient(c)]:
+        lines.append(
+            f"warning: W is empty, up to adding what I has computed, in chunks with parameters: {', '.join(empty)};\n"
+            "  an operator that returns the gradients of input and weight together runs in I"
+        )
+    return "\n".join(lines)
+
+
+def _flops(plan: Plan, step: Step) -> int:
+    """Of one microbatch, on all stages together."""
+    return sum(c.steps[step].cost.flops for c in plan.chunks if step in c.steps)
+
+
+def _empty_weight_gradient(chunk: Chunk) -> bool:
+    """Whether a chunk with trained parameters computes none of their gradients in W: nothing is left there but one addition per
+    element, into the accumulator."""
+    if "W" not in chunk.steps:
+        return False
+    w = chunk.steps["W"]
+    added = sum(bind(chunk.inputs[i].spec.numel, 0) for i in w.accumulates)
+    return bool(w.accumulates) and w.cost.flops <= added
 
 
 def _directives(compiled: Compiled) -> str:

@@ -95,8 +95,9 @@ def captured_job(job: Job) -> Captured:
 
 def _capture(job: Job) -> Captured:
     from piper_compiler.capture import capture
+    from piper_runtime.job import call_batch
 
-    return capture(job.model, partial(job.batch, 0), job.loss, dtype=job.precision.dtype)
+    return capture(job.model, partial(call_batch, job.batch, 0), job.loss, dtype=job.precision.dtype, most=job.global_batch)
 
 
 def _training(job: Job, program: Program) -> Training:
@@ -132,9 +133,9 @@ def execute(
     """Run a compiled strategy for `steps` optimizer steps. `job` replaces the compiled one (same model, loss and optimizer
     groups: other data, seed or learning rate). launcher: "processes" (torch.distributed, one process per rank) or "inline"
     (all ranks in this one). timeout_s: seconds without progress of any rank after which the run ends. trace: record the last
-    step's spans. memory: measure peak bytes in the first step, which slows that step. out: losses, times and trace go to a new
-    folder below this one. More keywords go to `piper_runtime.execute`. Raises JobError, ExecutionError (rank, instruction,
-    peer), NonFiniteLossError."""
+    step's spans. memory: measure peak bytes in the second step (or the only one), which slows it. out: losses, times and trace
+    go to a new folder below this one. More keywords go to `piper_runtime.execute`. Raises JobError, ExecutionError (rank,
+    instruction, peer), NonFiniteLossError."""
     from piper_ir.verify import verify
     from piper_runtime import execute as run
     from piper_runtime.run import check_request
@@ -145,7 +146,7 @@ def execute(
     if cluster != "auto":
         raise JobError(f'execute(cluster={cluster!r}): only "auto" (this machine) is there until the ray launcher comes')
     check_same_job(compiled, chosen)
-    check_request(compiled.plan, chosen, steps, launcher)
+    check_request(compiled.plan, chosen, steps, launcher, timeout_s)
     verify(compiled.plan)  # a directive of the user's may have made a plan that would hang
     folder = new_folder(Path(out), "run") if out is not None else None
     codes = [c.code for c in compiled.plan.chunks]

@@ -7,7 +7,7 @@ code with Piper: the rows of a microbatch and the seed of random operations are 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -33,14 +33,15 @@ Tensors = Mapping[str, Tensor]
 @dataclass(frozen=True)
 class Reference:
     """One device. Per step: the loss over the global batch, and the gradients that the optimizer saw (of parameters that have
-    one). After the last step: parameters and buffers under their first names, and the module's state_dict. `trained`:
-    parameters that were updated."""
+    one). After the last step: parameters and buffers under their first names, and the module's state_dict. `places`: where the
+    random state was set as for a plan: layers, and the parts before and after them. `trained`: parameters that were updated."""
 
     losses: list[float]
     gradients: list[Tensors]
     parameters: Tensors
     buffers: Tensors
     state_dict: Tensors
+    places: frozenset[int | str] = frozenset()
 
     @property
     def trained(self) -> set[str]:
@@ -57,19 +58,21 @@ def reference(job: Any, *, replicas: int = 1, microbatches: int = 1, steps: int 
     named = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
     buffers = {n: b.clone() for n, b in trainer.model.named_buffers()}
     state = {n: t.detach().clone() for n, t in trainer.model.state_dict().items()}
-    return Reference([loss for loss, _ in results], [grads for _, grads in results], named, buffers, state)
+    losses, gradients = [loss for loss, _ in results], [grads for _, grads in results]
+    return Reference(losses, gradients, named, buffers, state, trainer.random.places)
 
 
 class _Trainer:
     """The module and its optimizer, under a job's rules."""
 
     def __init__(self, job: Any, replicas: int, microbatches: int, head: int | str):
-        self.job, self.replicas, self.microbatches, self.head = job, replicas, microbatches, head
+        self.job, self.replicas, self.microbatches = job, replicas, microbatches
         self.dtype = getattr(torch, job.precision.params)
         model: nn.Module = job.model()
         if job.init != "model":
             model.load_state_dict(torch.load(job.init, map_location="cpu", weights_only=True))
         self.model = model.to(self.dtype)
+        self.random = _RandomState(self.model, job.seed, head)
         self.optimizer = job.optimizer(list(self.model.named_parameters()))
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
 
@@ -114,9 +117,7 @@ class _Trainer:
 
     def _loss(self, step: int, rows: range) -> Any:
         inputs, targets = pytree.tree_map(self._cast, self.job.batch(step, rows))
-        seed = _seeder(self.job.seed, step, rows.start)
-        with _random_state_at_layers(self.model, seed, self.head):
-            seed("root")
+        with self.random.during(step, rows.start):
             if isinstance(inputs, tuple):
                 output = self.model(*inputs)
             elif isinstance(inputs, dict):
@@ -129,29 +130,66 @@ class _Trainer:
         return leaf.to(self.dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
-def _seeder(seed: int, step: int, row: int) -> Callable[[int | str], None]:
-    """Sets torch's generator for one place of the model: a layer's index, or the name of the part before or after the layers."""
+class _RandomState:
+    """Sets torch's generator before the model, before each layer, and when all layers have run (`head`). Layers are the entries
+    of the outermost nn.ModuleLists, numbered consecutively in the order of registration."""
 
-    def at(where: int | str) -> None:
-        digest = blake2b(f"{seed}/{step}/{row}/{where}".encode(), digest_size=8).digest()
+    def __init__(self, model: nn.Module, seed: int, head: int | str):
+        self._seed, self._head = seed, head
+        self._numbers: dict[nn.Module, int] = {}
+        for number, layer in enumerate(_entries(model, set())):
+            self._numbers.setdefault(layer, number)
+        self._step = self._row = 0
+        self._waiting: set[nn.Module] = set()
+        self._latest: int | str = "root"
+        self._at_head = False
+        self._set: set[int | str] = set()
+        self._doubtful: set[int | str] = set()
+
+    @property
+    def places(self) -> frozenset[int | str]:
+        """Where the state was set: numbers of layers, "root" and the head."""
+        return frozenset(self._set - self._doubtful)
+
+    @contextmanager
+    def during(self, step: int, row: int) -> Iterator[None]:
+        """One forward; `row`: first row of the microbatch in the global batch."""
+        self._step, self._row, self._waiting = step, row, set(self._numbers)
+        self._at_head, self._latest = False, "root"
+        hooks = [layer.register_forward_pre_hook(lambda layer, _: self._before(layer)) for layer in self._numbers]
+        hooks += [layer.register_forward_hook(lambda layer, *_: self._after(layer)) for layer in self._numbers]
+        self._at("root")
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _before(self, layer: nn.Module) -> None:
+        if self._at_head:  # a layer runs again: what ran in between was no head, and had the head's state
+            self._doubtful |= {self._head, self._latest}
+        self._at_head, self._latest = False, self._numbers[layer]
+        self._at(self._latest)
+
+    def _after(self, layer: nn.Module) -> None:
+        done = self._waiting == {layer}
+        self._waiting.discard(layer)
+        if done:
+            self._at_head = True
+            self._at(self._head)
+
+    def _at(self, place: int | str) -> None:
+        self._set.add(place)
+        digest = blake2b(f"{self._seed}/{self._step}/{self._row}/{place}".encode(), digest_size=8).digest()
         torch.manual_seed(int.from_bytes(digest, "big") >> 1)
 
-    return at
 
-
-@contextmanager
-def _random_state_at_layers(model: nn.Module, seed: Callable[[int | str], None], head: int | str) -> Iterator[None]:
-    """Hooks that set the random state before each layer of the outermost nn.ModuleList, and behind the last layer."""
-    found = next((m for m in model.modules() if isinstance(m, nn.ModuleList)), None)
-    layers = list(found) if found is not None else []
-    hooks = [layer.register_forward_pre_hook(lambda *_, index=index: seed(index)) for index, layer in enumerate(layers)]
-    if layers:
-        hooks.append(layers[-1].register_forward_hook(lambda *_: seed(head)))
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+def _entries(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """Entries of the ModuleLists that are in no other one; `seen`: modules that are done."""
+    for child in module.children():
+        if child not in seen:
+            seen.add(child)
+            yield from child if isinstance(child, nn.ModuleList) else _entries(child, seen)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from piper.display import show
 from piper.frontdoor import Compiled, compile, execute
 from piper.results import new_folder, save_plan, save_prediction, save_run
 from piper_compiler import Strategy
-from piper_report.summary import beside
+from piper_report.summary import beside_table
 from piper_runtime import Job, Run
 from piper_runtime.run import check_request
 from piper_simulator import Cluster, Simulation, simulate
@@ -42,7 +43,7 @@ def train(
 def session(job: Job, strategy: Strategy, *, steps: int, launcher: str, out: Path | None, name: str, timeout_s: float) -> Session:
     """As `train`; returns prediction and run."""
     compiled = compile(job, strategy)
-    check_request(compiled.plan, job, steps, launcher)
+    check_request(compiled.plan, job, steps, launcher, timeout_s)
     folder = new_folder(out, name) if out is not None else None  # before hours of training, not after
     cluster = local_cluster()
     prediction = simulate(compiled.plan, cluster)
@@ -53,9 +54,8 @@ def session(job: Job, strategy: Strategy, *, steps: int, launcher: str, out: Pat
     run = execute(compiled, steps=steps, launcher=launcher, timeout_s=timeout_s, trace=True)
     for step, value in enumerate(run.losses):
         print(f"step {step:4d}  loss {value:.4f}  {run.step_s[step] * 1e3:8.1f} ms")
-    print(
-        beside(prediction, run, title=f"predicted ({cluster.name}: constants from a short measurement at start) beside measured")
-    )
+    title = f"predicted ({cluster.name}: constants from a short measurement at start) beside measured"
+    show(beside_table(prediction, run, title=title))
     if folder is not None:
         save_plan(folder, compiled.plan, strategy)
         save_prediction(folder, prediction)

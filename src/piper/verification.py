@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from piper.frontdoor import compile, execute
-from piper.reference import FLOAT64, Difference, Outcome, differences, reference
+from piper.reference import FLOAT64, Difference, Outcome, Reference, differences, reference
 from piper_compiler import Strategy
+from piper_ir.errors import JobError
+from piper_ir.plan import Plan
 from piper_ir.verify import verify
 from piper_runtime import Job, Precision
-from piper_runtime.rng import rng_place
+from piper_runtime.rng import rng_places
 
 
 @dataclass(frozen=True)
@@ -38,13 +40,31 @@ class Report:
 
 def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Report:
     """Compile in float64, check the plan's rules, run it inline and compare losses, gradients, parameters and buffers with
-    those of the unmodified module under autograd. Raises what `compile` and `execute` raise, and PlanError for a plan that
-    breaks a rule."""
+    those of the unmodified module under autograd. Raises what `compile` and `execute` raise, PlanError for a plan that breaks a
+    rule, and JobError for random operations whose numbers plain PyTorch cannot draw."""
     wide = replace(job, precision=Precision(params="float64"))
     compiled = compile(wide, strategy)
     verify(compiled.plan)
-    run = execute(compiled, steps=steps, launcher="inline", memory=False, gradients=True)
     plan = compiled.plan
-    head = rng_place(plan.chunks[-1])
+    head = rng_places(plan.chunks)[plan.chunks[-1].id]
     expected = reference(wide, replicas=plan.replicas, microbatches=plan.microbatches, steps=steps, head=head)
+    _check_random(plan, expected)
+    run = execute(compiled, steps=steps, launcher="inline", memory=False, gradients=True)
     return Report(strategy, steps, len(expected.state_dict), differences(Outcome.of(run), expected))
+
+
+def _check_random(plan: Plan, expected: Reference) -> None:
+    """JobError when the reference drew other random numbers than the plan will, so that differences would say nothing.
+
+    The plan sets the random state before each chunk, the reference before each layer: these are the same where every chunk
+    that draws has a place that the reference knows, and no layer of the reference lies within a chunk."""
+    places = rng_places(plan.chunks)
+    inside = {p for p in expected.places if isinstance(p, int)} - set(places.values())
+    other = [c for c in plan.chunks if c.random and (places[c.id] not in expected.places or (inside and "layer" in c.coords))]
+    if other:
+        named = min(other, key=lambda c: isinstance(places[c.id], int))  # rather the part of a layer than its first chunk
+        raise JobError(
+            f"{plan.mesh}: cannot be judged: dropout in chunk {named.id} (or another random operation). Plain PyTorch draws the "
+            "same numbers only where random operations stand in layers that are one chunk each and run once, or before or after "
+            "all layers without coordinates of their own. Verify with p=0"
+        )

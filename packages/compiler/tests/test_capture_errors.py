@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from piper_compiler.capture import capture, region
-from piper_ir.errors import CaptureError
+from piper_ir.errors import CaptureError, SelectorError
 
 REFUSED: dict[str, tuple[Callable[[nn.Linear, Tensor], Tensor], str]] = {}
 
@@ -107,6 +107,17 @@ def unregistered_kernel(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(torch.tensor(numpy.frompyfunc(abs, 1, 1)(x.numpy())))
 
 
+@refused(r"coordinate opaque=True is not a non-negative integer; what region and tag are given are coordinates")
+def option_of_region(linear: nn.Linear, x: Tensor) -> Tensor:
+    with region(opaque=True):
+        return linear(x)
+
+
+@refused(r"this line raises an exception\n.*run on such a batch without Piper")
+def raises(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear.absent(x)
+
+
 @refused(r"coordinate stage='a' is not a non-negative integer")
 def odd_coordinate(linear: nn.Linear, x: Tensor) -> Tensor:
     with region(stage="a"):  # type: ignore[arg-type]  # on purpose
@@ -174,6 +185,8 @@ def test_losses_of_the_wrong_kind(loss: Any, pattern: str) -> None:
         (lambda rows: torch.ones(4), "must return a pair"),
         (lambda rows: (torch.ones(3, 4), torch.ones(2)), r"inputs has shape \(3, 4\) for 2 rows"),
         (lambda rows: (torch.ones(2, 4), {"n": 3}), "targets.n is a int"),
+        (lambda rows: ([torch.ones(2, 4)], torch.ones(2)), r"type list; inputs: a Tensor, tuple \(positional\) or dict"),
+        (lambda rows: {}["x"], r"batch\(rows=range\(0, 2\)\) raised KeyError: 'x' \(.*test_capture_errors.py:\d+\)"),
     ],
 )
 def test_batches_of_the_wrong_kind(make: Any, pattern: str) -> None:
@@ -191,3 +204,32 @@ def test_rows_of_a_microbatch_are_checked_when_they_are_bound() -> None:
     captured.bind(8)
     with pytest.raises(CaptureError, match="behaves differently with 9 rows"):
         captured.bind(9)
+
+
+def test_a_batch_of_one_row_is_asked_for_one_row() -> None:
+    data = torch.ones(1, 4)
+
+    def sliced(rows: range) -> tuple[Tensor, Tensor]:
+        return data[rows.start : rows.stop], data[rows.start : rows.stop]
+
+    assert capture(lambda: Model(lambda linear, x: linear(x)), sliced, mean, most=1).program.chunks
+    with pytest.raises(CaptureError, match=r"shape \(1, 4\) for 2 rows"):
+        capture(lambda: Model(lambda linear, x: linear(x)), sliced, mean)
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyError, ImportError])
+def test_a_constructor_that_raises_is_named_with_its_line(kind: type[Exception]) -> None:
+    def construct() -> nn.Module:
+        raise kind("no such size")
+
+    line = inspect.getsourcelines(construct)[1] + 1
+    with pytest.raises(CaptureError, match=rf"model\(\) raised {kind.__name__}: .*no such size.*test_capture_errors.py:{line}\)"):
+        capture(construct, batch, mean)
+
+
+def test_errors_of_ours_in_user_code_pass_unchanged() -> None:
+    def refuse() -> nn.Module:
+        raise SelectorError("as it is")
+
+    with pytest.raises(SelectorError, match=r"^as it is$"):
+        capture(refuse, batch, mean)

@@ -47,6 +47,15 @@ def test_affine_sizes_are_exact_at_other_rows(name: str) -> None:
                 assert signature.liveness == exact.liveness
 
 
+def test_the_cost_of_attention_names_the_lowering_it_assumes() -> None:
+    layer = captured("gpt").program.chunk("layer0")
+    for step in ("F", "I"):
+        named = {k.kind: k.lowering for k in layer.steps[step].cost.kernels}
+        assert named["attention"] == "flash" and named["matmul"] == ""
+    bound = layer.steps["F"].cost.bind(ROWS)
+    assert [k.lowering for k in bound.kernels if k.kind == "attention"] == ["flash"]
+
+
 def test_rows_below_one_are_refused() -> None:
     found = captured("gpt")
     with pytest.raises(CaptureError, match="at least one"):

@@ -80,6 +80,18 @@ def test_layers_count_at_the_outermost_list() -> None:
     assert id(model) not in found
 
 
+def test_sibling_lists_are_numbered_consecutively_in_the_order_of_registration() -> None:
+    model = nn.Module()
+    model.encoder, model.bridge, model.decoder = nn.Module(), nn.Linear(2, 2), nn.Module()
+    model.encoder.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+    model.decoder.layers = nn.ModuleList([*(nn.Linear(2, 2) for _ in range(2)), model.encoder.layers[0]])
+    model.again = model.encoder  # the same module under a second name adds no layers
+    model.last = nn.ModuleList([nn.Linear(2, 2)])
+    found = layer_indexes(model)
+    assert [found[id(m)] for m in (*model.encoder.layers, *model.decoder.layers, *model.last)] == [0, 1, 2, 3, 0, 5]
+    assert id(model.bridge) not in found
+
+
 def test_region_is_nothing_outside_of_capture() -> None:
     @region(stage=1)
     def double(x: int) -> int:

@@ -35,7 +35,7 @@ def test_attention(causal: bool) -> None:
     forward = cost(piper.attention.default, q, k, k, None, causal, None, True)
     flops = 4 * B * H * T * 6 * D // (2 if causal else 1)
     small, large = 2 * k.numel(), 2 * q.numel()
-    assert forward == KernelInfo("attention", (B, H, T, 6, D), flops, 2 * large + 2 * small + 4 * B * H * T, "bfloat16")
+    assert forward == KernelInfo("attention", (B, H, T, 6, D), flops, 2 * large + 2 * small + 4 * B * H * T, "bfloat16", "flash")
     dgrad = cost(piper.attention_dgrad.default, out, q, k, k, out, lse, None, causal)
     assert dgrad.flops == 2.5 * flops and dgrad.dims == forward.dims
     assert dgrad.bytes == 4 * large + 4 * small + 4 * B * H * T

@@ -50,6 +50,14 @@ def test_each_counter_has_all_categories_of_its_rank() -> None:
     assert [e["args"] for e in events("C")] == [{"activation": 3, "param": 0}, {"activation": 0, "param": 4}]
 
 
+def test_measured_memory_is_a_counter_of_one_category() -> None:
+    executed = Trace("key", "executed", (TRACE.spans[0],), (MemSample(0, 0, 1e-3, {"measured": 5}),))
+    document = chrome_trace(executed)
+    assert problems(document) == []
+    (counter,) = [e for e in document["traceEvents"] if e["ph"] == "C"]
+    assert (counter["pid"], counter["ts"], counter["args"]) == (0, 1000.0, {"measured": 5})
+
+
 def test_an_empty_trace_is_a_good_document() -> None:
     assert problems(chrome_trace(Trace("", "executed", ()))) == []
 

@@ -27,7 +27,12 @@ class Predicted:
     def summary(self) -> Mapping[str, Any]:
         rates = {"tokens_per_s": 1234.0, "mfu": 0.415, "hfu": None, "exposed_comm_s": 0.0}
         bubbles = {"global_bubble_s": 0.02, "span_bubble_s": 0.01}
-        sizes = {"peak_bytes": 2048, "device_bytes": 3 << 20, "sources": {"formula": 0.25, "measured": 0.75}}
+        sizes = {
+            "peak_bytes": 2048,
+            "device_bytes": 3 << 20,
+            "sources": {"formula": 0.25, "measured": 0.75},
+            "notes": ["h100x8: not calibrated"],
+        }
         return {"step_s": self.step_s, "period_s": self.period_s} | rates | bubbles | sizes
 
 
@@ -53,6 +58,7 @@ def test_the_headline_of_a_prediction() -> None:
     assert cells(text, "hardware FLOP utilisation")[-1].strip() == "-"
     assert cells(text, "peak memory, device")[-1].strip() == "3 MiB"
     assert cells(text, "durations from")[-1].strip() == "measured 75 %, formula 25 %"
+    assert text.splitlines()[-1] == "warning: h100x8: not calibrated"
 
 
 def test_predicted_beside_measured() -> None:
@@ -62,8 +68,8 @@ def test_predicted_beside_measured() -> None:
     assert row["first step"][-3:] == ["200 ms", "400 ms", "0.50"]
     assert row["compute, rank 0"] == ["80 ms", "160 ms", "0.50"]
     assert [c.strip() for c in cells(text, "peak memory, rank 1")] == ["1 KiB", "2 KiB", "0.50"]
-    assert text.endswith("predicted durations from: measured 75 %, formula 25 %")
-    assert len({len(line) for line in text.splitlines()[1:-1]}) == 1, "columns are aligned"
+    assert text.endswith("predicted durations from: measured 75 %, formula 25 %\nwarning: h100x8: not calibrated")
+    assert len({len(line) for line in text.splitlines()[1:-2]}) == 1, "columns are aligned"
 
 
 def test_what_was_not_measured_is_a_dash() -> None:

@@ -10,8 +10,8 @@ from torch import nn
 
 from packages.runtime.tests.chains import chain
 from packages.runtime.tests.handmade import Chain, chain_job
-from piper_ir.errors import JobError
-from piper_runtime.job import Job, Precision, flatten_batch, initial_state, materialize, microbatch_rows
+from piper_ir.errors import JobError, SelectorError
+from piper_runtime.job import Job, Precision, call_batch, flatten_batch, initial_state, materialize, microbatch_rows
 
 
 @pytest.mark.parametrize(
@@ -103,3 +103,27 @@ def test_init_reads_a_saved_state_dict_and_refuses_what_does_not_fit(tmp_path: P
         materialize(chain_job(2, 4, init=tmp_path / "broken.pt"))
     with pytest.raises(JobError, match="no such file"):
         materialize(chain_job(2, 4, init=tmp_path / "absent.pt"))
+
+
+def broken(*_: Any) -> Any:
+    raise ValueError("no data")
+
+
+def test_exceptions_of_the_users_functions_are_named_with_their_line() -> None:
+    where = rf"test_runtime_job.py:{broken.__code__.co_firstlineno + 1}\)$"
+    with pytest.raises(JobError, match=r"^Job\.batch\(step=0, rows=range\(0, 2\)\) raised ValueError: no data \(.*" + where):
+        call_batch(broken, 0, range(2))
+    job = Job(broken, broken, broken, broken, global_batch=4)
+    with pytest.raises(JobError, match=r"^Job\.model\(\) raised ValueError: no data \(.*" + where):
+        materialize(job)
+
+
+def test_a_call_that_does_not_fit_has_no_line_of_the_users_and_our_errors_pass() -> None:
+    with pytest.raises(JobError, match=r"raised TypeError: .* takes 0 positional arguments but 2 were given$"):
+        call_batch(lambda: None, 0, range(2))  # type: ignore[arg-type, misc]  # on purpose
+
+    def refuse(step: int, rows: range) -> Any:
+        raise SelectorError("as it is")
+
+    with pytest.raises(SelectorError, match=r"^as it is$"):
+        call_batch(refuse, 0, range(2))

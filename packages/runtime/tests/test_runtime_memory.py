@@ -61,6 +61,17 @@ def test_value_bytes_equal_the_plan_after_every_instruction(case: dict[str, Any]
             assert found.peak_bytes[rank] == record.peak >= max(p.after for p in record.points)
 
 
+def test_the_trace_has_what_was_measured_at_the_start_of_each_instruction() -> None:
+    plan, job = chain()
+    found = execute(plan, CODE, job, steps=2, launcher="inline", memory=True, trace=True)
+    starts = {(s.rank, s.instr): s.start for s in found.trace.spans}
+    samples = [(m.rank, m.instr, m.bytes) for m in found.trace.memory]
+    points = {r: [p for p in record.points if p.instr >= 0] for r, record in found.memory.items()}
+    assert samples == [(r, p.instr, {"measured": p.within}) for r in sorted(points) for p in points[r]] != []
+    assert all(m.time == starts[m.rank, m.instr] for m in found.trace.memory)
+    assert execute(plan, CODE, job, steps=1, launcher="inline", memory=True).trace.memory == ()
+
+
 def test_negative_control_a_leaked_tensor_shows() -> None:
     leak: list[torch.Tensor] = []
     source = CODE["plain"]["F"].source.replace("y = torch.mm(x, w); del x", "y = torch.mm(x, w); LEAK.append(x + 1); del x")
@@ -71,3 +82,12 @@ def test_negative_control_a_leaked_tensor_shows() -> None:
     role = plan.roles[0]
     after = [(p.instr, p.after) for p in found.memory[0].points if p.instr >= 0]
     assert leak and after != list(planned_after(plan, role))
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "Adamax"])
+def test_state_that_an_optimizer_makes_in_its_first_step_is_measured_in_the_second(name: str) -> None:
+    plan, job = chain(optimizer=lambda named: getattr(torch.optim, name)([p for _, p in named], lr=0.01))
+    planned = {rank: sum(s.nbytes for s in role.states) for role in plan.roles for rank in role.ranks}
+    found = run(plan, job, memory=True, steps=2)
+    assert {rank: record.states for rank, record in found.memory.items()} == planned
+    assert all(planned[rank] > record.states for rank, record in run(plan, job, memory=True, steps=1).memory.items())

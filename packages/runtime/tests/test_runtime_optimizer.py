@@ -115,6 +115,8 @@ def foreign(named: Named) -> torch.optim.Optimizer:
         (lambda named: None, "returned a NoneType"),
         (lambda named: torch.optim.LBFGS([p for _, p in named]), "LBFGS, which cannot run on a plan"),
         (adam(differentiable=True), "differentiable"),
+        (lambda named: torch.optim.SGD([p for _, p in named], lr=torch.tensor(0.1)), "group 0 has a tensor as lr; give a float"),
+        (lambda named: named[0][2], r"raised IndexError: .*test_runtime_optimizer.py:\d+\)"),
     ],
 )
 def test_optimizers_that_cannot_run_are_refused(function: Any, says: str) -> None:
@@ -139,3 +141,17 @@ def test_the_scale_is_torchs_clipping_after_division() -> None:
     assert torch.allclose(gradient * scale, p.grad, rtol=1e-15)
     assert gradient_scale(Update(()), [], "") == 1.0
     assert gradient_scale(Update((), False, 100.0), [25.0], "") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (torch.optim.lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau, which cannot run on a plan"),
+        (lambda optimizer: None, "returned a NoneType"),
+        (lambda optimizer: 1 // 0, r"raised ZeroDivisionError: .*test_runtime_optimizer.py:\d+\)"),
+    ],
+)
+def test_schedules_that_cannot_run_are_refused(function: Any, says: str) -> None:
+    plan, job = chain(scheduler=function)
+    with pytest.raises(JobError, match=f"Job.scheduler.*{says}"):
+        run(plan, job)

@@ -106,6 +106,15 @@ def test_every_failure_ends_in_time_and_names_its_rank(what: str) -> None:
         assert len(pids) == 2 and not any(map(alive, pids)) and workers.pids == []
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A suite that was started in the background of a shell ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_all_processes(pool: Pool) -> None:
     plan, job = chain(batch=failing("hang"))
     pool.start()

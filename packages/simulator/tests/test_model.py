@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from piper_compiler import Strategy, Training, compile_program, recipes, synthetic
 from piper_ir.costs import CommDuration, Costs, Duration
 from piper_ir.errors import ClusterError
 from piper_ir.mesh import Mesh
@@ -43,7 +44,7 @@ def plan(*chunks: Chunk, mesh: Mesh | None = None, over: tuple[str, ...] = ()) -
     mesh = mesh or Mesh(pp=2)
     roles = tuple(
         RolePlan(
-            f"pp{r}", {"pp": r}, mesh.ranks({"pp": r}), (), (), (State("param:w", "param", 40), State("optim:b", "optim", 80))
+            f"pp{r}", {"pp": r}, mesh.ranks({"pp": r}), (), (), (State("param:b", "param", 40), State("optim:b", "optim", 80))
         )
         for r in range(2)
     )
@@ -157,3 +158,34 @@ def test_costs_of_another_microbatch_are_refused() -> None:
     with pytest.raises(ClusterError, match="the costs hold for 8 rows per microbatch; the plan has 4"):
         CostModel(CAPTURED, MACHINE, costs)
     CostModel(replace(CAPTURED, rows=8), MACHINE, costs)
+
+
+def test_an_update_of_a_compiled_plan_moves_parameters_gradients_and_optimizer_state() -> None:
+    """1024 bytes of parameters and of gradients, 4096 of optimizer state, read and written; one bucket holds them."""
+    program = synthetic(stages=1, F=1, I=1, W=1, params=1024)
+    (only,) = program.chunks
+    steps = {s: replace(sig, cost=Cost((MATMUL,))) for s, sig in only.steps.items()}
+    program = replace(program, chunks=(replace(only, steps=steps),), source="captured")
+    compiled = compile_program(
+        program, Strategy(Mesh(), recipes.gpipe(pp=1, microbatches=1)), training=Training(state_bytes=lambda bucket: 4096)
+    )
+    role = compiled.plan.roles[0]
+    held = sum(s.nbytes for s in role.states if s.category in ("param", "grad", "optim"))
+    assert held == 1024 + 1024 + 4096
+    (instr,) = [i for i in role.program if any(isinstance(p.op, Update) for p in i.parts)]
+    (update,) = [p for p in instr.parts if isinstance(p.op, Update)]
+    work = CostModel(compiled.plan, MACHINE, None).work(role, replace(instr, parts=(update,)))
+    read = sum(compiled.plan.values[v].nbytes for v in update.reads)
+    assert work.seconds == pytest.approx((2 * held + read) / (100 * 0.8))
+
+
+def test_a_guessed_rate_and_uncalibrated_constants_are_noted() -> None:
+    model = CostModel(plan(chunk("c", replace(MATMUL, dtype="float8"))), replace(MACHINE, notes="not calibrated"), None)
+    assert model.notes == ("toy:4*4: not calibrated",)
+    instr = Instr("compute", (Part("a", Compute("c", "F")),))
+    model.work(model.plan.roles[0], instr)
+    assert model.notes[1:] == ("toy:4*4: no FLOP/s known for float8; computed with those of float64, 5e-10 TFLOP/s",)
+    for kernel in (MATMUL, replace(ADD, dtype="int64")):  # a known dtype; an unknown one whose rate decides nothing
+        model = CostModel(plan(chunk("c", kernel)), MACHINE, None)
+        model.work(model.plan.roles[0], instr)
+        assert model.notes == ()

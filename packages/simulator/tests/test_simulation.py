@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piper_ir.codec import dumps, loads
+from piper_ir.costs import Costs, Duration
 from piper_ir.errors import ClusterError, PlanError
 from piper_ir.memory import with_peaks
 from piper_ir.plan import State
@@ -140,10 +141,31 @@ def test_a_plan_without_given_durations_needs_a_cluster() -> None:
         simulate(plan, "k80x2")
 
 
+def test_what_is_not_calibrated_is_in_the_summary_and_the_trace() -> None:
+    plan = two_devices().plan()
+    kernel = Kernel("matmul", (1, 1, 1), "float8", 600, 0)
+    chunks = tuple(replace(c, steps={"F": replace(c.steps["F"], cost=Cost((kernel,)))}) for c in plan.chunks)
+    s = simulate(replace(plan, chunks=chunks), "h100x8")
+    constants, guess = s.summary()["notes"]
+    assert constants.startswith("h100-80g-sxm:8: ") and "not calibrated" in constants
+    assert "no FLOP/s known for float8" in guess
+    assert s.trace.notes == {"cluster": "h100-80g-sxm:8", "warnings": f"{constants}; {guess}"}
+    assert simulate(plan, replace(FLAT, notes="")).notes == ()
+
+
+def test_a_guess_behind_the_utilisation_alone_is_noted() -> None:
+    """Durations are looked up, so only mfu and hfu need the rate of the dtype."""
+    plan = two_devices().plan()
+    kernel = Kernel("matmul", (1, 1, 1), "float8", 600, 0)
+    chunks = tuple(replace(c, steps={"F": replace(c.steps["F"], cost=Cost((kernel,)))}) for c in plan.chunks)
+    costs = Costs({c.id: {"F": Duration(1.0)} for c in chunks})
+    assert len(simulate(replace(plan, chunks=chunks), FLAT, costs=costs).notes) == 1
+
+
 def test_the_summary_is_plain_numbers() -> None:
     summary = simulate(two_devices().plan()).summary()
     assert summary["step_s"] == 6.0 and summary["sources"] == {"given": 1.0}
-    assert all(v is None or isinstance(v, int | float | dict) for v in summary.values())
+    assert all(v is None or isinstance(v, int | float | dict | list) for v in summary.values())
 
 
 @given(seed=st.integers(0, 1 << 30))

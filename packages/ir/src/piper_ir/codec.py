@@ -2,6 +2,7 @@
 
 A dataclass becomes an object with a key per field that differs from its default. In a union of dataclasses (ops, directives)
 the key "is" names the class. An Affine is written as [a, b]. Top-level documents carry "format" (the class) and "version".
+A Graph is written by way of the document in `piper_ir.graph_json`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from piper_ir.errors import FormatError, PiperError
 from piper_ir.sizes import Affine
@@ -29,13 +30,23 @@ Decoder = Callable[[Any, str], Any]
 
 def dumps(document: Any, indent: int | None = None) -> str:
     """A dataclass as a JSON document with its format and version; the same object gives the same text."""
-    head = {"format": type(document).__name__, "version": FORMAT_VERSION}
+    from piper_ir import graph, graph_json  # they import modules that import this one
+
+    if isinstance(document, graph.Graph):
+        document = graph_json.to_document(document)
+    head = {"format": _format(type(document)), "version": FORMAT_VERSION}
     return json.dumps(head | encode(document), indent=indent, separators=None if indent else (",", ":"))
 
 
 def loads(kind: type[T], text: str, where: str = "text") -> T:
-    """Parse a document of the given class. FormatError names the place (a path of keys) and what was expected."""
-    document: T = decode(kind, read_document(kind.__name__, FORMAT_VERSION, text, where), where)
+    """Parse a document of the given class. FormatError names the place (a path of keys) and what was expected; CompileError: a
+    Graph in which a value has two writers."""
+    from piper_ir import graph, graph_json  # they import modules that import this one
+
+    if kind is graph.Graph:
+        made: Any = graph_json.from_document(loads(graph_json.GraphDocument, text, where))
+        return cast(T, made)
+    document: T = decode(kind, read_document(_format(kind), FORMAT_VERSION, text, where), where)
     return document
 
 
@@ -57,6 +68,12 @@ def read_document(name: str, version: int, text: str, where: str) -> dict[str, A
     if type(number) is not int or number != version:
         raise FormatError(f'{where}: "version" is {number!r}; this Piper reads version {version}')
     return data
+
+
+def _format(kind: type) -> str:
+    """What a document of this class is called: its FORMAT if it stands for another class, else its name."""
+    name: str = getattr(kind, "FORMAT", kind.__name__)
+    return name
 
 
 def encode(value: Any) -> Any:
@@ -243,18 +260,19 @@ def _dataclass_decoder(kind: type) -> Decoder:
     init = [f for f in fields(kind) if f.init and f.metadata.get("json", True) and f.name != "version"]
     required = {f.name for f in init if f.default is MISSING and f.default_factory is MISSING}
     decoders: dict[str, Decoder] = {}
+    name = _format(kind)
 
     def run(value: Any, where: str) -> Any:
         if not decoders and init:  # built on first use: types may be recursive
             decoders.update({f.name: _decoder(hints[f.name]) for f in init})
         if not isinstance(value, dict):
-            raise _fail(where, f"an object ({kind.__name__})", value)
+            raise _fail(where, f"an object ({name})", value)
         for key in value:
             if key not in decoders:
-                raise FormatError(f"{where}: unknown key {key!r} in {kind.__name__}; known are {', '.join(decoders)}")
+                raise FormatError(f"{where}: unknown key {key!r} in {name}; known are {', '.join(decoders)}")
         missing = required - value.keys()
         if missing:
-            raise FormatError(f"{where}: {kind.__name__} lacks {', '.join(sorted(missing))}")
+            raise FormatError(f"{where}: {name} lacks {', '.join(sorted(missing))}")
         made = {k: decoders[k](x, f"{where}.{k}") for k, x in value.items()}
         try:
             return kind(**made)

@@ -1,11 +1,12 @@
-"""JSON both ways for a Graph. What can be derived (writers, readers, the index) is not written."""
+"""The document of a Graph, for `piper_ir.codec`. What can be derived (writers, readers, the index) is not written."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
-from piper_ir.codec import dumps, loads
+from piper_ir.costs import Costs
 from piper_ir.graph import Applied, Coord, Graph, GraphValue, Node, Replication, Transport
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Op
@@ -28,6 +29,8 @@ class _Node:
 class GraphDocument:
     """A Graph as it is written. `order`: (before, after, index of the directive in `log`)."""
 
+    FORMAT: ClassVar[str] = "Graph"
+
     mesh: Mesh
     program: Program
     values: Mapping[str, GraphValue]
@@ -40,13 +43,14 @@ class GraphDocument:
     replication: Mapping[str, Replication] | None = None
     microbatches: int = 0
     log: tuple[Applied, ...] = ()
+    costs: Costs | None = None
 
 
-def dumps_graph(graph: Graph) -> str:
-    """The graph as a JSON document."""
+def to_document(graph: Graph) -> GraphDocument:
+    """What is written of a graph."""
     nodes = tuple(_Node(n.id, n.op, n.coords, n.reads, n.writes, n.role, n.stream) for n in graph.nodes.values())
     order = tuple((a, b, i) for (a, b), i in graph.order_edges.items())
-    document = GraphDocument(
+    return GraphDocument(
         graph.mesh,
         graph.program,
         graph.values,
@@ -59,15 +63,17 @@ def dumps_graph(graph: Graph) -> str:
         graph.replication,
         graph.microbatches,
         graph.log,
+        graph.costs,
     )
-    return dumps(document)
 
 
-def loads_graph(text: str, where: str = "text") -> Graph:
-    """The inverse. FormatError for text that is no graph; CompileError when a value has two writers."""
-    document = loads(GraphDocument, text, where)
+def from_document(document: GraphDocument) -> Graph:
+    """The inverse. CompileError when a value has two writers."""
     index = {c.id: i for i, c in enumerate(document.program.chunks)}
-    edit = Graph(document.mesh, document.program, {}, document.values, {}, {}, log=document.log, chunk_index=index).edit()
+    bare = Graph(
+        document.mesh, document.program, {}, document.values, {}, {}, log=document.log, costs=document.costs, chunk_index=index
+    )
+    edit = bare.edit()
     for n in document.nodes:
         edit.add(Node(n.id, n.op, n.coords, n.reads, n.writes, n.role, n.stream))
     edit.order_edges = {(a, b): i for a, b, i in document.order}

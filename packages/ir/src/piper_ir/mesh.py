@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import prod
 
@@ -29,9 +30,9 @@ class Mesh:
         object.__setattr__(self, "sizes", tuple((a, given[a]) for a in AXES if given.get(a, 1) > 1))
 
     def size(self, axis: str) -> int:
-        return dict(self.sizes).get(axis, 1)
+        return next((n for a, n in self.sizes if a == axis), 1)
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         """The axes with more than one device, fastest first."""
         return tuple(a for a, _ in self.sizes)

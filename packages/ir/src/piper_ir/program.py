@@ -33,7 +33,7 @@ KernelKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", 
 class Kernel:
     """`count` equal kernels. flops and bytes (read plus written) are per kernel; dims is (M, N, K) for a matmul (batch
     folded into M when the right operand is shared, else (batch, M, N, K)), (batch, heads, T_q, T_k, head_dim) for attention,
-    else empty."""
+    else empty. `lowering`: which implementation flops and bytes assume where the op has several that differ in them, else ""."""
 
     kind: KernelKind
     dims: tuple[Dim, ...]
@@ -41,10 +41,11 @@ class Kernel:
     flops: Dim
     bytes: Dim
     count: int = 1
+    lowering: str = ""
 
     def bind(self, rows: int) -> Kernel:
         dims = tuple(bind(d, rows) for d in self.dims)
-        return Kernel(self.kind, dims, self.dtype, bind(self.flops, rows), bind(self.bytes, rows), self.count)
+        return Kernel(self.kind, dims, self.dtype, bind(self.flops, rows), bind(self.bytes, rows), self.count, self.lowering)
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,12 +109,8 @@ def sweep(
     barrier: each stream, and each host, goes on where it was."""
     n = len(prepared)
     ready, host = _issued(prepared, issue, after)
-    # The last slots of `end` and `done` stand for the state of each stream before its first node.
-    start, end, done = [0.0] * n, [0.0] * (n + len(prepared.streams)), [0.0] * (n + len(prepared.streams))
-    if after is not None:
-        for s, nodes in enumerate(prepared.streams):
-            end[n + s], done[n + s] = after.end[nodes[-1]], after.done[nodes[-1]]
-    previous = [0] * n
+    start, previous = [0.0] * n, [0] * n
+    end, done = _carried(prepared, after)
     for node, before, waits, group, p2p in prepared.order:
         at = ready[node]
         for w in waits:
@@ -142,6 +138,15 @@ def sweep(
             held = done[previous[m]]
             done[m] = seen if seen > held else held
     return Times(start, end[:n], done[:n], ready, host)
+
+
+def _carried(prepared: Prepared, after: Times | None) -> tuple[list[float], list[float]]:
+    """`end` and `done`, still to be filled; their last slots stand for the state of each stream before its first node."""
+    last = [nodes[-1] for nodes in prepared.streams]
+    end, done = [0.0] * len(prepared), [0.0] * len(prepared)
+    if after is None:
+        return end + [0.0] * len(last), done + [0.0] * len(last)
+    return end + [after.end[x] for x in last], done + [after.done[x] for x in last]
 
 
 def _issued(prepared: Prepared, issue: float, after: Times | None) -> tuple[list[float], list[float]]:
@@ -219,20 +224,9 @@ def _order(
 ) -> tuple[Step, ...]:
     """A fixed topological order, the members of a group next to each other. PlanError with the cycle when there is none."""
     n = offsets[-1]
-    before = [0] * n
-    missing = [len(w) for w in waits]  # of a node, or of its whole group in the slot of the group's first member
-    after: list[list[int]] = [[] for _ in range(n)]
-    for s, nodes in enumerate(streams):
-        before[nodes[0]] = n + s
-        for a, b in pairwise(nodes):
-            before[b] = a
-            after[a].append(b)
-            missing[b] += 1
-    for node, targets in enumerate(waits):
-        for t in targets:
-            after[t].append(node)
+    before, after, missing = _edges(streams, waits)
     leader = list(range(n))
-    for members in groups:
+    for members in groups:  # the slot of its first member counts what the whole group misses
         for m in members[1:]:
             leader[m] = members[0]
             missing[members[0]] += missing[m]
@@ -253,6 +247,24 @@ def _order(
     if len(order) < n:
         raise PlanError(_cycle(plan, offsets, {step[0] for step in order}, before, waits, groups, group_of))
     return tuple(order)
+
+
+def _edges(streams: Sequence[tuple[int, ...]], waits: Sequence[tuple[int, ...]]) -> tuple[list[int], list[list[int]], list[int]]:
+    """Per node: the slot of its stream predecessor, the nodes that come after it, and how many come before it."""
+    n = len(waits)
+    before = [0] * n
+    after: list[list[int]] = [[] for _ in range(n)]
+    missing = [len(w) for w in waits]
+    for s, nodes in enumerate(streams):
+        before[nodes[0]] = n + s
+        for a, b in pairwise(nodes):
+            before[b] = a
+            after[a].append(b)
+            missing[b] += 1
+    for node, targets in enumerate(waits):
+        for t in targets:
+            after[t].append(node)
+    return before, after, missing
 
 
 def _cycle(

@@ -32,7 +32,9 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class MemSample:
-    """Bytes by category on one rank at the peak moment of an instruction's run; `time` in seconds."""
+    """Bytes by category on one rank at the peak moment of an instruction's run; `time` in seconds, the instruction's start.
+    Simulated: categories of `piper_ir.plan.Category`. Executed: one category "measured", the sum of all live storages, counted
+    in the first step (where counting was asked for) and shown at the times of the step that the trace is of."""
 
     rank: int
     instr: int

@@ -37,7 +37,7 @@ RULES: dict[str, str] = {
     "R23-holders": "a trained parameter is in one bucket, held by just the roles that use it, reduced over all their ranks",
     "R24-reduction": "a bucket that several ranks hold is reduced once per step on each, after its last accumulation",
     "R25-update": "a bucket is updated once on each role that holds it, after its reduction and the last use of its params",
-    "R26-scale": "loss gradients start from 1/(microbatches*replicas) for a mean; from 1, with weighted updates, for a sum",
+    "R26-scale": "loss gradients start from 1/(microbatches*replicas) for a mean, 1 with weighted updates for a sum; one clip",
     "R27-dataflow": "a step reads what its chunk asks: that output of that microbatch; a tangent sums its consumers' gradients",
     # memory
     "R28-peak": "peak_bytes, peak_at and peak_by_category are those of a scan in program order",

@@ -160,7 +160,7 @@ class _Use:
 
 
 def check_reductions(out: Findings, orders: dict[str, Order]) -> None:
-    """R24, R25."""
+    """R24, R25, and of R26 that all updates clip alike."""
     touched = _Touched(out.plan)
     for role in out.plan.roles:
         uses = {b.id: _Use() for b in out.plan.buckets}
@@ -174,6 +174,18 @@ def check_reductions(out: Findings, orders: dict[str, Order]) -> None:
             elif use.updates or use.reductions or use.norms:
                 index = (use.updates + use.reductions + use.norms)[0][0]
                 out.add("R25-update", f"it touches bucket {bucket.id}, which {', '.join(bucket.roles)} hold", role, index)
+    _check_clips(out)
+
+
+def _check_clips(out: Findings) -> None:
+    """The bound of the global norm is one number for the whole gradient."""
+    clips: dict[float | None, str] = {}
+    for role, place, part in _parts(out.plan):
+        if isinstance(part.op, Update) and part.op.buckets and part.op.clip not in clips:
+            clips[part.op.clip] = role.role
+            if len(clips) > 1:
+                bounds = ", ".join(f"{clip} on {where}" for clip, where in clips.items())
+                out.add("R26-scale", f"gradients are clipped differently: {bounds}", role, place[0])
 
 
 class _Touched:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from piper_ops.registry import PORTABLE, Call, Formula
+from piper_ops.registry import PORTABLE, Call, Formula, PortableOp
 
 Kind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "other"]
 
@@ -27,13 +27,15 @@ aten = torch.ops.aten
 @dataclass(frozen=True, slots=True)
 class KernelInfo:
     """`dims`: (M, N, K) or (batch, M, N, K) of a matmul, (batch, heads, T_q, T_k, head_dim) of an attention, else empty.
-    `dtype`: of the arithmetic, torch's name without `torch.`. Kind "other" with no bytes is a view: no kernel is launched."""
+    `dtype`: of the arithmetic, torch's name without `torch.`. Kind "other" with no bytes is a view: no kernel is launched.
+    `lowering`: which one flops and bytes assume where an op has several that differ in them."""
 
     kind: Kind
     dims: tuple[int, ...]
     flops: int
     bytes: int
     dtype: str
+    lowering: str = ""
 
 
 def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> KernelInfo:
@@ -51,8 +53,8 @@ def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: 
     dtype = _dtype([*call.outs, *operands])
     portable = _FORMULAS.get(op)
     if portable is not None:
-        kind, formula = portable
-        return KernelInfo(kind, formula.dims(call), formula.flops(call), moved, dtype)
+        record, formula = portable
+        return KernelInfo(record.kind, formula.dims(call), formula.flops(call), moved, dtype, record.lowering)
     if _is_view(op):
         return KernelInfo("other", (), 0, 0, dtype)
     packet = op.overloadpacket
@@ -168,6 +170,6 @@ _MOVES: frozenset[torch._ops.OpOverloadPacket] = frozenset(
 )
 # fmt: on
 
-_FORMULAS: dict[torch._ops.OpOverload, tuple[Kind, Formula]] = {
-    formula.op: (record.kind, formula) for record in PORTABLE.values() for formula in record.formulas
+_FORMULAS: dict[torch._ops.OpOverload, tuple[PortableOp, Formula]] = {
+    formula.op: (record, formula) for record in PORTABLE.values() for formula in record.formulas
 }

@@ -41,7 +41,7 @@ _FLEX = Refusal(
 )
 _RNN = Refusal(
     "fused recurrent layers are one cuDNN kernel on CUDA and a loop on CPU",
-    "Write the recurrence with nn.Linear and element-wise ops, or tag its module with region(..., opaque=True).",
+    "Write the recurrence with nn.Linear and element-wise ops.",
 )
 _STATISTICS = Refusal(
     "batch statistics make every row depend on the whole microbatch, so that a split batch trains another model",
@@ -71,7 +71,10 @@ _CHECKPOINT = Refusal(
     "torch.utils.checkpoint inside the model: what is recomputed is the strategy's to say",
     "Remove it and use the directive recompute(where(...)).",
 )
-_CTC = Refusal("ctc_loss is a cuDNN kernel on CUDA for some inputs only", "Compute it in a region(..., opaque=True).")
+_CTC = Refusal(
+    "ctc_loss is a cuDNN kernel on CUDA for some inputs only",
+    "Register it with torch.library.custom_op, or write the loss with torch.logsumexp over the alignments.",
+)
 _AUTOCAST = Refusal(
     "autocast inside the model: its casts of parameters would be saved for every microbatch",
     "Remove it and set Job(precision=Precision(compute='bfloat16')).",

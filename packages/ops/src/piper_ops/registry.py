@@ -45,7 +45,8 @@ class Formula:
 
 @dataclass(frozen=True, slots=True)
 class PortableOp:
-    """`saved`: the names among `outputs` that the backward keeps (with the inputs that it reads); wgrad None: no weights."""
+    """`saved`: the names among `outputs` that the backward keeps (with the inputs that it reads); wgrad None: no weights.
+    `lowering`: which of its lowerings the formulas assume, "" where that makes no difference."""
 
     name: str
     kind: Literal["attention", "norm", "loss"]
@@ -54,10 +55,16 @@ class PortableOp:
     forward: Formula
     dgrad: Formula
     wgrad: Formula | None = None
+    lowering: str = ""
 
     @property
     def formulas(self) -> tuple[Formula, ...]:
         return (self.forward, self.dgrad) if self.wgrad is None else (self.forward, self.dgrad, self.wgrad)
+
+
+FLASH = "flash"
+"""The lowering that attention's formulas assume: a causal call skips what is masked, no T x T matrix crosses memory. Of the
+lowerings in `piper_ops.lowering`, "math" does neither."""
 
 
 def attention_dims(call: Call) -> tuple[int, ...]:
@@ -146,6 +153,7 @@ PORTABLE: Mapping[str, PortableOp] = {
             saved=("out", "logsumexp"),
             forward=Formula(sdpa.attention, attention_flops, attention_dims),
             dgrad=Formula(sdpa.attention_dgrad, attention_dgrad_flops, attention_dims),
+            lowering=FLASH,
         ),
         PortableOp(
             "layer_norm",

@@ -24,6 +24,7 @@ Bound = Mapping[str, Any]
 
 
 def call_name(node: fx.Node) -> str:
+    """The function that a node calls, by the name the user knows it by."""
     return getattr(node.target, "__name__", None) or str(node.target)
 
 
@@ -41,6 +42,7 @@ def user_line(node: fx.Node) -> str:
 
 
 def unsupported(node: fx.Node, variant: str, way_out: str) -> UnsupportedVariant:
+    """The refusal of a call: its name, what about it is not supported, where it stands, and what to do."""
     return UnsupportedVariant(f"{call_name(node)}: {variant} ({user_line(node)}). {way_out}")
 
 
@@ -52,12 +54,15 @@ class Builder:
         self.old = old
 
     def call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
+        """A call of `target`; arguments are nodes or constants."""
         return self._finish(self.graph.call_function(target, args), target)
 
     def method(self, name: str, *args: Any) -> fx.Node:
+        """A call of the tensor method `name` on the first argument."""
         return self._finish(self.graph.call_method(name, args), lambda tensor, *rest: getattr(tensor, name)(*rest))
 
     def first(self, call: fx.Node) -> fx.Node:
+        """The first result of a call that has several."""
         return self.call(operator.getitem, call, 0)
 
     def swap(self, tensor: fx.Node) -> fx.Node:
@@ -73,6 +78,7 @@ class Builder:
         return node.meta["example_value"]
 
     def refuse(self, variant: str, way_out: str) -> UnsupportedVariant:
+        """An `unsupported` for the node that is being replaced, to be raised."""
         return unsupported(self.old, variant, way_out)
 
     def _finish(self, node: fx.Node, function: Callable[..., Any]) -> fx.Node:

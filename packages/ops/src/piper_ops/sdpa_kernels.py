@@ -26,6 +26,8 @@ BIAS_ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Options:
+    """`mask`: additive, see the module; `is_causal`: query i attends to keys 0..i; `scale`: of q k^T."""
+
     mask: Tensor | None
     is_causal: bool
     scale: float
@@ -38,6 +40,7 @@ Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], T
 
 
 def cpu_flash(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Pair:
+    """torch's flash attention for CPU: any float dtype, with or without a mask."""
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, o.is_causal, attn_mask=_cpu_mask(o.mask, q), scale=o.scale
     )
@@ -45,6 +48,7 @@ def cpu_flash(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Pair:
 
 
 def cpu_flash_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: Options) -> Triple:
+    """The backward of `cpu_flash`."""
     mask = _cpu_mask(o.mask, q)
     grads: Triple = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, o.is_causal, attn_mask=mask, scale=o.scale
@@ -60,11 +64,13 @@ def _cpu_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def cuda_flash(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Pair:
+    """FlashAttention-2 as aten ships it: half precision, no mask."""
     out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, o.is_causal, False, scale=o.scale)[:2]
     return out, lse
 
 
 def cuda_flash_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: Options) -> Triple:
+    """The backward of `cuda_flash`."""
     seed, offset = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))  # unread without dropout
     grads: Triple = aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, o.is_causal, seed, offset, scale=o.scale
@@ -73,11 +79,13 @@ def cuda_flash_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
 
 
 def cuda_cudnn(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Pair:
+    """cuDNN's fused attention: half precision, no mask, no grouped heads."""
     out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, o.is_causal, False, scale=o.scale)[:2]
     return out, lse.reshape(q.shape[:3])
 
 
 def cuda_cudnn_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: Options) -> Triple:
+    """The backward of `cuda_cudnn`."""
     seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))  # unread without dropout
     lengths = (q.shape[2], k.shape[2])
     grads: Triple = aten._scaled_dot_product_cudnn_attention_backward(
@@ -87,6 +95,7 @@ def cuda_cudnn_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
 
 
 def cuda_efficient(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Pair:
+    """aten's memory-efficient attention: with a mask as bias; grouped heads are repeated."""
     k, v = _repeat_heads(q, k, v)
     bias = _aligned_bias(q, k, o.mask)
     out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, o.is_causal, scale=o.scale)[:2]
@@ -94,6 +103,7 @@ def cuda_efficient(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Pair:
 
 
 def cuda_efficient_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: Options) -> Triple:
+    """The backward of `cuda_efficient`; gradients of repeated heads are summed."""
     kv_heads = k.shape[1]
     k, v = _repeat_heads(q, k, v)
     bias = _aligned_bias(q, k, o.mask)

@@ -1,8 +1,9 @@
-"""Predictions as plain text, alone and beside what was measured."""
+"""Predictions as tables and as plain text, alone and beside what was measured."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from piper_ir.plan import COMPUTE
@@ -11,6 +12,28 @@ from piper_ir.trace import Trace
 ABSENT = "-"
 WIDEST = 8
 """Ranks that are listed one by one; of more, only the one with the highest prediction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of as many cells as there are columns, the first of each its name. `notes`: lines below it, "warning: ..." for what
+    should not be believed blindly."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    notes: tuple[str, ...] = ()
+
+    def plain(self) -> str:
+        """Aligned columns: the first to the left, the others to the right."""
+        widths = [max(len(row[i]) for row in (self.columns, *self.rows)) for i in range(len(self.columns))]
+
+        def line(row: tuple[str, ...]) -> str:
+            others = [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]
+            return "  ".join([row[0].ljust(widths[0]), *others]).rstrip()
+
+        rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
+        return "\n".join([self.title, line(self.columns), rule, *map(line, self.rows), *self.notes])
 
 
 class Prediction(Protocol):
@@ -41,9 +64,14 @@ class Measured(Protocol):
 
 
 def prediction_text(prediction: Prediction, *, title: str) -> str:
-    """The headline figures of a simulation, one per line, and where the durations come from."""
+    """`prediction_table` as plain text."""
+    return prediction_table(prediction, title=title).plain()
+
+
+def prediction_table(prediction: Prediction, *, title: str) -> Table:
+    """The headline figures of a simulation, one per line, where the durations come from, and what is not calibrated."""
     s = prediction.summary()
-    rows = [
+    rows = (
         ("step alone", seconds(s["step_s"])),
         ("step in steady state", seconds(s["period_s"])),
         ("tokens per second", ABSENT if s["tokens_per_s"] is None else f"{s['tokens_per_s']:,.0f}"),
@@ -55,13 +83,18 @@ def prediction_text(prediction: Prediction, *, title: str) -> str:
         ("peak memory, allocated", size(s["peak_bytes"])),
         ("peak memory, device", size(s["device_bytes"])),
         ("durations from", sources(s["sources"])),
-    ]
-    return table(title, ("", "worst device"), rows)
+    )
+    return Table(title, ("", "worst device"), rows, _warnings(s))
 
 
 def beside(prediction: Prediction, measured: Measured, *, title: str) -> str:
+    """`beside_table` as plain text."""
+    return beside_table(prediction, measured, title=title).plain()
+
+
+def beside_table(prediction: Prediction, measured: Measured, *, title: str) -> Table:
     """A table of predicted beside measured: step time, compute of each rank (when spans were recorded) and peak memory of
-    each rank (when it was), with predicted / measured; and where the predicted durations come from."""
+    each rank (when it was), with predicted / measured; where the predicted durations come from, and what is not calibrated."""
     rows = [_compared("step in steady state", prediction.period_s, measured.period_s, seconds)]
     if measured.step_s:
         rows.append(_compared("first step, alone", prediction.step_s, measured.step_s[0], seconds))
@@ -70,8 +103,13 @@ def beside(prediction: Prediction, measured: Measured, *, title: str) -> str:
     peaks = dict(enumerate(prediction.peak_bytes))
     held = measured.peak_bytes
     rows += [_compared(f"peak memory, rank {r}", peaks[r], held.get(r), size) for r in _ranks(peaks)]
-    text = table(title, ("", "predicted", "measured", "predicted / measured"), rows)
-    return f"{text}\npredicted durations from: {sources(prediction.summary()['sources'])}"
+    s = prediction.summary()
+    notes = (f"predicted durations from: {sources(s['sources'])}", *_warnings(s))
+    return Table(title, ("", "predicted", "measured", "predicted / measured"), tuple(rows), notes)
+
+
+def _warnings(summary: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(f"warning: {note}" for note in summary["notes"])
 
 
 def compute_seconds(trace: Trace) -> dict[int, float]:
@@ -81,17 +119,6 @@ def compute_seconds(trace: Trace) -> dict[int, float]:
         if span.stream == COMPUTE:
             out[span.rank] = out.get(span.rank, 0.0) + span.end - span.start
     return out
-
-
-def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: the first to the left, the others to the right."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-
-    def line(row: Sequence[str]) -> str:
-        return "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]).rstrip()
-
-    rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
-    return "\n".join([title, line(head), rule, *map(line, rows)])
 
 
 def seconds(value: float) -> str:

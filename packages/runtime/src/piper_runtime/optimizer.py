@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from piper_ir.errors import JobError
 from piper_ir.plan import Bucket, Plan
 from piper_ir.program import Param
 from piper_ir.sizes import ITEM_BYTES, bind
 from piper_runtime.job import Job, NamedParameters
+from piper_runtime.usercode import user_code
 
 if TYPE_CHECKING:
     from piper_runtime.store import Store
@@ -48,11 +50,6 @@ class OptimizerSpec:
         if self.flat:
             return self.state_copies[bucket.group] * bucket.numel * ITEM_BYTES[bucket.dtype] + self.counters
         return sum(self.param_bytes[p] for p in bucket.params)
-
-    def workspace(self, largest: int) -> int:
-        """Bytes that one update allocates for its run; `largest`: bytes of the largest parameter that it covers. Flat
-        optimizers use torch's fused kernels, which allocate nothing; for others it is an estimate of two temporaries."""
-        return 0 if self.flat else 2 * largest
 
 
 def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
@@ -96,7 +93,8 @@ def meta_parameters(params: Iterable[Param], dtype: torch.dtype) -> NamedParamet
 def call_optimizer(function: Callable[[NamedParameters], Optimizer], named: NamedParameters) -> Optimizer:
     """The user's optimizer over the given parameters. JobError when it is none, is refused by name, or holds foreign
     parameters."""
-    optimizer = function(list(named))
+    with user_code("Job.optimizer(named_parameters)"):
+        optimizer: object = function(list(named))
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise JobError(f"Job.optimizer returned a {kind}; a torch.optim.Optimizer is needed")
@@ -109,9 +107,25 @@ def call_optimizer(function: Callable[[NamedParameters], Optimizer], named: Name
                 f"Job.optimizer: group {index} holds a tensor that it was not given; build the groups from the "
                 f"(name, parameter) list only"
             )
+        if isinstance(group.get("lr"), torch.Tensor):
+            raise JobError(f"Job.optimizer: group {index} has a tensor as lr; give a float, which a scheduler changes as well")
         if group.get("differentiable"):
             raise JobError("Job.optimizer: differentiable=True is not supported; leave it out")
     return optimizer
+
+
+def call_scheduler(function: Callable[[Optimizer], Any], optimizer: Optimizer) -> LRScheduler:
+    """The user's learning-rate schedule of an optimizer. JobError when it is none, or needs more than the number of the step."""
+    with user_code("Job.scheduler(optimizer)"):
+        schedule: object = function(optimizer)
+    if isinstance(schedule, ReduceLROnPlateau):
+        raise JobError(
+            "Job.scheduler returned ReduceLROnPlateau, which cannot run on a plan: it follows a metric, and no rank has one of "
+            "the whole model; give a schedule of the step's number, such as LambdaLR"
+        )
+    if not isinstance(schedule, LRScheduler):
+        raise JobError(f"Job.scheduler returned a {type(schedule).__name__}; a torch.optim.lr_scheduler.LRScheduler is needed")
+    return schedule
 
 
 def _state_copies(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
@@ -162,7 +176,7 @@ class RankOptimizer:
         else:
             self._use_views(optimizer, dict(named))
         self._optimizer = optimizer
-        self._scheduler = scheduler(optimizer) if scheduler is not None else None
+        self._scheduler = call_scheduler(scheduler, optimizer) if scheduler is not None else None
 
     def _check_groups(self, optimizer: Optimizer, named: NamedParameters) -> None:
         group_of = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}

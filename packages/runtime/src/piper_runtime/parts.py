@@ -17,7 +17,7 @@ from piper_ir.plan import Part, is_state
 from piper_ir.program import Chunk
 from piper_runtime import faults
 from piper_runtime.job import microbatch_rows
-from piper_runtime.rng import rng_place, rng_seed
+from piper_runtime.rng import rng_seed
 from piper_runtime.store import empty_value
 
 if TYPE_CHECKING:
@@ -273,7 +273,7 @@ def _forward(run: Run, part: Part, chunk: Chunk, rank: Rank) -> Run:
 
 
 def _seeded(run: Run, part: Part, chunk: Chunk, rank: Rank) -> Run:
-    where = rng_place(chunk)
+    where = rank.places[chunk.id]
     row = microbatch_rows(rank.plan, rank.plan.replica_of(rank.rank), part.mb).start
     set_seed = torch.default_generator.manual_seed
 

@@ -19,6 +19,7 @@ from piper_runtime.feed import Feed
 from piper_runtime.job import Batch, NamedParameters
 from piper_runtime.optimizer import RankOptimizer
 from piper_runtime.parts import Operand, Run, bind_alloc, bind_operand, bind_part
+from piper_runtime.rng import rng_places
 from piper_runtime.store import Store
 
 Probe = Callable[["Rank", tuple[str, ...], float], None]
@@ -68,6 +69,7 @@ class Rank:
         self.rank = rank
         self.role = plan.role_of(rank)
         self.seed = trainee.seed
+        self.places = rng_places(plan.chunks)
         self.probe = probe
         self.step = 0
         self.scalars: dict[str, dict[int, float]] = {"loss": {}, "weight": {}}

@@ -12,7 +12,10 @@ from piper_runtime.memory import MemoryCounter, MemoryRecord
 from piper_runtime.rank import Rank
 from piper_runtime.trace import TimedSpan
 
-MEASURED = "bytes of live tensor storages in the first step, temporaries of operators included, as torch's dispatcher shows them"
+MEASURED = (
+    "bytes of live tensor storages in the second step (the first of a run of one step), temporaries of operators included, as "
+    "torch's dispatcher shows them"
+)
 
 
 @dataclass
@@ -45,6 +48,12 @@ class RankReport:
         self.spans = list(spans)
         if counter is not None:
             self.memory = counter.record()
+
+
+def measured_step(steps: int) -> int:
+    """The step in which memory is measured: the second, for some optimizers make their state in the first, where it would come
+    after the peak of the forward."""
+    return min(1, steps - 1)
 
 
 def measured_counter(rank: Rank) -> MemoryCounter:

@@ -16,9 +16,9 @@ from piper_ir.trace import Trace
 from piper_runtime.code import CodeStore
 from piper_runtime.inline import InlineEngine
 from piper_runtime.job import InitialState, Job, materialize
-from piper_runtime.memory import MemoryRecord
+from piper_runtime.memory import MemoryCounter, MemoryRecord
 from piper_runtime.rank import Rank, Trainee, step_loss
-from piper_runtime.report import MEASURED, RankReport, measured_counter
+from piper_runtime.report import MEASURED, RankReport, measured_counter, measured_step
 from piper_runtime.trace import executed_trace
 
 if TYPE_CHECKING:
@@ -79,11 +79,11 @@ def execute(
 
     launcher: "processes" (one process per rank, gloo over loopback) or "inline" (all ranks in this process). timeout_s: the
     call ends that long after the last sign of progress of any rank; an instruction that takes longer counts as hung. trace:
-    keep the last step's spans (about 1 us per instruction). memory: measure peak bytes in the first step (slows that step).
-    gradients: keep the gradients of every step. pool: worker processes to use again; without one they are started and ended in
-    this call. JobError: the job does not fit the plan. NonFiniteLossError: step, rank, microbatch. ExecutionError: rank,
-    instruction, peer."""
-    check_request(plan, job, steps, launcher)
+    keep the last step's spans (about 1 us per instruction). memory: measure peak bytes in the second step, in the first if
+    there is no other (slows that step). gradients: keep the gradients of every step. pool: worker processes to use again;
+    without one they are started and ended in this call. JobError: the job does not fit the plan. NonFiniteLossError: step, rank,
+    microbatch. ExecutionError: rank, instruction, peer."""
+    check_request(plan, job, steps, launcher, timeout_s)
     initial = materialize(job)
     if launcher == "inline":
         reports = _run_inline(plan, code, job, initial, steps, trace, memory, gradients)
@@ -94,7 +94,7 @@ def execute(
     return _result(plan, reports, initial, memory)
 
 
-def check_request(plan: Plan, job: Job, steps: int, launcher: str) -> None:
+def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: float) -> None:
     """JobError or ExecutionError when `execute` could not even start with these arguments."""
     if launcher in LATER:
         raise ExecutionError(
@@ -104,6 +104,8 @@ def check_request(plan: Plan, job: Job, steps: int, launcher: str) -> None:
         raise ExecutionError(f'launcher {launcher!r} is not known; use "processes" or "inline"')
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise JobError(f"steps={steps!r}: an integer of at least 1 is needed")
+    if not timeout_s > 0:
+        raise JobError(f"timeout_s={timeout_s!r}: a number of seconds above 0 is needed; inf waits for ever")
     if plan.global_batch != job.global_batch:
         raise JobError(
             f"the plan was made for a global batch of {plan.global_batch} rows, the job has {job.global_batch}; "
@@ -125,11 +127,13 @@ def _run_inline(
             Rank(plan, r, code, trainee(job), initial.params, initial.buffers, report.probe if gradients else None)
             for r, report in reports.items()
         ]
-        counters = {r.rank: measured_counter(r) for r in ranks} if memory else {}
-        engine = InlineEngine(ranks, counters)
+        counters: dict[int, MemoryCounter] = {}
+        engine = InlineEngine(ranks)
         for report in reports.values():
             report.started = time.perf_counter()
         for step in range(steps):
+            if memory and step == measured_step(steps):
+                counters = engine.counters = {r.rank: measured_counter(r) for r in ranks}
             spans = engine.step(step)
             for rank in ranks:
                 reports[rank.rank].end_step(rank)
@@ -153,10 +157,12 @@ def _result(plan: Plan, reports: Mapping[int, RankReport], initial: InitialState
     start = max(r.started for r in reports.values())
     step_s = [max(r.finished[i] - (r.finished[i - 1] if i else start) for r in reports.values()) for i in range(steps)]
     notes = {"peak_bytes": MEASURED} if memory else {}
-    trace = executed_trace(plan, steps - 1, {r: rep.spans for r, rep in reports.items()}, losses, notes)
+    spans = {r: rep.spans for r, rep in reports.items()}
+    points = {r: rep.memory.points for r, rep in reports.items() if rep.memory is not None}
+    trace = executed_trace(plan, steps - 1, spans, points, losses, notes)
     return Run(
         losses, step_s, median(step_s[WARMUP_STEPS:]) if step_s[WARMUP_STEPS:] else None,
-        {r: rep.memory.peak for r, rep in reports.items() if rep.memory is not None}, trace,
+        {r: rep.memory.peak for r, rep in sorted(reports.items()) if rep.memory is not None}, trace,
         {r: rep.states for r, rep in reports.items()}, {r: rep.gradients for r, rep in reports.items() if rep.gradients},
         {r: rep.memory for r, rep in reports.items() if rep.memory is not None}, initial,
     )  # fmt: skip

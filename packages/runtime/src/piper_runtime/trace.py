@@ -7,21 +7,37 @@ from collections.abc import Mapping, Sequence
 from piper_ir.ops import AllReduce, Compute, Recv, Send
 from piper_ir.plan import Instr, Plan
 from piper_ir.sizes import ITEM_BYTES
-from piper_ir.trace import Span, Trace
+from piper_ir.trace import MemSample, Span, Trace
+from piper_runtime.memory import MemoryPoint
 
 TimedSpan = tuple[int, float, float]
 """Index of the instruction, start and end in seconds on the machine-wide clock of time.perf_counter."""
+MEASURED_BYTES = "measured"
+"""The category of measured memory: a counter of storages cannot tell a parameter from an activation."""
 
 
 def executed_trace(
-    plan: Plan, step: int, spans: Mapping[int, Sequence[TimedSpan]], losses: Sequence[float], notes: Mapping[str, str]
+    plan: Plan,
+    step: int,
+    spans: Mapping[int, Sequence[TimedSpan]],
+    memory: Mapping[int, Sequence[MemoryPoint]],
+    losses: Sequence[float],
+    notes: Mapping[str, str],
 ) -> Trace:
-    """The trace of one step. Times count from the first start of any rank: ranks share one machine and one clock."""
+    """The trace of one step. Times count from the first start of any rank: ranks share one machine and one clock. A point of
+    memory stands where its instruction has its span, whichever step it was measured in; without spans there is none."""
     zero = min((start for found in spans.values() for _, start, _ in found), default=0.0)
     out: list[Span] = []
     for rank, found in sorted(spans.items()):
         out += _rank_spans(plan, rank, sorted(found), zero)
-    return Trace(plan.key, "executed", tuple(out), (), tuple(losses), step, dict(notes))
+    start = {(s.rank, s.instr): s.start for s in out}
+    samples = tuple(
+        MemSample(rank, p.instr, start[rank, p.instr], {MEASURED_BYTES: p.within})
+        for rank, points in sorted(memory.items())
+        for p in points
+        if (rank, p.instr) in start
+    )
+    return Trace(plan.key, "executed", tuple(out), samples, tuple(losses), step, dict(notes))
 
 
 def _rank_spans(plan: Plan, rank: int, found: Sequence[TimedSpan], zero: float) -> list[Span]:

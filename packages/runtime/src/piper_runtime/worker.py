@@ -28,7 +28,7 @@ from piper_runtime.engine import Engine, PeerError
 from piper_runtime.gloo import GlooCommunicators
 from piper_runtime.messages import HEART_SLOTS, Failure, Request, Setup
 from piper_runtime.rank import Rank, Trainee
-from piper_runtime.report import RankReport, measured_counter
+from piper_runtime.report import RankReport, measured_counter, measured_step
 from piper_runtime.streams import PHASE, RUNNING, CpuStreams, Heart
 
 
@@ -80,12 +80,15 @@ def run(rank: int, request: Request, communicators: GlooCommunicators, heart: He
     communicators.connect(plan)
     backend = CpuStreams(streams, heart)
     engine = Engine(bound, backend, communicators.bind, heart, trace=request.trace)
-    counter = measured_counter(bound) if request.memory else None
+    counter = None
     report.started = time.perf_counter()
     heart[PHASE] = RUNNING
     for step in range(request.steps):
         last = step == request.steps - 1
-        engine.step(step, traced=request.trace and last, counter=counter if step == 0 else None)
+        observed = request.memory and step == measured_step(request.steps)
+        if observed:
+            counter = measured_counter(bound)
+        engine.step(step, traced=request.trace and last, counter=counter if observed else None)
         report.end_step(bound)
     backend.close()
     report.close(bound, engine.spans, counter)
@@ -107,7 +110,10 @@ def _end_with(lifeline: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    serve(Setup(**json.loads(sys.argv[1])))
+    setup = Setup(**json.loads(sys.argv[1]))
+    serve(setup)
     sys.stdout.flush()
+    # The launcher is done with its workers, or dead; in the second case nobody else removes the shared files.
+    shutil.rmtree(Path(setup.heart).parent, ignore_errors=True)
     # Idle threads of communicators have no orderly end.
     os._exit(0)

@@ -24,8 +24,8 @@ class Cluster:
     `host_issue_s`: per instruction of a plan. `synchronous`: the host runs the kernels itself (a CPU), so launches add to
     their time instead of hiding behind it. `intra_*` and `inter_*`: links within and between nodes: reached bytes/s per
     device and direction, seconds per hop. `context_bytes` are gone on a device before the first tensor; `allocator_factor`:
-    reserved over allocated bytes; `group_bytes` and `p2p_bytes`: of a communicator. `notes`: where the
-    numbers come from."""
+    reserved over allocated bytes; `group_bytes` and `p2p_bytes`: of a communicator. `notes`: what of these
+    numbers is assumed or not calibrated, empty when nothing is; every prediction shows it as a warning."""
 
     device: str
     peak_flops: Mapping[str, float]
@@ -76,8 +76,18 @@ class Cluster:
         return rank // self.per_node
 
     def peak(self, dtype: str) -> float:
-        """FLOP/s in a dtype; that of the slowest one known when it is not known."""
+        """FLOP/s in a dtype; that of the slowest one known when it is not known (see `guess`)."""
         return self.peak_flops.get(dtype) or min(self.peak_flops.values())
+
+    def guess(self, dtype: str) -> str:
+        """What `peak` takes for a dtype that it does not know, as a warning."""
+        slowest = min(self.peak_flops, key=lambda d: self.peak_flops[d])
+        return f"{self.name}: no FLOP/s known for {dtype}; computed with those of {slowest}, {self.peak(dtype) / 1e12:g} TFLOP/s"
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """`notes` with the cluster's name; none when there is nothing to warn of."""
+        return (f"{self.name}: {self.notes}",) if self.notes else ()
 
 
 def _nvidia(
@@ -131,6 +141,14 @@ cost-model.md 1."""
 
 ALIASES = {"a100": "a100-80g-sxm", "h100": "h100-80g-sxm"}
 CPU = "cpu-local"
+_TYPICAL_CPU = {
+    "matmul_flops": 5e10,
+    "memory_bandwidth": 1e10,
+    "link_bandwidth": 4.3e9,
+    "link_latency": 1.55e-4,
+    "launch_s": 5e-6,
+    "host_issue_s": 2e-5,
+}
 
 
 def cpu_local(
@@ -147,23 +165,9 @@ def cpu_local(
     process's matmul, bytes/s of its memory and between two processes, seconds of a one-way message, per kernel and per
     instruction. The others are typical of one slow core with gloo (1 KB round trip 0.31 ms, 4.3 GB/s, building-blocks.md; 20
     us per instruction with communication threads, issue 2, 8) and `notes` says which."""
-    given = {
-        "matmul_flops": matmul_flops,
-        "memory_bandwidth": memory_bandwidth,
-        "link_bandwidth": link_bandwidth,
-        "link_latency": link_latency,
-        "launch_s": launch_s,
-        "host_issue_s": host_issue_s,
-    }
-    typical = {
-        "matmul_flops": 5e10,
-        "memory_bandwidth": 1e10,
-        "link_bandwidth": 4.3e9,
-        "link_latency": 1.55e-4,
-        "launch_s": 5e-6,
-        "host_issue_s": 2e-5,
-    }
-    value = {k: typical[k] if v is None else v for k, v in given.items()}
+    measured = (matmul_flops, memory_bandwidth, link_bandwidth, link_latency, launch_s, host_issue_s)
+    given = dict(zip(_TYPICAL_CPU, measured, strict=True))
+    value = {k: _TYPICAL_CPU[k] if v is None else v for k, v in given.items()}
     missing = [k for k, v in given.items() if v is None]
     return Cluster(
         device=CPU,
@@ -178,7 +182,7 @@ def cpu_local(
         launch_s=value["launch_s"],
         host_issue_s=value["host_issue_s"],
         synchronous=True,
-        notes=f"assumed, not measured: {', '.join(missing)}" if missing else "measured on this machine",
+        notes=f"assumed, not measured: {', '.join(missing)}" if missing else "",
     )
 
 

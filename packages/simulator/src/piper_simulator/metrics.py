@@ -82,15 +82,14 @@ def executed_flops(plan: Plan) -> int:
     return total
 
 
-def peak_flops(plan: Plan, cluster: Cluster) -> float:
-    """FLOP/s of all ranks together in the dtype of most of the plan's matmul FLOPs."""
+def main_dtype(plan: Plan) -> str:
+    """The dtype of most of the plan's matmul FLOPs, in which utilisation is counted; float32 for a plan without any."""
     weight: dict[str, int] = {}
     for chunk in plan.chunks:
         for kernel in chunk.steps["F"].cost.kernels if "F" in chunk.steps else ():
             if kernel.kind == "matmul":
                 weight[kernel.dtype] = weight.get(kernel.dtype, 0) + bind(kernel.flops, 0) * kernel.count
-    dtype = max(weight, key=lambda d: weight[d], default="float32")
-    return plan.mesh.world * cluster.peak(dtype)
+    return max(weight, key=lambda d: weight[d], default="float32")
 
 
 def device_bytes(plan: Plan, role: RolePlan, peak: int, cluster: Cluster | None) -> int:

@@ -73,6 +73,7 @@ class CostModel:
         self._links: dict[str, _Link] = {}
         self._messages: dict[tuple[str, int], Work] = {}
         self._sizes: dict[int, int] = {}
+        self._guessed: dict[str, None] = {}
 
     def work(self, role: RolePlan, instr: Instr) -> Work:
         """Duration, source, bytes and FLOPs of one instruction of a role."""
@@ -84,6 +85,13 @@ class CostModel:
             return parts[0]
         seconds = self._inline_s + sum([p.seconds for p in parts])
         return Work(seconds, min([p.source for p in parts], key=_TRUST.index), flops=sum([p.flops for p in parts]))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of the durations asked for so far: constants that nobody measured, and guesses."""
+        if self.cluster is None:
+            return ()
+        return (*self.cluster.warnings, *(self.cluster.guess(dtype) for dtype in self._guessed))
 
     def _part(self, role: RolePlan, part: Part) -> Work:
         if isinstance(part.op, Compute):
@@ -105,6 +113,7 @@ class CostModel:
         if known is not None:
             return Work(known.seconds, known.source, flops=cost.flops)
         cluster = self._need(f"step {op.step} of chunk {op.chunk}")
+        self._guessed.update(dict.fromkeys(k.dtype for k in cost.kernels if _is_guess(cluster, k)))
         return Work(_kernels(cluster, cost), "formula", flops=cost.flops)
 
     def _need(self, what: str) -> Cluster:
@@ -119,8 +128,7 @@ class CostModel:
             case SquaredNorm(buckets=buckets):
                 return nbytes + sum(_bucket_bytes(self.plan.bucket(b)) for b in buckets)
             case Update(buckets=buckets):  # reads and writes parameters, optimizer state and (to zero it) the gradient
-                names = {f"{kind}:{b}" for b in buckets for kind in ("grad", "optim")}
-                names |= {f"param:{p}" for b in buckets for p in self.plan.bucket(b).params}
+                names = {f"{kind}:{b}" for b in buckets for kind in ("param", "grad", "optim")}
                 return nbytes + 2 * sum(s.nbytes for s in role.states if s.id in names)
             case _:
                 return nbytes
@@ -192,9 +200,24 @@ def _kernels(cluster: Cluster, cost: Cost) -> float:
 
 
 def _kernel(cluster: Cluster, kernel: Kernel) -> float:
+    return max(_computing(cluster, kernel), _moving(cluster, kernel))
+
+
+def _computing(cluster: Cluster, kernel: Kernel) -> float:
     fraction = cluster.matmul_fraction if kernel.kind in _AT_PEAK else 1.0
-    moved = bind(kernel.bytes, 0) / (cluster.memory_bandwidth * cluster.memory_fraction)
-    return max(bind(kernel.flops, 0) / (cluster.peak(kernel.dtype) * fraction), moved)
+    return bind(kernel.flops, 0) / (cluster.peak(kernel.dtype) * fraction)
+
+
+def _moving(cluster: Cluster, kernel: Kernel) -> float:
+    return bind(kernel.bytes, 0) / (cluster.memory_bandwidth * cluster.memory_fraction)
+
+
+def _is_guess(cluster: Cluster, kernel: Kernel) -> bool:
+    """The rate of a dtype that the cluster does not know; of kernels that move bytes only where that rate decides, since
+    integers are added on every device."""
+    if kernel.dtype in cluster.peak_flops:
+        return False
+    return kernel.kind in _AT_PEAK or _computing(cluster, kernel) > _moving(cluster, kernel)
 
 
 def _launched(cluster: Cluster, busy: float, kernels: int) -> float:

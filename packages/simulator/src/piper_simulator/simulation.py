@@ -17,7 +17,7 @@ from piper_ir.timing import Prepared, Times, period, prepare
 from piper_ir.trace import MemSample, Span, Trace
 from piper_simulator.clusters import Cluster, load_cluster
 from piper_simulator.engine import run
-from piper_simulator.metrics import device_bytes, executed_flops, idle, model_flops, peak_flops
+from piper_simulator.metrics import device_bytes, executed_flops, idle, main_dtype, model_flops
 from piper_simulator.model import CostModel, Work
 
 
@@ -29,7 +29,7 @@ class Simulation:
     `tokens_per_s`, `mfu` (model FLOPs over peak): None without tokens_per_row or peak; `hfu` (FLOPs that run over peak): None
     without peak. `global_bubble_s`: step_s - busy compute; `span_bubble_s`: last end - first start - busy; `exposed_comm_s`:
     compute is idle while the rank communicates; each the maximum over ranks. `bubble_s[rank]`: the global one. `peak_bytes`:
-    allocated; `device_bytes`: with allocator, context and communicators."""
+    allocated; `device_bytes`: with allocator, context and communicators. `notes`: warnings, see `summary`."""
 
     step_s: float
     period_s: float
@@ -43,6 +43,7 @@ class Simulation:
     peak_bytes: tuple[int, ...]
     device_bytes: tuple[int, ...]
     peak_by_category: tuple[Mapping[str, int], ...]
+    notes: tuple[str, ...]
     _run: _Run = field(repr=False)
 
     @cached_property
@@ -52,8 +53,8 @@ class Simulation:
             return self._run.trace()
 
     def summary(self) -> dict[str, Any]:
-        """The headline as plain numbers, of the worst rank where there is one per rank, and the share that each source has in
-        the seconds of all instructions."""
+        """The headline as plain numbers, of the worst rank where there is one per rank; `sources`: the share that each source has
+        in the seconds of all instructions; `notes`: what of the cluster's constants is assumed, not calibrated or guessed."""
         return {
             "step_s": self.step_s,
             "period_s": self.period_s,
@@ -66,6 +67,7 @@ class Simulation:
             "peak_bytes": max(self.peak_bytes, default=0),
             "device_bytes": max(self.device_bytes, default=0),
             "sources": self._run.sources(),
+            "notes": list(self.notes),
         }
 
 
@@ -80,8 +82,8 @@ def simulate(
 ) -> Simulation:
     """Run a plan on a cluster (a name, see `load_cluster`, or a Cluster). `cluster` may be left out only when all compute has
     given durations; these are then all there is, and the rest takes no time. `costs` come before what the device model computes.
-    `steps` follow each other without a barrier. `tokens_per_row` (default: the plan's) enables rates; `model_flops_per_step` replaces
-    the model FLOPs that the plan's own parameters suggest.
+    `steps` follow each other without a barrier. `tokens_per_row` (default: the plan's) enables rates; `model_flops_per_step`
+    replaces the model FLOPs that the plan's own parameters suggest.
 
     ClusterError: unknown cluster, too few devices, or none where a duration must be computed. PlanError: deadlock, steps < 1."""
     if steps < 1:
@@ -124,17 +126,14 @@ def _simulate(
     usages = [list(scan(plan, role)) for role in plan.roles]
     peaks = [max(u, key=lambda x: x.total) if u else peak(plan, role) for u, role in zip(usages, plan.roles)]
     held = [device_bytes(plan, role, p.total, target) for role, p in zip(plan.roles, peaks)]
-    per_second = 1 / period_s if period_s > 0 else None
-    if model_flops_per_step is None and tokens_per_row is not None:
-        model_flops_per_step = model_flops(plan, tokens_per_row)
-    top = None if target is None else peak_flops(plan, target)
-    notes = {} if target is None else {"cluster": target.name, "constants": target.notes}
+    rates = _rates(plan, target, period_s, tokens_per_row, model_flops_per_step)
+    notes = tuple(dict.fromkeys((*model.notes, *rates.notes)))
     return Simulation(
         step_s=step_s,
         period_s=period_s,
-        tokens_per_s=_rate(plan.global_batch * (tokens_per_row or 0), per_second),
-        mfu=_rate(model_flops_per_step, per_second, top),
-        hfu=_rate(executed_flops(plan), per_second, top),
+        tokens_per_s=rates.tokens_per_s,
+        mfu=rates.mfu,
+        hfu=rates.hfu,
         exposed_comm_s=max((g.exposed for g in gaps), default=0.0),
         global_bubble_s=max((step_s - g.busy for g in gaps), default=0.0),
         span_bubble_s=max((g.span for g in gaps), default=0.0),
@@ -142,13 +141,45 @@ def _simulate(
         peak_bytes=tuple(peaks[r].total for r in order),
         device_bytes=tuple(held[r] for r in order),
         peak_by_category=tuple(peaks[r].bytes for r in order),
-        _run=_Run(plan, prepared, times[-1], work, usages, order, steps - 1, notes),
+        notes=notes,
+        _run=_Run(plan, prepared, times[-1], work, usages, order, steps - 1, _of_trace(target, notes)),
     )
 
 
-def _rate(amount: float | None, per_second: float | None, top: float | None = 1.0) -> float | None:
+def _of_trace(target: Cluster | None, notes: tuple[str, ...]) -> dict[str, str]:
+    cluster = {} if target is None else {"cluster": target.name}
+    return cluster | ({"warnings": "; ".join(notes)} if notes else {})
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """Per second of steady state; `notes`: warnings."""
+
+    tokens_per_s: float | None
+    mfu: float | None
+    hfu: float | None
+    notes: tuple[str, ...]
+
+
+def _rates(
+    plan: Plan, target: Cluster | None, period_s: float, tokens_per_row: int | None, model_flops_per_step: float | None
+) -> _Rates:
+    per_second = 1 / period_s if period_s > 0 else None
+    tokens_per_s = _rate(plan.global_batch * (tokens_per_row or 0), per_second)
+    if target is None:
+        return _Rates(tokens_per_s, None, None, ())
+    if model_flops_per_step is None and tokens_per_row is not None:
+        model_flops_per_step = model_flops(plan, tokens_per_row)
+    dtype = main_dtype(plan)
+    top = plan.mesh.world * target.peak(dtype)
+    mfu, hfu = _rate(model_flops_per_step, per_second, top), _rate(executed_flops(plan), per_second, top)
+    guessed = dtype not in target.peak_flops and (mfu is not None or hfu is not None)
+    return _Rates(tokens_per_s, mfu, hfu, (target.guess(dtype),) if guessed else ())
+
+
+def _rate(amount: float | None, per_second: float | None, top: float = 1.0) -> float | None:
     """Amount per second over the top; None when any is unknown or there is nothing to speak of."""
-    return None if not amount or per_second is None or top is None else amount * per_second / top
+    return None if not amount or per_second is None else amount * per_second / top
 
 
 @dataclass(frozen=True)

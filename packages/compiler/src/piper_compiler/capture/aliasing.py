@@ -58,6 +58,7 @@ def root(node: fx.Node) -> fx.Node:
 
 
 def is_view(node: fx.Node) -> bool:
+    """True for a node that shares the storage of one of its arguments."""
     return source(node) is not None
 
 
@@ -76,6 +77,7 @@ def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
 
 
 def storage_bytes(value: torch.Tensor) -> int:
+    """Bytes of the whole storage that a tensor lives in, however little of it the tensor covers."""
     return value.untyped_storage().nbytes()
 
 

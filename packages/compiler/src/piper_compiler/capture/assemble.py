@@ -13,7 +13,7 @@ from piper_compiler.capture.concrete import concrete_shape
 from piper_compiler.capture.cut import Cut, Piece, Slot, cut
 from piper_compiler.capture.dynamo import Forward, capture_forward
 from piper_compiler.capture.joint import TracedChunk
-from piper_compiler.capture.model import BatchMaker, Loss
+from piper_compiler.capture.model import ASKED_ROWS, BatchMaker, Loss
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
 from piper_ir.errors import CaptureError
 from piper_ir.program import BatchTensor, Buffer, Chunk, Input, Output, Param, Program
@@ -25,14 +25,20 @@ differ in general coincide at small numbers of rows, so that equal kernels are c
 
 
 def capture(
-    model: nn.Module | Callable[[], nn.Module], batch: BatchMaker, loss: Loss, *, dtype: torch.dtype | None = None
+    model: nn.Module | Callable[[], nn.Module],
+    batch: BatchMaker,
+    loss: Loss,
+    *,
+    dtype: torch.dtype | None = None,
+    most: int = ASKED_ROWS,
 ) -> Captured:
     """Capture the training step `loss(model(inputs), targets)` as chunks with exact sizes.
 
     model: a module (left untouched), or a callable that makes one; it runs on fake tensors, for real only where its constructor
     reads values of tensors. batch: rows -> (inputs, targets); inputs is a tensor, a tuple (positional) or a dict (keyword),
     targets any nest of tensors; dimension 0 of every tensor is the rows. loss: a mean over the rows, or (sum, weight).
-    dtype: floating-point parameters, buffers and batch tensors are cast to it.
+    dtype: floating-point parameters, buffers and batch tensors are cast to it. most: rows that `batch` has; it is asked for two
+    of them at most.
 
     Random numbers: Chunk.random says that F draws some, from the default generator of its device, whose state the caller sets
     before. Dropout is traced as aten.native_dropout, which saves a mask of bools; on a CPU it draws, element by element, what
@@ -42,7 +48,7 @@ def capture(
     changes that cannot be made functional, batch statistics, autocast and checkpointing, unregistered kernels, and chunks
     whose sizes are not affine in the rows.
     """
-    forward = capture_forward(model, batch, loss, dtype)
+    forward = capture_forward(model, batch, loss, dtype, most)
     for rows in TRACE_ROWS[0]:
         check_rows(forward, rows)
     return _Assembly(forward, cut(forward)).captured()

@@ -49,6 +49,7 @@ def concrete_size(node: fx.Node, rows: int) -> Any:
 
 
 def concrete_shape(tensor: Tensor, rows: int, node: fx.Node) -> tuple[int, ...]:
+    """The shape of a node's tensor at this number of rows. CaptureError when it depends on values of tensors."""
     if _torch.data_dependent(tensor):
         raise CaptureError(
             f"{line_of(node)}: makes a tensor whose shape depends on values of tensors; use operations with static shapes, such "

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, fx, nn
 
 from piper_compiler.capture import _torch
-from piper_compiler.capture.model import BatchMaker, Loss, check_batch, fake_model, flatten_batch, named_tensors
+from piper_compiler.capture.model import (
+    ASKED_ROWS,
+    BatchMaker,
+    Loss,
+    check_batch,
+    fake_model,
+    flatten_batch,
+    named_tensors,
+)
 from piper_ir.errors import CaptureError
 from piper_ops import UnsupportedVariant, replace_portable
 
@@ -110,11 +118,11 @@ class _Recorder:
 
 
 def capture_forward(
-    model: nn.Module | Callable[[], nn.Module], batch: BatchMaker, loss: Loss, dtype: torch.dtype | None
+    model: nn.Module | Callable[[], nn.Module], batch: BatchMaker, loss: Loss, dtype: torch.dtype | None, most: int = ASKED_ROWS
 ) -> Forward:
     """Trace `loss(model(inputs), targets)` once. Raises CaptureError with the user's line for what cannot be captured."""
     module = fake_model(model, _torch.fake_cpu(), dtype)
-    inputs, targets = check_batch(batch, EXAMPLE_ROWS, dtype)
+    inputs, targets = check_batch(batch, EXAMPLE_ROWS, dtype, most)
     tensors = flatten_batch(inputs, targets)
     origins = {id(t): Origin("batch", name) for name, t in tensors.items()}
     params, buffers, before = _manifest(module, origins)
@@ -192,13 +200,16 @@ def _as_capture_error(error: BaseException) -> CaptureError:
     text = str(error)
     lines = text.partition("from user code:")[0].partition("\n\n")[0].splitlines()
     reason = " ".join(line.strip() for line in lines if not line.strip().startswith(("Hint:", "Developer debug context")))
+    raised = reason.startswith("Observed exception")  # Dynamo does not say which one
+    if raised:
+        reason = "this line raises an exception"
     if "fake impl" in text:
         advice = (
             "A custom op needs an implementation of its shapes and a gradient:\n"
             "    @my_op.register_fake\n    def _(x): return torch.empty_like(x)\n"
             "    my_op.register_autograd(backward, setup_context=setup_context)"
         )
-    elif isinstance(error, _torch.RuntimeFailure):
+    elif isinstance(error, _torch.RuntimeFailure) or raised:
         advice = "Check that the model and the loss run on such a batch without Piper."
     else:
         advice = (

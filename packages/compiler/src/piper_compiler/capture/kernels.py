@@ -16,7 +16,7 @@ from piper_ops import kernel_of
 def cost(step: StepGraph) -> Cost:
     """Equal kernels are counted together, in the order of their first launch."""
     launched = Counter(_kernel(n) for n in step.graph.nodes if n.op == "call_function" and _launches(n))
-    return Cost(tuple(Kernel(k.kind, k.dims, k.dtype, k.flops, k.bytes, count) for k, count in launched.items()))
+    return Cost(tuple(Kernel(k.kind, k.dims, k.dtype, k.flops, k.bytes, count, k.lowering) for k, count in launched.items()))
 
 
 def _launches(node: fx.Node) -> bool:
@@ -27,4 +27,4 @@ def _launches(node: fx.Node) -> bool:
 def _kernel(node: fx.Node) -> Kernel:
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     info = kernel_of(node.target, args, node.meta["val"], kwargs)
-    return Kernel(info.kind, info.dims, info.dtype, info.flops, info.bytes)
+    return Kernel(info.kind, info.dims, info.dtype, info.flops, info.bytes, lowering=info.lowering)

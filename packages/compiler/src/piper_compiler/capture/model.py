@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from piper_compiler.capture import _torch
+from piper_compiler.capture.usercode import user_code
 from piper_ir.errors import CaptureError
 
 BatchMaker = Callable[[range], tuple[Any, Any]]
@@ -17,6 +18,9 @@ BatchMaker = Callable[[range], tuple[Any, Any]]
 
 Loss = Callable[[Any, Any], Any]
 """(output, targets) -> mean over rows, or (sum, weight)."""
+
+ASKED_ROWS = 2
+"""Rows that the user's batch function is asked for: more than one, so that a function that ignores its argument shows."""
 
 
 def fake_model(model: nn.Module | Callable[[], nn.Module], mode: _torch.FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
@@ -26,11 +30,12 @@ def fake_model(model: nn.Module | Callable[[], nn.Module], mode: _torch.FakeTens
     (`.item()`, numpy) cannot run there; it then runs for real, and its tensors are replaced by fake ones."""
     if isinstance(model, nn.Module):
         return _faked(model, mode, dtype)
-    try:
-        with _torch.fake_construction():
+    with user_code("model()"):
+        try:
+            with _torch.fake_construction():
+                built = model()
+        except (RuntimeError, TypeError, ValueError):
             built = model()
-    except (RuntimeError, TypeError, ValueError):
-        built = model()
     if not isinstance(built, nn.Module):
         raise CaptureError(f"model() returned {type(built).__name__}; it must return a torch.nn.Module")
     return _faked(built, mode, dtype)
@@ -86,14 +91,21 @@ def _key(part: Any) -> str:
     return str(part)
 
 
-def check_batch(batch: BatchMaker, rows: int, dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """Example (inputs, targets) with `rows` rows and undefined content, from a call of the user's function for two rows.
+def check_batch(batch: BatchMaker, rows: int, dtype: torch.dtype | None, most: int = ASKED_ROWS) -> tuple[Any, Any]:
+    """Example (inputs, targets) with `rows` rows and undefined content, from a call of the user's function for two rows, or for
+    one where there are no more than that (`most`).
 
     Raises CaptureError where the function does not return a pair of nests of tensors whose first dimension is the rows."""
-    asked = range(2)
-    result = batch(asked)
+    asked = range(min(ASKED_ROWS, most))
+    with user_code(f"batch(rows={asked})"):
+        result = batch(asked)
     if not isinstance(result, tuple) or len(result) != 2:
         raise CaptureError(f"batch returned {type(result).__name__}; it must return a pair (inputs, targets)")
+    if not isinstance(result[0], Tensor | tuple | Mapping):
+        raise CaptureError(
+            f"batch returned inputs of type {type(result[0]).__name__}; "
+            "inputs: a Tensor, tuple (positional) or dict (keyword) is accepted"
+        )
     for name, tensor in flatten_batch(*result).items():
         if tensor.dim() == 0 or tensor.shape[0] != len(asked):
             raise CaptureError(

@@ -50,6 +50,7 @@ class _Plan:
 
 
 def is_random(node: fx.Node) -> bool:
+    """True for an op that draws random numbers, by its tag in torch."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 

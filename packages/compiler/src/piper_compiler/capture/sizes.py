@@ -21,12 +21,14 @@ class Fitter:
         self._rows, self._traces = rows, traces
 
     def ports(self) -> dict[str, TensorSpec]:
+        """Port -> shape and dtype, affine in rows. NotAffine."""
         first, *others = (t.ports for t in self._traces)
         if any(list(o) != list(first) for o in others):
             raise NotAffine("its saved tensors differ in number")
         return {name: self._spec(name, [t.ports[name] for t in self._traces]) for name in first}
 
     def steps(self) -> dict[Step, Signature]:
+        """F, I and W with costs and memory affine in rows. NotAffine."""
         return {step: self._signature(step, [t.steps[step] for t in self._traces]) for step in self._traces[0].steps}
 
     def _spec(self, name: str, specs: Sequence[TensorSpec]) -> TensorSpec:
@@ -47,8 +49,8 @@ class Fitter:
 
     def _cost(self, step: Step, costs: Sequence[Cost]) -> Cost:
         first = costs[0].kernels
-        shape = [(k.kind, k.dtype, len(k.dims), k.count) for k in first]
-        if any([(k.kind, k.dtype, len(k.dims), k.count) for k in c.kernels] != shape for c in costs):
+        shape = [(k.kind, k.dtype, len(k.dims), k.count, k.lowering) for k in first]
+        if any([(k.kind, k.dtype, len(k.dims), k.count, k.lowering) for k in c.kernels] != shape for c in costs):
             raise NotAffine(f"step {step} launches other kernels")
         return Cost(tuple(self._kernel(step, kernels) for kernels in zip(*(c.kernels for c in costs), strict=True)))
 
@@ -57,7 +59,8 @@ class Fitter:
         dims = tuple(self._fit(f"{what}: dims", d) for d in zip(*(k.dims for k in kernels), strict=True))
         flops = self._fit(f"{what}: flops", [k.flops for k in kernels])
         moved = self._fit(f"{what}: bytes", [k.bytes for k in kernels])
-        return Kernel(kernels[0].kind, dims, kernels[0].dtype, flops, moved, kernels[0].count)
+        first = kernels[0]
+        return Kernel(first.kind, dims, first.dtype, flops, moved, first.count, first.lowering)
 
     def _liveness(self, step: Step, liveness: Sequence[Liveness]) -> Liveness:
         first = liveness[0]
@@ -90,6 +93,7 @@ def _maximal(sizes: Sequence[Dim]) -> tuple[Dim, ...]:
 
 
 def explain(error: NotAffine, chunk: str, traces: Mapping[int, TracedChunk]) -> CaptureError:
+    """What a user is told of a chunk that does not fit; `traces` by rows."""
     return CaptureError(
         f"chunk {chunk!r} is not affine in the rows of a microbatch: {error} (traced at {', '.join(map(str, traces))} rows); "
         "every size must be a + b * rows: no rows-by-rows products, and the rows stay in the first dimension"

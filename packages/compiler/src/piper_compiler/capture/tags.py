@@ -6,7 +6,8 @@ A coordinate is a name and an integer. Nested regions and tagged modules merge n
         x = self.embed(tokens)
     piper.tag(model, {"layers.0-3": dict(stage=0), "layers.4-7": dict(stage=1), "head*": dict(stage=1)})
 
-The index of the outermost ModuleList entry that runs an operation is its coordinate `layer`, unless the user gives one.
+The number of the outermost ModuleList entry that runs an operation is its coordinate `layer`, unless the user gives one.
+Several outermost ModuleLists (an encoder's and a decoder's) are numbered consecutively, in the order of their registration.
 """
 
 from __future__ import annotations
@@ -83,7 +84,10 @@ def check_coordinate(name: str, value: object, where: str) -> None:
     if not name.isidentifier():
         raise CaptureError(f"{where}: coordinate name {name!r} is not an identifier")
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise CaptureError(f"{where}: coordinate {name}={value!r} is not a non-negative integer")
+        raise CaptureError(
+            f"{where}: coordinate {name}={value!r} is not a non-negative integer; what region and tag are given are coordinates, "
+            "each a name of your choice and an integer, such as stage=0; there are no options"
+        )
 
 
 @cache
@@ -116,20 +120,27 @@ def _examples(names: list[str]) -> str:
 
 
 def layer_indexes(model: nn.Module) -> dict[int, int]:
-    """id of a module -> index of the entry of the outermost ModuleList that holds it."""
+    """id of a module -> number of the entry of an outermost ModuleList that holds it.
+
+    The entries of all outermost lists are numbered consecutively, in the order of `named_modules`: with encoder.layers of 2
+    entries registered first, decoder.layers starts at 2. A list or entry that is registered twice keeps its first numbers."""
     found: dict[int, int] = {}
-
-    def visit(module: nn.Module) -> None:
-        for child in module.children():
-            if isinstance(child, nn.ModuleList):
-                for index, entry in enumerate(child):
-                    for inner in entry.modules():
-                        found.setdefault(id(inner), index)
-            else:
-                visit(child)
-
-    visit(model)
+    for number, entry in enumerate(_outermost_entries(model, set())):
+        for inner in entry.modules():
+            found.setdefault(id(inner), number)
     return found
+
+
+def _outermost_entries(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+    """Entries of the ModuleLists that are in no other one; `seen`: ids of modules that are done."""
+    for child in module.children():
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        if isinstance(child, nn.ModuleList):
+            yield from child
+        else:
+            yield from _outermost_entries(child, seen)
 
 
 def module_coords(module: nn.Module) -> dict[str, int]:

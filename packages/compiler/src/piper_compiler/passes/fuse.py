@@ -1,4 +1,4 @@
-"""fuse: join neighbouring compute of one role, microbatch, stage and phase into one instruction, wherever nothing lies between.
+"""fuse: join neighbouring compute of one role, microbatch and phase into one instruction, wherever nothing lies between.
 
 Something lies between two neighbours when communication must start after the first (it is sent, or was the last to add into a
 bucket that is reduced), or must end before the second (it is the first to read what was received or reduced). Parts keep their
@@ -36,7 +36,7 @@ def tasks(graph: Graph, deps: Dependencies, sequence: list[int], fuse: bool) -> 
 
 
 def _alike(a: Node, b: Node) -> bool:
-    keys = ("phase", "mb", "stage")
+    keys = ("phase", "mb")
     return not isinstance(b.op, Update) and all(a.coords.get(k) == b.coords.get(k) for k in keys)
 
 

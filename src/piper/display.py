@@ -1,0 +1,33 @@
+"""Tables on the screen: drawn by rich for a person, plain text for a pipe or a file."""
+
+from __future__ import annotations
+
+import sys
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as Drawn
+from rich.text import Text
+
+from piper_report.summary import Table
+
+
+def show(table: Table) -> None:
+    """Print a table to stdout, with lines and colours only where that is a terminal."""
+    if not sys.stdout.isatty():
+        print(table.plain())
+        return
+    console = Console(file=sys.stdout, highlight=False)
+    console.print(drawn(table))
+    for note in table.notes:
+        console.print(Text(note, style="yellow" if note.startswith("warning:") else ""))
+
+
+def drawn(table: Table) -> Drawn:
+    """A table as rich draws it, without its notes. Cells are text, never markup."""
+    out = Drawn(title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD)
+    for i, name in enumerate(table.columns):
+        out.add_column(Text(name), justify="right" if i else "left", no_wrap=i == 0)
+    for row in table.rows:
+        out.add_row(*map(Text, row))
+    return out
