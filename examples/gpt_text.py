@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import piper
 
 WIDTH, HEADS, LAYERS, CONTEXT, VOCAB = 128, 4, 6, 128, 256
-GLOBAL_BATCH, MICROBATCHES, STEPS = 32, 8, 60
+GLOBAL_BATCH, MICROBATCHES, STEPS = 32, 8, 100
 
 
 class Block(nn.Module):
@@ -85,7 +85,7 @@ def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         {"params": [p for _, p in named if p.ndim >= 2]},
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=2e-3, weight_decay=0.1)
+    return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 
 
 job = piper.Job(GPT, batch, loss, optimizer, global_batch=GLOBAL_BATCH, tokens_per_row=CONTEXT, clip_norm=1.0)
