@@ -39,12 +39,17 @@ def layered(layers: int) -> Program:
     return replace(program, chunks=tuple(chunks))
 
 
-def timed(layers: int, pp: int, microbatches: int, repeats: int) -> tuple[int, list[float]]:
-    """Nodes of the graph, and the CPU seconds of each compilation from directives to plan, 1F1B."""
-    program = layered(layers)
-    strategy = Strategy(Mesh(pp=pp), recipes.one_f_one_b(pp=pp, microbatches=microbatches))
-    nodes = len(compile_program(program, strategy).graph.nodes)
-    return nodes, [_cpu_seconds(program, strategy) for _ in range(repeats)]
+Case = tuple[int, int, int]
+"""Layers, devices, microbatches."""
+
+
+def timed(cases: Sequence[Case], repeats: int) -> list[tuple[int, list[float]]]:
+    """Per case the nodes of the graph, and the CPU seconds of each compilation from directives to plan, 1F1B. Cases take turns:
+    a machine that is slow for a while is so for all of them."""
+    inputs = [(layered(n), Strategy(Mesh(pp=pp), recipes.one_f_one_b(pp=pp, microbatches=m))) for n, pp, m in cases]
+    nodes = [len(compile_program(*i).graph.nodes) for i in inputs]
+    rounds = [[_cpu_seconds(*i) for i in inputs] for _ in range(repeats)]
+    return list(zip(nodes, map(list, zip(*rounds, strict=True)), strict=True))
 
 
 def _cpu_seconds(program: Program, strategy: Strategy) -> float:
@@ -58,25 +63,25 @@ def _cpu_seconds(program: Program, strategy: Strategy) -> float:
 def rows(quick: bool) -> list[Row]:
     """The worst case, then every size of the two series with the growth from the size before."""
     repeats = 2 if quick else 5
-    nodes, seconds = timed(24, 8, 32, repeats)
+    ((nodes, seconds),) = timed([(24, 8, 32)], repeats)
     note = f"{nodes:,} nodes; the prototype made 8,584 of it and took 204 s"
     worst = Row("compile", "24 layers, pp=8, m=32, 1F1B", median(seconds), "s", min(seconds), max(seconds), WORST_GOAL, note)
     by_m, by_p = (BY_MICROBATCHES[:3], BY_DEVICES[:3]) if quick else (BY_MICROBATCHES, BY_DEVICES)
     return [
         worst,
-        *_series("24 layers, pp=8, m={}", [(m, *timed(24, 8, m, repeats)) for m in by_m]),
-        *_series("3 layers per device, pp={}, m=64", [(p, *timed(3 * p, p, 64, repeats)) for p in by_p]),
+        *_series("24 layers, pp=8, m={}", by_m, timed([(24, 8, m) for m in by_m], repeats)),
+        *_series("3 layers per device, pp={}, m=64", by_p, timed([(3 * p, p, 64) for p in by_p], repeats)),
     ]
 
 
-def _series(title: str, measured: Sequence[tuple[int, int, list[float]]]) -> list[Row]:
+def _series(title: str, sizes: Sequence[int], measured: Sequence[tuple[int, list[float]]]) -> list[Row]:
     """A rate per size, and a growth per doubling. Growth compares the fastest repetitions: what else ran is not in them."""
     out = []
-    for size, nodes, seconds in measured:
+    for size, (nodes, seconds) in zip(sizes, measured, strict=True):
         rates = [nodes / s for s in seconds]
         note = f"{nodes:,} nodes in {median(seconds):.2f} s"
         out.append(Row("compile", title.format(size), median(rates), "nodes/s", min(rates), max(rates), note=note))
-    for (size, _, seconds), (larger, _, more) in pairwise(measured):
+    for (size, (_, seconds)), (larger, (_, more)) in pairwise(zip(sizes, measured, strict=True)):
         name = f"growth, {title.format(f'{size} to {larger}')}"
         out.append(Row("compile", name, min(more) / min(seconds), "x", goal=GROWTH_GOAL))
     return out

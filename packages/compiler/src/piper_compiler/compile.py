@@ -84,10 +84,7 @@ def _logged(graph: Graph, applied: Applied, index: int) -> Graph:
 def rows_per_microbatch(graph: Graph, global_batch: int | None) -> int:
     """Rows of one microbatch on one rank. CompileError when the global batch does not divide."""
     parts = graph.microbatches
-    over = next(iter(graph.replication.values())).over if graph.replication else ()
-    replicas = 1
-    for axis in over:
-        replicas *= graph.mesh.size(axis)
+    replicas = graph.replicas
     if global_batch is None:
         return 1
     rows, rest = divmod(global_batch, parts * replicas)

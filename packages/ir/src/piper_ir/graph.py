@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import cast
 
 from piper_ir.costs import Costs
@@ -110,6 +111,16 @@ class Graph:
     chunk_index: Mapping[str, int] = field(default_factory=dict, repr=False)
     _sets: dict[tuple[str, Coord], frozenset[str]] = field(default_factory=dict, repr=False, compare=False)
     _selected: dict[Where, list[Node]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def replicated(self) -> tuple[str, ...]:
+        """The axes of data parallelism: those of the first replicated chunk; a complete graph has the same for all."""
+        return next(iter(self.replication.values())).over if self.replication else ()
+
+    @property
+    def replicas(self) -> int:
+        """The data-parallel width: the product of the sizes of `replicated`."""
+        return prod(self.mesh.size(axis) for axis in self.replicated)
 
     def edit(self) -> Editor:
         return Editor(self)

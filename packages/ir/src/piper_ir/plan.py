@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Literal
 
 from piper_ir.mesh import Mesh
@@ -192,10 +193,7 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        out = 1
-        for axis in self.replicated:
-            out *= self.mesh.size(axis)
-        return out
+        return prod(self.mesh.size(axis) for axis in self.replicated)
 
     @property
     def global_batch(self) -> int:

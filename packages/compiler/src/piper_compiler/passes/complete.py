@@ -153,11 +153,6 @@ def _order_buffers(edit: Editor) -> None:
             edit.order(before, after)
 
 
-def _over(edit: Editor) -> tuple[str, ...]:
-    """The axes of data parallelism, the same for all chunks (see _check_axes)."""
-    return next(iter(edit.replication.values())).over if edit.replication else ()
-
-
 def _reduce(edit: Editor) -> None:
     """One AllReduce per bucket and holder, for buckets that several ranks hold."""
     for bucket in list(edit.buckets.values()):
@@ -219,7 +214,7 @@ def _loss_weight(edit: Editor) -> dict[str, str]:
         else:
             local[role] = edit.value(f"weight#{role}", spec, "scalar")
             edit.add(Node(f"sum.weight#{role}", Add(), {"phase": "U", "op": "add"}, tuple(mine), (local[role],), role))
-    return _sum_over_roles(edit, "weight", local, _over(edit), spec)
+    return _sum_over_roles(edit, "weight", local, edit.graph.replicated, spec)
 
 
 def _gradient_norm(edit: Editor) -> dict[str, str]:

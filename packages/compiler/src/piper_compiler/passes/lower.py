@@ -40,11 +40,7 @@ def lower(graph: Graph, rows: int, training: Training, options: Options, costs: 
     sequence = schedule(graph, deps, chunks, rows, costs)
     work = tasks(graph, deps, sequence, options.fuse)
     where = positions(graph, deps, sequence, work, options.recv_ahead)
-    replicated = next(iter(graph.replication.values())).over if graph.replication else ()
-    replicas = 1
-    for axis in replicated:
-        replicas *= graph.mesh.size(axis)
-    maker = PartMaker(graph, chunks, rows, replicas)
+    maker = PartMaker(graph, chunks, rows, graph.replicas)
     states = _states(graph, training)
     roles = tuple(_role(graph, role, deps, work[role], where, maker, states[role]) for role in graph.roles)
     program = graph.program
@@ -53,7 +49,7 @@ def lower(graph: Graph, rows: int, training: Training, options: Options, costs: 
         graph.mesh,
         rows,
         graph.microbatches,
-        replicated,
+        graph.replicated,
         roles,
         tuple(graph.channels.values()),
         tuple(graph.buckets.values()),
@@ -71,7 +67,7 @@ def lower(graph: Graph, rows: int, training: Training, options: Options, costs: 
 
 
 def _bound_chunks(graph: Graph, rows: int) -> dict[str, Chunk]:
-    """Chunks with int sizes and the coordinates that directives added. Equal specs and signatures are bound once."""
+    """Chunks with int sizes and the coordinates that directives added."""
     out = {}
     for chunk in graph.program.chunks:
         node = graph.nodes[f"{chunk.id}.F@0"]
