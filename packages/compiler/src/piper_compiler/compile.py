@@ -65,10 +65,12 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def apply_directives(graph: Graph, directives: tuple[Directive, ...]) -> Graph:
-    """Check and apply each directive in the order written."""
+    """Check and apply each directive in the order written. The given graph stays as it is."""
+    given = graph
     for item in directives:
         item.check(graph)
-        result = item.apply(graph)
+        ours = graph is not given and getattr(item, "takes_over", False)
+        result = item.apply(graph.hand_over() if ours else graph)
         if not isinstance(result, Graph):
             raise DirectiveError(f"{describe(item)}: apply returned {type(result).__name__}; a Graph is needed")
         applied = Applied(describe(item), getattr(item, "site", ""))

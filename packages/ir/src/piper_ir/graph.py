@@ -111,6 +111,7 @@ class Graph:
     chunk_index: Mapping[str, int] = field(default_factory=dict, repr=False)
     _sets: dict[tuple[str, Coord], frozenset[str]] = field(default_factory=dict, repr=False, compare=False)
     _selected: dict[Where, list[Node]] = field(default_factory=dict, repr=False, compare=False)
+    _handed_over: bool = field(default=False, repr=False, compare=False)
 
     @property
     def replicated(self) -> tuple[str, ...]:
@@ -121,6 +122,11 @@ class Graph:
     def replicas(self) -> int:
         """The data-parallel width: the product of the sizes of `replicated`."""
         return prod(self.mesh.size(axis) for axis in self.replicated)
+
+    def hand_over(self) -> Graph:
+        """This graph for one last edit, whose editor changes its tables in place instead of copying them. Neither it nor what is
+        returned may be used afterwards."""
+        return replace(self, _handed_over=True)
 
     def edit(self) -> Editor:
         return Editor(self)
@@ -217,7 +223,7 @@ class Editor:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self._copied = False
+        self._copied = graph._handed_over
         self._nodes = cast(dict[str, Node], graph.nodes)
         self._values = cast(dict[str, GraphValue], graph.values)
         self._writer = cast(dict[str, str], graph.writer)
@@ -358,4 +364,5 @@ class Editor:
             index=index,
             _sets=sets,
             _selected={},
+            _handed_over=False,
         )

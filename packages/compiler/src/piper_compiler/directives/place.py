@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
 from piper_ir.graph import Editor, Graph, Node, Transport
@@ -35,6 +36,7 @@ class Place:
     send: str = ""
     recv: str = ""
     site: str = site_field()
+    takes_over: ClassVar[bool] = True
 
     def __init__(
         self,
