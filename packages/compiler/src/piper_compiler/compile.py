@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from piper_compiler.build import build
@@ -12,6 +10,7 @@ from piper_compiler.directives import Directive, describe
 from piper_compiler.passes.complete import Training, complete
 from piper_compiler.passes.lower import Options, lower
 from piper_compiler.strategy import Strategy
+from piper_ir.collector import no_garbage_collection
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, DirectiveError
 from piper_ir.graph import Applied, Graph
@@ -43,25 +42,12 @@ def compile_program(
     (default: one row per microbatch and replica). `at_rows`: the program for a number of rows, for programs that are not
     affine down to one row. A DirectiveError or CompileError names what does not hold and where it was written."""
     training = training or Training()
-    with _no_garbage_collection():
+    with no_garbage_collection():
         graph = complete(apply_directives(build(program, strategy.mesh, costs), strategy.directives), training)
         rows = rows_per_microbatch(graph, global_batch)
         if at_rows is not None and (exact := at_rows(rows)) is not program:
             graph = complete(apply_directives(build(exact, strategy.mesh, costs), strategy.directives), training)
         return Lowered(graph, lower(graph, rows, training, options or Options(), costs))
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Graphs and plans have no reference cycles; the collector would walk them again and again while they grow (twice the time
-    at 25,000 nodes)."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def apply_directives(graph: Graph, directives: tuple[Directive, ...]) -> Graph:

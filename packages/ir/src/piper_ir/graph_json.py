@@ -7,22 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from piper_ir.costs import Costs
-from piper_ir.graph import Applied, Coord, Graph, GraphValue, Node, Replication, Transport
+from piper_ir.graph import Applied, Graph, GraphValue, Node, Replication, Transport
 from piper_ir.mesh import Mesh
-from piper_ir.ops import Op
 from piper_ir.plan import Bucket, Channel
 from piper_ir.program import Program
-
-
-@dataclass(frozen=True)
-class _Node:
-    id: str
-    op: Op
-    coords: Mapping[str, Coord]
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    role: str = ""
-    stream: str = "compute"
 
 
 @dataclass(frozen=True)
@@ -34,7 +22,7 @@ class GraphDocument:
     mesh: Mesh
     program: Program
     values: Mapping[str, GraphValue]
-    nodes: tuple[_Node, ...]
+    nodes: tuple[Node, ...]
     order: tuple[tuple[str, str, int], ...] = ()
     roles: Mapping[str, Mapping[str, int]] | None = None
     transports: Mapping[str, Transport] | None = None
@@ -48,13 +36,12 @@ class GraphDocument:
 
 def to_document(graph: Graph) -> GraphDocument:
     """What is written of a graph."""
-    nodes = tuple(_Node(n.id, n.op, n.coords, n.reads, n.writes, n.role, n.stream) for n in graph.nodes.values())
     order = tuple((a, b, i) for (a, b), i in graph.order_edges.items())
     return GraphDocument(
         graph.mesh,
         graph.program,
         graph.values,
-        nodes,
+        tuple(graph.nodes.values()),
         order,
         graph.roles,
         graph.transports,
@@ -75,7 +62,7 @@ def from_document(document: GraphDocument) -> Graph:
     )
     edit = bare.edit()
     for n in document.nodes:
-        edit.add(Node(n.id, n.op, n.coords, n.reads, n.writes, n.role, n.stream))
+        edit.add(n)
     edit.order_edges = {(a, b): i for a, b, i in document.order}
     edit.roles = dict(document.roles or {})
     edit.transports = dict(document.transports or {})

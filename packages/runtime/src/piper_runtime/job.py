@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from piper_ir.errors import JobError
 from piper_ir.plan import Plan
-from piper_runtime.usercode import user_code
+from piper_ir.usercode import user_code
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 """Accepted dtypes of parameters, by torch's names."""
@@ -108,7 +108,7 @@ def microbatch_rows(plan: Plan, replica: int, microbatch: int) -> range:
 
 def call_batch(batch: Batch, step: int, rows: range) -> Any:
     """What the user's batch function returns outside of a run. JobError when it raises; in a run ExecutionError says where."""
-    with user_code(f"Job.batch(step={step}, rows={rows})"):
+    with user_code(f"Job.batch(step={step}, rows={rows})", JobError):
         return batch(step, rows)
 
 
@@ -148,7 +148,7 @@ def materialize(job: Job) -> InitialState:
     The caller's random state stays as it was. JobError when the model cannot be made or the file of `init` does not fit it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
-        with user_code("Job.model()"):
+        with user_code("Job.model()", JobError):
             model = job.model()
     if not isinstance(model, nn.Module):
         raise JobError(f"Job.model returned a {type(model).__name__}; an nn.Module is needed")

@@ -18,8 +18,8 @@ from piper_ir.errors import JobError
 from piper_ir.plan import Bucket, Plan
 from piper_ir.program import Param
 from piper_ir.sizes import ITEM_BYTES, bind
+from piper_ir.usercode import user_code
 from piper_runtime.job import Job, NamedParameters
-from piper_runtime.usercode import user_code
 
 if TYPE_CHECKING:
     from piper_runtime.store import Store
@@ -93,7 +93,7 @@ def meta_parameters(params: Iterable[Param], dtype: torch.dtype) -> NamedParamet
 def call_optimizer(function: Callable[[NamedParameters], Optimizer], named: NamedParameters) -> Optimizer:
     """The user's optimizer over the given parameters. JobError when it is none, is refused by name, or holds foreign
     parameters."""
-    with user_code("Job.optimizer(named_parameters)"):
+    with user_code("Job.optimizer(named_parameters)", JobError):
         optimizer: object = function(list(named))
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
@@ -116,7 +116,7 @@ def call_optimizer(function: Callable[[NamedParameters], Optimizer], named: Name
 
 def call_scheduler(function: Callable[[Optimizer], Any], optimizer: Optimizer) -> LRScheduler:
     """The user's learning-rate schedule of an optimizer. JobError when it is none, or needs more than the number of the step."""
-    with user_code("Job.scheduler(optimizer)"):
+    with user_code("Job.scheduler(optimizer)", JobError):
         schedule: object = function(optimizer)
     if isinstance(schedule, ReduceLROnPlateau):
         raise JobError(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from piper_ir.collector import no_garbage_collection
 from piper_ir.costs import Costs
 from piper_ir.errors import PlanError
 from piper_ir.memory import Usage, peak, scan
@@ -49,7 +48,7 @@ class Simulation:
     @cached_property
     def trace(self) -> Trace:
         """The last of the steps, in seconds from its first start; made when it is first asked for."""
-        with _no_garbage_collection():
+        with no_garbage_collection():
             return self._run.trace()
 
     def summary(self) -> dict[str, Any]:
@@ -89,20 +88,8 @@ def simulate(
     if steps < 1:
         raise PlanError(f"simulate(steps={steps}): at least one step is needed")
     target = load_cluster(cluster) if isinstance(cluster, str) else cluster
-    with _no_garbage_collection():
+    with no_garbage_collection():
         return _simulate(plan, target, costs, steps, tokens_per_row or plan.tokens_per_row, model_flops_per_step)
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Nothing here has reference cycles before it is done, and the collector would walk the whole plan again and again."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _simulate(

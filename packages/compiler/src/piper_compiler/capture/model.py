@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from piper_compiler.capture import _torch
-from piper_compiler.capture.usercode import user_code
 from piper_ir.errors import CaptureError
+from piper_ir.usercode import user_code
 
 BatchMaker = Callable[[range], tuple[Any, Any]]
 """rows -> (inputs, targets), each with len(rows) rows."""
@@ -30,7 +30,7 @@ def fake_model(model: nn.Module | Callable[[], nn.Module], mode: _torch.FakeTens
     (`.item()`, numpy) cannot run there; it then runs for real, and its tensors are replaced by fake ones."""
     if isinstance(model, nn.Module):
         return _faked(model, mode, dtype)
-    with user_code("model()"):
+    with user_code("model()", CaptureError):
         try:
             with _torch.fake_construction():
                 built = model()
@@ -97,7 +97,7 @@ def check_batch(batch: BatchMaker, rows: int, dtype: torch.dtype | None, most: i
 
     Raises CaptureError where the function does not return a pair of nests of tensors whose first dimension is the rows."""
     asked = range(min(ASKED_ROWS, most))
-    with user_code(f"batch(rows={asked})"):
+    with user_code(f"batch(rows={asked})", CaptureError):
         result = batch(asked)
     if not isinstance(result, tuple) or len(result) != 2:
         raise CaptureError(f"batch returned {type(result).__name__}; it must return a pair (inputs, targets)")

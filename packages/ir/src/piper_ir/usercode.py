@@ -1,0 +1,36 @@
+"""Exceptions of the user's own functions, as one of Piper's errors that says whose they are and where."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from piper_ir.errors import PiperError
+
+LIBRARIES = (*(sysconfig.get_paths()[k] for k in ("stdlib", "purelib", "platlib")), "<")
+"""How file names start that are not the user's: installed libraries, Python's own, and generated code."""
+
+PACKAGES = {"piper_ir", "piper_ops", "piper_compiler", "piper_simulator", "piper_runtime", "piper_report"}
+"""Folders that hold Piper's own code."""
+
+
+@contextmanager
+def user_code(call: str, kind: type[PiperError]) -> Iterator[None]:
+    """Around a call of a user's function, written as `call`. Raises `kind`, with the user's innermost line, for every
+    exception but Piper's own, which pass."""
+    try:
+        yield
+    except PiperError:
+        raise
+    except Exception as error:  # a user's function may fail in any way
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not _ours(f.filename)]
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        raise kind(f"{call} raised {type(error).__name__}: {error}{where}") from error
+
+
+def _ours(file: str) -> bool:
+    """Whether a file belongs to a library or to Piper, installed or in its repository."""
+    return file.startswith(LIBRARIES) or not PACKAGES.isdisjoint(Path(file).parts)
