@@ -125,3 +125,24 @@ def test_results_go_to_a_folder_of_their_own(tmp_path) -> None:
     folders = sorted(p.name for p in tmp_path.iterdir())
     assert folders == ["run-001", "run-002"]
     assert {p.name for p in (tmp_path / "run-002").iterdir()} == {"measured.json", "trace-measured.json"}
+
+
+class Coupled(torch.optim.SGD):
+    """A subclass may do anything, such as divide by a norm over all parameters."""
+
+
+def test_optimizers_that_may_couple_parameters_need_all_of_them_on_every_rank() -> None:
+    coupled = replace(job(), optimizer=lambda named: Coupled([p for _, p in named], lr=0.1))
+    with pytest.raises(JobError, match=r"Coupled, which is not known to update each parameter by itself.*2 roles"):
+        piper.compile(coupled, strategies()[0])
+    piper.compile(coupled, piper.Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel()))
+
+
+def test_step_hooks_are_refused() -> None:
+    def hooked(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        made = sgd(named)
+        made.register_step_pre_hook(lambda optimizer, args, kwargs: None)
+        return made
+
+    with pytest.raises(JobError, match=r"step hooks.*clip_norm"):
+        piper.compile(replace(job(), optimizer=hooked), strategies()[0])

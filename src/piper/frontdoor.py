@@ -57,21 +57,28 @@ def compile(
         lowered = compile_program(source, strategy, global_batch=global_batch, costs=costs, options=options)
         return Compiled(source, lowered.graph, lowered.plan)
     from piper_runtime import Job
+    from piper_runtime.optimizer import optimizer_spec
 
     if not isinstance(source, Job):
         raise CompileError(f"compile: the source is a {type(source).__name__}; a piper.Job or a Program is needed")
     if global_batch is not None:
         raise CompileError("compile: global_batch is given with a Program only; a Job has its own")
     captured = captured_job(source)
+    spec = optimizer_spec(source, captured.program.params)
     lowered = compile_program(
         captured.program,
         strategy,
         global_batch=source.global_batch,
-        training=_training(source, captured.program),
+        training=Training(spec.group_of, spec.state_bytes, source.clip_norm, source.tokens_per_row),
         costs=costs,
         options=options,
         at_rows=lambda rows: captured.bind(rows) if rows == 1 else _checked(captured, rows),
     )
+    if len(lowered.plan.roles) > 1 and not spec.separable:
+        raise JobError(
+            f"Job.optimizer returned {spec.kind}, which is not known to update each parameter by itself, while this "
+            f"strategy puts parameters on {len(lowered.plan.roles)} roles; use an optimizer of torch.optim, or a strategy without place"
+        )
     return Compiled(lowered.graph.program, lowered.graph, lowered.plan, source, captured.code)
 
 
@@ -98,13 +105,6 @@ def _capture(job: Job) -> Captured:
     from piper_runtime.job import call_batch
 
     return capture(job.model, partial(call_batch, job.batch, 0), job.loss, dtype=job.precision.dtype, most=job.global_batch)
-
-
-def _training(job: Job, program: Program) -> Training:
-    from piper_runtime.optimizer import optimizer_spec
-
-    spec = optimizer_spec(job, program.params)
-    return Training(spec.group_of, spec.state_bytes, job.clip_norm, job.tokens_per_row)
 
 
 def check_same_job(compiled: Compiled, job: Job) -> None:

@@ -45,11 +45,11 @@ def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Report:
     wide = replace(job, precision=Precision(params="float64"))
     compiled = compile(wide, strategy)
     verify(compiled.plan)
+    run = execute(compiled, steps=steps, launcher="inline", memory=False, gradients=True)  # first: it refuses by name
     plan = compiled.plan
     head = rng_places(plan.chunks)[plan.chunks[-1].id]
     expected = reference(wide, replicas=plan.replicas, microbatches=plan.microbatches, steps=steps, head=head)
     _check_random(plan, expected)
-    run = execute(compiled, steps=steps, launcher="inline", memory=False, gradients=True)
     return Report(strategy, steps, len(expected.state_dict), differences(Outcome.of(run), expected))
 
 

@@ -233,3 +233,31 @@ def test_errors_of_ours_in_user_code_pass_unchanged() -> None:
 
     with pytest.raises(SelectorError, match=r"^as it is$"):
         capture(refuse, batch, mean)
+
+
+class Hooked(nn.Module):
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 4, sparse=what == "sparse")
+        self.weight = nn.Parameter(torch.ones(4, dtype=torch.complex64 if what == "complex" else torch.float32))
+        if what == "hook":
+            self.weight.register_hook(lambda g: g * 0.5)
+        if what == "accumulate":
+            self.weight.register_post_accumulate_grad_hook(lambda p: None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embed(x[:, 0].long()) * self.weight
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("hook", "'weight' has a hook"),
+        ("accumulate", "'weight' has a hook"),
+        ("complex", "torch.complex64"),
+        ("sparse", "sparse=False"),
+    ],
+)
+def test_what_would_be_left_out_silently_is_refused(what: str, says: str) -> None:
+    with pytest.raises(CaptureError, match=says):
+        capture(lambda: Hooked(what), batch, mean)

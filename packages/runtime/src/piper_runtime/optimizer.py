@@ -27,6 +27,17 @@ if TYPE_CHECKING:
 ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
 """Optimizers whose update of an element depends on that element only, by exact class: a subclass may do anything."""
 
+SEPARABLE: tuple[type[Optimizer], ...] = (
+    *ELEMENTWISE,
+    *(
+        getattr(torch.optim, name)
+        for name in ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop", "Rprop")
+        if hasattr(torch.optim, name)
+    ),
+)
+"""Optimizers whose update of a parameter depends on that parameter only, by exact class. Any other may couple parameters (a
+norm over all of them), and a rank of a pipeline sees only its own."""
+
 REFUSED = {"LBFGS": "it calls the loss several times per step", "SparseAdam": "it needs sparse gradients"}
 STEP_COUNTER_BYTES = 4
 """Adam and AdamW count their steps in one float32 per tensor."""
@@ -36,7 +47,7 @@ STEP_COUNTER_BYTES = 4
 class OptimizerSpec:
     """`kind`: the optimizer's class name. `group_of`: trained parameter -> index of its group. `flat`: whether it runs on whole
     buckets. `state_copies`: per group, how many values it keeps per element of a bucket (flat only). `param_bytes`: state per
-    parameter, of optimizers that are not flat."""
+    parameter, of optimizers that are not flat. `separable`: known to update each parameter by itself."""
 
     kind: str
     group_of: Mapping[str, int]
@@ -44,6 +55,7 @@ class OptimizerSpec:
     state_copies: tuple[int, ...] = ()
     param_bytes: Mapping[str, int] = field(default_factory=dict)
     counters: int = 0
+    separable: bool = True
 
     def state_bytes(self, bucket: Bucket) -> int:
         """Bytes of optimizer state that a holder of the bucket keeps."""
@@ -74,7 +86,8 @@ def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
     if type(optimizer) in ELEMENTWISE:
         copies = tuple(_state_copies(optimizer, group) for group in optimizer.param_groups)
         return OptimizerSpec(kind, group_of, True, copies, counters=0 if type(optimizer) is SGD else STEP_COUNTER_BYTES)
-    return OptimizerSpec(kind, group_of, False, param_bytes=_dry_state_bytes(optimizer, named, trained))
+    state = _dry_state_bytes(optimizer, named, trained)
+    return OptimizerSpec(kind, group_of, False, param_bytes=state, separable=type(optimizer) in SEPARABLE)
 
 
 def meta_parameters(params: Iterable[Param], dtype: torch.dtype) -> NamedParameters:
@@ -100,6 +113,11 @@ def call_optimizer(function: Callable[[NamedParameters], Optimizer], named: Name
         raise JobError(f"Job.optimizer returned a {kind}; a torch.optim.Optimizer is needed")
     if kind in REFUSED:
         raise JobError(f"Job.optimizer returned {kind}, which cannot run on a plan: {REFUSED[kind]}")
+    if any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post")):
+        raise JobError(
+            f"Job.optimizer returned {kind} with step hooks, which would see the parameters of one rank only; leave them "
+            "out (to clip, set Job(clip_norm=...))"
+        )
     known = {id(p) for _, p in named}
     for index, group in enumerate(optimizer.param_groups):
         if not all(id(p) in known for p in group["params"]):

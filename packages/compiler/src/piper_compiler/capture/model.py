@@ -41,7 +41,22 @@ def fake_model(model: nn.Module | Callable[[], nn.Module], mode: _torch.FakeTens
     return _faked(built, mode, dtype)
 
 
+def _check(model: nn.Module) -> None:
+    """CaptureError for what a capture would silently leave out, or cannot hold."""
+    for name, p in model.named_parameters():
+        if p.is_complex():
+            raise CaptureError(
+                f"parameter {name!r} is {p.dtype}; parameters are floating-point here. Keep real and imaginary parts"
+            )
+        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(f"parameter {name!r} has a hook on its gradient, which a plan would not run; leave the hook out")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise CaptureError(f"{name!r} is an embedding with sparse gradients; build it with sparse=False")
+
+
 def _faked(model: nn.Module, mode: _torch.FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
+    _check(model)
     memo: dict[int, Any] = {}
     for _, tensor, _ in named_tensors(model):
         if id(tensor) in memo:
