@@ -119,6 +119,13 @@ def test_parameters_of_a_strategy_function(tmp_path: Path) -> None:
     fails(piper("explain", path, "-p", "m"), "NAME=VALUE")
 
 
+def test_a_strategy_function_that_fails_and_steps_that_are_none(recipe: Path, tmp_path: Path) -> None:
+    path = with_strategy(tmp_path / "f.py", "def strategy(trial):\n    return trial['m']\n")
+    fails(piper("explain", path), "strategy(trial) raised TypeError", "f.py:")
+    fails(piper("explain", with_strategy(tmp_path / "g.py", GOOD + "steps = 'ten'\n")), "steps = 'ten'", "integer")
+    fails(piper("explain", recipe, "--strategy", "s.json", "-p", "m=2"), "one of the two")
+
+
 def test_missing_and_broken_files(tmp_path: Path) -> None:
     fails(piper("simulate", tmp_path / "nowhere.py"), "nowhere.py", "no such file")
     broken = tmp_path / "broken.py"

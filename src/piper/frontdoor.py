@@ -76,8 +76,9 @@ def compile(
     )
     if len(lowered.plan.roles) > 1 and not spec.separable:
         raise JobError(
-            f"Job.optimizer returned {spec.kind}, which is not known to update each parameter by itself, while this "
-            f"strategy puts parameters on {len(lowered.plan.roles)} roles; use an optimizer of torch.optim, or a strategy without place"
+            f"Job.optimizer returned {spec.kind}, which is not known to update each parameter by itself, while "
+            f"this strategy puts parameters on {len(lowered.plan.roles)} roles; use an optimizer of torch.optim, "
+            "or a strategy without place"
         )
     return Compiled(lowered.graph.program, lowered.graph, lowered.plan, source, captured.code)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from piper_compiler import Strategy, load_strategy
 from piper_ir.errors import JobError, PiperError
+from piper_ir.usercode import user_code
 from piper_runtime import Job
 from piper_runtime.shipping import RECIPE_MARK
 
@@ -37,8 +38,13 @@ def load_file(path: str | Path, params: Mapping[str, str] | None = None, strateg
     if not isinstance(job, Job):
         found = "no `job`" if job is None else f"a `job` that is a {type(job).__name__}"
         raise JobError(f"{path} defines {found}; it must contain `job = piper.Job(...)`")
+    if strategy is not None and params:
+        raise JobError("-p gives parameters to the file's strategy, but --strategy replaces it; use one of the two")
     chosen = load_strategy(strategy) if strategy is not None else _strategy(path, module, params or {})
-    return Recipe(path, job, chosen, int(getattr(module, "steps", 3)))
+    steps = getattr(module, "steps", 3)
+    if type(steps) is not int or steps < 1:
+        raise JobError(f"{path} defines steps = {steps!r}; an integer of at least 1 is needed")
+    return Recipe(path, job, chosen, steps)
 
 
 def _run(path: Path) -> ModuleType:
@@ -75,7 +81,8 @@ def _strategy(path: Path, module: ModuleType, params: Mapping[str, str]) -> Stra
     strategy = getattr(module, "strategy", None)
     if callable(strategy):
         trial = FixedTrial(params)
-        strategy = strategy(trial)
+        with user_code("strategy(trial)", JobError):
+            strategy = strategy(trial)
         trial.check_all_used()
     elif params:
         raise JobError(f"{path}: -p gives parameters, but `strategy` is not a function of a trial")

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -357,11 +358,14 @@ class TestUsersDirective:
 def test_the_example_of_the_language_document_runs() -> None:
     text = (Path(__file__).resolve().parents[3] / "docs" / "language.md").read_text(encoding="utf-8")
     blocks = [b.split("```")[0] for b in text.split("```python\n")[1:]]
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     names: dict[str, Any] = {"__name__": __name__}
-    for block in blocks:
-        exec(compile(block, "language.md", "exec"), names)
+    exec(compile(blocks[0], "language.md", "exec"), names)
     assert compile_program(layered(4), names["strategy"], global_batch=16).plan.replicas == 2
+    for block in blocks[1:]:
+        exec(compile(block, "language.md", "exec"), names)
+    trial = SimpleNamespace(suggest_categorical=lambda name, choices: choices[1], suggest_int=lambda name, low, high: high)
+    assert names["strategy"](trial).mesh == Mesh(pp=2)
     last_first = names["LastFirst"](where())
     assert last_first.site.startswith("test_directives.py:")
     reverse = Reverse(where())
