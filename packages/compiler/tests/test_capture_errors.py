@@ -261,3 +261,19 @@ class Hooked(nn.Module):
 def test_what_would_be_left_out_silently_is_refused(what: str, says: str) -> None:
     with pytest.raises(CaptureError, match=says):
         capture(lambda: Hooked(what), batch, mean)
+
+
+class Counter(nn.Module):
+    def __init__(self, read: bool) -> None:
+        super().__init__()
+        self.weight, self.steps, self.read = nn.Parameter(torch.ones(4)), 0, read
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return x * self.weight * (1 + self.steps if self.read else 1)
+
+
+def test_a_counter_that_forward_reads_is_refused_and_one_that_it_does_not_is_not() -> None:
+    with pytest.raises(CaptureError, match=r"forward changes steps on the model.*register_buffer"):
+        capture(lambda: Counter(True), batch, mean)
+    assert capture(lambda: Counter(False), batch, mean).program.chunks

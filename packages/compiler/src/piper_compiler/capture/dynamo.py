@@ -129,11 +129,17 @@ def capture_forward(
     for tensor in tensors.values():
         _torch.mark_rows(tensor)
 
+    numbers = _numbers(module)
     recorder = _Recorder(batch={id(t) for t in tensors.values()})
     result = _run(recorder, module, loss, inputs, targets)
     gm = recorder.module
     if gm is None:
         raise CaptureError("the loss does not depend on any tensor operation; nothing was captured")
+    changed = {place: value for place, value in _numbers(module).items() if numbers.get(place, value) != value}
+    if changed:
+        again = _Recorder(batch=recorder.batch)
+        _run(again, _with_numbers(fake_model(model, _torch.fake_cpu(), dtype), changed), loss, inputs, targets)
+        _check_steady(gm, again.module, changed)
     try:
         replace_portable(gm)
     except UnsupportedVariant as error:
@@ -190,6 +196,27 @@ def _run(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets
             raise recorder.problem or _as_capture_error(error) from error
     assert isinstance(result, tuple)
     return result
+
+
+def _numbers(model: nn.Module) -> dict[tuple[str, str], int | float]:
+    """(module, attribute) -> value of all plain numbers that modules hold."""
+    return {(name, k): v for name, m in model.named_modules() for k, v in vars(m).items() if type(v) in (int, float, bool)}
+
+
+def _with_numbers(model: nn.Module, numbers: dict[tuple[str, str], int | float]) -> nn.Module:
+    for (name, attribute), value in numbers.items():
+        setattr(model.get_submodule(name), attribute, value)
+    return model
+
+
+def _check_steady(first: fx.GraphModule, second: fx.GraphModule | None, changed: dict[tuple[str, str], int | float]) -> None:
+    """A number that forward changes (a counter) may not decide what forward computes: it would be captured as it was at first."""
+    if second is None or first.code != second.code:
+        names = ", ".join(".".join(filter(None, place)) for place in changed)
+        raise CaptureError(
+            f"forward changes {names} on the model and computes something else the next time; a model is captured once. Make it "
+            "a buffer (register_buffer) that forward updates, or leave it out"
+        )
 
 
 def _as_capture_error(error: BaseException) -> CaptureError:
