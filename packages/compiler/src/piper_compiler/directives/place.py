@@ -58,7 +58,7 @@ class Place:
         placed = [n for n in nodes if n.role]
         if placed:
             raise fail(self, 2, f"{names(placed)} is placed on {placed[0].role} already; a node runs in one place")
-        fixed = self._fixed(graph)
+        fixed = dict(self.on)
         for role, other in graph.roles.items():
             if set(other) != set(fixed):
                 message = f"it fixes {sorted(fixed)} but {role} fixes {sorted(other)}; give every placement the same axes"
@@ -95,12 +95,9 @@ class Place:
                 self, 5, f"{role} sends on {known.send!r} and receives on {known.recv!r} by an earlier place; use the same names"
             )
 
-    def _fixed(self, graph: Graph) -> dict[str, int]:
-        return dict(self.on)
-
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
-        fixed = self._fixed(graph)
+        fixed = dict(self.on)
         role = role_name(fixed)
         edit.roles[role] = fixed
         edit.transports[role] = Transport(self.send, self.recv)
