@@ -156,5 +156,5 @@ def execute(
         compiled.plan, code, chosen, steps=steps, launcher=launcher, timeout_s=timeout_s, trace=trace, memory=memory, **more
     )
     if folder is not None:
-        save_run(folder, result)
+        save_run(folder, result, compiled.plan.tokens_per_step)
     return result

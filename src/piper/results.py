@@ -1,4 +1,10 @@
-"""Folders of results: plans, traces and numbers on disk. No run overwrites another."""
+"""Folders of results: plans, traces and numbers on disk. No run overwrites another.
+
+plan.json, strategy.json: what was simulated or run. predicted.json: `Simulation.summary()` and `ranks`, per rank bubble_s,
+peak_bytes, device_bytes and peak_by_category. measured.json: losses, step_s, period_s, tokens_per_s, peak_bytes by rank.
+spans-predicted.json, spans-measured.json: a `piper_ir.trace.Trace`. trace-predicted.json, trace-measured.json: the same for
+Chrome's viewer. metrics.jsonl: one object per step. study.json, costs.json: of a tuning and of a profile. A folder holds what its
+command made; `piper report` shows what is there."""
 
 from __future__ import annotations
 
@@ -6,7 +12,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from piper_ir.errors import OutputError
 from piper_ir.plan import Plan
@@ -45,22 +51,34 @@ def save_plan(folder: Path, plan: Plan, strategy: Strategy) -> None:
 
 
 def save_prediction(folder: Path, prediction: Simulation) -> None:
-    """predicted.json and trace-predicted.json (Chrome's trace format). OutputError when a file cannot be written."""
+    """predicted.json, spans-predicted.json and trace-predicted.json. OutputError when a file cannot be written."""
+    from piper_ir.codec import dumps
     from piper_report.chrome import write_chrome
 
     with _writing(folder):
-        (folder / "predicted.json").write_text(json.dumps(prediction.summary(), indent=1))
+        (folder / "predicted.json").write_text(json.dumps(prediction.summary() | {"ranks": _by_rank(prediction)}, indent=1))
+        (folder / "spans-predicted.json").write_text(dumps(prediction.trace))
         write_chrome(prediction.trace, folder / "trace-predicted.json")
 
 
-def save_run(folder: Path, run: Run) -> None:
-    """measured.json, and trace-measured.json when spans were recorded. OutputError when a file cannot be written."""
+def _by_rank(prediction: Simulation) -> list[dict[str, Any]]:
+    columns = zip(prediction.bubble_s, prediction.peak_bytes, prediction.device_bytes, prediction.peak_by_category, strict=True)
+    names = ("bubble_s", "peak_bytes", "device_bytes", "peak_by_category")
+    return [dict(zip(names, (b, p, d, dict(c)))) for b, p, d, c in columns]
+
+
+def save_run(folder: Path, run: Run, tokens_per_step: int | None = None) -> None:
+    """measured.json, and spans-measured.json and trace-measured.json when spans were recorded. OutputError when a file cannot be
+    written."""
+    from piper_ir.codec import dumps
     from piper_report.chrome import write_chrome
 
     with _writing(folder):
-        numbers = {"losses": run.losses, "step_s": run.step_s, "period_s": run.period_s, "peak_bytes": dict(run.peak_bytes)}
-        (folder / "measured.json").write_text(json.dumps(numbers, indent=1))
+        rate = tokens_per_step / run.period_s if tokens_per_step and run.period_s else None
+        numbers = {"losses": run.losses, "step_s": run.step_s, "period_s": run.period_s, "tokens_per_s": rate}
+        (folder / "measured.json").write_text(json.dumps(numbers | {"peak_bytes": dict(run.peak_bytes)}, indent=1))
         if run.trace.spans:
+            (folder / "spans-measured.json").write_text(dumps(run.trace))
             write_chrome(run.trace, folder / "trace-measured.json")
 
 

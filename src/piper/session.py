@@ -59,7 +59,7 @@ def session(job: Job, strategy: Strategy, *, steps: int, launcher: str, out: Pat
     if folder is not None:
         save_plan(folder, compiled.plan, strategy)
         save_prediction(folder, prediction)
-        save_run(folder, run)
+        save_run(folder, run, compiled.plan.tokens_per_step)
         print(f"traces and results are in {folder}")
     return Session(compiled, prediction, run, folder)
 

@@ -144,3 +144,15 @@ def test_values_in_selectors() -> None:
 def test_strategies_are_values() -> None:
     one, two = (Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=2)) for _ in range(2))
     assert one == two and hash(one) == hash(two)
+
+
+def test_the_values_that_made_a_strategy_travel_with_it() -> None:
+    params = {"m": 4, "name": "gpipe", "x": 0.5, "flag": True}
+    made = Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=4)).with_params(params)
+    again = Strategy.loads(made.dumps())
+    assert again.params == params
+    assert again == made == Strategy(made.mesh, made.directives)  # where a strategy comes from does not change it
+    with pytest.raises(DirectiveError, match=r"params\['x'\]"):
+        made.with_params({"x": (1, 2)})
+    with pytest.raises(FormatError, match="params"):
+        Strategy.loads(made.dumps().replace('"params": {', '"params": {"y": [1], '))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,28 @@ STRATEGY_VERSION = 1
 @dataclass(frozen=True)
 class Strategy:
     """`Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=4))`. Directives may be nested in tuples and lists; they are
-    flattened."""
+    flattened.
+
+    `params`: for the record, the values that a function of a trial had chosen when it made this strategy; equality ignores
+    them."""
 
     mesh: Mesh
     directives: tuple[Directive, ...]
+    params: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
-    def __init__(self, mesh: Mesh, directives: Iterable[Any] = ()) -> None:
+    def __init__(self, mesh: Mesh, directives: Iterable[Any] = (), *, params: Mapping[str, Any] | None = None) -> None:
         if not isinstance(mesh, Mesh):
             raise DirectiveError(f"Strategy: the first argument is {type(mesh).__name__}; a Mesh is expected, e.g. Mesh(pp=2)")
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "directives", tuple(_flatten(directives)))
+        object.__setattr__(self, "params", dict(params or {}))
+
+    def with_params(self, params: Mapping[str, Any]) -> Strategy:
+        """The same strategy with these values for the record. DirectiveError for a value that JSON cannot hold."""
+        for name, value in params.items():
+            if not isinstance(value, bool | int | float | str | None):
+                raise DirectiveError(f"Strategy.params[{name!r}] is {value!r}; JSON holds numbers, text, true, false and null")
+        return Strategy(self.mesh, self.directives, params=params)
 
     def dumps(self) -> str:
         """The strategy as JSON."""
@@ -38,7 +50,9 @@ class Strategy:
                     f"{describe(item)}: {type(item).__name__} is not registered, so it could not be read back; "
                     "write @directive above its class"
                 )
-        head = {"format": "Strategy", "version": STRATEGY_VERSION, "mesh": dict(self.mesh.sizes)}
+        head: dict[str, Any] = {"format": "Strategy", "version": STRATEGY_VERSION, "mesh": dict(self.mesh.sizes)}
+        if self.params:
+            head["params"] = dict(self.params)
         lines = ",\n  ".join(json.dumps(tagged(d)) for d in self.directives)
         return f'{json.dumps(head)[:-1]}, "directives": [\n  {lines}\n]}}\n'
 
@@ -47,13 +61,16 @@ class Strategy:
         """Parse JSON. A user's directive must have been imported before, so that its class is registered. FormatError
         otherwise."""
         data = read_document("Strategy", STRATEGY_VERSION, text, where)
-        unknown = data.keys() - {"mesh", "directives"}
+        unknown = data.keys() - {"mesh", "directives", "params"}
         if unknown:
-            raise FormatError(f"{where}: unknown key {min(unknown)!r}; known are mesh, directives")
+            raise FormatError(f"{where}: unknown key {min(unknown)!r}; known are mesh, directives, params")
+        params = data.get("params", {})
+        if not isinstance(params, dict) or not all(isinstance(v, bool | int | float | str | None) for v in params.values()):
+            raise FormatError(f'{where}: "params" must be an object of numbers, texts, true, false or null')
         if not isinstance(data.get("mesh"), dict) or not isinstance(data.get("directives"), list):
             raise FormatError(f'{where}: "mesh" must be an object of axis sizes and "directives" an array')
         directives = [_directive(d, f"{where}.directives[{i}]") for i, d in enumerate(data["directives"])]
-        return Strategy(_mesh(data["mesh"], f"{where}.mesh"), directives)
+        return Strategy(_mesh(data["mesh"], f"{where}.mesh"), directives, params=params)
 
 
 def _flatten(items: Iterable[Any]) -> Iterable[Directive]:

@@ -199,6 +199,10 @@ class Plan:
     def global_batch(self) -> int:
         return self.rows * self.microbatches * self.replicas
 
+    @property
+    def tokens_per_step(self) -> int | None:
+        return None if self.tokens_per_row is None else self.tokens_per_row * self.global_batch
+
     def role_of(self, rank: int) -> RolePlan:
         """The role that a rank runs; KeyError for a rank outside of the mesh."""
         for role in self.roles:

@@ -18,6 +18,16 @@ MEASURED = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One finished step of a run: `loss` over the global batch; `step_s`, wall seconds since the step before it was done on the
+    slowest rank (of the first: since all ranks were ready)."""
+
+    step: int
+    loss: float
+    step_s: float
+
+
 @dataclass
 class RankReport:
     """What one rank brings back. `started`, `finished`: when it was ready, and when each step was done, on the machine-wide
