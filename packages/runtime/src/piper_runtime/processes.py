@@ -181,7 +181,7 @@ class _Watch:
             for pipe in mp.wait(list(waiting), min(TICK_S, self.timeout_s / 4)):
                 worker = waiting.pop(pipe)  # type: ignore[call-overload]  # typeshed allows sockets and descriptors too
                 answer = _receive(worker)
-                if isinstance(answer, RankReport):
+                if answer is not None and not isinstance(answer, Failure):
                     reports[worker.rank] = answer
                 else:
                     failures[worker.rank] = answer

@@ -27,6 +27,7 @@ from piper_runtime.code import missing_operators
 from piper_runtime.engine import Engine, PeerError
 from piper_runtime.gloo import GlooCommunicators
 from piper_runtime.messages import HEART_SLOTS, Failure, Request, Setup
+from piper_runtime.profiler import ProfileReport, ProfileRequest, profile
 from piper_runtime.rank import Rank, Trainee
 from piper_runtime.report import RankReport, measured_counter, measured_step
 from piper_runtime.streams import PHASE, RUNNING, CpuStreams, Heart
@@ -53,9 +54,15 @@ def serve(setup: Setup) -> None:
         pipe.send_bytes(pickle.dumps(_answer(setup.rank, request, communicators, heart), protocol=5))
 
 
-def _answer(rank: int, request: Request, communicators: GlooCommunicators, heart: Heart) -> RankReport | Failure:
+def _answer(
+    rank: int, request: Request | ProfileRequest, communicators: GlooCommunicators, heart: Heart
+) -> RankReport | ProfileReport | Failure:
     try:
-        return run(rank, request, communicators, heart)
+        match request:
+            case Request():
+                return run(rank, request, communicators, heart)
+            case ProfileRequest():
+                return profile(rank, request, communicators, heart)
     except PiperError as e:
         details = "" if e.__cause__ is None else "".join(traceback.format_exception(e.__cause__))
         return Failure(type(e).__name__, str(e), details, isinstance(e, PeerError))
