@@ -79,7 +79,7 @@ def profile(
 
         with Processes(target.plan.mesh.world) as own:
             reports = own.run(target.plan, requests, timeout_s)  # type: ignore[assignment]  # the pool hands on what workers answer
-    return _costs([reports[r] for r in sorted(reports)], _origin(target.plan, launcher, repeats))
+    return _costs([reports[r] for r in sorted(reports)], target.plan, _origin(target.plan, launcher, repeats))
 
 
 def _rows(global_batch: int, asked: Sequence[int] | None, own: int) -> list[int]:
@@ -164,13 +164,18 @@ def _origin(plan: Plan, launcher: str, repeats: int) -> Origin:
     )
 
 
-def _costs(reports: Sequence[ProfileReport], origin: Origin) -> Costs:
+def _costs(reports: Sequence[ProfileReport], plan: Plan, origin: Origin) -> Costs:
     """What all ranks found, as one."""
     samples: dict[tuple[str, str, int], list[float]] = {}
     for report in reports:
         for key, seconds in report.parts.items():
             samples.setdefault(key, []).extend(seconds)
-    steps = [StepDuration(c, step, n, _duration(s)) for (c, step, n), s in sorted(samples.items()) if c]  # type: ignore[arg-type]
+    chunk = {c.code: c.id for c in reversed(plan.chunks)}
+    steps = [
+        StepDuration(code, step, n, _duration(s), chunk[code])  # type: ignore[arg-type]  # a string of the three
+        for (code, step, n), s in sorted(samples.items())
+        if code
+    ]
     parts = [PartDuration(op, n, _duration(s)) for (c, op, n), s in sorted(samples.items()) if not c]
     comm = _messages(reports)
     known = [r for r in reports if r.growth]

@@ -73,8 +73,8 @@ def test_costs_that_hold_everything_need_no_cluster_and_give_no_warning() -> Non
 
 
 def test_messages_take_processor_time_from_what_is_issued_next() -> None:
-    """On a CPU: 0.25 s per message and a tenth of its time from the second a, which runs beside it; of b, which waits for the message
-    anyway, only the former. Each computation takes 1 s more to be issued."""
+    """On a CPU: 0.25 s per message and a tenth of its time from the second a, which runs beside it; of b, which waits for the
+    message anyway, only the former. Each computation takes 1 s more to be issued."""
     busy = 0.5**0.5 / 10
     costs = measured("c0", "c1", host=HostCosts(1.0, 0.25))
     at = {(x.rank, x.stream, x.instr): x.end - x.start for x in simulate(two_stages(), CPU, costs=costs).trace.spans}

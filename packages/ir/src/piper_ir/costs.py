@@ -36,12 +36,13 @@ class Duration:
 
 @dataclass(frozen=True, slots=True)
 class StepDuration:
-    """One step of the chunks that share a code (`Chunk.code`), for microbatches of `rows` rows."""
+    """One step of the chunks that share a code (`Chunk.code`), at `rows` rows per microbatch. `chunk`: the id of one of them."""
 
     code: str
     step: Step
     rows: int
     duration: Duration
+    chunk: str = ""
 
 
 @dataclass(frozen=True, slots=True)
