@@ -1,8 +1,9 @@
-"""Predicted against measured: one profile of 1F1B on two ranks, then step time and peak memory of other strategies.
+"""Predicted against measured: from a profile of 1F1B on two ranks, step time and peak memory of other strategies.
 
-The model is a GPT whose matrix products dominate. Every strategy is simulated from the costs of that one profile; then all are
-run, round after round, so that a slow minute of the machine meets them all. Strategies with more ranks than the machine has cores
-are left out: a measured duration is that of a rank with a core of its own, and taking turns on a core is not simulated.
+The model is a GPT whose matrix products dominate. A round is one profile, the prediction of every strategy from it, and a run of
+every strategy; an error is the median over rounds of predicted/measured - 1, so that a slow minute of the machine is not taken
+for an error of the prediction. Strategies with more ranks than the machine has cores are left out: a measured duration is that of
+a rank with a core of its own, and taking turns on a core is not simulated.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from piper_runtime.run import WARMUP_STEPS
 from piper_simulator import Simulation, cpu_local, simulate
 
 GLOBAL_BATCH = 32
-STEPS, ROUNDS, QUICK_ROUNDS, QUICK_STRATEGIES = WARMUP_STEPS + 5, 3, 1, 3
+STEPS, ROUNDS, QUICK_ROUNDS, QUICK_STRATEGIES = WARMUP_STEPS + 4, 4, 1, 3
 PROFILED_MICROBATCHES = 8
 APART = 0.05
 """Pairs of strategies whose measured times differ by less say nothing about the order."""
@@ -32,27 +33,33 @@ ERROR_GOAL, ORDER_GOAL, MEMORY_GOAL = Goal("below", 10), Goal("above", 0.8), Goa
 
 @dataclass
 class Case:
-    """A strategy with its prediction. `step_s`: of all steps after the warm-up of each run; `peak`: measured bytes, of the rank
-    with the most."""
+    """A strategy. Per round: `predicted`, seconds per step in steady state, and `measured`, the median of the steps after the
+    warm-up. `simulation`: the latest; `peak`: measured bytes, of the rank with the most."""
 
     name: str
     compiled: piper.Compiled
-    prediction: Simulation
-    step_s: list[float] = field(default_factory=list)
+    predicted: list[float] = field(default_factory=list)
+    measured: list[float] = field(default_factory=list)
+    simulation: Simulation | None = None
     peak: int = 0
 
     @property
-    def measured(self) -> float:
-        return median(self.step_s)
-
-    @property
     def error(self) -> float:
-        """Of the time per step in steady state."""
-        return self.prediction.period_s / self.measured - 1
+        return median(p / m - 1 for p, m in zip(self.predicted, self.measured, strict=True))
 
     @property
     def memory_error(self) -> float:
-        return max(self.prediction.peak_bytes) / self.peak - 1
+        assert self.simulation is not None
+        return max(self.simulation.peak_bytes) / self.peak - 1
+
+    def predict(self, costs: piper.Costs) -> None:
+        self.simulation = simulate(self.compiled.plan, cpu_local(), costs=costs)
+        self.predicted.append(self.simulation.period_s)
+
+    def run(self, pool: Pool) -> None:
+        run = piper.execute(self.compiled, steps=STEPS, launcher="processes", memory=not self.peak, pool=pool)
+        self.measured.append(median(run.step_s[WARMUP_STEPS:]))
+        self.peak = self.peak or max(run.peak_bytes.values())
 
 
 def rows(quick: bool) -> Iterator[Row]:
@@ -85,42 +92,38 @@ def strategies() -> dict[str, piper.Strategy]:
 
 
 def predicted(chosen: Mapping[str, piper.Strategy], regime: Regime, global_batch: int, rounds: int) -> Iterator[Row]:
-    """Profile, predict, run."""
+    """Rounds of profile, predictions and runs; then what they found."""
     work = job(regime, global_batch)
     known = piper.Strategy(
         piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=min(PROFILED_MICROBATCHES, global_batch))
     )
+    cases = [Case(name, piper.compile(work, strategy)) for name, strategy in chosen.items()]
     with Pool(max(s.mesh.world for s in chosen.values())) as pool:
-        costs = profile(work, known, pool=pool)
-        cases = []
-        for name, strategy in chosen.items():
-            compiled = piper.compile(work, strategy)
-            cases.append(Case(name, compiled, simulate(compiled.plan, cpu_local(), costs=costs)))
         for _ in range(rounds):
+            costs = profile(work, known, pool=pool)
             for case in cases:
-                run = piper.execute(case.compiled, steps=STEPS, launcher="processes", memory=not case.peak, pool=pool)
-                case.step_s += run.step_s[WARMUP_STEPS:]
-                case.peak = case.peak or max(run.peak_bytes.values())
+                case.predict(costs)
+                case.run(pool)
     yield from map(_case_row, cases)
     yield from _goal_rows(cases)
 
 
 def _case_row(case: Case) -> Row:
-    shares = ", ".join(f"{name} {share:.1%}" for name, share in case.prediction.summary()["sources"].items())
-    low, high = (1e3 * x for x in (min(case.step_s), max(case.step_s)))
+    assert case.simulation is not None
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in case.simulation.summary()["sources"].items())
+    errors = [100 * (p / m - 1) for p, m in zip(case.predicted, case.measured, strict=True)]
     note = (
-        f"predicted {case.prediction.period_s * 1e3:.1f} ms/step ({shares}), measured {case.measured * 1e3:.1f} ({low:.1f} to "
-        f"{high:.1f}); peak memory {case.memory_error:+.2%}"
+        f"predicted {median(case.predicted) * 1e3:.1f} ms/step ({shares}), measured {median(case.measured) * 1e3:.1f}; "
+        f"peak memory {case.memory_error:+.2%}{''.join(f'; {n}' for n in case.simulation.notes)}"
     )
-    warnings = "".join(f"; {n}" for n in case.prediction.notes)
-    return Row("prediction", case.name, 100 * case.error, "% error", note=note + warnings)
+    return Row("prediction", case.name, 100 * case.error, "% error", min(errors), max(errors), note=note)
 
 
 def _goal_rows(cases: Sequence[Case]) -> Iterator[Row]:
     errors = [100 * abs(c.error) for c in cases]
-    of = f"of {len(cases)} strategies from one profile of 1F1B pp=2 m={PROFILED_MICROBATCHES}"
+    of = f"of {len(cases)} strategies from profiles of 1F1B pp=2 m={PROFILED_MICROBATCHES}; {len(cases[0].measured)} rounds"
     yield Row("prediction", "step time: median error", median(errors), "%", min(errors), max(errors), ERROR_GOAL, of)
-    tau, pairs = rank_order([(c.prediction.period_s, c.measured) for c in cases])
+    tau, pairs = rank_order([(median(c.predicted), median(c.measured)) for c in cases])
     order = f"Kendall tau over {pairs} pairs that are more than {APART:.0%} apart when measured"
     yield Row("prediction", "step time: order", tau, "", goal=ORDER_GOAL, note=order)
     memory = [100 * abs(c.memory_error) for c in cases]

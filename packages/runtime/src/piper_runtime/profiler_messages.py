@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,11 +39,11 @@ class Messages:
         self._partitions = [_blocks(world, size) for size in range(2, world + 1) if world % size == 0]
         groups = tuple(dict.fromkeys([tuple(range(world)), *(g for p in self._partitions for g in p)]))
         communicators.connect(channels_plan(world, groups))
-        self._meet = self._reduce(tuple(range(world)), torch.zeros(1))
+        self._meeting = self._reduce(tuple(range(world)), torch.zeros(1))
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        self._meet()
+        _finish(self._meeting)
 
     def measure(self, sizes: Sequence[int], repeats: int) -> list[MessageSample]:
         """Every size between the ranks of each pair (2k, 2k + 1), a message there and one back, and over every partition of the
@@ -59,7 +60,7 @@ class Messages:
         return found
 
     def _blocks(
-        self, op: str, tensor: torch.Tensor, turn: Sequence[Callable[[], None]], repeats: int, members: tuple[int, ...] = ()
+        self, op: str, tensor: torch.Tensor, turn: Sequence[Callable[[], Any]], repeats: int, members: tuple[int, ...] = ()
     ) -> MessageSample:
         count = min(MOST, max(FEWEST, BLOCK_BYTES // tensor.nbytes))
         seconds, busy = [], []
@@ -68,14 +69,14 @@ class Messages:
             begin, begin_busy = time.perf_counter(), time.process_time()
             for _ in range(count):
                 for message in turn:
-                    message()
+                    _finish(message)
             seconds.append((time.perf_counter() - begin) / (count * len(turn)))
             busy.append((time.process_time() - begin_busy) / (count * len(turn)))
             self._alive()
         pair = (min(self._rank, self._rank ^ 1), max(self._rank, self._rank ^ 1))
         return MessageSample(op, tensor.nbytes, members or pair, tuple(seconds[1:]), tuple(busy[1:]))
 
-    def _pair(self, tensor: torch.Tensor) -> tuple[Callable[[], None], Callable[[], None]]:
+    def _pair(self, tensor: torch.Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """To the other rank of the pair and back, as this rank sees it."""
         low, high = self._rank & ~1, self._rank | 1
         kinds = ("send", "recv") if self._rank == low else ("recv", "send")
@@ -85,8 +86,15 @@ class Messages:
         )
         return there, back
 
-    def _reduce(self, members: tuple[int, ...], tensor: torch.Tensor) -> Callable[[], None]:
+    def _reduce(self, members: tuple[int, ...], tensor: torch.Tensor) -> Callable[[], Any]:
         return self._communicators.bind(Comm("all_reduce", group_channel(members), members, lambda: tensor))
+
+
+def _finish(message: Callable[[], Any]) -> None:
+    """Run a communication to its end, whether its closure does that or starts it and returns what waits for it."""
+    wait = message()
+    if wait is not None:
+        wait()
 
 
 def _blocks(world: int, size: int) -> list[tuple[int, ...]]:
