@@ -63,9 +63,9 @@ def connect(cluster: str, cpus: int) -> RayLink:
     ray = import_ray()
     if ray.is_initialized():
         return _present(ray, cluster)
-    wanted = os.environ.get("RAY_ADDRESS", "auto") or "auto" if cluster == "auto" else cluster
-    if wanted == "auto":
-        wanted = _started_here(ray) or "local"
+    wanted = (os.environ.get("RAY_ADDRESS") or "auto") if cluster == "auto" else cluster
+    if wanted == "auto" and not _started_here(ray):
+        wanted = "local"
     return _start(ray, cpus) if wanted == "local" else _join(ray, wanted)
 
 
@@ -79,12 +79,12 @@ def _present(ray: Any, cluster: str) -> RayLink:
     return RayLink(ray, None)
 
 
-def _started_here(ray: Any) -> str | None:
-    """The address of a cluster that `ray start` has made on this machine and that still answers."""
+def _started_here(ray: Any) -> bool:
+    """Whether `ray start` has made a cluster on this machine that still answers; it is what Ray takes for "auto"."""
     from ray._private import services  # its record of `ray start` has no public reader
 
     address = services.find_bootstrap_address(None)
-    return address if address and _problem(ray, address) is None else None
+    return bool(address) and _problem(ray, address) is None
 
 
 def _join(ray: Any, address: str) -> RayLink:
@@ -93,13 +93,15 @@ def _join(ray: Any, address: str) -> RayLink:
             f"{address}: Ray Client addresses are not supported; run this on a machine of the cluster with cluster=HOST:PORT, "
             f"or hand it in with `ray job submit`"
         )
-    problem = _problem(ray, address)
+    problem = None if address == "auto" else _problem(ray, address)
     if problem is not None:
         raise ExecutionError(
             f'no Ray cluster at {address}: {problem}; `ray start --head` makes one and prints its address, cluster="local" '
             f'starts a Ray for this run only, launcher="processes" needs none'
         )
-    _init(ray, f"join Ray at {address}", address=address)
+    _init(
+        ray, f"join Ray at {address} (if it asks for a token: RAY_AUTH_MODE=token and its token are needed here)", address=address
+    )
     return RayLink(ray, ray.shutdown)
 
 
@@ -111,7 +113,7 @@ def _problem(ray: Any, address: str) -> str | None:
     # Ray takes localhost for the machine's own address, on which alone it may listen.
     hosts = [host, ray.util.get_node_ip_address()] if host in ("localhost", "127.0.0.1") else [host]
     problems = [_silence(h, int(port)) for h in hosts]
-    return None if None in problems else problems[-1]
+    return None if None in problems else problems[0]
 
 
 def _silence(host: str, port: int) -> str | None:

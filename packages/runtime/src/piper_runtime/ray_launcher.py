@@ -87,7 +87,11 @@ class _Team:
 
     def _answered(self, call: Any) -> list[tuple[int, Any]]:
         rank = self.calls.pop(call)
-        before = [m for look, r in list(self.looks.items()) if r == rank and self._ready([look]) for m in self._looked(look)]
+        # A look under way may have taken what was said last.
+        looks = [look for look, r in self.looks.items() if r == rank]
+        if looks:
+            self.ray.wait(looks, num_returns=1, timeout=GONE_S)
+        before = [m for look in self._ready(looks) for m in self._looked(look)]
         try:
             said = pickle.loads(self.ray.get(call))
         except self.ray.exceptions.RayError as e:

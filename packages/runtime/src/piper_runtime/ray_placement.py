@@ -60,5 +60,5 @@ def _reserve(ray: Any, bundles: list[dict[str, float]], strategies: list[str]) -
     free = ray.available_resources()
     raise ExecutionError(
         f"the plan's {len(bundles)} ranks found no room in the Ray cluster within {PLACE_S:g} s: {free.get('CPU', 0.0):g} CPUs "
-        f"and {free.get('GPU', 0.0):g} GPUs are free; wait until others have ended (`ray status` shows them), or use a smaller mesh"
+        f"and {free.get('GPU', 0.0):g} GPUs are free; wait for others to end (`ray status` shows them), or use a smaller mesh"
     )
