@@ -9,6 +9,9 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_NUM_THREADS", "1")
 
+# Ray reads it when it is imported: who joins a cluster that a test has started shows the token that Ray keeps for this user.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+
 # A test outcome may depend neither on the machine's speed nor on what an earlier run left in a database.
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 # `make test-long` looks at new examples every time and prints how to reproduce the one that failed.

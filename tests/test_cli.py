@@ -208,4 +208,4 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
 
 
 def test_a_launcher_of_a_later_release(recipe: Path, tmp_path: Path) -> None:
-    fails(piper("run", recipe, "--launcher", "ray", "--out", tmp_path / "o"), "ray", "processes")
+    fails(piper("run", recipe, "--launcher", "emulated", "--out", tmp_path / "o"), "emulated", "processes")

@@ -89,7 +89,7 @@ def test_refusals() -> None:
         piper.compile(job(), strategy, global_batch=8)
     compiled = piper.compile(job(), strategy)
     with pytest.raises(ExecutionError, match=r"later release.*processes"):
-        piper.execute(compiled, steps=1)
+        piper.execute(compiled, steps=1, launcher="emulated")
     with pytest.raises(JobError, match="cluster"):
         piper.execute(compiled, steps=1, launcher="inline", cluster="here")
     with pytest.raises(AttributeError, match="no attribute 'tune'"):

@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Annotated
 
@@ -85,9 +86,15 @@ def run(
     params: Params = None,
     strategy: StrategyFile = None,
     steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps (default: the file's `steps`, else 3)")] = None,
-    launcher: Annotated[str, typer.Option(help="processes (one per rank, gloo) or inline (one process)")] = "processes",
+    launcher: Annotated[
+        str, typer.Option(help="ray (one actor per rank), processes (one per rank; also under torchrun) or inline (one process)")
+    ] = "processes",
     out: Out = Path("runs"),
     timeout_s: Annotated[float, typer.Option(help="seconds without progress after which a rank counts as hung")] = 60,
+    print_launch: Annotated[
+        bool, typer.Option("--print-launch", help="print the command lines for torchrun, Slurm and Ray, and run nothing")
+    ] = False,
+    nodes: Annotated[int | None, typer.Option(min=1, help="machines in the lines of --print-launch")] = None,
 ) -> None:
     """Train with a strategy; print predicted beside measured and write both traces.
 
@@ -96,17 +103,26 @@ def run(
     with _user_errors():
         from piper.loading import load_file
         from piper.session import session
+        from piper_runtime.torchrun import is_first
 
         recipe = load_file(file, _pairs(params), strategy)
-        session(
-            recipe.job,
-            recipe.strategy,
-            steps=steps or recipe.steps,
-            launcher=launcher,
-            out=out,
-            name=file.stem,
-            timeout_s=timeout_s,
-        )
+        if print_launch:
+            from piper_runtime.launch import launch_lines
+
+            given = [a for p in params or [] for a in ("-p", p)] + (["--strategy", str(strategy)] if strategy else [])
+            given += ["--steps", str(steps)] if steps else []
+            print(launch_lines(file, recipe.strategy.mesh.world, nodes=nodes, arguments=given), end="")
+            return
+        with nullcontext() if is_first() else redirect_stdout(StringIO()):  # of many processes, one prints and writes
+            session(
+                recipe.job,
+                recipe.strategy,
+                steps=steps or recipe.steps,
+                launcher=launcher,
+                out=out if is_first() else None,
+                name=file.stem,
+                timeout_s=timeout_s,
+            )
 
 
 @app.command()

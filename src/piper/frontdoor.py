@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from piper.results import new_folder, save_run
+from piper.results import hang_report, new_folder, save_run
 from piper_compiler import Options, Strategy, Training, compile_program
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, JobError
@@ -132,11 +132,13 @@ def execute(
     **more: Any,
 ) -> Run:
     """Run a compiled strategy for `steps` optimizer steps. `job` replaces the compiled one (same model, loss and optimizer
-    groups: other data, seed or learning rate). launcher: "processes" (torch.distributed, one process per rank) or "inline"
-    (all ranks in this one). timeout_s: seconds without progress of any rank after which the run ends. trace: record the last
-    step's spans. memory: measure peak bytes in the second step (or the only one), which slows it. out: losses, times and trace
-    go to a new folder below this one. More keywords go to `piper_runtime.execute`. Raises JobError, ExecutionError (rank,
-    instruction, peer), NonFiniteLossError."""
+    groups: other data, seed or learning rate). launcher: "ray" (one actor per rank), "processes" (torch.distributed, one process
+    per rank; under torchrun this process is one of them) or "inline" (all ranks in this one). cluster: for "ray", "auto" (a
+    cluster that is there, else this machine) or the address HOST:PORT of one to join. timeout_s: seconds without progress of
+    any rank after which the run ends. trace: record the last step's spans. memory: measure peak bytes in the second step (or
+    the only one), which slows it. out: losses, times and trace go to a new folder below this one; on a hang every rank's last
+    instructions, as hang.txt. More keywords go to `piper_runtime.execute`. Raises JobError, ExecutionError (rank, node,
+    instruction, peer), HangError, NonFiniteLossError."""
     from piper_ir.verify import verify
     from piper_runtime import execute as run
     from piper_runtime.run import check_request
@@ -144,17 +146,17 @@ def execute(
     chosen = job or compiled.job
     if chosen is None or compiled.code is None:
         raise JobError("execute: this was compiled from a Program, which has no code and no data; compile a piper.Job to run it")
-    if cluster != "auto":
-        raise JobError(f'execute(cluster={cluster!r}): only "auto" (this machine) is there until the ray launcher comes')
+    if cluster != "auto" and launcher != "ray":
+        raise JobError(f'execute(cluster={cluster!r}): launcher "{launcher}" runs on this machine; use launcher="ray"')
     check_same_job(compiled, chosen)
     check_request(compiled.plan, chosen, steps, launcher, timeout_s)
     verify(compiled.plan)  # a directive of the user's may have made a plan that would hang
     folder = new_folder(Path(out), "run") if out is not None else None
     codes = [c.code for c in compiled.plan.chunks]
     code = compiled.code.export(codes, compiled.plan.rows)
-    result = run(
-        compiled.plan, code, chosen, steps=steps, launcher=launcher, timeout_s=timeout_s, trace=trace, memory=memory, **more
-    )
+    options = dict(steps=steps, launcher=launcher, cluster=cluster, timeout_s=timeout_s, trace=trace, memory=memory)
+    with hang_report(folder):
+        result = run(compiled.plan, code, chosen, **options, **more)
     if folder is not None:
         save_run(folder, result, compiled.plan.tokens_per_step)
     return result

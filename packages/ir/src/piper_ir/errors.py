@@ -46,6 +46,14 @@ class ExecutionError(PiperError, RuntimeError):
     """A run failed: names rank, instruction and peer."""
 
 
+class HangError(ExecutionError, TimeoutError):
+    """No rank made progress for too long. `report`: every rank's last instructions, several lines of text."""
+
+    def __init__(self, message: str, report: str = "") -> None:
+        super().__init__(message)
+        self.report = report
+
+
 class NonFiniteLossError(ExecutionError, ArithmeticError):
     """A loss is NaN or infinite: names step, rank and microbatch."""
 

@@ -27,7 +27,8 @@ class Setup:
 
 @dataclass(frozen=True)
 class Request:
-    """One run of one rank. `plan` and `callables` are pickled once for all ranks."""
+    """One training run of one rank; ranks of one role get one object. `plan` and `callables` are pickled once for all ranks.
+    `stream`: whether somebody wants to hear of every finished step."""
 
     plan: bytes
     callables: bytes
@@ -39,6 +40,7 @@ class Request:
     trace: bool
     memory: bool
     gradients: bool
+    stream: bool
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,21 @@ class StepRecord:
     step_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """What one rank tells of a step that it has just done: `RankReport`'s fields, of one step."""
+
+    step: int
+    started: float
+    finished: float
+    scalars: dict[str, dict[int, float]]
+
+
 @dataclass
 class RankReport:
     """What one rank brings back. `started`, `finished`: when it was ready, and when each step was done, on the machine-wide
-    clock; `scalars`: per step the losses and weights by microbatch; `gradients`: per step, as the optimizer saw them."""
+    clock of the launcher (times of another machine may miss it by `clock_error_s`); `scalars`: per step the losses and weights
+    by microbatch; `gradients`: per step, as the optimizer saw them."""
 
     started: float = 0.0
     finished: list[float] = field(default_factory=list)
@@ -40,11 +51,25 @@ class RankReport:
     spans: list[TimedSpan] = field(default_factory=list)
     memory: MemoryRecord | None = None
     states: dict[str, torch.Tensor] = field(default_factory=dict)
+    clock_error_s: float = 0.0
 
-    def end_step(self, rank: Rank) -> None:
+    def shift(self, seconds: float, error_s: float) -> None:
+        """Put the times on another clock, which is known to `error_s`."""
+        self.started += seconds
+        self.finished = [t + seconds for t in self.finished]
+        self.spans = [(instr, start + seconds, end + seconds) for instr, start, end in self.spans]
+        self.clock_error_s = error_s
+
+    def end_step(self, rank: Rank) -> StepDone:
         """Keep what a rank has found in the step that it has just done."""
         self.finished.append(time.perf_counter())
         self.scalars.append({kind: dict(found) for kind, found in rank.scalars.items()})
+        return StepDone(len(self.finished) - 1, self.started, self.finished[-1], self.scalars[-1])
+
+    def steps(self) -> list[StepDone]:
+        """One for every step that is done."""
+        found = enumerate(zip(self.finished, self.scalars, strict=True))
+        return [StepDone(step, self.started, finished, scalars) for step, (finished, scalars) in found]
 
     def probe(self, rank: Rank, buckets: tuple[str, ...], scale: float) -> None:
         """A Probe that keeps gradients."""

@@ -15,6 +15,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,18 @@ from piper_runtime.gloo import GlooCommunicators
 from piper_runtime.messages import HEART_SLOTS, Failure, Request, Setup
 from piper_runtime.rank import Rank, Trainee
 from piper_runtime.report import RankReport, measured_counter, measured_step
-from piper_runtime.streams import PHASE, RUNNING, CpuStreams, Heart
+from piper_runtime.streams import LOADING, PHASE, RUNNING, STEP, CpuStreams, Heart
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a rank's worker has at hand, however it was started. `tell` sends a message to the launcher and does not wait for
+    it."""
+
+    rank: int
+    communicators: GlooCommunicators
+    heart: Heart
+    tell: Callable[[Any], None]
 
 
 def serve(setup: Setup) -> None:
@@ -40,32 +53,47 @@ def serve(setup: Setup) -> None:
     ).start()
     pipe: Connection[Any, Any] = Connection(setup.pipe)
     communicators = GlooCommunicators(dist.FileStore(setup.store, setup.world), setup.rank)
-    heart = _heart(setup)
-    # The first optimizer of a process imports torch._dynamo, which takes seconds: not in a run.
-    torch.optim.SGD([torch.zeros(())], lr=0.0)
-    pipe.send("ready")
+    # Plain pickle: a Connection would hand tensors over as shared memory, which needs a handshake.
+    seat = Seat(setup.rank, communicators, _heart(setup), lambda m: pipe.send_bytes(pickle.dumps(m, protocol=5)))
+    warm_up()
+    seat.tell("ready")
     while True:
         try:
             request = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        # Plain pickle: a Connection would hand tensors over as shared memory, which needs a handshake.
-        pipe.send_bytes(pickle.dumps(_answer(setup.rank, request, communicators, heart), protocol=5))
+        seat.tell(answer(seat, request))
 
 
-def _answer(rank: int, request: Request, communicators: GlooCommunicators, heart: Heart) -> RankReport | Failure:
+def warm_up() -> None:
+    """The first optimizer of a process imports torch._dynamo, which takes seconds: not in a run."""
+    torch.optim.SGD([torch.zeros(())], lr=0.0)
+
+
+def answer(seat: Seat, request: object) -> Any:
+    """Do what a request asks for. A Failure when it cannot be done."""
     try:
-        return run(rank, request, communicators, heart)
+        return perform(seat, request)
     except PiperError as e:
         details = "" if e.__cause__ is None else "".join(traceback.format_exception(e.__cause__))
         return Failure(type(e).__name__, str(e), details, isinstance(e, PeerError))
     except Exception as e:
-        message = f"rank {rank} failed before its first instruction: {type(e).__name__}: {e}"
+        when = "before its first step" if seat.heart[PHASE] == LOADING else f"between instructions of step {seat.heart[STEP]}"
+        message = f"rank {seat.rank} failed {when}: {type(e).__name__}: {e}"
         return Failure("ExecutionError", message, "".join(traceback.format_exception(e)), False)
 
 
-def run(rank: int, request: Request, communicators: GlooCommunicators, heart: Heart) -> RankReport:
+def perform(seat: Seat, request: object) -> Any:
+    """The answer to a request, by its class."""
+    match request:
+        case Request():
+            return run(seat, request)
+    raise ExecutionError(f"rank {seat.rank} cannot perform a {type(request).__name__}")
+
+
+def run(seat: Seat, request: Request) -> RankReport:
     """Bind the plan and run its steps."""
+    rank, heart, communicators = seat.rank, seat.heart, seat.communicators
     plan = pickle.loads(request.plan)
     parcel = pickle.loads(request.callables)
     batch, optimizer, scheduler = parcel.open()
@@ -89,7 +117,9 @@ def run(rank: int, request: Request, communicators: GlooCommunicators, heart: He
         if observed:
             counter = measured_counter(bound)
         engine.step(step, traced=request.trace and last, counter=counter if observed else None)
-        report.end_step(bound)
+        done = report.end_step(bound)
+        if request.stream:
+            seat.tell(done)
     backend.close()
     report.close(bound, engine.spans, counter)
     return report
