@@ -88,6 +88,10 @@ def run(
     launcher: Annotated[str, typer.Option(help="processes (one per rank, gloo) or inline (one process)")] = "processes",
     out: Out = Path("runs"),
     timeout_s: Annotated[float, typer.Option(help="seconds without progress after which a rank counts as hung")] = 60,
+    emulate: Annotated[
+        str | None,
+        typer.Option(metavar="CLUSTER", help="sleep in real processes instead of training, as long as CLUSTER would compute"),
+    ] = None,
 ) -> None:
     """Train with a strategy; print predicted beside measured and write both traces.
 
@@ -98,6 +102,11 @@ def run(
         from piper.session import session
 
         recipe = load_file(file, _pairs(params), strategy)
+        if emulate is not None:
+            from piper.emulation import emulated_session
+
+            emulated_session(recipe.job, recipe.strategy, emulate, steps=steps or 1, out=out, name=file.stem, timeout_s=timeout_s)
+            return
         session(
             recipe.job,
             recipe.strategy,

@@ -18,6 +18,7 @@ from piper_ir.program import Program
 if TYPE_CHECKING:
     from piper_compiler.capture import Captured, CodeStore
     from piper_runtime import Job, Run
+    from piper_simulator import Cluster
 
 
 MOST_CAPTURES = 16
@@ -124,7 +125,7 @@ def execute(
     *,
     steps: int,
     launcher: str = "ray",
-    cluster: str = "auto",
+    cluster: str | Cluster | None = "auto",
     timeout_s: float = 60,
     trace: bool = False,
     memory: bool = True,
@@ -132,20 +133,28 @@ def execute(
     **more: Any,
 ) -> Run:
     """Run a compiled strategy for `steps` optimizer steps. `job` replaces the compiled one (same model, loss and optimizer
-    groups: other data, seed or learning rate). launcher: "processes" (torch.distributed, one process per rank) or "inline"
-    (all ranks in this one). timeout_s: seconds without progress of any rank after which the run ends. trace: record the last
-    step's spans. memory: measure peak bytes in the second step (or the only one), which slows it. out: losses, times and trace
-    go to a new folder below this one. More keywords go to `piper_runtime.execute`. Raises JobError, ExecutionError (rank,
+    groups: other data, seed or learning rate). launcher: "processes" (torch.distributed, one process per rank), "inline" (all
+    ranks in this one), or "emulated": no job, memory or losses, but sleeps instead of compute, of the time that `cluster` would
+    take (`piper.emulation.emulate`). timeout_s: seconds without progress of any rank after which the run ends. trace: record the
+    last step's spans. memory: measure peak bytes in the second step (or the only one), which slows it. out: losses, times and
+    trace go to a new folder below this one. More keywords go to `piper_runtime.execute`. Raises JobError, ExecutionError (rank,
     instruction, peer), NonFiniteLossError."""
     from piper_ir.verify import verify
     from piper_runtime import execute as run
     from piper_runtime.run import check_request
 
+    if launcher == "emulated":
+        from piper.emulation import emulate
+
+        return emulate(compiled, steps=steps, cluster=cluster, timeout_s=timeout_s, trace=trace, out=out, **more)
     chosen = job or compiled.job
     if chosen is None or compiled.code is None:
         raise JobError("execute: this was compiled from a Program, which has no code and no data; compile a piper.Job to run it")
     if cluster != "auto":
-        raise JobError(f'execute(cluster={cluster!r}): only "auto" (this machine) is there until the ray launcher comes')
+        raise JobError(
+            f'execute(cluster={cluster!r}): only "auto" (this machine) is there until the ray launcher comes; '
+            'launcher="emulated" takes any'
+        )
     check_same_job(compiled, chosen)
     check_request(compiled.plan, chosen, steps, launcher, timeout_s)
     verify(compiled.plan)  # a directive of the user's may have made a plan that would hang

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from piper_runtime.processes import Pool
 
 Launcher = Literal["ray", "processes", "inline", "emulated"]
-LATER = ("ray", "emulated")
+LATER = ("ray",)
 WARMUP_STEPS = 3
 
 
@@ -102,15 +102,20 @@ def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: fl
         )
     if launcher not in ("processes", "inline"):
         raise ExecutionError(f'launcher {launcher!r} is not known; use "processes" or "inline"')
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise JobError(f"steps={steps!r}: an integer of at least 1 is needed")
-    if not timeout_s > 0:
-        raise JobError(f"timeout_s={timeout_s!r}: a number of seconds above 0 is needed; inf waits for ever")
+    check_numbers(steps, timeout_s)
     if plan.global_batch != job.global_batch:
         raise JobError(
             f"the plan was made for a global batch of {plan.global_batch} rows, the job has {job.global_batch}; "
             f"compile the strategy with this job"
         )
+
+
+def check_numbers(steps: int, timeout_s: float) -> None:
+    """JobError when no run can have these numbers."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise JobError(f"steps={steps!r}: an integer of at least 1 is needed")
+    if not timeout_s > 0:
+        raise JobError(f"timeout_s={timeout_s!r}: a number of seconds above 0 is needed; inf waits for ever")
 
 
 def trainee(job: Job) -> Trainee:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from piper_ir.errors import ExecutionError, PiperError
 from piper_runtime.code import missing_operators
+from piper_runtime.emulate import EmulationRequest, emulate_rank
 from piper_runtime.engine import Engine, PeerError
 from piper_runtime.gloo import GlooCommunicators
 from piper_runtime.messages import HEART_SLOTS, Failure, Request, Setup
@@ -53,8 +54,12 @@ def serve(setup: Setup) -> None:
         pipe.send_bytes(pickle.dumps(_answer(setup.rank, request, communicators, heart), protocol=5))
 
 
-def _answer(rank: int, request: Request, communicators: GlooCommunicators, heart: Heart) -> RankReport | Failure:
+def _answer(
+    rank: int, request: Request | EmulationRequest, communicators: GlooCommunicators, heart: Heart
+) -> RankReport | Failure:
     try:
+        if isinstance(request, EmulationRequest):
+            return emulate_rank(rank, request, communicators, heart)
         return run(rank, request, communicators, heart)
     except PiperError as e:
         details = "" if e.__cause__ is None else "".join(traceback.format_exception(e.__cause__))
