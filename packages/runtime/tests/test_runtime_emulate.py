@@ -12,7 +12,7 @@ from packages.runtime.tests.chains import chain
 from piper_ir.errors import JobError
 from piper_ir.plan import COMPUTE, Plan
 from piper_runtime import emulate as emulation
-from piper_runtime.emulate import HOST_S, SHORTEST_S, Durations, EmulationRequest, TimedRank, emulate, time_scale
+from piper_runtime.emulate import HOST_S, LONGEST_S, SHORTEST_S, Durations, EmulationRequest, TimedRank, emulate, time_scale
 from piper_runtime.engine import Engine
 from piper_runtime.messages import HEART_SLOTS
 from piper_runtime.rank import Rank
@@ -67,30 +67,33 @@ def test_the_time_of_instructions_adds_up_and_steps_follow_each_other(clock: Clo
         assert timed.now == clock.now == pytest.approx(100 + (step + 1) * n * 0.02, abs=1e-9)
 
 
-def test_what_the_machine_sleeps_too_long_does_not_add_up(clock: Clock) -> None:
+@pytest.mark.parametrize("overshoot", [HOST_S / 2, 4 * HOST_S])
+def test_what_the_machine_sleeps_too_long_does_not_add_up(clock: Clock, overshoot: float) -> None:
     plan = single()
     n = len(plan.roles[0].program)
-    clock.overshoot = HOST_S / 2
-    timed, engine = alone(plan, clock, [0.02] * n)
+    clock.overshoot = overshoot
+    timed, engine = alone(plan, clock, [0.1] * n)
     engine.step(0)
-    assert timed.now == pytest.approx(100 + n * 0.02, abs=1e-9)
+    assert timed.now == pytest.approx(100 + n * 0.1, abs=1e-9)
     assert clock.now == pytest.approx(timed.now + clock.overshoot, abs=1e-9)
-    assert timed.late[0] == 0.0 and timed.late[1:] == pytest.approx([clock.overshoot] * (n - 1), abs=1e-9)
+    assert timed.held_up == [0.0] * n
 
 
-def test_negative_control_a_wait_that_the_plan_does_not_show_counts(clock: Clock) -> None:
+@pytest.mark.parametrize(("held_up", "counts"), [(0.9 * HOST_S, 0), (1.1 * HOST_S, 1)])
+def test_negative_control_a_wait_that_the_plan_does_not_show_counts(clock: Clock, held_up: float, counts: int) -> None:
     plan = single()
     n = len(plan.roles[0].program)
     timed, engine = alone(plan, clock, [0.02] * n)
     begin = timed.begin
 
-    def held_up(step: int) -> None:
+    def late(step: int) -> None:
         begin(step)
-        clock.now += 3 * HOST_S  # as if a lock had been held
+        clock.now += held_up  # as if a lock had been held
 
-    timed.begin = held_up  # type: ignore[method-assign]  # the fault of this test
+    timed.begin = late  # type: ignore[method-assign]  # the fault of this test
     engine.step(0)
-    assert timed.now == pytest.approx(100 + n * 0.02 + 3 * HOST_S, abs=1e-9)
+    assert timed.now == pytest.approx(100 + n * 0.02 + counts * held_up, abs=1e-9)
+    assert timed.held_up == pytest.approx([held_up, *[0.0] * (n - 1)], abs=1e-9)
 
 
 def test_a_slow_host_holds_instructions_up(clock: Clock) -> None:
@@ -106,7 +109,8 @@ def test_the_time_scale_makes_the_shortest_instruction_that_matters_long_enough(
     n = len(plan.roles[0].program)
     role = plan.roles[0].role
     assert time_scale(plan, Durations({role: [1e-4] * n})) == pytest.approx(SHORTEST_S / 1e-4)
-    assert time_scale(plan, Durations({role: [10.0] * n})) == pytest.approx(SHORTEST_S / 10), "also downwards"
+    assert time_scale(plan, Durations({role: [10.0] * n})) == pytest.approx(LONGEST_S / 10), "also downwards"
+    assert time_scale(plan, Durations({role: [0.05] * n})) == 1.0
     short = [1e-4] * (n - 1) + [1e-9]
     assert time_scale(plan, Durations({role: short})) == pytest.approx(SHORTEST_S / 1e-4), "a negligible one does not count"
     assert time_scale(plan, Durations({role: [0.0] * n})) == 1.0

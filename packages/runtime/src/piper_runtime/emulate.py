@@ -5,10 +5,10 @@ per communication stream, issue in program order, waits, and a message on every 
 which its rank was there; it starts when its last member is there, and takes its simulated time on all of them. No tensor of the
 plan exists.
 
-Time: an instruction begins when what the plan makes it wait for has ended, and sleeps until that moment plus its duration. What
-this machine needs to wake a thread or to pass a message is not part of the plan; it is made up for, up to `HOST_S` per
-instruction. An instruction that begins later than that had to wait for something that the plan does not show, and counts from
-when it really began. Clocks are the machine-wide one of time.perf_counter.
+Time: an instruction begins when what the plan makes it wait for has ended, and sleeps until that moment plus its duration. That
+this machine wakes a thread too late is not part of the plan, and is made up for; that it needs a moment to hand over to another
+thread or to pass a message is too, up to `HOST_S`. An instruction that is held up for longer, after all its causes were really
+done, waited for something that the plan does not show: that counts. Clocks are the machine-wide one of time.perf_counter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import pickle
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -38,12 +38,13 @@ from piper_runtime.trace import TimedSpan, executed_trace
 if TYPE_CHECKING:
     from piper_runtime.processes import Pool
 
-SHORTEST_S = 0.02
-"""What the shortest compute instruction that matters sleeps, so that waking up is small beside it (numerics.md, time truth)."""
+SHORTEST_S, LONGEST_S = 0.02, 0.1
+"""Between these the shortest compute instruction that matters sleeps: waking up is small beside it (numerics.md, time truth), and
+nobody waits for hours."""
 MATTERS = 0.95
 """The longest instructions that make up this share of a role's compute matter."""
 HOST_S = SHORTEST_S / 4
-"""A start later than its causes by no more than this is the machine's doing, and is made up for."""
+"""Being held up for no more than this is the machine's doing, and is made up for."""
 LEAD_S = 0.05
 """From the moment when all ranks are ready to their common start: time to hear of it."""
 
@@ -75,11 +76,10 @@ class Emulation(Run):
 
 
 def time_scale(plan: Plan, durations: Durations) -> float:
-    """Seconds to sleep per simulated second, so that the shortest compute instruction that matters sleeps `SHORTEST_S`. 1 when no
-    compute takes time."""
-    shortest = [_shortest(role, durations.seconds[role.role]) for role in plan.roles]
-    found = [s for s in shortest if s > 0]
-    return SHORTEST_S / min(found) if found else 1.0
+    """Seconds to sleep per simulated second: 1 where the shortest compute instruction that matters then sleeps between
+    `SHORTEST_S` and `LONGEST_S`, or where no compute takes time; else what brings it there."""
+    shortest = min((s for role in plan.roles if (s := _shortest(role, durations.seconds[role.role])) > 0), default=SHORTEST_S)
+    return min(max(shortest, SHORTEST_S), LONGEST_S) / shortest
 
 
 def _shortest(role: RolePlan, seconds: Sequence[float]) -> float:
@@ -108,9 +108,9 @@ class EmulationRequest:
 
 @dataclass
 class EmulationReport(RankReport):
-    """`late`: by how much each instruction began later than its causes, in seconds."""
+    """`held_up`: per instruction the seconds from when its causes were really done to when it really began."""
 
-    late: list[float] = field(default_factory=list)
+    held_up: list[float] = field(default_factory=list)
 
 
 def emulate(
@@ -146,8 +146,8 @@ def _result(plan: Plan, reports: Mapping[int, RankReport], scale: float, trace: 
     before = [[begun if i == 0 else r.finished[i - 1] for i in range(len(done))] for r in reports.values()]
     step_s = [max(r.finished[i] - b[i] for r, b in zip(reports.values(), before)) / scale for i in range(len(done))]
     spans = {rank: [_simulated(s, begun, scale) for s in r.spans] for rank, r in reports.items()} if trace else {}
-    late = [x for r in reports.values() if isinstance(r, EmulationReport) for x in r.late]
-    notes = {"time_scale": f"{scale:g}", "host": _lateness(late)}
+    held_up = [x for r in reports.values() if isinstance(r, EmulationReport) for x in r.held_up]
+    notes = {"time_scale": f"{scale:g}", "host": _about(held_up)}
     return Emulation(
         losses=[],
         step_s=step_s,
@@ -166,10 +166,10 @@ def _simulated(span: TimedSpan, begun: float, scale: float) -> TimedSpan:
     return index, (start - begun) / scale, (end - begun) / scale
 
 
-def _lateness(late: Sequence[float]) -> str:
-    waits = [x for x in late if x > HOST_S]
-    text = f"instructions began {median(late) * 1e3:.2f} ms (median) and at most {max(late) * 1e3:.2f} ms after their causes"
-    return f"{text}; {len(waits)} of them by more than {HOST_S * 1e3:g} ms, which counts as waiting" if waits else text
+def _about(held_up: Sequence[float]) -> str:
+    counted = [x for x in held_up if x > HOST_S]
+    text = f"this machine held instructions up for {median(held_up) * 1e3:.2f} ms (median), at most {max(held_up) * 1e3:.2f} ms"
+    return f"{text}; {len(counted)} times for more than {HOST_S * 1e3:g} ms, which counts" if counted else text
 
 
 def emulate_rank(rank: int, request: EmulationRequest, communicators: GlooCommunicators, heart: Heart) -> EmulationReport:
@@ -179,16 +179,16 @@ def emulate_rank(rank: int, request: EmulationRequest, communicators: GlooCommun
     backend = CpuStreams(plan.role_of(rank).streams, heart)
     timed = TimedRank(plan, rank, request)
     # The engine needs of a rank its entries, begin and end; there is nothing else without tensors.
-    engine = Engine(cast(Rank, timed), backend, lambda comm: timed.communication(comm, communicators), heart, trace=True)
-    report = EmulationReport(late=timed.late)
+    engine = Engine(cast(Rank, timed), backend, lambda comm: timed.communication(comm, communicators), heart)
+    report = EmulationReport(held_up=timed.held_up)
     report.started = timed.now = _common_start(communicators.store, request.meeting, plan.mesh.world)
     sleep_until(report.started)
     heart[PHASE] = RUNNING
     for step in range(request.steps):
-        engine.step(step, traced=step == request.steps - 1)
-        report.finished.append(time.perf_counter())
+        engine.step(step)
+        report.finished.append(timed.now)
     backend.close()
-    report.spans = list(engine.spans)
+    report.spans = timed.spans
     return report
 
 
@@ -213,9 +213,23 @@ class _TimedComm(Comm):
     index: int
 
 
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When something ended: by the plan's time, and really, which is later."""
+
+    planned: float
+    real: float
+
+
+def latest(moments: Iterable[Moment]) -> Moment:
+    """When all of them have ended."""
+    found = list(moments)
+    return Moment(max(m.planned for m in found), max(m.real for m in found))
+
+
 class TimedRank:
     """What an engine runs of a rank in place of tensors: entries that sleep. `now`: when the step begins or, after it, when it
-    was over; `late`: see EmulationReport.
+    was over, by the plan's time. `spans`: of the last step, by the plan's time too. `held_up`: see EmulationReport.
 
     Per stream, `_end` is when its last instruction had left it, and `_done` when each of its instructions was done for waiters
     (`latency` later for a transfer). Only the stream's own thread writes them, before others learn that it has gone on."""
@@ -223,23 +237,25 @@ class TimedRank:
     def __init__(self, plan: Plan, rank: int, request: EmulationRequest) -> None:
         self.rank, self.step = rank, 0
         self.now = 0.0
-        self.late: list[float] = []
+        self.spans: list[TimedSpan] = []
+        self.held_up: list[float] = []
         self._plan, self._request = plan, request
         self._program = plan.role_of(rank).program
         self._streams = list(dict.fromkeys(instr.stream for instr in self._program))
-        self._end: dict[str, float] = {}
-        self._done: dict[str, list[float]] = {}
+        self._end: dict[str, Moment] = {}
+        self._done: dict[str, list[Moment]] = {}
         self.entries = tuple(self._entry(i) for i in range(len(self._program)))
 
     def begin(self, step: int) -> None:
         """Before the first instruction of a step."""
         self.step = step
-        self._end = dict.fromkeys(self._streams, self.now)
+        self.spans.clear()
+        self._end = dict.fromkeys(self._streams, Moment(self.now, time.perf_counter()))
         self._done = {s: [] for s in self._streams}
 
     def end(self) -> None:
         """After the last instruction: transfers may still be under way."""
-        self.now = max([self.now, *(times[-1] for times in self._done.values())])
+        self.now = max([self.now, *(done[-1].planned for done in self._done.values())])
         sleep_until(self.now)
 
     def _entry(self, index: int) -> Entry:
@@ -252,25 +268,27 @@ class TimedRank:
         comm = _TimedComm(cast(Any, kind), op.channel, peers, _no_tensor, index)
         return Entry(index, instr.stream, instr.waits, instr.name, comm=comm)
 
-    def _ready(self, index: int) -> float:
-        """When an instruction may begin, on this rank alone: issued, what it waits for done, its stream free."""
+    def _ready(self, index: int) -> Moment:
+        """When an instruction may begin as far as this rank knows: issued, what it waits for done, its stream free."""
         instr = self._program[index]
         issued = self.now + (index + 1) * self._request.issue
-        return max([issued, self._end[instr.stream], *(self._done[s][n - 1] for s, n in instr.waits if n)])
+        return latest([Moment(issued, issued), self._end[instr.stream], *(self._done[s][n - 1] for s, n in instr.waits if n)])
 
-    def _run(self, index: int, begin: float) -> None:
-        """Occupy the stream for an instruction's time. `begin`: when its causes let it begin, in the past, or in the future
-        while a transfer that it waits for is still under way."""
-        sleep_until(begin)
-        late = time.perf_counter() - begin
-        self.late.append(late)
+    def _run(self, index: int, ready: Moment) -> None:
+        """Occupy the stream for an instruction's time. `ready`: when its causes were done; in the future while a transfer that
+        it waits for is still under way."""
         instr = self._program[index]
-        end = begin + self._request.seconds[index] + (late if late > HOST_S else 0.0)
+        held_up = max(0.0, time.perf_counter() - max(ready.planned, ready.real))
+        self.held_up.append(held_up)
+        begin = ready.planned + (held_up if held_up > HOST_S else 0.0)
+        end = begin + self._request.seconds[index]
         sleep_until(end)
+        self.spans.append((index, begin, end))
+        self._end[instr.stream] = Moment(end, time.perf_counter())
         transfer = isinstance(instr.parts[0].op, Send | Recv)
+        arrival = Moment(end + (self._request.latency if transfer else 0.0), self._end[instr.stream].real)
         done = self._done[instr.stream]
-        self._end[instr.stream] = end
-        done.append(max([end + (self._request.latency if transfer else 0.0), *done[-1:]]))
+        done.append(latest([arrival, *done[-1:]]))
 
     def communication(self, comm: Comm, communicators: GlooCommunicators) -> Work:
         """The closure that meets the other members of a communication and takes its time with them."""
@@ -280,8 +298,8 @@ class TimedRank:
 
         def run() -> None:
             ready = self._ready(index)
-            sleep_until(ready)
-            self._run(index, max(meet(ready)))
+            sleep_until(ready.planned)
+            self._run(index, latest(meet(Moment(ready.planned, time.perf_counter()))))
 
         return run
 
@@ -290,28 +308,28 @@ def _no_tensor() -> torch.Tensor:
     raise TypeError("an emulated communication has no tensor of the plan's")
 
 
-def _meeting(comm: Comm, rank: int, communicators: GlooCommunicators) -> Any:
+def _meeting(comm: Comm, rank: int, communicators: GlooCommunicators) -> Callable[[Moment], list[Moment]]:
     """A call that tells the other members of a communication when this rank was there, and returns when each was, once all are.
 
     The message is as small as can be and goes through the same communicator as the plan's would, with the same operation. Each
-    member fills its own place of a vector, and an all-reduce sums; the receiver of a transfer answers."""
+    member fills its own row, and an all-reduce sums; the receiver of a transfer answers."""
     members = sorted(comm.peers)
-    moments = torch.zeros(len(members), dtype=torch.float64)
     here = members.index(rank)
+    rows = torch.zeros(len(members), 2, dtype=torch.float64)
     if comm.kind == "all_reduce":
-        transfers = [communicators.bind(_message(comm, moments))]
+        transfers = [communicators.bind(_message(comm, rows))]
     else:
         answer: Any = "recv" if comm.kind == "send" else "send"
-        tensors = {"send": moments[here : here + 1], "recv": moments[1 - here : 2 - here]}
+        row = {"send": rows[here], "recv": rows[1 - here]}
         legs = [comm, replace(comm, kind=answer, peers=comm.peers[::-1])]
-        transfers = [communicators.bind(_message(leg, tensors[leg.kind])) for leg in legs]
+        transfers = [communicators.bind(_message(leg, row[leg.kind])) for leg in legs]
 
-    def meet(moment: float) -> Iterable[float]:
-        moments.zero_()
-        moments[here] = moment
+    def meet(own: Moment) -> list[Moment]:
+        rows.zero_()
+        rows[here, 0], rows[here, 1] = own.planned, own.real
         for transfer in transfers:
             transfer()
-        return cast(list[float], moments.tolist())
+        return [Moment(*row) for row in rows.tolist()]
 
     return meet
 
