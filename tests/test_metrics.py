@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import piper
-from piper.metrics import Metrics, log_names, open_metrics
+from piper.metrics import Metrics, log_names, open_metrics, recorded
 from piper_ir.errors import JobError, MissingPackageError, OutputError
 from piper_ir.plan import Plan
 from piper_runtime.report import StepRecord
@@ -202,6 +202,18 @@ def test_a_library_that_cannot_start_is_one_message_and_closes_the_others(
     with pytest.raises(OutputError, match=r'log "wandb" cannot be opened .*api_key not configured'):
         open_metrics(tmp_path, ["tensorboard", "wandb"], plan())
     assert fakes[-1] == ("close",)
+
+
+def test_recorded_serves_the_folder_and_the_caller(tmp_path: Path) -> None:
+    seen: list[StepRecord] = []
+    with recorded(tmp_path, ("jsonl",), plan(), seen.append) as on_step:
+        assert on_step is not None
+        on_step(record(0))
+    assert seen == [record(0)] and [line["step"] for line in lines(tmp_path)] == [0]
+    with recorded(None, None, plan()) as nothing:
+        assert nothing is None
+    with pytest.raises(JobError, match="'wandb' needs a folder: give out=DIR"), recorded(None, ["wandb"], plan()):
+        pass
 
 
 def needs(package: str) -> pytest.MarkDecorator:

@@ -8,7 +8,8 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from piper_runtime.report import StepRecord
 
 METRICS_FILE = "metrics.jsonl"
+OnStep = Callable[["StepRecord"], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,3 +207,26 @@ def open_metrics(folder: Path, names: Iterable[str], plan: Plan) -> Metrics:
             # Libraries have errors of their own, such as that nobody is logged in.
             raise OutputError(f'the log "{name}" cannot be opened in {folder}: {type(e).__name__}: {e}') from e
     return Metrics(writers, plan.tokens_per_step)
+
+
+@contextmanager
+def recorded(
+    folder: Path | None, names: Iterable[str] | None, plan: Plan, on_step: OnStep | None = None
+) -> Iterator[OnStep | None]:
+    """What a run is to call with every finished step: metrics into the folder of its results, then the caller's own `on_step`.
+    Without a folder there are no metrics; JobError when they were asked for."""
+    if folder is None:
+        if names:
+            raise JobError(f"log={','.join(names)!r} needs a folder: give out=DIR (at the command line --out DIR)")
+        yield on_step
+        return
+    with open_metrics(folder, names or (), plan) as metrics:
+        if on_step is None:
+            yield metrics
+            return
+
+        def both(record: StepRecord) -> None:
+            metrics(record)
+            on_step(record)
+
+        yield both

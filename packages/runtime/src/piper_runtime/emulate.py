@@ -141,11 +141,12 @@ def emulate(
 
 
 def _result(plan: Plan, reports: Mapping[int, RankReport], scale: float, trace: bool) -> Emulation:
-    begun = next(iter(reports.values())).started
-    done = [max(r.finished[i] for r in reports.values()) for i in range(len(reports[0].finished))]
-    before = [[begun if i == 0 else r.finished[i - 1] for i in range(len(done))] for r in reports.values()]
-    step_s = [max(r.finished[i] - b[i] for r, b in zip(reports.values(), before)) / scale for i in range(len(done))]
-    spans = {rank: [_simulated(s, begun, scale) for s in r.spans] for rank, r in reports.items()} if trace else {}
+    first = reports[0]
+    step_s = [
+        max(r.finished[i] - (r.finished[i - 1] if i else r.started) for r in reports.values()) / scale
+        for i in range(len(first.finished))
+    ]
+    spans = {rank: [_simulated(s, first.started, scale) for s in r.spans] for rank, r in reports.items()} if trace else {}
     held_up = [x for r in reports.values() if isinstance(r, EmulationReport) for x in r.held_up]
     notes = {"time_scale": f"{scale:g}", "host": _about(held_up)}
     return Emulation(
@@ -153,7 +154,7 @@ def _result(plan: Plan, reports: Mapping[int, RankReport], scale: float, trace: 
         step_s=step_s,
         period_s=median(step_s[WARMUP_STEPS:]) if step_s[WARMUP_STEPS:] else None,
         peak_bytes={},
-        trace=executed_trace(plan, len(done) - 1, spans, {}, [], notes),
+        trace=executed_trace(plan, len(step_s) - 1, spans, {}, [], notes),
         rank_states={},
         rank_gradients={},
         memory={},
