@@ -39,6 +39,7 @@ class Request:
     trace: bool
     memory: bool
     gradients: bool
+    ranges: bool = False
 
 
 @dataclass(frozen=True)

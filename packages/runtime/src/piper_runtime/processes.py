@@ -272,7 +272,7 @@ def _fate(worker: _Worker) -> str:
 
 def run_processes(
     plan: Plan, code: CodeStore, job: Job, initial: InitialState, steps: int, timeout_s: float, trace: bool, memory: bool,
-    gradients: bool, pool: Pool | None,
+    gradients: bool, ranges: bool, pool: Pool | None,
 ) -> dict[int, RankReport]:  # fmt: skip
     """Ship to every rank what it needs, run, and collect the reports. Without a pool the processes live for this call only."""
     plan_blob, callables = (
@@ -287,7 +287,7 @@ def run_processes(
             found.setdefault(code_id, {})[step] = ShippedCode(source.source, dict(source.constants))
         params = {n: initial.params[n].clone() for n in held_params(plan, rank)}
         buffers = {n: initial.buffers[n].clone() for n in state_names(plan, rank, "buffer")}
-        request = Request(plan_blob, callables, found, params, buffers, job.seed, steps, trace, memory, gradients)
+        request = Request(plan_blob, callables, found, params, buffers, job.seed, steps, trace, memory, gradients, ranges)
         requests[rank] = pickle.dumps(request, protocol=5)
     if pool is not None:
         return pool.run(plan, requests, timeout_s)

@@ -17,6 +17,7 @@ from piper_runtime.code import CodeStore
 from piper_runtime.inline import InlineEngine
 from piper_runtime.job import InitialState, Job, materialize
 from piper_runtime.memory import MemoryCounter, MemoryRecord
+from piper_runtime.ranges import name_inline
 from piper_runtime.rank import Rank, Trainee, step_loss
 from piper_runtime.report import MEASURED, RankReport, measured_counter, measured_step
 from piper_runtime.trace import executed_trace
@@ -73,24 +74,25 @@ class Run:
 
 def execute(
     plan: Plan, code: CodeStore, job: Job, *, steps: int, launcher: Launcher = "ray", timeout_s: float = 60.0,
-    trace: bool = False, memory: bool = False, gradients: bool = False, pool: Pool | None = None,
+    trace: bool = False, memory: bool = False, gradients: bool = False, ranges: bool = False, pool: Pool | None = None,
 ) -> Run:  # fmt: skip
     """Run `steps` optimizer steps of a plan with the code of its chunks.
 
     launcher: "processes" (one process per rank, gloo over loopback) or "inline" (all ranks in this process). timeout_s: the
     call ends that long after the last sign of progress of any rank; an instruction that takes longer counts as hung. trace:
     keep the last step's spans (about 1 us per instruction). memory: measure peak bytes in the second step, in the first if
-    there is no other (slows that step). gradients: keep the gradients of every step. pool: worker processes to use again;
+    there is no other (slows that step). gradients: keep the gradients of every step. ranges: name
+    instructions in profilers, see `piper_runtime.ranges`. pool: worker processes to use again;
     without one they are started and ended in this call. JobError: the job does not fit the plan. NonFiniteLossError: step, rank,
     microbatch. ExecutionError: rank, instruction, peer."""
     check_request(plan, job, steps, launcher, timeout_s)
     initial = materialize(job)
     if launcher == "inline":
-        reports = _run_inline(plan, code, job, initial, steps, trace, memory, gradients)
+        reports = _run_inline(plan, code, job, initial, steps, trace, memory, gradients, ranges)
     else:
         from piper_runtime.processes import run_processes
 
-        reports = run_processes(plan, code, job, initial, steps, timeout_s, trace, memory, gradients, pool)
+        reports = run_processes(plan, code, job, initial, steps, timeout_s, trace, memory, gradients, ranges, pool)
     return _result(plan, reports, initial, memory)
 
 
@@ -124,7 +126,15 @@ def trainee(job: Job) -> Trainee:
 
 
 def _run_inline(
-    plan: Plan, code: CodeStore, job: Job, initial: InitialState, steps: int, trace: bool, memory: bool, gradients: bool
+    plan: Plan,
+    code: CodeStore,
+    job: Job,
+    initial: InitialState,
+    steps: int,
+    trace: bool,
+    memory: bool,
+    gradients: bool,
+    ranges: bool,
 ) -> dict[int, RankReport]:
     reports = {r: RankReport() for r in range(plan.mesh.world)}
     with torch.random.fork_rng(devices=[]):
@@ -132,6 +142,9 @@ def _run_inline(
             Rank(plan, r, code, trainee(job), initial.params, initial.buffers, report.probe if gradients else None)
             for r, report in reports.items()
         ]
+        if ranges:
+            for rank in ranks:
+                name_inline(rank)
         counters: dict[int, MemoryCounter] = {}
         engine = InlineEngine(ranks)
         for report in reports.values():

@@ -28,6 +28,7 @@ from piper_runtime.emulate import EmulationRequest, emulate_rank
 from piper_runtime.engine import Engine, PeerError
 from piper_runtime.gloo import GlooCommunicators
 from piper_runtime.messages import HEART_SLOTS, Failure, Request, Setup
+from piper_runtime.ranges import named_instructions
 from piper_runtime.rank import Rank, Trainee
 from piper_runtime.report import RankReport, measured_counter, measured_step
 from piper_runtime.streams import PHASE, RUNNING, CpuStreams, Heart
@@ -84,7 +85,8 @@ def run(rank: int, request: Request, communicators: GlooCommunicators, heart: He
         raise ExecutionError(f"rank {rank} has {len(streams)} streams; at most {HEART_SLOTS - 3} are supported")
     communicators.connect(plan)
     backend = CpuStreams(streams, heart)
-    engine = Engine(bound, backend, communicators.bind, heart, trace=request.trace)
+    communicate = named_instructions(bound, communicators.bind) if request.ranges else communicators.bind
+    engine = Engine(bound, backend, communicate, heart, trace=request.trace)
     counter = None
     report.started = time.perf_counter()
     heart[PHASE] = RUNNING
