@@ -13,6 +13,7 @@ from torch import nn
 import piper
 from piper_ir.plan import Plan
 from piper_ir.trace import Span, Trace
+from piper_runtime.processes import Pool
 
 CLOCK = 1e-6
 """Seconds by which clocks read in different threads may disagree."""
@@ -50,11 +51,19 @@ def simulated() -> Trace:
 
 
 @lru_cache
+def workers() -> Pool:
+    return Pool(4)
+
+
+@lru_cache
 def run(launcher: str) -> piper.Run:
-    return piper.execute(compiled(), steps=3, launcher=launcher, trace=True)
+    more = {} if launcher == "inline" else {"pool": workers()}
+    more |= {"cluster": "h100x8"} if launcher == "emulated" else {}
+    return piper.execute(compiled(), steps=3, launcher=launcher, trace=True, **more)
 
 
-TRACES = {"simulate": simulated, "inline": lambda: run("inline").trace, "processes": lambda: run("processes").trace}
+LAUNCHERS = ("inline", "processes", "emulated")
+TRACES = {"simulate": simulated, **{name: lambda name=name: run(name).trace for name in LAUNCHERS}}
 
 
 @pytest.fixture(scope="module", params=TRACES)

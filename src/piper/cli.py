@@ -95,6 +95,10 @@ def run(
         bool, typer.Option("--print-launch", help="print the command lines for torchrun, Slurm and Ray, and run nothing")
     ] = False,
     nodes: Annotated[int | None, typer.Option(min=1, help="machines in the lines of --print-launch")] = None,
+    emulate: Annotated[
+        str | None,
+        typer.Option(metavar="CLUSTER", help="sleep in real processes instead of training, as long as CLUSTER would compute"),
+    ] = None,
 ) -> None:
     """Train with a strategy; print predicted beside measured and write both traces.
 
@@ -112,6 +116,11 @@ def run(
             given = [a for p in params or [] for a in ("-p", p)] + (["--strategy", str(strategy)] if strategy else [])
             given += ["--steps", str(steps)] if steps else []
             print(launch_lines(file, recipe.strategy.mesh.world, nodes=nodes, arguments=given), end="")
+            return
+        if emulate is not None:
+            from piper.emulation import emulated_session
+
+            emulated_session(recipe.job, recipe.strategy, emulate, steps=steps or 1, out=out, name=file.stem, timeout_s=timeout_s)
             return
         with nullcontext() if is_first() else redirect_stdout(StringIO()):  # of many processes, one prints and writes
             session(

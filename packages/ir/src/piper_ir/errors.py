@@ -60,3 +60,7 @@ class NonFiniteLossError(ExecutionError, ArithmeticError):
 
 class OutputError(PiperError, OSError):
     """A file or folder cannot be written."""
+
+
+class MissingPackageError(PiperError, ImportError):
+    """An optional package that was asked for is not installed: names what to install."""

@@ -29,6 +29,11 @@ class GlooCommunicators:
         self._groups: dict[str, Any] = {}
         self._keys: dict[str, str] = {}
 
+    @property
+    def store(self) -> Any:
+        """Where the ranks that may talk to each other leave notes (a torch.distributed.Store)."""
+        return self._store
+
     def connect(self, plan: Plan) -> None:
         """Make what a plan needs. Every rank goes through the plan's channels in one order, so no two wait for each other in a
         circle."""

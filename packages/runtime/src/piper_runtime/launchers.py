@@ -17,7 +17,6 @@ LAUNCHERS = {
     "inline": "all ranks in this process",
 }
 """Name -> what it is."""
-LATER = ("emulated",)
 
 
 class Workers(Protocol):
@@ -41,8 +40,8 @@ class Workers(Protocol):
 def check_launcher(launcher: str) -> None:
     """ExecutionError when there is no launcher of this name."""
     known = ", ".join(f'"{name}" ({about})' for name, about in LAUNCHERS.items())
-    if launcher in LATER:
-        raise ExecutionError(f'launcher "{launcher}" comes with a later release; use {known}')
+    if launcher == "emulated":
+        raise ExecutionError('launcher "emulated" needs durations: use piper.execute, or piper_runtime.emulate')
     if launcher not in LAUNCHERS:
         raise ExecutionError(f"launcher {launcher!r} is not known; use {known}")
 

@@ -41,6 +41,7 @@ class Request:
     memory: bool
     gradients: bool
     stream: bool
+    ranges: bool = False
 
 
 @dataclass(frozen=True)

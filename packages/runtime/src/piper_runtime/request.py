@@ -14,7 +14,7 @@ from piper_runtime.store import held_params, state_names
 
 def make_requests(
     plan: Plan, code: CodeStore, job: Job, initial: InitialState, *, steps: int, trace: bool, memory: bool, gradients: bool,
-    stream: bool,
+    stream: bool, ranges: bool = False,
 ) -> dict[int, Request]:  # fmt: skip
     """Rank -> its request; the ranks of a role share one object, so that a launcher can send it once to each machine. JobError
     when the job's callables cannot leave this process."""
@@ -29,6 +29,6 @@ def make_requests(
         rank = role.ranks[0]
         params = {n: initial.params[n].clone() for n in held_params(plan, rank)}
         buffers = {n: initial.buffers[n].clone() for n in state_names(plan, rank, "buffer")}
-        request = Request(plan_blob, callables, found, params, buffers, job.seed, steps, trace, memory, gradients, stream)
+        request = Request(plan_blob, callables, found, params, buffers, job.seed, steps, trace, memory, gradients, stream, ranges)
         out |= dict.fromkeys(role.ranks, request)
     return out

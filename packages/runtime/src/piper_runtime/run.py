@@ -18,6 +18,7 @@ from piper_runtime.job import InitialState, Job, materialize
 from piper_runtime.launchers import Launcher, Workers, check_launcher, open_pool
 from piper_runtime.memory import MemoryCounter, MemoryRecord
 from piper_runtime.progress import OnStep, Progress
+from piper_runtime.ranges import name_inline
 from piper_runtime.rank import Rank, Trainee
 from piper_runtime.report import MEASURED, RankReport, StepRecord, measured_counter, measured_step
 from piper_runtime.trace import executed_trace
@@ -70,7 +71,7 @@ class Run:
 def execute(
     plan: Plan, code: CodeStore, job: Job, *, steps: int, launcher: Launcher = "ray", cluster: str = "auto",
     timeout_s: float = 60.0, trace: bool = False, memory: bool = False, gradients: bool = False, pool: Workers | None = None,
-    on_step: OnStep | None = None,
+    ranges: bool = False, on_step: OnStep | None = None,
 ) -> Run:  # fmt: skip
     """Run `steps` optimizer steps of a plan with the code of its chunks.
 
@@ -79,20 +80,22 @@ def execute(
     this process). timeout_s: the call ends that long after the last sign of progress of any rank; an instruction that takes
     longer counts as hung. trace: keep the last step's spans (about 1 us per instruction). memory: measure peak bytes in the
     second step, in the first if there is no other (slows that step). gradients: keep the gradients of every step. pool: workers
-    to use again; without one they are started and ended in this call. on_step: called here with every finished step, in order,
+    to use again; without one they are started and ended in this call. ranges: name instructions in profilers, see
+    `piper_runtime.ranges`. on_step: called here with every finished step, in order,
     while the run goes on; when it raises, that is a warning and the run goes on. JobError: the job does not fit the plan.
     NonFiniteLossError: step, rank, microbatch. HangError: every rank's last instructions. ExecutionError: rank, node,
     instruction, peer."""
     check_request(plan, job, steps, launcher, timeout_s)
     initial = materialize(job)
     if launcher == "inline":
-        reports = _run_inline(plan, code, job, initial, steps, trace, memory, gradients, Progress(plan, on_step))
+        reports = _run_inline(plan, code, job, initial, steps, trace, memory, gradients, ranges, Progress(plan, on_step))
         return _result(plan, reports, initial, memory)
     from piper_runtime.request import make_requests
 
     requests = make_requests(
-        plan, code, job, initial, steps=steps, trace=trace, memory=memory, gradients=gradients, stream=on_step is not None
-    )
+        plan, code, job, initial, steps=steps, trace=trace, memory=memory, gradients=gradients, stream=on_step is not None,
+        ranges=ranges,
+    )  # fmt: skip
     if pool is not None:
         return _result(plan, pool.run(plan, requests, timeout_s, on_step), initial, memory)
     with open_pool(launcher, plan.mesh.world, cluster=cluster) as own:
@@ -102,15 +105,20 @@ def execute(
 def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: float) -> None:
     """JobError or ExecutionError when `execute` could not even start with these arguments."""
     check_launcher(launcher)
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise JobError(f"steps={steps!r}: an integer of at least 1 is needed")
-    if not timeout_s > 0:
-        raise JobError(f"timeout_s={timeout_s!r}: a number of seconds above 0 is needed; inf waits for ever")
+    check_numbers(steps, timeout_s)
     if plan.global_batch != job.global_batch:
         raise JobError(
             f"the plan was made for a global batch of {plan.global_batch} rows, the job has {job.global_batch}; "
             f"compile the strategy with this job"
         )
+
+
+def check_numbers(steps: int, timeout_s: float) -> None:
+    """JobError when no run can have these numbers."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise JobError(f"steps={steps!r}: an integer of at least 1 is needed")
+    if not timeout_s > 0:
+        raise JobError(f"timeout_s={timeout_s!r}: a number of seconds above 0 is needed; inf waits for ever")
 
 
 def trainee(job: Job) -> Trainee:
@@ -120,7 +128,7 @@ def trainee(job: Job) -> Trainee:
 
 def _run_inline(
     plan: Plan, code: CodeStore, job: Job, initial: InitialState, steps: int, trace: bool, memory: bool, gradients: bool,
-    progress: Progress,
+    ranges: bool, progress: Progress,
 ) -> dict[int, RankReport]:  # fmt: skip
     reports = {r: RankReport() for r in range(plan.mesh.world)}
     with torch.random.fork_rng(devices=[]):
@@ -128,6 +136,9 @@ def _run_inline(
             Rank(plan, r, code, trainee(job), initial.params, initial.buffers, report.probe if gradients else None)
             for r, report in reports.items()
         ]
+        if ranges:
+            for rank in ranks:
+                name_inline(rank)
         counters: dict[int, MemoryCounter] = {}
         engine = InlineEngine(ranks)
         for report in reports.values():

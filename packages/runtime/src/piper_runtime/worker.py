@@ -26,9 +26,11 @@ import torch.distributed as dist
 
 from piper_ir.errors import ExecutionError, PiperError
 from piper_runtime.code import missing_operators
+from piper_runtime.emulate import EmulationRequest, emulate_rank
 from piper_runtime.engine import Engine, PeerError
 from piper_runtime.gloo import GlooCommunicators
 from piper_runtime.messages import HEART_SLOTS, Failure, Request, Setup
+from piper_runtime.ranges import named_instructions
 from piper_runtime.rank import Rank, Trainee
 from piper_runtime.report import RankReport, measured_counter, measured_step
 from piper_runtime.streams import LOADING, PHASE, RUNNING, STEP, CpuStreams, Heart
@@ -88,6 +90,8 @@ def perform(seat: Seat, request: object) -> Any:
     match request:
         case Request():
             return run(seat, request)
+        case EmulationRequest():
+            return emulate_rank(seat.rank, request, seat.communicators, seat.heart)
     raise ExecutionError(f"rank {seat.rank} cannot perform a {type(request).__name__}")
 
 
@@ -107,7 +111,8 @@ def run(seat: Seat, request: Request) -> RankReport:
         raise ExecutionError(f"rank {rank} has {len(streams)} streams; at most {HEART_SLOTS - 3} are supported")
     communicators.connect(plan)
     backend = CpuStreams(streams, heart)
-    engine = Engine(bound, backend, communicators.bind, heart, trace=request.trace)
+    communicate = named_instructions(bound, communicators.bind) if request.ranges else communicators.bind
+    engine = Engine(bound, backend, communicate, heart, trace=request.trace)
     counter = None
     report.started = time.perf_counter()
     heart[PHASE] = RUNNING
