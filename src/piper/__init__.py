@@ -38,6 +38,7 @@ _HOME = {
     "compile": "piper.frontdoor",
     "Compiled": "piper.frontdoor",
     "execute": "piper.frontdoor",
+    "profile": "piper.profiling",
     "simulate": "piper_simulator",
     "Simulation": "piper_simulator",
     "load_cluster": "piper_simulator",

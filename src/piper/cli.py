@@ -29,6 +29,7 @@ Params = Annotated[
 StrategyFile = Annotated[
     Path | None, typer.Option("--strategy", metavar="FILE.json", help="use this saved strategy instead of the file's")
 ]
+CostsFile = Annotated[Path | None, typer.Option("--costs", metavar="FILE.json", help="what `piper profile` measured")]
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="write plan, traces and numbers to a new folder below DIR")
 ]
@@ -48,6 +49,7 @@ def simulate(
     cluster: Annotated[
         str, typer.Option(help="e.g. h100x8, a100x8, h100-80g-sxm:8*4, cpu-local (this machine, measured now)")
     ] = "cpu-local",
+    costs: CostsFile = None,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
@@ -56,6 +58,7 @@ def simulate(
     Example: piper simulate examples/gpt_text.py --cluster h100x8
     """
     with _user_errors():
+        from piper.costs_file import load_costs
         from piper.display import show
         from piper.frontdoor import compile
         from piper.loading import load_file
@@ -69,7 +72,7 @@ def simulate(
         device = local_cluster() if cluster == "cpu-local" else load_cluster(cluster)
         folder = new_folder(out, file.stem) if out else None
         compiled = compile(recipe.job, recipe.strategy)
-        result = run(compiled.plan, device)
+        result = run(compiled.plan, device, costs=load_costs(costs) if costs else None)
         if as_json:
             print(json.dumps(result.summary()))
         else:
@@ -132,6 +135,40 @@ def run(
                 name=file.stem,
                 timeout_s=timeout_s,
             )
+
+
+@app.command()
+def profile(
+    file: File,
+    params: Params = None,
+    strategy: StrategyFile = None,
+    launcher: Annotated[str, typer.Option(help="processes (one per rank, gloo)")] = "processes",
+    rows: Annotated[
+        list[int] | None, typer.Option("--rows", help="rows per microbatch to measure (again for more; default: what fits)")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="passes of which each duration is the median")] = 7,
+    out: Annotated[Path, typer.Option("--out", metavar="FILE.json", help="the costs file")] = Path("costs.json"),
+    as_json: AsJson = False,
+) -> None:
+    """Measure chunks, messages and instructions of a job on this machine; write a costs file for predictions.
+
+    Example: piper profile examples/gpt_text.py --out costs.json
+    """
+    with _user_errors():
+        from piper.costs_file import costs_table, save_costs
+        from piper.display import show
+        from piper.loading import load_file
+        from piper.profiling import profile as measure
+        from piper_ir.codec import dumps
+
+        recipe = load_file(file, _pairs(params), strategy)
+        costs = measure(recipe.job, recipe.strategy, launcher=launcher, rows=rows, repeats=repeats)
+        save_costs(out, costs)
+        if as_json:
+            print(dumps(costs))
+        else:
+            show(costs_table(costs, title=f"costs of {file.name}"))
+        print(f"costs are in {out}", file=sys.stderr)
 
 
 @app.command()

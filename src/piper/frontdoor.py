@@ -144,7 +144,8 @@ def execute(
     "auto" (a cluster that is there, else this machine) or the address HOST:PORT of one to join. timeout_s: seconds without
     progress of any rank after which the run ends. trace: record the last step's spans. memory: measure peak bytes in the
     second step (or the only one), which slows it. out: losses, times, metrics and trace go to a new folder below this one (with
-    `folder`: into that one); on a hang every rank's last instructions, as hang.txt. log: where metrics go beside metrics.jsonl ("tensorboard", "wandb").
+    `folder`: into that one); on a hang every rank's last instructions, as hang.txt. log: where metrics go beside metrics.jsonl
+    ("tensorboard", "wandb").
     on_step: called with every finished step (`StepRecord`) while the run goes on. More keywords go to `piper_runtime.execute`.
     Raises JobError, ExecutionError (rank, node, instruction, peer), HangError, NonFiniteLossError."""
     from piper_ir.verify import verify

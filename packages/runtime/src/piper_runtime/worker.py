@@ -31,6 +31,7 @@ from piper_runtime.engine import Engine, PeerError
 from piper_runtime.gloo import GlooCommunicators
 from piper_runtime.messages import HEART_SLOTS, Failure, Request, Setup
 from piper_runtime.ranges import named_instructions
+from piper_runtime.profiler import ProfileRequest, profile
 from piper_runtime.rank import Rank, Trainee
 from piper_runtime.report import RankReport, measured_counter, measured_step
 from piper_runtime.streams import LOADING, PHASE, RUNNING, STEP, CpuStreams, Heart
@@ -90,6 +91,8 @@ def perform(seat: Seat, request: object) -> Any:
     match request:
         case Request():
             return run(seat, request)
+        case ProfileRequest():
+            return profile(seat.rank, request, seat.communicators, seat.heart)
         case EmulationRequest():
             return emulate_rank(seat.rank, request, seat.communicators, seat.heart)
     raise ExecutionError(f"rank {seat.rank} cannot perform a {type(request).__name__}")
