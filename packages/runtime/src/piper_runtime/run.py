@@ -13,10 +13,12 @@ import torch
 from piper_ir.errors import ExecutionError, JobError, NonFiniteLossError
 from piper_ir.plan import Plan
 from piper_ir.trace import Trace
+from piper_runtime import device as devices
 from piper_runtime.code import CodeStore
+from piper_runtime.device import choose_device
 from piper_runtime.inline import InlineEngine
 from piper_runtime.job import InitialState, Job, materialize
-from piper_runtime.memory import MemoryCounter, MemoryRecord
+from piper_runtime.memory import Counter, MemoryRecord
 from piper_runtime.rank import Rank, Trainee, step_loss
 from piper_runtime.report import MEASURED, RankReport, measured_counter, measured_step
 from piper_runtime.trace import executed_trace
@@ -122,12 +124,13 @@ def _run_inline(
     plan: Plan, code: CodeStore, job: Job, initial: InitialState, steps: int, trace: bool, memory: bool, gradients: bool
 ) -> dict[int, RankReport]:
     reports = {r: RankReport() for r in range(plan.mesh.world)}
-    with torch.random.fork_rng(devices=[]):
+    device = choose_device(devices.default, 0)  # all ranks on one
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         ranks = [
-            Rank(plan, r, code, trainee(job), initial.params, initial.buffers, report.probe if gradients else None)
+            Rank(plan, r, code, trainee(job), initial.params, initial.buffers, report.probe if gradients else None, device)
             for r, report in reports.items()
         ]
-        counters: dict[int, MemoryCounter] = {}
+        counters: dict[int, Counter] = {}
         engine = InlineEngine(ranks)
         for report in reports.values():
             report.started = time.perf_counter()

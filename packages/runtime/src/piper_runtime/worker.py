@@ -24,12 +24,13 @@ import torch.distributed as dist
 
 from piper_ir.errors import ExecutionError, PiperError
 from piper_runtime.code import missing_operators
-from piper_runtime.engine import Engine, PeerError
+from piper_runtime.engine import PeerError
 from piper_runtime.gloo import GlooCommunicators
 from piper_runtime.messages import HEART_SLOTS, Failure, Request, Setup
 from piper_runtime.rank import Rank, Trainee
 from piper_runtime.report import RankReport, measured_counter, measured_step
-from piper_runtime.streams import PHASE, RUNNING, CpuStreams, Heart
+from piper_runtime.streams import PHASE, RUNNING, Heart
+from piper_runtime.transport import connected, take_device
 
 
 def serve(setup: Setup) -> None:
@@ -73,13 +74,12 @@ def run(rank: int, request: Request, communicators: GlooCommunicators, heart: He
         parcel.import_definers()
     report = RankReport()
     trainee = Trainee(batch, optimizer, scheduler, request.seed)
-    bound = Rank(plan, rank, request.code, trainee, request.params, request.buffers, report.probe if request.gradients else None)
+    device, probe = take_device(request.device, rank), report.probe if request.gradients else None
+    bound = Rank(plan, rank, request.code, trainee, request.params, request.buffers, probe, device)
     streams = plan.role_of(rank).streams
     if len(streams) > HEART_SLOTS - 3:
         raise ExecutionError(f"rank {rank} has {len(streams)} streams; at most {HEART_SLOTS - 3} are supported")
-    communicators.connect(plan)
-    backend = CpuStreams(streams, heart)
-    engine = Engine(bound, backend, communicators.bind, heart, trace=request.trace)
+    backend, engine = connected(bound, communicators, heart, local_world=plan.mesh.world, trace=request.trace)
     counter = None
     report.started = time.perf_counter()
     heart[PHASE] = RUNNING
@@ -87,7 +87,7 @@ def run(rank: int, request: Request, communicators: GlooCommunicators, heart: He
         last = step == request.steps - 1
         observed = request.memory and step == measured_step(request.steps)
         if observed:
-            counter = measured_counter(bound)
+            counter = measured_counter(bound, alone=True)
         engine.step(step, traced=request.trace and last, counter=counter if observed else None)
         report.end_step(bound)
     backend.close()
