@@ -24,7 +24,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from math import inf
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -37,8 +39,10 @@ from piper_runtime.trace import TimedSpan
 
 POLL_S = 50e-6
 """Between two looks at the device at the end of a step: what a step may end too late."""
+LOOK_S = 5e-3
+"""Between two looks at the device while the host waits for a communication."""
 MARK_EVERY = 16
-"""Compute instructions between two events that only show progress."""
+"""Compute instructions between two events, at most, that only show progress."""
 
 
 class StreamApi(Protocol):
@@ -102,8 +106,8 @@ class CudaStreams:
         self._heart, self._api = heart, api
         names = dict.fromkeys(s for s in streams if s != COMPUTE)
         self._streams = {COMPUTE: api.current(), **{s: api.stream() for s in names}}
-        self._places = {s: place for place, s in enumerate(names, FIRST_STREAM)}
         self._marks = _Marks(program, self._streams, api)
+        self._progress = _Progress(self._marks, heart, {s: place for place, s in enumerate(names, FIRST_STREAM)})
         self._start, self._zero, self._zero_s = api.event(), api.event(timed=True), 0.0
         self._clocks = False
         self._timed: list[tuple[int, Any, Any, list[TimedSpan]]] = []
@@ -139,6 +143,7 @@ class CudaStreams:
 
     def begin(self) -> None:
         """Every stream starts behind all that any stream did in the step before."""
+        self._progress.begin()
         compute = self._streams[COMPUTE]
         others = [stream for name, stream in self._streams.items() if name != COMPUTE]
         for event in self._marks.last.values():
@@ -153,32 +158,12 @@ class CudaStreams:
 
     def synchronize(self) -> None:
         """Wait for the device, and meanwhile write into the heart how far it is, so that a hang can be noticed and named."""
-        left = {s: deque(indices) for s, indices in self._marks.order.items() if indices}
-        done: set[int] = set()
-        while left:
-            for stream, queue in list(left.items()):
-                while queue and self._marks.events[queue[0]].query():
-                    done.add(queue.popleft())
-                if not queue:
-                    del left[stream]
-                self._show(stream, queue, done)
-            if left:
-                time.sleep(POLL_S)
+        while not self._progress.look():
+            time.sleep(POLL_S)
         self._heart[PHASE] = RUNNING
         for index, begin, end, spans in self._timed:
             spans.append((index, *(self._zero_s + self._zero.elapsed_time(e) / 1e3 for e in (begin, end))))
         self._timed.clear()
-
-    def _show(self, stream: str, queue: deque[int], done: set[int]) -> None:
-        """Write what a stream is in: the first marked instruction that is not done, if all that it waits for is."""
-        ready = bool(queue) and self._marks.behind[queue[0]] <= done
-        if stream != COMPUTE:
-            self._heart[self._places[stream]] = queue[0] + 1 if ready else 0
-        elif queue:
-            self._heart[ISSUED] = queue[0]
-            self._heart[PHASE] = RUNNING if ready else WAITING
-        else:
-            self._heart[PHASE] = WAITING
 
     def close(self) -> None:
         """Nothing to end: torch keeps its streams in a pool."""
@@ -186,34 +171,80 @@ class CudaStreams:
 
 class _Marks:
     """Which instructions record an event. `events`: by index; `order`: per stream the marked indices in order; `last`: per stream
-    other than compute the event of its last instruction; `behind`: per marked index those marked ones on other streams that
-    must be done before it is."""
+    other than compute the event of its last instruction; `last_index` of the program; `behind`: per marked index those marked
+    ones on other streams that must be done before it is."""
 
     def __init__(self, program: Sequence[Entry], streams: Iterable[str], api: StreamApi):
         self._on: dict[str, list[int]] = {s: [] for s in streams}
         for entry in program:
             self._on[entry.stream].append(entry.index)
-        waited = {self._on[s][n - 1] for e in program for s, n in e.waits if n and s != e.stream}
-        self.order = {s: self._marked(s, indices, waited) for s, indices in self._on.items()}
+        foreign = {e.index: tuple((s, n) for s, n in e.waits if n and s != e.stream) for e in program}
+        looked_at = {self._on[s][n - 1] for waits in foreign.values() for s, n in waits}
+        self.last_index, compute = len(program) - 1, self._on[COMPUTE]
+        # Those before a wait too: else a device that is in them looks like one that waits.
+        looked_at |= {i for i, following in pairwise(compute) if foreign[following]}
+        looked_at |= {*compute[MARK_EVERY - 1 :: MARK_EVERY], *compute[-1:]}
+        self.order = {s: [i for i in on if s != COMPUTE or i in looked_at] for s, on in self._on.items()}
         self.events = {i: api.event() for indices in self.order.values() for i in indices}
         self.last = {s: self.events[indices[-1]] for s, indices in self._on.items() if indices and s != COMPUTE}
         self.behind: dict[int, frozenset[int]] = {}
         gathered: dict[str, set[int]] = {s: set() for s in self._on}
         for e in program:
-            gathered[e.stream] |= {self._on[s][n - 1] for s, n in e.waits if n and s != e.stream}
+            gathered[e.stream] |= {self._on[s][n - 1] for s, n in foreign[e.index]}
             if e.index in self.events:
                 self.behind[e.index] = frozenset(gathered[e.stream])
                 gathered[e.stream] = set()
 
-    @staticmethod
-    def _marked(stream: str, indices: list[int], waited: set[int]) -> list[int]:
-        if stream != COMPUTE:
-            return indices
-        return [i for k, i in enumerate(indices, 1) if i in waited or k % MARK_EVERY == 0 or k == len(indices)]
-
     def needed(self, stream: str, waits: Waits) -> tuple[Any, ...]:
         """The events that stand for waits; a stream is in order with itself."""
         return tuple(self.events[self._on[s][n - 1]] for s, n in waits if n and s != stream)
+
+
+class _Progress:
+    """How far the device is in a step, and how the heart says it."""
+
+    def __init__(self, marks: _Marks, heart: Heart, places: Mapping[str, int]):
+        self.places = places
+        self._marks, self._heart = marks, heart
+        self._left: dict[str, deque[int]] = {}
+        self._done: set[int] = set()
+
+    def begin(self) -> None:
+        """Start a step: nothing is done."""
+        self._left = {s: deque(indices) for s, indices in self._marks.order.items()}
+        self._done.clear()
+
+    def look(self) -> bool:
+        """Ask the device for every stream, and say what each is in. Whether all is done. Everything must have been issued."""
+        for stream in self._left:
+            self.advance(stream)
+        for stream, left in self._left.items():
+            if stream == COMPUTE:
+                self.show_compute()
+            else:
+                self._heart[self.places[stream]] = left[0] + 1 if self._ready(left) else 0
+        return not any(self._left.values())
+
+    def advance(self, stream: str, before: float = inf) -> None:
+        """Take off what is done of a stream's marked instructions. `before`: only those of lower indices have been issued in
+        this step; the event of another would still tell of the step before."""
+        left = self._left[stream]
+        while left and left[0] < before and self._marks.events[left[0]].query():
+            self._done.add(left.popleft())
+
+    def show_compute(self, before: float = inf) -> None:
+        """The compute stream is in its first marked instruction that is not done, if all that it waits for is; in `before` if
+        there is none before that. A place of the heart is written once: who reads it takes a change for progress."""
+        left = self._left[COMPUTE]
+        issued = bool(left) and left[0] < before
+        self._heart[PHASE] = RUNNING if issued and self._ready(left) else WAITING
+        if issued:
+            self._heart[ISSUED] = left[0]
+        elif before < inf:
+            self._heart[ISSUED] = int(before)
+
+    def _ready(self, left: deque[int]) -> bool:
+        return bool(left) and self._marks.behind[left[0]] <= self._done
 
 
 class StagedStreams(CudaStreams):
@@ -226,10 +257,10 @@ class StagedStreams(CudaStreams):
     def __init__(self, program: Sequence[Entry], streams: Iterable[str], heart: Heart, api: StreamApi):
         super().__init__(program, streams, heart, api)
         self._moved = threading.Condition()
-        self._done = dict.fromkeys(self._places, 0)
+        self._done = dict.fromkeys(self._progress.places, 0)
         self._queues: dict[str, SimpleQueue[tuple[int, Waits, tuple[Any, ...], Work] | None]] = {}
         self._threads: list[threading.Thread] = []
-        for stream in self._places:
+        for stream in self._progress.places:
             self._queues[stream] = SimpleQueue()
             thread = threading.Thread(target=self._serve, args=(stream,), name=f"piper {stream}", daemon=True)
             self._threads.append(thread)
@@ -239,7 +270,7 @@ class StagedStreams(CudaStreams):
         hosted = tuple((s, n) for s, n in waits if n and s not in (COMPUTE, stream))
         if stream == COMPUTE:
             issue = super().bind(index, stream, waits, work)
-            return self._after(hosted, issue) if hosted else issue
+            return self._after(index, hosted, issue) if hosted else issue
         here, mark, run = self._streams[stream], self._marks.events[index], self._api.bound(self._streams[stream], work)
 
         def carry() -> None:
@@ -249,27 +280,39 @@ class StagedStreams(CudaStreams):
         put, task = self._queues[stream].put, (index, hosted, self._marks.needed(stream, waits), carry)
         return lambda: put(task)
 
-    def _after(self, waits: Waits, issue: Work) -> Work:
+    def _after(self, index: int, waits: Waits, issue: Work) -> Work:
         heart = self._heart
 
         def run() -> None:
-            heart[PHASE] = WAITING
-            self._reach(waits)
-            heart[PHASE] = RUNNING
+            self._reach(waits, index)
+            heart[ISSUED], heart[PHASE] = index, RUNNING
             issue()
 
         return run
 
-    def _reach(self, waits: Waits) -> None:
-        """Block until so many communications have been issued to the device. StreamAborted when a stream has failed."""
+    def _reach(self, waits: Waits, issuing: int = -1) -> None:
+        """Block until so many communications have been issued to the device. `issuing`: the instruction that the compute
+        stream comes to; meanwhile the heart says how far the device is with those before it. StreamAborted when a stream has
+        failed."""
         with self._moved:
-            self._moved.wait_for(lambda: self.error is not None or all(self._done[s] >= n for s, n in waits))
+            while self.error is None and any(self._done[s] < n for s, n in waits):
+                if issuing >= 0:
+                    self._look(issuing)
+                self._moved.wait(LOOK_S)
             if self.error is not None:
                 raise StreamAborted
 
+    def _look(self, issuing: int) -> None:
+        for stream in self._progress.places:
+            done = self._done[stream]
+            order = self._marks.order[stream]
+            self._progress.advance(stream, order[done] if done < len(order) else inf)
+        self._progress.advance(COMPUTE, issuing)
+        self._progress.show_compute(issuing)
+
     def _serve(self, stream: str) -> None:
         torch.set_grad_enabled(False)  # grad mode is per thread
-        take, place = self._queues[stream].get, self._places[stream]
+        take, place = self._queues[stream].get, self._progress.places[stream]
         try:
             while (task := take()) is not None:
                 index, hosted, events, carry = task
@@ -290,12 +333,12 @@ class StagedStreams(CudaStreams):
                 self._moved.notify_all()
 
     def begin(self) -> None:
-        self._done = dict.fromkeys(self._places, 0)
+        self._done = dict.fromkeys(self._progress.places, 0)
         super().begin()
 
     def synchronize(self) -> None:
-        self._heart[PHASE] = WAITING
-        self._reach(tuple((s, len(self._marks.order[s])) for s in self._places))
+        ends = tuple((s, len(self._marks.order[s])) for s in self._progress.places)
+        self._reach(ends, self._marks.last_index)
         super().synchronize()
 
     def close(self) -> None:
