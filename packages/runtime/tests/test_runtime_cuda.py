@@ -150,9 +150,10 @@ def test_every_wait_that_verify_misses_is_missed_by_some_order() -> None:
     assert missed >= 14
 
 
-def test_the_streams_of_a_step_start_behind_the_step_before() -> None:
-    """Without the host's wait at a step's end, which these devices cannot do without: here `begin` alone must order steps."""
-    machine, done = Machine(1, 1), list[str]()
+@pytest.mark.parametrize("seed", range(6))
+def test_the_streams_of_a_step_start_behind_the_step_before(seed: int) -> None:
+    """Here the host does not wait at a step's end: `begin` alone must order steps."""
+    machine, done = Machine(1, seed), list[str]()
     entries = [entry(0, "a", ()), entry(1, COMPUTE, ())]
     streams = CudaStreams(entries, ["a"], array("q", [0] * 16), machine.device())
     for step in range(3):
@@ -362,3 +363,40 @@ def test_a_host_that_waits_for_a_communication_shows_what_the_device_is_in() -> 
     streams.synchronize()
     streams.close()
     assert seen[:4] == [(0, RUNNING), (0, RUNNING), (2, WAITING), (2, WAITING)]
+
+
+def test_a_staged_communication_starts_when_what_it_waits_for_is_done() -> None:
+    """On the device, which its thread waits for, and on the host, where another thread carries it out."""
+    gate, passed, done = threading.Event(), list[str](), list[str]()
+
+    class GatedEvent(SlowEvent):
+        def synchronize(self) -> None:
+            passed.append("device" if gate.wait(10) else "late")
+
+    device = Slow()
+    device.event = lambda *, timed=False: GatedEvent(device)  # type: ignore[method-assign]  # of this test alone
+    entries = [entry(0, COMPUTE, ()), entry(1, "a", ((COMPUTE, 1),)), entry(2, "b", (("a", 1),))]
+    streams = StagedStreams(entries, ["a", "b"], array("q", [0] * 16), device)
+    streams.begin()
+    for e in entries:
+        streams.bind(e.index, e.stream, e.waits, lambda e=e: done.append(e.stream))()
+    assert done == [COMPUTE]
+    gate.set()
+    device.reached = 100
+    streams.synchronize()
+    streams.close()
+    assert done == [COMPUTE, "a", "b"] and passed == ["device", "device"]
+
+
+def test_late_numbers_are_handed_over_once_in_order_and_as_they_were() -> None:
+    numbers, seen, tensor = LateNumbers(CPU), list[tuple[str, float]](), torch.tensor(1.0, dtype=torch.bfloat16)
+    first = numbers.reader(tensor.dtype, lambda n: seen.append(("first", n)))
+    second = numbers.reader(tensor.dtype, lambda n: seen.append(("second", n)))
+    for _ in range(2):
+        second(tensor)
+        first(tensor.add_(1.0))
+        assert not seen
+        numbers.finish()
+        numbers.finish()
+        assert seen == [("second", float(tensor) - 1), ("first", float(tensor))]
+        seen.clear()
