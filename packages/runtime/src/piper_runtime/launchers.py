@@ -41,7 +41,9 @@ def check_launcher(launcher: str) -> None:
     """ExecutionError when there is no launcher of this name."""
     known = ", ".join(f'"{name}" ({about})' for name, about in LAUNCHERS.items())
     if launcher == "emulated":
-        raise ExecutionError('launcher "emulated" needs durations: use piper.execute, or piper_runtime.emulate')
+        raise ExecutionError(
+            'launcher "emulated" needs the durations of a cluster: `piper run --emulate CLUSTER`, or piper.execute(cluster=...)'
+        )
     if launcher not in LAUNCHERS:
         raise ExecutionError(f"launcher {launcher!r} is not known; use {known}")
 
