@@ -62,7 +62,7 @@ def test_an_aligned_trace_keeps_every_transfer_in_order() -> None:
 def test_clocks_that_agree_are_left_alone() -> None:
     moved = aligned(PLAN, TRACE)
     assert moved.spans == TRACE.spans and moved.memory == TRACE.memory
-    assert moved.notes[NOTE.format(3)].startswith("offset +0 s +- ")
+    assert moved.notes[NOTE.format(3)].startswith("offset 0 s +- ")
 
 
 def test_transfers_that_contradict_each_other_say_by_how_much() -> None:

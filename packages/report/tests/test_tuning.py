@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from packages.report.tests import samples
 from piper_report import load
+from piper_report.parallel_figure import UNSET, Axis, parallel_figure
 from piper_report.results import Study, Trial
 from piper_report.tables import Sheet, tuning_sheets
-from piper_report.tuning_figures import UNSET, Axis, history_figure, parallel_figure, pareto_figure, pareto_front, scored
+from piper_report.tuning_figures import history_figure, pareto_figure, pareto_front, scored
 
 POINTS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8).map(float)), max_size=20)
 

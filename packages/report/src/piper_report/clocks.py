@@ -88,7 +88,8 @@ def _unmoved(o: Offset) -> Offset:
 
 
 def _signed(value: float) -> str:
-    return f"{'-' if value < 0 else '+'}{seconds(abs(value))}"
+    sign = "" if value == 0 else "-" if value < 0 else "+"
+    return sign + seconds(abs(value))
 
 
 def _bounds(plan: Plan, trace: Trace) -> Bounds:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 
 from piper_ir.plan import COMPUTE, Plan
@@ -40,8 +42,24 @@ HATCH = {"I": "....", "W": "//////", "pair": "xxxx"}
 WAITING = "#B0B0B0"
 PLOT_SHARE = 0.84
 """Of a figure's width, about what the axes of a timeline have."""
+NARROW = 4
+"""Pixels below which a bar is drawn without an edge, which would hide it; a communication in the colour of its edge."""
+UNREADABLE, READABLE = 6, 34
+"""Pixels of half of the computing bars: with fewer than the first, the middle of the step is drawn again with the second."""
 Look = tuple[tuple[float, float, float], str, str]
 """Face colour, edge colour, hatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The stretch of time that is drawn, in seconds; `column`: of half a pixel."""
+
+    start: float
+    end: float
+
+    @property
+    def column(self) -> float:
+        return (self.end - self.start) / (WIDTH * PLOT_SHARE * DPI) / 2
 
 
 @dataclass(slots=True)
@@ -51,37 +69,62 @@ class Row:
     name: str
     bars: dict[Look, list[tuple[float, float]]] = field(default_factory=dict)
     labels: list[tuple[float, str, tuple[float, float, float]]] = field(default_factory=list)
+    reached: float = -1.0
     drawn: int = 0
     hidden: int = 0
 
 
-def gantt(traces: Sequence[Trace], plan: Plan | None) -> Picture:
-    """`traces`: predicted, measured, or both in this order. Of more than 8 ranks, one per role comes first; of bars narrower than
-    half a pixel one per half pixel is drawn."""
-    ranks = shown_ranks(traces, plan)
+@dataclass(frozen=True)
+class Timeline:
+    """What all drawings of one step share."""
+
+    traces: Sequence[Trace]
+    plan: Plan | None
+    kinds: Sequence[Mapping[Span, Kind]]
+    begun: Sequence[Mapping[Span, float]]
+    ranks: Sequence[int]
+    length: float
+
+
+def timelines(traces: Sequence[Trace], plan: Plan | None) -> list[Picture]:
+    """`traces`: predicted, measured, or both in this order. One drawing of the whole step, and where its bars are too narrow to
+    be read, one of its middle. Of more than 8 ranks, one per role comes first; of bars narrower than half a pixel one per half
+    pixel is drawn."""
     length = max(makespan(t) for t in traces)
-    unit = time_unit(length)
-    rows = {rank: _rows(traces, plan, rank, length) for rank in ranks}
-    count = sum(map(len, rows.values()))
-    figure = new_figure(0.75 + 0.2 * count + 0.42 * len(ranks))
-    axes = panels(figure, len(ranks), sharex=True)
-    for ax, rank in zip(axes, ranks):
-        role = f" ({plan.role_of(rank).role})" if plan is not None else ""
+    found = [kinds(t, plan) for t in traces]
+    line = Timeline(traces, plan, found, [_begun(t, plan) for t in traces], shown_ranks(traces, plan), length)
+    out = [_gantt(line, Window(0.0, length), "timeline", "Timeline of a step")]
+    bars = sorted(s.end - s.start for k in found for s in k if s.stream == COMPUTE and s.end > s.start)
+    usual = bars[len(bars) // 2] if bars else length
+    if usual < 2 * UNREADABLE * Window(0.0, length).column:
+        half = usual / READABLE * WIDTH * PLOT_SHARE * DPI / 2
+        middle = min(makespan(t) for t in traces) / 2
+        out.append(_gantt(line, Window(middle - half, middle + half), "timeline_middle", "The middle of the step, enlarged"))
+    return out
+
+
+def _gantt(line: Timeline, window: Window, name: str, title: str) -> Picture:
+    unit = time_unit(window.end - window.start)
+    rows = {rank: _rows(line, rank, window) for rank in line.ranks}
+    figure = new_figure(0.75 + 0.2 * sum(map(len, rows.values())) + 0.42 * len(rows))
+    axes = panels(figure, len(rows), sharex=True, heights=[len(r) + 1 for r in rows.values()])
+    for ax, (rank, mine) in zip(axes, rows.items()):
+        role = f" ({line.plan.role_of(rank).role})" if line.plan is not None else ""
         ax.set_title(f"rank {rank}{role}", loc="left", fontweight="bold")
-        _draw(ax, rows[rank], unit)
-    axes[-1].set_xlim(0, length * unit.scale * 1.005)
+        _draw(ax, mine, unit)
+    axes[-1].set_xlim(window.start * unit.scale, window.end * unit.scale)
     axes[-1].set_xlabel(f"time since the step began ({unit.name})")
-    found = {k for t in traces for k in kinds(t, plan).values()}
-    figure.legend(handles=_legend(found), loc="outside lower center", ncols=7, frameon=False, handlelength=1.6)
-    drawn = sum(r.drawn for rs in rows.values() for r in rs)
-    hidden = sum(r.hidden for rs in rows.values() for r in rs)
-    both = " over ".join("predicted" if t.kind == "simulated" else "measured" for t in traces)
-    everyone = len({s.rank for t in traces for s in t.spans})
-    return picture(
-        figure, "timeline", "Timeline of a step",
-        f"Gantt chart of one step, {both}: {len(ranks)} of {everyone} ranks, each with its streams, over {seconds(length)}.",
-        _caption(traces, len(ranks), everyone, hidden), wide=900, marks=drawn,
-    )  # fmt: skip
+    handles = _legend({k for found in line.kinds for k in found.values()})
+    figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, handlelength=1.6)
+    every = [row for some in rows.values() for row in some]
+    both = " over ".join("predicted" if t.kind == "simulated" else "measured" for t in line.traces)
+    everyone = len({s.rank for t in line.traces for s in t.spans})
+    alt = (
+        f"Gantt chart of one step, {both}: {len(rows)} of {everyone} ranks, each with its streams, from {seconds(window.start)} "
+        f"to {seconds(window.end)} after the step began."
+    )
+    caption = _caption(line.traces, len(rows), everyone, sum(r.hidden for r in every))
+    return picture(figure, name, title, alt, caption, least=900, marks=sum(r.drawn for r in every))
 
 
 def shown_ranks(traces: Sequence[Trace], plan: Plan | None) -> list[int]:
@@ -91,23 +134,21 @@ def shown_ranks(traces: Sequence[Trace], plan: Plan | None) -> list[int]:
     return sorted(sorted(ranks, key=lambda r: (r not in firsts, r))[:MOST_RANKS])
 
 
-def _rows(traces: Sequence[Trace], plan: Plan | None, rank: int, length: float) -> list[Row]:
+def _rows(line: Timeline, rank: int, window: Window) -> list[Row]:
     """Streams in the plan's order (without one: compute, then the others by name); of each one row per trace."""
-    used = {s.stream for t in traces for s in t.spans if s.rank == rank}
-    known = [s for s in plan.role_of(rank).streams if s in used] if plan is not None else []
+    used = {s.stream for t in line.traces for s in t.spans if s.rank == rank}
+    known = [s for s in line.plan.role_of(rank).streams if s in used] if line.plan is not None else []
     streams = known + sorted(used - set(known), key=lambda name: (name != COMPUTE, name))
-    column = length / (WIDTH * PLOT_SHARE * DPI) / 2
-    found = [(t, kinds(t, plan), _begun(t, plan)) for t in traces]
-    out = []
+    out: dict[tuple[str, int], Row] = {}
     for stream in streams:
-        for i, (trace, kind, begun) in enumerate(found):
-            word = ("predicted" if trace.kind == "simulated" else "measured") if len(traces) > 1 else ""
-            row = Row(f"{stream}  {word}".strip() if i == 0 else word)
-            spans = sorted((s for s in trace.spans if s.rank == rank and s.stream == stream), key=lambda s: s.start)
-            for span in spans:
-                _add(row, span, kind[span], begun.get(span, span.start), column)
-            out.append(row)
-    return out
+        for i, trace in enumerate(line.traces):
+            word = ("predicted" if trace.kind == "simulated" else "measured") if len(line.traces) > 1 else ""
+            out[stream, i] = Row(f"{stream}  {word}".strip() if i == 0 else word)
+    for i, (trace, found, begun) in enumerate(zip(line.traces, line.kinds, line.begun)):
+        for span in sorted((s for s in trace.spans if s.rank == rank), key=lambda s: s.start):
+            if span.start <= window.end and span.end >= window.start:
+                _add(out[span.stream, i], span, found[span], begun.get(span, span.start), window)
+    return list(out.values())
 
 
 def _begun(trace: Trace, plan: Plan | None) -> dict[Span, float]:
@@ -117,22 +158,27 @@ def _begun(trace: Trace, plan: Plan | None) -> dict[Span, float]:
     return {s: max(x.start for x in group) for group in transfers(plan, trace) for s in group}
 
 
-def _add(row: Row, span: Span, kind: Kind, begun: float, column: float) -> None:
-    last = max((start + width for bars in row.bars.values() for start, width in bars[-1:]), default=-1.0)
-    if span.end - span.start < column and span.end < last + column and row.drawn:
+def _add(row: Row, span: Span, kind: Kind, begun: float, window: Window) -> None:
+    column = window.column
+    if span.end - span.start < column and span.end < row.reached + column and row.drawn:
         row.hidden += 1
         return
     row.drawn += 1
-    look = _look(kind)
+    row.reached = span.end
+    face, edge, hatch = _look(kind)
     moving = min(max(begun, span.start), span.end)
     if moving - span.start > column:
         hollow: Look = ((1.0, 1.0, 1.0), WAITING, "")
         row.bars.setdefault(hollow, []).append((span.start, moving - span.start))
+    pixels = (span.end - moving) / column / 2
+    thin = (to_rgb(edge) if kind.phase == "comm" else face, "none", hatch)
+    look = (face, edge, hatch) if pixels >= NARROW else thin
     row.bars.setdefault(look, []).append((moving, max(span.end - moving, column)))
-    points = (span.end - moving) / column / 2 / DPI * 72
+    low, high = max(moving, window.start), min(span.end, window.end)
+    points = (high - low) / column / 2 / DPI * 72
     text = next((t for t in (kind.label, str(kind.mb) if kind.mb >= 0 else "") if t and points > 5.2 * len(t) + 3), "")
     if text:
-        row.labels.append(((moving + span.end) / 2, text, look[0]))
+        row.labels.append(((low + high) / 2, text, face))
 
 
 def _look(kind: Kind) -> Look:
@@ -148,8 +194,9 @@ def _draw(ax: Axes, rows: Sequence[Row], unit: TimeUnit) -> None:
     budget = MOST_LABELS
     for y, row in enumerate(rows):
         for (face, edge, hatch), bars in row.bars.items():
-            scaled = [(start * unit.scale, width * unit.scale) for start, width in bars]
-            ax.broken_barh(scaled, (y - 0.42, 0.84), facecolor=face, edgecolor=edge, hatch=hatch, linewidth=0.6)
+            corners = [_corners(start * unit.scale, width * unit.scale, y) for start, width in bars]
+            drawn = PolyCollection(corners, facecolor=face, edgecolor=edge, hatch=hatch, linewidth=0.6)
+            ax.add_collection(drawn, autolim=False)  # the limits are known, and finding them takes longer than drawing
         for middle, text, ground in row.labels[:budget]:
             ax.text(
                 middle * unit.scale, y, text, ha="center", va="center_baseline", fontsize=7, color=ink_on(ground), clip_on=True
@@ -159,6 +206,11 @@ def _draw(ax: Axes, rows: Sequence[Row], unit: TimeUnit) -> None:
     ax.set_ylim(len(rows) - 0.4, -0.6)
     ax.grid(False, axis="y")
     ax.tick_params(axis="y", length=0)
+
+
+def _corners(start: float, width: float, y: int) -> list[tuple[float, float]]:
+    low, high = y - 0.42, y + 0.42
+    return [(start, low), (start, high), (start + width, high), (start + width, low)]
 
 
 def _legend(found: set[Kind]) -> list[Patch]:
@@ -173,7 +225,7 @@ def _legend(found: set[Kind]) -> list[Patch]:
     for i, colour in enumerate(MICROBATCHES):
         same = [mb for mb in mbs if mb % len(MICROBATCHES) == i]
         if same:
-            text = ", ".join(map(str, same[:3])) + (", ..." if len(same) > 3 else "")
+            text = ", ".join(map(str, same[:2])) + (", ..." if len(same) > 2 else "")
             out.append(Patch(facecolor=colour, edgecolor=INK, linewidth=0.3, label=f"microbatch {text}"))
     return out
 

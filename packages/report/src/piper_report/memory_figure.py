@@ -11,7 +11,19 @@ from matplotlib.patches import Patch
 from piper_ir.plan import Plan
 from piper_ir.trace import MemSample, Trace
 from piper_report.idle import makespan
-from piper_report.style import CATEGORIES, INK, RED, Picture, TimeUnit, new_figure, panels, picture, time_unit
+from piper_report.style import (
+    CATEGORIES,
+    INK,
+    RED,
+    Picture,
+    SizeUnit,
+    TimeUnit,
+    new_figure,
+    panels,
+    picture,
+    size_unit,
+    time_unit,
+)
 from piper_report.summary import size
 
 MOST_PANELS = 8
@@ -28,6 +40,7 @@ def memory_figure(predicted: Trace | None, measured: Trace | None, plan: Plan | 
         return None
     length = makespan(predicted if predicted is not None and predicted.memory else measured)  # type: ignore[arg-type]  # one is
     unit = time_unit(length)
+    space = size_unit(max(_total(m) for t in (predicted, measured) if t is not None for m in t.memory))
     figure = new_figure(0.9 + 2.1 * len(ranks))
     axes = panels(figure, len(ranks), sharex=True)
     used: dict[str, None] = {}
@@ -35,12 +48,12 @@ def memory_figure(predicted: Trace | None, measured: Trace | None, plan: Plan | 
     for ax, rank in zip(axes, ranks):
         curve = _samples(predicted, rank)
         points = _moved(_samples(measured, rank), predicted, rank)
-        used |= _stack(ax, _thinned(curve, length), length, unit)
-        _line(ax, _thinned(points, length), length, unit)
+        used |= _stack(ax, _thinned(curve, length), length, unit, space)
+        _line(ax, _thinned(points, length), length, unit, space)
         marks += 9 * len(curve) + len(points)
         role = f" ({plan.role_of(rank).role})" if plan is not None else ""
         ax.set_title(f"rank {rank}{role}: {_peaks(curve, points, unit)}", loc="left")
-        ax.set_ylabel("MiB")
+        ax.set_ylabel(space.name)
         ax.set_ylim(bottom=0)
     axes[-1].set_xlim(0, length * unit.scale)
     axes[-1].set_xlabel(f"time since the step began ({unit.name})")
@@ -97,7 +110,7 @@ def _total(sample: MemSample) -> int:
     return sum(sample.bytes.values())
 
 
-def _stack(ax: Axes, samples: list[MemSample], length: float, unit: TimeUnit) -> dict[str, None]:
+def _stack(ax: Axes, samples: list[MemSample], length: float, unit: TimeUnit, space: SizeUnit) -> dict[str, None]:
     """Draw the categories on each other; the ones that occur."""
     used = [c for c in CATEGORIES if any(c in m.bytes for m in samples)]
     if samples and samples[0].time > 0:  # before its first instruction a rank holds its states
@@ -106,23 +119,23 @@ def _stack(ax: Axes, samples: list[MemSample], length: float, unit: TimeUnit) ->
     times = [m.time * unit.scale for m in samples] + [length * unit.scale]
     below = [0.0] * len(times)
     for category in used:
-        held = [m.bytes.get(category, 0) / 2**20 for m in samples]
+        held = [m.bytes.get(category, 0) / space.scale for m in samples]
         above = [b + h for b, h in zip(below, held + held[-1:])]
         ax.fill_between(times, below, above, step="post", color=CATEGORIES[category], linewidth=0)
         below = above
     if samples:
         top = max(samples, key=_total)
-        ax.plot([top.time * unit.scale], [_total(top) / 2**20], "v", color=RED, markersize=7, clip_on=False)
+        ax.plot([top.time * unit.scale], [_total(top) / space.scale], "v", color=RED, markersize=7, clip_on=False)
     return dict.fromkeys(used)
 
 
-def _line(ax: Axes, samples: list[MemSample], length: float, unit: TimeUnit) -> None:
+def _line(ax: Axes, samples: list[MemSample], length: float, unit: TimeUnit, space: SizeUnit) -> None:
     if samples:
         times = [m.time * unit.scale for m in samples] + [length * unit.scale]
-        held = [_total(m) / 2**20 for m in samples]
+        held = [_total(m) / space.scale for m in samples]
         ax.step(times, held + held[-1:], where="post", color=INK, linewidth=1.2)
         top = max(samples, key=_total)
-        ax.plot([top.time * unit.scale], [_total(top) / 2**20], "v", color=RED, markersize=5, clip_on=False)
+        ax.plot([top.time * unit.scale], [_total(top) / space.scale], "v", color=RED, markersize=5, clip_on=False)
 
 
 def _peaks(curve: list[MemSample], points: list[MemSample], unit: TimeUnit) -> str:

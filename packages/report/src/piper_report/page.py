@@ -21,6 +21,8 @@ h2 { font-size: 1.25rem; margin: 2.5rem 0 .75rem; padding-top: .5rem; border-top
 h3 { font-size: 1.05rem; margin: 1.75rem 0 .5rem; }
 a { color: #0b5394; }
 nav ol { margin: .25rem 0; padding-left: 1.5rem; }
+nav > ol { columns: 18rem; }
+nav > ol > li { break-inside: avoid; }
 nav li li { list-style: none; }
 nav ol ol { padding-left: .75rem; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: .75rem 0; }
@@ -29,7 +31,7 @@ dd { margin: 0; }
 .scroll { overflow-x: auto; max-width: 100%; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid #e3e3e3; text-align: right; vertical-align: top; white-space: nowrap; }
-th { background: #f5f5f5; font-weight: 600; }
+th { background: #f5f5f5; font-weight: 600; white-space: normal; vertical-align: bottom; }
 td.long { white-space: normal; min-width: 18rem; }
 .word, .long, th:first-child, td:first-child { text-align: left; }
 figure { margin: 0; }
@@ -38,7 +40,7 @@ figcaption, .note { color: #555; font-size: .875rem; margin: .35rem 0 0; }
 .warning { border-left: 4px solid #d55e00; background: #fdf3ec; padding: .4rem .75rem; margin: .5rem 0; }
 summary { cursor: pointer; padding: .3rem 0; }
 @media (max-width: 40rem) { body { padding: .5rem .75rem 2rem; } dl { grid-template-columns: 1fr; gap: 0; }
-  dd { margin-bottom: .4rem; } }
+  dd { margin-bottom: .4rem; } table { font-size: .85rem; } th, td { padding: .25rem .4rem; } }
 @media print { h2 { break-after: avoid; } figure { break-inside: avoid; } .scroll { overflow: visible; } }
 """
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -109,7 +111,7 @@ def _section(section: Section) -> str:
 
 
 def _figure(p: Picture) -> str:
-    image = f'<img style="min-width:{p.wide}px" alt="{escape(p.alt)}" src="{p.uri}">'
+    image = f'<img style="min-width:{p.least}px;max-width:{p.most}px" alt="{escape(p.alt)}" src="{p.uri}">'
     caption = f"<figcaption>{escape(p.caption)}</figcaption>" if p.caption else ""
     return f'<figure><div class="scroll" tabindex="0" role="group" aria-label="{escape(p.title)}">{image}</div>{caption}</figure>'
 

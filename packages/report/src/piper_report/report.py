@@ -9,10 +9,11 @@ from pathlib import Path
 from piper_ir.errors import OutputError
 from piper_ir.trace import Trace
 from piper_report.clocks import NOTE, aligned
-from piper_report.gantt import gantt
+from piper_report.gantt import timelines
 from piper_report.memory_figure import memory_figure
 from piper_report.page import Section, page
-from piper_report.results import Results, load
+from piper_report.parallel_figure import parallel_figure
+from piper_report.results import Results, Trial, load
 from piper_report.style import Picture, house_style
 from piper_report.summary import seconds, size
 from piper_report.tables import (
@@ -27,7 +28,7 @@ from piper_report.tables import (
     tuning_sheets,
 )
 from piper_report.training_figures import loss_figure, step_time_figure
-from piper_report.tuning_figures import history_figure, parallel_figure, pareto_figure
+from piper_report.tuning_figures import history_figure, pareto_figure
 
 DEFINITIONS = (
     "Errors are predicted / measured - 1. Exposed communication: a rank computes nothing while one of its transfers is under "
@@ -92,7 +93,8 @@ def _facts(results: Results) -> list[tuple[str, str]]:
     if plan is not None:
         facts.append(("plan", f"{plan.key} on {plan.mesh}: {len(plan.roles)} roles, {plan.mesh.world} ranks"))
         tokens = f", {plan.tokens_per_step:,} tokens" if plan.tokens_per_step else ""
-        batch = f"{plan.global_batch} rows{tokens} per step; {plan.microbatches} microbatches of {plan.rows} rows"
+        rows = "1 row" if plan.rows == 1 else f"{plan.rows} rows"
+        batch = f"{plan.global_batch} rows{tokens} per step; {plan.microbatches} microbatches of {rows}"
         facts.append(("batch", batch))
     if results.params:
         facts.append(("parameters", ", ".join(f"{k}={v}" for k, v in results.params.items())))
@@ -104,9 +106,14 @@ def _facts(results: Results) -> list[tuple[str, str]]:
         limit = "none" if study.memory_limit is None else size(study.memory_limit)
         facts.append(("tuned for", f"{study.cluster}: {len(study.trials)} trials, seed {study.seed}, memory limit {limit}"))
         best = next((t for t in study.trials if t.number == study.best), None)
-        told = f"trial {best.number}, {seconds(best.period_s or 0.0)} per step: {trial_text(best)}" if best else "none was found"
-        facts.append(("best candidate", told))
+        facts.append(("best candidate", "none was found" if best is None else _told(best)))
     return facts
+
+
+def _told(best: Trial) -> str:
+    times = [("predicted", best.period_s), ("measured", best.measured_period_s)]
+    shown = ", ".join(f"{seconds(t)} {name}" for name, t in times if t is not None)
+    return f"trial {best.number}, {shown}: {trial_text(best)}"
 
 
 def _summary(results: Results) -> Section:
@@ -120,7 +127,7 @@ def _summary(results: Results) -> Section:
 
 def _timeline(results: Results) -> Section:
     traces = _with_spans(results)
-    items: list[Picture | Sheet | str] = [gantt(traces, results.plan)] if traces else []
+    items: list[Picture | Sheet | str] = [*timelines(traces, results.plan)] if traces else []
     if results.measured_trace is not None:
         clocks = {k: v for k, v in results.measured_trace.notes.items() if k.startswith(NOTE.format(""))}
         items += [f"Clocks: {_clocks(clocks)}"] if clocks else []

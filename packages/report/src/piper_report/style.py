@@ -7,7 +7,7 @@ same again.
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -33,7 +33,11 @@ CATEGORIES = {
 """Owners of memory (`piper_ir.plan.Category`), from the bottom of the stack upwards."""
 WIDTH = 11.0
 """Inches, of figures as wide as the page."""
+SMALLER = 8.0
+"""Inches, of plain plots."""
 DPI = 110
+READABLE = 0.68
+"""Part of its full width down to which the letters of a figure can be read."""
 MOST_SVG = 220_000
 """Bytes of a vector drawing; a larger one goes into the page as pixels."""
 MOST_MARKS = 2500
@@ -48,7 +52,7 @@ FONTS = {
 @dataclass(frozen=True)
 class Picture:
     """A figure as it is written: `name` of its file, `title`, `alt` (what it shows, for who cannot see it) and `caption`. `uri`
-    is what the page embeds; `wide`: in pixels, the width below which the page scrolls it instead of shrinking it."""
+    is what the page embeds, between `least` and `most` pixels wide: a narrow screen scrolls it rather than shrinks it further."""
 
     name: str
     title: str
@@ -56,7 +60,8 @@ class Picture:
     caption: str
     png: bytes
     uri: str
-    wide: int
+    least: int
+    most: int
 
 
 @contextmanager
@@ -71,9 +76,9 @@ def new_figure(height: float, width: float = WIDTH) -> Figure:
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
 
 
-def panels(figure: Figure, rows: int, *, sharex: bool = False) -> list[Axes]:
-    """Axes one above the other, plain: no box, a pale grid behind."""
-    out = [ax for (ax,) in figure.subplots(rows, 1, squeeze=False, sharex=sharex)]
+def panels(figure: Figure, rows: int, *, sharex: bool = False, heights: Sequence[float] | None = None) -> list[Axes]:
+    """Axes one above the other, plain: no box, a pale grid behind. `heights`: relative to each other (default: equal)."""
+    out = [ax for (ax,) in figure.subplots(rows, 1, squeeze=False, sharex=sharex, height_ratios=heights)]
     for ax in out:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(True, color="#EBEBEB", linewidth=0.6)
@@ -81,7 +86,7 @@ def panels(figure: Figure, rows: int, *, sharex: bool = False) -> list[Axes]:
     return out
 
 
-def picture(figure: Figure, name: str, title: str, alt: str, caption: str = "", *, wide: int = 760, marks: int = 0) -> Picture:
+def picture(figure: Figure, name: str, title: str, alt: str, caption: str = "", *, least: int = 0, marks: int = 0) -> Picture:
     """Render a figure: PNG for its file, and for the page SVG, or the PNG where that would be too large. `marks`: how many things
     are drawn."""
     png = rendered(figure, "png")
@@ -89,7 +94,8 @@ def picture(figure: Figure, name: str, title: str, alt: str, caption: str = "", 
     svg = rendered(figure, "svg") if marks <= MOST_MARKS else b""
     kind, data = ("svg+xml", svg) if 0 < len(svg) <= MOST_SVG else ("png", png)
     uri = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
-    return Picture(name, title, alt, caption, png, uri, wide)
+    most = round(figure.get_figwidth() * DPI)
+    return Picture(name, title, alt, caption, png, uri, least or round(most * READABLE), most)
 
 
 def rendered(figure: Figure, kind: str) -> bytes:
@@ -113,10 +119,25 @@ def ink_on(colour: tuple[float, float, float] | str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TimeUnit:
-    """A unit for an axis of times up to some seconds: multiply by `scale`."""
+    """A unit for an axis of times: multiply seconds by `scale`."""
 
     name: str
     scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class SizeUnit:
+    """A unit for an axis of sizes: divide bytes by `scale`."""
+
+    name: str
+    scale: int
+
+
+def size_unit(most: int) -> SizeUnit:
+    """In which the largest size is 4 or more, if it can be."""
+    return next(
+        (u for u in (SizeUnit("GiB", 1 << 30), SizeUnit("MiB", 1 << 20)) if most >= 4 * u.scale), SizeUnit("KiB", 1 << 10)
+    )
 
 
 def time_unit(most: float) -> TimeUnit:

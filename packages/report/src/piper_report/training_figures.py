@@ -7,7 +7,7 @@ from math import isfinite
 from matplotlib.ticker import MaxNLocator
 
 from piper_report.results import Results
-from piper_report.style import BLUE, GREY, ORANGE, RED, Picture, new_figure, panels, picture, time_unit
+from piper_report.style import BLUE, GREY, ORANGE, RED, SMALLER, Picture, new_figure, panels, picture, time_unit
 from piper_report.summary import seconds
 
 WARMUP_STEPS = 3
@@ -28,7 +28,7 @@ def loss_figure(results: Results) -> Picture | None:
     points = [(step, loss) for step, loss, _ in steps_of(results) if isfinite(loss)]
     if not points:
         return None
-    figure = new_figure(3.0)
+    figure = new_figure(3.0, SMALLER)
     (ax,) = panels(figure, 1)
     ax.plot(*zip(*points), color=BLUE, linewidth=1.4, marker="o" if len(points) <= 60 else "", markersize=3)
     ax.set_xlabel("step")
@@ -48,7 +48,7 @@ def step_time_figure(results: Results) -> Picture | None:
     predicted = results.predicted.period_s if results.predicted is not None else None
     lines = [v for v in (measured, predicted) if v is not None]
     unit = time_unit(max([s for *_, s in points] + lines))
-    figure = new_figure(3.0)
+    figure = new_figure(3.0, SMALLER)
     (ax,) = panels(figure, 1)
     for name, colour, some in (("warm-up", GREY, points[:WARMUP_STEPS]), ("steady state", BLUE, points[WARMUP_STEPS:])):
         if some:
