@@ -44,7 +44,7 @@ LAYERS = {
     "piper_runtime": layer(
         "piper_runtime", "piper_ir", "piper_ops", "torch", "cloudpickle", within=("ray_cluster.py", frozenset({"ray"}))
     ),
-    "piper_report": layer("piper_report", "piper_ir"),
+    "piper_report": layer("piper_report", "piper_ir", "pandas", "matplotlib"),
     "piper": Layer(ROOT / "src" / "piper", OURS | {"torch", "typer", "rich"}),
 }
 # torch's private API may change with any release: the compiler uses it in modules of this name only, so that a new release is a
