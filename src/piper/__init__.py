@@ -38,6 +38,8 @@ _HOME = {
     "compile": "piper.frontdoor",
     "Compiled": "piper.frontdoor",
     "execute": "piper.frontdoor",
+    "tune": "piper.tuning",
+    "Study": "piper_autotune",
     "simulate": "piper_simulator",
     "Simulation": "piper_simulator",
     "load_cluster": "piper_simulator",
