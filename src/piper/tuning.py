@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,7 @@ from statistics import median
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from piper.display import show
 from piper.results import new_folder
 from piper_autotune import Measured, NothingFoundError, Problem, Progress, Study
 from piper_autotune import tune as search
@@ -19,6 +21,7 @@ from piper_compiler import Strategy, Training
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, JobError, TuneError
 from piper_ir.program import Program
+from piper_report.summary import Table
 from piper_simulator import Cluster, load_cluster
 from piper_simulator.clusters import CPU
 
@@ -64,14 +67,14 @@ def tune(
     TuneError: arguments, storage, or a space that contradicts itself. NothingFoundError (a TuneError): no candidate can be used;
     the message says why, or the smallest limit that fits one, and its `study` holds them all."""
     device = _device(cluster)
-    problem, more = _problem(source, device, costs, _limit(memory_limit, device), global_batch)
+    problem, more = problem_of(source, device, costs, _limit(memory_limit, device), global_batch)
     if confirm:
         _check_local(device)
     measure = None
     if confirm and not isinstance(source, Program):
         measure = _measure(source, launcher, steps, timeout_s)
     folder = new_folder(Path(out), "tune") if out is not None else None
-    try:
+    with saved(folder):
         study = search(
             problem,
             strategy,
@@ -86,13 +89,20 @@ def tune(
             progress=progress,
             **more,
         )
+    if folder is not None:
+        study.save(folder)
+    return study
+
+
+@contextmanager
+def saved(folder: Path | None) -> Iterator[None]:
+    """A search inside that finds nothing leaves its study in the folder all the same: it has the reasons."""
+    try:
+        yield
     except NothingFoundError as e:
         if folder is not None:
             e.study.save(folder)
         raise
-    if folder is not None:
-        study.save(folder)
-    return study
 
 
 def _device(cluster: str | Cluster | None) -> Cluster | None:
@@ -103,7 +113,7 @@ def _device(cluster: str | Cluster | None) -> Cluster | None:
     return load_cluster(cluster) if isinstance(cluster, str) else cluster
 
 
-def _problem(
+def problem_of(
     source: Job | Program, cluster: Cluster | None, costs: Costs | None, limit: int | None, global_batch: int | None
 ) -> tuple[Problem, dict[str, Any]]:
     """What is searched for, and how a job's programs come to the workers."""
@@ -165,6 +175,35 @@ def _measure(job: Job, launcher: str, steps: int, timeout_s: float) -> Callable[
         return Measured(period_s, max(run.peak_bytes.values(), default=None))
 
     return measured
+
+
+SHOWN = 10
+"""Rows of the table on the screen."""
+
+
+def show_study(study: Study, name: str) -> None:
+    """Print the best candidates, how many were rejected for what, and the rules."""
+    kinds = Counter(str(r["kind"]) for r in study.rejected())
+    notes = [f"rejected: {count} {kind}" for kind, count in kinds.most_common()]
+    notes += [f"rule {line}" for line in study.rules]
+    if study.interrupted:
+        notes.append("warning: interrupted; this is what was found until then")
+    head = ("params", "predicted", "measured", "error", "memory")
+    rows = tuple(_shown(row) for row in study.table()[:SHOWN])
+    limit = "" if study.memory_limit is None else f" within {size_text(study.memory_limit)} per device"
+    title = f"{name} on {study.cluster}{limit}: best of {len(study.rows)} candidates, s/step"
+    show(Table(title, head, rows, tuple(notes)))
+
+
+def _shown(row: dict[str, Any]) -> tuple[str, ...]:
+    measured, error = row["measured_period_s"], row["error"]
+    return (
+        ", ".join(f"{k}={v}" for k, v in row["params"].items()),
+        time_text(row["period_s"]),
+        "" if measured is None else time_text(measured),
+        "" if error is None else f"{error:+.1%}",
+        size_text(row["device_bytes"]),
+    )
 
 
 @contextmanager

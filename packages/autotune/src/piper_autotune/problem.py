@@ -37,7 +37,7 @@ class Problem:
     one_role: str = ""
 
     def facts(self) -> tuple[object, ...]:
-        """What scores depend on, the same in another process. This machine counts as itself, however fast it was just measured."""
+        """What scores depend on, the same in another process. This machine is itself, however fast it was just measured."""
         cluster = self.cluster.name if self.cluster is not None and self.cluster.device == CPU else self.cluster
         trained = tuple(p for p in self.program.params if p.trained)
         whole = Bucket("", tuple(p.name for p in trained), (), sum(bind(p.spec.numel, 0) for p in trained), "float32", ())

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 
+from piper_autotune.confirm import Measured, confirm_best
+from piper_autotune.diagnosis import nothing_found
 from piper_autotune.evaluators import Evaluator, Here, Processes
 from piper_autotune.problem import Problem, Programs
-from piper_autotune.rows import Row, size_text
 from piper_autotune.rules import Rules
 from piper_autotune.sampler import GuidedSampler
 from piper_autotune.search import LEADERS, Progress, Search
@@ -21,22 +20,11 @@ from piper_autotune.space import StrategyFunction, space_key
 from piper_autotune.storage import open_study, quiet, storage_errors
 from piper_autotune.study import NothingFoundError, Study
 from piper_compiler import Strategy
-from piper_ir.errors import PiperError, TuneError
+from piper_ir.errors import TuneError
 from piper_ir.program import Program
 
-MEMORY_KINDS = ("memory", "states", "activations")
-MOST_COMPILED = 32
-"""Candidates compiled, after a search in which nothing fits, to find the smallest limit that fits one."""
 SEED_STEP = 1_000_003
 """A resumed search does not draw again what it drew before."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a run of a strategy took: seconds per step in steady state, most bytes alive on a rank (None: not measured)."""
-
-    period_s: float
-    peak_bytes: int | None = None
 
 
 def tune(
@@ -112,17 +100,17 @@ def _result(search: Search, problem: Problem, seed: int, confirm: int, measure: 
     if search.interrupted:
         return _study(search, problem, seed)
     if not search.complete():
-        message = _nothing_found(search, problem)
+        message = nothing_found(search, problem)
         raise NothingFoundError(message, _study(search, problem, seed))
     try:
         search.rescore()
         if measure is not None and confirm:
-            _confirm(search, confirm, measure)
+            confirm_best(search, confirm, measure)
     except KeyboardInterrupt:
         search.interrupted = True
     found = _study(search, problem, seed)
-    if found.best_row is None:
-        failed = [r for r in found.rows if r.kind == "confirmation"]
+    failed = [r for r in found.rows if r.kind == "confirmation"]
+    if failed and not any(r.measured_period_s for r in found.rows):
         raise NothingFoundError(f"none of the {len(failed)} best could be run; the first: {failed[0].reason}", found)
     return found
 
@@ -132,59 +120,3 @@ def _study(search: Search, problem: Problem, seed: int) -> Study:
     kept = {n: s for n, s in search.strategies.items() if search.rows[n].state == "complete"}
     cluster = problem.cluster.name if problem.cluster is not None else "given durations"
     return Study(cluster, problem.memory_limit, seed, rows, search.rule_lines(), search.interrupted, kept)
-
-
-def _confirm(search: Search, count: int, measure: Callable[[Strategy], Measured]) -> None:
-    """Run the best; candidates with equal predictions are one plan and run once."""
-    seen: set[tuple[object, ...]] = set()
-    for row in search.complete():
-        prediction = (row.period_s, row.step_s, row.peak_bytes)
-        if prediction in seen:
-            continue
-        if len(seen) == count:
-            return
-        seen.add(prediction)
-        search.rows[row.number] = _confirmed(row, search.strategies[row.number], measure)
-
-
-def _confirmed(row: Row, strategy: Strategy, measure: Callable[[Strategy], Measured]) -> Row:
-    try:
-        found = measure(strategy)
-    except PiperError as e:
-        return replace(row, state="rejected", kind="confirmation", reason=f"running it failed: {e}")
-    assert row.period_s is not None, "a complete row has a period"
-    error = row.period_s / found.period_s - 1
-    return replace(row, measured_period_s=found.period_s, measured_peak_bytes=found.peak_bytes, error=error)
-
-
-def _nothing_found(search: Search, problem: Problem) -> str:
-    rows = list(search.rows.values())
-    too_much = [r for r in rows if r.kind in MEMORY_KINDS]
-    if too_much and problem.memory_limit is not None:
-        least = _smallest(search, too_much)
-        if least is not None:
-            return (
-                f"none of {len(rows)} candidates fits into {size_text(problem.memory_limit)}; the smallest needs "
-                f"{least.device_bytes} bytes ({least.reason}; params {dict(least.params)}). Set memory_limit to at least that, "
-                "or offer choices that hold less: more stages, smaller microbatches, fewer of them in flight"
-            )
-    if not rows:
-        return "the search ended without a candidate: the sampler proposed nothing that could be scored"
-    kind, count = Counter(str(r.kind) for r in rows).most_common(1)[0]
-    first = next(r for r in rows if r.kind == kind)
-    return f"all {len(rows)} candidates were rejected, {count} of them as {kind!r}; the first: {first.reason}"
-
-
-def _smallest(search: Search, rows: list[Row]) -> Row | None:
-    """The candidate that needs least: rules gave lower bounds, so those below the least exact need are compiled."""
-    known = {r.number: r for r in rows}
-    for _ in range(MOST_COMPILED):
-        least = min(known.values(), key=lambda r: (r.device_bytes, r.number), default=None)
-        if least is None or least.kind == "memory":
-            return least
-        found = search.score(least.number)
-        if found.kind == "memory":
-            known[least.number] = found
-        else:
-            del known[least.number]
-    return min((r for r in known.values() if r.kind == "memory"), key=lambda r: (r.device_bytes, r.number), default=None)
