@@ -21,32 +21,32 @@ from piper_simulator import load_cluster
 CHOICES: Mapping[str, tuple[Any, ...]] = {
     "schedule": ("gpipe", "1f1b"),
     "pp": (1, 2, 4, 8),
-    "microbatches": (2, 4, 8, 16, 32),
+    "microbatches": (2, 4, 6, 8, 12),
     "bucket_mb": (10, 25, 60, 150, 400),
 }
 BOUNDARIES = 13
 """Ways to cut the layers into stages, asked for where there is more than one: 2 x 5 x 5 x (1 + 3 x 13) = 2,000 strategies, all
 different. dp is 8 / pp."""
 DEVICES = 8
-GLOBAL_BATCH = 256
-CLUSTER = "a100x4*2"
-MEMORY_LIMIT = 10 << 30
-"""Some of every number of stages fit, most do not."""
+GLOBAL_BATCH = 192
+CLUSTER = "a100x1*8"
+MEMORY_LIMIT = 36 << 30
+"""About half of the strategies fit, of every number of stages."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the GPT: 24 layers of width 1,536 are 0.8 billion parameters."""
+    """Of the GPT: 16 layers of width 2,048 and a large vocabulary are a billion parameters."""
 
-    layers: int = 24
-    width: int = 1536
+    layers: int = 16
+    width: int = 2048
     heads: int = 16
     length: int = 1024
     vocab: int = 50_304
 
 
 SIZES = Sizes()
-TINY = Sizes(layers=8, width=32, heads=2, length=8, vocab=64)
+TINY = Sizes(layers=16, width=16, heads=2, length=8, vocab=64)
 """For the smoke test."""
 
 
@@ -137,6 +137,15 @@ def strategy(trial: Any, layers: int = SIZES.layers) -> Strategy:
     recipe = recipes.gpipe if chosen["schedule"] == "gpipe" else recipes.one_f_one_b
     stages = recipe(pp=pp, microbatches=microbatches, at=at)
     return Strategy(Mesh(pp=pp, dp=DEVICES // pp), (*stages, *recipes.data_parallel(bucket_mb=chosen["bucket_mb"])))
+
+
+def large(layers: int) -> list[Strategy]:
+    """Plans of about 5,000 instructions: every cut into 8 stages, both schedules."""
+    out = []
+    for at in cuts(DEVICES, layers):
+        for recipe in (recipes.gpipe, recipes.one_f_one_b):
+            out.append(Strategy(Mesh(pp=DEVICES), recipe(pp=DEVICES, microbatches=GLOBAL_BATCH // 2, at=at)))
+    return out
 
 
 def points() -> Iterator[dict[str, Any]]:
