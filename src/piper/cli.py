@@ -172,6 +172,57 @@ def profile(
 
 
 @app.command()
+def tune(
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE.py", help="defines `job` (a piper.Job) and `strategy(trial)`, which returns a Strategy"),
+    ],
+    cluster: Annotated[str, typer.Option(help="as for simulate")] = "cpu-local",
+    trials: Annotated[int, typer.Option(min=1, help="candidates that are compiled and scored")] = 100,
+    confirm: Annotated[int, typer.Option(min=0, help="run so many of the best on this machine")] = 0,
+    memory_limit: Annotated[str | None, typer.Option(help="per device, e.g. 20GiB (default: the device's)")] = None,
+    seed: Annotated[int, typer.Option(help="of the search")] = 0,
+    storage: Annotated[str | None, typer.Option(help="Optuna URL, e.g. sqlite:///study.db; the same space goes on there")] = None,
+    workers: Annotated[str, typer.Option(help='processes (0: this one), "ray" or the address of a Ray cluster')] = "1",
+    out: Out = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Search the fastest strategy that fits, in simulation; --confirm runs the best.
+
+    Example: piper tune examples/gpt_text.py --confirm 2
+    """
+    with _user_errors():
+        from piper.loading import load_space
+        from piper.results import new_folder
+        from piper.tuning import bar, saved, show_study
+        from piper.tuning import tune as search
+
+        job, strategy = load_space(file)
+        folder = new_folder(out, file.stem) if out else None
+        with saved(folder), bar(trials) as progress:
+            study = search(
+                job,
+                strategy,
+                cluster=cluster,
+                trials=trials,
+                confirm=confirm,
+                memory_limit=memory_limit,
+                seed=seed,
+                storage=storage,
+                workers=int(workers) if workers.isdigit() else workers,
+                progress=progress,
+            )
+        if folder:
+            study.save(folder)
+            print(f"best.json and study.json are in {folder}", file=sys.stderr)
+        if as_json:
+            best = study.best_row
+            print(json.dumps(None if best is None else best.as_dict()))
+        else:
+            show_study(study, file.name)
+
+
+@app.command()
 def explain(file: File, params: Params = None, strategy: StrategyFile = None) -> None:
     """Print what a strategy became: directives, roles, order, communication, memory.
 

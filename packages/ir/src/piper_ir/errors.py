@@ -46,6 +46,10 @@ class JobError(PiperError, ValueError):
     """A job is not usable: the batch does not divide, a callable has the wrong shape, an optimizer is unknown."""
 
 
+class TuneError(PiperError, ValueError):
+    """A search cannot start, or found no plan that can be used: its arguments, space, storage, or memory limit."""
+
+
 class ExecutionError(PiperError, RuntimeError):
     """A run failed: names rank, instruction and peer."""
 
