@@ -30,8 +30,8 @@ from piper_runtime.emulate import EmulationRequest, emulate_rank
 from piper_runtime.engine import Engine, PeerError
 from piper_runtime.gloo import GlooCommunicators
 from piper_runtime.messages import HEART_SLOTS, Failure, Request, Setup
-from piper_runtime.ranges import named_instructions
 from piper_runtime.profiler import ProfileRequest, profile
+from piper_runtime.ranges import named_instructions
 from piper_runtime.rank import Rank, Trainee
 from piper_runtime.report import RankReport, measured_counter, measured_step
 from piper_runtime.streams import LOADING, PHASE, RUNNING, STEP, CpuStreams, Heart
