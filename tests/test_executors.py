@@ -57,12 +57,12 @@ def workers() -> Pool:
 
 @lru_cache
 def run(launcher: str) -> piper.Run:
-    more = {} if launcher == "inline" else {"pool": workers()}
+    more = {} if launcher in ("inline", "ray") else {"pool": workers()}  # Ray is started and ended for this run
     more |= {"cluster": "h100x8"} if launcher == "emulated" else {}
     return piper.execute(compiled(), steps=3, launcher=launcher, trace=True, **more)
 
 
-LAUNCHERS = ("inline", "processes", "emulated")
+LAUNCHERS = ("inline", "processes", "ray", "emulated")
 TRACES = {"simulate": simulated, **{name: lambda name=name: run(name).trace for name in LAUNCHERS}}
 
 
@@ -122,8 +122,9 @@ def test_negative_control_a_span_moved_early_is_noticed(trace: Trace) -> None:
     assert violations(compiled().plan, replace(trace, spans=moved))
 
 
-def test_executors_agree_on_losses_parameters_and_memory() -> None:
-    inline, processes = run("inline"), run("processes")
+@pytest.mark.parametrize("launcher", ["processes", "ray"])
+def test_executors_agree_on_losses_parameters_and_memory(launcher: str) -> None:
+    inline, processes = run("inline"), run(launcher)
     assert inline.losses == pytest.approx(processes.losses, rel=1e-6)
     assert inline.losses[-1] < inline.losses[0]
     ours, theirs = inline.state_dict(), processes.state_dict()

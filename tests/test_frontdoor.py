@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -12,7 +13,8 @@ from torch import nn
 
 import piper
 from piper import frontdoor
-from piper_ir.errors import CompileError, ExecutionError, JobError
+from piper.results import hang_report
+from piper_ir.errors import CompileError, ExecutionError, HangError, JobError
 
 
 class MLP(nn.Module):
@@ -88,8 +90,8 @@ def test_refusals() -> None:
     with pytest.raises(CompileError, match="a Job has its own"):
         piper.compile(job(), strategy, global_batch=8)
     compiled = piper.compile(job(), strategy)
-    with pytest.raises(ExecutionError, match=r"later release.*processes"):
-        piper.execute(compiled, steps=1, launcher="emulated")
+    with pytest.raises(ExecutionError, match=r"'mpi' is not known; use \"ray\".*\"processes\""):
+        piper.execute(compiled, steps=1, launcher="mpi")
     with pytest.raises(JobError, match="cluster"):
         piper.execute(compiled, steps=1, launcher="inline", cluster="here")
     with pytest.raises(AttributeError, match="no attribute 'tune'"):
@@ -146,3 +148,12 @@ def test_step_hooks_are_refused() -> None:
 
     with pytest.raises(JobError, match=r"step hooks.*clip_norm"):
         piper.compile(replace(job(), optimizer=hooked), strategies()[0])
+
+
+def test_a_hang_leaves_a_report_of_every_rank(tmp_path: Path) -> None:
+    says = r"^rank 0 waits; every rank's last instructions are in .*hang\.txt$"
+    with pytest.raises(HangError, match=says) as caught, hang_report(tmp_path):
+        raise HangError("rank 0 waits", "rank 0\nrank 1\n")
+    assert (tmp_path / "hang.txt").read_text() == caught.value.report == "rank 0\nrank 1\n"
+    with pytest.raises(HangError, match=r"^rank 0 waits$"), hang_report(None):
+        raise HangError("rank 0 waits")

@@ -73,7 +73,7 @@ except Exception as e:
 @pytest.mark.parametrize(
     ("action", "says"),
     [
-        ("raise ValueError('bad')", r"ExecutionError: rank 0, step 1, instruction \d+ .*batch.*bad"),
+        ("raise ValueError('bad')", r"ExecutionError: rank 0, step 1, instruction \d+ .*ValueError: bad"),
         ("time.sleep(1000)", r"HangError: no rank made progress for 2 s .*rank 0 ran instruction .*rank 1 "),
     ],
 )
