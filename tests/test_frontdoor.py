@@ -88,8 +88,8 @@ def test_refusals() -> None:
     with pytest.raises(CompileError, match="a Job has its own"):
         piper.compile(job(), strategy, global_batch=8)
     compiled = piper.compile(job(), strategy)
-    with pytest.raises(ExecutionError, match=r"later release.*processes"):
-        piper.execute(compiled, steps=1, launcher="emulated")
+    with pytest.raises(ExecutionError, match=r"'mpi' is not known.*processes"):
+        piper.execute(compiled, steps=1, launcher="mpi")
     with pytest.raises(JobError, match="cluster"):
         piper.execute(compiled, steps=1, launcher="inline", cluster="here")
     with pytest.raises(AttributeError, match="no attribute 'tune'"):
@@ -124,7 +124,8 @@ def test_results_go_to_a_folder_of_their_own(tmp_path) -> None:
         piper.execute(compiled, steps=1, launcher="inline", trace=True, out=tmp_path)
     folders = sorted(p.name for p in tmp_path.iterdir())
     assert folders == ["run-001", "run-002"]
-    assert {p.name for p in (tmp_path / "run-002").iterdir()} == {"measured.json", "spans-measured.json", "trace-measured.json"}
+    files = {"measured.json", "spans-measured.json", "trace-measured.json", "metrics.jsonl"}
+    assert {p.name for p in (tmp_path / "run-002").iterdir()} == files
 
 
 class Coupled(torch.optim.SGD):

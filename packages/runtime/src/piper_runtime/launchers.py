@@ -38,10 +38,10 @@ class Workers(Protocol):
 
 
 def check_launcher(launcher: str) -> None:
-    """ExecutionError when there is no launcher of this name."""
+    """ExecutionError when there is no launcher of this name that trains."""
     known = ", ".join(f'"{name}" ({about})' for name, about in LAUNCHERS.items())
     if launcher == "emulated":
-        raise ExecutionError('launcher "emulated" needs durations: use piper.execute, or piper_runtime.emulate')
+        raise ExecutionError(f'launcher "emulated" trains nothing: it is for piper.execute and piper run --emulate; use {known}')
     if launcher not in LAUNCHERS:
         raise ExecutionError(f"launcher {launcher!r} is not known; use {known}")
 
