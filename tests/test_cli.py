@@ -207,5 +207,5 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     fails(result, "step 1", "rank 1", "microbatch 1")
 
 
-def test_a_launcher_that_is_not_known(recipe: Path, tmp_path: Path) -> None:
-    fails(piper("run", recipe, "--launcher", "mpi", "--out", tmp_path / "o"), "mpi", "processes")
+def test_the_launcher_that_needs_a_cluster_to_imitate(recipe: Path, tmp_path: Path) -> None:
+    fails(piper("run", recipe, "--launcher", "emulated", "--out", tmp_path / "o"), "emulated", "--emulate CLUSTER")

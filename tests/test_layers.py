@@ -16,7 +16,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 STDLIB = sys.stdlib_module_names
-OURS = frozenset({"piper_ir", "piper_ops", "piper_compiler", "piper_simulator", "piper_runtime", "piper_report"})
+OURS = frozenset(
+    {"piper_ir", "piper_ops", "piper_compiler", "piper_simulator", "piper_runtime", "piper_report", "piper_autotune"}
+)
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,11 @@ LAYERS = {
     "piper_ops": layer("piper_ops", "torch"),
     "piper_compiler": layer("piper_compiler", "piper_ir", within=("capture", frozenset({"torch", "piper_ops"}))),
     "piper_simulator": layer("piper_simulator", "piper_ir", "simpy"),
+    "piper_autotune": layer("piper_autotune", "piper_ir", "piper_compiler", "piper_simulator", "optuna", "cloudpickle", "ray"),
     "piper_runtime": layer(
         "piper_runtime", "piper_ir", "piper_ops", "torch", "cloudpickle", within=("ray_cluster.py", frozenset({"ray"}))
     ),
-    "piper_report": layer("piper_report", "piper_ir"),
+    "piper_report": layer("piper_report", "piper_ir", "pandas", "matplotlib"),
     "piper": Layer(ROOT / "src" / "piper", OURS | {"torch", "typer", "rich"}),
 }
 # torch's private API may change with any release: the compiler uses it in modules of this name only, so that a new release is a
@@ -199,7 +202,7 @@ def loaded_after(code: str) -> set[str]:
     return set(done.stdout.rpartition("@")[2].split())
 
 
-HEAVY = {"torch", "numpy", "simpy", "ray", "piper_compiler", "piper_runtime", "piper_simulator"}
+HEAVY = {"torch", "numpy", "simpy", "optuna", "ray", "piper_compiler", "piper_runtime", "piper_simulator", "piper_autotune"}
 
 
 def test_importing_piper_is_lazy() -> None:

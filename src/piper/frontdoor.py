@@ -76,7 +76,7 @@ def compile(
         training=Training(spec.group_of, spec.state_bytes, source.clip_norm, source.tokens_per_row),
         costs=costs,
         options=options,
-        at_rows=lambda rows: captured.bind(rows) if rows == 1 else _checked(captured, rows),
+        at_rows=lambda rows: program_at(captured, rows),
     )
     if len(lowered.plan.roles) > 1 and not spec.separable:
         raise JobError(
@@ -87,10 +87,13 @@ def compile(
     return Compiled(lowered.graph.program, lowered.graph, lowered.plan, source, captured.code)
 
 
-def _checked(captured: Captured, rows: int) -> Program:
-    """The affine program, once it is known that the captured path holds at this number of rows."""
+def program_at(captured: Captured, rows: int) -> Program:
+    """The program for microbatches of `rows` rows: the affine one, once it is known that the captured path holds there; at one
+    row, where sizes are not affine, one of its own. CaptureError where the model takes another path."""
     from piper_compiler.capture.codestore import check_rows
 
+    if rows == 1:
+        return captured.bind(1)
     check_rows(captured.forward, rows)
     return captured.program
 

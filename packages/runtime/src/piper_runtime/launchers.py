@@ -38,10 +38,12 @@ class Workers(Protocol):
 
 
 def check_launcher(launcher: str) -> None:
-    """ExecutionError when there is no launcher of this name that trains."""
+    """ExecutionError when there is no launcher of this name."""
     known = ", ".join(f'"{name}" ({about})' for name, about in LAUNCHERS.items())
     if launcher == "emulated":
-        raise ExecutionError(f'launcher "emulated" trains nothing: it is for piper.execute and piper run --emulate; use {known}')
+        raise ExecutionError(
+            'launcher "emulated" needs the durations of a cluster: `piper run --emulate CLUSTER`, or piper.execute(cluster=...)'
+        )
     if launcher not in LAUNCHERS:
         raise ExecutionError(f"launcher {launcher!r} is not known; use {known}")
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from piper_runtime import device
 from piper_runtime.code import ShippedCode
 
 HEART_SLOTS = 64
@@ -28,7 +29,8 @@ class Setup:
 @dataclass(frozen=True)
 class Request:
     """One training run of one rank; ranks of one role get one object. `plan` and `callables` are pickled once for all ranks.
-    `stream`: whether somebody wants to hear of every finished step."""
+    `stream`: whether somebody wants to hear of every finished step. `device`: the kind that runs take where the request is
+    made."""
 
     plan: bytes
     callables: bytes
@@ -42,6 +44,7 @@ class Request:
     gradients: bool
     stream: bool
     ranges: bool = False
+    device: str = field(default_factory=lambda: device.default)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,9 @@ class RankActor:
     def connect(self, host: str, port: int, interface: str) -> None:
         """Join the store. `interface`: the address under which peers reach this rank."""
         store = self._store or _store(host, port, self._world, master=False)
-        self._seat = Seat(self._rank, GlooCommunicators(store, self._rank, interface), self._heart, self._said.append)
+        # Ray shows an actor its own devices only, so each is the first of its own.
+        local = (0, 1) if os.environ.get("CUDA_VISIBLE_DEVICES") else (None, None)
+        self._seat = Seat(self._rank, GlooCommunicators(store, self._rank, interface), self._heart, self._said.append, *local)
 
     def clock(self) -> float:
         """The clock on which this rank's times are."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from piper_runtime.memory import MemoryCounter, MemoryRecord
+from piper_runtime.memory import AllocatorCounter, Counter, MemoryCounter, MemoryRecord
 from piper_runtime.rank import Rank
 from piper_runtime.trace import TimedSpan
 
 MEASURED = (
     "bytes of live tensor storages in the second step (the first of a run of one step), temporaries of operators included, as "
-    "torch's dispatcher shows them"
+    "torch's dispatcher shows them (of a process per CUDA rank: as torch's allocator was asked for them)"
 )
 
 
@@ -71,13 +71,13 @@ class RankReport:
         found = enumerate(zip(self.finished, self.scalars, strict=True))
         return [StepDone(step, self.started, finished, scalars) for step, (finished, scalars) in found]
 
-    def probe(self, rank: Rank, buckets: tuple[str, ...], scale: float) -> None:
+    def probe(self, rank: Rank, buckets: tuple[str, ...], scale: float | torch.Tensor) -> None:
         """A Probe that keeps gradients."""
         if len(self.gradients) == len(self.finished):
             self.gradients.append({})
         self.gradients[-1].update(rank.gradients(buckets, scale))
 
-    def close(self, rank: Rank, spans: Sequence[TimedSpan], counter: MemoryCounter | None) -> None:
+    def close(self, rank: Rank, spans: Sequence[TimedSpan], counter: Counter | None) -> None:
         """Keep what is left when the last step is done."""
         self.states = rank.states()
         self.spans = list(spans)
@@ -91,9 +91,9 @@ def measured_step(steps: int) -> int:
     return min(1, steps - 1)
 
 
-def measured_counter(rank: Rank) -> MemoryCounter:
-    """A counter that already holds the states of a rank."""
-    counter = MemoryCounter()
+def measured_counter(rank: Rank, *, alone: bool = False) -> Counter:
+    """A counter that already holds the states of a rank. alone: no other rank is in this process."""
+    counter = AllocatorCounter(rank.device) if alone and rank.device.type == "cuda" else MemoryCounter(rank.device.type)
     counter.track([*rank.store.state_tensors(), *rank.optimizer.state_tensors()])
     rank.untracked = counter.paused
     return counter

@@ -12,11 +12,13 @@ import torch
 from piper_ir.errors import JobError
 from piper_ir.plan import Plan
 from piper_ir.trace import Trace
+from piper_runtime import device as devices
 from piper_runtime.code import CodeStore
+from piper_runtime.device import choose_device
 from piper_runtime.inline import InlineEngine
 from piper_runtime.job import InitialState, Job, materialize
 from piper_runtime.launchers import Launcher, Workers, check_launcher, open_pool
-from piper_runtime.memory import MemoryCounter, MemoryRecord
+from piper_runtime.memory import Counter, MemoryRecord
 from piper_runtime.progress import OnStep, Progress
 from piper_runtime.ranges import name_inline
 from piper_runtime.rank import Rank, Trainee
@@ -131,15 +133,16 @@ def _run_inline(
     ranges: bool, progress: Progress,
 ) -> dict[int, RankReport]:  # fmt: skip
     reports = {r: RankReport() for r in range(plan.mesh.world)}
-    with torch.random.fork_rng(devices=[]):
+    device = choose_device(devices.default, 0)  # all ranks on one
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         ranks = [
-            Rank(plan, r, code, trainee(job), initial.params, initial.buffers, report.probe if gradients else None)
+            Rank(plan, r, code, trainee(job), initial.params, initial.buffers, report.probe if gradients else None, device)
             for r, report in reports.items()
         ]
         if ranges:
             for rank in ranks:
                 name_inline(rank)
-        counters: dict[int, MemoryCounter] = {}
+        counters: dict[int, Counter] = {}
         engine = InlineEngine(ranks)
         for report in reports.values():
             report.started = time.perf_counter()

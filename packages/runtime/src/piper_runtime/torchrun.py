@@ -80,7 +80,9 @@ def _join() -> _Member:
         heart = memoryview(array("q", LOADING_HEART))
         communicators = GlooCommunicators(dist.PrefixStore("channels", store), rank, interface)
         everyone = communicators.group("everyone", list(range(world))) if world > 1 else None
-        _member = _Member(Seat(rank, communicators, heart, said.put), store, everyone, said)  # type: ignore[arg-type]  # as in worker
+        local = [_number(name) if name in os.environ else None for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+        seat = Seat(rank, communicators, heart, said.put, *local)  # type: ignore[arg-type]  # as in worker
+        _member = _Member(seat, store, everyone, said)
     return _member
 
 

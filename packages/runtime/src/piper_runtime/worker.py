@@ -27,24 +27,29 @@ import torch.distributed as dist
 from piper_ir.errors import ExecutionError, PiperError
 from piper_runtime.code import missing_operators
 from piper_runtime.emulate import EmulationRequest, emulate_rank
-from piper_runtime.engine import Engine, PeerError
+from piper_runtime.engine import PeerError
 from piper_runtime.gloo import GlooCommunicators
 from piper_runtime.messages import HEART_SLOTS, Failure, Request, Setup
+from piper_runtime.profiler import ProfileRequest, profile
 from piper_runtime.ranges import named_instructions
 from piper_runtime.rank import Rank, Trainee
 from piper_runtime.report import RankReport, measured_counter, measured_step
-from piper_runtime.streams import LOADING, PHASE, RUNNING, STEP, CpuStreams, Heart
+from piper_runtime.streams import LOADING, PHASE, RUNNING, STEP, Heart
+from piper_runtime.transport import connected, take_device
 
 
 @dataclass(frozen=True)
 class Seat:
     """What a rank's worker has at hand, however it was started. `tell` sends a message to the launcher and does not wait for
-    it."""
+    it. `local_rank`: the rank's number among those that see the same devices, and `local_world`, the most of them on any node;
+    None: all ranks of the plan do."""
 
     rank: int
     communicators: GlooCommunicators
     heart: Heart
     tell: Callable[[Any], None]
+    local_rank: int | None = None
+    local_world: int | None = None
 
 
 def serve(setup: Setup) -> None:
@@ -90,6 +95,8 @@ def perform(seat: Seat, request: object) -> Any:
     match request:
         case Request():
             return run(seat, request)
+        case ProfileRequest():
+            return profile(seat.rank, request, seat.communicators, seat.heart)
         case EmulationRequest():
             return emulate_rank(seat.rank, request, seat.communicators, seat.heart)
     raise ExecutionError(f"rank {seat.rank} cannot perform a {type(request).__name__}")
@@ -105,14 +112,15 @@ def run(seat: Seat, request: Request) -> RankReport:
         parcel.import_definers()
     report = RankReport()
     trainee = Trainee(batch, optimizer, scheduler, request.seed)
-    bound = Rank(plan, rank, request.code, trainee, request.params, request.buffers, report.probe if request.gradients else None)
+    device = take_device(request.device, rank if seat.local_rank is None else seat.local_rank)
+    probe = report.probe if request.gradients else None
+    bound = Rank(plan, rank, request.code, trainee, request.params, request.buffers, probe, device)
     streams = plan.role_of(rank).streams
     if len(streams) > HEART_SLOTS - 3:
         raise ExecutionError(f"rank {rank} has {len(streams)} streams; at most {HEART_SLOTS - 3} are supported")
-    communicators.connect(plan)
-    backend = CpuStreams(streams, heart)
-    communicate = named_instructions(bound, communicators.bind) if request.ranges else communicators.bind
-    engine = Engine(bound, backend, communicate, heart, trace=request.trace)
+    local_world = plan.mesh.world if seat.local_world is None else seat.local_world
+    name = named_instructions if request.ranges else None
+    backend, engine = connected(bound, communicators, heart, local_world=local_world, trace=request.trace, name=name)
     counter = None
     report.started = time.perf_counter()
     heart[PHASE] = RUNNING
@@ -120,7 +128,7 @@ def run(seat: Seat, request: Request) -> RankReport:
         last = step == request.steps - 1
         observed = request.memory and step == measured_step(request.steps)
         if observed:
-            counter = measured_counter(bound)
+            counter = measured_counter(bound, alone=True)
         engine.step(step, traced=request.trace and last, counter=counter if observed else None)
         done = report.end_step(bound)
         if request.stream:
