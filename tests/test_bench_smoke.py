@@ -27,6 +27,8 @@ from benchmarks import (
     step_time,
     step_worker,
     strategies,
+    tuner,
+    tuner_space,
 )
 from benchmarks.measure import Goal, Row, machine, median_interval
 from piper_ir.ops import Compute
@@ -85,6 +87,30 @@ def test_strategies_share_one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     captures, total, each = strategies.rows(True)
     assert captures.value == 1 and captures.met
     assert total.value > each.value > 0
+
+
+def test_the_tuner_is_judged_in_the_space_that_was_evaluated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    few = {"schedule": ("gpipe", "1f1b"), "pp": (1, 2), "microbatches": (2,), "bucket_mb": (25,)}
+    monkeypatch.setattr(tuner_space, "BOUNDARIES", 3)
+    monkeypatch.setattr(tuner_space, "CHOICES", few)
+    monkeypatch.setattr(tuner, "SIZES", tuner_space.TINY)
+    monkeypatch.setattr(tuner, "RESULTS", tmp_path)
+    monkeypatch.setattr(tuner, "TRIALS", 4)
+    problem, programs, more = tuner_space.problem(tuner_space.TINY)
+    table, row = tuner.exhaustive(problem, programs, more)
+    assert len(table) == 2 * (1 + 3) and "taken now" in row.note
+    again, row = tuner.exhaustive(problem, programs, more)
+    assert again == table and "kept from an earlier run" in row.note
+    rows = {r.name: r for r in tuner.regrets(problem, programs, table, 1)}
+    assert (
+        rows["regret, median"].value >= 0 and rows["results that do not fit"].met and rows["candidates pruned that would fit"].met
+    )
+
+
+def test_the_space_of_the_tuner_has_2000_different_strategies() -> None:
+    assert len(list(tuner_space.points())) == 2000
+    for pp in (2, 4, 8):
+        assert len(set(tuner_space.cuts(pp, tuner_space.SIZES.layers))) == tuner_space.BOUNDARIES
 
 
 def test_there_are_a_hundred_strategies() -> None:

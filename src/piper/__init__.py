@@ -39,6 +39,8 @@ _HOME = {
     "Compiled": "piper.frontdoor",
     "execute": "piper.frontdoor",
     "profile": "piper.profiling",
+    "tune": "piper.tuning",
+    "Study": "piper_autotune",
     "simulate": "piper_simulator",
     "Simulation": "piper_simulator",
     "load_cluster": "piper_simulator",

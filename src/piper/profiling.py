@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pickle
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from itertools import chain
 from statistics import median
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from piper.frontdoor import Compiled, compile
 from piper_compiler import Strategy
@@ -25,7 +25,8 @@ from piper_ir.traffic import Traffic
 
 if TYPE_CHECKING:
     from piper_runtime import Job
-    from piper_runtime.profiler import ProfileReport
+    from piper_runtime.launchers import Workers
+    from piper_runtime.profiler import ProfileReport, ProfileRequest
 
 REPEATS = 7
 TIMEOUT_S = 120.0
@@ -38,22 +39,16 @@ SMALLEST_MESSAGE, GRID = 4, 4
 """Bytes, and the factor between sizes of messages."""
 
 
-class Pool(Protocol):
-    """Workers of this machine or of a cluster, e.g. `piper_runtime.processes.Pool`."""
-
-    def run(self, plan: Plan, requests: Mapping[int, bytes], timeout_s: float) -> Mapping[int, Any]: ...
-    def close(self) -> None: ...
-
-
 def profile(
     job: Job,
     strategy: Strategy,
     *,
     launcher: str = "processes",
+    cluster: str = "auto",
     rows: Sequence[int] | None = None,
     repeats: int = REPEATS,
     timeout_s: float = TIMEOUT_S,
-    pool: Pool | None = None,
+    pool: Workers | None = None,
 ) -> Costs:
     """Measure a job on as many ranks as the strategy has, all at once, each with one thread.
 
@@ -63,10 +58,10 @@ def profile(
     over groups of ranks, by size, up to the largest activation and the whole gradient. Seconds per instruction. Growth of
     resident memory. Each is the median over `repeats` passes and all ranks, its spread their median absolute deviation.
 
-    timeout_s: seconds without progress after which a rank counts as hung. pool: workers to use again. Raises JobError,
-    ExecutionError, and what `compile` raises."""
-    if launcher != "processes":
-        raise ExecutionError(f'profile(launcher={launcher!r}): "processes" is accepted')
+    launcher: "processes" or "ray"; cluster: for "ray", as of `execute`. timeout_s: seconds without progress after which a rank
+    counts as hung. pool: workers to use again. Raises JobError, ExecutionError, and what `compile` raises."""
+    if launcher not in ("processes", "ray"):
+        raise ExecutionError(f'profile(launcher={launcher!r}): "processes" and "ray" are accepted')
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
         raise JobError(f"profile(repeats={repeats!r}): an integer of at least 1 is needed")
     target = compile(job, strategy)
@@ -75,10 +70,10 @@ def profile(
     if pool is not None:
         reports = pool.run(target.plan, requests, timeout_s)
     else:
-        from piper_runtime.processes import Pool as Processes
+        from piper_runtime.launchers import open_pool
 
-        with Processes(target.plan.mesh.world) as own:
-            reports = own.run(target.plan, requests, timeout_s)  # type: ignore[assignment]  # the pool hands on what workers answer
+        with open_pool(launcher, target.plan.mesh.world, cluster=cluster) as own:
+            reports = own.run(target.plan, requests, timeout_s)
     return _costs([reports[r] for r in sorted(reports)], target.plan, _origin(target.plan, launcher, repeats))
 
 
@@ -102,7 +97,7 @@ def _one_device(job: Job, rows: int) -> Compiled:
     return compile(replace(job, global_batch=rows), Strategy(Mesh(pp=1), ()))
 
 
-def _requests(target: Compiled, singles: Sequence[Compiled], repeats: int) -> dict[int, bytes]:
+def _requests(target: Compiled, singles: Sequence[Compiled], repeats: int) -> dict[int, ProfileRequest]:
     from piper_runtime.code import ShippedCode
     from piper_runtime.job import materialize
     from piper_runtime.profiler import ProfileRequest
@@ -129,8 +124,7 @@ def _requests(target: Compiled, singles: Sequence[Compiled], repeats: int) -> di
         repeats,
         _sizes(target.plan, singles[-1].plan),
     )
-    blob = pickle.dumps(request, protocol=5)
-    return dict.fromkeys(range(target.plan.mesh.world), blob)
+    return dict.fromkeys(range(target.plan.mesh.world), request)
 
 
 def _sizes(plan: Plan, largest: Plan) -> tuple[int, ...]:
