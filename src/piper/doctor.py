@@ -11,6 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from piper_report.summary import Table
+
 LIBRARIES = {
     "simpy": "simulation",
     "optuna": "piper tune",
@@ -114,6 +116,14 @@ def _launchers() -> list[Finding]:
     return [found, Finding("launcher processes", "ok", "one process per rank on this machine; also under torchrun")]
 
 
-def as_json(findings: list[Finding]) -> list[dict[str, Any]]:
+def table(findings: list[Finding]) -> Table:
+    """For people."""
+    rows = tuple((f.name, f.state, f.text) for f in findings)
+    missing = [f.name for f in findings if f.state == "missing"]
+    note = f"warning: missing: {', '.join(missing)}" if missing else "nothing is missing"
+    return Table("what this machine can do", ("", "state", ""), rows, (note,))
+
+
+def as_rows(findings: list[Finding]) -> list[dict[str, Any]]:
     """For programs."""
     return [{"name": f.name, "state": f.state, "text": f.text} for f in findings]

@@ -12,6 +12,9 @@ import typer
 
 from piper_ir.errors import JobError, PiperError
 
+SpaceFile = Annotated[
+    Path, typer.Argument(metavar="FILE.py", help="defines `job` (a piper.Job) and `strategy`, a function of a trial")
+]
 File = Annotated[
     Path,
     typer.Argument(
@@ -41,6 +44,28 @@ Address = Annotated[
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="results go to a new folder below DIR")]
 Timeout = Annotated[float, typer.Option("--timeout-s", help="seconds without progress after which a rank counts as hung")]
 Steps = Annotated[int | None, typer.Option(min=1, help="optimizer steps (default: the file's `steps`, else 3)")]
+Trials = Annotated[int, typer.Option(min=1, help="candidates that are compiled and scored")]
+Confirm = Annotated[int, typer.Option(min=0, help="run so many of the best on this machine, predicted beside measured")]
+MemoryLimit = Annotated[str | None, typer.Option(help="per device, e.g. 20GiB (default: what the cluster's devices have)")]
+Seed = Annotated[int, typer.Option(help="of the search; the same seed finds the same")]
+Storage = Annotated[
+    str | None, typer.Option(help="Optuna URL, e.g. sqlite:///study.db; a search of the same space goes on where it ended")
+]
+Searchers = Annotated[str, typer.Option("--workers", help='processes (0: this one), "ray", or the address of a Ray cluster')]
+Rows = Annotated[
+    list[int] | None, typer.Option("--rows", help="rows per microbatch to measure (again for more; default: what fits)")
+]
+Repeats = Annotated[int, typer.Option(min=1, help="passes of which each duration is the median")]
+PrintLaunch = Annotated[
+    bool, typer.Option("--print-launch", help="print the command lines for torchrun, Slurm and Ray, and run nothing")
+]
+Nodes = Annotated[int | None, typer.Option(min=1, help="machines in the lines of --print-launch")]
+Emulate = Annotated[
+    str | None,
+    typer.Option(metavar="CLUSTER", help="sleep in real processes instead of training, as long as CLUSTER would compute"),
+]
+Log = Annotated[str, typer.Option(metavar="NAMES", help="where steps go beside metrics.jsonl: tensorboard,wandb")]
+Ranges = Annotated[bool, typer.Option("--ranges", help="names of instructions in profilers (record_function, NVTX)")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs, and nothing else")]
 
 
