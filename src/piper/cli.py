@@ -13,9 +13,34 @@ from typing import Annotated
 import typer
 
 from piper.options import (
-    Address, AsJson, ClusterName, Confirm, CostsFile, Emulate, File, Launcher, Log, MemoryLimit, Nodes, Out, Params, PrintLaunch,
-    Ranges, Repeats, Rows, Searchers, Seed, SpaceFile, Steps, Storage, StrategyFile, Timeout, Trials, pairs, user_errors,
-)  # fmt: skip
+    Address,
+    AsJson,
+    ClusterName,
+    Confirm,
+    CostsFile,
+    Emulate,
+    File,
+    Launcher,
+    Log,
+    MemoryLimit,
+    Nodes,
+    Out,
+    Params,
+    PrintLaunch,
+    Ranges,
+    Repeats,
+    Rows,
+    Searchers,
+    Seed,
+    SpaceFile,
+    Steps,
+    Storage,
+    StrategyFile,
+    Timeout,
+    Trials,
+    pairs,
+    user_errors,
+)
 
 app = typer.Typer(name="piper", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -193,7 +218,11 @@ def report(
 
         made = write_report(folder, out=out)
         if as_json:
-            print(json.dumps({"html": str(made.html), "figures": [str(f) for f in made.figures], "tables": [str(t) for t in made.tables]}))
+            print(
+                json.dumps(
+                    {"html": str(made.html), "figures": [str(f) for f in made.figures], "tables": [str(t) for t in made.tables]}
+                )
+            )
         else:
             print(f"{made.html}: {len(made.figures)} figures and {len(made.tables)} tables beside it")
 
@@ -268,14 +297,10 @@ def doctor(as_json: AsJson = False) -> None:
     Example: piper doctor
     """
     with user_errors():
-        from piper.display import show
-        from piper.doctor import as_rows, examine, table
+        from piper.doctor import as_rows, examine, text
 
         found = examine()
-        if as_json:
-            print(json.dumps(as_rows(found)))
-        else:
-            show(table(found))
+        print(json.dumps(as_rows(found)) if as_json else text(found))
         if any(f.state == "missing" for f in found):
             raise typer.Exit(1)
 

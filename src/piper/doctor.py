@@ -11,8 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from piper_report.summary import Table
-
 LIBRARIES = {
     "simpy": "simulation",
     "optuna": "piper tune",
@@ -23,8 +21,6 @@ LIBRARIES = {
     "wandb": "--log wandb (optional)",
 }
 """Distribution -> what needs it."""
-
-PINNED_BY = "pip install -c constraints.txt"
 
 
 @dataclass(frozen=True)
@@ -67,12 +63,14 @@ def _torch() -> list[Finding]:
         import torch
         import torch.distributed as dist
     except ImportError as e:
-        return [Finding("torch", "missing", f"{e}; {PINNED_BY} torch")]
+        return [Finding("torch", "missing", f"{e}; pip install torch")]
     found = [Finding("torch", "ok", torch.__version__)]
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             facts = torch.cuda.get_device_properties(i)
-            found.append(Finding(f"cuda:{i}", "ok", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"))
+            found.append(
+                Finding(f"cuda:{i}", "ok", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}")
+            )
     else:
         built = f"this torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "this torch is built without CUDA"
         found.append(Finding("cuda", "absent", f"no device; {built}. Plans run on CPUs"))
@@ -92,7 +90,7 @@ def _libraries() -> list[Finding]:
             out.append(Finding(name, "ok", f"{version(name)}, for {use}"))
         except PackageNotFoundError:
             optional = "(optional)" in use
-            out.append(Finding(name, "absent" if optional else "missing", f"not installed; {use}: {PINNED_BY} {name}"))
+            out.append(Finding(name, "absent" if optional else "missing", f"not installed, for {use}; pip install {name}"))
     return out
 
 
@@ -107,7 +105,11 @@ def _shared_memory() -> Finding:
 
 def _launchers() -> list[Finding]:
     ray = os.environ.get("RAY_ADDRESS")
-    joined = f"joins the cluster at {ray} (RAY_ADDRESS)" if ray else "starts a local Ray for each run, unless --address names a cluster"
+    joined = (
+        f"joins the cluster at {ray} (RAY_ADDRESS)"
+        if ray
+        else "starts a local Ray for each run, unless --address names a cluster"
+    )
     try:
         version("ray")
         found = Finding("launcher ray", "ok", joined)
@@ -116,12 +118,12 @@ def _launchers() -> list[Finding]:
     return [found, Finding("launcher processes", "ok", "one process per rank on this machine; also under torchrun")]
 
 
-def table(findings: list[Finding]) -> Table:
-    """For people."""
-    rows = tuple((f.name, f.state, f.text) for f in findings)
+def text(findings: list[Finding]) -> str:
+    """For people: a line each."""
+    wide = max(len(f.name) for f in findings)
+    lines = [f"{f.name:<{wide}}  {f.state:<7}  {f.text}" for f in findings]
     missing = [f.name for f in findings if f.state == "missing"]
-    note = f"warning: missing: {', '.join(missing)}" if missing else "nothing is missing"
-    return Table("what this machine can do", ("", "state", ""), rows, (note,))
+    return "\n".join([*lines, f"missing: {', '.join(missing)}" if missing else "nothing is missing"])
 
 
 def as_rows(findings: list[Finding]) -> list[dict[str, Any]]:

@@ -47,8 +47,8 @@ def load_space(path: str | Path) -> Space:
     if not callable(strategy):
         found = "no `strategy`" if strategy is None else f"a `strategy` that is a {type(strategy).__name__}"
         raise JobError(
-            f"{path} defines {found}; to search, define `def strategy(trial)` that calls trial.suggest_categorical, suggest_int or "
-            "suggest_float and returns a piper.Strategy"
+            f"{path} defines {found}; to search, define `def strategy(trial)` that calls trial.suggest_categorical, suggest_int "
+            "or suggest_float and returns a piper.Strategy"
         )
     return Space(path, _job(path, module), strategy, _steps(path, module))
 
@@ -116,7 +116,9 @@ def _strategy(path: Path, module: ModuleType, params: Mapping[str, str]) -> Stra
     if callable(strategy):
         own = getattr(module, "params", {})
         if not isinstance(own, Mapping):
-            raise JobError(f"{path} defines `params` that is a {type(own).__name__}; a dict of the strategy's parameters is needed")
+            raise JobError(
+                f"{path} defines `params` that is a {type(own).__name__}; a dict of the strategy's parameters is needed"
+            )
         trial = FixedTrial({name: str(value) for name, value in own.items()} | dict(params))
         with user_code("strategy(trial)", JobError):
             strategy = strategy(trial)

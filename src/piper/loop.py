@@ -11,7 +11,7 @@ from piper.costs_file import save_costs
 from piper.loading import FixedTrial
 from piper.profiling import profile
 from piper.results import new_folder
-from piper.session import Session, Settings, session
+from piper.session import DEFAULTS, Session, Settings, session
 from piper.tuning import bar, saved, show_study, tune
 from piper_compiler import Strategy
 from piper_ir.errors import TuneError
@@ -31,7 +31,7 @@ def loop(
     confirm: int = 2,
     seed: int = 0,
     out: Path = Path("runs"),
-    settings: Settings = Settings(),
+    settings: Settings = DEFAULTS,
 ) -> Session:
     """Measure the job on the strategy of the parameters `baseline` (its mesh is the largest that is searched), search `trials`
     candidates with these costs, run the `confirm` best for a few steps, and train `steps` steps with the fastest. Everything goes

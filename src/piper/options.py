@@ -39,7 +39,8 @@ Launcher = Annotated[
     typer.Option(help="ray (one actor per rank), processes (one per rank; also under torchrun) or inline (all in one process)"),
 ]
 Address = Annotated[
-    str, typer.Option("--address", metavar="HOST:PORT", help="of a Ray cluster to join; auto: one that is there, else this machine")
+    str,
+    typer.Option("--address", metavar="HOST:PORT", help="of a Ray cluster to join; auto: one that is there, else this machine"),
 ]
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="results go to a new folder below DIR")]
 Timeout = Annotated[float, typer.Option("--timeout-s", help="seconds without progress after which a rank counts as hung")]

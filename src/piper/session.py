@@ -49,6 +49,9 @@ class Settings:
         return load_costs(self.costs) if isinstance(self.costs, Path) else self.costs
 
 
+DEFAULTS = Settings()
+
+
 @dataclass(frozen=True)
 class Session:
     """A run with the prediction that was made before it, and the folder that holds both."""
@@ -59,7 +62,7 @@ class Session:
     folder: Path | None
 
 
-def train(job: Job, strategy: Strategy, *, steps: int, settings: Settings = Settings()) -> Run:
+def train(job: Job, strategy: Strategy, *, steps: int, settings: Settings = DEFAULTS) -> Run:
     """Compile, predict on this machine, train, print loss by step and predicted beside measured. Returns the run."""
     return session(job, strategy, steps=steps, settings=settings).run
 

@@ -36,4 +36,6 @@ def show_strategy(
     if png is not None:
         draw_schedule(trace, png, plan=compiled.plan)
         print(f"the schedule is in {png}", file=sys.stderr)
-    print(dumps(trace) if as_json else schedule_table(trace, plan=compiled.plan, width=shutil.get_terminal_size((120, 24)).columns))
+    print(
+        dumps(trace) if as_json else schedule_table(trace, plan=compiled.plan, width=shutil.get_terminal_size((120, 24)).columns)
+    )
