@@ -126,7 +126,8 @@ def test_results_go_to_a_folder_of_their_own(tmp_path) -> None:
         piper.execute(compiled, steps=1, launcher="inline", trace=True, out=tmp_path)
     folders = sorted(p.name for p in tmp_path.iterdir())
     assert folders == ["run-001", "run-002"]
-    assert {p.name for p in (tmp_path / "run-002").iterdir()} == {"measured.json", "spans-measured.json", "trace-measured.json"}
+    files = {"measured.json", "spans-measured.json", "trace-measured.json", "metrics.jsonl"}
+    assert {p.name for p in (tmp_path / "run-002").iterdir()} == files
 
 
 class Coupled(torch.optim.SGD):

@@ -18,8 +18,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
 import piper
+from piper.cli import app
+from piper.loading import load_file
 from piper.metrics import Metrics, log_names, open_metrics, recorded
 from piper_ir.errors import JobError, MissingPackageError, OutputError
 from piper_ir.plan import Plan
@@ -214,6 +217,73 @@ def test_recorded_serves_the_folder_and_the_caller(tmp_path: Path) -> None:
         assert nothing is None
     with pytest.raises(JobError, match="'wandb' needs a folder: give out=DIR"), recorded(None, ["wandb"], plan()):
         pass
+
+
+RECIPE = """
+import torch
+import piper
+
+class MLP(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(2))
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+def batch(step, rows):
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))[rows.start : rows.stop]
+    return x, 2 * x
+
+def optimizer(named):
+    return torch.optim.SGD([p for _, p in named], lr=0.1)
+
+job = piper.Job(MLP, batch, torch.nn.functional.mse_loss, optimizer, global_batch=8, tokens_per_row=3)
+strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=2))
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.py"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_a_run_writes_its_steps(recipe: Path, tmp_path: Path) -> None:
+    loaded = load_file(recipe)
+    compiled = piper.compile(loaded.job, loaded.strategy)
+    seen: list[StepRecord] = []
+    run = piper.execute(compiled, steps=3, launcher="inline", out=tmp_path / "out", on_step=seen.append)
+    written = lines(tmp_path / "out" / "run-001")
+    assert [line["loss"] for line in written] == run.losses == [r.loss for r in seen]
+    assert [line["tokens_per_s"] for line in written] == [8 * 3 / s for s in run.step_s]
+    with pytest.raises(JobError, match="needs a folder"):
+        piper.execute(compiled, steps=1, launcher="inline", log=("jsonl",))
+
+
+def test_a_full_disk_does_not_end_a_run(recipe: Path, tmp_path: Path) -> None:
+    loaded = load_file(recipe)
+    compiled = piper.compile(loaded.job, loaded.strategy)
+    with full_disk(50), warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run = piper.execute(compiled, steps=3, launcher="inline", out=tmp_path / "out")
+    assert len(run.losses) == 3 and run.state_dict()
+    metrics, report = (str(w.message) for w in found)
+    assert "jsonl: 3 steps lost, first step 0: OSError" in metrics and "The run is complete, but its report is not" in report
+
+
+def test_the_command_takes_names_of_logs(fakes: list[tuple[Any, ...]], recipe: Path, tmp_path: Path) -> None:
+    def run(*more: str) -> Result:
+        return CliRunner().invoke(app, ["run", str(recipe), "--launcher", "inline", "--out", str(tmp_path / "out"), *more])
+
+    done = run("--log", "tensorboard", "--ranges", "--steps", "2")
+    assert done.exit_code == 0, done.output
+    assert [call[3] for call in fakes if call[:2] == ("add_scalar", "loss")] == [0, 1]
+    assert [line["step"] for line in lines(tmp_path / "out" / "recipe-001")] == [0, 1]
+    wrong = run("--log", "csv")
+    assert wrong.exit_code == 2 and "'csv' is not known" in wrong.stderr
 
 
 def needs(package: str) -> pytest.MarkDecorator:

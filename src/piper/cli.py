@@ -102,13 +102,16 @@ def run(
         str | None,
         typer.Option(metavar="CLUSTER", help="sleep in real processes instead of training, as long as CLUSTER would compute"),
     ] = None,
+    log: Annotated[str, typer.Option(metavar="NAMES", help="where steps go beside metrics.jsonl: tensorboard,wandb")] = "jsonl",
+    ranges: Annotated[bool, typer.Option("--ranges", help="names of instructions in profilers (record_function, NVTX)")] = False,
 ) -> None:
     """Train with a strategy; print predicted beside measured and write both traces.
 
-    Example: piper run examples/gpt_text.py --steps 20
+    Example: piper run examples/gpt_text.py --steps 20; without a GPU: piper run examples/gpt_text.py --emulate h100x8
     """
     with _user_errors():
         from piper.loading import load_file
+        from piper.metrics import log_names
         from piper.session import session
         from piper_runtime.torchrun import is_first
 
@@ -125,6 +128,7 @@ def run(
 
             emulated_session(recipe.job, recipe.strategy, emulate, steps=steps or 1, out=out, name=file.stem, timeout_s=timeout_s)
             return
+        logs = log_names(log.split(","))
         with nullcontext() if is_first() else redirect_stdout(StringIO()):  # of many processes, one prints and writes
             session(
                 recipe.job,
@@ -134,6 +138,8 @@ def run(
                 out=out if is_first() else None,
                 name=file.stem,
                 timeout_s=timeout_s,
+                log=logs if is_first() else (),
+                ranges=ranges,
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +13,7 @@ from piper.metrics import OnStep, recorded
 from piper.results import hang_report, new_folder, save_run
 from piper_compiler import Options, Strategy, Training, compile_program
 from piper_ir.costs import Costs
-from piper_ir.errors import CompileError, JobError
+from piper_ir.errors import CompileError, JobError, OutputError
 from piper_ir.graph import Graph
 from piper_ir.plan import Plan
 from piper_ir.program import Program
@@ -145,12 +146,12 @@ def execute(
     per rank; under torchrun this process is one of them), "inline" (all ranks in this one), or "emulated": no job, memory or
     losses, but sleeps instead of compute, of the time that `cluster` would take (`piper.emulation.emulate`). cluster: for "ray",
     "auto" (a cluster that is there, else this machine) or the address HOST:PORT of one to join. timeout_s: seconds without
-    progress of any rank after which the run ends. trace: record the last step's spans. memory: measure peak bytes in the
-    second step (or the only one), which slows it. out: losses, times, metrics and trace go to a new folder below this one (with
-    `folder`: into that one); on a hang every rank's last instructions, as hang.txt. log: where metrics go beside metrics.jsonl
-    ("tensorboard", "wandb").
-    on_step: called with every finished step (`StepRecord`) while the run goes on. More keywords go to `piper_runtime.execute`.
-    Raises JobError, ExecutionError (rank, node, instruction, peer), HangError, NonFiniteLossError."""
+    progress of any rank after which the run ends. trace: record the last step's spans. memory: measure peak bytes in the second
+    step (or the only one), which slows it. out: losses, times, metrics and trace go to a new folder below this one (with
+    `folder`: into that one); on a hang every rank's last instructions, as hang.txt. log: where steps go beside metrics.jsonl
+    while the run goes on ("tensorboard", "wandb"). on_step: called with every finished step, a
+    `piper_runtime.report.StepRecord`. More keywords go to `piper_runtime.execute`. Raises JobError, ExecutionError (rank, node,
+    instruction, peer), HangError, NonFiniteLossError, MissingPackageError."""
     from piper_ir.verify import verify
     from piper_runtime import execute as run
     from piper_runtime.run import check_request
@@ -159,6 +160,8 @@ def execute(
     if launcher == "emulated":
         from piper.emulation import emulate
 
+        if log or on_step is not None:
+            raise JobError('execute(launcher="emulated"): nothing is trained, so there are no steps for log and on_step')
         return emulate(compiled, steps=steps, cluster=cluster, timeout_s=timeout_s, trace=trace, out=out, **more)
     chosen = job or compiled.job
     if chosen is None or compiled.code is None:
@@ -180,5 +183,8 @@ def execute(
     with hang_report(folder), recorded(folder, log, compiled.plan, on_step) as heard:
         result = run(compiled.plan, code, chosen, on_step=heard, **options, **more)
     if folder is not None:
-        save_run(folder, result, compiled.plan.tokens_per_step)
+        try:
+            save_run(folder, result, compiled.plan.tokens_per_step)
+        except OutputError as e:  # what was trained is worth more than its report
+            warnings.warn(f"{e}. The run is complete, but its report is not", RuntimeWarning, stacklevel=2)
     return result

@@ -127,10 +127,10 @@ def emulate(
     scale = time_scale(plan, durations)
     slept = durations.scaled(scale)
     blob, meeting = pickle.dumps(plan), uuid.uuid4().hex
-    requests = {
-        rank: EmulationRequest(blob, tuple(slept.seconds[plan.role_of(rank).role]), slept.latency, slept.issue, steps, meeting)
-        for rank in range(plan.mesh.world)
-    }
+    requests: dict[int, EmulationRequest] = {}
+    for role in plan.roles:
+        request = EmulationRequest(blob, tuple(slept.seconds[role.role]), slept.latency, slept.issue, steps, meeting)
+        requests |= dict.fromkeys(role.ranks, request)
     patience = timeout_s + max((s for each in slept.seconds.values() for s in each), default=0.0) + slept.latency
     if pool is not None:
         return _result(plan, pool.run(plan, requests, patience), scale, trace)
