@@ -11,7 +11,8 @@ import time
 import uuid
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from piper_ir.errors import ExecutionError
@@ -23,7 +24,7 @@ from piper_runtime.progress import OnStep, Progress
 from piper_runtime.ray_actor import RankActor, pack
 from piper_runtime.ray_cluster import RayLink, connect
 from piper_runtime.ray_placement import Place, place_ranks
-from piper_runtime.report import RankReport, StepDone
+from piper_runtime.report import aligned
 from piper_runtime.watch import LOADING_HEART, STARTUP_S, TICK_S, Watch
 
 GONE_S = 5.0
@@ -100,13 +101,8 @@ class _Team:
         return before + [(rank, self._aligned(rank, m)) for m in said]
 
     def _aligned(self, rank: int, message: Any) -> Any:
-        """A message with its times on this process's clock."""
-        ahead, error = self.clocks.get(self.places[rank].node, (0.0, 0.0))
-        if isinstance(message, StepDone) and ahead:
-            return replace(message, started=message.started - ahead, finished=message.finished - ahead)
-        if isinstance(message, RankReport) and ahead:
-            message.shift(-ahead, error)
-        return message
+        clock = self.clocks.get(self.places[rank].node)
+        return message if clock is None else aligned(message, *clock)
 
     def heart(self, rank: int) -> Sequence[int]:
         """As of the last look at its node."""
@@ -137,9 +133,10 @@ class _Team:
         """Kill every actor, and wait until those of this machine are gone."""
         if not self.ray.is_initialized():
             return
-        for actor in self.actors:
-            self.ray.kill(actor)
-        self.ray.util.remove_placement_group(self.group)
+        with suppress(self.ray.exceptions.RayError):  # a cluster that is gone has nothing left
+            for actor in self.actors:
+                self.ray.kill(actor)
+            self.ray.util.remove_placement_group(self.group)
         deadline = time.monotonic() + GONE_S
         here = {p for p, place in zip(self.pids, self.places) if place.here}
         while time.monotonic() < deadline and any(os.path.exists(f"/proc/{p}") for p in here):
@@ -195,8 +192,10 @@ class RayPool:
             team = self.start()
             team.send(requests)
             return Watch(plan, team, len(requests), timeout_s).collect(progress)
-        except BaseException:
+        except BaseException as e:
             self._end_team()
+            if self._link is not None and isinstance(e, self._link.ray.exceptions.RayError):
+                raise ExecutionError(f"Ray {_cause(e)}") from e
             raise
 
     def start(self) -> _Team:
