@@ -7,12 +7,14 @@ import pickle
 import re
 import socket
 import sys
+import tempfile
 import time
 import uuid
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from piper_ir.errors import ExecutionError
@@ -47,6 +49,7 @@ class _Team:
     looks: dict[Any, int] = field(default_factory=dict)
     deaths: dict[int, str] = field(default_factory=dict)
     look_at: float = 0.0
+    shared: str = field(default_factory=lambda: f"piper-{uuid.uuid4().hex}")
 
     def send(self, requests: Mapping[int, Any]) -> None:
         """Give every rank its request; what several ranks share goes to the object store once."""
@@ -142,6 +145,7 @@ class _Team:
         while time.monotonic() < deadline and any(os.path.exists(f"/proc/{p}") for p in here):
             time.sleep(0.01)
         self.actors.clear()
+        Path(tempfile.gettempdir(), self.shared).unlink(missing_ok=True)  # there only if the actors did not come up
 
 
 class RayPool:
@@ -218,14 +222,14 @@ class RayPool:
 
 def _bring_up(team: _Team, threads: int, gpus: int) -> None:
     """Create the actors, compare their software, and connect them."""
-    ray, world, name = team.ray, len(team.places), f"piper-{uuid.uuid4().hex}"
+    ray, world = team.ray, len(team.places)
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
     # A look must be answered while a request is performed, and in spite of one that hangs.
     options = dict(num_cpus=1, num_gpus=gpus, max_concurrency=4, runtime_env={"env_vars": _variables(threads)})
     for rank, place in enumerate(team.places):
         chosen = strategy(team.group, placement_group_bundle_index=place.bundle, placement_group_capture_child_tasks=False)
         actor = ray.remote(RankActor).options(scheduling_strategy=chosen, **options)
-        team.actors.append(actor.remote(rank, world, name, threads))
+        team.actors.append(actor.remote(rank, world, team.shared, threads))
     found = team.ask("start", {a.describe.remote(): r for r, a in enumerate(team.actors)})
     team.pids = [found[r][0] for r in range(world)]
     first_of_node = {place.node: rank for rank, place in reversed(list(enumerate(team.places)))}
