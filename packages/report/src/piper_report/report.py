@@ -15,7 +15,7 @@ from piper_report.page import Section, page
 from piper_report.parallel_figure import parallel_figure
 from piper_report.results import Results, Trial, load
 from piper_report.style import Picture, house_style
-from piper_report.summary import seconds, size
+from piper_report.summary import Table, seconds, size
 from piper_report.tables import (
     Sheet,
     cost_sheet,
@@ -41,11 +41,12 @@ DEFINITIONS = (
 
 @dataclass(frozen=True)
 class Report:
-    """The files that were written."""
+    """The files that were written, and the headline; None where nothing was predicted or measured."""
 
     html: Path
     figures: tuple[Path, ...]
     tables: tuple[Path, ...]
+    headline: Table | None = None
 
 
 def write_report(folder: str | Path, *, out: str | Path | None = None) -> Report:
@@ -61,7 +62,8 @@ def write_report(folder: str | Path, *, out: str | Path | None = None) -> Report
     html = target / "report.html"
     document = page(f"Piper: {Path(folder).resolve().name}", _facts(results), sections)
     _write(target, {**figures, **tables, html: document.encode()})
-    return Report(html, tuple(figures), tuple(tables))
+    first = next((x.table for x in items if isinstance(x, Sheet) and x.name == "headline"), None)
+    return Report(html, tuple(figures), tuple(tables), first)
 
 
 def with_aligned_clocks(results: Results) -> Results:
