@@ -235,11 +235,12 @@ def trial_text(trial: Trial) -> str:
 
 
 def tuning_sheets(results: Results) -> list[Sheet]:
-    """Confirmed candidates, reasons of the rejected ones, and all trials; those that have rows."""
+    """Confirmed candidates, reasons of the rejected ones, the rules, and all trials; those that have rows."""
     if results.study is None:
         return []
     trials = results.study.trials
-    return [s for s in (_confirmed(trials), _rejected(trials), _trials(results)) if len(s.frame)]
+    rules = sheet("rules", "Rules that reject before compiling", [Column("rule", "rule")], [(r,) for r in results.study.rules])
+    return [s for s in (_confirmed(trials), _rejected(trials), rules, _trials(results)) if len(s.frame)]
 
 
 def _confirmed(trials: Sequence[Trial]) -> Sheet:
