@@ -84,7 +84,10 @@ def _join() -> _Member:
         everyone = communicators.group("everyone", list(range(world))) if world > 1 else None
         clock = (0.0, 0.0) if interface == LOOPBACK else clock_ahead(everyone, rank, world)
         local = [_number(name) if name in os.environ else None for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-        tell = lambda m: said.put(aligned(m, *clock))  # noqa: E731 - a def would need a type for any message
+
+        def tell(message: Any) -> None:
+            said.put(aligned(message, *clock))
+
         seat = Seat(rank, communicators, heart, tell, *local)  # type: ignore[arg-type]  # as in worker
         _member = _Member(seat, store, everyone, said, clock)
     return _member
