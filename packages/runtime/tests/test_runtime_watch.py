@@ -14,7 +14,7 @@ from piper_ir.errors import ExecutionError, HangError, NonFiniteLossError
 from piper_runtime.environment import check_environments, environment
 from piper_runtime.messages import HEART_SLOTS, Failure
 from piper_runtime.progress import Progress
-from piper_runtime.report import RankReport, StepDone, StepRecord
+from piper_runtime.report import RankReport, StepDone, StepRecord, aligned
 from piper_runtime.streams import FIRST_STREAM, ISSUED, LOADING, PHASE, RUNNING, STEP, WAITING
 from piper_runtime.watch import Watch
 
@@ -63,10 +63,11 @@ def test_weights_that_add_up_to_nothing_are_an_error_of_their_step() -> None:
 
 
 def test_times_of_another_clock_are_put_on_ours() -> None:
-    report = RankReport(started=5.0, finished=[6.0], spans=[(0, 5.0, 5.5)])
-    report.shift(-2.0, 1e-4)
+    report = aligned(RankReport(started=5.0, finished=[6.0], spans=[(0, 5.0, 5.5)]), 2.0, 1e-4)
     assert (report.started, report.finished, report.spans) == (3.0, [4.0], [(0, 3.0, 3.5)])
     assert report.clock_error_s == 1e-4
+    assert aligned(done(1, 12.0), 2.0, 1e-4) == StepDone(1, 8.0, 10.0, done(1, 12.0).scalars)
+    assert aligned("ready", 2.0, 1e-4) == "ready"
 
 
 @dataclass

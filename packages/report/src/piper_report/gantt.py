@@ -173,7 +173,7 @@ def _add(row: Row, span: Span, kind: Kind, begun: float, window: Window) -> None
     pixels = (span.end - moving) / column / 2
     thin = (to_rgb(edge) if kind.phase == "comm" else face, "none", hatch)
     look = (face, edge, hatch) if pixels >= NARROW else thin
-    row.bars.setdefault(look, []).append((moving, max(span.end - moving, column)))
+    row.bars.setdefault(look, []).append((moving, max(span.end - moving, 3 * column)))
     low, high = max(moving, window.start), min(span.end, window.end)
     points = (high - low) / column / 2 / DPI * 72
     text = next((t for t in (kind.label, str(kind.mb) if kind.mb >= 0 else "") if t and points > 5.2 * len(t) + 3), "")

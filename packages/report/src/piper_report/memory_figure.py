@@ -114,8 +114,8 @@ def _stack(ax: Axes, samples: list[MemSample], length: float, unit: TimeUnit, sp
     """Draw the categories on each other; the ones that occur."""
     used = [c for c in CATEGORIES if any(c in m.bytes for m in samples)]
     if samples and samples[0].time > 0:  # before its first instruction a rank holds its states
-        held = {c: b for c, b in samples[0].bytes.items() if c in STATES}
-        samples = [MemSample(samples[0].rank, -1, 0.0, held), *samples]
+        states = {c: b for c, b in samples[0].bytes.items() if c in STATES}
+        samples = [MemSample(samples[0].rank, -1, 0.0, states), *samples]
     times = [m.time * unit.scale for m in samples] + [length * unit.scale]
     below = [0.0] * len(times)
     for category in used:

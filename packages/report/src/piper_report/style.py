@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -42,7 +43,7 @@ MOST_SVG = 220_000
 """Bytes of a vector drawing; a larger one goes into the page as pixels."""
 MOST_MARKS = 2500
 """Bars or points; of more, no vector drawing is tried."""
-FONTS = {
+FONTS: Mapping[Any, Any] = {
     "font.size": 9.0, "axes.titlesize": 10.0, "axes.labelsize": 9.0, "legend.fontsize": 8.0, "xtick.labelsize": 8.0,
     "ytick.labelsize": 8.0, "hatch.linewidth": 0.6, "svg.hashsalt": "piper", "axes.edgecolor": GREY, "text.color": INK,
     "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
@@ -67,7 +68,7 @@ class Picture:
 @contextmanager
 def house_style() -> Iterator[None]:
     """Figures are made and rendered in here; outside, matplotlib's settings are the user's own."""
-    with rc_context(FONTS):
+    with rc_context(dict(FONTS)):
         yield
 
 

@@ -129,7 +129,13 @@ def _silence(host: str, port: int) -> str | None:
 def _start(ray: Any, cpus: int) -> RayLink:
     # A short path: Ray puts sockets below it, whose names may have about 100 characters.
     folder = tempfile.mkdtemp(prefix="piper-", dir="/tmp")
-    janitor = subprocess.Popen([sys.executable, "-S", "-c", _JANITOR, folder], stdin=subprocess.PIPE, start_new_session=True)
+    janitor = subprocess.Popen(
+        [sys.executable, "-S", "-c", _JANITOR, folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
     def end() -> None:
         ray.shutdown(wait_for_processes=True)

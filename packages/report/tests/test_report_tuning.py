@@ -70,7 +70,7 @@ def test_a_study_in_which_nothing_fits_has_no_figures_but_its_reasons(tmp_path: 
     results = load(tmp_path)
     assert results.study is not None and scored(results.study) == []
     assert [f(results.study) for f in (history_figure, pareto_figure, parallel_figure)] == [None] * 3
-    assert [s.name for s in tuning_sheets(results)] == ["rejected", "trials"]
+    assert [s.name for s in tuning_sheets(results)] == ["rejected", "rules", "trials"]
 
 
 def test_candidates_without_memory_or_parameters_leave_figures_out() -> None:

@@ -16,7 +16,7 @@ from piper_report.style import house_style, new_figure, panels, picture
 from piper_report.tables import Column, sheet
 
 FIGURES = {"timeline", "memory", "loss", "step_time", "history", "pareto", "parameters"}
-TABLES = {"headline", "ranks", "sources", "owners", "steps", "confirmed", "rejected", "trials", "costs"}
+TABLES = {"headline", "ranks", "sources", "owners", "steps", "confirmed", "rejected", "rules", "trials", "costs"}
 SIZES = {"laptop": (1280, 800), "phone": (390, 844)}
 
 
@@ -71,6 +71,12 @@ def test_a_part_of_the_results_makes_a_part_of_the_page(write, sections: list[st
     text = made.html.read_text(encoding="utf-8")
     assert made.html.parent == tmp_path / "there" and re.findall(r'<section id="(\w+)">', text) == sections
     assert text.count("<img") == len(made.figures) and text.count("<table") == len(made.tables)
+
+
+def test_a_run_that_hung_says_so(tmp_path: Path) -> None:
+    (tmp_path / "hang.txt").write_text("rank 0: ...")
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert "this run hung; " in write_report(tmp_path).html.read_text(encoding="utf-8")
 
 
 def test_a_report_that_cannot_be_written_leaves_the_results_alone(tmp_path: Path) -> None:
