@@ -36,6 +36,17 @@ def test_a_step_is_handed_on_in_order_when_its_last_rank_is_done_with_it() -> No
     assert found == [StepRecord(0, 0.5, 1.5), StepRecord(1, 0.5, 2.0)]
 
 
+def test_a_loss_does_not_depend_on_which_rank_came_first() -> None:
+    plan, _ = chain(pp=2)
+    said = [StepDone(0, 0.0, 1.0, {"loss": {0: a, 1: b}, "weight": {}}) for a, b in ((1e16, 1.0), (1.0, -1e16))]
+    found: list[StepRecord] = []
+    for order in ((0, 1), (1, 0)):
+        progress = Progress(plan, found.append)
+        for rank in order:
+            progress.add(rank, said[rank])
+    assert found[0] == found[1]
+
+
 def test_on_step_may_fail_training_may_not() -> None:
     plan, job = chain(pp=2)
     seen: list[int] = []

@@ -42,7 +42,7 @@ class Progress:
                 self.add(rank, done)
 
     def _record(self, found: Mapping[int, StepDone]) -> StepRecord:
-        # By rank: in the order in which they said it the sum would be another one each time.
+        # Summed in the order of ranks, whoever came first: a loss has the same bits in every run.
         loss = step_loss(self._plan, [found[rank].scalars for rank in sorted(found)])
         if loss != loss:
             raise NonFiniteLossError(
