@@ -13,11 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 
+import piper
 from benchmarks import (
     capture_rates,
     host_cost,
     noop,
     plan_rates,
+    prediction,
     run,
     step_model,
     step_profile,
@@ -134,6 +136,24 @@ def test_a_comparison_has_its_ratio_its_times_and_a_profile() -> None:
     assert [r.unit for r in rows[:3]] == ["ratio", "ms/step", "ms/step"]
     assert rows[0].low <= rows[0].value <= rows[0].high and rows[0].judged == rows[0].low
     assert {"matmul", step_profile.REST, step_profile.WAITING} <= {r.name.partition("profile, ")[2] for r in rows[3:]}
+
+
+def test_predictions_have_a_row_each_and_three_goals() -> None:
+    chosen = {"gpipe": piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=2))}
+    *cases, error, order, memory = prediction.predicted(chosen, step_model.TINY, global_batch=4, rounds=1)
+    assert [r.name for r in cases] == ["gpipe"] and "predicted" in cases[0].note
+    assert error.value == pytest.approx(abs(cases[0].value)) and order.value == 1.0
+    assert memory.met, "plans of this size are exact too"
+
+
+def test_there_are_a_dozen_strategies_to_predict() -> None:
+    assert len(prediction.strategies()) >= 12
+
+
+def test_the_order_of_pairs_that_are_close_does_not_count() -> None:
+    assert prediction.rank_order([(1.0, 1.0), (2.0, 2.0), (3.0, 3.0)]) == (1.0, 3)
+    assert prediction.rank_order([(3.0, 1.0), (2.0, 2.0), (1.0, 3.0)]) == (-1.0, 3)
+    assert prediction.rank_order([(1.0, 1.00), (0.9, 1.04)]) == (1.0, 0)
 
 
 def test_a_worker_that_fails_or_ends_is_named() -> None:

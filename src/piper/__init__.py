@@ -38,6 +38,7 @@ _HOME = {
     "compile": "piper.frontdoor",
     "Compiled": "piper.frontdoor",
     "execute": "piper.frontdoor",
+    "profile": "piper.profiling",
     "tune": "piper.tuning",
     "Study": "piper_autotune",
     "simulate": "piper_simulator",

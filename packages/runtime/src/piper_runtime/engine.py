@@ -8,13 +8,15 @@ from collections.abc import Callable
 import torch
 
 from piper_ir.errors import ExecutionError, PiperError
-from piper_runtime.memory import MemoryCounter
+from piper_runtime.memory import Counter
 from piper_runtime.rank import Comm, Rank
 from piper_runtime.streams import ISSUED, STEP, Backend, Heart, StreamAborted, Work
 from piper_runtime.trace import TimedSpan
 
 Communicate = Callable[[Comm], Work]
 """Binds a communication to a communicator: the closure that runs it and returns when it is done."""
+Clock = Callable[[int, Work, list[TimedSpan]], Work]
+"""Wraps the work of an instruction, so that its span is in the list when the step is done."""
 
 
 class PeerError(ExecutionError):
@@ -22,15 +24,20 @@ class PeerError(ExecutionError):
 
 
 class Engine:
-    """Steps of one rank. With `trace`, steps can be run as `traced`: then `spans` holds the timings of the last one."""
+    """Steps of one rank. With `trace`, steps can be run as `traced`: then `spans` holds the timings of the last one, which
+    `clock` takes (default: the host's clock)."""
 
-    def __init__(self, rank: Rank, backend: Backend, communicate: Communicate, heart: Heart, *, trace: bool = False):
+    def __init__(
+        self, rank: Rank, backend: Backend, communicate: Communicate, heart: Heart, *, trace: bool = False,
+        clock: Clock | None = None,
+    ):  # fmt: skip
         self.spans: list[TimedSpan] = []
         self._rank, self._backend, self._heart = rank, backend, heart
         self._works = [e.work if e.work is not None else self._communication(communicate, e.comm, e.index) for e in rank.entries]
         self._issues = self._bind(self._works)
         # A second binding, with a clock around every instruction, so that steps without it pay nothing.
-        self._traced = self._bind([self._clocked(i, w) for i, w in enumerate(self._works)]) if trace else None
+        clock = clock or _host_clock
+        self._traced = self._bind([clock(i, w, self.spans) for i, w in enumerate(self._works)]) if trace else None
 
     def _bind(self, works: list[Work]) -> list[Work]:
         return [self._backend.bind(e.index, e.stream, e.waits, w) for e, w in zip(self._rank.entries, works, strict=True)]
@@ -47,7 +54,7 @@ class Engine:
 
         return run
 
-    def step(self, step: int, *, traced: bool = False, counter: MemoryCounter | None = None) -> None:
+    def step(self, step: int, *, traced: bool = False, counter: Counter | None = None) -> None:
         """Run one optimizer step. ExecutionError names rank, step, instruction and peer; other PiperErrors come as they are."""
         rank, heart = self._rank, self._heart
         issues = self._issues
@@ -76,7 +83,7 @@ class Engine:
             except Exception as e:
                 raise self._failed(max(heart[ISSUED], 0), e) from e
 
-    def _counted(self, step: int, issues: list[Work], counter: MemoryCounter) -> None:
+    def _counted(self, step: int, issues: list[Work], counter: Counter) -> None:
         with counter.during(-1):
             self._rank.begin(step)
         for entry, issue in zip(self._rank.entries, issues, strict=True):
@@ -87,16 +94,6 @@ class Engine:
             with counter.during(entry.index):
                 issue()
 
-    def _clocked(self, index: int, work: Work) -> Work:
-        spans, now = self.spans, time.perf_counter
-
-        def run() -> None:
-            start = now()
-            work()
-            spans.append((index, start, now()))
-
-        return run
-
     def _failed(self, index: int, error: Exception, comm: Comm | None = None) -> ExecutionError:
         entry = self._rank.entries[index]
         found = f"value {error} is not there" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
@@ -105,3 +102,14 @@ class Engine:
             return ExecutionError(f"{place}: {found}")
         peers = ", ".join(str(p) for p in comm.peers if p != self._rank.rank)
         return PeerError(f"{place}: {comm.kind} with rank {peers} on channel {comm.channel} failed: {found}")
+
+
+def _host_clock(index: int, work: Work, spans: list[TimedSpan]) -> Work:
+    now = time.perf_counter
+
+    def run() -> None:
+        start = now()
+        work()
+        spans.append((index, start, now()))
+
+    return run

@@ -21,11 +21,18 @@ FOREVER = timedelta(days=1)
 class GlooCommunicators:
     """The communicators of one rank. They are kept, so that later plans with the same channels use them again."""
 
-    def __init__(self, store: Any, rank: int):
+    def __init__(self, store: Any, rank: int, interface: str = LOOPBACK):
+        """`interface`: the address under which the other ranks reach this one."""
         self._store = store
+        self._interface = interface
         self._rank = rank
         self._groups: dict[str, Any] = {}
         self._keys: dict[str, str] = {}
+
+    @property
+    def store(self) -> Any:
+        """Where the ranks that may talk to each other leave notes (a torch.distributed.Store)."""
+        return self._store
 
     def connect(self, plan: Plan) -> None:
         """Make what a plan needs. Every rank goes through the plan's channels in one order, so no two wait for each other in a
@@ -43,11 +50,12 @@ class GlooCommunicators:
             seen[base] = seen.get(base, 0) + 1
             self._keys[channel.id] = key = f"{base} #{seen[base]}"
             if key not in self._groups:
-                self._groups[key] = self._group(key, sorted(peers))
+                self._groups[key] = self.group(key, sorted(peers))
 
-    def _group(self, key: str, members: list[int]) -> Any:
+    def group(self, key: str, members: list[int]) -> Any:
+        """A new process group of these ranks, under a key that no other group of theirs has."""
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._interface)]
         options._timeout = FOREVER
         options._threads = 1
         store = dist.PrefixStore(key, self._store)
