@@ -125,7 +125,8 @@ class Sketches:
 
     def on_device(self, strategy: Strategy, nbytes: int) -> int:
         """Bytes gone on a device when the plan holds `nbytes`, without communicators."""
-        return device_bytes(_bare(self._problem.program, strategy.mesh, 1, ()), _NOBODY, nbytes, self._problem.cluster)
+        bare, costs = _bare(self._problem.program, strategy.mesh, 1, ()), self._problem.costs
+        return device_bytes(bare, _NOBODY, nbytes, self._problem.cluster, None if costs is None else costs.allocator)
 
     def _graph(self, strategy: Strategy) -> Graph | None:
         """The graph of one microbatch with everything placed, without orders."""
@@ -156,11 +157,13 @@ class Sketches:
 
     def _timed(self, program: Program, mesh: Mesh, rows: int) -> Mapping[str, float] | None:
         chunks = [c.bind(rows) for c in program.chunks]
-        cluster = self._problem.cluster
+        cluster, costs = self._problem.cluster, self._problem.costs
         if cluster is not None:  # what an instruction costs the host is paid once for all steps that it joins
             cluster = replace(cluster, host_issue_s=0.0)
+        if costs is not None:
+            costs = replace(costs, host=None)
         try:
-            model = CostModel(_bare(program, mesh, rows, chunks), cluster, self._problem.costs)
+            model = CostModel(_bare(program, mesh, rows, chunks), cluster, costs)
             return {c.id: sum(_step_seconds(model, c, step) for step in c.steps) for c in chunks}
         except PiperError:  # no durations for this number of rows: scoring says so
             return None
