@@ -62,10 +62,11 @@ def tune(
 
     `strategy(trial)` chooses with Optuna's `suggest_int`, `suggest_float` and `suggest_categorical` and returns a Strategy.
     `source` is a Job, captured once, or a Program (then `global_batch` is as in `compile`, and nothing can be confirmed).
-    `trials`, `seed`, `storage`, `sampler`, `timeout_s`: see `piper_autotune.tune`. `workers`: processes (0: this one), "ray" or the
-    address of a Ray cluster; the same seed and number of workers give the same study. `confirm`: so many of the best are run for `steps` steps on `launcher` (in `pool`, if given), and the
-    best is the one measured to be fastest; refused unless `cluster` is this machine. `costs`: measured durations. `out`:
-    study.json and best.json go to a new folder below it. Ctrl-C returns what was found so far.
+    `trials`, `seed`, `storage`, `sampler`, `timeout_s`: see `piper_autotune.tune`. `workers`: processes (0: this one), "ray" or
+    the address of a Ray cluster; the same seed and number of workers give the same study. `confirm`: so many of the best are run
+    for `steps` steps on `launcher` (in `pool`, if given), and the best is the one measured to be fastest; refused unless
+    `cluster` is this machine. `costs`: measured durations. `out`: study.json and best.json go to a new folder below it. Ctrl-C
+    returns what was found so far.
 
     TuneError: arguments, storage, or a space that contradicts itself. NothingFoundError (a TuneError): no candidate can be used;
     the message says why, or the smallest limit that fits one, and its `study` holds them all."""
