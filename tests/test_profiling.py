@@ -187,6 +187,14 @@ def test_rows_are_divisors_a_factor_of_two_apart(batch: int, own: int, rows: lis
     assert all(batch % r == 0 for r in rows)
 
 
+@pytest.mark.long
+def test_the_same_over_ray(costs: Costs) -> None:
+    found = profile(JOB, PIPELINE, launcher="ray", rows=[4], repeats=1)
+    assert found.origin is not None and found.origin.launcher == "ray"
+    assert [(s.code, s.step, s.rows) for s in found.steps] == [(s.code, s.step, s.rows) for s in costs.steps]
+    assert [(c.op, c.bytes, c.group, c.nodes) for c in found.comm] == [(c.op, c.bytes, c.group, c.nodes) for c in costs.comm]
+
+
 @pytest.mark.parametrize("rows", [[0], [9], [True], ["2"]])
 def test_rows_that_no_strategy_uses_are_refused(rows: list[int]) -> None:
     with pytest.raises(JobError, match="is no number of rows of a batch of 8"):
@@ -194,7 +202,7 @@ def test_rows_that_no_strategy_uses_are_refused(rows: list[int]) -> None:
 
 
 def test_other_launchers_and_no_repeats_are_refused() -> None:
-    with pytest.raises(ExecutionError, match=r"profile\(launcher='inline'\): \"processes\" is accepted"):
+    with pytest.raises(ExecutionError, match=r"profile\(launcher='inline'\): \"processes\" and \"ray\" are accepted"):
         profile(JOB, PIPELINE, launcher="inline")
     with pytest.raises(JobError, match=r"profile\(repeats=0\): an integer of at least 1 is needed"):
         profile(JOB, PIPELINE, repeats=0)

@@ -96,8 +96,8 @@ def tune(
     with user_errors():
         from piper.costs_file import load_costs
         from piper.loading import load_space
+        from piper.reporting import report_at_end
         from piper.results import new_folder
-        from piper.session import reported
         from piper.tuning import bar, saved, show_study
         from piper.tuning import tune as search
 
@@ -116,7 +116,8 @@ def tune(
             show_study(study, file.name)
         if folder:
             study.save(folder)
-            reported(folder, "best.json is for `piper run --strategy`; ")
+            print(f"study.json and best.json (for piper run --strategy) are in {folder}", file=sys.stderr)
+            report_at_end(folder)
 
 
 @app.command()
@@ -214,17 +215,13 @@ def report(
     Example: piper report runs/gpt_text-001
     """
     with user_errors():
-        from piper_report import write_report
+        from piper.reporting import report as show_report
 
-        made = write_report(folder, out=out)
+        with redirect_stdout(StringIO()) if as_json else nullcontext():
+            made = show_report(folder, out=out)
         if as_json:
-            print(
-                json.dumps(
-                    {"html": str(made.html), "figures": [str(f) for f in made.figures], "tables": [str(t) for t in made.tables]}
-                )
-            )
-        else:
-            print(f"{made.html}: {len(made.figures)} figures and {len(made.tables)} tables beside it")
+            files = {"figures": made.figures, "tables": made.tables}
+            print(json.dumps({"html": str(made.html)} | {name: [str(p) for p in found] for name, found in files.items()}))
 
 
 @app.command()

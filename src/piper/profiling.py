@@ -50,7 +50,8 @@ def profile(
     timeout_s: float = TIMEOUT_S,
     pool: Workers | None = None,
 ) -> Costs:
-    """Measure a job on as many ranks as the strategy has, all at once, each with one thread.
+    """Measure a job on as many ranks as the strategy has, all at once, each with one thread of the CPU. CUDA devices are not
+    measured yet.
 
     Per distinct chunk and step (F, I, W) and per other op of the compute stream: seconds at each of `rows` rows per microbatch
     (default: divisors of the global batch from 1/32 to 1/2 of it, a factor of 2 apart; the strategy's own in any case), on the

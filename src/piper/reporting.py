@@ -35,5 +35,5 @@ def report_at_end(folder: Path) -> Report | None:
     except PiperError as e:
         print(f"warning: no report: {e}", file=sys.stderr)
         return None
-    print(f"the report is {made.html}")
+    print(f"the report is {made.html}", file=sys.stderr)
     return made

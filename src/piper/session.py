@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from piper.costs_file import load_costs
 from piper.display import show
 from piper.frontdoor import Compiled, compile, execute
+from piper.reporting import report_at_end
 from piper.results import new_folder, save_plan, save_prediction
 from piper_compiler import Strategy
 from piper_ir.costs import Costs
-from piper_ir.errors import OutputError
 from piper_report.summary import beside_table, prediction_table
 from piper_simulator import Cluster, Simulation, load_cluster, simulate
 from piper_simulator.clusters import CPU
@@ -91,26 +89,13 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
     )  # fmt: skip
     show(beside_table(prediction, run, title=f"predicted for {cluster.name} beside measured"))
     if folder is not None:
-        reported(folder)
+        print(f"results are in {folder}")
+        report_at_end(folder)
     return Session(compiled, prediction, run, folder)
 
 
 def _print_step(record: StepRecord) -> None:
     print(f"step {record.step:4d}  loss {record.loss:.4f}  {record.step_s * 1e3:8.1f} ms")
-
-
-def reported(folder: Path, before: str = "") -> None:
-    """Write the report of a folder and say where it is. What was trained or found is not lost for a report: if it cannot be
-    written, that is a warning."""
-    from piper_report import write_report
-
-    try:
-        html = write_report(folder).html
-    except OutputError as e:
-        warnings.warn(f"no report: {e}", stacklevel=2)
-        print(f"{before}results are in {folder}", file=sys.stderr)
-        return
-    print(f"{before}results are in {folder}, the report is {html}", file=sys.stderr)
 
 
 def as_numbers(done: Session) -> dict[str, Any]:
@@ -136,7 +121,7 @@ def predict(
     if folder is not None:
         save_plan(folder, compiled.plan, strategy)
         save_prediction(folder, result)
-        reported(folder)
+        report_at_end(folder)
     return result
 
 

@@ -36,6 +36,8 @@ WIDTH = 11.0
 """Inches, of figures as wide as the page."""
 SMALLER = 8.0
 """Inches, of plain plots."""
+SHORTEST = 1e-6
+"""Seconds of an axis of time on which nothing takes any."""
 DPI = 110
 READABLE = 0.68
 """Part of its full width down to which the letters of a figure can be read."""
@@ -46,6 +48,7 @@ MOST_MARKS = 2500
 FONTS: Mapping[Any, Any] = {
     "font.size": 9.0, "axes.titlesize": 10.0, "axes.labelsize": 9.0, "legend.fontsize": 8.0, "xtick.labelsize": 8.0,
     "ytick.labelsize": 8.0, "hatch.linewidth": 0.6, "svg.hashsalt": "piper", "axes.edgecolor": GREY, "text.color": INK,
+    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
     "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
 }  # fmt: skip
 
