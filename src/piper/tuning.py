@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections import Counter
@@ -61,10 +62,11 @@ def tune(
 
     `strategy(trial)` chooses with Optuna's `suggest_int`, `suggest_float` and `suggest_categorical` and returns a Strategy.
     `source` is a Job, captured once, or a Program (then `global_batch` is as in `compile`, and nothing can be confirmed).
-    `trials`, `seed`, `storage`, `sampler`, `workers`, `timeout_s`: see `piper_autotune.tune`; the same seed and number of workers
-    give the same study. `confirm`: so many of the best are run for `steps` steps on `launcher` (in `pool`, if given), and the
-    best is the one measured to be fastest; refused unless `cluster` is this machine. `costs`: measured durations. `out`:
-    study.json and best.json go to a new folder below it. Ctrl-C returns what was found so far.
+    `trials`, `seed`, `storage`, `sampler`, `timeout_s`: see `piper_autotune.tune`. `workers`: processes (0: this one), "ray" or
+    the address of a Ray cluster; the same seed and number of workers give the same study. `confirm`: so many of the best are run
+    for `steps` steps on `launcher` (in `pool`, if given), and the best is the one measured to be fastest; refused unless
+    `cluster` is this machine. `costs`: measured durations. `out`: study.json and best.json go to a new folder below it. Ctrl-C
+    returns what was found so far.
 
     TuneError: arguments, storage, or a space that contradicts itself. NothingFoundError (a TuneError): no candidate can be used;
     the message says why, or the smallest limit that fits one, and its `study` holds them all."""
@@ -76,7 +78,7 @@ def tune(
     if confirm and not isinstance(source, Program):
         measure = _measure(source, launcher, pool, steps, timeout_s)
     folder = new_folder(Path(out), "tune") if out is not None else None
-    with saved(folder):
+    with saved(folder), _joined(workers):
         study = search(
             problem,
             strategy,
@@ -86,7 +88,7 @@ def tune(
             seed=seed,
             storage=storage,
             sampler=sampler,
-            workers=workers,
+            workers="ray" if isinstance(workers, str) else workers,
             timeout_s=timeout_s,
             progress=progress,
             **more,
@@ -94,6 +96,22 @@ def tune(
     if folder is not None:
         study.save(folder)
     return study
+
+
+@contextmanager
+def _joined(workers: int | str) -> Iterator[None]:
+    """Inside, this process is connected to Ray if workers are a cluster: at an address, or for "ray" the one that is there, else
+    one of its own. ExecutionError when none answers."""
+    if not isinstance(workers, str):
+        yield
+        return
+    from piper_runtime.ray_cluster import connect
+
+    link = connect("auto" if workers == "ray" else workers, os.cpu_count() or 1)
+    try:
+        yield
+    finally:
+        link.close()
 
 
 @contextmanager

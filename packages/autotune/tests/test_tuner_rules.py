@@ -19,6 +19,7 @@ from piper_autotune.rules import RULES, Rules
 from piper_autotune.scoring import Scored, score
 from piper_autotune.sketch import Sketches, in_flight
 from piper_compiler import Strategy, Training, directive, order, partition, place, recipes, split, synthetic
+from piper_ir.costs import AllocatorCosts, Costs, HostCosts
 from piper_ir.graph import Graph
 from piper_ir.mesh import Mesh
 from piper_ir.select import where
@@ -140,7 +141,8 @@ def test_bounds_hold_for_the_random_cases_of_the_compiler() -> None:
     sketched = tight = 0
     for seed in range(50):
         case = random_case(seed)
-        of = Problem(case.program, case.global_batch, case.training, cpu_local())
+        costs = Costs(host=HostCosts(0.3, 0.1), allocator=AllocatorCosts(1000, 1.5)) if seed % 2 else None
+        of = Problem(case.program, case.global_batch, case.training, cpu_local(), costs)
         found = Sketches(of, Programs(of, None))
         sketch = found.sketch(case.strategy)
         if sketch is None:
@@ -153,6 +155,8 @@ def test_bounds_hold_for_the_random_cases_of_the_compiler() -> None:
         least = found.filled_bytes(sketch, rows)[0]
         assert found.state_bytes(sketch)[0] <= least <= exact.peak_bytes, case.text
         assert found.period_s(case.strategy, sketch, rows) <= exact.period_s * (1 + 1e-9), case.text
+        assert found.on_device(case.strategy, least) <= exact.device_bytes, case.text
+        assert costs is None or exact.device_bytes == 1000 + round(1.5 * exact.peak_bytes)
         tight += least > 0.7 * exact.peak_bytes
     assert sketched > 25 and tight > 5, "the bounds would be worth nothing"
 

@@ -181,6 +181,7 @@ def test_choices_that_cannot_be_saved_are_refused_by_name() -> None:
         ({"confirm": -1}, "confirm=-1"),
         ({"confirm": 1}, "only a piper.Job can be run"),
         ({"workers": -1}, "workers=-1"),
+        ({"workers": "host:1"}, "workers='host:1'"),
         ({"timeout_s": 0}, "timeout_s=0"),
     ],
 )

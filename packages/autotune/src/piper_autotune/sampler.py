@@ -26,8 +26,7 @@ Point = frozenset[tuple[str, Any]]
 class GuidedSampler(BaseSampler):
     """Spaces of strategies have steep walls (memory) and long flat valleys (bucket sizes), where a density estimate of few trials
     is blunt and one step from a good candidate finds a better one. Neighbours change one value (then two) of a leader to one
-    close by; none is tried twice, and what TPE proposes again is replaced. What a changed value brings along is sampled by
-    TPE."""
+    close by; none is tried twice, and what TPE proposes again is replaced. TPE samples what a changed value brings along."""
 
     def __init__(self, seed: int) -> None:
         self._tpe = TPESampler(seed=seed, n_startup_trials=START)
