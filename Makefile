@@ -29,7 +29,7 @@ help: ## this list
 
 install: $(INSTALLED) ## create .venv with everything pinned (the other targets do it when needed)
 
-run: $(INSTALLED) ## train a small GPT on real text with two pipeline stages, predicted beside measured
+run: $(INSTALLED) ## profile, tune, confirm and train a small GPT on two Ray workers; a report of it
 	$(RUN)
 
 check: $(INSTALLED) ## ruff (lint and format) and mypy --strict on ir, compiler, simulator and autotune

@@ -1,0 +1,125 @@
+"""The commands of the loop: show, doctor, profile, tune, run with what they found, report; one small model through all."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from piper.cli import app
+from piper_ir.codec import loads
+from piper_ir.costs import Costs
+from piper_ir.plan import Plan
+from piper_ir.text import parse_plan
+from tests.test_cli import RECIPE, fails, piper
+
+SPACE = """
+params = {"m": 2}
+
+def strategy(trial):
+    m = trial.suggest_categorical("m", (1, 2, 4))
+    return piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=m))
+"""
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("loop") / "space.py"
+    path.write_text(RECIPE + SPACE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def costs(space: Path) -> Path:
+    """What `piper profile` writes, in the folder of the recipe."""
+    out = space.with_name("costs.json")
+    result = piper("profile", space, "--repeats", 1, "--out", out)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_every_command_shows_an_example() -> None:
+    for command in app.registered_commands:
+        name = command.callback.__name__  # type: ignore[union-attr]  # every command has one
+        text = piper(name, "--help").stdout
+        assert re.search(rf"Example:\s+piper {name}\b", text), name
+
+
+def test_params_of_the_file_answer_where_nobody_searches(space: Path) -> None:
+    assert "microbatches=2" in piper("explain", space).stdout
+    assert "microbatches=4" in piper("explain", space, "-p", "m=4").stdout
+    fails(piper("explain", space, "-p", "k=4"), "no parameter of that name", "it has m")
+
+
+def test_show_draws_the_schedule(space: Path, tmp_path: Path) -> None:
+    png = tmp_path / "schedule.png"
+    result = piper("show", space, "--cluster", "h100x8", "--png", png)
+    assert result.exit_code == 0, result.output
+    rows = [line for line in result.stdout.splitlines() if line.startswith("rank ")]
+    assert len(rows) == 2 and all("F0" in r and ("B0" in r or "W0" in r) for r in rows)
+    assert png.read_bytes().startswith(b"\x89PNG")
+    fails(piper("show", space, "--cluster", "h100x8", "--png", tmp_path / "no" / "x.png"), "x.png")
+
+
+def test_show_prints_plan_and_graph(space: Path) -> None:
+    plan = parse_plan(piper("show", space, "--plan").stdout)
+    assert plan == loads(Plan, piper("show", space, "--plan", "--json").stdout)
+    assert "graph on Mesh(pp=2), 2 microbatches" in piper("show", space, "--graph").stdout
+    fails(piper("show", space, "--plan", "--graph"), "one of them")
+
+
+def test_doctor_says_what_is_there() -> None:
+    result = piper("doctor")
+    assert result.exit_code == 0, result.output
+    assert "gloo" in result.stdout and "nothing is missing" in result.stdout
+    found = {f["name"]: f["state"] for f in json.loads(piper("doctor", "--json").stdout)}
+    assert found["torch"] == found["ray"] == "ok" and found["cuda"] in ("absent", "ok")
+
+
+def test_a_profile_is_what_predictions_rest_on(space: Path, costs: Path) -> None:
+    measured = loads(Costs, costs.read_text())
+    assert measured.origin is not None and measured.origin.ranks == 2
+    shares = json.loads(piper("simulate", space, "--costs", costs, "--json").stdout)["sources"]
+    assert shares["measured"] > 0.5
+    assert "measured" not in json.loads(piper("simulate", space, "--json").stdout)["sources"]
+    fails(piper("simulate", space, "--costs", space.with_name("none.json")), "none.json", "piper profile")
+
+
+def test_tune_finds_reports_and_leaves_a_strategy_to_run(space: Path, costs: Path, tmp_path: Path) -> None:
+    result = piper(
+        "tune", space, "--costs", costs, "--trials", 3, "--workers", 0, "--confirm", 1, "--launcher", "inline", "--out", tmp_path
+    )
+    assert result.exit_code == 0, result.output
+    (folder,) = tmp_path.iterdir()
+    assert {"study.json", "best.json", "report"} <= {p.name for p in folder.iterdir()}
+    best = json.loads((folder / "best.json").read_text())
+    assert best["params"]["m"] in (1, 2, 4)
+    ran = piper(
+        "run", space, "--strategy", folder / "best.json", "--launcher", "inline", "--steps", 2, "--out", tmp_path / "r", "--json"
+    )
+    assert ran.exit_code == 0, ran.output
+    numbers = json.loads(ran.stdout)
+    assert len(numbers["measured"]["losses"]) == 2 and numbers["predicted"]["step_s"] > 0
+    assert (Path(numbers["folder"]) / "report" / "report.html").is_file()
+
+
+def test_a_space_is_a_function(tmp_path: Path) -> None:
+    path = tmp_path / "plain.py"
+    path.write_text(RECIPE + "strategy = None\n")
+    fails(piper("tune", path), "no `strategy`", "def strategy(trial)")
+
+
+def test_a_limit_that_nothing_fits_names_the_smallest_that_does(space: Path, tmp_path: Path) -> None:
+    result = piper(
+        "tune", space, "--trials", 3, "--workers", 0, "--memory-limit", "1KiB", "--cluster", "h100x8", "--out", tmp_path
+    )
+    fails(result, "memory", "smallest")
+    (folder,) = tmp_path.iterdir()
+    assert (folder / "study.json").is_file()  # the reasons are not lost
+
+
+def test_report_of_a_folder_without_results(tmp_path: Path) -> None:
+    fails(piper("report", tmp_path), "holds no results")
+    fails(piper("report", tmp_path / "absent"), "absent")
