@@ -275,4 +275,7 @@ def _cause(error: Exception) -> str:
     if found := re.search(r"Worker exit type: (\w+)\.? Worker exit detail: ([^.]*)", text):
         return f"has died ({found[1]}: {found[2]})"
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return f"has failed: {lines[-1]}" if lines else f"has failed: {type(error).__name__}"
+    detail = lines[-1] if lines else type(error).__name__
+    # An actor may be "unavailable" before Ray knows that it is dead; it is never used again.
+    actor = any(kind.__name__ == "RayActorError" for kind in type(error).__mro__)
+    return f"has died ({detail})" if actor else f"has failed: {detail}"
