@@ -2,22 +2,28 @@
 
 import threading
 import time
+import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from piper_ir.errors import ExecutionError
-from piper_ir.plan import COMPUTE
+from piper_ir.ops import AllReduce, Recv, Send
+from piper_ir.plan import COMPUTE, Instr, Part
 from piper_runtime.engine import Engine, PeerError
-from piper_runtime.rank import Comm, Entry
-from piper_runtime.streams import FIRST_STREAM, CpuStreams, StreamAborted, Work
+from piper_runtime.gloo import void
+from piper_runtime.rank import Comm, Entry, own_waits
+from piper_runtime.streams import FIRST_STREAM, PHASE, WAITING, CpuStreams, Start, StreamAborted, Work
 
 
 def heart() -> list[int]:
     return [0] * 8
 
 
-def test_streams_keep_their_order_and_waits_hold() -> None:
+@pytest.mark.parametrize("watched", [False, True])
+def test_streams_keep_their_order_and_waits_hold(watched: bool) -> None:
     done: list[str] = []
     gate = threading.Event()
     streams = CpuStreams(["a", "b"], heart())
@@ -30,66 +36,128 @@ def test_streams_keep_their_order_and_waits_hold() -> None:
         done.append("a0")
 
     works = [
-        streams.bind(0, "a", (), gated),
-        streams.bind(1, "a", (), note("a1")),
-        streams.bind(2, "b", (("a", 1),), note("b0")),
-        streams.bind(3, COMPUTE, (), note("c0")),
-        streams.bind(4, COMPUTE, (("a", 2), ("b", 1)), note("c1")),
+        streams.post(0, "a", (), lambda: gated, watched=watched),
+        streams.post(1, "a", (), lambda: note("a1"), watched=watched),
+        streams.bind(2, (), note("c0")),
+        streams.post(3, "b", (("a", 1),), lambda: note("b0"), watched=watched),
+        streams.bind(4, (("a", 2), ("b", 1)), note("c1")),
     ]
     for _ in range(2):
         gate.clear()
         done.clear()
         streams.begin()
-        for work in works[:4]:
+        for work in works[:3]:
             work()
         assert done == ["c0"]
         gate.set()
-        works[4]()
+        for work in works[3:]:
+            work()
         streams.synchronize()
-        assert (
-            done[0] == "c0" and done[-1] == "c1" and done.index("a0") < done.index("a1") and done.index("a0") < done.index("b0")
-        )
+        assert done[:2] == ["c0", "a0"] and done[-1] == "c1" and sorted(done[2:4]) == ["a1", "b0"]
     streams.close()
     assert not [t for t in threading.enumerate() if t.name in ("piper a", "piper b")]
 
 
-def test_a_failing_stream_wakes_all_that_wait() -> None:
+def test_communication_is_posted_at_once_and_only_a_watched_one_needs_a_thread() -> None:
+    posted: list[int] = []
+    ended: list[int] = []
+
+    def start(k: int) -> Start:
+        def begin() -> Work:
+            posted.append(k)
+            return lambda: ended.append(k)
+
+        return begin
+
+    streams = CpuStreams(["a"], heart())
+    issue = [streams.post(k, "a", (), start(k)) for k in range(3)]
+    wait = streams.bind(3, (("a", 2),), lambda: None)
+    streams.begin()
+    for work in issue:
+        work()
+    assert posted == [0, 1, 2] and ended == []
+    wait()
+    assert ended == [0, 1]
+    streams.synchronize()
+    assert ended == [0, 1, 2]
+    streams.post(4, "a", (), start(4), watched=True)
+    assert [t.name for t in threading.enumerate() if t.name.startswith("piper ")] == ["piper a"]
+    streams.close()
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_what_a_communication_held_is_dropped_before_the_next_instruction(watched: bool) -> None:
+    """The plan may free a tensor in the instruction that waited for its send."""
+    sent: list[torch.Tensor] = [torch.zeros(1)]
+    alive = weakref.ref(sent[0])
+
+    def start() -> Work:
+        return partial(void, sent.pop())
+
+    streams = CpuStreams(["a"], heart())
+    found: list[torch.Tensor | None] = []
+    issue = streams.post(0, "a", (), start, watched=watched)
+    look = streams.bind(1, (("a", 1),), lambda: found.append(alive()))
+    streams.begin()
+    issue()
+    look()
+    streams.synchronize()
+    streams.close()
+    assert found == [None]
+
+
+@pytest.mark.parametrize("watched", [False, True])
+def test_a_failing_stream_wakes_all_that_wait(watched: bool) -> None:
     def fail() -> None:
         raise ValueError("broken wire")
 
     beat = heart()
     streams = CpuStreams(["a", "b"], beat)
-    issue = [streams.bind(0, "a", (), fail), streams.bind(1, "b", (("a", 1),), lambda: None)]
-    last = streams.bind(2, COMPUTE, (("b", 1),), lambda: None)
+    post = streams.post(0, "a", (), lambda: fail, watched=watched)
+    last = streams.bind(1, (("a", 1),), lambda: None)
     streams.begin()
-    for work in issue:
-        work()
-    with pytest.raises(StreamAborted):
+    post()
+    with pytest.raises(StreamAborted if watched else ValueError):
         last()
-    with pytest.raises(StreamAborted):
-        streams.synchronize()
-    assert isinstance(streams.error, ValueError) and beat[FIRST_STREAM] == 1  # still in instruction 0
+    assert beat[PHASE] == WAITING and beat[FIRST_STREAM] == 1  # still in instruction 0
+    if watched:
+        with pytest.raises(StreamAborted):
+            streams.synchronize()
+        assert isinstance(streams.error, ValueError)
     streams.close()
 
 
-def engine(entries: list[Entry], streams: CpuStreams, work: Work) -> Engine:
+def engine(entries: list[Entry], streams: CpuStreams, work: Work, *, trace: bool = False) -> Engine:
     rank = SimpleNamespace(entries=entries, rank=3, step=0, begin=lambda step: None, end=lambda: None)
-    return Engine(rank, streams, lambda comm: work, heart())  # type: ignore[arg-type]  # a rank without tensors
+    return Engine(rank, streams, lambda comm: lambda: work, heart(), trace=trace)  # type: ignore[arg-type]  # a rank without tensors
 
 
 def communication() -> Comm:
     return Comm("recv", "0>1.act", (1, 3), lambda: None)  # type: ignore[arg-type, return-value]  # no tensor is touched
 
 
-def test_an_error_of_a_communication_names_the_peer() -> None:
+@pytest.mark.parametrize("traced", [False, True])
+def test_an_error_of_a_communication_names_the_peer(traced: bool) -> None:
     def fail() -> None:
         raise RuntimeError("connection closed")
 
     streams = CpuStreams(["a"], heart())
     entries = [Entry(0, "a", (), "recv.x", comm=communication()), Entry(1, COMPUTE, (("a", 1),), "f", work=lambda: None)]
     with pytest.raises(PeerError, match=r"rank 3, step 0, instruction 0 \(recv\.x on a\): recv with rank 1 on channel 0>1\.act"):
-        engine(entries, streams, fail).step(0)
+        engine(entries, streams, fail, trace=True).step(0, traced=traced)
     streams.close()
+
+
+def test_the_spans_of_a_stream_follow_each_other_and_none_begins_before_it_was_posted() -> None:
+    streams = CpuStreams(["a"], heart())
+    entries = [Entry(i, "a", (), f"recv.{i}", comm=communication()) for i in range(2)]
+    entries.append(Entry(2, COMPUTE, (), "f", work=lambda: time.sleep(0.01)))
+    loop = engine([*entries, Entry(3, "a", (), "recv.3", comm=communication())], streams, lambda: time.sleep(0.001), trace=True)
+    loop.step(0, traced=True)
+    streams.close()
+    spans = {i: (start, end) for i, start, end in loop.spans}
+    assert spans[0][0] < spans[0][1] <= spans[1][0] < spans[1][1]
+    assert spans[2][0] < spans[1][1] < spans[2][1] <= spans[3][0]
 
 
 def test_an_error_of_compute_names_the_instruction() -> None:
@@ -114,3 +182,20 @@ def test_issuing_costs_microseconds() -> None:
         loop.step(step)
         best = min(best, time.perf_counter() - start)
     assert best / count < 50e-6
+
+
+def test_a_communication_waits_for_one_on_its_own_stream_only_when_it_takes_its_result() -> None:
+    def comm(op: Send | Recv | AllReduce, reads: tuple[str, ...] = (), writes: tuple[str, ...] = (), stream: str = "s") -> Instr:
+        return Instr(stream, (Part("n", op, 0, reads, writes),))
+
+    program = [
+        comm(Recv("c"), writes=("x",)),
+        comm(Send("d"), reads=("y",)),
+        comm(Send("d"), reads=("x",)),
+        comm(AllReduce("r"), reads=("x",), writes=("z",)),
+        comm(Send("e"), reads=("x",), stream="other"),  # the plan has a wait of its own for that
+        comm(AllReduce("r", "bucket0")),
+        comm(AllReduce("r", "bucket1")),
+        comm(AllReduce("r", "bucket0")),
+    ]
+    assert own_waits(program) == {2: (("s", 1),), 3: (("s", 1),), 7: (("s", 5),)}
