@@ -23,9 +23,9 @@ class PeerError(ExecutionError):
 
 
 class Engine:
-    """Steps of one rank. With `trace`, steps can be run as `traced`: then `spans` holds the timings of the last one. A traced step
-    posts the same communications at the same places; that their ends are clocked costs it a thread per stream (30 us when one
-    has to wake another)."""
+    """Steps of one rank. With `trace`, steps can be run as `traced`: then `spans` holds the timings of the last one. A traced
+    step posts the same communications at the same places; that their ends are clocked costs it a thread per stream (30 us when
+    one has to wake another)."""
 
     def __init__(self, rank: Rank, backend: Backend, communicate: Communicate, heart: Heart, *, trace: bool = False):
         self.spans: list[TimedSpan] = []
