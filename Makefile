@@ -32,7 +32,7 @@ install: $(INSTALLED) ## create .venv with everything pinned (the other targets 
 run: $(INSTALLED) ## train a small GPT on real text with two pipeline stages, predicted beside measured
 	$(RUN)
 
-check: $(INSTALLED) ## ruff (lint and format) and mypy --strict on ir, compiler and simulator
+check: $(INSTALLED) ## ruff (lint and format) and mypy --strict on ir, compiler, simulator and autotune
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy

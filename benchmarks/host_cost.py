@@ -19,7 +19,7 @@ from piper_runtime.messages import HEART_SLOTS
 from piper_runtime.processes import Pool
 from piper_runtime.rank import Comm, Rank
 from piper_runtime.run import execute, trainee
-from piper_runtime.streams import CpuStreams, Start
+from piper_runtime.streams import CpuStreams, Posted, Work
 
 LAYERS, MICROBATCHES = 32, 16
 """Of the plan without communication. With it, a stage is one layer: as many transfers per computation as there can be."""
@@ -72,9 +72,9 @@ def lone_steps(plan: Plan, rank: int, steps: int) -> tuple[list[float], list[flo
     return wall[1:], cpu[1:]
 
 
-def _silent(comm: Comm) -> Start:
+def _silent(comm: Comm) -> Work:
     operand = comm.operand
-    return lambda: partial(void, operand())
+    return Posted(lambda: partial(void, operand()))
 
 
 def void(_: object) -> None:

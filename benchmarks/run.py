@@ -33,6 +33,8 @@ SECTIONS = {
     "sweep": "plan_rates:sweep_rows",
     "host": "host_cost:rows",
     "step": "step_time:rows",
+    "prediction": "prediction:rows",
+    "tune": "tuner:rows",
 }
 """Name -> module and function of `quick`, which gives its rows. Modules are imported when their section runs."""
 

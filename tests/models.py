@@ -370,6 +370,35 @@ class InPlaceRegion(nn.Module):
             return self.c(y) * h
 
 
+class OpaqueBlock(nn.Module):
+    """nn.MultiheadAttention, which has no portable form, and a slice assignment, in an opaque region between other operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention, self.out = nn.LayerNorm(D), nn.MultiheadAttention(D, 2, batch_first=True), nn.Linear(D, D)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        with region(opaque=True):
+            z, _ = self.attention(y, y, y, need_weights=False)
+            z[:, 0] = z[:, 1].clone() * self.scale
+            y = z + torch.arange(T, device=y.device)[:, None]
+        return x + torch.tanh(self.out(y))
+
+
+class Opaque(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(OpaqueBlock() for _ in range(2))
+        self.head = nn.Linear(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
 def _case(name: str, model: Callable[[], nn.Module], batch: Any, loss: Any, **flags: bool) -> tuple[str, Case]:
     return name, Case(name, model, batch, loss, **flags)
 
@@ -389,6 +418,7 @@ CASES: dict[str, Case] = dict(
         _case("counter", functools.partial(BufferModel, statistics=False), feature_batch, squared_error, buffers=True),
         _case("custom_op", CustomOp, feature_batch, squared_error),
         _case("in_place", InPlaceRegion, feature_batch, squared_error, layers=False),
+        _case("opaque", Opaque, feature_batch, squared_error),
     )
 )
 """Every case by name."""

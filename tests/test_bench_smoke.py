@@ -13,11 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 
+import piper
 from benchmarks import (
     capture_rates,
     host_cost,
     noop,
     plan_rates,
+    prediction,
     run,
     step_model,
     step_profile,
@@ -25,6 +27,8 @@ from benchmarks import (
     step_time,
     step_worker,
     strategies,
+    tuner,
+    tuner_space,
 )
 from benchmarks.measure import Goal, Row, machine, median_interval
 from piper_ir.ops import Compute
@@ -85,6 +89,30 @@ def test_strategies_share_one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     assert total.value > each.value > 0
 
 
+def test_the_tuner_is_judged_in_the_space_that_was_evaluated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    few = {"schedule": ("gpipe", "1f1b"), "pp": (1, 2), "microbatches": (2,), "bucket_mb": (25,)}
+    monkeypatch.setattr(tuner_space, "BOUNDARIES", 3)
+    monkeypatch.setattr(tuner_space, "CHOICES", few)
+    monkeypatch.setattr(tuner, "SIZES", tuner_space.TINY)
+    monkeypatch.setattr(tuner, "RESULTS", tmp_path)
+    monkeypatch.setattr(tuner, "TRIALS", 4)
+    problem, programs, more = tuner_space.problem(tuner_space.TINY)
+    table, row = tuner.exhaustive(problem, programs, more)
+    assert len(table) == 2 * (1 + 3) and "taken now" in row.note
+    again, row = tuner.exhaustive(problem, programs, more)
+    assert again == table and "kept from an earlier run" in row.note
+    rows = {r.name: r for r in tuner.regrets(problem, programs, table, 1)}
+    assert (
+        rows["regret, median"].value >= 0 and rows["results that do not fit"].met and rows["candidates pruned that would fit"].met
+    )
+
+
+def test_the_space_of_the_tuner_has_2000_different_strategies() -> None:
+    assert len(list(tuner_space.points())) == 2000
+    for pp in (2, 4, 8):
+        assert len(set(tuner_space.cuts(pp, tuner_space.SIZES.layers))) == tuner_space.BOUNDARIES
+
+
 def test_there_are_a_hundred_strategies() -> None:
     assert len(set(strategies.strategies())) >= strategies.COUNT
 
@@ -108,6 +136,24 @@ def test_a_comparison_has_its_ratio_its_times_and_a_profile() -> None:
     assert [r.unit for r in rows[:3]] == ["ratio", "ms/step", "ms/step"]
     assert rows[0].low <= rows[0].value <= rows[0].high and rows[0].judged == rows[0].low
     assert {"matmul", step_profile.REST, step_profile.WAITING} <= {r.name.partition("profile, ")[2] for r in rows[3:]}
+
+
+def test_predictions_have_a_row_each_and_three_goals() -> None:
+    chosen = {"gpipe": piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=2))}
+    *cases, error, order, memory = prediction.predicted(chosen, step_model.TINY, global_batch=4, rounds=1)
+    assert [r.name for r in cases] == ["gpipe"] and "predicted" in cases[0].note
+    assert error.value == pytest.approx(abs(cases[0].value)) and order.value == 1.0
+    assert memory.met, "plans of this size are exact too"
+
+
+def test_there_are_a_dozen_strategies_to_predict() -> None:
+    assert len(prediction.strategies()) >= 12
+
+
+def test_the_order_of_pairs_that_are_close_does_not_count() -> None:
+    assert prediction.rank_order([(1.0, 1.0), (2.0, 2.0), (3.0, 3.0)]) == (1.0, 3)
+    assert prediction.rank_order([(3.0, 1.0), (2.0, 2.0), (1.0, 3.0)]) == (-1.0, 3)
+    assert prediction.rank_order([(1.0, 1.00), (0.9, 1.04)]) == (1.0, 0)
 
 
 def test_a_worker_that_fails_or_ends_is_named() -> None:

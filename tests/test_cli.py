@@ -207,5 +207,18 @@ def test_a_loss_that_is_not_finite(tmp_path: Path) -> None:
     fails(result, "step 1", "rank 1", "microbatch 1")
 
 
-def test_a_launcher_of_a_later_release(recipe: Path, tmp_path: Path) -> None:
-    fails(piper("run", recipe, "--launcher", "ray", "--out", tmp_path / "o"), "ray", "processes")
+def test_the_launcher_that_needs_a_cluster_to_imitate(recipe: Path, tmp_path: Path) -> None:
+    fails(piper("run", recipe, "--launcher", "emulated", "--out", tmp_path / "o"), "emulated", "--emulate CLUSTER")
+
+
+def test_a_launcher_that_is_not_known(recipe: Path, tmp_path: Path) -> None:
+    fails(piper("run", recipe, "--launcher", "mpi", "--out", tmp_path / "o"), "'mpi' is not known", "processes")
+
+
+def test_print_launch_prints_lines_and_runs_nothing(recipe: Path, tmp_path: Path) -> None:
+    result = piper("run", recipe, "--print-launch", "--steps", 5, "--out", tmp_path / "o")
+    assert result.exit_code == 0 and not (tmp_path / "o").exists()
+    start = "torchrun --standalone --nproc-per-node 2"
+    assert f"{start} -m piper run {recipe} --steps 5 --launcher processes\n" in result.output
+    assert "#SBATCH --nodes 2" in result.output and "ray start --head" in result.output
+    fails(piper("run", recipe, "--print-launch", "--nodes", 3), "2 ranks do not divide over 3 nodes")

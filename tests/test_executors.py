@@ -13,6 +13,7 @@ from torch import nn
 import piper
 from piper_ir.plan import Plan
 from piper_ir.trace import Span, Trace
+from piper_runtime.processes import Pool
 
 CLOCK = 1e-6
 """Seconds by which clocks read in different threads may disagree."""
@@ -50,11 +51,19 @@ def simulated() -> Trace:
 
 
 @lru_cache
+def workers() -> Pool:
+    return Pool(4)
+
+
+@lru_cache
 def run(launcher: str) -> piper.Run:
-    return piper.execute(compiled(), steps=3, launcher=launcher, trace=True)
+    more = {} if launcher in ("inline", "ray") else {"pool": workers()}  # Ray is started and ended for this run
+    more |= {"cluster": "h100x8"} if launcher == "emulated" else {}
+    return piper.execute(compiled(), steps=3, launcher=launcher, trace=True, **more)
 
 
-TRACES = {"simulate": simulated, "inline": lambda: run("inline").trace, "processes": lambda: run("processes").trace}
+LAUNCHERS = ("inline", "processes", "ray", "emulated")
+TRACES = {"simulate": simulated, **{name: lambda name=name: run(name).trace for name in LAUNCHERS}}
 
 
 @pytest.fixture(scope="module", params=TRACES)
@@ -113,8 +122,9 @@ def test_negative_control_a_span_moved_early_is_noticed(trace: Trace) -> None:
     assert violations(compiled().plan, replace(trace, spans=moved))
 
 
-def test_executors_agree_on_losses_parameters_and_memory() -> None:
-    inline, processes = run("inline"), run("processes")
+@pytest.mark.parametrize("launcher", ["processes", "ray"])
+def test_executors_agree_on_losses_parameters_and_memory(launcher: str) -> None:
+    inline, processes = run("inline"), run(launcher)
     assert inline.losses == pytest.approx(processes.losses, rel=1e-6)
     assert inline.losses[-1] < inline.losses[0]
     ours, theirs = inline.state_dict(), processes.state_dict()

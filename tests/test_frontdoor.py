@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -12,7 +13,8 @@ from torch import nn
 
 import piper
 from piper import frontdoor
-from piper_ir.errors import CompileError, ExecutionError, JobError
+from piper.results import hang_report
+from piper_ir.errors import CompileError, ExecutionError, HangError, JobError
 
 
 class MLP(nn.Module):
@@ -88,8 +90,8 @@ def test_refusals() -> None:
     with pytest.raises(CompileError, match="a Job has its own"):
         piper.compile(job(), strategy, global_batch=8)
     compiled = piper.compile(job(), strategy)
-    with pytest.raises(ExecutionError, match=r"later release.*processes"):
-        piper.execute(compiled, steps=1)
+    with pytest.raises(ExecutionError, match=r"'mpi' is not known; use \"ray\".*\"processes\""):
+        piper.execute(compiled, steps=1, launcher="mpi")
     with pytest.raises(JobError, match="cluster"):
         piper.execute(compiled, steps=1, launcher="inline", cluster="here")
     with pytest.raises(AttributeError, match="no attribute 'tune'"):
@@ -124,7 +126,8 @@ def test_results_go_to_a_folder_of_their_own(tmp_path) -> None:
         piper.execute(compiled, steps=1, launcher="inline", trace=True, out=tmp_path)
     folders = sorted(p.name for p in tmp_path.iterdir())
     assert folders == ["run-001", "run-002"]
-    assert {p.name for p in (tmp_path / "run-002").iterdir()} == {"measured.json", "spans-measured.json", "trace-measured.json"}
+    files = {"measured.json", "spans-measured.json", "trace-measured.json", "metrics.jsonl"}
+    assert {p.name for p in (tmp_path / "run-002").iterdir()} == files
 
 
 class Coupled(torch.optim.SGD):
@@ -146,3 +149,12 @@ def test_step_hooks_are_refused() -> None:
 
     with pytest.raises(JobError, match=r"step hooks.*clip_norm"):
         piper.compile(replace(job(), optimizer=hooked), strategies()[0])
+
+
+def test_a_hang_leaves_a_report_of_every_rank(tmp_path: Path) -> None:
+    says = r"^rank 0 waits; every rank's last instructions are in .*hang\.txt$"
+    with pytest.raises(HangError, match=says) as caught, hang_report(tmp_path):
+        raise HangError("rank 0 waits", "rank 0\nrank 1\n")
+    assert (tmp_path / "hang.txt").read_text() == caught.value.report == "rank 0\nrank 1\n"
+    with pytest.raises(HangError, match=r"^rank 0 waits$"), hang_report(None):
+        raise HangError("rank 0 waits")

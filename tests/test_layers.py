@@ -4,6 +4,7 @@ Imports under TYPE_CHECKING, inside functions and through importlib with a liter
 """
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,7 +16,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 STDLIB = sys.stdlib_module_names
-OURS = frozenset({"piper_ir", "piper_ops", "piper_compiler", "piper_simulator", "piper_runtime", "piper_report"})
+OURS = frozenset(
+    {"piper_ir", "piper_ops", "piper_compiler", "piper_simulator", "piper_runtime", "piper_report", "piper_autotune"}
+)
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Layer:
 
     source: Path
     everywhere: frozenset[str] = frozenset()
-    within: tuple[str, frozenset[str]] = ("", frozenset())  # (folder, what may be imported there in addition)
+    within: tuple[str, frozenset[str]] = ("", frozenset())  # (folder or file, what may be imported there in addition)
 
     @property
     def manifest(self) -> Path:
@@ -40,8 +43,11 @@ LAYERS = {
     "piper_ops": layer("piper_ops", "torch"),
     "piper_compiler": layer("piper_compiler", "piper_ir", within=("capture", frozenset({"torch", "piper_ops"}))),
     "piper_simulator": layer("piper_simulator", "piper_ir", "simpy"),
-    "piper_runtime": layer("piper_runtime", "piper_ir", "piper_ops", "torch", "cloudpickle"),
-    "piper_report": layer("piper_report", "piper_ir"),
+    "piper_autotune": layer("piper_autotune", "piper_ir", "piper_compiler", "piper_simulator", "optuna", "cloudpickle", "ray"),
+    "piper_runtime": layer(
+        "piper_runtime", "piper_ir", "piper_ops", "torch", "cloudpickle", within=("ray_cluster.py", frozenset({"ray"}))
+    ),
+    "piper_report": layer("piper_report", "piper_ir", "pandas", "matplotlib"),
     "piper": Layer(ROOT / "src" / "piper", OURS | {"torch", "typer", "rich"}),
 }
 # torch's private API may change with any release: the compiler uses it in modules of this name only, so that a new release is a
@@ -175,7 +181,8 @@ def test_a_package_declares_what_it_imports(name: str) -> None:
         i.module.partition(".")[0] for path in modules(rules) for i in imports(ast.parse(path.read_text(encoding="utf-8")))
     }
     project = tomllib.loads(rules.manifest.read_text(encoding="utf-8"))["project"]
-    declared = {requirement.partition(">")[0].replace("-", "_") for requirement in project["dependencies"]}
+    extras = [r for extra, found in project.get("optional-dependencies", {}).items() if extra != "dev" for r in found]
+    declared = {re.split(r"[>\[]", r)[0].replace("-", "_") for r in (*project["dependencies"], *extras)}
     assert imported - STDLIB - {name} <= declared <= rules.everywhere | rules.within[1]
 
 
@@ -195,7 +202,7 @@ def loaded_after(code: str) -> set[str]:
     return set(done.stdout.rpartition("@")[2].split())
 
 
-HEAVY = {"torch", "numpy", "simpy", "piper_compiler", "piper_runtime", "piper_simulator"}
+HEAVY = {"torch", "numpy", "simpy", "optuna", "ray", "piper_compiler", "piper_runtime", "piper_simulator", "piper_autotune"}
 
 
 def test_importing_piper_is_lazy() -> None:
@@ -207,6 +214,10 @@ def test_help_of_the_command_is_lazy() -> None:
     module, _, function = entry.partition(":")
     call = f"sys.argv = ['piper', '--help']; from {module} import {function}; sys.exit({function}())"
     assert not loaded_after(call) & HEAVY
+
+
+def test_importing_the_runtime_does_not_import_ray() -> None:
+    assert "ray" not in loaded_after("import piper_runtime")
 
 
 def test_negative_control_a_heavy_import_is_seen() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from piper.results import new_folder, save_run
+from piper.metrics import OnStep, recorded
+from piper.results import hang_report, new_folder, save_run
 from piper_compiler import Options, Strategy, Training, compile_program
 from piper_ir.costs import Costs
-from piper_ir.errors import CompileError, JobError
+from piper_ir.errors import CompileError, JobError, OutputError
 from piper_ir.graph import Graph
 from piper_ir.plan import Plan
 from piper_ir.program import Program
@@ -18,6 +21,7 @@ from piper_ir.program import Program
 if TYPE_CHECKING:
     from piper_compiler.capture import Captured, CodeStore
     from piper_runtime import Job, Run
+    from piper_simulator import Cluster
 
 
 MOST_CAPTURES = 16
@@ -72,7 +76,7 @@ def compile(
         training=Training(spec.group_of, spec.state_bytes, source.clip_norm, source.tokens_per_row),
         costs=costs,
         options=options,
-        at_rows=lambda rows: captured.bind(rows) if rows == 1 else _checked(captured, rows),
+        at_rows=lambda rows: program_at(captured, rows),
     )
     if len(lowered.plan.roles) > 1 and not spec.separable:
         raise JobError(
@@ -83,10 +87,13 @@ def compile(
     return Compiled(lowered.graph.program, lowered.graph, lowered.plan, source, captured.code)
 
 
-def _checked(captured: Captured, rows: int) -> Program:
-    """The affine program, once it is known that the captured path holds at this number of rows."""
+def program_at(captured: Captured, rows: int) -> Program:
+    """The program for microbatches of `rows` rows: the affine one, once it is known that the captured path holds there; at one
+    row, where sizes are not affine, one of its own. CaptureError where the model takes another path."""
     from piper_compiler.capture.codestore import check_rows
 
+    if rows == 1:
+        return captured.bind(1)
     check_rows(captured.forward, rows)
     return captured.program
 
@@ -124,37 +131,60 @@ def execute(
     *,
     steps: int,
     launcher: str = "ray",
-    cluster: str = "auto",
+    cluster: str | Cluster | None = "auto",
     timeout_s: float = 60,
     trace: bool = False,
     memory: bool = True,
     out: str | Path | None = None,
+    folder: Path | None = None,
+    log: Iterable[str] = (),
+    on_step: OnStep | None = None,
     **more: Any,
 ) -> Run:
     """Run a compiled strategy for `steps` optimizer steps. `job` replaces the compiled one (same model, loss and optimizer
-    groups: other data, seed or learning rate). launcher: "processes" (torch.distributed, one process per rank) or "inline"
-    (all ranks in this one). timeout_s: seconds without progress of any rank after which the run ends. trace: record the last
-    step's spans. memory: measure peak bytes in the second step (or the only one), which slows it. out: losses, times and trace
-    go to a new folder below this one. More keywords go to `piper_runtime.execute`. Raises JobError, ExecutionError (rank,
-    instruction, peer), NonFiniteLossError."""
+    groups: other data, seed or learning rate). launcher: "ray" (one actor per rank), "processes" (torch.distributed, one process
+    per rank; under torchrun this process is one of them), "inline" (all ranks in this one), or "emulated": no job, memory or
+    losses, but sleeps instead of compute, of the time that `cluster` would take (`piper.emulation.emulate`). cluster: for "ray",
+    "auto" (a cluster that is there, else this machine) or the address HOST:PORT of one to join. timeout_s: seconds without
+    progress of any rank after which the run ends. trace: record the last step's spans. memory: measure peak bytes in the second
+    step (or the only one), which slows it. out: losses, times, metrics and trace go to a new folder below this one (with
+    `folder`: into that one); on a hang every rank's last instructions, as hang.txt. log: where steps go beside metrics.jsonl
+    while the run goes on ("tensorboard", "wandb"). on_step: called with every finished step, a
+    `piper_runtime.report.StepRecord`. More keywords go to `piper_runtime.execute`. Raises JobError, ExecutionError (rank, node,
+    instruction, peer), HangError, NonFiniteLossError, MissingPackageError."""
     from piper_ir.verify import verify
     from piper_runtime import execute as run
     from piper_runtime.run import check_request
+    from piper_runtime.torchrun import is_first
 
+    if launcher == "emulated":
+        from piper.emulation import emulate
+
+        if log or on_step is not None:
+            raise JobError('execute(launcher="emulated"): nothing is trained, so there are no steps for log and on_step')
+        return emulate(compiled, steps=steps, cluster=cluster, timeout_s=timeout_s, trace=trace, out=out, **more)
     chosen = job or compiled.job
     if chosen is None or compiled.code is None:
         raise JobError("execute: this was compiled from a Program, which has no code and no data; compile a piper.Job to run it")
-    if cluster != "auto":
-        raise JobError(f'execute(cluster={cluster!r}): only "auto" (this machine) is there until the ray launcher comes')
+    if cluster != "auto" and launcher != "ray":
+        raise JobError(
+            f'execute(cluster={cluster!r}): launcher "{launcher}" runs on this machine; launcher="ray" takes an address, '
+            'launcher="emulated" any cluster to imitate'
+        )
     check_same_job(compiled, chosen)
     check_request(compiled.plan, chosen, steps, launcher, timeout_s)
     verify(compiled.plan)  # a directive of the user's may have made a plan that would hang
-    folder = new_folder(Path(out), "run") if out is not None else None
+    if not is_first():  # under torchrun one of the ranks writes for all
+        folder, out, log = None, None, ()
+    folder = new_folder(Path(out), "run") if out is not None else folder
     codes = [c.code for c in compiled.plan.chunks]
     code = compiled.code.export(codes, compiled.plan.rows)
-    result = run(
-        compiled.plan, code, chosen, steps=steps, launcher=launcher, timeout_s=timeout_s, trace=trace, memory=memory, **more
-    )
+    options = dict(steps=steps, launcher=launcher, cluster=cluster, timeout_s=timeout_s, trace=trace, memory=memory)
+    with hang_report(folder), recorded(folder, log, compiled.plan, on_step) as heard:
+        result = run(compiled.plan, code, chosen, on_step=heard, **options, **more)
     if folder is not None:
-        save_run(folder, result, compiled.plan.tokens_per_step)
+        try:
+            save_run(folder, result, compiled.plan.tokens_per_step)
+        except OutputError as e:  # what was trained is worth more than its report
+            warnings.warn(f"{e}. The run is complete, but its report is not", RuntimeWarning, stacklevel=2)
     return result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -33,11 +33,7 @@ def load_file(path: str | Path, params: Mapping[str, str] | None = None, strateg
     trial; `strategy` names a JSON file to use instead of the file's own. JobError for a missing or broken file, or one that
     lacks a name."""
     path = Path(path)
-    module = _run(path)
-    job = getattr(module, "job", None)
-    if not isinstance(job, Job):
-        found = "no `job`" if job is None else f"a `job` that is a {type(job).__name__}"
-        raise JobError(f"{path} defines {found}; it must contain `job = piper.Job(...)`")
+    module, job = _module_and_job(path)
     if strategy is not None and params:
         raise JobError("-p gives parameters to the file's strategy, but --strategy replaces it; use one of the two")
     chosen = load_strategy(strategy) if strategy is not None else _strategy(path, module, params or {})
@@ -45,6 +41,25 @@ def load_file(path: str | Path, params: Mapping[str, str] | None = None, strateg
     if type(steps) is not int or steps < 1:
         raise JobError(f"{path} defines steps = {steps!r}; an integer of at least 1 is needed")
     return Recipe(path, job, chosen, steps)
+
+
+def load_space(path: str | Path) -> tuple[Job, Callable[[Any], Strategy]]:
+    """Run FILE.py and take its `job` and its `strategy`, a function of a trial. JobError when the file defines neither."""
+    module, job = _module_and_job(Path(path))
+    function = getattr(module, "strategy", None)
+    if not callable(function):
+        found = "no `strategy`" if function is None else f"a `strategy` that is a {type(function).__name__}"
+        raise JobError(f"{path} defines {found}; to be tuned it must be a function of a trial that returns a piper.Strategy")
+    return job, function
+
+
+def _module_and_job(path: Path) -> tuple[ModuleType, Job]:
+    module = _run(path)
+    job = getattr(module, "job", None)
+    if not isinstance(job, Job):
+        found = "no `job`" if job is None else f"a `job` that is a {type(job).__name__}"
+        raise JobError(f"{path} defines {found}; it must contain `job = piper.Job(...)`")
+    return module, job
 
 
 def _run(path: Path) -> ModuleType:

@@ -3,8 +3,8 @@
 plan.json, strategy.json: what was simulated or run. predicted.json: `Simulation.summary()` and `ranks`, per rank bubble_s,
 peak_bytes, device_bytes and peak_by_category. measured.json: losses, step_s, period_s, tokens_per_s, peak_bytes by rank.
 spans-predicted.json, spans-measured.json: a `piper_ir.trace.Trace`. trace-predicted.json, trace-measured.json: the same for
-Chrome's viewer. metrics.jsonl: one object per step. study.json, costs.json: of a tuning and of a profile. A folder holds what its
-command made; `piper report` shows what is there."""
+Chrome's viewer. metrics.jsonl: one object per step. hang.txt: where every rank was when a run hung. study.json, costs.json: of a
+tuning and of a profile. A folder holds what its command made; `piper report` shows what is there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from piper_ir.errors import OutputError
+from piper_ir.errors import HangError, OutputError
 from piper_ir.plan import Plan
 
 if TYPE_CHECKING:
@@ -80,6 +80,19 @@ def save_run(folder: Path, run: Run, tokens_per_step: int | None = None) -> None
         if run.trace.spans:
             (folder / "spans-measured.json").write_text(dumps(run.trace))
             write_chrome(run.trace, folder / "trace-measured.json")
+
+
+@contextmanager
+def hang_report(folder: Path | None) -> Iterator[None]:
+    """Around a run: if it hangs, every rank's last instructions go to hang.txt, and the error says so."""
+    try:
+        yield
+    except HangError as e:
+        if folder is None:
+            raise
+        with _writing(folder):
+            (folder / "hang.txt").write_text(e.report)
+        raise HangError(f"{e}; every rank's last instructions are in {folder / 'hang.txt'}", e.report) from None
 
 
 @contextmanager

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from piper.display import show
 from piper.frontdoor import Compiled, compile, execute
-from piper.results import new_folder, save_plan, save_prediction, save_run
+from piper.results import new_folder, save_plan, save_prediction
 from piper_compiler import Strategy
 from piper_report.summary import beside_table
 from piper_runtime import Job, Run
@@ -34,14 +35,18 @@ def train(
     out: Path | None = None,
     name: str = "run",
     timeout_s: float = 60,
+    log: Iterable[str] = (),
 ) -> Run:
     """Compile, predict on this machine, train, print loss by step and predicted beside measured. With `out`, results go to a
-    new folder below it. Returns the run."""
-    return session(job, strategy, steps=steps, launcher=launcher, out=out, name=name, timeout_s=timeout_s).run
+    new folder below it. log: see `piper.execute`. Returns the run."""
+    return session(job, strategy, steps=steps, launcher=launcher, out=out, name=name, timeout_s=timeout_s, log=log).run
 
 
-def session(job: Job, strategy: Strategy, *, steps: int, launcher: str, out: Path | None, name: str, timeout_s: float) -> Session:
-    """As `train`; returns prediction and run."""
+def session(
+    job: Job, strategy: Strategy, *, steps: int, launcher: str, out: Path | None, name: str, timeout_s: float,
+    log: Iterable[str] = (), ranges: bool = False,
+) -> Session:  # fmt: skip
+    """As `train`; returns prediction and run. ranges: see `piper_runtime.execute`."""
     compiled = compile(job, strategy)
     check_request(compiled.plan, job, steps, launcher, timeout_s)
     folder = new_folder(out, name) if out is not None else None  # before hours of training, not after
@@ -51,7 +56,9 @@ def session(job: Job, strategy: Strategy, *, steps: int, launcher: str, out: Pat
         f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
         f"{steps} steps, launcher {launcher}"
     )
-    run = execute(compiled, steps=steps, launcher=launcher, timeout_s=timeout_s, trace=True)
+    run = execute(
+        compiled, steps=steps, launcher=launcher, timeout_s=timeout_s, trace=True, folder=folder, log=log, ranges=ranges
+    )
     for step, value in enumerate(run.losses):
         print(f"step {step:4d}  loss {value:.4f}  {run.step_s[step] * 1e3:8.1f} ms")
     title = f"predicted ({cluster.name}: constants from a short measurement at start) beside measured"
@@ -59,7 +66,6 @@ def session(job: Job, strategy: Strategy, *, steps: int, launcher: str, out: Pat
     if folder is not None:
         save_plan(folder, compiled.plan, strategy)
         save_prediction(folder, prediction)
-        save_run(folder, run, compiled.plan.tokens_per_step)
         print(f"traces and results are in {folder}")
     return Session(compiled, prediction, run, folder)
 

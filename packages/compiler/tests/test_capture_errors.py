@@ -107,10 +107,38 @@ def unregistered_kernel(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(torch.tensor(numpy.frompyfunc(abs, 1, 1)(x.numpy())))
 
 
-@refused(r"coordinate opaque=True is not a non-negative integer; what region and tag are given are coordinates")
+@refused(r"coordinate recompute=True is not a non-negative integer; .* the one option is opaque=True")
 def option_of_region(linear: nn.Linear, x: Tensor) -> Tensor:
-    with region(opaque=True):
+    with region(recompute=True):
         return linear(x)
+
+
+@refused(r"opaque=2; the one value is True")
+def odd_opaque(linear: nn.Linear, x: Tensor) -> Tensor:
+    with region(opaque=2):  # type: ignore[arg-type]  # on purpose
+        return linear(x)
+
+
+@refused(r"batch statistics make every row depend on the whole microbatch")
+def statistics_in_an_opaque_region(linear: nn.Linear, x: Tensor) -> Tensor:
+    with region(opaque=True):
+        return F.batch_norm(linear(x).flatten(1), None, None, training=True).view_as(x)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]  # one gradient
+        return 2 * grad
+
+
+@refused(r"torch.autograd.Function.* cannot stand in an opaque region")
+def function_in_an_opaque_region(linear: nn.Linear, x: Tensor) -> Tensor:
+    with region(opaque=True):
+        return Doubled.apply(linear(x))
 
 
 @refused(r"this line raises an exception\n.*run on such a batch without Piper")

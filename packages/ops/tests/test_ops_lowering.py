@@ -14,7 +14,7 @@ from piper_ops.sdpa import Options
 from piper_ops.sdpa_kernels import BIAS_ALIGNMENT, KERNELS, LSE_ALIGNMENT, cuda_efficient
 
 SHAPE = (2, 64, 4, 32)
-GROUPED, DEEP, ODD = (2, 64, 2, 32), (2, 64, 4, 256), (2, 64, 4, 20)
+GROUPED, DEEP, ODD, ONE_KEY = (2, 64, 2, 32), (2, 64, 4, 256), (2, 64, 4, 20), (2, 1, 4, 32)
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,7 @@ GROUPED, DEEP, ODD = (2, 64, 2, 32), (2, 64, 4, 256), (2, 64, 4, 20)
         ("cuda", torch.bfloat16, {"capability": (9, 0)}, "cuda_cudnn"),
         ("cuda", torch.bfloat16, {"capability": (9, 0), "k": GROUPED, "v": GROUPED}, "cuda_flash"),
         ("cuda", torch.bfloat16, {"capability": (9, 0), "q": DEEP, "k": DEEP, "v": DEEP}, "cuda_flash"),
+        ("cuda", torch.bfloat16, {"capability": (9, 0), "k": ONE_KEY, "v": ONE_KEY}, "cuda_flash"),
         ("cuda", torch.bfloat16, {"capability": (7, 5)}, "cuda_efficient"),
         ("cuda", torch.bfloat16, {"masked": True}, "cuda_efficient"),
         ("cuda", torch.bfloat16, {"is_causal": True, "k": (2, 80, 4, 32), "v": (2, 80, 4, 32)}, "cuda_efficient"),

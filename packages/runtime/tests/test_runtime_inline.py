@@ -133,8 +133,8 @@ def test_what_does_not_fit_is_refused_before_anything_runs() -> None:
         run(plan, replace(job, global_batch=9))
     with pytest.raises(JobError, match="steps=0"):
         run(plan, job, steps=0)
-    with pytest.raises(ExecutionError, match='comes with a later release; use launcher="processes"'):
-        execute(plan, CODE, job, steps=1)
+    with pytest.raises(ExecutionError, match='launcher "emulated" needs the durations of a cluster'):
+        execute(plan, CODE, job, steps=1, launcher="emulated")
     with pytest.raises(ExecutionError, match="'mpi' is not known"):
         run(plan, job, launcher="mpi")
 

@@ -16,9 +16,11 @@ import pytest
 
 from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.handmade import adamw, batch
+from packages.runtime.tests.instants import KINDS, named_and_ended
 from piper_ir.errors import ExecutionError, JobError, NonFiniteLossError
 from piper_runtime.code import ShippedCode, missing_operators
 from piper_runtime.processes import Pool
+from piper_runtime.report import StepRecord
 from piper_runtime.shipping import RECIPE_MARK, pack
 
 TIMEOUT_S = 4.0
@@ -49,15 +51,30 @@ def alive(pid: int) -> bool:
 )
 def test_processes_compute_what_one_device_computes_and_inline_does(pool: Pool, case: dict[str, Any]) -> None:
     plan, job = chain(**case)
-    there = run(plan, job, launcher="processes", pool=pool, trace=True, memory=True)
+    steps: list[StepRecord] = []
+    there = run(plan, job, launcher="processes", pool=pool, trace=True, memory=True, on_step=steps.append)
     here = run(plan, job, memory=True)
     assert distance(there, plan, job) < TOLERANCE
     assert there.losses == pytest.approx(here.losses, rel=1e-14)
+    assert steps == [StepRecord(i, there.losses[i], there.step_s[i]) for i in range(3)]
     assert there.peak_bytes == here.peak_bytes
     assert {r: m.points for r, m in there.memory.items()} == {r: m.points for r, m in here.memory.items()}
     assert len(there.trace.spans) == sum(len(r.program) * len(r.ranks) for r in plan.roles)
     assert all(s.end >= s.start >= 0 for s in there.trace.spans)
     assert there.state_dict().keys() == here.state_dict().keys()
+
+
+def test_steps_are_told_while_the_run_goes_on(pool: Pool, tmp_path: Path) -> None:
+    told = tmp_path / "told"
+
+    def patient(step: int, rows: range) -> Any:
+        while step == 2 and not told.exists():
+            time.sleep(0.01)
+        return batch(step, rows)
+
+    plan, job = chain(batch=patient)
+    run(plan, job, launcher="processes", pool=pool, on_step=lambda record: told.touch() if record.step == 0 else None)
+    assert told.exists()
 
 
 def test_a_pool_that_is_too_small_says_so() -> None:
@@ -104,6 +121,24 @@ def test_every_failure_ends_in_time_and_names_its_rank(what: str) -> None:
             run(plan, job, launcher="processes", pool=workers, timeout_s=TIMEOUT_S)
         assert time.monotonic() - start < TIMEOUT_S + 10  # a shared machine; without a limit it would be 1000 s
         assert len(pids) == 2 and not any(map(alive, pids)) and workers.pids == []
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pool]:
+    with Pool(2) as workers:
+        yield workers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_at_a_random_instant_is_named_and_leaves_nothing(kind: str, pair: Pool) -> None:
+    named_and_ended(pair, kind, 1, launcher="processes")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(100, 130))
+@pytest.mark.parametrize("kind", KINDS)
+def test_faults_at_random_instants(kind: str, seed: int, pair: Pool) -> None:
+    named_and_ended(pair, kind, seed, launcher="processes")
 
 
 @pytest.fixture

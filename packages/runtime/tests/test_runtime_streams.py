@@ -15,15 +15,23 @@ from piper_ir.plan import COMPUTE, Instr, Part
 from piper_runtime.engine import Engine, PeerError
 from piper_runtime.gloo import void
 from piper_runtime.rank import Comm, Entry, own_waits
-from piper_runtime.streams import FIRST_STREAM, PHASE, WAITING, CpuStreams, Start, StreamAborted, Work
+from piper_runtime.streams import FIRST_STREAM, PHASE, WAITING, CpuStreams, Posted, StreamAborted, Work
 
 
 def heart() -> list[int]:
     return [0] * 8
 
 
-@pytest.mark.parametrize("watched", [False, True])
-def test_streams_keep_their_order_and_waits_hold(watched: bool) -> None:
+def work_of(kind: str, run: Work) -> Work:
+    """As a thread runs it, or as it is posted."""
+    return Posted(lambda: run) if kind == "posted" else run
+
+
+KINDS = pytest.mark.parametrize("kind", ["posted", "on a thread"])
+
+
+@KINDS
+def test_streams_keep_their_order_and_waits_hold(kind: str) -> None:
     done: list[str] = []
     gate = threading.Event()
     streams = CpuStreams(["a", "b"], heart())
@@ -36,11 +44,11 @@ def test_streams_keep_their_order_and_waits_hold(watched: bool) -> None:
         done.append("a0")
 
     works = [
-        streams.post(0, "a", (), lambda: gated, watched=watched),
-        streams.post(1, "a", (), lambda: note("a1"), watched=watched),
-        streams.bind(2, (), note("c0")),
-        streams.post(3, "b", (("a", 1),), lambda: note("b0"), watched=watched),
-        streams.bind(4, (("a", 2), ("b", 1)), note("c1")),
+        streams.bind(0, "a", (), work_of(kind, gated)),
+        streams.bind(1, "a", (), work_of(kind, note("a1"))),
+        streams.bind(2, COMPUTE, (), note("c0")),
+        streams.bind(3, "b", (("a", 1), (COMPUTE, 1)), work_of(kind, note("b0"))),
+        streams.bind(4, COMPUTE, (("a", 2), ("b", 1)), note("c1")),
     ]
     for _ in range(2):
         gate.clear()
@@ -58,20 +66,20 @@ def test_streams_keep_their_order_and_waits_hold(watched: bool) -> None:
     assert not [t for t in threading.enumerate() if t.name in ("piper a", "piper b")]
 
 
-def test_communication_is_posted_at_once_and_only_a_watched_one_needs_a_thread() -> None:
+def test_communication_is_posted_at_once_ends_when_it_is_waited_for_and_needs_no_thread() -> None:
     posted: list[int] = []
     ended: list[int] = []
 
-    def start(k: int) -> Start:
-        def begin() -> Work:
+    def communication(k: int) -> Posted:
+        def start() -> Work:
             posted.append(k)
             return lambda: ended.append(k)
 
-        return begin
+        return Posted(start)
 
     streams = CpuStreams(["a"], heart())
-    issue = [streams.post(k, "a", (), start(k)) for k in range(3)]
-    wait = streams.bind(3, (("a", 2),), lambda: None)
+    issue = [streams.bind(k, "a", (), communication(k)) for k in range(3)]
+    wait = streams.bind(3, COMPUTE, (("a", 2),), lambda: None)
     streams.begin()
     for work in issue:
         work()
@@ -79,25 +87,19 @@ def test_communication_is_posted_at_once_and_only_a_watched_one_needs_a_thread()
     wait()
     assert ended == [0, 1]
     streams.synchronize()
-    assert ended == [0, 1, 2]
-    streams.post(4, "a", (), start(4), watched=True)
-    assert [t.name for t in threading.enumerate() if t.name.startswith("piper ")] == ["piper a"]
-    streams.close()
+    assert ended == [0, 1, 2] and not [t for t in threading.enumerate() if t.name == "piper a"]
 
 
-@pytest.mark.parametrize("watched", [False, True])
-def test_what_a_communication_held_is_dropped_before_the_next_instruction(watched: bool) -> None:
+@KINDS
+def test_what_a_communication_held_is_dropped_before_the_next_instruction(kind: str) -> None:
     """The plan may free a tensor in the instruction that waited for its send."""
-    sent: list[torch.Tensor] = [torch.zeros(1)]
+    sent = [torch.zeros(1)]
     alive = weakref.ref(sent[0])
-
-    def start() -> Work:
-        return partial(void, sent.pop())
-
+    send = Posted(lambda: partial(void, sent.pop()))
     streams = CpuStreams(["a"], heart())
     found: list[torch.Tensor | None] = []
-    issue = streams.post(0, "a", (), start, watched=watched)
-    look = streams.bind(1, (("a", 1),), lambda: found.append(alive()))
+    issue = streams.bind(0, "a", (), send if kind == "posted" else lambda: send())
+    look = streams.bind(1, COMPUTE, (("a", 1),), lambda: found.append(alive()))
     streams.begin()
     issue()
     look()
@@ -106,30 +108,36 @@ def test_what_a_communication_held_is_dropped_before_the_next_instruction(watche
     assert found == [None]
 
 
-@pytest.mark.parametrize("watched", [False, True])
-def test_a_failing_stream_wakes_all_that_wait(watched: bool) -> None:
+@KINDS
+def test_a_failing_stream_wakes_all_that_wait(kind: str) -> None:
     def fail() -> None:
         raise ValueError("broken wire")
 
     beat = heart()
     streams = CpuStreams(["a", "b"], beat)
-    post = streams.post(0, "a", (), lambda: fail, watched=watched)
-    last = streams.bind(1, (("a", 1),), lambda: None)
+    issue = streams.bind(0, "a", (), work_of(kind, fail))
+    behind = streams.bind(1, "b", (("a", 1),), work_of(kind, lambda: None))
+    last = streams.bind(2, COMPUTE, (("b", 1),), lambda: None)
     streams.begin()
-    post()
-    with pytest.raises(StreamAborted if watched else ValueError):
-        last()
-    assert beat[PHASE] == WAITING and beat[FIRST_STREAM] == 1  # still in instruction 0
-    if watched:
+    issue()
+    if kind == "posted":
+        with pytest.raises(ValueError, match="broken wire"):
+            behind()
+        assert beat[PHASE] == WAITING
+    else:
+        behind()
+        with pytest.raises(StreamAborted):
+            last()
         with pytest.raises(StreamAborted):
             streams.synchronize()
         assert isinstance(streams.error, ValueError)
+    assert beat[FIRST_STREAM] == 1  # still in instruction 0
     streams.close()
 
 
 def engine(entries: list[Entry], streams: CpuStreams, work: Work, *, trace: bool = False) -> Engine:
     rank = SimpleNamespace(entries=entries, rank=3, step=0, begin=lambda step: None, end=lambda: None)
-    return Engine(rank, streams, lambda comm: lambda: work, heart(), trace=trace)  # type: ignore[arg-type]  # a rank without tensors
+    return Engine(rank, streams, lambda comm: work, heart(), trace=trace)  # type: ignore[arg-type]  # a rank without tensors
 
 
 def communication() -> Comm:
@@ -144,20 +152,8 @@ def test_an_error_of_a_communication_names_the_peer(traced: bool) -> None:
     streams = CpuStreams(["a"], heart())
     entries = [Entry(0, "a", (), "recv.x", comm=communication()), Entry(1, COMPUTE, (("a", 1),), "f", work=lambda: None)]
     with pytest.raises(PeerError, match=r"rank 3, step 0, instruction 0 \(recv\.x on a\): recv with rank 1 on channel 0>1\.act"):
-        engine(entries, streams, fail, trace=True).step(0, traced=traced)
+        engine(entries, streams, Posted(lambda: fail), trace=True).step(0, traced=traced)
     streams.close()
-
-
-def test_the_spans_of_a_stream_follow_each_other_and_none_begins_before_it_was_posted() -> None:
-    streams = CpuStreams(["a"], heart())
-    entries = [Entry(i, "a", (), f"recv.{i}", comm=communication()) for i in range(2)]
-    entries.append(Entry(2, COMPUTE, (), "f", work=lambda: time.sleep(0.01)))
-    loop = engine([*entries, Entry(3, "a", (), "recv.3", comm=communication())], streams, lambda: time.sleep(0.001), trace=True)
-    loop.step(0, traced=True)
-    streams.close()
-    spans = {i: (start, end) for i, start, end in loop.spans}
-    assert spans[0][0] < spans[0][1] <= spans[1][0] < spans[1][1]
-    assert spans[2][0] < spans[1][1] < spans[2][1] <= spans[3][0]
 
 
 def test_an_error_of_compute_names_the_instruction() -> None:

@@ -19,6 +19,6 @@ def chunk_seconds(chunk: Chunk, step: Step, costs: Costs | None = None) -> float
     cost = chunk.steps[step].cost
     if cost.seconds is not None:
         return cost.seconds
-    if costs is not None and (known := costs.of_compute(chunk.id, step)) is not None:
+    if costs is not None and (known := costs.of_compute(chunk.id, step, chunk.code)) is not None:
         return known.seconds
     return max(cost.flops / FLOPS, cost.bytes / BANDWIDTH)

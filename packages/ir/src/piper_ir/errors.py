@@ -38,12 +38,28 @@ class ClusterError(PiperError, ValueError):
     """A cluster name or description is not known."""
 
 
+class CostsError(PiperError, ValueError):
+    """Measured costs hold for nothing in a plan."""
+
+
 class JobError(PiperError, ValueError):
     """A job is not usable: the batch does not divide, a callable has the wrong shape, an optimizer is unknown."""
 
 
+class TuneError(PiperError, ValueError):
+    """A search cannot start, or found no plan that can be used: its arguments, space, storage, or memory limit."""
+
+
 class ExecutionError(PiperError, RuntimeError):
     """A run failed: names rank, instruction and peer."""
+
+
+class HangError(ExecutionError, TimeoutError):
+    """No rank made progress for too long. `report`: every rank's last instructions, several lines of text."""
+
+    def __init__(self, message: str, report: str = "") -> None:
+        super().__init__(message)
+        self.report = report
 
 
 class NonFiniteLossError(ExecutionError, ArithmeticError):
@@ -52,3 +68,7 @@ class NonFiniteLossError(ExecutionError, ArithmeticError):
 
 class OutputError(PiperError, OSError):
     """A file or folder cannot be written."""
+
+
+class MissingPackageError(PiperError, ImportError):
+    """An optional package that was asked for is not installed: names what to install."""

@@ -13,7 +13,7 @@ from piper_ir.errors import PiperError
 LIBRARIES = (*(sysconfig.get_paths()[k] for k in ("stdlib", "purelib", "platlib")), "<")
 """How file names start that are not the user's: installed libraries, Python's own, and generated code."""
 
-PACKAGES = {"piper_ir", "piper_ops", "piper_compiler", "piper_simulator", "piper_runtime", "piper_report"}
+PACKAGES = {"piper_ir", "piper_ops", "piper_compiler", "piper_simulator", "piper_runtime", "piper_report", "piper_autotune"}
 """Folders that hold Piper's own code."""
 
 

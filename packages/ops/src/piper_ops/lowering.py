@@ -98,6 +98,8 @@ def _against_cudnn(call: AttentionCall, capability: tuple[int, int]) -> str:
         return "grouped heads"
     if call.q[-1] > 128:
         return f"head_dim {call.q[-1]} above 128"
+    if call.k[1] == 1:
+        return "one key"
     return _against_flash(call, capability)
 
 

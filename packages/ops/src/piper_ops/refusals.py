@@ -17,12 +17,14 @@ from torch import fx
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """`reason` completes "<op>: ", `way_out` is a sentence of its own. `applies(bound)`: whether this call is meant, from its
-    arguments by name of `parameters`; every call without it."""
+    arguments by name of `parameters`; every call without it. `everywhere`: also where the call would stay as it is (an opaque
+    region), since it trains another model or belongs to the strategy."""
 
     reason: str
     way_out: str
     parameters: tuple[str, ...] = ()
     applies: Callable[[Mapping[str, Any]], bool] | None = None
+    everywhere: bool = False
 
     def meets(self, node: fx.Node) -> bool:
         if self.applies is None:
@@ -52,12 +54,14 @@ _BATCH_NORM = Refusal(
     _STATISTICS.way_out,
     ("input", "running_mean", "running_var", "weight", "bias", "training"),
     lambda bound: bound.get("training", False) is not False or bound.get("running_mean") is None,
+    everywhere=True,
 )
 _TORCH_BATCH_NORM = Refusal(
     _STATISTICS.reason,
     _STATISTICS.way_out,
     ("input", "weight", "bias", "running_mean", "running_var", "training"),
     _BATCH_NORM.applies,
+    everywhere=True,
 )
 _INSTANCE_NORM = Refusal(
     "instance_norm is computed as batch_norm, another kernel on every device",
@@ -70,6 +74,7 @@ _NATIVE_NORM = Refusal(
 _CHECKPOINT = Refusal(
     "torch.utils.checkpoint inside the model: what is recomputed is the strategy's to say",
     "Remove it and use the directive recompute(where(...)).",
+    everywhere=True,
 )
 _CTC = Refusal(
     "ctc_loss is a cuDNN kernel on CUDA for some inputs only",
@@ -80,6 +85,7 @@ _AUTOCAST = Refusal(
     "Remove it and set Job(precision=Precision(compute='bfloat16')).",
     ("device_type", "dtype", "enabled", "cache_enabled"),
     lambda bound: bound.get("enabled", True) is not False,
+    everywhere=True,
 )
 
 REFUSALS: Mapping[object, Refusal] = {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
@@ -9,28 +11,29 @@ from piper_ops.refusals import REFUSALS
 from piper_ops.rewrites import REWRITES, Builder, unsupported
 
 
-def replace_portable(gm: fx.GraphModule) -> None:
+def replace_portable(gm: fx.GraphModule, opaque: Callable[[fx.Node], bool] = lambda _: False) -> None:
     """Rewrites `gm`, a forward graph captured by Dynamo, in place, and recompiles it; graphs nested in it as well.
 
     Every new node carries the `meta` of the call it stands for, so that coordinates and the user's line stay. Autocast regions
-    that are disabled are dropped. Raises UnsupportedVariant for a call on the list whose variant has no portable form; the graph
+    that are disabled are dropped. Calls that are `opaque` stay as they are; only what would train another model is refused
+    there. Raises UnsupportedVariant for a call on the list whose variant has no portable form; the graph
     is then not usable.
     """
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
-            _replace(module)
+            _replace(module, opaque)
 
 
-def _replace(gm: fx.GraphModule) -> None:
+def _replace(gm: fx.GraphModule, opaque: Callable[[fx.Node], bool]) -> None:
     for node in list(gm.graph.nodes):
         if node.op != "call_function":
             continue
-        refusal = REFUSALS.get(node.target)
-        if refusal is not None and refusal.meets(node):
+        refusal, kept = REFUSALS.get(node.target), opaque(node)
+        if refusal is not None and refusal.meets(node) and (refusal.everywhere or not kept):
             raise unsupported(node, refusal.reason, refusal.way_out)
         if node.target is torch.amp.autocast_mode._enter_autocast:
             _drop_disabled_autocast(gm.graph, node)
-        elif node.target in REWRITES:
+        elif node.target in REWRITES and not kept:
             _rewrite(gm.graph, node)
     gm.graph.lint()
     gm.recompile()

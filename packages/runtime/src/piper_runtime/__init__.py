@@ -1,4 +1,4 @@
-"""Executes a plan: in one process (inline) or in one process per rank (processes)."""
+"""Executes a plan: in one process (inline), in one process per rank (processes), or in one Ray actor per rank (ray)."""
 
 from piper_runtime.job import Job, Precision
 from piper_runtime.rng import rng_seed

@@ -44,7 +44,7 @@ class ShippedCode:
     constants: Mapping[str, Any] = field(default_factory=dict)
 
 
-def load_step(code: StepCode, device: str = "cpu") -> StepFunction:
+def load_step(code: StepCode, device: str | torch.device = "cpu") -> StepFunction:
     """The function that a StepCode describes, for tensors on `device`. Its source shows in tracebacks. FormatError when there
     is no function `step`, or when it calls an operator that is not registered in this process."""
     name = f"<piper step {sha256(code.source.encode()).hexdigest()[:12]}>"
@@ -71,8 +71,8 @@ def missing_operators(code: CodeStore) -> set[str]:
 class Steps:
     """Functions of a code store, each loaded once, on first use."""
 
-    def __init__(self, code: CodeStore) -> None:
-        self._code = code
+    def __init__(self, code: CodeStore, device: str | torch.device = "cpu") -> None:
+        self._code, self._device = code, device
         self._loaded: dict[tuple[str, str], StepFunction] = {}
 
     def __call__(self, code_id: str, step: str) -> StepFunction:
@@ -83,7 +83,7 @@ class Steps:
                 code = self._code[code_id][step]
             except KeyError:
                 raise FormatError(f"the code store has no step {step} of code {code_id!r}; was it made for this plan?") from None
-            self._loaded[key] = load_step(code)
+            self._loaded[key] = load_step(code, self._device)
         return self._loaded[key]
 
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from typing import TypeVar
 
 import torch
 
 from piper_ir.errors import ExecutionError, PiperError
-from piper_runtime.memory import MemoryCounter
+from piper_runtime.memory import Counter
 from piper_runtime.rank import Comm, Rank
-from piper_runtime.streams import ISSUED, STEP, Backend, Heart, Start, StreamAborted, Work
+from piper_runtime.streams import ISSUED, STEP, Backend, Heart, Posted, StreamAborted, Work
 from piper_runtime.trace import TimedSpan
 
-Communicate = Callable[[Comm], Start]
-"""Binds a communication to a communicator: the closure that starts it."""
+Communicate = Callable[[Comm], Work]
+"""Binds a communication to a communicator: the closure that runs it and returns when it is done."""
+T = TypeVar("T")
+Clock = Callable[[int, Work, list[TimedSpan]], Work]
+"""Wraps the work of an instruction, so that its span is in the list when the step is done."""
 
 
 class PeerError(ExecutionError):
@@ -23,53 +26,41 @@ class PeerError(ExecutionError):
 
 
 class Engine:
-    """Steps of one rank. With `trace`, steps can be run as `traced`: then `spans` holds the timings of the last one. A traced
-    step posts the same communications at the same places; that their ends are clocked costs it a thread per stream (30 us when
-    one has to wake another)."""
+    """Steps of one rank. With `trace`, steps can be run as `traced`: then `spans` holds the timings of the last one, which
+    `clock` takes (default: the host's clock). Work with a clock around it is no longer `Posted`: on the CPU the communication of
+    a traced step runs on threads, which know when it begins and ends, and cost about 30 us when one has to wake another."""
 
-    def __init__(self, rank: Rank, backend: Backend, communicate: Communicate, heart: Heart, *, trace: bool = False):
+    def __init__(
+        self, rank: Rank, backend: Backend, communicate: Communicate, heart: Heart, *, trace: bool = False,
+        clock: Clock | None = None,
+    ):  # fmt: skip
         self.spans: list[TimedSpan] = []
-        self._ends: dict[str, float] = {}  # stream -> end of its latest span
         self._rank, self._backend, self._heart = rank, backend, heart
-        self._starts = {e.index: self._communication(communicate, e.comm, e.index) for e in rank.entries if e.comm is not None}
-        self._issues = self._bind(clocked=False)
+        self._works = [e.work if e.work is not None else self._communication(communicate, e.comm, e.index) for e in rank.entries]
+        self._issues = self._bind(self._works)
         # A second binding, with a clock around every instruction, so that steps without it pay nothing.
-        self._traced = self._bind(clocked=True) if trace else None
+        clock = clock or _host_clock
+        self._traced = self._bind([clock(i, w, self.spans) for i, w in enumerate(self._works)]) if trace else None
 
-    def _bind(self, *, clocked: bool, counter: MemoryCounter | None = None) -> list[Work]:
-        """One closure per instruction. Neither clock nor counter sees an instruction wait."""
-        issues = []
-        for e in self._rank.entries:
-            if e.work is not None:
-                work = self._clocked(e.index, e.work) if clocked else e.work
-                work = _counted(e.index, work, counter) if counter is not None else work
-                issues.append(self._backend.bind(e.index, e.waits, work))
-            else:
-                start = self._starts[e.index]
-                start = self._clocked_start(e.index, e.stream, start) if clocked else start
-                issues.append(self._backend.post(e.index, e.stream, e.waits, start, watched=clocked))
-        return issues
+    def _bind(self, works: list[Work]) -> list[Work]:
+        return [self._backend.bind(e.index, e.stream, e.waits, w) for e, w in zip(self._rank.entries, works, strict=True)]
 
-    def _communication(self, communicate: Communicate, comm: Comm, index: int) -> Start:
-        post = communicate(comm)
+    def _communication(self, communicate: Communicate, comm: Comm | None, index: int) -> Work:
+        assert comm is not None
+        work = communicate(comm)
 
-        def start() -> Work:
-            try:
-                finish = post()
-            except Exception as e:
-                raise self._failed(index, e, comm) from e
-
-            def end() -> None:
+        def named(run: Callable[[], T]) -> Callable[[], T]:
+            def call() -> T:
                 try:
-                    finish()
+                    return run()
                 except Exception as e:
                     raise self._failed(index, e, comm) from e
 
-            return end
+            return call
 
-        return start
+        return Posted(named(lambda: named(work.start()))) if isinstance(work, Posted) else named(work)
 
-    def step(self, step: int, *, traced: bool = False, counter: MemoryCounter | None = None) -> None:
+    def step(self, step: int, *, traced: bool = False, counter: Counter | None = None) -> None:
         """Run one optimizer step. ExecutionError names rank, step, instruction and peer; other PiperErrors come as they are."""
         rank, heart = self._rank, self._heart
         issues = self._issues
@@ -77,18 +68,17 @@ class Engine:
             assert self._traced is not None, "the engine was made without trace"
             issues = self._traced
             self.spans.clear()
-            self._ends.clear()
-        if counter is not None:
-            issues = self._bind(clocked=traced, counter=counter)
         heart[STEP], index = step, -1
         with torch.no_grad():
             try:
                 self._backend.begin()
-                with nullcontext() if counter is None else counter.during(-1):
+                if counter is not None:
+                    self._counted(step, issues, counter)
+                else:
                     rank.begin(step)
-                for index, issue in enumerate(issues):
-                    heart[ISSUED] = index
-                    issue()
+                    for index, issue in enumerate(issues):
+                        heart[ISSUED] = index
+                        issue()
                 self._backend.synchronize()
                 rank.end()
             except StreamAborted:
@@ -99,32 +89,16 @@ class Engine:
             except Exception as e:
                 raise self._failed(max(heart[ISSUED], 0), e) from e
 
-    def _clocked(self, index: int, work: Work) -> Work:
-        spans, now = self.spans, time.perf_counter
-
-        def run() -> None:
-            start = now()
-            work()
-            spans.append((index, start, now()))
-
-        return run
-
-    def _clocked_start(self, index: int, stream: str, start: Start) -> Start:
-        """The span of a communication begins when it is posted and those before it on its stream have ended."""
-        spans, ends, now = self.spans, self._ends, time.perf_counter
-
-        def run() -> Work:
-            posted, finish = now(), start()
-
-            def end() -> None:
-                finish()
-                done = now()
-                spans.append((index, max(posted, ends.get(stream, posted)), done))
-                ends[stream] = done
-
-            return end
-
-        return run
+    def _counted(self, step: int, issues: list[Work], counter: Counter) -> None:
+        with counter.during(-1):
+            self._rank.begin(step)
+        for entry, issue in zip(self._rank.entries, issues, strict=True):
+            self._heart[ISSUED] = entry.index
+            if entry.work is None:
+                issue()
+                continue
+            with counter.during(entry.index):
+                issue()
 
     def _failed(self, index: int, error: Exception, comm: Comm | None = None) -> ExecutionError:
         entry = self._rank.entries[index]
@@ -136,9 +110,12 @@ class Engine:
         return PeerError(f"{place}: {comm.kind} with rank {peers} on channel {comm.channel} failed: {found}")
 
 
-def _counted(index: int, work: Work, counter: MemoryCounter) -> Work:
+def _host_clock(index: int, work: Work, spans: list[TimedSpan]) -> Work:
+    now = time.perf_counter
+
     def run() -> None:
-        with counter.during(index):
-            work()
+        start = now()
+        work()
+        spans.append((index, start, now()))
 
     return run

@@ -13,6 +13,16 @@ from piper_ir.sizes import bind
 from piper_runtime.job import Batch, flatten_batch, microbatch_rows
 
 
+def upload(rows: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A copy of rows on a CUDA device, in this dtype, that the host does not wait for. What the user's function returned is
+    copied to pinned memory first, which torch's pool takes back when the device has read it."""
+    value = torch.empty(shape, dtype=dtype, device=device)
+    if rows.is_cuda:
+        return value.copy_(rows)
+    staged = torch.empty(shape, dtype=dtype, pin_memory=True).copy_(rows)
+    return value.copy_(staged, non_blocking=True)
+
+
 class Feed:
     """Hands out the rows that one rank computes. What the user's function returned is held until its last tensor is taken; it
     counts as host memory of the input pipeline and not as memory of the plan."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ctypes import memmove
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from piper_ir.errors import ExecutionError
 from piper_ir.plan import Plan
 from piper_runtime.rank import Comm
-from piper_runtime.streams import Start, Work
+from piper_runtime.streams import Posted, Work
 
 LOOPBACK = "127.0.0.1"
 FOREVER = timedelta(days=1)
@@ -22,11 +23,18 @@ FOREVER = timedelta(days=1)
 class GlooCommunicators:
     """The communicators of one rank. They are kept, so that later plans with the same channels use them again."""
 
-    def __init__(self, store: Any, rank: int):
+    def __init__(self, store: Any, rank: int, interface: str = LOOPBACK):
+        """`interface`: the address under which the other ranks reach this one."""
         self._store = store
+        self._interface = interface
         self._rank = rank
         self._groups: dict[str, Any] = {}
         self._keys: dict[str, str] = {}
+
+    @property
+    def store(self) -> Any:
+        """Where the ranks that may talk to each other leave notes (a torch.distributed.Store)."""
+        return self._store
 
     def connect(self, plan: Plan) -> None:
         """Make what a plan needs. Every rank goes through the plan's channels in one order, so no two wait for each other in a
@@ -44,32 +52,33 @@ class GlooCommunicators:
             seen[base] = seen.get(base, 0) + 1
             self._keys[channel.id] = key = f"{base} #{seen[base]}"
             if key not in self._groups:
-                self._groups[key] = self._group(key, sorted(peers))
+                self._groups[key] = self.group(key, sorted(peers))
 
-    def _group(self, key: str, members: list[int]) -> Any:
+    def group(self, key: str, members: list[int]) -> Any:
+        """A new process group of these ranks, under a key that no other group of theirs has."""
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._interface)]
         options._timeout = FOREVER
         options._threads = 1
         store = dist.PrefixStore(key, self._store)
         return dist.ProcessGroupGloo(store, members.index(self._rank), len(members), options)
 
-    def bind(self, comm: Comm) -> Start:
-        """The closure that posts a communication. A send has ended when the peer has taken the tensor."""
+    def bind(self, comm: Comm) -> Posted:
+        """The closure that runs a communication, or posts it. A send is done when the peer has taken the tensor."""
         operand = comm.operand
         if len(comm.peers) < 2:
-            return lambda: partial(void, operand())
+            return Posted(lambda: partial(void, operand()))
         group = self._groups[self._keys[comm.channel]]
         members = sorted(comm.peers)
         match comm.kind:
             case "send":
                 target = members.index(comm.peers[1])
-                return lambda: partial(finish, group.send([operand()], target, 0))
+                return Posted(lambda: partial(finish, group.send([operand()], target, 0)))
             case "recv":
                 source = members.index(comm.peers[0])
-                return lambda: partial(finish, group.recv([operand()], source, 0))
+                return Posted(lambda: partial(finish, group.recv([operand()], source, 0)))
             case "all_reduce":
-                return lambda: all_reduce(group, operand())
+                return Posted(lambda: all_reduce(group, operand()))
 
 
 def all_reduce(group: Any, tensor: torch.Tensor) -> Work:
@@ -82,7 +91,8 @@ def all_reduce(group: Any, tensor: torch.Tensor) -> Work:
 
     def copy_back() -> None:
         finish(work)
-        tensor.copy_(copy)
+        # Not by an operator: it would be taken for the first one of the instruction that waits, which frees before it runs.
+        memmove(tensor.data_ptr(), copy.data_ptr(), tensor.nbytes)
 
     return copy_back
 

@@ -15,7 +15,7 @@ import torch
 
 from piper_ir.errors import ExecutionError, PiperError
 from piper_ir.plan import COMPUTE
-from piper_runtime.memory import MemoryCounter
+from piper_runtime.memory import Counter
 from piper_runtime.rank import Comm, Entry, Rank
 from piper_runtime.trace import TimedSpan
 
@@ -25,7 +25,7 @@ class _State:
     """How far one rank is in its step."""
 
     rank: Rank
-    counter: MemoryCounter | None
+    counter: Counter | None
     issued: int = 0
     done: dict[str, int] = field(default_factory=dict)
     queues: dict[str, deque[Entry]] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class _State:
 class InlineEngine:
     """Runs steps of ranks that are bound to one plan. `counters`: rank -> counter that observes that rank's memory."""
 
-    def __init__(self, ranks: Sequence[Rank], counters: dict[int, MemoryCounter] | None = None):
+    def __init__(self, ranks: Sequence[Rank], counters: dict[int, Counter] | None = None):
         self._ranks = ranks
         self.counters = counters or {}
 

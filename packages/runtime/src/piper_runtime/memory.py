@@ -1,4 +1,5 @@
-"""Memory truth: live tensor storages as torch's dispatcher shows them, counted without any knowledge of the plan."""
+"""Memory truth, counted without any knowledge of the plan: live tensor storages as torch's dispatcher shows them, or the
+bytes that a CUDA device's allocator was asked for."""
 
 from __future__ import annotations
 
@@ -115,3 +116,58 @@ class MemoryCounter(TorchDispatchMode):
         self._within = max(self._within, self.live)
         if self.live > self.peak:
             self.peak, self.peak_at = self.live, self._instr
+
+
+class AllocatorCounter:
+    """What `MemoryCounter` does, by the counters of a CUDA device's caching allocator, for a process that holds one rank only.
+
+    It counts the bytes that were asked for, in program order: the allocator is told of every allocation and free when the host
+    issues it. What kernels allocate inside is counted too; what was alive before the first block beside the states is not (such
+    as cuBLAS's workspaces)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._outside: int | None = None
+        self._peaks: list[int] = []
+        self.base = 0
+        self.points: list[MemoryPoint] = []
+
+    def track(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Tell which tensors exist already, such as parameters."""
+        storages = {s.data_ptr(): s.nbytes() for t in tensors if t.is_cuda and (s := t.untyped_storage()).nbytes()}
+        self.base += sum(storages.values())
+
+    @contextmanager
+    def during(self, instr: int) -> Iterator[None]:
+        """Observe one instruction."""
+        if self._outside is None:
+            torch.empty(1, device=self._device)  # the allocator looks for frees that waited for a stream when it is asked next
+            self._outside = self._asked("current") - self.base
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._peaks.clear()
+        try:
+            yield
+        finally:
+            within = max(*self._peaks, self._asked("peak")) if self._peaks else self._asked("peak")
+            self.points.append(MemoryPoint(instr, within - self._outside, self._asked("current") - self._outside))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is made inside this block is not counted unless it outlives it."""
+        self._peaks.append(self._asked("peak"))
+        try:
+            yield
+        finally:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def record(self) -> MemoryRecord:
+        """What was found so far."""
+        first = max(self.points, key=lambda p: p.within)  # the earliest of equals
+        return MemoryRecord(first.within, first.instr, self.base, tuple(self.points))
+
+    def _asked(self, what: str) -> int:
+        nbytes: int = torch.cuda.memory_stats_as_nested_dict(self._device)["requested_bytes"]["all"][what]
+        return nbytes
+
+
+Counter = MemoryCounter | AllocatorCounter

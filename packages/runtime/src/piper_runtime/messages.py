@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
+from piper_runtime import device
 from piper_runtime.code import ShippedCode
 
 HEART_SLOTS = 64
@@ -27,7 +28,9 @@ class Setup:
 
 @dataclass(frozen=True)
 class Request:
-    """One run of one rank. `plan` and `callables` are pickled once for all ranks."""
+    """One training run of one rank; ranks of one role get one object. `plan` and `callables` are pickled once for all ranks.
+    `stream`: whether somebody wants to hear of every finished step. `device`: the kind that runs take where the request is
+    made."""
 
     plan: bytes
     callables: bytes
@@ -39,6 +42,9 @@ class Request:
     trace: bool
     memory: bool
     gradients: bool
+    stream: bool
+    ranges: bool = False
+    device: str = field(default_factory=lambda: device.default)
 
 
 @dataclass(frozen=True)

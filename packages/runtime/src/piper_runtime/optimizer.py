@@ -227,11 +227,13 @@ class RankOptimizer:
         for bucket in self._store.buckets:
             self._members[bucket.id] = [(named[n], self._store.grads[n]) for n in bucket.params]
 
-    def update(self, buckets: Sequence[str], scale: float) -> None:
-        """Multiply the gradients of these buckets by `scale` and take one step on their parameters."""
+    def update(self, buckets: Sequence[str], scale: float | torch.Tensor) -> None:
+        """Multiply the gradients of these buckets by `scale`, a number or a tensor of one on their device, and take one step on
+        their parameters."""
+        as_they_are = isinstance(scale, float) and scale == 1.0  # a tensor is not compared: the host would wait for it
         members = [m for b in buckets for m in self._members[b]]
         for p, grad in members:
-            p.grad = grad if scale == 1.0 else grad.mul_(scale)
+            p.grad = grad if as_they_are else grad.mul_(scale)
         # Parameters of other buckets have no gradient now, and torch's optimizers skip those.
         self._optimizer.step()
         for p, _ in members:
@@ -255,7 +257,7 @@ def _first_state(optimizer: Optimizer, group: Mapping[str, Any], p: torch.Tensor
         if group["momentum"] != 0 and group["dampening"] == 0:
             state["momentum_buffer"] = torch.zeros_like(p)
         return
-    state["step"] = torch.zeros((), dtype=torch.float32)
+    state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)  # fused kernels want it beside the parameter
     state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
     if group["amsgrad"]:
         state["max_exp_avg_sq"] = torch.zeros_like(p)

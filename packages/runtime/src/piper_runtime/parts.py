@@ -16,8 +16,9 @@ from piper_ir.ops import Add, AllReduce, Compute, Load, Recv, Seed, Send, Square
 from piper_ir.plan import Part, is_state
 from piper_ir.program import Chunk
 from piper_runtime import faults
+from piper_runtime.feed import upload
 from piper_runtime.job import microbatch_rows
-from piper_runtime.rng import rng_seed
+from piper_runtime.rng import generator, rng_seed
 from piper_runtime.store import empty_value
 
 if TYPE_CHECKING:
@@ -45,11 +46,11 @@ def bind_operand(part: Part, rank: Rank) -> Operand:
 
 def bind_alloc(value: str, rank: Rank) -> Run:
     """The closure that makes a buffer for a value that communication will write."""
-    values = rank.store.values
+    values, device = rank.store.values, rank.device
     shape, dtype = empty_value(rank.plan, value)
 
     def alloc() -> None:
-        values[value] = torch.empty(shape, dtype=dtype)
+        values[value] = torch.empty(shape, dtype=dtype, device=device)
 
     return alloc
 
@@ -118,14 +119,19 @@ def _load(part: Part, op: Load, rank: Rank) -> Run:
             rows = feed.take(op.tensor, part.mb)
         values[target] = torch.empty(shape, dtype=dtype).copy_(rows)
 
-    return load
+    def load_on_device() -> None:
+        with rank.untracked():
+            rows = feed.take(op.tensor, part.mb)
+        values[target] = upload(rows, shape, dtype, rank.device)
+
+    return load if rank.device.type == "cpu" else load_on_device
 
 
 def _fill(part: Part, rank: Rank, number: float, dtype_name: str) -> Run:
-    values, target, dtype = rank.store.values, part.writes[0], getattr(torch, dtype_name)
+    values, target, dtype, device = rank.store.values, part.writes[0], getattr(torch, dtype_name), rank.device
 
     def fill() -> None:
-        values[target] = torch.full((), number, dtype=dtype)
+        values[target] = torch.full((), number, dtype=dtype, device=device)
 
     return fill
 
@@ -144,11 +150,11 @@ def _add(part: Part, rank: Rank) -> Run:
 
 
 def _squared_norm(part: Part, op: SquaredNorm, rank: Rank) -> Run:
-    values, target, dtype = rank.store.values, part.writes[0], getattr(torch, op.dtype)
+    values, target, dtype, device = rank.store.values, part.writes[0], getattr(torch, op.dtype), rank.device
     flats = [rank.store.flat_grads[b] for b in op.buckets]
 
     def squared_norm() -> None:
-        total = torch.zeros((), dtype=dtype)
+        total = torch.zeros((), dtype=dtype, device=device)
         for flat in flats:
             total += torch.linalg.vector_norm(flat, dtype=dtype).square_()
         values[target] = total
@@ -157,11 +163,11 @@ def _squared_norm(part: Part, op: SquaredNorm, rank: Rank) -> Run:
 
 
 def _update(part: Part, op: Update, rank: Rank) -> Run:
-    values, store = rank.store.values, rank.store
-    flats = [store.flat_grads[b] for b in op.buckets]
+    flats = [rank.store.flat_grads[b] for b in op.buckets]
+    scale_now = _late_scale(part, op, rank) if rank.numbers.late else _scale(part, op, rank)
 
     def update() -> None:
-        scale = gradient_scale(op, [float(values[v]) for v in part.reads], f"step {rank.step}, rank {rank.rank}")
+        scale = scale_now()
         if rank.probe is not None:
             with rank.untracked():
                 rank.probe(rank, op.buckets, scale)
@@ -170,6 +176,40 @@ def _update(part: Part, op: Update, rank: Rank) -> Run:
             flat.zero_()
 
     return update
+
+
+def _scale(part: Part, op: Update, rank: Rank) -> Callable[[], float]:
+    values, reads = rank.store.values, part.reads
+    return lambda: gradient_scale(op, [float(values[v]) for v in reads], f"step {rank.step}, rank {rank.rank}")
+
+
+def _late_scale(part: Part, op: Update, rank: Rank) -> Callable[[], float | torch.Tensor]:
+    """The scale on the device. Its scalars are looked at when the step ends."""
+    values, found = rank.store.values, list[float]()
+
+    def check(number: float) -> None:
+        found.append(number)
+        if len(found) == len(part.reads):
+            scalars = found.copy()
+            found.clear()
+            gradient_scale(op, scalars, f"step {rank.step}, rank {rank.rank}")
+
+    readers = [(v, rank.numbers.reader(empty_value(rank.plan, v)[1], check)) for v in part.reads]
+
+    def scale() -> float | torch.Tensor:
+        for v, read in readers:
+            read(values[v])
+        return device_scale(op, [values[v] for v in part.reads])
+
+    return scale
+
+
+def device_scale(op: Update, scalars: list[torch.Tensor]) -> float | torch.Tensor:
+    """`gradient_scale` of scalars on a device, in float64 there and without its checks."""
+    scale = scalars[0].double().reciprocal() if op.weighted else 1.0
+    if op.clip is None:
+        return scale
+    return scale * (op.clip / (scalars[-1].double().sqrt() * abs(scale) + 1e-6)).clamp(max=1.0)
 
 
 def gradient_scale(op: Update, scalars: list[float], where: str) -> float:
@@ -251,7 +291,7 @@ def _forward(run: Run, part: Part, chunk: Chunk, rank: Rank) -> Run:
     """F sets the random state before it runs, and hands on losses, weights and new buffers after."""
     writes = dict(zip(chunk.steps["F"].writes, part.writes, strict=True))
     outputs = [(o, writes[f"out{k}"]) for k, o in enumerate(chunk.outputs) if f"out{k}" in writes]
-    scalars = [(o.kind, v) for o, v in outputs if o.kind in ("loss", "weight")]
+    scalars = [(_recorder(o.kind, v, part.mb, rank), v) for o, v in outputs if o.kind in ("loss", "weight")]
     buffers = [(o.ref, v) for o, v in outputs if o.kind == "buffer"]
     if chunk.random:
         run = _seeded(run, part, chunk, rank)
@@ -261,8 +301,8 @@ def _forward(run: Run, part: Part, chunk: Chunk, rank: Rank) -> Run:
 
     def forward() -> None:
         run()
-        for kind, v in scalars:
-            rank.record(kind, mb, float(values[v]))
+        for read, v in scalars:
+            read(values[v])
         for name, v in buffers:
             # A role may run its microbatches out of order; the content after the step is that of the last one.
             if rank.buffer_mb.get(name, -1) < mb:
@@ -272,10 +312,14 @@ def _forward(run: Run, part: Part, chunk: Chunk, rank: Rank) -> Run:
     return forward
 
 
+def _recorder(kind: str, value: str, mb: int, rank: Rank) -> Callable[[torch.Tensor], None]:
+    return rank.numbers.reader(empty_value(rank.plan, value)[1], lambda number: rank.record(kind, mb, number))
+
+
 def _seeded(run: Run, part: Part, chunk: Chunk, rank: Rank) -> Run:
     where = rank.places[chunk.id]
     row = microbatch_rows(rank.plan, rank.plan.replica_of(rank.rank), part.mb).start
-    set_seed = torch.default_generator.manual_seed
+    set_seed = generator(rank.device).manual_seed
 
     def seeded() -> None:
         set_seed(rng_seed(rank.seed, rank.step, row, where))

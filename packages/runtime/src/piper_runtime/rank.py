@@ -15,6 +15,7 @@ from piper_ir.ops import AllReduce, Recv, Send
 from piper_ir.plan import COMPUTE, Instr, Plan
 from piper_runtime import faults
 from piper_runtime.code import CodeStore, Steps
+from piper_runtime.device import CPU, Numbers, numbers_of
 from piper_runtime.feed import Feed
 from piper_runtime.job import Batch, NamedParameters
 from piper_runtime.optimizer import RankOptimizer
@@ -22,7 +23,7 @@ from piper_runtime.parts import Operand, Run, bind_alloc, bind_operand, bind_par
 from piper_runtime.rng import rng_places
 from piper_runtime.store import Store
 
-Probe = Callable[["Rank", tuple[str, ...], float], None]
+Probe = Callable[["Rank", tuple[str, ...], "float | torch.Tensor"], None]
 """Called in Update before the optimizer's step with the rank, the buckets and the scale that the gradients are about to get."""
 
 
@@ -64,9 +65,12 @@ class Rank:
     def __init__(
         self, plan: Plan, rank: int, code: CodeStore, trainee: Trainee,
         params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], probe: Probe | None = None,
+        device: torch.device = CPU, numbers: Numbers | None = None,
     ):  # fmt: skip
         self.plan = plan
         self.rank = rank
+        self.device = device
+        self.numbers = numbers or numbers_of(device)
         self.role = plan.role_of(rank)
         self.seed = trainee.seed
         self.places = rng_places(plan.chunks)
@@ -76,10 +80,10 @@ class Rank:
         self.buffer_mb: dict[str, int] = {}
         self.untracked: Callable[[], AbstractContextManager[None]] = nullcontext
         with torch.no_grad():
-            self.store = Store(plan, rank, params, buffers)
+            self.store = Store(plan, rank, params, buffers, device)
             self.optimizer = RankOptimizer(plan, self.store, trainee.optimizer, trainee.scheduler)
         self.feed = Feed(plan, rank, trainee.batch)
-        self.steps = Steps(code)
+        self.steps = Steps(code, device)
         behind = own_waits(self.role.program)
         self.entries = tuple(self._entry(i, instr, behind.get(i, ())) for i, instr in enumerate(self.role.program))
 
@@ -128,7 +132,9 @@ class Rank:
             bind_alloc(v, self)()
 
     def end(self) -> None:
-        """After the last instruction of a step, when all its streams are done."""
+        """After the last instruction of a step, when all its streams are done. NonFiniteLossError when a number that was not
+        read in the step is not finite."""
+        self.numbers.finish()
         self.optimizer.end_step()
 
     def record(self, kind: str, mb: int, value: float) -> None:
@@ -138,13 +144,13 @@ class Rank:
         self.scalars[kind][mb] = value
 
     def states(self) -> dict[str, torch.Tensor]:
-        """Copies of the parameters and buffers that this rank holds, by name."""
-        return {n: t.clone() for n, t in (*self.store.params.items(), *self.store.buffers.items())}
+        """Copies of the parameters and buffers that this rank holds, by name, on the CPU."""
+        return {n: t.to(CPU, copy=True) for n, t in (*self.store.params.items(), *self.store.buffers.items())}
 
-    def gradients(self, buckets: tuple[str, ...], scale: float) -> dict[str, torch.Tensor]:
-        """Copies of the gradients in these buckets, scaled, by parameter."""
+    def gradients(self, buckets: tuple[str, ...], scale: float | torch.Tensor) -> dict[str, torch.Tensor]:
+        """Copies of the gradients in these buckets, scaled, by parameter, on the CPU."""
         names = [n for b in buckets for n in self.plan.bucket(b).params]
-        return {n: self.store.grads[n] * scale for n in names}
+        return {n: (self.store.grads[n] * scale).to(CPU) for n in names}
 
 
 def own_waits(program: Sequence[Instr]) -> dict[int, tuple[tuple[str, int], ...]]:

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from piper_runtime.memory import MemoryCounter, MemoryRecord
+from piper_runtime.memory import AllocatorCounter, Counter, MemoryCounter, MemoryRecord
 from piper_runtime.rank import Rank
 from piper_runtime.trace import TimedSpan
 
 MEASURED = (
     "bytes of live tensor storages in the second step (the first of a run of one step), temporaries of operators included, as "
-    "torch's dispatcher shows them"
+    "torch's dispatcher shows them (of a process per CUDA rank: as torch's allocator was asked for them)"
 )
 
 
@@ -28,10 +28,21 @@ class StepRecord:
     step_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """What one rank tells of a step that it has just done: `RankReport`'s fields, of one step."""
+
+    step: int
+    started: float
+    finished: float
+    scalars: dict[str, dict[int, float]]
+
+
 @dataclass
 class RankReport:
     """What one rank brings back. `started`, `finished`: when it was ready, and when each step was done, on the machine-wide
-    clock; `scalars`: per step the losses and weights by microbatch; `gradients`: per step, as the optimizer saw them."""
+    clock of the launcher (times of another machine may miss it by `clock_error_s`); `scalars`: per step the losses and weights
+    by microbatch; `gradients`: per step, as the optimizer saw them."""
 
     started: float = 0.0
     finished: list[float] = field(default_factory=list)
@@ -40,19 +51,33 @@ class RankReport:
     spans: list[TimedSpan] = field(default_factory=list)
     memory: MemoryRecord | None = None
     states: dict[str, torch.Tensor] = field(default_factory=dict)
+    clock_error_s: float = 0.0
 
-    def end_step(self, rank: Rank) -> None:
+    def shift(self, seconds: float, error_s: float) -> None:
+        """Put the times on another clock, which is known to `error_s`."""
+        self.started += seconds
+        self.finished = [t + seconds for t in self.finished]
+        self.spans = [(instr, start + seconds, end + seconds) for instr, start, end in self.spans]
+        self.clock_error_s = error_s
+
+    def end_step(self, rank: Rank) -> StepDone:
         """Keep what a rank has found in the step that it has just done."""
         self.finished.append(time.perf_counter())
         self.scalars.append({kind: dict(found) for kind, found in rank.scalars.items()})
+        return StepDone(len(self.finished) - 1, self.started, self.finished[-1], self.scalars[-1])
 
-    def probe(self, rank: Rank, buckets: tuple[str, ...], scale: float) -> None:
+    def steps(self) -> list[StepDone]:
+        """One for every step that is done."""
+        found = enumerate(zip(self.finished, self.scalars, strict=True))
+        return [StepDone(step, self.started, finished, scalars) for step, (finished, scalars) in found]
+
+    def probe(self, rank: Rank, buckets: tuple[str, ...], scale: float | torch.Tensor) -> None:
         """A Probe that keeps gradients."""
         if len(self.gradients) == len(self.finished):
             self.gradients.append({})
         self.gradients[-1].update(rank.gradients(buckets, scale))
 
-    def close(self, rank: Rank, spans: Sequence[TimedSpan], counter: MemoryCounter | None) -> None:
+    def close(self, rank: Rank, spans: Sequence[TimedSpan], counter: Counter | None) -> None:
         """Keep what is left when the last step is done."""
         self.states = rank.states()
         self.spans = list(spans)
@@ -66,9 +91,9 @@ def measured_step(steps: int) -> int:
     return min(1, steps - 1)
 
 
-def measured_counter(rank: Rank) -> MemoryCounter:
-    """A counter that already holds the states of a rank."""
-    counter = MemoryCounter()
+def measured_counter(rank: Rank, *, alone: bool = False) -> Counter:
+    """A counter that already holds the states of a rank. alone: no other rank is in this process."""
+    counter = AllocatorCounter(rank.device) if alone and rank.device.type == "cuda" else MemoryCounter(rank.device.type)
     counter.track([*rank.store.state_tensors(), *rank.optimizer.state_tensors()])
     rank.untracked = counter.paused
     return counter

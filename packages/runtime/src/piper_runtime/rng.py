@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from hashlib import blake2b
 
+import torch
+
 from piper_ir.program import Chunk
 
 
@@ -16,6 +18,14 @@ def rng_seed(seed: int, step: int, row: int, where: int | str) -> int:
     long as the rows per microbatch are equal."""
     digest = blake2b(f"{seed}/{step}/{row}/{where}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
+
+
+def generator(device: torch.device) -> torch.Generator:
+    """The generator that random operations of a device draw from. To seed it asks nothing of the device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    torch.cuda.init()  # there are none before
+    return torch.cuda.default_generators[device.index]
 
 
 def rng_places(chunks: Iterable[Chunk]) -> dict[str, int | str]:

@@ -6,26 +6,25 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from piper_ir.errors import ExecutionError, JobError, NonFiniteLossError
+from piper_ir.errors import JobError
 from piper_ir.plan import Plan
 from piper_ir.trace import Trace
+from piper_runtime import device as devices
 from piper_runtime.code import CodeStore
+from piper_runtime.device import choose_device
 from piper_runtime.inline import InlineEngine
 from piper_runtime.job import InitialState, Job, materialize
-from piper_runtime.memory import MemoryCounter, MemoryRecord
-from piper_runtime.rank import Rank, Trainee, step_loss
-from piper_runtime.report import MEASURED, RankReport, measured_counter, measured_step
+from piper_runtime.launchers import Launcher, Workers, check_launcher, open_pool
+from piper_runtime.memory import Counter, MemoryRecord
+from piper_runtime.progress import OnStep, Progress
+from piper_runtime.ranges import name_inline
+from piper_runtime.rank import Rank, Trainee
+from piper_runtime.report import MEASURED, RankReport, StepRecord, measured_counter, measured_step
 from piper_runtime.trace import executed_trace
 
-if TYPE_CHECKING:
-    from piper_runtime.processes import Pool
-
-Launcher = Literal["ray", "processes", "inline", "emulated"]
-LATER = ("ray", "emulated")
 WARMUP_STEPS = 3
 
 
@@ -72,45 +71,56 @@ class Run:
 
 
 def execute(
-    plan: Plan, code: CodeStore, job: Job, *, steps: int, launcher: Launcher = "ray", timeout_s: float = 60.0,
-    trace: bool = False, memory: bool = False, gradients: bool = False, pool: Pool | None = None,
+    plan: Plan, code: CodeStore, job: Job, *, steps: int, launcher: Launcher = "ray", cluster: str = "auto",
+    timeout_s: float = 60.0, trace: bool = False, memory: bool = False, gradients: bool = False, pool: Workers | None = None,
+    ranges: bool = False, on_step: OnStep | None = None,
 ) -> Run:  # fmt: skip
     """Run `steps` optimizer steps of a plan with the code of its chunks.
 
-    launcher: "processes" (one process per rank, gloo over loopback) or "inline" (all ranks in this process). timeout_s: the
-    call ends that long after the last sign of progress of any rank; an instruction that takes longer counts as hung. trace:
-    keep the last step's spans (about 1 us per instruction). memory: measure peak bytes in the second step, in the first if
-    there is no other (slows that step). gradients: keep the gradients of every step. pool: worker processes to use again;
-    without one they are started and ended in this call. JobError: the job does not fit the plan. NonFiniteLossError: step, rank,
-    microbatch. ExecutionError: rank, instruction, peer."""
+    launcher: "ray" (one actor per rank; cluster: "auto", or the address of a cluster to join), "processes" (one process per
+    rank, gloo over loopback; under torchrun this process is one rank, see `piper_runtime.torchrun`) or "inline" (all ranks in
+    this process). timeout_s: the call ends that long after the last sign of progress of any rank; an instruction that takes
+    longer counts as hung. trace: keep the last step's spans (about 1 us per instruction). memory: measure peak bytes in the
+    second step, in the first if there is no other (slows that step). gradients: keep the gradients of every step. pool: workers
+    to use again; without one they are started and ended in this call. ranges: name instructions in profilers, see
+    `piper_runtime.ranges`. on_step: called here with every finished step, in order,
+    while the run goes on; when it raises, that is a warning and the run goes on. JobError: the job does not fit the plan.
+    NonFiniteLossError: step, rank, microbatch. HangError: every rank's last instructions. ExecutionError: rank, node,
+    instruction, peer."""
     check_request(plan, job, steps, launcher, timeout_s)
     initial = materialize(job)
     if launcher == "inline":
-        reports = _run_inline(plan, code, job, initial, steps, trace, memory, gradients)
-    else:
-        from piper_runtime.processes import run_processes
+        reports = _run_inline(plan, code, job, initial, steps, trace, memory, gradients, ranges, Progress(plan, on_step))
+        return _result(plan, reports, initial, memory)
+    from piper_runtime.request import make_requests
 
-        reports = run_processes(plan, code, job, initial, steps, timeout_s, trace, memory, gradients, pool)
-    return _result(plan, reports, initial, memory)
+    requests = make_requests(
+        plan, code, job, initial, steps=steps, trace=trace, memory=memory, gradients=gradients, stream=on_step is not None,
+        ranges=ranges,
+    )  # fmt: skip
+    if pool is not None:
+        return _result(plan, pool.run(plan, requests, timeout_s, on_step), initial, memory)
+    with open_pool(launcher, plan.mesh.world, cluster=cluster) as own:
+        return _result(plan, own.run(plan, requests, timeout_s, on_step), initial, memory)
 
 
 def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: float) -> None:
     """JobError or ExecutionError when `execute` could not even start with these arguments."""
-    if launcher in LATER:
-        raise ExecutionError(
-            f'launcher "{launcher}" comes with a later release; use launcher="processes" (or "inline", in one process)'
-        )
-    if launcher not in ("processes", "inline"):
-        raise ExecutionError(f'launcher {launcher!r} is not known; use "processes" or "inline"')
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise JobError(f"steps={steps!r}: an integer of at least 1 is needed")
-    if not timeout_s > 0:
-        raise JobError(f"timeout_s={timeout_s!r}: a number of seconds above 0 is needed; inf waits for ever")
+    check_launcher(launcher)
+    check_numbers(steps, timeout_s)
     if plan.global_batch != job.global_batch:
         raise JobError(
             f"the plan was made for a global batch of {plan.global_batch} rows, the job has {job.global_batch}; "
             f"compile the strategy with this job"
         )
+
+
+def check_numbers(steps: int, timeout_s: float) -> None:
+    """JobError when no run can have these numbers."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise JobError(f"steps={steps!r}: an integer of at least 1 is needed")
+    if not timeout_s > 0:
+        raise JobError(f"timeout_s={timeout_s!r}: a number of seconds above 0 is needed; inf waits for ever")
 
 
 def trainee(job: Job) -> Trainee:
@@ -119,15 +129,20 @@ def trainee(job: Job) -> Trainee:
 
 
 def _run_inline(
-    plan: Plan, code: CodeStore, job: Job, initial: InitialState, steps: int, trace: bool, memory: bool, gradients: bool
-) -> dict[int, RankReport]:
+    plan: Plan, code: CodeStore, job: Job, initial: InitialState, steps: int, trace: bool, memory: bool, gradients: bool,
+    ranges: bool, progress: Progress,
+) -> dict[int, RankReport]:  # fmt: skip
     reports = {r: RankReport() for r in range(plan.mesh.world)}
-    with torch.random.fork_rng(devices=[]):
+    device = choose_device(devices.default, 0)  # all ranks on one
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         ranks = [
-            Rank(plan, r, code, trainee(job), initial.params, initial.buffers, report.probe if gradients else None)
+            Rank(plan, r, code, trainee(job), initial.params, initial.buffers, report.probe if gradients else None, device)
             for r, report in reports.items()
         ]
-        counters: dict[int, MemoryCounter] = {}
+        if ranges:
+            for rank in ranks:
+                name_inline(rank)
+        counters: dict[int, Counter] = {}
         engine = InlineEngine(ranks)
         for report in reports.values():
             report.started = time.perf_counter()
@@ -136,30 +151,23 @@ def _run_inline(
                 counters = engine.counters = {r.rank: measured_counter(r) for r in ranks}
             spans = engine.step(step)
             for rank in ranks:
-                reports[rank.rank].end_step(rank)
-            _check_loss(plan, step, list(reports.values()))
+                progress.add(rank.rank, reports[rank.rank].end_step(rank))
             engine.counters = {}
     for rank in ranks:
         reports[rank.rank].close(rank, spans[rank.rank] if trace else [], counters.get(rank.rank))
     return reports
 
 
-def _check_loss(plan: Plan, step: int, reports: Sequence[RankReport]) -> float:
-    loss = step_loss(plan, [r.scalars[step] for r in reports])
-    if loss != loss:
-        raise NonFiniteLossError(f"step {step}: the sum of loss weights over the global batch is 0; is every row masked?")
-    return loss
-
-
 def _result(plan: Plan, reports: Mapping[int, RankReport], initial: InitialState, memory: bool) -> Run:
-    steps = len(next(iter(reports.values())).finished)
-    losses = [_check_loss(plan, step, list(reports.values())) for step in range(steps)]
-    start = max(r.started for r in reports.values())
-    step_s = [max(r.finished[i] - (r.finished[i - 1] if i else start) for r in reports.values()) for i in range(steps)]
+    records: list[StepRecord] = []
+    Progress(plan, records.append).finish(reports)
+    losses, step_s = [r.loss for r in records], [r.step_s for r in records]
     notes = {"peak_bytes": MEASURED} if memory else {}
+    if error := max(r.clock_error_s for r in reports.values()):
+        notes["clock_error_s"] = f"{error:.2e}: between nodes, half of the quickest round trip"
     spans = {r: rep.spans for r, rep in reports.items()}
     points = {r: rep.memory.points for r, rep in reports.items() if rep.memory is not None}
-    trace = executed_trace(plan, steps - 1, spans, points, losses, notes)
+    trace = executed_trace(plan, len(records) - 1, spans, points, losses, notes)
     return Run(
         losses, step_s, median(step_s[WARMUP_STEPS:]) if step_s[WARMUP_STEPS:] else None,
         {r: rep.memory.peak for r, rep in sorted(reports.items()) if rep.memory is not None}, trace,

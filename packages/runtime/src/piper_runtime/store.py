@@ -9,16 +9,21 @@ import torch
 from piper_ir.errors import PlanError
 from piper_ir.plan import Bucket, Plan
 from piper_ir.sizes import bind
+from piper_runtime.device import CPU
 
 
 class Store:
-    """States of a rank as its role lists them, and `values`: id -> tensor, the only reference to each.
+    """States of a rank on its device as its role lists them, and `values`: id -> tensor, the only reference to each.
 
     The parameters of a bucket are views of one flat tensor (`flat_params`), their gradients (`grads`) of another (`flat_grads`),
     zeroed. Every other parameter, and every buffer, is a tensor of its own. The store copies what it is given."""
 
-    def __init__(self, plan: Plan, rank: int, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]):
+    def __init__(
+        self, plan: Plan, rank: int, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
+        device: torch.device = CPU,
+    ):  # fmt: skip
         self.role = plan.role_of(rank)
+        self.device = device
         self.values: dict[str, torch.Tensor] = {}
         self.params: dict[str, torch.Tensor] = {}
         self.grads: dict[str, torch.Tensor] = {}
@@ -30,8 +35,8 @@ class Store:
         for bucket in self.buckets:
             self._add_bucket(bucket)
         for name in held["param"]:
-            self.params[name] = self._initial(name).clone(memory_format=torch.contiguous_format)
-        self.buffers = {n: _find(buffers, "buffer", n).clone(memory_format=torch.contiguous_format) for n in held["buffer"]}
+            self.params[name] = _copy(self._initial(name), device)
+        self.buffers = {n: _copy(_find(buffers, "buffer", n), device) for n in held["buffer"]}
         del self._given
 
     def _initial(self, name: str) -> torch.Tensor:
@@ -39,7 +44,7 @@ class Store:
 
     def _add_bucket(self, bucket: Bucket) -> None:
         dtype = getattr(torch, bucket.dtype)
-        flat, grad = torch.zeros(bucket.numel, dtype=dtype), torch.zeros(bucket.numel, dtype=dtype)
+        flat, grad = (torch.zeros(bucket.numel, dtype=dtype, device=self.device) for _ in range(2))
         for name, offset in zip(bucket.params, bucket.offsets, strict=True):
             initial = self._initial(name)
             part = slice(offset, offset + initial.numel())
@@ -73,6 +78,10 @@ def held_params(plan: Plan, rank: int) -> tuple[str, ...]:
     """Names of the parameters that a rank holds, each once."""
     bucketed = [p for b in state_names(plan, rank, "grad") for p in plan.bucket(b).params]
     return tuple(dict.fromkeys([*bucketed, *state_names(plan, rank, "param")]))
+
+
+def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 def _find(given: Mapping[str, torch.Tensor], what: str, name: str) -> torch.Tensor:

@@ -1,10 +1,10 @@
 """Streams: where instructions run beside each other. One thread issues a rank's program in order; a backend decides what that
 means.
 
-CPU: the compute stream is the issuing thread itself. Communication is posted by it too, and goes on beside compute in the
-communicator's own native threads; who needs its result waits for it. An accelerator's backend maps a stream to a device stream
-and a wait to an event, with the same interface: `bind` and `post` turn each instruction into a closure once per plan, so that
-issuing it costs a call.
+CPU: the compute stream is the issuing thread itself. It also posts communication that can be posted, which goes on beside
+compute in the communicator's native threads until somebody waits for it. Other work of another stream runs on a thread of that
+stream, and a wait is on a counter of finished instructions. An accelerator's backend maps a stream to a device stream and a wait
+to an event, with the same interface: `bind` turns each instruction into a closure once per plan, so that issuing it costs a call.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, MutableSequence
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -20,14 +21,24 @@ import torch
 from piper_ir.plan import COMPUTE
 
 Work = Callable[[], None]
-Start = Callable[[], Work]
-"""Starts a communication; what it returns blocks until the communication is done."""
 Waits = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """A communication as work: called, it returns when it is done. `start` begins it and returns what blocks until it is done, so
+    that a thread can go on in between."""
+
+    start: Callable[[], Work]
+
+    def __call__(self) -> None:
+        self.start()()
+
 
 STEP, ISSUED, PHASE, FIRST_STREAM = 0, 1, 2, 3
 """Places in a rank's heart: the step, the index of the instruction that is issued, a phase, then per communication stream the
-index of the instruction that is waited for, plus one (0: none). Others read it to see progress and to name the instruction of a
-rank that died."""
+index of the instruction that it runs or that is waited for, plus one (0: none). Others read it to see progress and to name the
+instruction of a rank that died."""
 RUNNING, WAITING, LOADING = 0, 1, 2
 """Phases: in an instruction or between two, waiting for another stream, not yet in the first step."""
 
@@ -44,13 +55,8 @@ class Backend(Protocol):
     error: BaseException | None
     """The first exception of a stream other than the issuing thread's."""
 
-    def bind(self, index: int, waits: Waits, work: Work) -> Work:
-        """The closure that issues `work` on the compute stream, behind what was issued there before and behind `waits`."""
-        ...
-
-    def post(self, index: int, stream: str, waits: Waits, start: Start, *, watched: bool = False) -> Work:
-        """The closure that issues a communication on `stream`, behind `waits`. It may begin before those that were issued there
-        earlier have ended; they end in order. `watched`: its end is noticed when it comes, not when it is waited for."""
+    def bind(self, index: int, stream: str, waits: Waits, work: Work) -> Work:
+        """The closure that issues `work` on `stream` behind what was issued there before and behind `waits`."""
         ...
 
     def begin(self) -> None:
@@ -66,23 +72,18 @@ class Backend(Protocol):
         ...
 
 
-class _Stream:
-    """A communication stream: `posted` are its communications that nobody has waited for yet, oldest first, and `done` counts
-    those that have ended in this step.
+class _Progress:
+    """How many instructions of a stream are done in this step. `posted` are those that the issuing thread has posted and nobody
+    has waited for yet, oldest first; `place` is the stream's in the heart. `done` is read without the lock: a waiter announces
+    itself before it looks again, and `advance` looks for waiters after it has counted, so with the interpreter's lock one of the
+    two always sees the other."""
 
-    Watched communications go through a thread, which the first of them starts. `done` is read without the lock: a waiter
-    announces itself before it looks again, and `advance` looks for waiters after it has counted, so with the interpreter's lock
-    one of the two always sees the other."""
-
-    def __init__(self, name: str, place: int) -> None:
-        self.name, self.place = name, place
-        self.bound: set[int] = set()  # a program may be bound more than once
+    def __init__(self, place: int) -> None:
+        self.place = place
         self.posted: deque[tuple[int, Work]] = deque()
         self.done = 0
         self.waiters = 0
         self.changed = threading.Condition()
-        self.queue: SimpleQueue[tuple[int, Work] | None] = SimpleQueue()
-        self.thread: threading.Thread | None = None
 
     def advance(self) -> None:
         self.done += 1
@@ -92,94 +93,120 @@ class _Stream:
 
 
 class CpuStreams:
-    """Backend for the CPU. A communication that waits for another one is posted when that has ended, by the issuing thread: a
-    plan that `verify` accepts runs to its end even if each rank finishes its communications one by one (rule R20)."""
+    """Backend for the CPU. `Posted` work is posted by the issuing thread, when what it waits for has ended: a plan that `verify`
+    accepts runs to its end even if each rank ends its communications one by one (rule R20). It may be posted before what is in
+    front of it on its stream has ended, and its end is noticed when it is waited for. Any other work of a communication stream
+    runs on a thread, which the stream gets with the first of it; a step has only one of the two kinds."""
 
     def __init__(self, streams: Iterable[str], heart: Heart):
         self.error: BaseException | None = None
         self._heart = heart
-        others = dict.fromkeys(s for s in streams if s != COMPUTE)
-        self._streams = {s: _Stream(s, place) for place, s in enumerate(others, FIRST_STREAM)}
+        # The first place is not used: compute is what the issuing thread does.
+        names = dict.fromkeys([COMPUTE, *streams])
+        self._progress = {s: _Progress(place) for place, s in enumerate(names, FIRST_STREAM - 1)}
+        self._bound: dict[str, set[int]] = {s: set() for s in self._progress}  # a program may be bound more than once
+        self._queues: dict[str, SimpleQueue[tuple[int, tuple[tuple[_Progress, int], ...], Work] | None]] = {}
+        self._threads: list[threading.Thread] = []
 
-    def bind(self, index: int, waits: Waits, work: Work) -> Work:
-        needed = self._needed(waits)
+    def bind(self, index: int, stream: str, waits: Waits, work: Work) -> Work:
+        self._bound[stream].add(index)
+        needed = tuple((self._progress[s], n) for s, n in waits)
+        if stream == COMPUTE:
+            advance = self._progress[COMPUTE].advance
+
+            def run() -> None:
+                work()
+                advance()
+
+            return self._behind(needed, run)
+        if isinstance(work, Posted):
+            start, append = work.start, self._progress[stream].posted.append
+            return self._behind(needed, lambda: append((index, start())))
+        put, task = self._queue(stream).put, (index, needed, work)
+        return lambda: put(task)
+
+    def _behind(self, needed: tuple[tuple[_Progress, int], ...], run: Work) -> Work:
+        """`run`, on the issuing thread, when what it needs is done; compute that was issued before is."""
+        needed = tuple((progress, n) for progress, n in needed if progress is not self._progress[COMPUTE])
         if not needed:
-            return work
+            return run
+        heart = self._heart
 
         def wait_and_run() -> None:
-            for stream, n in needed:
-                if stream.done < n:
-                    self._wait(stream, n)
-            work()
+            for progress, n in needed:
+                if progress.done < n:
+                    heart[PHASE] = WAITING
+                    self._finish(progress, n)
+            heart[PHASE] = RUNNING
+            run()
 
         return wait_and_run
 
-    def post(self, index: int, stream: str, waits: Waits, start: Start, *, watched: bool = False) -> Work:
-        on = self._streams[stream]
-        on.bound.add(index)
-        if watched and on.thread is None:
-            on.thread = threading.Thread(target=self._watch, args=(on,), name=f"piper {stream}", daemon=True)
-            on.thread.start()
-        append = on.queue.put if watched else on.posted.append
-        return self.bind(index, waits, lambda: append((index, start())))
+    def _queue(self, stream: str) -> SimpleQueue[tuple[int, tuple[tuple[_Progress, int], ...], Work] | None]:
+        """The queue of a stream's thread, which is started with it."""
+        if stream not in self._queues:
+            self._queues[stream] = SimpleQueue()
+            place = self._progress[stream].place
+            thread = threading.Thread(target=self._serve, args=(stream, place), name=f"piper {stream}", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        return self._queues[stream]
 
-    def _needed(self, waits: Waits) -> tuple[tuple[_Stream, int], ...]:
-        """Without waits for compute: in one thread, what was issued there is done."""
-        return tuple((self._streams[s], n) for s, n in waits if s != COMPUTE)
-
-    def _wait(self, stream: _Stream, n: int) -> None:
-        """Block until n communications of a stream have ended."""
-        heart, posted, place = self._heart, stream.posted, stream.place
-        heart[PHASE] = WAITING
-        while posted and stream.done < n:
+    def _finish(self, progress: _Progress, n: int) -> None:
+        """Wait for posted communication in its order, or for a thread."""
+        heart, posted, place = self._heart, progress.posted, progress.place
+        while posted and progress.done < n:
             heart[place] = posted[0][0] + 1
-            posted.popleft()[1]()  # no name for it: it holds tensors, and the next instruction may free them
+            posted.popleft()[1]()  # not kept in a variable: it holds tensors, and the next instruction may free them
             heart[place] = 0
-            stream.done += 1
-        if stream.done < n:
-            self._wait_for_watcher(stream, n)
-        heart[PHASE] = RUNNING
+            progress.done += 1
+        self._wait(progress, n)
 
-    def _wait_for_watcher(self, stream: _Stream, n: int) -> None:
-        with stream.changed:
-            stream.waiters += 1
+    def _wait(self, progress: _Progress, n: int) -> None:
+        if progress.done >= n:
+            return
+        with progress.changed:
+            progress.waiters += 1
             try:
-                while stream.done < n and self.error is None:
-                    stream.changed.wait()
+                while progress.done < n and self.error is None:
+                    progress.changed.wait()
             finally:
-                stream.waiters -= 1
-        if stream.done < n:
+                progress.waiters -= 1
+        if progress.done < n:
             raise StreamAborted
 
-    def _watch(self, stream: _Stream) -> None:
+    def _serve(self, stream: str, place: int) -> None:
         torch.set_grad_enabled(False)  # grad mode is per thread
-        heart, place = self._heart, stream.place
+        take, advance, heart = self._queues[stream].get, self._progress[stream].advance, self._heart
         try:
-            while (task := stream.queue.get()) is not None:
-                index, finish = task
+            while (task := take()) is not None:
+                index, needed, work = task
+                for progress, n in needed:
+                    self._wait(progress, n)
                 heart[place] = index + 1
-                finish()
-                del task, finish  # they hold tensors that may be freed from here on
+                work()
                 heart[place] = 0
-                stream.advance()
+                advance()
+        except StreamAborted:
+            return
         except BaseException as e:  # handed to the issuing thread, which raises it
             self.error = self.error or e
-            for other in self._streams.values():
-                with other.changed:
-                    other.changed.notify_all()
+            for progress in self._progress.values():
+                with progress.changed:
+                    progress.changed.notify_all()
 
     def begin(self) -> None:
-        for stream in self._streams.values():
-            stream.done = 0
+        for progress in self._progress.values():
+            progress.done = 0
 
     def synchronize(self) -> None:
-        for stream in self._streams.values():
-            if stream.done < len(stream.bound):
-                self._wait(stream, len(stream.bound))
+        self._heart[PHASE] = WAITING
+        for stream, indices in self._bound.items():
+            self._finish(self._progress[stream], len(indices))
+        self._heart[PHASE] = RUNNING
 
     def close(self) -> None:
-        threads = [(s.queue, s.thread) for s in self._streams.values() if s.thread is not None]
-        for queue, _ in threads:
+        for queue in self._queues.values():
             queue.put(None)
-        for _, thread in threads:
+        for thread in self._threads:
             thread.join()

@@ -15,6 +15,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,12 +26,30 @@ import torch.distributed as dist
 
 from piper_ir.errors import ExecutionError, PiperError
 from piper_runtime.code import missing_operators
-from piper_runtime.engine import Engine, PeerError
+from piper_runtime.emulate import EmulationRequest, emulate_rank
+from piper_runtime.engine import PeerError
 from piper_runtime.gloo import GlooCommunicators
 from piper_runtime.messages import HEART_SLOTS, Failure, Request, Setup
+from piper_runtime.profiler import ProfileRequest, profile
+from piper_runtime.ranges import named_instructions
 from piper_runtime.rank import Rank, Trainee
 from piper_runtime.report import RankReport, measured_counter, measured_step
-from piper_runtime.streams import PHASE, RUNNING, CpuStreams, Heart
+from piper_runtime.streams import LOADING, PHASE, RUNNING, STEP, Heart
+from piper_runtime.transport import connected, take_device
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a rank's worker has at hand, however it was started. `tell` sends a message to the launcher and does not wait for
+    it. `local_rank`: the rank's number among those that see the same devices, and `local_world`, the most of them on any node;
+    None: all ranks of the plan do."""
+
+    rank: int
+    communicators: GlooCommunicators
+    heart: Heart
+    tell: Callable[[Any], None]
+    local_rank: int | None = None
+    local_world: int | None = None
 
 
 def serve(setup: Setup) -> None:
@@ -40,32 +60,51 @@ def serve(setup: Setup) -> None:
     ).start()
     pipe: Connection[Any, Any] = Connection(setup.pipe)
     communicators = GlooCommunicators(dist.FileStore(setup.store, setup.world), setup.rank)
-    heart = _heart(setup)
-    # The first optimizer of a process imports torch._dynamo, which takes seconds: not in a run.
-    torch.optim.SGD([torch.zeros(())], lr=0.0)
-    pipe.send("ready")
+    # Plain pickle: a Connection would hand tensors over as shared memory, which needs a handshake.
+    seat = Seat(setup.rank, communicators, _heart(setup), lambda m: pipe.send_bytes(pickle.dumps(m, protocol=5)))
+    warm_up()
+    seat.tell("ready")
     while True:
         try:
             request = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        # Plain pickle: a Connection would hand tensors over as shared memory, which needs a handshake.
-        pipe.send_bytes(pickle.dumps(_answer(setup.rank, request, communicators, heart), protocol=5))
+        seat.tell(answer(seat, request))
 
 
-def _answer(rank: int, request: Request, communicators: GlooCommunicators, heart: Heart) -> RankReport | Failure:
+def warm_up() -> None:
+    """The first optimizer of a process imports torch._dynamo, which takes seconds: not in a run."""
+    torch.optim.SGD([torch.zeros(())], lr=0.0)
+
+
+def answer(seat: Seat, request: object) -> Any:
+    """Do what a request asks for. A Failure when it cannot be done."""
     try:
-        return run(rank, request, communicators, heart)
+        return perform(seat, request)
     except PiperError as e:
         details = "" if e.__cause__ is None else "".join(traceback.format_exception(e.__cause__))
         return Failure(type(e).__name__, str(e), details, isinstance(e, PeerError))
     except Exception as e:
-        message = f"rank {rank} failed before its first instruction: {type(e).__name__}: {e}"
+        when = "before its first step" if seat.heart[PHASE] == LOADING else f"between instructions of step {seat.heart[STEP]}"
+        message = f"rank {seat.rank} failed {when}: {type(e).__name__}: {e}"
         return Failure("ExecutionError", message, "".join(traceback.format_exception(e)), False)
 
 
-def run(rank: int, request: Request, communicators: GlooCommunicators, heart: Heart) -> RankReport:
+def perform(seat: Seat, request: object) -> Any:
+    """The answer to a request, by its class."""
+    match request:
+        case Request():
+            return run(seat, request)
+        case ProfileRequest():
+            return profile(seat.rank, request, seat.communicators, seat.heart)
+        case EmulationRequest():
+            return emulate_rank(seat.rank, request, seat.communicators, seat.heart)
+    raise ExecutionError(f"rank {seat.rank} cannot perform a {type(request).__name__}")
+
+
+def run(seat: Seat, request: Request) -> RankReport:
     """Bind the plan and run its steps."""
+    rank, heart, communicators = seat.rank, seat.heart, seat.communicators
     plan = pickle.loads(request.plan)
     parcel = pickle.loads(request.callables)
     batch, optimizer, scheduler = parcel.open()
@@ -73,13 +112,15 @@ def run(rank: int, request: Request, communicators: GlooCommunicators, heart: He
         parcel.import_definers()
     report = RankReport()
     trainee = Trainee(batch, optimizer, scheduler, request.seed)
-    bound = Rank(plan, rank, request.code, trainee, request.params, request.buffers, report.probe if request.gradients else None)
+    device = take_device(request.device, rank if seat.local_rank is None else seat.local_rank)
+    probe = report.probe if request.gradients else None
+    bound = Rank(plan, rank, request.code, trainee, request.params, request.buffers, probe, device)
     streams = plan.role_of(rank).streams
     if len(streams) > HEART_SLOTS - 3:
         raise ExecutionError(f"rank {rank} has {len(streams)} streams; at most {HEART_SLOTS - 3} are supported")
-    communicators.connect(plan)
-    backend = CpuStreams(streams, heart)
-    engine = Engine(bound, backend, communicators.bind, heart, trace=request.trace)
+    local_world = plan.mesh.world if seat.local_world is None else seat.local_world
+    name = named_instructions if request.ranges else None
+    backend, engine = connected(bound, communicators, heart, local_world=local_world, trace=request.trace, name=name)
     counter = None
     report.started = time.perf_counter()
     heart[PHASE] = RUNNING
@@ -87,9 +128,11 @@ def run(rank: int, request: Request, communicators: GlooCommunicators, heart: He
         last = step == request.steps - 1
         observed = request.memory and step == measured_step(request.steps)
         if observed:
-            counter = measured_counter(bound)
+            counter = measured_counter(bound, alone=True)
         engine.step(step, traced=request.trace and last, counter=counter if observed else None)
-        report.end_step(bound)
+        done = report.end_step(bound)
+        if request.stream:
+            seat.tell(done)
     backend.close()
     report.close(bound, engine.spans, counter)
     return report

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from piper_ir.costs import AllocatorCosts
 from piper_ir.ops import Compute
 from piper_ir.plan import COMPUTE, Plan, RolePlan
 from piper_ir.sizes import bind
@@ -92,9 +93,12 @@ def main_dtype(plan: Plan) -> str:
     return max(weight, key=lambda d: weight[d], default="float32")
 
 
-def device_bytes(plan: Plan, role: RolePlan, peak: int, cluster: Cluster | None) -> int:
+def device_bytes(plan: Plan, role: RolePlan, peak: int, cluster: Cluster | None, allocator: AllocatorCosts | None = None) -> int:
     """Bytes gone on a device at the peak: reserved by the allocator, the context, and a communicator per channel of its role
-    (of more than one rank). The plan's own bytes when no cluster is given."""
+    (of more than one rank). `allocator`: as measured, its context with its communicators. The plan's own bytes when neither is
+    given."""
+    if allocator is not None:
+        return allocator.context_bytes + round(peak * allocator.factor)
     if cluster is None:
         return peak
     total = cluster.context_bytes + round(peak * cluster.allocator_factor)

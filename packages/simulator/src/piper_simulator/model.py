@@ -3,7 +3,10 @@
 Compute: per kernel the larger of FLOPs at the reached peak and bytes at the reached bandwidth, summed; never less than the
 launches (t_layer = max(sum t_gpu, n_kernels t_launch), cost-model.md 1). Point-to-point: latency + bytes / bandwidth.
 All-reduce over n ranks: 2 (n - 1) hops + 2 (n - 1) / n bytes / bandwidth (a ring). Everything else is one kernel that moves
-bytes of memory."""
+bytes of memory.
+
+Where the host is the device (a CPU), what a message costs the processor is taken from the computation that is issued next, unless
+that waits for the message anyway: one core per rank does both, however many threads share it."""
 
 from __future__ import annotations
 
@@ -11,12 +14,14 @@ from dataclasses import dataclass
 
 from piper_ir.costs import Costs, Duration
 from piper_ir.errors import ClusterError
-from piper_ir.ops import COMM, AllReduce, Comm, Compute, Recv, SquaredNorm, Update
-from piper_ir.plan import Bucket, Channel, Instr, Part, Plan, RolePlan
+from piper_ir.ops import COMM, Comm, Compute, Load
+from piper_ir.plan import Channel, Instr, Part, Plan, RolePlan
 from piper_ir.program import Cost, Kernel
-from piper_ir.sizes import ITEM_BYTES, bind
+from piper_ir.sizes import bind
 from piper_ir.trace import Source
+from piper_ir.traffic import Traffic
 from piper_simulator.clusters import Cluster
+from piper_simulator.provenance import Provenance
 
 _TRUST: tuple[Source, ...] = ("formula", "interpolated", "table", "measured", "given")
 """Least to most: an instruction of several parts is labelled by the least trusted of its durations."""
@@ -53,7 +58,7 @@ class CostModel:
     """Durations of the instructions of one plan: given by the program, else looked up in `costs`, else computed for `cluster`.
 
     ClusterError: a duration must be computed and there is no cluster; the plan has more ranks than the cluster has devices; the
-    costs were taken at another number of rows per microbatch.
+    costs were taken at another number of rows per microbatch. CostsError: the costs hold for none of the plan's chunks.
 
     `issue_s`: host seconds per instruction, beside the device; where the host is the device they are part of the instruction."""
 
@@ -66,14 +71,18 @@ class CostModel:
             raise ClusterError(
                 f"the costs hold for {self.costs.rows} rows per microbatch; the plan has {plan.rows}: measure them at {plan.rows}"
             )
+        self._provenance = Provenance(plan, cluster, self.costs)
+        self._inline = cluster is not None and cluster.synchronous
         issue = 0.0 if cluster is None or self.given else cluster.host_issue_s
-        inline = cluster is not None and cluster.synchronous
-        self.issue_s, self._inline_s = (0.0, issue) if inline else (issue, 0.0)
+        if self.costs.host is not None and not self.given:
+            issue = self.costs.host.issue_s
+        self.issue_s, self._inline_s = (0.0, issue) if self._inline else (issue, 0.0)
+        self._traffic = Traffic(plan)
         self._steps: dict[Compute, Work] = {}
         self._links: dict[str, _Link] = {}
         self._messages: dict[tuple[str, int], Work] = {}
-        self._sizes: dict[int, int] = {}
-        self._guessed: dict[str, None] = {}
+        self._beside: dict[str, dict[int, float]] = {}
+        self._calls: dict[str, set[int]] = {}
 
     def work(self, role: RolePlan, instr: Instr) -> Work:
         """Duration, source, bytes and FLOPs of one instruction of a role."""
@@ -81,17 +90,45 @@ class CostModel:
         if isinstance(op, COMM):
             return self._comm(op, instr.parts[0])
         parts = [self._part(role, part) for part in instr.parts]
-        if len(parts) == 1 and not self._inline_s:
+        more = self._inline_s + self._taken(role, instr)
+        if len(parts) == 1 and not more:
             return parts[0]
-        seconds = self._inline_s + sum([p.seconds for p in parts])
+        seconds = more + sum([p.seconds for p in parts])
         return Work(seconds, min([p.source for p in parts], key=_TRUST.index), flops=sum([p.flops for p in parts]))
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of the durations asked for so far: constants that nobody measured, and guesses."""
-        if self.cluster is None:
-            return ()
-        return (*self.cluster.warnings, *(self.cluster.guess(dtype) for dtype in self._guessed))
+        """What a user should know of the durations asked for so far: constants that nobody measured, guesses, costs that do not
+        fit."""
+        return self._provenance.notes()
+
+    def _taken(self, role: RolePlan, instr: Instr) -> float:
+        """Seconds that messages take from an instruction of the compute stream."""
+        if not self._inline or self.given or self.costs.host is None:
+            return 0.0
+        if role.role not in self._beside:
+            self._beside[role.role] = self._taken_by_messages(role, self.costs.host.comm_s)
+        return self._beside[role.role].get(id(instr), 0.0)
+
+    def _taken_by_messages(self, role: RolePlan, each: float) -> dict[int, float]:
+        """Instruction of the compute stream (by identity) -> processor seconds of the messages issued since the one before it."""
+        taken: dict[int, float] = {}
+        issued: list[tuple[str, int, float]] = []
+        count: dict[str, int] = {}
+        for instr in role.program:
+            op = instr.parts[0].op
+            if isinstance(op, COMM):
+                count[instr.stream] = count.get(instr.stream, 0) + 1
+                issued.append((instr.stream, count[instr.stream], self._busy(op, instr.parts[0])))
+            elif issued:
+                awaited = dict(instr.waits)
+                taken[id(instr)] = sum(each + (0.0 if awaited.get(stream, 0) >= k else busy) for stream, k, busy in issued)
+                issued.clear()
+        return taken
+
+    def _busy(self, op: Comm, part: Part) -> float:
+        channel = self.plan.channel(op.channel)
+        return self.costs.busy_s(*self._comm_key(channel, self._traffic.message(op, part)))
 
     def _part(self, role: RolePlan, part: Part) -> Work:
         if isinstance(part.op, Compute):
@@ -100,20 +137,41 @@ class CostModel:
             return self._steps[part.op]
         if self.given:
             return Work(0.0, "given")
+        touched = self._traffic.touched(role, part)
+        known = self.costs.of_part(type(part.op).__name__, touched)
+        if known is not None:
+            return Work(known.seconds + self._batch_s(role, part), known.source)
         cluster = self._need(part.node)
-        moved = self._touched(role, part) / (cluster.memory_bandwidth * cluster.memory_fraction)
-        return Work(_launched(cluster, moved, 1), "formula")
+        self._provenance.computed(type(part.op).__name__)
+        return Work(_launched(cluster, touched / (cluster.memory_bandwidth * cluster.memory_fraction), 1), "formula")
+
+    def _batch_s(self, role: RolePlan, part: Part) -> float:
+        """Seconds of the job's batch function, which the first load of a microbatch on a role calls."""
+        if not isinstance(part.op, Load) or not self._is_first(role, part):
+            return 0.0
+        known = self.costs.of_part("Batch", self.plan.rows)
+        return known.seconds if known is not None else 0.0
+
+    def _is_first(self, role: RolePlan, part: Part) -> bool:
+        if role.role not in self._calls:
+            first: dict[int, int] = {}
+            for p in (p for instr in role.program for p in instr.parts if isinstance(p.op, Load)):
+                first.setdefault(p.mb, id(p))
+            self._calls[role.role] = set(first.values())
+        return id(part) in self._calls[role.role]
 
     def _step(self, op: Compute) -> Work:
         assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
-        cost = self.plan.chunk(op.chunk).steps[op.step].cost
-        known = self.costs.of_compute(op.chunk, op.step)
+        chunk = self.plan.chunk(op.chunk)
+        cost = chunk.steps[op.step].cost
+        known = self.costs.of_compute(op.chunk, op.step, chunk.code, self.plan.rows)
         if cost.seconds is not None:
             known = Duration(cost.seconds, "given")
         if known is not None:
+            self._provenance.looked_up(chunk, op.step)
             return Work(known.seconds, known.source, flops=cost.flops)
         cluster = self._need(f"step {op.step} of chunk {op.chunk}")
-        self._guessed.update(dict.fromkeys(k.dtype for k in cost.kernels if _is_guess(cluster, k)))
+        self._provenance.computed_step(chunk, op.step, [k.dtype for k in cost.kernels if _is_guess(cluster, k)])
         return Work(_kernels(cluster, cost), "formula", flops=cost.flops)
 
     def _need(self, what: str) -> Cluster:
@@ -121,48 +179,31 @@ class CostModel:
             raise ClusterError(f"{what} has no given duration; name a cluster to simulate on, e.g. simulate(plan, 'h100x8')")
         return self.cluster
 
-    def _touched(self, role: RolePlan, part: Part) -> int:
-        """Bytes of memory that an op other than Compute reads and writes."""
-        nbytes = sum(self._nbytes(v) for v in (*part.reads, *part.writes))
-        match part.op:
-            case SquaredNorm(buckets=buckets):
-                return nbytes + sum(_bucket_bytes(self.plan.bucket(b)) for b in buckets)
-            case Update(buckets=buckets):  # reads and writes parameters, optimizer state and (to zero it) the gradient
-                names = {f"{kind}:{b}" for b in buckets for kind in ("param", "grad", "optim")}
-                return nbytes + 2 * sum(s.nbytes for s in role.states if s.id in names)
-            case _:
-                return nbytes
-
     def _comm(self, op: Comm, part: Part) -> Work:
-        if isinstance(op, AllReduce) and op.bucket:
-            nbytes = _bucket_bytes(self.plan.bucket(op.bucket))
-        else:
-            nbytes = sum([self._nbytes(v) for v in (part.writes if isinstance(op, Recv) else part.reads)])
-        key = (op.channel, nbytes)
+        key = (op.channel, self._traffic.message(op, part))
         if key not in self._messages:
-            self._messages[key] = self._message(self.plan.channel(op.channel), nbytes)
+            self._messages[key] = self._message(self.plan.channel(op.channel), key[1])
         return self._messages[key]
 
-    def _nbytes(self, value: str) -> int:
-        spec = self.plan.values[value].spec
-        if id(spec) not in self._sizes:  # microbatches share specs: objects that the plan keeps alive
-            self._sizes[id(spec)] = bind(spec.nbytes, 0)
-        return self._sizes[id(spec)]
+    def _comm_key(self, channel: Channel, nbytes: int) -> tuple[str, int, int, int]:
+        """How `Costs` names a message."""
+        members = self.plan.peers(channel, self.plan.role(channel.roles[0]).ranks[0])
+        nodes = 1 if self.cluster is None else len({self.cluster.node_of(r) for r in members})
+        return "p2p" if channel.kind == "p2p" else "all_reduce", nbytes, len(members), nodes
 
     def _message(self, channel: Channel, nbytes: int) -> Work:
         p2p = channel.kind == "p2p"
-        known = self.costs.of_comm("p2p" if p2p else "all_reduce", nbytes, self.ranks(channel)) if self.costs.comm else None
+        key = self._comm_key(channel, nbytes)
+        known = self.costs.of_comm(*key) if self.costs.comm else None
         if known is not None:
+            self._provenance.sent(*key)
             return Work(known.seconds, known.source, bytes=nbytes)
         if self.given:
             return Work(0.0, "given", bytes=nbytes)
         link = self._link(channel, self._need(f"a message on channel {channel.id}"))
+        self._provenance.sent_unknown(*key)
         share = 1.0 if p2p else 2 * (link.ranks - 1) / link.ranks
         return Work(link.latency + share * nbytes / link.bandwidth, "formula", bytes=nbytes)
-
-    def ranks(self, channel: Channel) -> int:
-        """How many ranks one instance of a channel has."""
-        return len(self.plan.peers(channel, self.plan.role(channel.roles[0]).ranks[0]))
 
     def _link(self, channel: Channel, cluster: Cluster) -> _Link:
         if channel.id not in self._links:
@@ -224,7 +265,3 @@ def _launched(cluster: Cluster, busy: float, kernels: int) -> float:
     """Launches hide behind the device's work, or the other way round; they add up where the host is the device."""
     launches = kernels * cluster.launch_s
     return busy + launches if cluster.synchronous else max(busy, launches)
-
-
-def _bucket_bytes(bucket: Bucket) -> int:
-    return bucket.numel * ITEM_BYTES[bucket.dtype]

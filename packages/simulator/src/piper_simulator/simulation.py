@@ -80,11 +80,13 @@ def simulate(
     model_flops_per_step: float | None = None,
 ) -> Simulation:
     """Run a plan on a cluster (a name, see `load_cluster`, or a Cluster). `cluster` may be left out only when all compute has
-    given durations; these are then all there is, and the rest takes no time. `costs` come before what the device model computes.
+    given durations; these are then all there is, and the rest takes no time. `costs` come before what the device model computes;
+    costs of another machine, and what they do not hold, are named in `notes`.
     `steps` follow each other without a barrier. `tokens_per_row` (default: the plan's) enables rates; `model_flops_per_step`
     replaces the model FLOPs that the plan's own parameters suggest.
 
-    ClusterError: unknown cluster, too few devices, or none where a duration must be computed. PlanError: deadlock, steps < 1."""
+    ClusterError: unknown cluster, too few devices, or none where a duration must be computed. CostsError: costs of another model.
+    PlanError: deadlock, steps < 1."""
     if steps < 1:
         raise PlanError(f"simulate(steps={steps}): at least one step is needed")
     target = load_cluster(cluster) if isinstance(cluster, str) else cluster
@@ -112,7 +114,8 @@ def _simulate(
     gaps = idle(plan, prepared, times[0], durations, plan.hop)
     usages = [list(scan(plan, role)) for role in plan.roles]
     peaks = [max(u, key=lambda x: x.total) if u else peak(plan, role) for u, role in zip(usages, plan.roles)]
-    held = [device_bytes(plan, role, p.total, target) for role, p in zip(plan.roles, peaks)]
+    allocator = costs.allocator if costs is not None else None
+    held = [device_bytes(plan, role, p.total, target, allocator) for role, p in zip(plan.roles, peaks)]
     rates = _rates(plan, target, period_s, tokens_per_row, model_flops_per_step)
     notes = tuple(dict.fromkeys((*model.notes, *rates.notes)))
     return Simulation(

@@ -13,6 +13,7 @@ from piper_compiler.capture.codegen import StepCode
 from piper_compiler.capture.cut import Cut, Piece
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.joint import JointInput, TracedChunk, trace_chunk
+from piper_compiler.capture.opaque import trace_opaque
 from piper_ir.errors import CaptureError
 from piper_ir.program import Chunk, Program, Step
 from piper_ir.sizes import TensorSpec, bind
@@ -33,7 +34,10 @@ class Recipe:
             JointInput(slot.kind, example_tensor(spec, rows), needs_grad)
             for slot, spec, needs_grad in zip(self.piece.slots, self.specs, self.needs_grad, strict=True)
         ]
-        return trace_chunk(self.cut.module(self.piece, rows), inputs, self.tangent_mask)
+        module = self.cut.module(self.piece, rows)
+        if self.piece.opaque:
+            return trace_opaque(module, inputs, self.tangent_mask, random=self.cut.random(self.piece))
+        return trace_chunk(module, inputs, self.tangent_mask)
 
 
 def example_tensor(spec: TensorSpec, rows: int) -> Tensor:

@@ -21,6 +21,7 @@ from piper_compiler.capture.concrete import canonical_text, concrete_call, is_si
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.regions import Operations, Region, assign, free_nodes, live_nodes, operations, own_coords
 from piper_compiler.capture.replay import Facts, replay
+from piper_compiler.capture.tags import OPAQUE
 from piper_ir.errors import CaptureError
 
 
@@ -56,6 +57,10 @@ class Piece:
     copied: list[fx.Node] = field(default_factory=list)
     snapshots: list[fx.Node] = field(default_factory=list)
     changed_buffers: list[fx.Node] = field(default_factory=list)
+
+    @property
+    def opaque(self) -> bool:
+        return OPAQUE in self.region.coords
 
 
 @dataclass(frozen=True)
@@ -110,10 +115,18 @@ class Cut:
             if result.node in self.free:
                 yield from emit(result.node)
 
+    def random(self, piece: Piece) -> bool:
+        """Whether the piece draws random numbers."""
+        return not self.facts.random.isdisjoint(piece.region.nodes)
+
     def text(self, piece: Piece) -> str:
         """Equal for pieces that compute the same, whatever they are called."""
         names = {slot.node: f"in{i}" for i, slot in enumerate(piece.slots)}
-        lines = [f"copied {sorted(names[n] for n in piece.copied)}", f"snapshots {sorted(names[n] for n in piece.snapshots)}"]
+        lines = [
+            f"opaque {piece.opaque}",
+            f"copied {sorted(names[n] for n in piece.copied)}",
+            f"snapshots {sorted(names[n] for n in piece.snapshots)}",
+        ]
         for node in self.body(piece):
             lines.append(f"{self.ops.grad_mode[node]} {self._line(node, names)}")
             names[node] = f"%{len(lines)}"
@@ -171,6 +184,11 @@ class _Wiring:
                 if provider[node].kind == "param":
                     raise CaptureError(
                         f"{self._writer(region, node)}: parameter {provider[node].name!r} is changed in place in forward"
+                    )
+                if provider[node].kind == "buffer" and piece.opaque:
+                    raise CaptureError(
+                        f"{self._writer(region, node)}: an opaque region changes buffer {provider[node].name!r} in place; update "
+                        "buffers outside of it, or leave opaque=True away"
                     )
                 (piece.changed_buffers.append if provider[node].kind == "buffer" else piece.copied.append)(node)
             piece.snapshots = [

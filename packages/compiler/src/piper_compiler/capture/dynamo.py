@@ -24,6 +24,7 @@ from piper_compiler.capture.model import (
     flatten_batch,
     named_tensors,
 )
+from piper_compiler.capture.tags import is_opaque
 from piper_ir.errors import CaptureError
 from piper_ops import UnsupportedVariant, replace_portable
 
@@ -140,8 +141,9 @@ def capture_forward(
         again = _Recorder(batch=recorder.batch)
         _run(again, _with_numbers(fake_model(model, _torch.fake_cpu(), dtype), changed), loss, inputs, targets)
         _check_steady(gm, again.module, changed)
+    modules = {str(id(m)): m for m in module.modules()}
     try:
-        replace_portable(gm)
+        replace_portable(gm, lambda node: is_opaque(node, modules))
     except UnsupportedVariant as error:
         raise CaptureError(str(error)) from error
     nodes = [recorder.node_of(value) for value in result]
@@ -159,7 +161,7 @@ def capture_forward(
         buffers=buffers,
         batch=tensors,
         model=module,
-        modules={str(id(m)): m for m in module.modules()},
+        modules=modules,
         guards=_torch.row_guards(gm.graph),
     )
 

@@ -96,12 +96,12 @@ def trace_chunk(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_ma
 def mutated_inputs(module: fx.GraphModule, inputs: Sequence[JointInput]) -> tuple[int, ...]:
     """Indexes of the inputs that the chunk changes in place, in shape or in content."""
     frozen = [replace(i, needs_grad=False) for i in inputs]
-    wrapper = _Wrapper(module, _constants(module), len(inputs), (), ())
+    wrapper = _Wrapper(module, constants_of(module), len(inputs), (), ())
     return _export(wrapper, module, frozen, wrapper.constants).mutated
 
 
 def _trace(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool]) -> Joint:
-    constants = _constants(module)
+    constants = constants_of(module)
     wrapper = _Wrapper(module, constants, len(inputs), (), tangent_mask)
     raw = _export(wrapper, module, inputs, constants)
     mutated = raw.mutated
@@ -177,17 +177,23 @@ class _Wrapper(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.constants = constants
-        self.node: fx.Node | None = None
+        self._interpreter: Interpreter | None = None
         self.outputs = 0
         # In a tuple, so that the chunk's own tensors do not become parameters and buffers of the wrapper.
         self._chunk = (module,)
         self._inputs, self._mutated, self._mask = inputs, mutated, mask
 
+    @property
+    def node(self) -> fx.Node | None:
+        """The node that ran last."""
+        return self._interpreter.node if self._interpreter is not None else None
+
     def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         values = [a.clone() if k in self._mutated else a for k, a in enumerate(args[: self._inputs])]
         given = dict(zip(self.constants, args[self._inputs :], strict=True))
         with torch.device("cpu"), torch.fx.traceback.preserve_node_meta():
-            result = _Interpreter(self._chunk[0], given, self).run(*values)
+            self._interpreter = Interpreter(self._chunk[0], given)
+            result = self._interpreter.run(*values)
         outputs = [*(result if isinstance(result, list | tuple) else (result,)), *(values[k] for k in self._mutated)]
         self.outputs = len(outputs)
         for k, out in enumerate(outputs):
@@ -203,16 +209,18 @@ def _detached(out: torch.Tensor) -> torch.Tensor:
     return out.detach().clone(memory_format=torch.contiguous_format)
 
 
-class _Interpreter(fx.Interpreter):
-    """Runs the captured chunk on one device: constants come as arguments, and devices written into the graph become the CPU."""
+class Interpreter(fx.Interpreter):
+    """Runs the captured chunk on one device: constants come as arguments, and devices written into the graph become the CPU.
+    `node`: the one that runs, or that has failed."""
 
-    def __init__(self, module: fx.GraphModule, constants: Mapping[str, torch.Tensor], wrapper: _Wrapper) -> None:
+    def __init__(self, module: fx.GraphModule, constants: Mapping[str, torch.Tensor]) -> None:
         super().__init__(module)
         self.extra_traceback = False
-        self._constants, self._wrapper = constants, wrapper
+        self.node: fx.Node | None = None
+        self._constants = constants
 
     def run_node(self, n: fx.Node) -> Any:
-        self._wrapper.node = n
+        self.node = n
         return super().run_node(n)
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -237,7 +245,7 @@ def _cpu_keyword(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs if kwargs.get("device") is None else {**kwargs, "device": torch.device("cpu")}
 
 
-def _constants(module: fx.GraphModule) -> dict[str, torch.Tensor]:
+def constants_of(module: fx.GraphModule) -> dict[str, torch.Tensor]:
     """Tensors that the captured graph holds as attributes, by attribute name."""
     found: dict[str, torch.Tensor] = {}
     for node in module.graph.find_nodes(op="get_attr"):

@@ -4,6 +4,7 @@ Own coordinates of an operation are those of the regions and tagged modules arou
 
 1. An operation without user coordinates takes those of its latest producer; without a producer, those of the operation
    before it. What comes before anything tagged has none.
+   `opaque` is never taken over.
 2. An operation without a layer, between the first and the last operation with one, takes the layer of its latest producer if
    the user coordinates agree. Before the first layer (embedding) and after the last (head, loss) it has none.
 3. It joins the latest region with its coordinates if everything it needs is in regions up to that one, and if nothing that
@@ -27,7 +28,7 @@ from piper_compiler.capture import _torch
 from piper_compiler.capture.concrete import is_size, line_of, tensors_of
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.replay import Facts
-from piper_compiler.capture.tags import LAYER, PREFIX, check_coordinate, layer_indexes, module_coords
+from piper_compiler.capture.tags import LAYER, OPAQUE, PREFIX, check_coordinate, layer_indexes, module_coords
 from piper_ir.errors import CaptureError
 
 Coords = dict[str, int]
@@ -195,7 +196,8 @@ class _Assigner:
         first, last = self._layered
         if layer is None and first < self._position[node] < last and _user(before) == user:
             layer = before.get(LAYER)
-        return dict(sorted(user.items())) | ({LAYER: layer} if layer is not None else {})
+        opaque = {OPAQUE: 1} if OPAQUE in own else {}
+        return dict(sorted(user.items())) | ({LAYER: layer} if layer is not None else {}) | opaque
 
     def _region(self, node: fx.Node, coords: Coords) -> Region:
         key = tuple(coords.items())
@@ -218,7 +220,7 @@ class _Assigner:
 
 
 def _user(coords: Mapping[str, int]) -> Coords:
-    return {k: v for k, v in coords.items() if k != LAYER}
+    return {k: v for k, v in coords.items() if k not in (LAYER, OPAQUE)}
 
 
 def assign(nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: Facts) -> list[Region]:

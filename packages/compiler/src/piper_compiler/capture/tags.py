@@ -6,6 +6,9 @@ A coordinate is a name and an integer. Nested regions and tagged modules merge n
         x = self.embed(tokens)
     piper.tag(model, {"layers.0-3": dict(stage=0), "layers.4-7": dict(stage=1), "head*": dict(stage=1)})
 
+`opaque=True` is no coordinate of the user's choice: it says that the part is run by autograd as it is, see `opaque.py`. In
+selectors it is the coordinate opaque=1.
+
 The number of the outermost ModuleList entry that runs an operation is its coordinate `layer`, unless the user gives one.
 Several outermost ModuleLists (an encoder's and a decoder's) are numbered consecutively, in the order of their registration.
 """
@@ -17,9 +20,10 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.fx.traceback import annotate
 
 from piper_ir.errors import CaptureError, SelectorError
@@ -32,25 +36,35 @@ ATTRIBUTE = "_piper_coords"
 """Attribute of a tagged module: coordinate -> (value, pattern)."""
 
 LAYER = "layer"
+OPAQUE = "opaque"
 
 
 @contextmanager
-def region(**coords: int) -> Iterator[None]:
+def region(*, opaque: bool = False, **coords: int) -> Iterator[None]:
     """Give every operation of the block, or of the decorated function, these coordinates: `region(stage=0)`.
 
-    Does nothing outside of capture. Values are integers; capture refuses others with the line of the operation."""
+    opaque: run this part under autograd instead of cutting its backward into input and weight gradient: for operations that
+    have no portable form or cannot be made functional. Does nothing outside of capture. Values are integers; capture refuses
+    others with the line of the operation."""
     if not torch.compiler.is_compiling():
         yield
         return
-    with annotate({PREFIX + name: value for name, value in coords.items()}):
+    given = coords | ({OPAQUE: _opaque(opaque)} if opaque is not False else {})
+    with annotate({PREFIX + name: value for name, value in given.items()}):
         yield
+
+
+def _opaque(value: Any) -> Any:
+    """True as the integer that coordinates are made of; anything else as it is, to be refused."""
+    return 1 if value is True else value
 
 
 def tag(model: nn.Module, patterns: Mapping[str, Mapping[str, int]]) -> nn.Module:
     """Give modules coordinates from outside; returns `model`.
 
     A pattern is matched against dotted module names as by fnmatch (`*` also matches dots); a component such as `0-3` is an
-    inclusive range of indexes. A tagged module's coordinates hold for everything that runs inside it.
+    inclusive range of indexes. A tagged module's coordinates hold for everything that runs inside it; `opaque=True` as for
+    `region`.
     Raises SelectorError for a pattern without match, and for two patterns that give one module different values."""
     modules = {name: module for name, module in model.named_modules() if name}
     for pattern, coords in patterns.items():
@@ -66,6 +80,7 @@ def tag(model: nn.Module, patterns: Mapping[str, Mapping[str, int]]) -> nn.Modul
 def _stamp(name: str, module: nn.Module, pattern: str, coords: Mapping[str, int]) -> None:
     given: dict[str, tuple[int, str]] = module.__dict__.setdefault(ATTRIBUTE, {})
     for key, value in coords.items():
+        value = _opaque(value) if key == OPAQUE else value
         before, by = given.setdefault(key, (value, pattern))
         if before != value:
             raise SelectorError(
@@ -76,17 +91,21 @@ def _stamp(name: str, module: nn.Module, pattern: str, coords: Mapping[str, int]
 
 def _check_coords(pattern: str, coords: Mapping[str, int]) -> None:
     for key, value in coords.items():
-        check_coordinate(key, value, f"tag {pattern!r}")
+        check_coordinate(key, _opaque(value) if key == OPAQUE else value, f"tag {pattern!r}")
 
 
 def check_coordinate(name: str, value: object, where: str) -> None:
     """Raises CaptureError unless `name` is an identifier and `value` a non-negative integer."""
     if not name.isidentifier():
         raise CaptureError(f"{where}: coordinate name {name!r} is not an identifier")
+    if name == OPAQUE:
+        if value is not True and value != 1:
+            raise CaptureError(f"{where}: opaque={value!r}; the one value is True, and what is not opaque is left without it")
+        return
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise CaptureError(
             f"{where}: coordinate {name}={value!r} is not a non-negative integer; what region and tag are given are coordinates, "
-            "each a name of your choice and an integer, such as stage=0; there are no options"
+            "each a name of your choice and an integer, such as stage=0; the one option is opaque=True"
         )
 
 
@@ -117,6 +136,15 @@ def _matches(pattern: str, name: str) -> bool:
 def _examples(names: list[str]) -> str:
     shown = ", ".join(names[:8])
     return f"{shown}, ... ({len(names)} modules)" if len(names) > 8 else shown or "no submodules"
+
+
+def is_opaque(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether an operation of the captured graph stands in an opaque region or module. `modules`: by their ids, as in
+    nn_module_stack."""
+    if PREFIX + OPAQUE in (node.meta.get("custom") or {}):
+        return True
+    stack = (modules.get(key.split("@")[0]) for key in node.meta.get("nn_module_stack") or {})
+    return any(OPAQUE in module_coords(module) for module in stack if module is not None)
 
 
 def layer_indexes(model: nn.Module) -> dict[int, int]:

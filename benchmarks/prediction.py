@@ -1,0 +1,140 @@
+"""Predicted against measured: from a profile of 1F1B on two ranks, step time and peak memory of other strategies.
+
+The model is a GPT whose matrix products dominate. A round is one profile, the prediction of every strategy from it, and a run of
+every strategy; an error is the median over rounds of predicted/measured - 1, so that a slow minute of the machine is not taken
+for an error of the prediction. Strategies with more ranks than the machine has cores are left out: a measured duration is that of
+a rank with a core of its own, and taking turns on a core is not simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from statistics import median
+from typing import Any
+
+import piper
+from benchmarks.measure import Goal, Row
+from benchmarks.step_model import LARGE, Regime, job
+from piper.profiling import profile
+from piper_ir.machine import usable_cores
+from piper_runtime.processes import Pool
+from piper_runtime.run import WARMUP_STEPS
+from piper_simulator import Simulation, cpu_local, simulate
+
+GLOBAL_BATCH = 32
+STEPS, ROUNDS, QUICK_ROUNDS, QUICK_STRATEGIES = WARMUP_STEPS + 4, 4, 1, 3
+PROFILED_MICROBATCHES = 8
+APART = 0.05
+"""Pairs of strategies whose measured times differ by less say nothing about the order."""
+ERROR_GOAL, ORDER_GOAL, MEMORY_GOAL = Goal("below", 10), Goal("above", 0.8), Goal("below", 2)
+
+
+@dataclass
+class Case:
+    """A strategy. Per round: `predicted`, seconds per step in steady state, and `measured`, the median of the steps after the
+    warm-up. `simulation`: the latest; `peak`: measured bytes, of the rank with the most."""
+
+    name: str
+    compiled: piper.Compiled
+    predicted: list[float] = field(default_factory=list)
+    measured: list[float] = field(default_factory=list)
+    simulation: Simulation | None = None
+    peak: int = 0
+
+    @property
+    def error(self) -> float:
+        return median(p / m - 1 for p, m in zip(self.predicted, self.measured, strict=True))
+
+    @property
+    def memory_error(self) -> float:
+        assert self.simulation is not None
+        return max(self.simulation.peak_bytes) / self.peak - 1
+
+    def predict(self, costs: piper.Costs) -> None:
+        self.simulation = simulate(self.compiled.plan, cpu_local(), costs=costs)
+        self.predicted.append(self.simulation.period_s)
+
+    def run(self, pool: Pool) -> None:
+        run = piper.execute(self.compiled, steps=STEPS, launcher="processes", memory=not self.peak, pool=pool)
+        self.measured.append(median(run.step_s[WARMUP_STEPS:]))
+        self.peak = self.peak or max(run.peak_bytes.values())
+
+
+def rows(quick: bool) -> Iterator[Row]:
+    """A row per strategy, then the three goals."""
+    chosen = strategies()
+    names = [*chosen][:: max(1, len(chosen) // QUICK_STRATEGIES)] if quick else [*chosen]
+    yield from predicted({n: chosen[n] for n in names}, LARGE, GLOBAL_BATCH, QUICK_ROUNDS if quick else ROUNDS)
+
+
+def strategies() -> dict[str, piper.Strategy]:
+    """Pipelines in two schedules, of even and uneven stages; data parallelism by number of microbatches and size of buckets; both
+    together where there is a core per rank."""
+    recipes, pp, dp = piper.recipes, piper.Mesh(pp=2), piper.Mesh(dp=2)
+    schedules: dict[str, Callable[..., Any]] = {"gpipe": recipes.gpipe, "1f1b": recipes.one_f_one_b}
+    found = {
+        f"{name} pp=2 m={m}": piper.Strategy(pp, make(pp=2, microbatches=m))
+        for name, make in schedules.items()
+        for m in (2, 4, 8, 16)
+        if (name, m) != ("1f1b", PROFILED_MICROBATCHES)
+    }
+    found["1f1b pp=2 m=8, first stage of 1 layer"] = piper.Strategy(pp, recipes.one_f_one_b(pp=2, microbatches=8, at=(1,)))
+    found["gpipe pp=2 m=4, first stage of 3 layers"] = piper.Strategy(pp, recipes.gpipe(pp=2, microbatches=4, at=(3,)))
+    for m, mb in ((1, 25), (1, 2), (2, 25), (4, 4), (8, 1), (16, 25)):
+        split = piper.split(piper.where(), microbatches=m)
+        found[f"dp=2 m={m}, buckets of {mb} MiB"] = piper.Strategy(dp, (split, *recipes.data_parallel(bucket_mb=mb)))
+    if usable_cores() >= 4:
+        both = (*recipes.one_f_one_b(pp=2, microbatches=4), *recipes.data_parallel())
+        found["1f1b pp=2 dp=2 m=4"] = piper.Strategy(piper.Mesh(pp=2, dp=2), both)
+    return found
+
+
+def predicted(chosen: Mapping[str, piper.Strategy], regime: Regime, global_batch: int, rounds: int) -> Iterator[Row]:
+    """Rounds of profile, predictions and runs; then what they found."""
+    work = job(regime, global_batch)
+    known = piper.Strategy(
+        piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=min(PROFILED_MICROBATCHES, global_batch))
+    )
+    cases = [Case(name, piper.compile(work, strategy)) for name, strategy in chosen.items()]
+    with Pool(max(s.mesh.world for s in chosen.values())) as pool:
+        for _ in range(rounds):
+            costs = profile(work, known, pool=pool)
+            for case in cases:
+                case.predict(costs)
+                case.run(pool)
+    yield from map(_case_row, cases)
+    yield from _goal_rows(cases)
+
+
+def _case_row(case: Case) -> Row:
+    assert case.simulation is not None
+    shares = ", ".join(f"{name} {share:.1%}" for name, share in case.simulation.summary()["sources"].items())
+    errors = [100 * (p / m - 1) for p, m in zip(case.predicted, case.measured, strict=True)]
+    note = (
+        f"predicted {median(case.predicted) * 1e3:.1f} ms/step ({shares}), measured {median(case.measured) * 1e3:.1f}; "
+        f"peak memory {case.memory_error:+.2%}{''.join(f'; {n}' for n in case.simulation.notes)}"
+    )
+    return Row("prediction", case.name, 100 * case.error, "% error", min(errors), max(errors), note=note)
+
+
+def _goal_rows(cases: Sequence[Case]) -> Iterator[Row]:
+    errors = [100 * abs(c.error) for c in cases]
+    of = f"of {len(cases)} strategies from profiles of 1F1B pp=2 m={PROFILED_MICROBATCHES}; {len(cases[0].measured)} rounds"
+    yield Row("prediction", "step time: median error", median(errors), "%", min(errors), max(errors), ERROR_GOAL, of)
+    tau, pairs = rank_order([(median(c.predicted), median(c.measured)) for c in cases])
+    order = f"Kendall tau over {pairs} pairs that are more than {APART:.0%} apart when measured"
+    yield Row("prediction", "step time: order", tau, "", goal=ORDER_GOAL, note=order)
+    memory = [100 * abs(c.memory_error) for c in cases]
+    yield Row("prediction", "peak memory: largest error", max(memory), "%", min(memory), max(memory), MEMORY_GOAL, of)
+
+
+def rank_order(times: Sequence[tuple[float, float]]) -> tuple[float, int]:
+    """Kendall's tau of (predicted, measured) over the pairs that are apart when measured, and how many those are; 1 of none."""
+    signs = [
+        (a[0] > b[0]) - (a[0] < b[0]) if a[1] > b[1] else (a[0] < b[0]) - (a[0] > b[0])
+        for a, b in combinations(times, 2)
+        if max(a[1], b[1]) > (1 + APART) * min(a[1], b[1])
+    ]
+    return (sum(signs) / len(signs) if signs else 1.0), len(signs)

@@ -1,0 +1,170 @@
+"""The tuner: plans compiled and scored per second, and how far from the true best its searches end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from math import ceil
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import optuna
+from optuna.trial import FixedTrial
+
+from benchmarks import tuner_space as space
+from benchmarks.measure import Goal, Row
+from piper_autotune import Problem, Study, tune
+from piper_autotune.evaluators import Evaluator, Outcome, Processes
+from piper_autotune.problem import Programs
+from piper_autotune.rules import RULES, Rules
+from piper_autotune.scoring import Refused, Scored
+from piper_autotune.space import space_key
+from piper_compiler import Strategy, compile_program
+
+CORES = 2
+RATE_GOAL = Goal("above", 20)
+"""Plans per second."""
+INSTRUCTIONS = 5_000
+SEEDS, TRIALS = 20, 100
+MEDIAN_GOAL, TAIL_GOAL, NONE_GOAL = Goal("below", 0.01), Goal("below", 0.03), Goal("below", 1)
+RESULTS = Path(__file__).parent / "results"
+SIZES = space.SIZES
+
+
+def rows(quick: bool) -> Iterator[Row]:
+    """How fast, then how well."""
+    problem, programs, more = space.problem(SIZES)
+    yield _rate(problem, programs, more, 8 if quick else 60)
+    table, row = exhaustive(problem, programs, more)
+    yield row
+    yield from regrets(problem, programs, table, 3 if quick else SEEDS)
+
+
+def _rate(problem: Problem, programs: Programs, more: Mapping[str, Any], count: int) -> Row:
+    """Distinct strategies of about 5,000 instructions, so that nothing is known already."""
+    made = space.large(SIZES.layers)
+    sizes = [_instructions(problem, programs, s) for s in made[:2]]
+    work = [made[k % len(made)] for k in range(count)]
+    pool = Processes(problem, programs, CORES, 600.0, more["modules"])
+    try:
+        for ticket in [pool.submit(made[0]) for _ in range(2 * CORES)]:  # all have started, and have seen the program
+            pool.result(ticket)
+        begin = time.perf_counter()
+        _evaluate(pool, work)
+        rate = count / (time.perf_counter() - begin)
+    finally:
+        pool.close()
+    name = f"compiled and scored on {CORES} cores, plans of {min(sizes):,} to {max(sizes):,} instructions"
+    return Row("tune", name, rate, "plans/s", goal=RATE_GOAL, note=f"{count} plans, 16 layers, pp=8")
+
+
+def _instructions(problem: Problem, programs: Programs, strategy: Strategy) -> int:
+    plan = compile_program(problem.program, strategy, global_batch=problem.global_batch, training=problem.training).plan
+    return sum(len(role.program) for role in plan.roles)
+
+
+def _evaluate(evaluator: Evaluator, strategies: Sequence[Strategy]) -> list[Outcome]:
+    """All of them, a few at a time."""
+    tickets: list[int] = []
+    out: list[Outcome] = []
+    for strategy in strategies:
+        tickets.append(evaluator.submit(strategy))
+        if len(tickets) - len(out) >= evaluator.width:
+            out.append(evaluator.result(tickets[len(out)]))
+    return out + [evaluator.result(t) for t in tickets[len(out) :]]
+
+
+def exhaustive(problem: Problem, programs: Programs, more: Mapping[str, Any]) -> tuple[dict[Strategy, Outcome], Row]:
+    """Every strategy of the space, compiled and scored once; kept in benchmarks/results for the same space, sizes and sources."""
+    strategies = [space.strategy(FixedTrial(p), SIZES.layers) for p in space.points()]
+    path = RESULTS / f"tuner-{_key(problem)}.json"
+    known = json.loads(path.read_text()) if path.is_file() else None
+    if known is None:
+        begin = time.perf_counter()
+        pool = Processes(problem, programs, CORES, 600.0, more["modules"])
+        try:
+            outcomes = _evaluate(pool, strategies)
+        finally:
+            pool.close()
+        known = {"seconds": time.perf_counter() - begin, "outcomes": [asdict(o) for o in outcomes]}
+        RESULTS.mkdir(exist_ok=True)
+        path.write_text(json.dumps(known))
+        note = "taken now"
+    else:
+        note = f"kept from an earlier run in {path.name}"
+    outcomes = [Refused(**o) if "kind" in o else Scored(**o) for o in known["outcomes"]]
+    fitting = sum(isinstance(o, Scored) and not o.reason for o in outcomes)
+    row = Row("tune", f"all {len(strategies):,} strategies", known["seconds"], "s", note=f"{fitting:,} fit; {note}")
+    return dict(zip(strategies, outcomes, strict=True)), row
+
+
+def _key(problem: Problem) -> str:
+    """Of what the outcomes depend on: the space, and the sources of what compiles and scores."""
+    packages = Path(__file__).resolve().parent.parent / "packages"
+    digest = hashlib.sha256()
+    for name in ("ir", "compiler", "simulator", "autotune"):
+        for source in sorted((packages / name / "src").rglob("*.py")):
+            digest.update(source.read_bytes())
+    return space_key(space.strategy, digest.hexdigest(), sorted(space.CHOICES.items()), SIZES, *problem.facts())
+
+
+@dataclass
+class Table:
+    """An evaluator that looks scores up. What is not there is an error: the space would not be the one evaluated."""
+
+    outcomes: Mapping[Strategy, Outcome]
+
+    def __post_init__(self) -> None:
+        self.width = 1
+        self._asked: list[Strategy] = []
+
+    def submit(self, strategy: Strategy, engine: bool = False) -> int:
+        self._asked.append(strategy)
+        return len(self._asked) - 1
+
+    def result(self, ticket: int) -> Outcome:
+        return self.outcomes[self._asked[ticket]]
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def regrets(problem: Problem, programs: Programs, table: Mapping[Strategy, Outcome], seeds: int) -> Iterator[Row]:
+    """Regret: period of the best found over that of the best there is, less 1. Then the same for samplers of Optuna's alone."""
+    scored = {s: o for s, o in table.items() if isinstance(o, Scored)}
+    least = min(o.period_s for o in scored.values() if not o.reason)
+    judge = Rules(problem, programs)
+    wrong = [s for s, o in scored.items() if judge.check(s) is not None and not o.reason]
+    pruned = sum(judge.check(s) is not None for s in scored)
+    yield Row("tune", "candidates pruned that would fit", len(wrong), "", goal=NONE_GOAL, note=f"{pruned:,} pruned for memory")
+    studies = [_search(problem, table, seed, None) for seed in range(seeds)]
+    found = sorted(_regret(s, least) for s in studies)
+    bad = sum(s.best is None or bool(scored[s.best].reason) for s in studies)
+    looked = f"{mean(len(s.rows) for s in studies):.0f} candidates looked at, {mean(map(_scored, studies)):.0f} compiled"
+    note = f"{seeds} seeds, {TRIALS} trials; {looked}"
+    yield Row("tune", "regret, median", median(found), "", found[0], found[-1], MEDIAN_GOAL, note)
+    yield Row("tune", "regret, 95th percentile", found[ceil(0.95 * len(found)) - 1], "", goal=TAIL_GOAL, note=note)
+    yield Row("tune", "results that do not fit", bad, "", goal=NONE_GOAL, note=note)
+    for name, sampler in (("TPE", optuna.samplers.TPESampler), ("random", optuna.samplers.RandomSampler)):
+        others = sorted(_regret(_search(problem, table, k, sampler(seed=k)), least) for k in range(seeds))
+        yield Row("tune", f"regret with Optuna's {name}, median", median(others), "", others[0], others[-1], note="same rules")
+
+
+def _search(problem: Problem, table: Mapping[Strategy, Outcome], seed: int, sampler: optuna.samplers.BaseSampler | None) -> Study:
+    function = partial(space.strategy, layers=SIZES.layers)
+    return tune(problem, function, trials=TRIALS, seed=seed, sampler=sampler, evaluator=Table(table))
+
+
+def _regret(study: Study, least: float) -> float:
+    best = study.best_row
+    assert best is not None and best.period_s is not None
+    return best.period_s / least - 1
+
+
+def _scored(study: Study) -> int:
+    return sum(r.kind not in RULES for r in study.rows)

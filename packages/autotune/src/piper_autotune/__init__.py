@@ -1,0 +1,36 @@
+"""Piper's tuner: searches the parameters of a strategy in simulation, under a memory limit; what runs plans is handed in.
+
+Names are imported on first use: worker processes need no optuna."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from piper_autotune.confirm import Measured
+    from piper_autotune.problem import Problem
+    from piper_autotune.rows import Row
+    from piper_autotune.search import Progress
+    from piper_autotune.study import NothingFoundError, Study
+    from piper_autotune.tuner import tune
+
+__all__ = ["Measured", "NothingFoundError", "Problem", "Progress", "Row", "Study", "tune"]
+
+_HOME = {
+    "Measured": "confirm",
+    "NothingFoundError": "study",
+    "Problem": "problem",
+    "Progress": "search",
+    "Row": "rows",
+    "Study": "study",
+    "tune": "tuner",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'piper_autotune' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(import_module(f"piper_autotune.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

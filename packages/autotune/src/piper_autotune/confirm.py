@@ -1,0 +1,42 @@
+"""Confirming: the best candidates run by whatever runs plans, which is handed in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from piper_autotune.rows import Row
+from piper_autotune.search import Search
+from piper_compiler import Strategy
+from piper_ir.errors import PiperError
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run of a strategy took: seconds per step in steady state, most bytes alive on a rank (None: not measured)."""
+
+    period_s: float
+    peak_bytes: int | None = None
+
+
+def confirm_best(search: Search, count: int, measure: Callable[[Strategy], Measured]) -> None:
+    """Run the best; candidates with equal predictions are one plan and run once."""
+    seen: set[tuple[object, ...]] = set()
+    for row in search.complete():
+        prediction = (row.period_s, row.step_s, row.peak_bytes)
+        if prediction in seen:
+            continue
+        if len(seen) == count:
+            return
+        seen.add(prediction)
+        search.rows[row.number] = _confirmed(row, search.strategies[row.number], measure)
+
+
+def _confirmed(row: Row, strategy: Strategy, measure: Callable[[Strategy], Measured]) -> Row:
+    try:
+        found = measure(strategy)
+    except PiperError as e:
+        return replace(row, state="rejected", kind="confirmation", reason=f"running it failed: {e}")
+    assert row.period_s is not None, "a complete row has a period"
+    error = row.period_s / found.period_s - 1
+    return replace(row, measured_period_s=found.period_s, measured_peak_bytes=found.peak_bytes, error=error)

@@ -1,0 +1,47 @@
+"""Why a search found nothing, and which memory limit would let it find something."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from piper_autotune.problem import Problem
+from piper_autotune.rows import Row, size_text
+from piper_autotune.search import Search
+
+MEMORY_KINDS = ("memory", "states", "activations")
+MOST_COMPILED = 32
+"""Candidates compiled, after a search in which nothing fits, to find the smallest limit that fits one."""
+
+
+def nothing_found(search: Search, problem: Problem) -> str:
+    """What to tell the user."""
+    rows = list(search.rows.values())
+    too_much = [r for r in rows if r.kind in MEMORY_KINDS]
+    if too_much and problem.memory_limit is not None:
+        least = _smallest(search, too_much)
+        if least is not None:
+            return (
+                f"none of {len(rows)} candidates fits into {size_text(problem.memory_limit)}; the smallest needs "
+                f"{least.device_bytes} bytes ({least.reason}; params {dict(least.params)}). Set memory_limit to at least that, "
+                "or offer choices that hold less: more stages, smaller microbatches, fewer of them in flight"
+            )
+    if not rows:
+        return "the search ended without a candidate: the sampler proposed nothing that could be scored"
+    kind, count = Counter(str(r.kind) for r in rows).most_common(1)[0]
+    first = next(r for r in rows if r.kind == kind)
+    return f"all {len(rows)} candidates were rejected, {count} of them as {kind!r}; the first: {first.reason}"
+
+
+def _smallest(search: Search, rows: list[Row]) -> Row | None:
+    """The candidate that needs least: rules gave lower bounds, so those below the least exact need are compiled."""
+    known = {r.number: r for r in rows}
+    for _ in range(MOST_COMPILED):
+        least = min(known.values(), key=lambda r: (r.device_bytes, r.number), default=None)
+        if least is None or least.kind == "memory":
+            return least
+        found = search.score(least.number)
+        if found.kind == "memory":
+            known[least.number] = found
+        else:
+            del known[least.number]
+    return min((r for r in known.values() if r.kind == "memory"), key=lambda r: (r.device_bytes, r.number), default=None)

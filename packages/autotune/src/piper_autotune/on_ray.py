@@ -1,0 +1,104 @@
+"""Scoring as Ray tasks, one candidate each. ray is imported when the evaluator is made, and only here."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+from piper_autotune.evaluators import Outcome
+from piper_autotune.problem import Problem, Programs, Variants, packed, packed_strategy
+from piper_autotune.scoring import Needs, Refused, Scored, score
+from piper_compiler import Strategy
+from piper_ir.errors import TuneError
+
+_KNOWN: dict[bytes, Problem] = {}
+_LOCK = threading.Lock()
+
+
+def task(name: bytes, blob: bytes, strategy: bytes, engine: bool, variants: Variants) -> Scored | Refused | Needs:
+    """Score one candidate in a Ray worker; `blob` is a packed Problem called `name`, unpacked once per worker."""
+    with _LOCK:
+        if name not in _KNOWN:
+            _KNOWN.clear()
+            _KNOWN[name] = pickle.loads(blob)
+        problem = _KNOWN[name]
+    return score(problem, pickle.loads(strategy), variants, engine)
+
+
+class OnRay:
+    """Tasks on the Ray cluster at `address` ("local": one on this machine, ended with `close`; "auto" or "ray": the one that is
+    there, else "local"). A task is not repeated when its worker dies."""
+
+    def __init__(
+        self, problem: Problem, programs: Programs, address: str, timeout_s: float, modules: Iterable[ModuleType] = ()
+    ) -> None:
+        try:
+            import ray
+        except ImportError as e:
+            raise TuneError(f'workers="{address}" needs Ray: {e}; install ray, or give a number of processes') from None
+        self._ray: Any = ray
+        self._mine = not ray.is_initialized()
+        if self._mine:
+            _join(ray, address)
+        self._programs, self._timeout_s = programs, timeout_s
+        self._blob = ray.put(packed(problem, modules))
+        self._name = self._blob.binary()
+        self._task = ray.remote(task).options(max_retries=0, num_cpus=1)
+        self.width = 2 * max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+        self._jobs: list[tuple[bytes, bool]] = []
+        self._refs: dict[int, Any] = {}
+
+    def submit(self, strategy: Strategy, engine: bool = False) -> int:
+        self._jobs.append((packed_strategy(strategy), engine))
+        self._send(len(self._jobs) - 1)
+        return len(self._jobs) - 1
+
+    def _send(self, ticket: int) -> None:
+        strategy, engine = self._jobs[ticket]
+        self._refs[ticket] = self._task.remote(self._name, self._blob, strategy, engine, self._programs.found)
+
+    def result(self, ticket: int) -> Outcome:
+        errors = self._ray.exceptions
+        while True:
+            ref = self._refs.pop(ticket)
+            try:
+                found = self._ray.get(ref, timeout=self._timeout_s)
+            except errors.GetTimeoutError:
+                self._ray.cancel(ref, force=True)
+                return Refused("hang", f"it took longer than {self._timeout_s:g} s; its Ray worker was ended")
+            except errors.RayError as e:
+                return Refused("crash", f"its Ray worker failed: {str(e).strip().splitlines()[0]}")
+            if not isinstance(found, Needs):
+                outcome: Outcome = found
+                return outcome
+            self._programs.add(found.rows)
+            self._send(ticket)
+
+    def close(self) -> None:
+        for ref in self._refs.values():
+            self._ray.cancel(ref, force=True)
+        if self._mine:
+            self._ray.shutdown()
+
+
+def _join(ray: Any, address: str) -> None:
+    """An existing cluster, or one of our own."""
+    quiet = {"logging_level": "ERROR", "log_to_driver": False, "include_dashboard": False}
+    try:
+        if address in ("ray", "auto", "local"):
+            try:
+                if address == "local":
+                    raise ConnectionError
+                ray.init(address="auto", **{k: v for k, v in quiet.items() if k != "include_dashboard"})
+            except ConnectionError:
+                ray.init(address="local", **quiet)
+        else:
+            ray.init(address=address, **{k: v for k, v in quiet.items() if k != "include_dashboard"})
+    except Exception as e:  # ray raises what its parts raise
+        raise TuneError(
+            f'workers="{address}": no Ray cluster there ({type(e).__name__}: {e}); give the address of one that runs, "ray", '
+            "or a number of processes"
+        ) from None

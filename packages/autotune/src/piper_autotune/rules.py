@@ -1,0 +1,95 @@
+"""Rules that reject a candidate before it is compiled. Each is sound: what it rejects does not fit, or is slower than what is
+known.
+
+A rule compares lower bounds (`piper_autotune.sketch`): what does not fit with the choices that save most memory is not tried with
+any that save less. A strategy with directives of the user's own is never pruned, except by its mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from piper_autotune.problem import Problem, Programs
+from piper_autotune.rows import size_text, time_text
+from piper_autotune.sketch import Sketch, Sketches
+from piper_compiler import Strategy
+
+RULES: Mapping[str, str] = {
+    "devices": "the mesh has more ranks than the cluster has devices",
+    "rows": "the global batch does not divide into the microbatches and data-parallel replicas",
+    "states": "parameters, gradients and optimizer state of a role alone exceed the memory limit: with this placement no "
+    "schedule, number of microbatches or bucket size fits",
+    "activations": "the state and what the microbatches in flight have saved for backward exceed the memory limit: no plan with "
+    "this order holds less",
+    "slower": "the compute of the busiest device alone takes longer than the steps of the best candidates known",
+}
+"""Name -> what it says. In the order in which they are tried."""
+
+
+@dataclass(frozen=True)
+class Pruned:
+    """`period_s` and `device_bytes`: at least, None where the rule does not look. `over`: by how much the limit is exceeded, as a
+    fraction of it."""
+
+    rule: str
+    reason: str
+    period_s: float | None = None
+    device_bytes: int | None = None
+    over: float = 0.0
+
+
+class Rules:
+    """The rules for a problem."""
+
+    def __init__(self, problem: Problem, programs: Programs) -> None:
+        self._problem = problem
+        self._sketches = Sketches(problem, programs)
+
+    def check(self, strategy: Strategy, known_s: float = float("inf")) -> Pruned | None:
+        """The first rule that rejects a strategy. `known_s`: the period that a candidate must beat to be of use."""
+        cluster = self._problem.cluster
+        if cluster is not None and strategy.mesh.world > cluster.devices:
+            has = f"{cluster.name} has {cluster.devices} devices"
+            return _pruned("devices", f"{strategy.mesh} has {strategy.mesh.world} ranks, {has}", over=1.0)
+        sketch = self._sketches.sketch(strategy)
+        if sketch is None:
+            return None
+        rows = self._sketches.rows(sketch)
+        if rows is None:
+            parts = f"{sketch.microbatches} microbatches x {sketch.replicas} replicas"
+            return _pruned("rows", f"{self._problem.global_batch} rows do not divide into {parts}", over=1.0)
+        return self._memory(strategy, sketch, rows) or self._time(strategy, sketch, rows, known_s)
+
+    def _memory(self, strategy: Strategy, sketch: Sketch, rows: int) -> Pruned | None:
+        limit = self._problem.memory_limit
+        if limit is None:
+            return None
+        nbytes, role = self._sketches.state_bytes(sketch)
+        held = self._sketches.on_device(strategy, nbytes)
+        if held > limit:
+            return _too_much("states", role, held, limit, "parameters, gradients and optimizer state")
+        nbytes, role, most = self._sketches.filled_bytes(sketch, rows)
+        held = self._sketches.on_device(strategy, nbytes)
+        if held > limit:
+            what = f"its state and the saved tensors of {most} microbatches of {rows} rows"
+            return _too_much("activations", role, held, limit, what)
+        return None
+
+    def _time(self, strategy: Strategy, sketch: Sketch, rows: int, known_s: float) -> Pruned | None:
+        if known_s == float("inf"):
+            return None
+        least = self._sketches.period_s(strategy, sketch, rows)
+        if least <= known_s:
+            return None
+        text = f"its busiest device computes for {time_text(least)} per step; steps of {time_text(known_s)} are known"
+        return _pruned("slower", text, period_s=least)
+
+
+def _too_much(rule: str, role: str, held: int, limit: int, what: str) -> Pruned:
+    more = f"{size_text(held - limit)} more than the limit of {size_text(limit)}"
+    text = f"role {role} needs at least {size_text(held)} for {what}, {more}"
+    return _pruned(rule, text, device_bytes=held, over=held / limit - 1)
+
+
+def _pruned(rule: str, text: str, *, period_s: float | None = None, device_bytes: int | None = None, over: float = 0.0) -> Pruned:
+    return Pruned(rule, f"rule {rule}: {text}", period_s, device_bytes, over)

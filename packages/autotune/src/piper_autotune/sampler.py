@@ -1,0 +1,125 @@
+"""The default sampler: TPE, and every other trial a neighbour of one of the best candidates so far."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.samplers import BaseSampler, TPESampler
+from optuna.study import Study
+from optuna.trial import FrozenTrial, TrialState
+
+START = 12
+"""Trials at random before the others, to learn from."""
+LEADERS = 4
+"""Candidates whose neighbours are tried; the first has most of them tried first."""
+
+Point = frozenset[tuple[str, Any]]
+
+
+class GuidedSampler(BaseSampler):
+    """Spaces of strategies have steep walls (memory) and long flat valleys (bucket sizes), where a density estimate of few trials
+    is blunt and one step from a good candidate finds a better one. Neighbours change one value (then two) of a leader to one
+    close by; none is tried twice. What a changed value brings in anew is sampled by TPE."""
+
+    def __init__(self, seed: int) -> None:
+        self._tpe = TPESampler(seed=seed, n_startup_trials=START)
+        self._random = random.Random(seed)
+        self._chosen: dict[str, Any] = {}
+        self._local = False
+
+    def reseed_rng(self) -> None:
+        self._tpe.reseed_rng()
+        self._random.seed()
+
+    def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
+        """The space of TPE, or of the neighbour that is proposed."""
+        self._local = False
+        trials = study.get_trials(deepcopy=False)
+        done = [t for t in trials if t.state == TrialState.COMPLETE]
+        if len(done) >= START and trial.number % 2:
+            seen = {frozenset(t.params.items()) for t in trials}
+            found = self._neighbour(leaders(done), seen)
+            if found is not None:
+                self._local = True
+                self._chosen, space = found
+                return space
+        return self._tpe.infer_relative_search_space(study, trial)
+
+    def sample_relative(self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
+        if self._local:
+            return self._chosen
+        return self._tpe.sample_relative(study, trial, search_space)
+
+    def sample_independent(self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution) -> Any:
+        return self._tpe.sample_independent(study, trial, param_name, param_distribution)
+
+    def before_trial(self, study: Study, trial: FrozenTrial) -> None:
+        self._tpe.before_trial(study, trial)
+
+    def after_trial(self, study: Study, trial: FrozenTrial, state: TrialState, values: Sequence[float] | None) -> None:
+        self._tpe.after_trial(study, trial, state, values)
+
+    def _neighbour(
+        self, among: Sequence[FrozenTrial], seen: set[Point]
+    ) -> tuple[dict[str, Any], dict[str, BaseDistribution]] | None:
+        """A point next to a leader, and its space."""
+        for steps in (1, 2):
+            for leader in among:
+                options = [p for p in self._around(leader, steps) if frozenset(p.items()) not in seen]
+                if options:
+                    return self._random.choice(options), dict(leader.distributions)
+        return None
+
+    def _around(self, trial: FrozenTrial, steps: int) -> Iterator[dict[str, Any]]:
+        names = [n for n, d in trial.distributions.items() if not d.single()]
+        for name in names:
+            for value in self._close(trial.distributions[name], trial.params[name]):
+                point = {**trial.params, name: value}
+                if steps == 1:
+                    yield point
+                    continue
+                for other in names[names.index(name) + 1 :]:
+                    for second in self._close(trial.distributions[other], trial.params[other]):
+                        yield {**point, other: second}
+
+    def _close(self, distribution: BaseDistribution, value: Any) -> list[Any]:
+        match distribution:
+            case CategoricalDistribution(choices=choices):
+                return _categories(choices, value)
+            case IntDistribution(low=low, high=high, step=step, log=log):
+                near = [value * 2, value // 2, value + 1, value - 1] if log else [value + k * step for k in (1, -1, 2, -2, 4, -4)]
+                return [v for v in dict.fromkeys(near) if low <= v <= high and v != value]
+            case FloatDistribution(low=low, high=high, step=step, log=log):
+                if step is not None:
+                    near = [value + k * step for k in (1, -1, 2, -2)]
+                elif log:
+                    near = [value * self._random.uniform(1.05, 2.0), value / self._random.uniform(1.05, 2.0)]
+                else:
+                    near = [value + sign * self._random.uniform(0.01, 0.2) * (high - low) for sign in (1, -1)]
+                return [v for v in near if low <= v <= high]
+        return []
+
+
+def _categories(choices: Sequence[Any], value: Any) -> list[Any]:
+    """Numbers have neighbours; names are all equally far."""
+    if all(isinstance(c, int | float) and not isinstance(c, bool) for c in choices):
+        ordered = sorted(choices)
+        at = ordered.index(value)
+        return [ordered[i] for i in (at - 1, at + 1) if 0 <= i < len(ordered)]
+    return [c for c in choices if c != value]
+
+
+def leaders(trials: Sequence[FrozenTrial], most: int = LEADERS) -> list[FrozenTrial]:
+    """The best distinct trials: feasible ones by value, then the others by how little they lack."""
+    out: dict[Point, FrozenTrial] = {}
+    for trial in sorted(trials, key=_order):
+        out.setdefault(frozenset(trial.params.items()), trial)
+    return list(out.values())[:most]
+
+
+def _order(trial: FrozenTrial) -> tuple[float, float, int]:
+    lacks = sum(max(0.0, v) for v in trial.constraints.values())
+    return lacks, trial.value if trial.value is not None else float("inf"), trial.number

@@ -1,0 +1,241 @@
+"""The search: ask, build, prune, score, tell. With one worker strictly one after the other; with n, results are told in the order
+of the questions, so that the same seed and the same n give the same study."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import optuna
+from optuna.trial import TrialState
+
+from piper_autotune.evaluators import Evaluator, Outcome
+from piper_autotune.problem import Problem
+from piper_autotune.rows import Row, row_from
+from piper_autotune.rules import RULES, Pruned, Rules
+from piper_autotune.scoring import Refused, Scored
+from piper_autotune.space import Space, SpaceError, StrategyFunction, again
+from piper_compiler import Strategy
+from piper_ir.errors import PiperError
+
+LEADERS = 5
+"""Candidates that the event engine scores again, and at least so many that pruning by time keeps."""
+FREE = 50
+"""Proposals in a row that cost nothing (known or pruned) after which a search ends early."""
+ATTRIBUTE = "piper"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """After each candidate: how many of `trials` are spent, how many candidates were rejected, and the best so far."""
+
+    done: int
+    trials: int
+    rejected: int
+    best: Row | None
+
+
+@dataclass
+class _Pending:
+    """A candidate that was asked for. `ticket` of the evaluator; None for one that repeats the candidate `number`."""
+
+    trial: Any
+    strategy: Strategy
+    ticket: int | None
+    number: int
+
+
+class Search:
+    """One search. `rows`: what is known, by number. `strategies`: of all rows that have one."""
+
+    def __init__(
+        self,
+        study: optuna.Study,
+        function: StrategyFunction,
+        problem: Problem,
+        rules: Rules,
+        evaluator: Evaluator,
+        trials: int,
+        leaders: int = LEADERS,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        self.study, self.function, self.problem, self.rules, self.evaluator = study, function, problem, rules, evaluator
+        self.trials, self.leaders, self.progress = trials, max(leaders, LEADERS), progress
+        self.rows: dict[int, Row] = {}
+        self.strategies: dict[int, Strategy] = {}
+        self.pruned: Counter[str] = Counter()
+        self.interrupted = False
+        self._space = Space()
+        self._known: dict[object, int] = {}
+        self._pending: deque[_Pending] = deque()
+        self._spent = 0
+        self._ended = False
+
+    def resume(self) -> None:
+        """Take over what an earlier search left in the storage. What it left unfinished counts as failed."""
+        for trial in self.study.get_trials(deepcopy=False):
+            if trial.state == TrialState.RUNNING:
+                self.study.tell(trial.number, state=TrialState.FAIL)
+            data = trial.user_attrs.get(ATTRIBUTE)
+            if data is None:
+                continue
+            row = row_from(data, f"trial {trial.number} of study {self.study.study_name}")
+            self._count(row)
+            strategy = again(self.function, dict(row.params)) if row.kind != "strategy" else None
+            self._learn(row, strategy)
+
+    def run(self) -> None:
+        """Until the trials are spent, nothing new is proposed any more, or Ctrl-C."""
+        try:
+            free = 0
+            while self._spent < self.trials and free < FREE and not self._ended:
+                free = 0 if self._propose() else free + 1
+                while len(self._pending) >= self.evaluator.width:
+                    self._settle()
+            while self._pending:
+                self._settle()
+        except KeyboardInterrupt:
+            self.interrupted = True
+            for item in self._pending:
+                self._tell(item.trial, None, TrialState.FAIL)
+            self._pending.clear()
+
+    def rescore(self) -> None:
+        """Score the leaders again with the event engine."""
+        chosen = self.complete()[: self.leaders]
+        tickets = [(row, self.evaluator.submit(self.strategies[row.number], engine=True)) for row in chosen]
+        for row, ticket in tickets:
+            self.rows[row.number] = _row(row.number, row.params, self.evaluator.result(ticket))
+
+    def complete(self) -> list[Row]:
+        """Rows that fit, fastest first."""
+        return sorted((r for r in self.rows.values() if r.state == "complete"), key=lambda r: (r.period_s, r.number))
+
+    def score(self, number: int) -> Row:
+        """Compile a candidate that a rule had rejected; its row with exact numbers."""
+        outcome = self.evaluator.result(self.evaluator.submit(self.strategies[number]))
+        self.rows[number] = _row(number, self.rows[number].params, outcome)
+        return self.rows[number]
+
+    def rule_lines(self) -> tuple[str, ...]:
+        """The rules, each with how many candidates it rejected."""
+        return tuple(f"{name}: {text} ({self.pruned[name]} candidates)" for name, text in RULES.items())
+
+    def _propose(self) -> bool:
+        """Ask for one candidate and hand it in. False when it cost nothing: it is known, or a rule rejects it."""
+        trial = self.study.ask()
+        try:
+            strategy = self._space.strategy(self.function, trial)
+        except SpaceError:
+            self._tell(trial, None, TrialState.FAIL)
+            raise
+        except PiperError as e:
+            return self._failed(trial, str(e))
+        known = self._known.get(strategy)
+        if known is not None:
+            self._pending.append(_Pending(trial, strategy, None, known))
+            return False
+        pruned = self.rules.check(strategy, self._threshold())
+        if pruned is not None:
+            self._prune(trial, strategy, pruned)
+            return False
+        self._known[strategy] = trial.number
+        self._spent += 1
+        self._pending.append(_Pending(trial, strategy, self.evaluator.submit(strategy), trial.number))
+        return True
+
+    def _failed(self, trial: Any, reason: str) -> bool:
+        """The function raised. With the same values it would again, which is not worth another row."""
+        point = frozenset(trial.params.items())
+        new = point not in self._known
+        if new:
+            self._known[point] = trial.number
+            self._spent += 1
+            self._record(trial, Row(trial.number, "rejected", dict(trial.params), reason=reason, kind="strategy"))
+        self._tell(trial, None, TrialState.PRUNED)
+        return new
+
+    def _prune(self, trial: Any, strategy: Strategy, pruned: Pruned) -> None:
+        row = Row(
+            trial.number, "rejected", strategy.params, reason=pruned.reason, kind=pruned.rule, device_bytes=pruned.device_bytes
+        )
+        self.pruned[pruned.rule] += 1
+        self._learn(row, strategy)
+        self._record(trial, row)
+        if pruned.over > 0:
+            trial.set_constraint("fits", pruned.over)
+        self._tell(trial, None, TrialState.PRUNED)
+
+    def _settle(self) -> None:
+        """Tell the oldest candidate's outcome."""
+        item = self._pending[0]
+        if item.ticket is None:
+            self._tell_row(item.trial, self.rows[item.number])
+        else:
+            row = _row(item.trial.number, item.strategy.params, self.evaluator.result(item.ticket))
+            self._learn(row, item.strategy)
+            self._record(item.trial, row)
+            self._tell_row(item.trial, row)
+        self._pending.popleft()
+
+    def _tell_row(self, trial: Any, row: Row) -> None:
+        limit = self.problem.memory_limit
+        if row.period_s is None:
+            self._tell(trial, None, TrialState.PRUNED)
+            return
+        if limit is not None and row.device_bytes is not None:
+            trial.set_constraint("fits", row.device_bytes / limit - 1)
+        self._tell(trial, row.period_s, TrialState.COMPLETE)
+
+    def _tell(self, trial: Any, value: float | None, state: TrialState) -> None:
+        try:
+            self.study.tell(trial, value, state)
+        except RuntimeError as e:  # how samplers that enumerate a space say that it is at its end
+            if "Study.stop" not in str(e):
+                raise
+            self._ended = True
+
+    def _record(self, trial: Any, row: Row) -> None:
+        trial.set_user_attr(ATTRIBUTE, row.as_dict())
+        self.rows[row.number] = row
+        if self.progress is not None:
+            best = next(iter(self.complete()), None)
+            rejected = sum(r.state == "rejected" for r in self.rows.values())
+            self.progress(Progress(min(self._spent, self.trials), self.trials, rejected, best))
+
+    def _learn(self, row: Row, strategy: Strategy | None) -> None:
+        self.rows[row.number] = row
+        if strategy is not None:
+            self.strategies[row.number] = strategy
+            self._known[strategy] = row.number
+
+    def _count(self, row: Row) -> None:
+        if row.kind in RULES:
+            self.pruned[str(row.kind)] += 1
+        else:
+            self._spent += 1
+
+    def _threshold(self) -> float:
+        """The period of the last of the leaders: what is slower can be none."""
+        periods = sorted({r.period_s for r in self.rows.values() if r.state == "complete" and r.period_s is not None})
+        return periods[self.leaders - 1] if len(periods) >= self.leaders else float("inf")
+
+
+def _row(number: int, params: Any, outcome: Outcome) -> Row:
+    if isinstance(outcome, Refused):
+        return Row(number, "rejected", dict(params), reason=outcome.reason, kind=outcome.kind)
+    return _scored(Row(number, "complete", dict(params)), outcome)
+
+
+def _scored(row: Row, found: Scored) -> Row:
+    row = replace(
+        row,
+        period_s=found.period_s,
+        step_s=found.step_s,
+        peak_bytes=found.peak_bytes,
+        device_bytes=found.device_bytes,
+        source=found.source,
+    )
+    return replace(row, state="rejected", reason=found.reason, kind="memory") if found.reason else row

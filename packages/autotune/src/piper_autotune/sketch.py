@@ -1,0 +1,219 @@
+"""What a strategy decides before it is compiled: which chunks a device runs, how many microbatches are in flight there, and from
+that lower bounds of its time and memory. Only for strategies made of Piper's own directives; others have no sketch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from piper_autotune.problem import Problem, Programs
+from piper_compiler import Strategy
+from piper_compiler.build import build
+from piper_compiler.compile import apply_directives
+from piper_compiler.directives import Directive
+from piper_compiler.directives.order import Order
+from piper_compiler.directives.partition import Partition
+from piper_compiler.directives.place import Place
+from piper_compiler.directives.replicate import Replicate
+from piper_compiler.directives.split import Split, split_all
+from piper_compiler.directives.stream import Stream
+from piper_compiler.passes.complete import EVERYWHERE
+from piper_compiler.ports import trains
+from piper_ir.errors import PiperError
+from piper_ir.graph import Graph
+from piper_ir.mesh import Mesh
+from piper_ir.ops import Compute
+from piper_ir.plan import COMPUTE, Bucket, Instr, Part, Plan, RolePlan
+from piper_ir.program import Chunk, Program, Step
+from piper_ir.sizes import bind
+from piper_simulator.metrics import device_bytes
+from piper_simulator.model import CostModel
+
+_OWN = (Partition, Split, Place, Replicate, Order, Stream)
+_NOBODY = RolePlan("", {}, (0,), (), ())
+
+Group = tuple[str, tuple[str, ...], int]
+"""Role, chunks, and how many microbatches of all of them are in flight at one moment, at least."""
+
+
+@dataclass(frozen=True)
+class Flight:
+    """`most` microbatches have at one moment done their forward and not begun their backward. Chunks that the same selections of
+    an order (`where`) match are at that moment together; without any order it is when the loss is computed."""
+
+    most: int = 1
+    where: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """`roles`: role -> its chunks. `groups`: chunks of a role that are run in one order."""
+
+    microbatches: int
+    replicas: int
+    roles: Mapping[str, tuple[str, ...]]
+    groups: tuple[Group, ...]
+
+
+class Sketches:
+    """Sketches of a problem's strategies and their bounds. Strategies that differ in order, microbatches or rows only share most
+    of the work."""
+
+    def __init__(self, problem: Problem, programs: Programs) -> None:
+        self._problem, self._programs = problem, programs
+        self._placed: dict[Strategy, Graph | None] = {}
+        self._seconds: dict[tuple[Mesh, int], Mapping[str, float] | None] = {}
+        self._states: dict[tuple[str, ...], int] = {}
+
+    def sketch(self, strategy: Strategy) -> Sketch | None:
+        """None when the strategy has directives of the user's own, or does not apply."""
+        if any(type(d) not in _OWN or (isinstance(d, Replicate) and d.zero) for d in strategy.directives):
+            return None
+        graph = self._graph(strategy)
+        if graph is None:
+            return None
+        roles: dict[str, list[str]] = {}
+        for chunk in graph.program.chunks:
+            roles.setdefault(graph.nodes[f"{chunk.id}.F@0"].role or EVERYWHERE, []).append(chunk.id)
+        parts = next((d.microbatches for d in strategy.directives if isinstance(d, Split)), 1)
+        orders = [d for d in strategy.directives if isinstance(d, Order)]
+        groups: dict[tuple[str, Flight], list[str]] = {}
+        for role, chunks in roles.items():
+            for id in chunks:
+                coords = graph.nodes[f"{id}.F@0"].coords
+                flights = [Flight(), *(in_flight(order, coords) for order in orders)]
+                groups.setdefault((role, max(flights, key=lambda f: f.most)), []).append(id)
+        listed = tuple((role, tuple(ids), flight.most) for (role, flight), ids in groups.items())
+        return Sketch(parts, graph.replicas, {r: tuple(c) for r, c in roles.items()}, listed)
+
+    def rows(self, sketch: Sketch) -> int | None:
+        """Rows per microbatch and rank; None when the global batch does not divide."""
+        if self._problem.global_batch is None:
+            return 1
+        rows, rest = divmod(self._problem.global_batch, sketch.microbatches * sketch.replicas)
+        return None if rest or rows < 1 else rows
+
+    def period_s(self, strategy: Strategy, sketch: Sketch, rows: int) -> float:
+        """At least so many seconds pass per step: the compute of the busiest role, one after the other."""
+        seconds = self._chunk_seconds(strategy.mesh, rows)
+        if seconds is None:
+            return 0.0
+        return sketch.microbatches * max(sum(seconds[c] for c in chunks) for chunks in sketch.roles.values())
+
+    def state_bytes(self, sketch: Sketch) -> tuple[int, str]:
+        """At least so many bytes of parameters, gradients, optimizer state and buffers the fullest role keeps, and which."""
+        return max((self._role_states(chunks), role) for role, chunks in sketch.roles.items())
+
+    def filled_bytes(self, sketch: Sketch, rows: int) -> tuple[int, str, int]:
+        """State, and what the microbatches in flight have saved for backward: bytes, role, microbatches in flight."""
+        program = self._programs.exact(rows)
+        if program is None:
+            return 0, "", 0
+        return max(
+            (self._role_states(sketch.roles[role]) + most * sum(saved_bytes(program.chunk(c), rows) for c in ids), role, most)
+            for role, ids, most in sketch.groups
+        )
+
+    def on_device(self, strategy: Strategy, nbytes: int) -> int:
+        """Bytes gone on a device when the plan holds `nbytes`, without communicators."""
+        return device_bytes(_bare(self._problem.program, strategy.mesh, 1, ()), _NOBODY, nbytes, self._problem.cluster)
+
+    def _graph(self, strategy: Strategy) -> Graph | None:
+        """The graph of one microbatch with everything placed, without orders."""
+        kept: list[Directive] = []
+        for item in strategy.directives:
+            if isinstance(item, Split):
+                item = replace(item, microbatches=1)
+            if not isinstance(item, Order | Stream):
+                kept.append(item)
+        key = Strategy(strategy.mesh, kept)
+        if key not in self._placed:
+            try:
+                graph = apply_directives(build(self._problem.program, key.mesh), key.directives)
+                self._placed[key] = graph if graph.microbatches else split_all(graph, 1)
+            except PiperError:  # compiling it says what is wrong, in the user's terms
+                self._placed[key] = None
+        return self._placed[key]
+
+    def _chunk_seconds(self, mesh: Mesh, rows: int) -> Mapping[str, float] | None:
+        """Compute seconds of one microbatch by chunk; None when they cannot be known at these rows."""
+        key = (mesh, rows)
+        if key not in self._seconds:
+            program = self._programs.exact(rows)
+            self._seconds[key] = None if program is None else self._timed(program, mesh, rows)
+        return self._seconds[key]
+
+    def _timed(self, program: Program, mesh: Mesh, rows: int) -> Mapping[str, float] | None:
+        chunks = [c.bind(rows) for c in program.chunks]
+        cluster = self._problem.cluster
+        if cluster is not None:  # what an instruction costs the host is paid once for all steps that it joins
+            cluster = replace(cluster, host_issue_s=0.0)
+        try:
+            model = CostModel(_bare(program, mesh, rows, chunks), cluster, self._problem.costs)
+            return {c.id: sum(_step_seconds(model, c, step) for step in c.steps) for c in chunks}
+        except PiperError:  # no durations for this number of rows: scoring says so
+            return None
+
+    def _role_states(self, chunks: tuple[str, ...]) -> int:
+        if chunks not in self._states:
+            self._states[chunks] = self._states_of(chunks)
+        return self._states[chunks]
+
+    def _states_of(self, chunks: tuple[str, ...]) -> int:
+        """Exact elements, without the padding of buckets; the optimizer's state of one bucket per group and dtype."""
+        program, training = self._problem.program, self._problem.training
+        names = {(i.kind, i.ref) for c in chunks for i in program.chunk(c).inputs if i.kind in ("param", "buffer")}
+        trained = {name for c in chunks for name in trains(program.chunk(c))}
+        total = sum(bind(b.spec.nbytes, 0) for b in program.buffers if ("buffer", b.name) in names)
+        groups: dict[tuple[int, str], list[tuple[str, int]]] = {}
+        for p in program.params:
+            if ("param", p.name) not in names:
+                continue
+            total += bind(p.spec.nbytes, 0)
+            if p.name in trained:
+                total += bind(p.spec.nbytes, 0)
+                group = training.group_of.get(p.name, 0)
+                groups.setdefault((group, p.spec.dtype), []).append((p.name, bind(p.spec.numel, 0)))
+        for (group, dtype), members in groups.items():
+            ids, numel = tuple(name for name, _ in members), sum(n for _, n in members)
+            total += training.state_bytes(Bucket("", ids, (0,) * len(ids), numel, dtype, (), (), group))
+        return total
+
+
+def in_flight(order: Order, coords: Mapping[str, int | str]) -> Flight:
+    """The fullest moment of an order for a chunk with these coordinates (without phase and mb). Only microbatches count whose
+    forward and backward both are in the order."""
+    events: list[tuple[int, str, int]] = []
+    for place, selection in enumerate(order.selections):
+        terms = dict(selection.terms)
+        phase, mb = terms.get("phase"), terms.get("mb")
+        if phase in ("F", "B") and isinstance(mb, int) and selection.matches({**coords, "phase": str(phase), "mb": mb}):
+            events.append((place, str(phase), mb))
+    still = {mb for _, phase, mb in events if phase == "B"}
+    opened: set[int] = set()
+    most = 0
+    for _, phase, mb in events:
+        if phase == "F" and mb in still:
+            opened.add(mb)
+            most = max(most, len(opened))
+        elif phase == "B":
+            opened.discard(mb)
+            still.discard(mb)  # a forward after its backward opens nothing
+    return Flight(most, (id(order), *(place for place, _, _ in events)))
+
+
+def saved_bytes(chunk: Chunk, rows: int) -> int:
+    """Bytes that a chunk's forward keeps for its backward, per microbatch."""
+    read = {port for step in ("I", "W") if step in chunk.steps for port in chunk.steps[step].reads}
+    return sum(bind(spec.nbytes, rows) for port, spec in chunk.ports.items() if port.startswith("saved") and port in read)
+
+
+def _step_seconds(model: CostModel, chunk: Chunk, step: Step) -> float:
+    if chunk.steps[step].empty:
+        return 0.0
+    return model.work(_NOBODY, Instr(COMPUTE, (Part("", Compute(chunk.id, step)),))).seconds
+
+
+def _bare(program: Program, mesh: Mesh, rows: int, chunks: Iterable[Chunk]) -> Plan:
+    """A plan of nothing but chunks."""
+    return Plan(program.key, mesh, rows, 1, (), (), (), (), {}, tuple(chunks))

@@ -1,0 +1,150 @@
+"""The search space as a strategy function spells it out: the trial that it gets, and what a space is called in a storage."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from types import CodeType
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+
+from piper_compiler import Strategy
+from piper_ir.errors import PiperError, TuneError
+from piper_ir.usercode import user_code
+
+StrategyFunction = Callable[[Any], Strategy]
+PLAIN = (bool, int, float, str, type(None))
+
+
+class SpaceError(TuneError):
+    """A search space that contradicts itself: the search ends."""
+
+
+class StrategyFailedError(TuneError):
+    """The strategy function raised, or returned something else: this candidate is rejected."""
+
+
+class Space:
+    """The distributions that were seen under each name, over all trials."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, BaseDistribution] = {}
+
+    def strategy(self, function: StrategyFunction, trial: Any) -> Strategy:
+        """Call the user's function; `trial` is one of Optuna's. SpaceError, StrategyFailedError, or another PiperError that a
+        directive or recipe raised."""
+        try:
+            with user_code("strategy(trial)", StrategyFailedError):
+                made: object = function(Trial(trial, self))
+        except SystemExit as e:
+            raise StrategyFailedError(f"strategy(trial) ended the program with SystemExit({e.code!r})") from None
+        if not isinstance(made, Strategy):
+            raise StrategyFailedError(f"strategy(trial) returned a {type(made).__name__}; a piper.Strategy is needed")
+        with user_code("hash(strategy)", StrategyFailedError):  # a directive of the user's may not be hashable
+            hash(made)
+        return made.with_params(trial.params)
+
+    def note(self, name: str, distribution: BaseDistribution, own: BaseDistribution | None) -> None:
+        """Refuse a name that stands for two things. `own`: what it stood for earlier in the same trial, where even the range
+        must agree; between trials the range of a number may change, its kind and the choices may not."""
+        before = own or self._seen.setdefault(name, distribution)
+        same = before == distribution if own is not None else _kind(before) == _kind(distribution)
+        if not same:
+            where = "in one trial" if own is not None else "in two trials"
+            raise SpaceError(
+                f"strategy(trial) uses the name {name!r} for two things {where}: {_text(before)} and {_text(distribution)}; give "
+                "each a name of its own"
+            )
+
+
+def _kind(distribution: BaseDistribution) -> object:
+    """What Optuna demands to be equal in all trials of a study."""
+    if isinstance(distribution, CategoricalDistribution):
+        return distribution.choices
+    return type(distribution), getattr(distribution, "log", False)
+
+
+def _text(distribution: BaseDistribution) -> str:
+    match distribution:
+        case CategoricalDistribution(choices=choices):
+            return f"one of {', '.join(map(repr, choices))}"
+        case IntDistribution() | FloatDistribution():
+            kind = "an integer" if isinstance(distribution, IntDistribution) else "a number"
+            return f"{kind} in {distribution.low}..{distribution.high}{' (log)' if distribution.log else ''}"
+    return repr(distribution)
+
+
+class Trial:
+    """Optuna's trial, with the same methods and attributes; it notices names that stand for two things."""
+
+    def __init__(self, trial: Any, space: Space) -> None:
+        self._trial, self._space = trial, space
+        self._own: dict[str, BaseDistribution] = {}
+
+    def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
+        """One of the choices: numbers, text, booleans or None."""
+        bad = [c for c in choices if not isinstance(c, PLAIN)]
+        if bad:
+            raise SpaceError(
+                f"strategy(trial): suggest_categorical({name!r}) has the choice {bad[0]!r}, a {type(bad[0]).__name__}; choices "
+                "are numbers, text, booleans or None, since they are saved: use a name or an index, and look the rest up"
+            )
+        self._note(name, CategoricalDistribution(tuple(choices)))
+        return self._trial.suggest_categorical(name, tuple(choices))
+
+    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
+        """An integer in low..high, both included."""
+        self._note(name, IntDistribution(low, high, log=log, step=step))
+        chosen: int = self._trial.suggest_int(name, low, high, step=step, log=log)
+        return chosen
+
+    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
+        """A number in low..high."""
+        self._note(name, FloatDistribution(low, high, log=log, step=step))
+        chosen: float = self._trial.suggest_float(name, low, high, step=step, log=log)
+        return chosen
+
+    def _note(self, name: str, distribution: BaseDistribution) -> None:
+        self._space.note(name, distribution, self._own.get(name))
+        self._own[name] = distribution
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._trial, name)
+
+
+def again(function: StrategyFunction, params: dict[str, Any]) -> Strategy | None:
+    """The strategy that a function makes of values chosen before; None when it does not any more."""
+    try:
+        return Space().strategy(function, optuna.trial.FixedTrial(params))
+    except (PiperError, ValueError):
+        return None
+
+
+def space_key(function: StrategyFunction, *facts: object) -> str:
+    """A name that is the same for the same space, in another process too: the function's code, the plain values that it uses, and
+    the facts."""
+    digest = hashlib.sha256()
+    for part in (*_content(function), *facts):
+        digest.update(f"{part!r};".encode())
+    return digest.hexdigest()[:16]
+
+
+def _content(function: Any) -> list[object]:
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return [getattr(function, "__qualname__", type(function).__qualname__)]
+    cells = [c.cell_contents for c in function.__closure__ or ()]
+    used = [function.__globals__.get(name) for name in code.co_names]
+    values = [*cells, *used, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return [*_code(code), *(v for v in values if _plain(v))]
+
+
+def _code(code: CodeType) -> list[object]:
+    inner = [part for c in code.co_consts for part in (_code(c) if isinstance(c, CodeType) else [c] if _plain(c) else [])]
+    return [code.co_code, code.co_names, code.co_varnames, *inner]
+
+
+def _plain(value: object) -> bool:
+    return isinstance(value, PLAIN) or (isinstance(value, tuple | list) and all(map(_plain, value)))

@@ -1,0 +1,122 @@
+"""tune: search, score the leaders again, confirm, and say what was found or why nothing was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+from optuna.samplers import BaseSampler
+from optuna.storages import BaseStorage
+
+from piper_autotune.confirm import Measured, confirm_best
+from piper_autotune.diagnosis import nothing_found
+from piper_autotune.evaluators import Evaluator, Here, Processes
+from piper_autotune.problem import Problem, Programs
+from piper_autotune.rules import Rules
+from piper_autotune.sampler import GuidedSampler
+from piper_autotune.search import LEADERS, Progress, Search
+from piper_autotune.space import StrategyFunction, space_key
+from piper_autotune.storage import open_study, quiet, storage_errors
+from piper_autotune.study import NothingFoundError, Study
+from piper_compiler import Strategy
+from piper_ir.errors import TuneError
+from piper_ir.program import Program
+
+SEED_STEP = 1_000_003
+"""A resumed search does not draw again what it drew before."""
+
+
+def tune(
+    problem: Problem,
+    strategy: StrategyFunction,
+    *,
+    at_rows: Callable[[int], Program] | None = None,
+    trials: int = 100,
+    confirm: int = 0,
+    measure: Callable[[Strategy], Measured] | None = None,
+    seed: int = 0,
+    storage: str | BaseStorage | None = None,
+    sampler: BaseSampler | None = None,
+    workers: int | str = 1,
+    timeout_s: float = 60.0,
+    progress: Callable[[Progress], None] | None = None,
+    modules: Iterable[ModuleType] = (),
+    evaluator: Evaluator | None = None,
+) -> Study:
+    """Search the strategy with the least `period_s` that fits. `strategy(trial)` chooses with Optuna's `suggest_*` and returns a
+    Strategy. `trials`: candidates that are compiled and scored (or whose function raises); known ones and those that a rule
+    rejects are free. `at_rows`: as in `compile_program`. `confirm` candidates are run by `measure`. `workers`: processes (0: this
+    one), or "ray" or the address of a Ray cluster; `timeout_s` per candidate; what stands in `modules` reaches them by value.
+    `storage`: Optuna's; a search in one goes on where the last of the same space ended. `evaluator` scores instead of workers.
+
+    TuneError: arguments, storage, or a space that contradicts itself. NothingFoundError: no candidate can be used."""
+    _check(strategy, trials, confirm, measure, workers, timeout_s)
+    programs = Programs(problem, at_rows)
+    with quiet(), storage_errors(storage):
+        name = space_key(strategy, *problem.facts())
+        study = open_study(storage, f"piper-{name}", sampler or GuidedSampler(seed))
+        if sampler is None:
+            study.sampler = GuidedSampler(seed + SEED_STEP * len(study.get_trials(deepcopy=False)))
+        ours = evaluator or _evaluator(problem, programs, workers, timeout_s, modules)
+        try:
+            search = Search(study, strategy, problem, Rules(problem, programs), ours, trials, max(LEADERS, confirm), progress)
+            search.resume()
+            search.run()
+            return _result(search, problem, seed, confirm, measure)
+        finally:
+            if evaluator is None:
+                ours.close()
+
+
+def _check(strategy: Any, trials: int, confirm: int, measure: object, workers: int | str, timeout_s: float) -> None:
+    if not callable(strategy):
+        raise TuneError(
+            f"tune: the strategy is a {type(strategy).__name__}; a function of a trial is needed that returns a piper.Strategy"
+        )
+    for name, value, least in (("trials", trials, 1), ("confirm", confirm, 0)):
+        if type(value) is not int or value < least:
+            raise TuneError(f"tune({name}={value!r}): an integer of at least {least} is needed")
+    if confirm and measure is None:
+        raise TuneError(f"tune(confirm={confirm}): only a piper.Job can be run; a Program has no code and no data")
+    if not isinstance(workers, str) and (type(workers) is not int or workers < 0):
+        raise TuneError(f'tune(workers={workers!r}): a number of processes (0: this one), "ray" or the address of a Ray cluster')
+    if not timeout_s > 0:
+        raise TuneError(f"tune(timeout_s={timeout_s!r}): seconds above 0 are needed")
+
+
+def _evaluator(
+    problem: Problem, programs: Programs, workers: int | str, timeout_s: float, modules: Iterable[ModuleType]
+) -> Evaluator:
+    if isinstance(workers, str):
+        from piper_autotune.on_ray import OnRay
+
+        return OnRay(problem, programs, workers, timeout_s, modules)
+    return Processes(problem, programs, workers, timeout_s, modules) if workers else Here(problem, programs)
+
+
+def _result(search: Search, problem: Problem, seed: int, confirm: int, measure: Callable[[Strategy], Measured] | None) -> Study:
+    """The study after the search; interrupted, what was found as it is."""
+    if search.interrupted:
+        return _study(search, problem, seed)
+    if not search.complete():
+        message = nothing_found(search, problem)
+        raise NothingFoundError(message, _study(search, problem, seed))
+    try:
+        search.rescore()
+        if measure is not None and confirm:
+            confirm_best(search, confirm, measure)
+    except KeyboardInterrupt:
+        search.interrupted = True
+    found = _study(search, problem, seed)
+    failed = [r for r in found.rows if r.kind == "confirmation"]
+    if failed and not any(r.measured_period_s for r in found.rows):
+        raise NothingFoundError(f"none of the {len(failed)} best could be run; the first: {failed[0].reason}", found)
+    return found
+
+
+def _study(search: Search, problem: Problem, seed: int) -> Study:
+    rows = tuple(search.rows[n] for n in sorted(search.rows))
+    kept = {n: s for n, s in search.strategies.items() if search.rows[n].state == "complete"}
+    cluster = problem.cluster.name if problem.cluster is not None else "given durations"
+    return Study(cluster, problem.memory_limit, seed, rows, search.rule_lines(), search.interrupted, kept)

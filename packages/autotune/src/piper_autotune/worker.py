@@ -1,0 +1,30 @@
+"""A worker process: scores the strategies that come through its connection, until that closes."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+from multiprocessing.connection import Connection
+
+from piper_autotune.problem import Problem
+from piper_autotune.scoring import score
+from piper_ir.program import Program
+
+READY = "ready"
+
+
+def serve(descriptor: int) -> None:
+    """First message: a packed Problem. Each further one: (packed strategy, whether with the engine, programs that this worker has
+    not seen); answered by what `score` returns."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that searches; it ends this one
+    connection = Connection(descriptor)
+    variants: dict[int, Program | str | None] = {}
+    try:
+        problem: Problem = pickle.loads(connection.recv_bytes())
+        connection.send(READY)
+        while True:
+            strategy, engine, more = pickle.loads(connection.recv_bytes())
+            variants.update(more)
+            connection.send(score(problem, pickle.loads(strategy), variants, engine))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return

@@ -1,0 +1,184 @@
+"""The rules against exhaustive evaluation: what they reject does not fit or is slower, and their bounds are bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from optuna.trial import FixedTrial
+
+from packages.autotune.tests.tuner_spaces import exhaustive, problem, program, strategy
+from packages.compiler.tests.compile_cases import random_case
+from piper_autotune import NothingFoundError, tune
+from piper_autotune.problem import Problem, Programs
+from piper_autotune.rules import RULES, Rules
+from piper_autotune.scoring import Scored, score
+from piper_autotune.sketch import Sketches, in_flight
+from piper_compiler import Strategy, Training, directive, order, partition, place, recipes, split, synthetic
+from piper_ir.graph import Graph
+from piper_ir.mesh import Mesh
+from piper_ir.select import where
+from piper_simulator import cpu_local, load_cluster
+
+
+def rules(of: Problem) -> Rules:
+    return Rules(of, Programs(of, None))
+
+
+def test_what_is_pruned_does_not_fit_and_each_memory_rule_is_of_use() -> None:
+    everything = exhaustive(problem())
+    seen: set[str] = set()
+    for limit in sorted({s.peak_bytes - 1 for _, s in everything}):
+        judge = rules(problem(limit))
+        for made, exact in everything:
+            pruned = judge.check(made)
+            if pruned is not None:
+                assert pruned.device_bytes is not None and limit < pruned.device_bytes <= exact.device_bytes
+                seen.add(pruned.rule)
+    assert seen == {"states", "activations"}
+
+
+def test_what_is_pruned_as_slower_is_slower() -> None:
+    everything, judge = exhaustive(problem()), rules(problem())
+    known = sorted(s.period_s for _, s in everything)
+    count = 0
+    for bound in known[:: len(known) // 6]:
+        for made, exact in everything:
+            pruned = judge.check(made, bound)
+            if pruned is not None:
+                count += 1
+                assert pruned.rule == "slower" and exact.period_s >= (pruned.period_s or 0) * (1 - 1e-9) > bound * (1 - 1e-9)
+    assert count > 20
+
+
+@given(st.randoms(use_true_random=False))
+def test_bounds_hold_for_random_programs_and_strategies(draw: Any) -> None:
+    stages = draw.randint(1, 4)
+
+    def some(low: int, high: int) -> Sequence[int]:
+        return [draw.randint(low, high) for _ in range(stages)]
+
+    made = synthetic(stages=stages, F=some(0, 5), I=some(0, 5), W=some(0, 5), activation=some(0, 90), params=some(0, 900))
+    recipe = draw.choice([recipes.gpipe, recipes.one_f_one_b, recipes.pipeline])
+    dp = draw.choice([1, 2])
+    chosen = Strategy(Mesh(pp=stages, dp=dp), (*recipe(pp=stages, microbatches=draw.randint(1, 6)), *recipes.data_parallel()))
+    of = Problem(made, training=Training(state_bytes=lambda bucket: 2 * bucket.numel + 4))
+    exact = score(of, chosen, {1: None})
+    assert isinstance(exact, Scored)
+    found = Sketches(of, Programs(of, None))
+    sketch = found.sketch(chosen)
+    assert sketch is not None
+    assert found.period_s(chosen, sketch, 1) <= exact.period_s * (1 + 1e-9)
+    assert found.state_bytes(sketch)[0] <= found.filled_bytes(sketch, 1)[0] <= exact.peak_bytes
+
+
+def test_bounds_hold_where_one_device_runs_several_stages() -> None:
+    made = replace(program(), chunks=program().chunks)
+    directives = [partition(stages=4), split(where(), microbatches=3)]
+    directives += [place(where(stage=s), on=dict(pp=s % 2)) for s in range(4)]
+    chosen = Strategy(Mesh(pp=2), directives)
+    of = Problem(made)
+    exact, found = score(of, chosen, {1: None}), Sketches(of, Programs(of, None))
+    sketch = found.sketch(chosen)
+    assert isinstance(exact, Scored) and sketch is not None and len(sketch.roles["pp0"]) == 4
+    assert found.filled_bytes(sketch, 1)[0] <= exact.peak_bytes and found.period_s(chosen, sketch, 1) <= exact.period_s
+
+
+def test_what_is_in_flight_is_read_from_the_order() -> None:
+    def steps(text: str) -> Any:
+        return order(*(where(stage=0, phase=s[0], mb=int(s[1])) for s in text.split()))
+
+    def most(text: str) -> int:
+        return in_flight(steps(text), {"stage": 0}).most
+
+    assert [most("F0 B0 F1 B1"), most("F0 F1 B0 F2 B1 B2"), most("F0 F1 F2 B2 B1 B0")] == [1, 2, 3]
+    assert most("F0 F1 F2") == 0, "without backward in the order it may be anywhere"
+    assert most("B0 F0 F1 B1") == 1
+    assert in_flight(steps("F0 F1 B0 B1"), {"stage": 1}).most == 0
+
+
+def test_the_mesh_and_the_batch_are_checked_first() -> None:
+    cluster = load_cluster("h100x2")
+    wide = Strategy(Mesh(pp=4), recipes.gpipe(pp=4, microbatches=2))
+    pruned = rules(Problem(program(), cluster=cluster)).check(wide)
+    assert pruned is not None and pruned.rule == "devices" and "4 ranks" in pruned.reason and "2 devices" in pruned.reason
+    pruned = rules(Problem(program(), global_batch=9)).check(wide)
+    assert pruned is not None and pruned.rule == "rows" and "9 rows do not divide into 2 microbatches x 1" in pruned.reason
+
+
+@directive
+class Nothing:
+    """A directive of a user's."""
+
+    site = ""
+
+    def check(self, graph: Graph) -> None: ...
+
+    def apply(self, graph: Graph) -> Graph:
+        return graph
+
+
+def test_directives_of_the_users_own_are_not_pruned() -> None:
+    from dataclasses import dataclass
+
+    own = dataclass(frozen=True)(Nothing)()
+    made = Strategy(Mesh(), (*recipes.gpipe(pp=1, microbatches=8), own))
+    assert rules(problem(1)).check(Strategy(Mesh(), made.directives[:-1])) is not None
+    assert rules(problem(1)).check(made) is None
+
+
+def test_strategies_that_do_not_apply_are_left_to_the_compiler() -> None:
+    assert rules(problem(1)).check(Strategy(Mesh(pp=2), recipes.gpipe(pp=9, microbatches=1))) is None
+
+
+def test_bounds_hold_for_the_random_cases_of_the_compiler() -> None:
+    """Placements by microbatch, V and loop shapes, orders drawn from random runs, programs that are no chain."""
+    sketched = tight = 0
+    for seed in range(80):
+        case = random_case(seed)
+        of = Problem(case.program, case.global_batch, case.training, cpu_local())
+        found = Sketches(of, Programs(of, None))
+        sketch = found.sketch(case.strategy)
+        if sketch is None:
+            continue
+        rows = found.rows(sketch)
+        assert rows is not None
+        exact = score(of, case.strategy, {rows: None})
+        assert isinstance(exact, Scored), exact
+        sketched += 1
+        least = found.filled_bytes(sketch, rows)[0]
+        assert found.state_bytes(sketch)[0] <= least <= exact.peak_bytes, case.text
+        assert found.period_s(case.strategy, sketch, rows) <= exact.period_s * (1 + 1e-9), case.text
+        tight += least > 0.7 * exact.peak_bytes
+    assert sketched > 40 and tight > 10, "the bounds would be worth nothing"
+
+
+def test_a_limit_that_nothing_fits_names_the_smallest_that_does() -> None:
+    least = min(s.device_bytes for _, s in exhaustive(problem()))
+    with pytest.raises(NothingFoundError) as caught:
+        tune(problem(300), strategy, trials=40, workers=0)
+    text = str(caught.value)
+    assert f"the smallest needs {least} bytes (rank " in text and "Set memory_limit to at least that" in text
+    assert caught.value.study.best is None and all(r.reason for r in caught.value.study.rows)
+    assert tune(problem(least), strategy, trials=40, workers=0).best is not None
+    with pytest.raises(NothingFoundError):
+        tune(problem(least - 1), strategy, trials=40, workers=0)
+
+
+def test_a_plan_that_does_not_fit_says_which_rank_by_how_much_and_where() -> None:
+    made = strategy(FixedTrial({"pp": 2, "schedule": "gpipe", "microbatches": 4}))
+    exact = score(problem(), made, {1: None})
+    assert isinstance(exact, Scored) and not exact.reason
+    found = score(problem(exact.device_bytes - 10), made, {1: None})
+    assert isinstance(found, Scored)
+    for part in ("rank 0 (pp0) needs", "10 bytes more than the limit", "fullest in instruction", "param 1024 bytes"):
+        assert part in found.reason
+    assert score(problem(exact.device_bytes), made, {1: None}) == exact
+
+
+def test_every_rule_has_its_text() -> None:
+    assert list(RULES) == ["devices", "rows", "states", "activations", "slower"]

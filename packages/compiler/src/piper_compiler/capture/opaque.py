@@ -1,0 +1,273 @@
+"""Steps of an opaque region: nothing of it is made functional or cut, autograd runs it as the user wrote it.
+
+F runs the region's operations and keeps what autograd has recorded behind one port, `saved0`, whose bytes are those that autograd
+saved beyond inputs, parameters and outputs. What it saved of these is read by I, so that they live until then. I makes all
+gradients; those of parameters go to W (`iw`), which adds them up.
+
+Bytes, temporaries and kernels are measured: the steps run once on fake CPU tensors, in the very form in which they will run for
+real. On a device for which torch takes other kernels they may differ.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
+
+from piper_compiler.capture import _torch, _torch_joint
+from piper_compiler.capture.codegen import StepCode
+from piper_compiler.capture.concrete import line_of
+from piper_compiler.capture.joint import Interpreter, JointInput, TracedChunk, constants_of
+from piper_ir.errors import CaptureError
+from piper_ir.program import Cost, Kernel, Liveness, Signature, Step
+from piper_ir.sizes import TensorSpec, bind
+from piper_ops import kernel_of
+from piper_ops.opaque import backward_step, forward_step, storage_key
+
+aten = torch.ops.aten
+
+
+def trace_opaque(
+    module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool], *, random: bool
+) -> TracedChunk:
+    """The steps of `module`, whose placeholders are `inputs`; tangent_mask[k]: output k receives a gradient. CaptureError for
+    what cannot be written as text (nested graphs), or cannot run on fake tensors."""
+    constants = constants_of(module)
+    body = _body(module, tuple(constants))
+    trial = _Trial(module, inputs, tuple(tangent_mask), constants)
+    specs = [TensorSpec(tuple(i.example.shape), _dtype(i.example)) for i in inputs]
+    ports = {f"in{k}": spec for k, spec in enumerate(specs)}
+    ports |= {f"out{k}": spec for k, spec in enumerate(trial.outputs)}
+    values = [k for k in trial.used if inputs[k].kind == "value"]
+    params = [k for k in trial.used if inputs[k].kind == "param"]
+    comes = trial.tangents
+    writes = tuple(f"out{k}" for k in range(len(trial.outputs)))
+    steps: dict[Step, Signature] = {"I": Signature((), ()), "W": Signature((), ())}
+    code: dict[Step, StepCode] = {}
+    if trial.used:
+        ports["saved0"] = TensorSpec((trial.saved,), "uint8")
+        ports |= {f"tan{k}": trial.outputs[k] for k, c in enumerate(comes) if c}
+        handed = {k: f"iw{j}" for j, k in enumerate(params)}
+        ports |= {f"gin{k}": specs[k] for k in values} | {port: specs[k] for k, port in handed.items()}
+        writes = (*writes, "saved0")
+        reads = ("saved0", *(f"tan{k}" for k, c in enumerate(comes) if c), *trial.kept)
+        made = tuple(handed.get(k, f"gin{k}") for k in trial.used)
+        steps["I"] = Signature(reads, made, (), trial.backward.cost(), trial.backward.liveness())
+        used = [k in trial.used for k, i in enumerate(inputs) if i.needs_grad]
+        code["I"] = StepCode(
+            f"# step I\nfrom piper_ops.opaque import backward_step\n\nstep = backward_step({sum(comes)}, {used})\n", {}
+        )
+        if params:
+            steps["W"], code["W"] = _accumulate(params, [specs[k] for k in params])
+    reads = tuple(f"in{k}" for k in range(len(inputs)))
+    steps = {"F": Signature(reads, writes, (), trial.forward.cost(), trial.forward.liveness()), **steps}
+    wanted = [i.needs_grad for i in inputs]
+    fixed = {f"constant{i}": value for i, value in enumerate(constants.values())}
+    source = f"# step F\n{body}\n\nstep = forward_step(body, {wanted}, {list(comes)}, [{', '.join(fixed)}])\n"
+    code = {"F": StepCode(source, fixed), **code}
+    grads = tuple(k in trial.used for k in range(len(inputs)))
+    return TracedChunk(ports, steps, code, (), comes, grads, random)
+
+
+def _body(module: fx.GraphModule, constants: Sequence[str]) -> str:
+    """Source of `body(*inputs, *constants)`, with its imports. Every device in it is the one it runs on."""
+    graph, env = fx.Graph(), {}
+    nodes = list(module.graph.nodes)
+    for node in (n for n in nodes if n.op == "placeholder"):
+        env[node] = graph.placeholder(node.name)
+    given = {name: graph.placeholder(f"constant{i}") for i, name in enumerate(constants)}
+    for node in nodes:
+        if node.op == "get_attr":
+            if str(node.target) not in given:
+                raise CaptureError(
+                    f"{line_of(node)}: a function that is traced by itself (torch.autograd.Function, checkpoint, control flow) "
+                    "cannot stand in an opaque region; register it with torch.library, or leave opaque=True away"
+                )
+            env[node] = given[str(node.target)]
+        elif node.op != "placeholder":
+            env[node] = graph.node_copy(node, env.__getitem__)
+    made = graph.python_code("self")
+    text = made.src.strip().replace("def forward(self, ", "def body(").replace("def forward(self)", "def body()")
+    lines = ["from piper_ops.opaque import forward_step", *(_import(n, v, module) for n, v in sorted(made.globals.items()))]
+    return "\n".join([*dict.fromkeys(filter(None, lines)), "", "", text, ""])
+
+
+def _import(name: str, value: Any, module: fx.GraphModule) -> str:
+    """The line that makes a global of generated code."""
+    if value is torch.device:
+        return f"def {name}(*_, **__):\n    return DEVICE"
+    if isinstance(value, ModuleType):
+        return f"import {value.__name__} as {name}" if value.__name__ != name else f"import {name}"
+    if name in ("inf", "nan"):
+        return f"{name} = float({name!r})"
+    if value is type(None):
+        return ""
+    home, inner = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    if isinstance(home, str) and inner.isidentifier():
+        return f"from {home} import {inner} as {name}"
+    raise CaptureError(
+        f"an opaque region calls {name}, which cannot be imported by name in another process; define it at the top of a module"
+    )
+
+
+@dataclass
+class _Observed:
+    """Of one step: kernels in the order of their first launch, and the bytes held beyond those before, at each op that
+    allocates."""
+
+    kernels: Counter[Any] = field(default_factory=Counter)
+    held: list[int] = field(default_factory=list)
+
+    def cost(self) -> Cost:
+        return Cost(tuple(Kernel(k.kind, k.dims, k.dtype, k.flops, k.bytes, n, k.lowering) for k, n in self.kernels.items()))
+
+    def liveness(self) -> Liveness:
+        return Liveness((), (tuple(self.held),))
+
+
+class _Watch(_torch.TorchDispatchMode):
+    """Sees every op below autograd; counts the bytes of storages that ops make until they die."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
+        self._known = {storage_key(t) for t in known}
+        self._alive: dict[int, int] = {}
+        self._base = self.live = 0
+        self.observed = _Observed()
+
+    def begin(self) -> _Observed:
+        """Start another step; what is alive now was there before it."""
+        self._base, self.observed = self.live, _Observed()
+        return self.observed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable or not any(r.alias_info for r in func._schema.returns):
+            self.observed.kernels[kernel_of(func, args, out, kwargs or {})] += 1
+        if sum([self._add(t) for t in _torch.pytree.tree_leaves(out) if isinstance(t, Tensor)]):
+            self.observed.held.append(self.live - self._base)
+        return out
+
+    def _add(self, tensor: Tensor) -> bool:
+        storage, key = tensor.untyped_storage(), storage_key(tensor)
+        if key in self._known or key in self._alive:
+            return False
+        self._alive[key] = storage.nbytes()
+        self.live += storage.nbytes()
+        weakref.finalize(storage, self._drop, key)
+        return True
+
+    def _drop(self, key: int) -> None:
+        self.live -= self._alive.pop(key)
+
+
+class _Trial:
+    """F and I, run on fake tensors. outputs: their specs; tangents[k]: the gradient of output k is used; used: indexes of the
+    inputs that get a gradient; saved: bytes that autograd keeps beside inputs and outputs; kept: ports of inputs and outputs that
+    it keeps too; forward, backward: what was observed."""
+
+    def __init__(
+        self, module: fx.GraphModule, inputs: Sequence[JointInput], mask: Sequence[bool], constants: Mapping[str, Tensor]
+    ) -> None:
+        self._inputs, self._wanted = inputs, [i.needs_grad for i in inputs]
+        with _torch_joint.fake_mode(), torch.device("cpu"):
+            self._given = [torch.empty(i.example.shape, dtype=i.example.dtype) for i in inputs]
+            fixed = {n: torch.empty(c.shape, dtype=c.dtype) for n, c in constants.items()}
+            self._module, self._body = module, _interpreted(module, fixed)
+            self.tangents, self.used = self._reached(mask)
+            self.kept = self._kept()
+            with torch.no_grad(), _Watch([*self._given, *fixed.values()]) as watch:
+                self._measure(watch)
+
+    def _reached(self, mask: Sequence[bool]) -> tuple[tuple[bool, ...], list[int]]:
+        """Which outputs' gradients are used, and which inputs get one from them."""
+        leaves = [t.detach().requires_grad_(w) for t, w in zip(self._given, self._wanted, strict=True)]
+        with torch.enable_grad():
+            outputs = self._body(*leaves)
+        if len(outputs) != len(mask):
+            raise CaptureError(f"the opaque chunk has {len(outputs)} outputs but tangent_mask has {len(mask)} entries")
+        comes = [m and o.requires_grad for m, o in zip(mask, outputs)]
+        ends = [o for o, c in zip(outputs, comes) if c]
+        sources = {k: t for k, t in enumerate(leaves) if t.requires_grad}
+        if not ends:
+            return tuple(comes), []
+        try:
+            found = torch.autograd.grad(ends, list(sources.values()), [torch.empty_like(o) for o in ends], allow_unused=True)
+        except _torch.RUN_ERRORS as error:  # what autograd says of such a forward on a real device too
+            raise CaptureError(f"{self._line()}: the backward of this opaque region fails: {error}") from error
+        return tuple(comes), [k for k, g in zip(sources, found) if g is not None]
+
+    def _line(self) -> str:
+        return line_of(next(n for n in self._module.graph.nodes if n.op.startswith("call")))
+
+    def _kept(self) -> list[str]:
+        """Inputs whose gradient is wanted are held by autograd in any case."""
+        if not self.used:
+            return []
+        saved: list[Tensor] = []
+
+        def pack(t: Tensor) -> Tensor:
+            saved.append(t)
+            return t
+
+        with torch.no_grad(), saved_tensors_hooks(pack, lambda t: t):
+            *results, _ = self._forward()
+        keys = {storage_key(t) for t in saved}
+        held = [w or storage_key(t) in keys for t, w in zip(self._given, self._wanted)]
+        return [f"in{k}" for k, h in enumerate(held) if h] + [f"out{k}" for k, t in enumerate(results) if storage_key(t) in keys]
+
+    def _forward(self) -> list[Tensor]:
+        return list(forward_step(self._body, self._wanted, self.tangents)(list(self._given)))
+
+    def _measure(self, watch: _Watch) -> None:
+        self.forward = watch.begin()
+        made = self._forward()
+        results = made[: len(self.tangents)]
+        self.outputs = [TensorSpec(tuple(t.shape), _dtype(t)) for t in results]
+        self.saved = watch.live - sum(t.untyped_storage().nbytes() for t in results)
+        self.backward = _Observed()
+        if self.used:
+            tangents = [torch.empty_like(o) for o, c in zip(results, self.tangents) if c]
+            used = [k in self.used for k, w in enumerate(self._wanted) if w]
+            args = [made.pop(), *tangents]
+            self.backward = watch.begin()
+            backward_step(len(tangents), used)(args)
+
+
+def _interpreted(module: fx.GraphModule, constants: Mapping[str, Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    """The module as a function of its inputs, with the user's line in what it raises."""
+
+    def body(*inputs: Tensor) -> tuple[Tensor, ...]:
+        interpreter = Interpreter(module, constants)
+        try:
+            return tuple(interpreter.run(*inputs))
+        except _torch.RUN_ERRORS as error:
+            where = line_of(interpreter.node) if interpreter.node is not None else "an opaque region"
+            raise CaptureError(f"{where}: cannot run in an opaque region on fake tensors: {error}") from error
+
+    return body
+
+
+def _accumulate(params: Sequence[int], specs: Sequence[TensorSpec]) -> tuple[Signature, StepCode]:
+    """W: adds the gradients that I made to the accumulators."""
+    gradients = [f"iw{j}" for j in range(len(params))]
+    sums = [f"acc{j}" for j in range(len(params))]
+    adds = "\n".join(f"    {a}.add_({g}); del {g}" for a, g in zip(sums, gradients))
+    source = f"# step W\ndef step(args):\n    {', '.join([*gradients, *sums])}, = args\n    args.clear()\n{adds}\n    return ()\n"
+    observed = _Observed()
+    for spec in specs:
+        like = torch.empty(tuple(bind(d, 0) for d in spec.shape), dtype=getattr(torch, spec.dtype), device="meta")
+        observed.kernels[kernel_of(aten.add_.Tensor, (like, like), like, {})] += 1
+    freed = Liveness(tuple(range(len(params))), ((),) * (len(params) + 1))
+    return Signature(tuple(gradients), (), tuple(params), observed.cost(), freed), StepCode(source)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

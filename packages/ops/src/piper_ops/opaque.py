@@ -1,0 +1,93 @@
+"""Steps of an opaque chunk: its forward runs under autograd, its backward is what autograd recorded.
+
+F returns, behind its outputs, a *handle*: an empty tensor that carries the recorded graph from F to I. What autograd has saved
+stays with the graph and dies while I runs. I makes the gradients of values and of parameters; W only adds the latter up.
+
+Returned tensors own their bytes and are contiguous, as everywhere: what does not is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+Body = Callable[..., Sequence[torch.Tensor]]
+Step = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
+"""Boxed: it empties its argument list."""
+
+_GRAPH = "_piper_recorded"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The graph of one forward: edges of the outputs whose gradients come, and the inputs whose gradients are wanted."""
+
+    outputs: tuple[GradientEdge, ...]
+    inputs: tuple[torch.Tensor, ...]
+
+
+def forward_step(body: Body, wanted: Sequence[bool], tangents: Sequence[bool], constants: Sequence[torch.Tensor] = ()) -> Step:
+    """F. body: (*inputs, *constants) -> outputs; wanted[k]: the gradient of input k is wanted; tangents[k]: that of output k will
+    come. The handle follows the outputs if any will come."""
+
+    def step(args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        given = tuple(args)
+        args.clear()
+        inputs = tuple(t.detach().requires_grad_() if want else t for t, want in zip(given, wanted, strict=True))
+        with torch.enable_grad():
+            outputs = tuple(body(*inputs, *constants))
+            edges = tuple(get_gradient_edge(o) for o, comes in zip(outputs, tangents, strict=True) if comes)
+        with torch.no_grad():
+            results = owned((o.detach() for o in outputs), given)
+            del outputs
+            return (*results, _handle(Recorded(edges, tuple(t for t, w in zip(inputs, wanted) if w)))) if edges else results
+
+    return step
+
+
+def _handle(graph: Recorded) -> torch.Tensor:
+    handle = torch.empty(0, dtype=torch.uint8)
+    setattr(handle, _GRAPH, graph)
+    return handle
+
+
+def backward_step(tangents: int, used: Sequence[bool]) -> Step:
+    """I. Arguments: the handle, as many tangents, and tensors that autograd has saved and that are only kept alive. used[k]: the
+    forward depends on the k-th wanted input; the others get no gradient."""
+
+    def step(args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        recorded: Recorded = getattr(args[0], _GRAPH)
+        delattr(args[0], _GRAPH)
+        given = tuple(args[1 : 1 + tangents])
+        args.clear()
+        inputs = [t for t, u in zip(recorded.inputs, used, strict=True) if u]
+        outputs = list(recorded.outputs)
+        del recorded
+        found = torch.autograd.grad(outputs, inputs, given)
+        del inputs, outputs
+        with torch.no_grad():
+            return owned(found, given)
+
+    return step
+
+
+def owned(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The tensors, copied where they are not contiguous or do not have a storage of their own, which no other one and none of
+    `others` shares."""
+    seen = {storage_key(t) for t in others}
+    out = []
+    for t in tensors:
+        whole = t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size()
+        if not whole or storage_key(t) in seen:
+            t = t.clone(memory_format=torch.contiguous_format)
+        seen.add(storage_key(t))
+        out.append(t)
+    return tuple(out)
+
+
+def storage_key(t: torch.Tensor) -> int:
+    """Equal for tensors that share a storage, while both live."""
+    return t.untyped_storage()._cdata

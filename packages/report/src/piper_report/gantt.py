@@ -1,0 +1,243 @@
+"""The timeline of a step: per rank and stream, predicted above measured, on one axis of time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
+from matplotlib.patches import Patch
+
+from piper_ir.plan import COMPUTE, Plan
+from piper_ir.trace import Span, Trace
+from piper_report.idle import makespan
+from piper_report.phases import PHASES, Kind, Phase, kinds
+from piper_report.style import (
+    DPI,
+    GREY,
+    INK,
+    MICROBATCHES,
+    PALE,
+    WIDTH,
+    Picture,
+    TimeUnit,
+    ink_on,
+    new_figure,
+    panels,
+    picture,
+    time_unit,
+    tint,
+)
+from piper_report.summary import seconds
+from piper_report.transfers import transfers
+
+MOST_RANKS = 8
+MOST_LABELS = 1200
+STRENGTH = {"F": 0.3, "B": 1.0, "I": 0.8, "W": 1.0, "pair": 0.7, "comm": 0.3}
+OUTLINED = ("F", "comm")
+"""Pale phases, whose bars have an edge in the full colour."""
+HATCH = {"I": "....", "W": "//////", "pair": "xxxx"}
+WAITING = "#B0B0B0"
+PLOT_SHARE = 0.84
+"""Of a figure's width, about what the axes of a timeline have."""
+NARROW = 4
+"""Pixels below which a bar is drawn without an edge, which would hide it; a communication in the colour of its edge."""
+UNREADABLE, READABLE = 6, 34
+"""Pixels of half of the computing bars: with fewer than the first, the middle of the step is drawn again with the second."""
+Look = tuple[tuple[float, float, float], str, str]
+"""Face colour, edge colour, hatch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The stretch of time that is drawn, in seconds; `column`: of half a pixel."""
+
+    start: float
+    end: float
+
+    @property
+    def column(self) -> float:
+        return (self.end - self.start) / (WIDTH * PLOT_SHARE * DPI) / 2
+
+
+@dataclass(slots=True)
+class Row:
+    """One stream of one rank in one trace: bars by look, and labels (middle in seconds, text, colour of what they stand on)."""
+
+    name: str
+    bars: dict[Look, list[tuple[float, float]]] = field(default_factory=dict)
+    labels: list[tuple[float, str, tuple[float, float, float]]] = field(default_factory=list)
+    reached: float = -1.0
+    drawn: int = 0
+    hidden: int = 0
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What all drawings of one step share."""
+
+    traces: Sequence[Trace]
+    plan: Plan | None
+    kinds: Sequence[Mapping[Span, Kind]]
+    begun: Sequence[Mapping[Span, float]]
+    ranks: Sequence[int]
+    length: float
+
+
+def timelines(traces: Sequence[Trace], plan: Plan | None) -> list[Picture]:
+    """`traces`: predicted, measured, or both in this order. One drawing of the whole step, and where its bars are too narrow to
+    be read, one of its middle. Of more than 8 ranks, one per role comes first; of bars narrower than half a pixel one per half
+    pixel is drawn."""
+    length = max(makespan(t) for t in traces)
+    found = [kinds(t, plan) for t in traces]
+    line = Timeline(traces, plan, found, [_begun(t, plan) for t in traces], shown_ranks(traces, plan), length)
+    out = [_gantt(line, Window(0.0, length), "timeline", "Timeline of a step")]
+    bars = sorted(s.end - s.start for k in found for s in k if s.stream == COMPUTE and s.end > s.start)
+    usual = bars[len(bars) // 2] if bars else length
+    if usual < 2 * UNREADABLE * Window(0.0, length).column:
+        half = usual / READABLE * WIDTH * PLOT_SHARE * DPI / 2
+        middle = min(makespan(t) for t in traces) / 2
+        out.append(_gantt(line, Window(middle - half, middle + half), "timeline_middle", "The middle of the step, enlarged"))
+    return out
+
+
+def _gantt(line: Timeline, window: Window, name: str, title: str) -> Picture:
+    unit = time_unit(window.end - window.start)
+    rows = {rank: _rows(line, rank, window) for rank in line.ranks}
+    figure = new_figure(0.75 + 0.2 * sum(map(len, rows.values())) + 0.42 * len(rows))
+    axes = panels(figure, len(rows), sharex=True, heights=[len(r) + 1 for r in rows.values()])
+    for ax, (rank, mine) in zip(axes, rows.items()):
+        role = f" ({line.plan.role_of(rank).role})" if line.plan is not None else ""
+        ax.set_title(f"rank {rank}{role}", loc="left", fontweight="bold")
+        _draw(ax, mine, unit)
+    axes[-1].set_xlim(window.start * unit.scale, window.end * unit.scale)
+    axes[-1].set_xlabel(f"time since the step began ({unit.name})")
+    handles = _legend({k for found in line.kinds for k in found.values()})
+    figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, handlelength=1.6)
+    every = [row for some in rows.values() for row in some]
+    both = " over ".join("predicted" if t.kind == "simulated" else "measured" for t in line.traces)
+    everyone = len({s.rank for t in line.traces for s in t.spans})
+    alt = (
+        f"Gantt chart of one step, {both}: {len(rows)} of {everyone} ranks, each with its streams, from {seconds(window.start)} "
+        f"to {seconds(window.end)} after the step began."
+    )
+    caption = _caption(line.traces, len(rows), everyone, sum(r.hidden for r in every))
+    return picture(figure, name, title, alt, caption, least=900, marks=sum(r.drawn for r in every))
+
+
+def shown_ranks(traces: Sequence[Trace], plan: Plan | None) -> list[int]:
+    """At most MOST_RANKS ranks of the traces, ascending: the first of every role before any other."""
+    ranks = sorted({s.rank for t in traces for s in t.spans})
+    firsts = [min(role.ranks) for role in plan.roles] if plan is not None else []
+    return sorted(sorted(ranks, key=lambda r: (r not in firsts, r))[:MOST_RANKS])
+
+
+def _rows(line: Timeline, rank: int, window: Window) -> list[Row]:
+    """Streams in the plan's order (without one: compute, then the others by name); of each one row per trace."""
+    used = {s.stream for t in line.traces for s in t.spans if s.rank == rank}
+    known = [s for s in line.plan.role_of(rank).streams if s in used] if line.plan is not None else []
+    streams = known + sorted(used - set(known), key=lambda name: (name != COMPUTE, name))
+    out: dict[tuple[str, int], Row] = {}
+    for stream in streams:
+        for i, trace in enumerate(line.traces):
+            word = ("predicted" if trace.kind == "simulated" else "measured") if len(line.traces) > 1 else ""
+            out[stream, i] = Row(f"{stream}  {word}".strip() if i == 0 else word)
+    for i, (trace, found, begun) in enumerate(zip(line.traces, line.kinds, line.begun)):
+        for span in sorted((s for s in trace.spans if s.rank == rank), key=lambda s: s.start):
+            if span.start <= window.end and span.end >= window.start:
+                _add(out[span.stream, i], span, found[span], begun.get(span, span.start), window)
+    return list(out.values())
+
+
+def _begun(trace: Trace, plan: Plan | None) -> dict[Span, float]:
+    """Span -> when its transfer had all its ends; what a rank waits before is drawn hollow."""
+    if plan is None or trace.kind == "simulated":
+        return {}
+    return {s: max(x.start for x in group) for group in transfers(plan, trace) for s in group}
+
+
+def _add(row: Row, span: Span, kind: Kind, begun: float, window: Window) -> None:
+    column = window.column
+    if span.end - span.start < column and span.end < row.reached + column and row.drawn:
+        row.hidden += 1
+        return
+    row.drawn += 1
+    row.reached = span.end
+    face, edge, hatch = _look(kind)
+    moving = min(max(begun, span.start), span.end)
+    if moving - span.start > column:
+        hollow: Look = ((1.0, 1.0, 1.0), WAITING, "")
+        row.bars.setdefault(hollow, []).append((span.start, moving - span.start))
+    pixels = (span.end - moving) / column / 2
+    thin = (to_rgb(edge) if kind.phase == "comm" else face, "none", hatch)
+    look = (face, edge, hatch) if pixels >= NARROW else thin
+    row.bars.setdefault(look, []).append((moving, max(span.end - moving, column)))
+    low, high = max(moving, window.start), min(span.end, window.end)
+    points = (high - low) / column / 2 / DPI * 72
+    text = next((t for t in (kind.label, str(kind.mb) if kind.mb >= 0 else "") if t and points > 5.2 * len(t) + 3), "")
+    if text:
+        row.labels.append(((low + high) / 2, text, face))
+
+
+def _look(kind: Kind) -> Look:
+    phase = kind.phase
+    if kind.mb < 0 or phase == "other":
+        return tint(GREY if phase != "comm" else PALE, 1.0 if phase in ("U", "comm") else 0.5), GREY, ""
+    colour = MICROBATCHES[kind.mb % len(MICROBATCHES)]
+    face = tint(colour, STRENGTH[phase])
+    return face, (colour if phase in OUTLINED else "white"), HATCH.get(phase, "")
+
+
+def _draw(ax: Axes, rows: Sequence[Row], unit: TimeUnit) -> None:
+    budget = MOST_LABELS
+    for y, row in enumerate(rows):
+        for (face, edge, hatch), bars in row.bars.items():
+            corners = [_corners(start * unit.scale, width * unit.scale, y) for start, width in bars]
+            drawn = PolyCollection(corners, facecolor=face, edgecolor=edge, hatch=hatch, linewidth=0.6)
+            ax.add_collection(drawn, autolim=False)  # the limits are known, and finding them takes longer than drawing
+        for middle, text, ground in row.labels[:budget]:
+            ax.text(
+                middle * unit.scale, y, text, ha="center", va="center_baseline", fontsize=7, color=ink_on(ground), clip_on=True
+            )
+        budget -= min(budget, len(row.labels))
+    ax.set_yticks(range(len(rows)), [r.name for r in rows])
+    ax.set_ylim(len(rows) - 0.4, -0.6)
+    ax.grid(False, axis="y")
+    ax.tick_params(axis="y", length=0)
+
+
+def _corners(start: float, width: float, y: int) -> list[tuple[float, float]]:
+    low, high = y - 0.42, y + 0.42
+    return [(start, low), (start, high), (start + width, high), (start + width, low)]
+
+
+def _legend(found: set[Kind]) -> list[Patch]:
+    """The phases that occur, in grey, then the colours of the microbatches."""
+    phases: list[Phase] = [p for p in PHASES if any(k.phase == p for k in found)]
+    out = []
+    for p in phases:
+        look = _look(Kind(((p, -1),)))[0] if p in ("U", "other") else tint(GREY, STRENGTH.get(p, 1.0))
+        edge = GREY if p in (*OUTLINED, "other", "U") else "white"
+        out.append(Patch(facecolor=look, edgecolor=edge, hatch=HATCH.get(p, ""), label=PHASES[p]))
+    mbs = sorted({mb for k in found for _, mb in k.halves if mb >= 0})
+    for i, colour in enumerate(MICROBATCHES):
+        same = [mb for mb in mbs if mb % len(MICROBATCHES) == i]
+        if same:
+            text = ", ".join(map(str, same[:2])) + (", ..." if len(same) > 2 else "")
+            out.append(Patch(facecolor=colour, edgecolor=INK, linewidth=0.3, label=f"microbatch {text}"))
+    return out
+
+
+def _caption(traces: Sequence[Trace], shown: int, everyone: int, hidden: int) -> str:
+    parts = ["Colour is the microbatch, shade and hatch the phase; the number in a bar is the microbatch."]
+    if any(t.kind == "executed" for t in traces):
+        parts.append(
+            "A measured communication is hollow while its rank waits for the other side, and filled from when all were there."
+        )
+    if shown < everyone:
+        parts.append(f"{shown} of {everyone} ranks are shown, one of each role first; the traces for Chrome's viewer have all.")
+    if hidden:
+        parts.append(f"Instructions that are narrower than half a pixel and not drawn: {hidden}.")
+    return " ".join(parts)

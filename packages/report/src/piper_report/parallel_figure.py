@@ -1,0 +1,113 @@
+"""Parallel coordinates: the parameters of every candidate of a tuning, coloured by its period."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from math import isfinite, log10
+from typing import Any
+
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+
+from piper_report.results import Study
+from piper_report.style import GREY, RED, Picture, new_figure, panels, picture
+from piper_report.tuning_figures import WIDE_RANGE, Scored, scored, unit_of
+
+MOST_TICKS = 10
+FEW_TICKS = 5
+"""Of an axis to scale."""
+UNSET = "not set"
+BELOW = -0.15
+"""Where a candidate without this parameter crosses the axis."""
+LONGEST = 16
+"""Letters of a value."""
+
+
+def parallel_figure(study: Study) -> Picture | None:
+    """One vertical axis per parameter; a line per complete candidate, coloured by its period; the best on top. None without
+    parameters."""
+    found = scored(study)
+    names = list(dict.fromkeys(n for t, _ in found for n in t.params))
+    if not names:
+        return None
+    unit = unit_of(found)
+    figure = new_figure(4.0)
+    (ax,) = panels(figure, 1)
+    ax.grid(False)
+    ax.spines[["left", "bottom"]].set_visible(False)
+    scale = Normalize(min(p for _, p in found) * unit.scale, max(p for _, p in found) * unit.scale)
+    colours = ScalarMappable(scale, colormaps["cividis"])
+    axes = {n: Axis([t.params.get(n) for t, _ in found]) for n in names}
+    _lines(ax, found, axes, study.best, {t.number: colours.to_rgba(p * unit.scale) for t, p in found})
+    _ticks(ax, axes)
+    figure.colorbar(colours, ax=ax, label=f"predicted period ({unit.name})", pad=0.01)
+    alt = f"Parallel coordinates of {len(found)} complete candidates over {', '.join(names)}, coloured by predicted period."
+    caption = "A line is a candidate; the darker, the quicker." + (" The best one is red." if study.best is not None else "")
+    least, marks = max(760, 110 * len(names)), len(found) * len(names)
+    return picture(figure, "parameters", "Parameters", alt, caption, least=least, marks=marks)
+
+
+def _lines(ax: Axes, found: Scored, axes: dict[str, Axis], best: int | None, colours: dict[int, Any]) -> None:
+    """The quick candidates above the slow ones, the best on top; with a single parameter a line is level."""
+    xs = list(range(len(axes))) if len(axes) > 1 else [-0.2, 0.2]
+    for trial, _ in sorted(found, key=lambda x: (x[0].number == best, -x[1])):
+        heights = [axis.place(trial.params.get(name)) for name, axis in axes.items()] * (1 if len(axes) > 1 else 2)
+        if trial.number == best:
+            ax.plot(xs, heights, color=RED, linewidth=2.4)
+        else:
+            ax.plot(xs, heights, color=colours[trial.number], linewidth=1.0, alpha=0.75)
+
+
+def _ticks(ax: Axes, axes: dict[str, Axis]) -> None:
+    ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.6}
+    for x, axis in enumerate(axes.values()):
+        ax.axvline(x, color=GREY, linewidth=0.8)
+        for height, text in axis.ticks():
+            ax.annotate(text, (x, height), xytext=(4, 0), textcoords="offset points", va="center", fontsize=7.5, bbox=ground)
+    ax.set_xticks(range(len(axes)), list(axes))
+    ax.set_yticks([])
+    ax.set_xlim(-0.3, len(axes) - 1 + 0.45)
+
+
+class Axis:
+    """Where the values of one parameter stand on an axis of height 1: many numbers to scale (logarithmic when they spread wide),
+    everything else at equal distances."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        self.unset = any(v is None for v in values)
+        given = [v for v in values if v is not None]
+        numbers = [v for v in given if isinstance(v, int | float) and not isinstance(v, bool) and isfinite(v)]
+        kinds = sorted(set(numbers)) if len(numbers) == len(given) else sorted({_text(v) for v in given})
+        self.texts = [_text(k) for k in kinds]
+        self.range = (kinds[0], kinds[-1]) if len(kinds) > MOST_TICKS and len(numbers) == len(given) else None
+
+    def place(self, value: Any) -> float:
+        if value is None:
+            return BELOW
+        if self.range is None:
+            return self.texts.index(_text(value)) / max(1, len(self.texts) - 1)
+        low, high = self.range
+        return log10(value / low) / log10(high / low) if self.wide else (value - low) / (high - low)
+
+    @property
+    def wide(self) -> bool:
+        return self.range is not None and 0 < self.range[0] * WIDE_RANGE < self.range[1]
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Height and text."""
+        unset = [(BELOW, UNSET)] if self.unset else []
+        if self.range is None:
+            every = max(1, -(-len(self.texts) // MOST_TICKS))
+            return [(self.place(t), t if len(t) <= LONGEST else t[: LONGEST - 1] + "…") for t in self.texts[::every]] + unset
+        low, high = self.range
+        heights = [i / (FEW_TICKS - 1) for i in range(FEW_TICKS)]
+        return [(h, f"{low * (high / low) ** h if self.wide else low + h * (high - low):.3g}") for h in heights] + unset
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value)

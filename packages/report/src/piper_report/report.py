@@ -1,0 +1,176 @@
+"""`write_report`: everything that a result folder shows, as one page, with its figures and tables as files of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from piper_ir.errors import OutputError
+from piper_ir.trace import Trace
+from piper_report.clocks import NOTE, aligned
+from piper_report.gantt import timelines
+from piper_report.memory_figure import memory_figure
+from piper_report.page import Section, page
+from piper_report.parallel_figure import parallel_figure
+from piper_report.results import Results, Trial, load
+from piper_report.style import Picture, house_style
+from piper_report.summary import seconds, size
+from piper_report.tables import (
+    Sheet,
+    cost_sheet,
+    headline,
+    owner_sheet,
+    rank_sheet,
+    source_sheet,
+    step_sheet,
+    trial_text,
+    tuning_sheets,
+)
+from piper_report.training_figures import loss_figure, step_time_figure
+from piper_report.tuning_figures import history_figure, pareto_figure
+
+DEFINITIONS = (
+    "Errors are predicted / measured - 1. Exposed communication: a rank computes nothing while one of its transfers is under "
+    "way. Bubble, global: the step's length less the rank's compute; span: from the rank's first to its last compute, less its "
+    "compute. Each is that of the worst rank; the measured ones are of the last step, the one that was traced. Step in steady "
+    "state, measured: the median without the first 3 steps. Model FLOP utilisation: 6 N + 12 L h s FLOP per token over the peak "
+    "of the devices."
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """The files that were written."""
+
+    html: Path
+    figures: tuple[Path, ...]
+    tables: tuple[Path, ...]
+
+
+def write_report(folder: str | Path, *, out: str | Path | None = None) -> Report:
+    """Write report.html, a PNG per figure and a CSV file per table into `out` (default: report/ in the folder). FormatError: see
+    `piper_report.load`. OutputError: they cannot be written (no space, no permission); what the folder held stays as it was."""
+    results = with_aligned_clocks(load(folder))
+    target = Path(out) if out is not None else Path(folder) / "report"
+    with house_style():
+        sections = _sections(results)
+    items = [x for s in sections for x in (*s.items, *s.folded)]
+    figures = {target / f"{x.name}.png": x.png for x in items if isinstance(x, Picture)}
+    tables = {target / f"{x.name}.csv": x.frame.to_csv(index=False).encode() for x in items if isinstance(x, Sheet)}
+    html = target / "report.html"
+    document = page(f"Piper: {Path(folder).resolve().name}", _facts(results), sections)
+    _write(target, {**figures, **tables, html: document.encode()})
+    return Report(html, tuple(figures), tuple(tables))
+
+
+def with_aligned_clocks(results: Results) -> Results:
+    """The measured trace on one clock, as far as the plan tells which spans belong together."""
+    if results.plan is None or results.measured_trace is None:
+        return results
+    return replace(results, measured_trace=aligned(results.plan, results.measured_trace))
+
+
+def _write(target: Path, files: dict[Path, bytes]) -> None:
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for path, content in files.items():
+            path.write_bytes(content)
+    except OSError as e:
+        raise OutputError(
+            f"cannot write the report to {target}: {e.strerror}; the results are untouched: "
+            "make room or choose another folder, then `piper report DIR`"
+        ) from None
+
+
+def _sections(results: Results) -> list[Section]:
+    return [_summary(results), _timeline(results), _memory(results), _training(results), _tuning(results), _costs(results)]
+
+
+def _facts(results: Results) -> list[tuple[str, str]]:
+    plan, study = results.plan, results.study
+    facts = []
+    if plan is not None:
+        facts.append(("plan", f"{plan.key} on {plan.mesh}: {len(plan.roles)} roles, {plan.mesh.world} ranks"))
+        tokens = f", {plan.tokens_per_step:,} tokens" if plan.tokens_per_step else ""
+        rows = "1 row" if plan.rows == 1 else f"{plan.rows} rows"
+        batch = f"{plan.global_batch} rows{tokens} per step; {plan.microbatches} microbatches of {rows}"
+        facts.append(("batch", batch))
+    if results.params:
+        facts.append(("parameters", ", ".join(f"{k}={v}" for k, v in results.params.items())))
+    if results.predicted_trace is not None and "cluster" in results.predicted_trace.notes:
+        facts.append(("predicted for", results.predicted_trace.notes["cluster"]))
+    if results.measured is not None:
+        facts.append(("measured", f"{len(results.measured.step_s)} steps"))
+    if study is not None:
+        limit = "none" if study.memory_limit is None else size(study.memory_limit)
+        facts.append(("tuned for", f"{study.cluster}: {len(study.trials)} trials, seed {study.seed}, memory limit {limit}"))
+        best = next((t for t in study.trials if t.number == study.best), None)
+        facts.append(("best candidate", "none was found" if best is None else _told(best)))
+    return facts
+
+
+def _told(best: Trial) -> str:
+    times = [("predicted", best.period_s), ("measured", best.measured_period_s)]
+    shown = ", ".join(f"{seconds(t)} {name}" for name, t in times if t is not None)
+    return f"trial {best.number}, {shown}: {trial_text(best)}"
+
+
+def _summary(results: Results) -> Section:
+    items: list[Picture | Sheet | str] = []
+    warnings = [f"warning: {n}" for n in results.predicted.notes] if results.predicted else []
+    if results.predicted is not None or results.measured is not None:
+        items += [headline(results), DEFINITIONS]
+    items += [s for s in (rank_sheet(results), source_sheet(results)) if s is not None]
+    return Section("summary", "Headline", warnings, items)
+
+
+def _timeline(results: Results) -> Section:
+    traces = _with_spans(results)
+    items: list[Picture | Sheet | str] = [*timelines(traces, results.plan)] if traces else []
+    if results.measured_trace is not None:
+        clocks = {k: v for k, v in results.measured_trace.notes.items() if k.startswith(NOTE.format(""))}
+        items += [f"Clocks: {_clocks(clocks)}"] if clocks else []
+    return Section("timeline", "Timeline of a step", (), items)
+
+
+def _clocks(notes: dict[str, str]) -> str:
+    """One line, the same words for many ranks said once."""
+    by_text: dict[str, list[str]] = {}
+    for key, text in notes.items():
+        by_text.setdefault(text, []).append(key.removeprefix(NOTE.format("")))
+    return "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in by_text.items()) + " (against the lowest rank)."
+
+
+def _with_spans(results: Results) -> list[Trace]:
+    return [t for t in (results.predicted_trace, results.measured_trace) if t is not None and t.spans]
+
+
+def _memory(results: Results) -> Section:
+    drawn = memory_figure(results.predicted_trace, results.measured_trace, results.plan)
+    items: Sequence[Picture | Sheet | None] = (drawn, owner_sheet(results))
+    return Section("memory", "Memory", (), [x for x in items if x is not None])
+
+
+def _training(results: Results) -> Section:
+    items = [x for x in (loss_figure(results), step_time_figure(results)) if x is not None]
+    steps = step_sheet(results)
+    return Section("training", "Training", (), items, [steps] if steps is not None else [])
+
+
+def _tuning(results: Results) -> Section:
+    study = results.study
+    if study is None:
+        return Section("tuning", "Tuning")
+    figures = (history_figure(study), pareto_figure(study), parallel_figure(study))
+    sheets = {s.name: s for s in tuning_sheets(results)}
+    items: list[Picture | Sheet | str] = [x for x in figures if x is not None]
+    items += [sheets[n] for n in ("confirmed", "rejected") if n in sheets]
+    if study.rules:
+        items.append("Pruned before the search: " + " ".join(study.rules))
+    return Section("tuning", "Tuning", (), items, [sheets["trials"]] if "trials" in sheets else [])
+
+
+def _costs(results: Results) -> Section:
+    found = cost_sheet(results)
+    return Section("costs", "Costs", (), (), [found] if found is not None and len(found.frame) else [])

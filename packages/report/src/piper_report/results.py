@@ -1,0 +1,231 @@
+"""What a result folder holds, read strictly. The files are described in `piper.results`; a folder has those of the commands that
+wrote to it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from piper_ir.codec import decode, loads
+from piper_ir.costs import Costs
+from piper_ir.errors import FormatError
+from piper_ir.plan import Plan
+from piper_ir.trace import Trace
+
+T = TypeVar("T")
+
+FILES = {
+    "plan.json": "piper simulate or piper run, each with --out DIR",
+    "strategy.json": "the same, and piper tune",
+    "predicted.json": "piper simulate --out DIR, piper run",
+    "spans-predicted.json": "piper simulate --out DIR, piper run",
+    "measured.json": "piper run",
+    "spans-measured.json": "piper run",
+    "metrics.jsonl": "piper run",
+    "study.json": "piper tune",
+    "costs.json": "piper profile",
+}
+"""The files that are read, and the commands that write them."""
+
+
+@dataclass(frozen=True)
+class RankPrediction:
+    """Of one rank, in seconds and bytes."""
+
+    bubble_s: float
+    peak_bytes: int
+    device_bytes: int
+    peak_by_category: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """predicted.json: `Simulation.summary()` and `ranks`."""
+
+    step_s: float
+    period_s: float
+    tokens_per_s: float | None
+    mfu: float | None
+    hfu: float | None
+    exposed_comm_s: float
+    global_bubble_s: float
+    span_bubble_s: float
+    peak_bytes: int
+    device_bytes: int
+    sources: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    ranks: tuple[RankPrediction, ...] = ()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """measured.json: losses and seconds by step, the median period (None for short runs), peak bytes by rank."""
+
+    losses: tuple[float, ...]
+    step_s: tuple[float, ...]
+    period_s: float | None = None
+    tokens_per_s: float | None = None
+    peak_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One line of metrics.jsonl; `time` in seconds since 1970."""
+
+    step: int
+    loss: float
+    step_s: float
+    tokens_per_s: float | None = None
+    time: float | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate of a tuning. `period_s`, `step_s`, `peak_bytes` and `device_bytes` are predicted; `error` is predicted /
+    measured - 1 of the period. A rejected one has a `reason` and its class, `kind`."""
+
+    number: int
+    state: Literal["complete", "rejected"]
+    params: Mapping[str, Any] = field(default_factory=dict)
+    period_s: float | None = None
+    step_s: float | None = None
+    peak_bytes: int | None = None
+    device_bytes: int | None = None
+    source: str | None = None
+    reason: str | None = None
+    kind: str | None = None
+    measured_period_s: float | None = None
+    measured_peak_bytes: int | None = None
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class Study:
+    """study.json: the trials in the order in which they were made; `best` is the number of one; `rules` say what was pruned."""
+
+    cluster: str
+    trials: tuple[Trial, ...]
+    memory_limit: int | None = None
+    seed: int = 0
+    best: int | None = None
+    rules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a folder holds; None or empty for what it does not. `params`: the values that made the strategy."""
+
+    folder: Path
+    plan: Plan | None = None
+    params: Mapping[str, Any] = field(default_factory=dict)
+    predicted: Predicted | None = None
+    predicted_trace: Trace | None = None
+    measured: Measured | None = None
+    measured_trace: Trace | None = None
+    metrics: tuple[Metric, ...] = ()
+    study: Study | None = None
+    costs: Costs | None = None
+
+
+def load(folder: str | Path) -> Results:
+    """Read a result folder: of a simulation, a run, a tuning, a profile, or several in one. FormatError for a folder with none of
+    the files, for a file that is broken or cut off (with its place in the file), and for files that do not belong together."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FormatError(f"{folder} is not a folder; the folder of a run, simulation, tuning or profile is expected")
+    if not any((folder / name).is_file() for name in FILES):
+        known = "\n".join(f"  {name:22} {command}" for name, command in FILES.items())
+        raise FormatError(f"{folder} holds no results; a folder with some of these files is expected:\n{known}")
+    out = Results(
+        folder,
+        plan=_read(folder, "plan.json", _document(Plan)),
+        params=_read(folder, "strategy.json", _params) or {},
+        predicted=_read(folder, "predicted.json", _plain(Predicted)),
+        predicted_trace=_read(folder, "spans-predicted.json", _document(Trace)),
+        measured=_read(folder, "measured.json", _plain(Measured)),
+        measured_trace=_read(folder, "spans-measured.json", _document(Trace)),
+        metrics=_read(folder, "metrics.jsonl", _metrics) or (),
+        study=_read(folder, "study.json", _document(Study)),
+        costs=_read(folder, "costs.json", _document(Costs)),
+    )
+    _check_together(out)
+    return out
+
+
+Reader = Callable[[str, str], T]
+"""(text, what to call the file in errors) -> content."""
+
+
+def _read(folder: Path, name: str, reader: Reader[T]) -> T | None:
+    path = folder / name
+    if not path.is_file():
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as e:
+        raise FormatError(f"{path}: not UTF-8 text at byte {e.start}") from None
+    except OSError as e:
+        raise FormatError(f"{path}: cannot be read: {e.strerror}") from None
+    return reader(text, str(path))
+
+
+def _document(kind: type[T]) -> Reader[T]:
+    return lambda text, where: loads(kind, text, where)
+
+
+def _plain(kind: type[T]) -> Reader[T]:
+    """For objects without format and version: keys that this report does not know are left out, the others are checked."""
+
+    def read(text: str, where: str) -> T:
+        return _checked(kind, _json(text, where), where)
+
+    return read
+
+
+def _checked(kind: type[T], data: Any, where: str) -> T:
+    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]  # every caller gives a dataclass
+    if not isinstance(data, dict):
+        raise FormatError(f"{where}: a JSON object is expected")
+    absent = [n for n, f in known.items() if n not in data and f.default is MISSING and f.default_factory is MISSING]
+    if absent:
+        raise FormatError(f"{where}: lacks {', '.join(absent)}")
+    made: T = decode(kind, {k: v for k, v in data.items() if k in known}, where)
+    return made
+
+
+def _json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as e:
+        hint = " (is the file cut off?)" if e.pos >= len(text.rstrip()) - 1 or e.msg.startswith("Unterminated") else ""
+        raise FormatError(f"{where}: not JSON: {e.msg} at line {e.lineno} column {e.colno}{hint}") from None
+    except (RecursionError, ValueError) as e:  # nested too deep; an integer of thousands of digits
+        raise FormatError(f"{where}: not JSON that Piper writes: {e}") from None
+
+
+def _params(text: str, where: str) -> Mapping[str, Any]:
+    """Of strategy.json only the values that made it: directives are read by the compiler, which a report does without."""
+    data = _json(text, where)
+    if not isinstance(data, dict) or not isinstance(data.get("params", {}), dict):
+        raise FormatError(f"{where}: a JSON object of a Strategy is expected")
+    params: Mapping[str, Any] = data.get("params", {})
+    return params
+
+
+def _metrics(text: str, where: str) -> tuple[Metric, ...]:
+    lines = [(n, line) for n, line in enumerate(text.splitlines(), start=1) if line.strip()]
+    return tuple(_checked(Metric, _json(line, f"{where}, line {n}"), f"{where}, line {n}") for n, line in lines)
+
+
+def _check_together(results: Results) -> None:
+    """A trace says which plan it is of: read with another, its instructions would get the wrong names."""
+    plan = results.plan
+    for name, trace in (("spans-predicted.json", results.predicted_trace), ("spans-measured.json", results.measured_trace)):
+        if plan is not None and trace is not None and trace.plan_key != plan.key:
+            raise FormatError(
+                f"{results.folder / name} is of plan {trace.plan_key}, but plan.json there is plan {plan.key}; "
+                "put the files of different runs into different folders"
+            )

@@ -1,0 +1,122 @@
+"""A schedule for a terminal: one line per rank, columns of equal time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+
+from piper_ir.plan import COMPUTE, Plan
+from piper_ir.trace import Span, Trace
+from piper_report.idle import makespan
+from piper_report.phases import PHASES, Kind, kinds
+from piper_report.summary import seconds
+
+IDLE, GOES_ON = ".", "="
+NARROWEST = 40
+MOST_MISSED = 0.1
+"""Share of instructions that may be too short to show before numbers are given up for more columns."""
+MOST_UNITS = 4096
+"""Slots of a schedule whose times are multiples of one unit; of more, the unit is given up."""
+
+
+def schedule_table(trace: Trace, plan: Plan | None = None, *, width: int | None = None) -> str:
+    """What each rank computes when, at most `width` characters wide (default: the terminal's). Each column is the same time:
+    the common unit of all durations where they have one and it fits, else what makes the step fill the width; it shows what
+    runs for most of it. Where too few microbatches' numbers would fit, a column is one letter. The plan tells I fused with I
+    from I fused with W; without it the latter is assumed."""
+    width = max(NARROWEST, width or shutil.get_terminal_size().columns)
+    found = kinds(trace, plan)
+    work = {s: k for s, k in found.items() if s.stream == COMPUTE and k.phase != "other" and s.end > s.start}
+    if not work:
+        return "nothing is computed in this trace"
+    by_rank: dict[int, list[Span]] = {s.rank: [] for s in sorted(trace.spans, key=lambda s: s.rank)}
+    for s in sorted(work, key=lambda s: (s.start, s.end)):
+        by_rank[s.rank].append(s)
+    origin, length = min(s.start for s in trace.spans), makespan(trace)
+    indent = len(f"rank {max(by_rank)}") + 2
+    for cell in (max(len(k.label) for k in work.values()) + 1, 1):  # with microbatches where they fit, else without
+        slots, slot = _grid(work, origin, length, (width - indent) // cell)
+        rows = {rank: _row(spans, origin, slot, slots) for rank, spans in by_rank.items()}
+        missed = sum(len(set(by_rank[rank]) - set(row)) for rank, row in rows.items())
+        if missed <= MOST_MISSED * len(work):
+            break
+    lines = [f"rank {rank}".ljust(indent) + "".join(_cells(row, work, cell)).rstrip() for rank, row in rows.items()]
+    return "\n".join([*lines, "", *_legend(work.values(), slot, cell > 1, missed, width)])
+
+
+def _grid(spans: Iterable[Span], origin: float, length: float, most: int) -> tuple[int, float]:
+    """Number of slots, at most `most`, and the seconds of one."""
+    unit = _unit(spans, origin, length)
+    if unit is not None and round(length / unit) <= most:
+        return max(1, round(length / unit)), unit
+    return max(1, most), length / max(1, most)
+
+
+def _unit(spans: Iterable[Span], origin: float, length: float) -> float | None:
+    """The largest time of which all starts and ends are multiples (to a thousandth of it), None for none."""
+    times = sorted({t - origin for s in spans for t in (s.start, s.end)})
+    unit = length
+    for t in times:
+        a, b = max(t, unit), min(t, unit)
+        while b > 1e-6 * length:
+            a, b = b, a % b
+            if b > a - 1e-6 * length:  # a remainder that is the divisor again, but for rounding
+                b = 0.0
+        unit = a
+        if unit * MOST_UNITS < length:
+            return None
+    return unit if all(abs(t / unit - round(t / unit)) < 1e-3 for t in times) else None
+
+
+def _row(spans: Sequence[Span], origin: float, slot: float, slots: int) -> list[Span | None]:
+    """Per slot the span that runs longest in it, None where more than half of it is idle."""
+    out: list[Span | None] = []
+    first = 0
+    for i in range(slots):
+        low, high = origin + i * slot, origin + (i + 1) * slot
+        while first < len(spans) and spans[first].end <= low:
+            first += 1
+        most: tuple[float, Span | None] = (0.0, None)
+        busy = 0.0
+        for s in spans[first:]:
+            if s.start >= high:
+                break
+            share = min(s.end, high) - max(s.start, low)
+            busy += share
+            if share > most[0] * (1 + 1e-9):
+                most = share, s
+        out.append(most[1] if busy * 2 >= slot * (1 - 1e-9) else None)
+    return out
+
+
+def _cells(row: Sequence[Span | None], work: Mapping[Span, Kind], cell: int) -> Iterable[str]:
+    before = None
+    for i, span in enumerate(row):
+        if span is None:
+            yield IDLE.ljust(cell)
+        else:
+            after = row[i + 1] if i + 1 < len(row) else None
+            kind = work[span]
+            label = kind.label if cell > 1 else "&" if kind.phase == "pair" else kind.phase
+            text = label if span is not before else GOES_ON
+            yield text.ljust(cell, GOES_ON if span is after else " ")
+        before = span
+
+
+def _legend(found: Iterable[Kind], slot: float, numbered: bool, missed: int, width: int) -> list[str]:
+    phases = {p for k in found for p, _ in k.halves} | {k.phase for k in found}
+    words = [f"{p} {PHASES[p]}" for p in PHASES if p in phases and p != "pair"]
+    if "pair" in phases:
+        words.append(f"{'F1&B0' if numbered else '&'} {PHASES['pair']}")
+    words += ["the number is the microbatch"] if numbered else []
+    words += [f"{GOES_ON} goes on", f"{IDLE} idle", f"a column is {seconds(slot)}"]
+    if missed:
+        words.append(f"too short to show: {missed} instructions")
+    lines = [""]
+    for word in words:
+        joined = f"{lines[-1]}; {word}" if lines[-1] else word
+        if len(joined) > width and lines[-1]:
+            lines.append(word)
+        else:
+            lines[-1] = joined
+    return lines

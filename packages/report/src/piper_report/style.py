@@ -1,0 +1,147 @@
+"""Colours, fonts and the making of figures: matplotlib's Figure alone, without pyplot and its global state.
+
+Colours are Okabe and Ito's (Color Universal Design, 2008), told apart by colour-blind readers too; hatches and numbers say the
+same again.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+
+from piper_report.phases import Phase
+
+BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442"
+INK, GREY, PALE = "#222222", "#808080", "#D9D9D9"
+MICROBATCHES = (BLUE, ORANGE, GREEN, PURPLE, RED, YELLOW)
+"""Microbatch i has colour i modulo 6; its number is written where there is room. No sky blue: a pale blue looks like it."""
+PHASE_COLOURS: Mapping[Phase, str] = {
+    "F": SKY, "B": ORANGE, "I": GREEN, "W": PURPLE, "pair": SKY, "U": GREY, "other": PALE, "comm": PALE,
+}  # fmt: skip
+CATEGORIES = {
+    "param": BLUE, "grad": SKY, "optim": GREEN, "buffer": GREY, "activation": ORANGE, "gradient": RED, "batch": PURPLE,
+    "scalar": PALE, "workspace": YELLOW,
+}  # fmt: skip
+"""Owners of memory (`piper_ir.plan.Category`), from the bottom of the stack upwards."""
+WIDTH = 11.0
+"""Inches, of figures as wide as the page."""
+SMALLER = 8.0
+"""Inches, of plain plots."""
+DPI = 110
+READABLE = 0.68
+"""Part of its full width down to which the letters of a figure can be read."""
+MOST_SVG = 220_000
+"""Bytes of a vector drawing; a larger one goes into the page as pixels."""
+MOST_MARKS = 2500
+"""Bars or points; of more, no vector drawing is tried."""
+FONTS = {
+    "font.size": 9.0, "axes.titlesize": 10.0, "axes.labelsize": 9.0, "legend.fontsize": 8.0, "xtick.labelsize": 8.0,
+    "ytick.labelsize": 8.0, "hatch.linewidth": 0.6, "svg.hashsalt": "piper", "axes.edgecolor": GREY, "text.color": INK,
+    "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure as it is written: `name` of its file, `title`, `alt` (what it shows, for who cannot see it) and `caption`. `uri`
+    is what the page embeds, between `least` and `most` pixels wide: a narrow screen scrolls it rather than shrinks it further."""
+
+    name: str
+    title: str
+    alt: str
+    caption: str
+    png: bytes
+    uri: str
+    least: int
+    most: int
+
+
+@contextmanager
+def house_style() -> Iterator[None]:
+    """Figures are made and rendered in here; outside, matplotlib's settings are the user's own."""
+    with rc_context(FONTS):
+        yield
+
+
+def new_figure(height: float, width: float = WIDTH) -> Figure:
+    """An empty figure; sizes in inches."""
+    return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+
+
+def panels(figure: Figure, rows: int, *, sharex: bool = False, heights: Sequence[float] | None = None) -> list[Axes]:
+    """Axes one above the other, plain: no box, a pale grid behind. `heights`: relative to each other (default: equal)."""
+    out = [ax for (ax,) in figure.subplots(rows, 1, squeeze=False, sharex=sharex, height_ratios=heights)]
+    for ax in out:
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.grid(True, color="#EBEBEB", linewidth=0.6)
+        ax.set_axisbelow(True)
+    return out
+
+
+def picture(figure: Figure, name: str, title: str, alt: str, caption: str = "", *, least: int = 0, marks: int = 0) -> Picture:
+    """Render a figure: PNG for its file, and for the page SVG, or the PNG where that would be too large. `marks`: how many things
+    are drawn."""
+    png = rendered(figure, "png")
+    figure.set_layout_engine("none")  # what the first rendering has laid out stays
+    svg = rendered(figure, "svg") if marks <= MOST_MARKS else b""
+    kind, data = ("svg+xml", svg) if 0 < len(svg) <= MOST_SVG else ("png", png)
+    uri = f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+    most = round(figure.get_figwidth() * DPI)
+    return Picture(name, title, alt, caption, png, uri, least or round(most * READABLE), most)
+
+
+def rendered(figure: Figure, kind: str) -> bytes:
+    """The file's content; the same figure gives the same bytes."""
+    out = BytesIO()
+    figure.savefig(out, format=kind, metadata={"Date": None} if kind == "svg" else {"Software": None})
+    return out.getvalue()
+
+
+def tint(colour: str, strength: float) -> tuple[float, float, float]:
+    """A colour mixed with white; strength 1 leaves it as it is."""
+    r, g, b = (1 - strength * (1 - x) for x in to_rgb(colour))
+    return r, g, b
+
+
+def ink_on(colour: tuple[float, float, float] | str) -> str:
+    """Black or white, whichever is read better on a colour (relative luminance, WCAG 2)."""
+    r, g, b = (x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4 for x in to_rgb(colour))
+    return INK if 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.22 else "white"
+
+
+@dataclass(frozen=True, slots=True)
+class TimeUnit:
+    """A unit for an axis of times: multiply seconds by `scale`."""
+
+    name: str
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class SizeUnit:
+    """A unit for an axis of sizes: divide bytes by `scale`."""
+
+    name: str
+    scale: int
+
+
+def size_unit(most: int) -> SizeUnit:
+    """In which the largest size is 4 or more, if it can be."""
+    return next(
+        (u for u in (SizeUnit("GiB", 1 << 30), SizeUnit("MiB", 1 << 20)) if most >= 4 * u.scale), SizeUnit("KiB", 1 << 10)
+    )
+
+
+def time_unit(most: float) -> TimeUnit:
+    """Such that the longest time is 1 or more, if it can be."""
+    if most >= 1:
+        return TimeUnit("s", 1.0)
+    return TimeUnit("ms", 1e3) if most >= 1e-3 else TimeUnit("us", 1e6)

@@ -1,0 +1,277 @@
+"""The tables of a report: numbers for a CSV file, and the same as text for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pandas import DataFrame
+
+from piper_ir.codec import encode
+from piper_report.idle import Idle, idle
+from piper_report.owners import owners
+from piper_report.results import Results, Trial
+from piper_report.summary import ABSENT, Table, percent, seconds, size
+from piper_report.training_figures import steps_of
+from piper_report.tuning_figures import held
+
+Form = Callable[[Any], str]
+TOP_OWNERS = 10
+MOST_NOTES = 8
+MOST_ROWS = 200
+"""Rows of a table on the page; its CSV file has all."""
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """`frame`: plain numbers, the unit in the column's name; `table`: for reading."""
+
+    name: str
+    frame: DataFrame
+    table: Table
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """`name` in the CSV file, with its unit; `title` on the page."""
+
+    name: str
+    title: str
+    form: Form = str
+
+
+def sheet(name: str, title: str, columns: Sequence[Column], rows: Sequence[Sequence[Any]], notes: tuple[str, ...] = ()) -> Sheet:
+    """A sheet from rows of plain values; None is a dash on the page and an empty cell in the file."""
+    frame = DataFrame([list(r) for r in rows], columns=[c.name for c in columns], dtype=object)
+    texts = tuple(tuple(ABSENT if v is None else c.form(v) for c, v in zip(columns, r, strict=True)) for r in rows[:MOST_ROWS])
+    if len(rows) > MOST_ROWS:
+        notes = (*notes, f"{MOST_ROWS} of {len(rows)} rows are shown; {name}.csv has all.")
+    return Sheet(name, frame, Table(title, tuple(c.title for c in columns), texts, notes))
+
+
+def error_of(predicted: float | None, measured: float | None) -> float | None:
+    """Predicted / measured - 1."""
+    return predicted / measured - 1 if predicted is not None and measured else None
+
+
+def signed_percent(value: float) -> str:
+    return f"{value * 100:+.1f} %"
+
+
+def headline(results: Results) -> Sheet:
+    """The figures of `Simulation.summary` for the worst rank, predicted beside measured."""
+    p, m = results.predicted, results.measured
+    gaps = idle(results.measured_trace, results.plan) if results.measured_trace is not None else []
+    period = m.period_s if m else None
+    used = None if period is None else _used(results, period)
+    rows: list[tuple[str, str, Form, float | None, float | None]] = [
+        ("step in steady state", "s", seconds, p and p.period_s, period),
+        ("step alone", "s", seconds, p and p.step_s, m.step_s[0] if m and m.step_s else None),
+        ("tokens per second", "1/s", lambda v: f"{v:,.0f}", p and p.tokens_per_s, m and m.tokens_per_s),
+        ("model FLOP utilisation", "1", percent, p and p.mfu, used and used[0]),
+        ("hardware FLOP utilisation", "1", percent, p and p.hfu, used and used[1]),
+        ("exposed communication", "s", seconds, p and p.exposed_comm_s, _worst(gaps, "exposed")),
+        ("bubble, global", "s", seconds, p and p.global_bubble_s, _worst(gaps, "global_bubble")),
+        ("bubble, span", "s", seconds, p and p.span_bubble_s, _worst(gaps, "span_bubble")),
+        ("peak memory, allocated", "B", size, p and p.peak_bytes, max(m.peak_bytes.values(), default=None) if m else None),
+        ("peak memory, device", "B", size, p and p.device_bytes, None),
+    ]  # fmt: skip
+    shown = [r for r in rows if r[3] is not None or r[4] is not None]
+    text = tuple((name, *(ABSENT if v is None else form(v) for v in (a, b)), _error_text(a, b)) for name, _, form, a, b in shown)
+    frame = DataFrame(
+        [(name, unit, a, b, error_of(a, b)) for name, unit, _, a, b in shown],
+        columns=["figure", "unit", "predicted", "measured", "error"], dtype=object,
+    )  # fmt: skip
+    return Sheet("headline", frame, Table("Headline", ("", "predicted", "measured", "error"), text))
+
+
+def _error_text(predicted: float | None, measured: float | None) -> str:
+    error = error_of(predicted, measured)
+    return ABSENT if error is None else signed_percent(error)
+
+
+def _used(results: Results, period: float) -> tuple[float | None, float | None]:
+    """Measured utilisation, model and hardware: the predicted one counts the same FLOPs and the same peak over another time."""
+    p = results.predicted
+    if p is None or not period:
+        return None, None
+    ratio = p.period_s / period
+    return (p.mfu * ratio if p.mfu is not None else None, p.hfu * ratio if p.hfu is not None else None)
+
+
+def _worst(gaps: Sequence[Idle], name: str) -> float | None:
+    values = [v for g in gaps if (v := getattr(g, name)) is not None]
+    return max(values, default=None)
+
+
+def rank_sheet(results: Results) -> Sheet | None:
+    """Per rank compute, bubble, exposed communication and peak memory, predicted and measured."""
+    before = {g.rank: g for g in idle(results.predicted_trace, results.plan)} if results.predicted_trace else {}
+    after = {g.rank: g for g in idle(results.measured_trace, results.plan)} if results.measured_trace else {}
+    peaks = dict(enumerate(r.peak_bytes for r in results.predicted.ranks)) if results.predicted else {}
+    held_by = {int(r): b for r, b in results.measured.peak_bytes.items()} if results.measured else {}
+    columns = [Column("rank", "rank"), Column("role", "role")]
+    for key, word in (("busy", "compute"), ("global_bubble", "bubble"), ("exposed", "exposed comm.")):
+        columns += [Column(f"{key}_{w}_s", f"{word}, {w}", seconds) for w in ("predicted", "measured")]
+    columns += [Column(f"peak_{w}_bytes", f"peak, {w}", size) for w in ("predicted", "measured")]
+    columns += [Column("peak_error", "peak, error", signed_percent)]
+    rows = []
+    for rank in sorted(before.keys() | after.keys() | peaks.keys() | held_by.keys()):
+        row: list[Any] = [rank, results.plan.role_of(rank).role if results.plan else None]
+        for key in ("busy", "global_bubble", "exposed"):
+            row += [getattr(side[rank], key) if rank in side else None for side in (before, after)]
+        row += [peaks.get(rank), held_by.get(rank), error_of(peaks.get(rank), held_by.get(rank))]
+        rows.append(row)
+    return sheet("ranks", "By rank", columns, rows) if rows else None
+
+
+def owner_sheet(results: Results) -> Sheet | None:
+    """Who holds the memory at the peak of each role, the fullest first."""
+    plan = results.plan
+    if plan is None:
+        return None
+    columns = [
+        Column("role", "role"),
+        Column("category", "category"),
+        Column("owner", "owner"),
+        Column("values", "values"),
+        Column("microbatches", "microbatches"),
+        Column("bytes", "size", size),
+        Column("share", "share of the peak", percent),
+    ]
+    top: list[Sequence[Any]] = []
+    rows: list[Sequence[Any]] = []
+    notes = []
+    for role in sorted(plan.roles, key=lambda r: -r.peak_bytes):
+        found = owners(plan, role)
+        total = sum(o.bytes for o in found)
+        mine = [(role.role, o.category, o.name, o.count, _ranges(o.mbs) or None, o.bytes, o.bytes / total) for o in found]
+        top += mine[:TOP_OWNERS]
+        rows += mine
+        if len(found) > TOP_OWNERS:
+            rest = sum(o.bytes for o in found[TOP_OWNERS:])
+            notes.append(f"{role.role}: {len(found) - TOP_OWNERS} further owners hold {size(rest)} together.")
+    if not rows:
+        return None
+    shown = sheet("owners", "Owners of the peak", columns, top, tuple(notes[:MOST_NOTES]))
+    return replace(shown, frame=sheet("owners", "", columns, rows).frame)
+
+
+def _ranges(mbs: Sequence[int]) -> str:
+    """As in "0-3, 5"."""
+    out: list[list[int]] = []
+    for mb in mbs:
+        if out and mb == out[-1][1] + 1:
+            out[-1][1] = mb
+        else:
+            out.append([mb, mb])
+    return ", ".join(f"{a}-{b}" if a != b else str(a) for a, b in out)
+
+
+def source_sheet(results: Results) -> Sheet | None:
+    """Where the predicted durations come from, by share of all seconds."""
+    if results.predicted is None or not results.predicted.sources:
+        return None
+    rows = sorted(results.predicted.sources.items(), key=lambda s: -s[1])
+    return sheet("sources", "Where the predicted durations come from",
+                 [Column("source", "source"), Column("share", "share of all seconds", percent)], rows)  # fmt: skip
+
+
+def step_sheet(results: Results) -> Sheet | None:
+    rate = {m.step: m.tokens_per_s for m in results.metrics}
+    rows = [(step, loss, s, rate.get(step)) for step, loss, s in steps_of(results)]
+    columns = [Column("step", "step"), Column("loss", "loss", lambda v: f"{v:.5g}"), Column("step_s", "time", seconds),
+               Column("tokens_per_s", "tokens per second", lambda v: f"{v:,.0f}")]  # fmt: skip
+    return sheet("steps", "Steps", columns, rows) if rows else None
+
+
+def cost_sheet(results: Results) -> Sheet | None:
+    """Every duration of a profile, with what it is of; below it where and when they were measured."""
+    if results.costs is None:
+        return None
+    document: dict[str, Any] = encode(results.costs)
+    rows = [(kind, ", ".join(words), *found) for kind, value in document.items() for words, *found in _durations(value, ())]
+    columns = [
+        Column("kind", "kind"),
+        Column("of", "of"),
+        Column("seconds", "time", seconds),
+        Column("spread_s", "spread", seconds),
+        Column("source", "source"),
+    ]
+    others = {k: v for k, v in document.items() if not any(True for _ in _durations(v, ()))}
+    notes = tuple(f"{name}: {'; '.join(_scalars(value))}" for name, value in others.items())
+    return sheet("costs", "Measured durations", columns, rows, notes) if rows else None
+
+
+def _durations(value: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], float, float | None, str]]:
+    """Whatever in a document of Costs has seconds: (what it is of, seconds, spread, source)."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _durations(item, words)
+    elif isinstance(value, dict) and "seconds" in value:
+        yield words, value["seconds"], value.get("spread"), value.get("source", "measured")
+    elif isinstance(value, dict):
+        own = tuple(f"{k} {v}" for k, v in value.items() if isinstance(v, str | int | float))
+        for key, inner in value.items():
+            yield from _durations(inner, (*words, *own) if key == "duration" else (*words, key))
+
+
+def _scalars(value: Any) -> list[str]:
+    """What a document says beside durations, one text per value."""
+    if isinstance(value, dict):
+        return [f"{k} {text}" for k, v in value.items() for text in _scalars(v)]
+    if isinstance(value, list):
+        return [text for v in value for text in _scalars(v)]
+    return [str(value)]
+
+
+def trial_text(trial: Trial) -> str:
+    return ", ".join(f"{k}={v}" for k, v in trial.params.items()) or ABSENT
+
+
+def tuning_sheets(results: Results) -> list[Sheet]:
+    """Confirmed candidates, reasons of the rejected ones, and all trials; those that have rows."""
+    if results.study is None:
+        return []
+    trials = results.study.trials
+    return [s for s in (_confirmed(trials), _rejected(trials), _trials(results)) if len(s.frame)]
+
+
+def _confirmed(trials: Sequence[Trial]) -> Sheet:
+    done = [t for t in trials if t.measured_period_s is not None]
+    columns = [Column("trial", "trial"), Column("params", "parameters"), Column("period_s", "period, predicted", seconds),
+               Column("measured_period_s", "period, measured", seconds), Column("error", "error", signed_percent),
+               Column("peak_bytes", "peak, predicted", size), Column("measured_peak_bytes", "peak, measured", size),
+               Column("peak_error", "error", signed_percent)]  # fmt: skip
+    rows = [
+        (t.number, trial_text(t), t.period_s, t.measured_period_s, error_of(t.period_s, t.measured_period_s), t.peak_bytes,
+         t.measured_peak_bytes, error_of(t.peak_bytes, t.measured_peak_bytes))
+        for t in sorted(done, key=lambda t: t.measured_period_s or 0.0)
+    ]  # fmt: skip
+    return sheet("confirmed", "Confirmed on hardware", columns, rows)
+
+
+def _rejected(trials: Sequence[Trial]) -> Sheet:
+    by_kind: dict[str, list[Trial]] = {}
+    for t in trials:
+        if t.state == "rejected":
+            by_kind.setdefault(t.kind or "other", []).append(t)
+    columns = [Column("reason", "reason"), Column("count", "candidates"), Column("trial", "for example, trial"),
+               Column("params", "with"), Column("example", "was told")]  # fmt: skip
+    rows = [
+        (kind, len(some), some[0].number, trial_text(some[0]), some[0].reason)
+        for kind, some in sorted(by_kind.items(), key=lambda x: (-len(x[1]), x[0]))
+    ]
+    return sheet("rejected", "Rejected candidates by reason", columns, rows)
+
+
+def _trials(results: Results) -> Sheet:
+    """The quickest first, the rejected last."""
+    assert results.study is not None
+    columns = [Column("trial", "trial"), Column("state", "state"), Column("params", "parameters"),
+               Column("period_s", "period", seconds), Column("memory_bytes", "memory", size), Column("source", "scored by"),
+               Column("reason", "reason")]  # fmt: skip
+    order = sorted(results.study.trials, key=lambda t: (t.state == "rejected", t.period_s or float("inf"), t.number))
+    rows = [(t.number, t.state, trial_text(t), t.period_s, held(t), t.source, t.reason) for t in order]
+    return sheet("trials", "All candidates", columns, rows)

@@ -1,0 +1,66 @@
+"""What a run showed step by step: the loss, and the seconds."""
+
+from __future__ import annotations
+
+from math import isfinite
+
+from matplotlib.ticker import MaxNLocator
+
+from piper_report.results import Results
+from piper_report.style import BLUE, GREY, ORANGE, RED, SMALLER, Picture, new_figure, panels, picture, time_unit
+from piper_report.summary import seconds
+
+WARMUP_STEPS = 3
+"""As in piper_runtime: steady state is the median of the steps after these."""
+
+
+def steps_of(results: Results) -> list[tuple[int, float, float]]:
+    """Step, loss, seconds; from metrics.jsonl, else from measured.json."""
+    if results.metrics:
+        return [(m.step, m.loss, m.step_s) for m in results.metrics]
+    if results.measured is None:
+        return []
+    return [(i, loss, s) for i, (loss, s) in enumerate(zip(results.measured.losses, results.measured.step_s, strict=False))]
+
+
+def loss_figure(results: Results) -> Picture | None:
+    """None without a finite loss."""
+    points = [(step, loss) for step, loss, _ in steps_of(results) if isfinite(loss)]
+    if not points:
+        return None
+    figure = new_figure(3.0, SMALLER)
+    (ax,) = panels(figure, 1)
+    ax.plot(*zip(*points), color=BLUE, linewidth=1.4, marker="o" if len(points) <= 60 else "", markersize=3)
+    ax.set_xlabel("step")
+    ax.set_ylabel("loss")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    first, last = points[0][1], points[-1][1]
+    alt = f"Loss by step, from {first:.4g} at step {points[0][0]} to {last:.4g} at step {points[-1][0]}."
+    return picture(figure, "loss", "Loss", alt, "Over the global batch of each step.", marks=len(points))
+
+
+def step_time_figure(results: Results) -> Picture | None:
+    """Seconds of each step, with the median of steady state and the prediction as lines."""
+    points = steps_of(results)
+    if not points:
+        return None
+    measured = results.measured.period_s if results.measured is not None else None
+    predicted = results.predicted.period_s if results.predicted is not None else None
+    lines = [v for v in (measured, predicted) if v is not None]
+    unit = time_unit(max([s for *_, s in points] + lines))
+    figure = new_figure(3.0, SMALLER)
+    (ax,) = panels(figure, 1)
+    for name, colour, some in (("warm-up", GREY, points[:WARMUP_STEPS]), ("steady state", BLUE, points[WARMUP_STEPS:])):
+        if some:
+            ax.plot([p[0] for p in some], [p[2] * unit.scale for p in some], "o", color=colour, markersize=4, label=name)
+    for name, colour, dash, value in (("measured, median", RED, "-", measured), ("predicted", ORANGE, "--", predicted)):
+        if value is not None:
+            ax.axhline(value * unit.scale, color=colour, linestyle=dash, linewidth=1.4, label=f"{name}: {seconds(value)}")
+    ax.set_ylim(bottom=0)
+    ax.set_xlabel("step")
+    ax.set_ylabel(f"time of the step ({unit.name})")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    said = " and ".join(f"{n} {seconds(v)}" for n, v in (("measured", measured), ("predicted", predicted)) if v is not None)
+    alt = f"Time of each of {len(points)} steps" + (f"; in steady state {said}." if said else ".")
+    return picture(figure, "step_time", "Time per step", alt, "Between completions, on the slowest rank.", marks=len(points))

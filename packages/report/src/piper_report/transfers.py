@@ -1,0 +1,35 @@
+"""Which spans of a trace are the ends of one transfer: a Send and its Recv, or all members of an all-reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from piper_ir.ops import COMM
+from piper_ir.plan import Plan
+from piper_ir.trace import Span, Trace
+
+
+def transfers(plan: Plan, trace: Trace) -> list[tuple[Span, ...]]:
+    """Per transfer its spans, by rank. The k-th use of a channel by one rank meets the k-th by every other (rule 3 of
+    `piper_ir.timing`); a transfer of which a rank's span is missing has fewer."""
+    uses: dict[tuple[str, tuple[int, ...], int], list[Span]] = {}
+    role_of = {rank: role for role in plan.roles for rank in role.ranks}
+    for rank, spans in _by_rank(trace.spans).items():
+        role, counts = role_of[rank], dict[str, int]()
+        known = {s.instr: s for s in spans}
+        for index, instr in enumerate(role.program):
+            op = instr.parts[0].op
+            if not isinstance(op, COMM):
+                continue
+            k = counts[op.channel] = counts.get(op.channel, -1) + 1
+            if index in known:
+                peers = plan.peers(plan.channel(op.channel), rank)
+                uses.setdefault((op.channel, peers, k), []).append(known[index])
+    return [tuple(spans) for spans in uses.values()]
+
+
+def _by_rank(spans: Iterable[Span]) -> dict[int, list[Span]]:
+    out: dict[int, list[Span]] = {}
+    for s in spans:
+        out.setdefault(s.rank, []).append(s)
+    return dict(sorted(out.items()))

@@ -1,0 +1,89 @@
+"""Schedules drawn: for a terminal, and as a picture."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packages.report.tests import samples
+from piper_ir.errors import OutputError
+from piper_ir.plan import Instr, Plan
+from piper_ir.trace import Span, Trace
+from piper_report import draw_schedule, schedule_table
+from piper_simulator import simulate
+
+UNITS = {"F": 1.0, "I": 1.0, "W": 1.0}
+ONE_F_ONE_B = """\
+rank 0  F0 F1 .  .  B0==  F2 B1==  F3 B2==  .  B3==
+rank 1  .  F0 B0==  F1 B1==  F2 B2==  F3 B3==  .  .
+
+F forward; B backward (I and W together); the number is the microbatch; = goes on; . idle; a column is 1 s"""
+
+
+def test_one_f_one_b_on_two_ranks() -> None:
+    plan = samples.plan_of(pp=2, microbatches=4, **UNITS)
+    assert schedule_table(simulate(plan).trace, plan, width=120) == ONE_F_ONE_B
+
+
+def test_numbers_give_way_to_shape_where_there_is_no_room() -> None:
+    plan = samples.plan_of(pp=4, microbatches=12, **UNITS)
+    text = schedule_table(simulate(plan).trace, plan, width=56)
+    assert text.splitlines()[3] == "rank 3  ...FB=FB=FB=FB=FB=FB=FB=FB=FB=FB=FB=FB=......"
+    assert "the number is" not in text and "too short" not in text
+
+
+def test_the_update_and_an_idle_rank_are_shown() -> None:
+    spans = (
+        Span(0, "compute", 0, "update", 2.0, 3.0),
+        Span(0, "compute", 1, "c.F@0", 0.0, 1.0),
+        Span(1, "x", 0, "s@0", 0.0, 3.0),
+    )
+    text = schedule_table(Trace("k", "simulated", spans), width=80)
+    assert text.splitlines()[:2] == ["rank 0  F0 .  U", "rank 1  .  .  ."]
+    assert "U optimizer update" in text
+
+
+def paired() -> tuple[Trace, Plan]:
+    """One rank: F0, then F1 and the backward of 0 in one instruction, then B1."""
+    plan = samples.plan_of(pp=1, microbatches=2)
+    (role,) = plan.roles
+    first, second, *_ = (i.parts for i in role.program if i.parts[-1].node.startswith("stage0.F"))
+    backs = [i.parts for i in role.program if i.parts[-1].node.startswith("stage0.W")]
+    program = tuple(Instr("compute", parts) for parts in (first, (*second, *backs[0]), backs[1]))
+    spans = tuple(Span(0, "compute", i, "x", 1.0 * i, 1.0 * i + 1) for i in range(3))
+    return Trace(plan.key, "simulated", spans), replace(plan, roles=(replace(role, program=program),))
+
+
+def test_an_overlapped_pair_is_told_apart(tmp_path: Path) -> None:
+    trace, plan = paired()
+    lines = schedule_table(trace, plan, width=80).splitlines()
+    assert lines[0] == "rank 0  F0    F1&B0 B1" and "F1&B0 overlapped pair" in lines[2]
+    draw_schedule(trace, tmp_path / "pair.png", plan)
+    assert (tmp_path / "pair.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_trace_without_compute() -> None:
+    assert schedule_table(Trace("k", "simulated", ())) == "nothing is computed in this trace"
+
+
+@given(st.integers(1, 5), st.integers(1, 12), st.floats(0.1, 10), st.floats(0.1, 10), st.integers(40, 200))
+def test_no_line_is_wider_than_asked(pp: int, microbatches: int, forward: float, backward: float, width: int) -> None:
+    plan = samples.plan_of(pp=pp, microbatches=microbatches, F=forward, I=backward, W=backward)
+    lines = schedule_table(simulate(plan).trace, plan, width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert sum(line.startswith("rank ") for line in lines) == pp
+
+
+def test_a_picture_of_a_schedule(tmp_path: Path) -> None:
+    plan = samples.plan()
+    draw_schedule(samples.simulation().trace, tmp_path / "a.png", plan)
+    draw_schedule(samples.simulation().trace, tmp_path / "b.png", plan)
+    content = (tmp_path / "a.png").read_bytes()
+    assert content.startswith(b"\x89PNG") and content == (tmp_path / "b.png").read_bytes()
+
+
+def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match=r"cannot write the schedule to .*: No such file"):
+        draw_schedule(Trace("k", "simulated", ()), tmp_path / "none" / "a.png")

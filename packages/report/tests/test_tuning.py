@@ -1,0 +1,78 @@
+"""A tuning as numbers: the front, the best so far, the places on an axis."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packages.report.tests import samples
+from piper_report import load
+from piper_report.parallel_figure import UNSET, Axis, parallel_figure
+from piper_report.results import Study, Trial
+from piper_report.tables import Sheet, tuning_sheets
+from piper_report.tuning_figures import history_figure, pareto_figure, pareto_front, scored
+
+POINTS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8).map(float)), max_size=20)
+
+
+@given(POINTS)
+def test_the_front_is_what_no_other_beats(points: list[tuple[int, float]]) -> None:
+    beaten = {(b, p) for b, p in points if any((x, y) != (b, p) and x <= b and y <= p for x, y in points)}
+    assert pareto_front(points) == sorted(set(points) - beaten)
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(-5, 99), st.floats(0.5, 1e4), st.text(max_size=3), st.booleans()), min_size=1))
+def test_every_value_has_a_place_on_its_axis(values: list[Any]) -> None:
+    axis = Axis(values)
+    assert all((v is None) == (axis.place(v) < 0) and axis.place(v) <= 1 + 1e-9 for v in values)
+    assert (UNSET in [text for _, text in axis.ticks()]) == (None in values)
+
+
+def test_few_numbers_stand_at_equal_distances_and_many_to_scale() -> None:
+    assert [Axis([1, 2, 16]).place(v) for v in (1, 2, 16)] == [0, 0.5, 1]
+    many = Axis([*range(1, 12), 1000])
+    assert many.place(1000) == 1 and many.place(10) == pytest.approx(1 / 3)
+    assert [t for _, t in many.ticks()] == ["1", "5.62", "31.6", "178", "1e+03"]
+
+
+@pytest.fixture(scope="module")
+def sheets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sheet]:
+    folder = tmp_path_factory.mktemp("tune")
+    samples.write_tuning(folder)
+    return {s.name: s for s in tuning_sheets(load(folder))}
+
+
+def test_confirmed_candidates_by_measurement(sheets: dict[str, Sheet]) -> None:
+    rows = sheets["confirmed"].table.rows
+    assert rows[0] == ("1", "schedule=1f1b, m=4", "110 ms", "100 ms", "+10.0 %", "50 MiB", "50 MiB", "+0.0 %")
+    assert [r[0] for r in rows] == ["1", "2"]
+    assert sheets["confirmed"].frame["error"][1] == pytest.approx(-0.2)
+
+
+def test_rejected_candidates_by_reason_with_an_example(sheets: dict[str, Sheet]) -> None:
+    rows = sheets["rejected"].table.rows
+    assert [r[:3] for r in rows] == [("illegal", "2", "8"), ("memory", "1", "7")]
+    assert rows[1][4] == "rank 0 is 10 MiB over the limit at instruction 3"
+
+
+def test_all_candidates_the_quickest_first(sheets: dict[str, Sheet]) -> None:
+    assert list(sheets["trials"].frame["trial"]) == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert list(sheets["trials"].frame["state"])[-3:] == ["rejected"] * 3
+
+
+def test_a_study_in_which_nothing_fits_has_no_figures_but_its_reasons(tmp_path: Path) -> None:
+    document = samples.study()
+    document["trials"] = [t for t in document["trials"] if t["state"] == "rejected"]
+    (tmp_path / "study.json").write_text(json.dumps(document | {"best": None}))
+    results = load(tmp_path)
+    assert results.study is not None and scored(results.study) == []
+    assert [f(results.study) for f in (history_figure, pareto_figure, parallel_figure)] == [None] * 3
+    assert [s.name for s in tuning_sheets(results)] == ["rejected", "trials"]
+
+
+def test_candidates_without_memory_or_parameters_leave_figures_out() -> None:
+    study = Study("c", (Trial(0, "complete", period_s=1.0),))
+    assert pareto_figure(study) is None and parallel_figure(study) is None

@@ -1,0 +1,154 @@
+"""Joining a Ray cluster, or starting one on this machine and ending it without a trace."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from piper_ir.errors import ExecutionError
+
+PROBE_S = 3.0
+"""How long an address may take to answer."""
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""RFC 9113, 3.4: the client's preface with an empty SETTINGS frame. A server, as Ray's is, answers with a SETTINGS frame."""
+_JANITOR = """
+import shutil, sys, time
+sys.stdin.read()
+for _ in range(20):
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    time.sleep(0.5)
+"""
+"""Waits for our end, however we end, and removes the folder of a Ray that ends with us; its processes may still write for a
+moment."""
+
+
+class RayLink:
+    """This process's connection to Ray. `close` undoes what `connect` has done: it leaves a cluster that was joined, ends a
+    Ray that was started, and does not touch a connection that was already there."""
+
+    def __init__(self, ray: Any, undo: Callable[[], None] | None):
+        self.ray = ray
+        self._undo = weakref.finalize(self, undo) if undo is not None else None
+
+    def close(self) -> None:
+        """See the class; harmless when done twice."""
+        if self._undo is not None:
+            self._undo()
+
+
+def import_ray() -> Any:
+    """The ray module. ExecutionError when it is not installed."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when a cluster starts
+    try:
+        import ray
+    except ImportError as e:
+        raise ExecutionError(
+            f'launcher "ray" needs Ray, which cannot be imported here ({e}); pip install "piper-runtime[ray]", or use '
+            f'launcher="processes"'
+        ) from None
+    return ray
+
+
+def connect(cluster: str, cpus: int) -> RayLink:
+    """`cluster`: an address host:port to join; "local" to start Ray on this machine with `cpus` CPUs; "auto" for a connection
+    that this process has, else the cluster that RAY_ADDRESS or an earlier `ray start` on this machine names, else "local".
+    ExecutionError when nothing usable answers, within seconds."""
+    ray = import_ray()
+    if ray.is_initialized():
+        return _present(ray, cluster)
+    wanted = (os.environ.get("RAY_ADDRESS") or "auto") if cluster == "auto" else cluster
+    if wanted == "auto" and not _started_here(ray):
+        wanted = "local"
+    return _start(ray, cpus) if wanted == "local" else _join(ray, wanted)
+
+
+def _present(ray: Any, cluster: str) -> RayLink:
+    address = ray.get_runtime_context().gcs_address
+    if cluster not in ("auto", address):
+        raise ExecutionError(
+            f"this process is already connected to Ray at {address}; cluster={cluster!r} cannot be used beside it: "
+            f'use cluster="auto", or call ray.shutdown() before'
+        )
+    return RayLink(ray, None)
+
+
+def _started_here(ray: Any) -> bool:
+    """Whether `ray start` has made a cluster on this machine that still answers; it is what Ray takes for "auto"."""
+    from ray._private import services  # its record of `ray start` has no public reader
+
+    address = services.find_bootstrap_address(None)
+    return bool(address) and _problem(ray, address) is None
+
+
+def _join(ray: Any, address: str) -> RayLink:
+    if address.startswith("ray://"):
+        raise ExecutionError(
+            f"{address}: Ray Client addresses are not supported; run this on a machine of the cluster with cluster=HOST:PORT, "
+            f"or hand it in with `ray job submit`"
+        )
+    problem = None if address == "auto" else _problem(ray, address)
+    if problem is not None:
+        raise ExecutionError(
+            f'no Ray cluster at {address}: {problem}; `ray start --head` makes one and prints its address, cluster="local" '
+            f'starts a Ray for this run only, launcher="processes" needs none'
+        )
+    _init(
+        ray, f"join Ray at {address} (if it asks for a token: RAY_AUTH_MODE=token and its token are needed here)", address=address
+    )
+    return RayLink(ray, ray.shutdown)
+
+
+def _problem(ray: Any, address: str) -> str | None:
+    """Why an address cannot be Ray's, found out before `ray.init`, which takes minutes to give up."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit():
+        return "an address looks like HOST:PORT"
+    # Ray takes localhost for the machine's own address, on which alone it may listen.
+    hosts = [host, ray.util.get_node_ip_address()] if host in ("localhost", "127.0.0.1") else [host]
+    problems = [_silence(h, int(port)) for h in hosts]
+    return None if None in problems else problems[0]
+
+
+def _silence(host: str, port: int) -> str | None:
+    try:
+        with socket.create_connection((host, port), timeout=PROBE_S) as probe:
+            probe.sendall(_HTTP2_HELLO)
+            answer = probe.recv(9)
+    except (OSError, OverflowError) as e:
+        return f"{type(e).__name__}: {e}"
+    return None if len(answer) == 9 and answer[3] == 4 else "something else answers there"
+
+
+def _start(ray: Any, cpus: int) -> RayLink:
+    # A short path: Ray puts sockets below it, whose names may have about 100 characters.
+    folder = tempfile.mkdtemp(prefix="piper-", dir="/tmp")
+    janitor = subprocess.Popen([sys.executable, "-S", "-c", _JANITOR, folder], stdin=subprocess.PIPE, start_new_session=True)
+
+    def end() -> None:
+        ray.shutdown(wait_for_processes=True)
+        janitor.kill()
+        janitor.communicate()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    try:
+        _init(ray, "start Ray on this machine", address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=folder)
+    except BaseException:
+        end()
+        raise
+    return RayLink(ray, end)
+
+
+def _init(ray: Any, what: str, **arguments: Any) -> None:
+    try:
+        ray.init(log_to_driver=False, logging_level="ERROR", **arguments)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as e:
+        raise ExecutionError(f'cannot {what}: {e}; launcher="processes" needs no Ray') from e
+    # What Ray prints of a worker's death in spite of log_to_driver=False, our own error says in one message.
+    ray._private.worker._worker_logs_enabled = False

@@ -1,0 +1,275 @@
+"""One Ray actor per rank: where they are placed, how requests reach them, and what the watch sees of them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import socket
+import sys
+import time
+import uuid
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from piper_ir.errors import ExecutionError
+from piper_ir.plan import Plan
+from piper_runtime.environment import check_environments, environment
+from piper_runtime.gloo import LOOPBACK
+from piper_runtime.messages import HEART_SLOTS
+from piper_runtime.progress import OnStep, Progress
+from piper_runtime.ray_actor import RankActor, pack
+from piper_runtime.ray_cluster import RayLink, connect
+from piper_runtime.ray_placement import Place, place_ranks
+from piper_runtime.report import RankReport, StepDone
+from piper_runtime.watch import LOADING_HEART, STARTUP_S, TICK_S, Watch
+
+GONE_S = 5.0
+"""How long killed actors of this machine may take to be gone."""
+CLOCK_SAMPLES = 9
+
+
+@dataclass
+class _Team:
+    """Running actors, by rank."""
+
+    ray: Any
+    group: Any
+    places: list[Place]
+    actors: list[Any] = field(default_factory=list)
+    pids: list[int] = field(default_factory=list)
+    clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
+    hearts: dict[str, memoryview] = field(default_factory=dict)
+    calls: dict[Any, int] = field(default_factory=dict)
+    looks: dict[Any, int] = field(default_factory=dict)
+    deaths: dict[int, str] = field(default_factory=dict)
+    look_at: float = 0.0
+
+    def send(self, requests: Mapping[int, Any]) -> None:
+        """Give every rank its request; what several ranks share goes to the object store once."""
+        self.hearts.clear()
+        stored: dict[int, Any] = {}  # by identity: a role's ranks share their request, all roles the plan
+        packed = {id(r): pack(r) for r in {id(r): r for r in requests.values()}.values()}
+        for body, blobs in packed.values():
+            for blob in (body, *blobs):
+                if id(blob) not in stored:
+                    stored[id(blob)] = self.ray.put(blob)
+        for rank, request in requests.items():
+            body, blobs = packed[id(request)]
+            self.calls[self.actors[rank].perform.remote(*(stored[id(b)] for b in (body, *blobs)))] = rank
+
+    def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
+        """See `piper_runtime.watch.Team`."""
+        if time.monotonic() >= self.look_at:
+            self.look_at = time.monotonic() + TICK_S
+            for rank in set(ranks) - set(self.looks.values()):
+                self.looks[self.actors[rank].look.remote()] = rank
+        calls = [call for call, rank in self.calls.items() if rank in ranks]
+        self.ray.wait([*calls, *self.looks], num_returns=1, timeout=seconds)
+        # Looks first: what a rank said before its answer comes before it.
+        said = [m for look in self._ready(self.looks) for m in self._looked(look)]
+        return said + [m for call in self._ready(calls) for m in self._answered(call)]
+
+    def _ready(self, refs: Collection[Any]) -> list[Any]:
+        found: list[Any] = self.ray.wait(list(refs), num_returns=len(refs), timeout=0)[0] if refs else []
+        return found
+
+    def _looked(self, look: Any) -> list[tuple[int, Any]]:
+        rank = self.looks.pop(look)
+        try:
+            hearts, said = self.ray.get(look)
+        except self.ray.exceptions.RayError:  # its call says so too, and is what counts
+            return []
+        self.hearts[self.places[rank].node] = memoryview(hearts).cast("q")
+        return [(rank, self._aligned(rank, m)) for m in pickle.loads(said)]
+
+    def _answered(self, call: Any) -> list[tuple[int, Any]]:
+        rank = self.calls.pop(call)
+        # A look under way may have taken what was said last.
+        looks = [look for look, r in self.looks.items() if r == rank]
+        if looks:
+            self.ray.wait(looks, num_returns=1, timeout=GONE_S)
+        before = [m for look in self._ready(looks) for m in self._looked(look)]
+        try:
+            said = pickle.loads(self.ray.get(call))
+        except self.ray.exceptions.RayError as e:
+            self.deaths[rank] = _cause(e)
+            return [*before, (rank, None)]
+        return before + [(rank, self._aligned(rank, m)) for m in said]
+
+    def _aligned(self, rank: int, message: Any) -> Any:
+        """A message with its times on this process's clock."""
+        ahead, error = self.clocks.get(self.places[rank].node, (0.0, 0.0))
+        if isinstance(message, StepDone) and ahead:
+            return replace(message, started=message.started - ahead, finished=message.finished - ahead)
+        if isinstance(message, RankReport) and ahead:
+            message.shift(-ahead, error)
+        return message
+
+    def heart(self, rank: int) -> Sequence[int]:
+        """As of the last look at its node."""
+        found = self.hearts.get(self.places[rank].node)
+        return LOADING_HEART if found is None else found[rank * HEART_SLOTS : (rank + 1) * HEART_SLOTS]
+
+    def fate(self, rank: int) -> str:
+        """See `piper_runtime.watch.Team`."""
+        return self.deaths.get(rank, "has ended")
+
+    def node(self, rank: int) -> str:
+        """See `piper_runtime.watch.Team`."""
+        return f"node {self.places[rank].name}"
+
+    def ask(self, what: str, refs: Mapping[Any, int]) -> dict[int, Any]:
+        """The answers of actors that are still starting. ExecutionError names the rank of one that does not answer."""
+        out = {}
+        for ref, rank in refs.items():
+            try:
+                out[rank] = self.ray.get(ref, timeout=STARTUP_S)
+            except self.ray.exceptions.GetTimeoutError:
+                raise ExecutionError(f"rank {rank} on {self.node(rank)} did not {what} within {STARTUP_S:.0f} s") from None
+            except self.ray.exceptions.RayError as e:
+                raise ExecutionError(f"rank {rank} on {self.node(rank)} could not {what}: {_cause(e)}") from e
+        return out
+
+    def end(self) -> None:
+        """Kill every actor, and wait until those of this machine are gone."""
+        if not self.ray.is_initialized():
+            return
+        for actor in self.actors:
+            self.ray.kill(actor)
+        self.ray.util.remove_placement_group(self.group)
+        deadline = time.monotonic() + GONE_S
+        here = {p for p, place in zip(self.pids, self.places) if place.here}
+        while time.monotonic() < deadline and any(os.path.exists(f"/proc/{p}") for p in here):
+            time.sleep(0.01)
+        self.actors.clear()
+
+
+class RayPool:
+    """Ray actors for up to `world` ranks, one CPU each, for any number of runs, one at a time. They start with the first run,
+    and again after a run that failed. Use it as a context manager, or call `close`.
+
+    cluster: see `piper_runtime.ray_cluster.connect`; a Ray that was started for this pool ends with it. gpus: per rank. What
+    workers print stays in Ray's logs."""
+
+    def __init__(self, world: int, *, cluster: str = "auto", threads: int = 1, gpus: int = 0):
+        self.world = world
+        self._cluster, self._threads, self._gpus = cluster, threads, gpus
+        self._link: RayLink | None = None
+        self._team: _Team | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    def __enter__(self) -> RayPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank, each on its node; empty when no workers run."""
+        return list(self._team.pids) if self._team is not None else []
+
+    def close(self) -> None:
+        """End all actors, and Ray if it was started for them."""
+        self._end_team()
+        if self._link is not None:
+            self._link.close()
+        self._link = None
+
+    def _end_team(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._team = self._finalizer = None
+
+    def run(self, plan: Plan, requests: Mapping[int, Any], timeout_s: float, on_step: OnStep | None = None) -> dict[int, Any]:
+        """See `piper_runtime.launchers.Workers`."""
+        if len(requests) > self.world:
+            raise ExecutionError(
+                f"the plan has {len(requests)} ranks, this pool has workers for {self.world}; make a larger pool"
+            )
+        progress = Progress(plan, on_step)
+        try:
+            team = self.start()
+            team.send(requests)
+            return Watch(plan, team, len(requests), timeout_s).collect(progress)
+        except BaseException:
+            self._end_team()
+            raise
+
+    def start(self) -> _Team:
+        """Start the actors, unless they run already. ExecutionError when there is no Ray, no room, or when nodes differ."""
+        if self._team is not None:
+            return self._team
+        if self._link is None:
+            self._link = connect(self._cluster, self.world)
+        ray = self._link.ray
+        group, places = place_ranks(ray, self.world, self._gpus)
+        team = self._team = _Team(ray, group, places)
+        self._finalizer = weakref.finalize(self, team.end)
+        try:
+            _bring_up(team, self._threads, self._gpus)
+        except BaseException:
+            self._end_team()
+            raise
+        return team
+
+
+def _bring_up(team: _Team, threads: int, gpus: int) -> None:
+    """Create the actors, compare their software, and connect them."""
+    ray, world, name = team.ray, len(team.places), f"piper-{uuid.uuid4().hex}"
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+    # A look must be answered while a request is performed, and in spite of one that hangs.
+    options = dict(num_cpus=1, num_gpus=gpus, max_concurrency=4, runtime_env={"env_vars": _variables(threads)})
+    for rank, place in enumerate(team.places):
+        chosen = strategy(team.group, placement_group_bundle_index=place.bundle, placement_group_capture_child_tasks=False)
+        actor = ray.remote(RankActor).options(scheduling_strategy=chosen, **options)
+        team.actors.append(actor.remote(rank, world, name, threads))
+    found = team.ask("start", {a.describe.remote(): r for r, a in enumerate(team.actors)})
+    team.pids = [found[r][0] for r in range(world)]
+    first_of_node = {place.node: rank for rank, place in reversed(list(enumerate(team.places)))}
+    team.ask("clear up", {team.actors[r].forget_file.remote(): r for r in first_of_node.values()})
+    check_environments(environment(), f"this process on {socket.gethostname()}", {team.node(r): found[r][1] for r in found})
+    _rendezvous(team, alone=len(first_of_node) == 1)
+    for node, rank in first_of_node.items():
+        if not team.places[rank].here:
+            team.clocks[node] = _clock_ahead(ray, team.actors[rank])
+
+
+def _rendezvous(team: _Team, *, alone: bool) -> None:
+    """Join all ranks in a store on rank 0's node. `alone`: all are on one node, where loopback is enough."""
+    interfaces = [LOOPBACK if alone else place.address for place in team.places]
+    port = team.ask("open a store", {team.actors[0].host_store.remote(interfaces[0]): 0})[0]
+    joins = {a.connect.remote(interfaces[0], port, interfaces[r]): r for r, a in enumerate(team.actors)}
+    team.ask(f"reach rank 0 at {interfaces[0]}:{port}", joins)
+
+
+def _clock_ahead(ray: Any, actor: Any) -> tuple[float, float]:
+    """Seconds that an actor's clock is ahead of ours, and the error of that: half of the quickest of some round trips."""
+    found = []
+    for _ in range(CLOCK_SAMPLES):
+        start = time.perf_counter()
+        theirs = ray.get(actor.clock.remote())
+        end = time.perf_counter()
+        found.append(((end - start) / 2, theirs - (start + end) / 2))
+    error, ahead = min(found)
+    return ahead, error
+
+
+def _variables(threads: int) -> dict[str, str]:
+    """The environment of actors: they find what this process finds outside of its Python installation."""
+    installed = (sys.prefix, sys.base_prefix)
+    paths = [os.path.abspath(p) for p in sys.path]
+    ours = [p for p in paths if not p.startswith(installed)]
+    return {"PYTHONPATH": os.pathsep.join(ours), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+
+
+def _cause(error: Exception) -> str:
+    """What Ray knows of a failed call, in few words."""
+    text = str(error)
+    if found := re.search(r"Worker exit type: (\w+)\.? Worker exit detail: ([^.]*)", text):
+        return f"has died ({found[1]}: {found[2]})"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return f"has failed: {lines[-1]}" if lines else f"has failed: {type(error).__name__}"

@@ -1,0 +1,68 @@
+"""What a rank communicates with, and the engine that goes with it: chosen by where its tensors are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from piper_ir.plan import COMPUTE
+from piper_runtime.cuda_streams import CudaApi, CudaStreams, StagedStreams
+from piper_runtime.device import choose_device
+from piper_runtime.engine import Communicate, Engine
+from piper_runtime.gloo import GlooCommunicators
+from piper_runtime.nccl import NcclCommunicators
+from piper_runtime.rank import Rank
+from piper_runtime.staging import StagedCommunicators
+from piper_runtime.streams import Backend, CpuStreams, Heart
+
+Name = Callable[[Rank, Communicate], Communicate]
+Transport = Literal["gloo", "nccl", "staged"]
+
+_nccl: WeakKeyDictionary[GlooCommunicators, NcclCommunicators] = WeakKeyDictionary()
+"""A process keeps its NCCL communicators as long as those of gloo, whose store they use."""
+
+
+def take_device(kind: str, local_rank: int) -> torch.device:
+    """`choose_device`, and make it this process's own."""
+    device = choose_device(kind, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def choose_transport(device: torch.device, local_world: int) -> Transport:
+    """gloo on the CPU. On CUDA, NCCL where every rank has a device of its own, for it joins no two ranks on one; else gloo on
+    pinned copies. local_world: the most ranks on any node, so that all ranks choose alike."""
+    if device.type == "cpu":
+        return "gloo"
+    return "nccl" if local_world <= torch.cuda.device_count() and dist.is_nccl_available() else "staged"
+
+
+def connected(
+    rank: Rank, gloo: GlooCommunicators, heart: Heart, *, local_world: int, trace: bool, name: Name | None = None
+) -> tuple[Backend, Engine]:
+    """The streams and the engine of a rank, its communicators connected. `gloo`: those of its process. `name`: called before
+    anything is bound, to put something around each instruction (`piper_runtime.ranges`)."""
+    around = (lambda bind: name(rank, bind)) if name is not None else (lambda bind: bind)
+    streams = [s for s in rank.role.streams if s != COMPUTE]
+    match choose_transport(rank.device, local_world):
+        case "gloo":
+            gloo.connect(rank.plan)
+            cpu = CpuStreams(streams, heart)
+            return cpu, Engine(rank, cpu, around(gloo.bind), heart, trace=trace)
+        case "staged":
+            staged = StagedCommunicators(gloo)
+            staged.connect(rank.plan)
+            hosted = StagedStreams(rank.entries, streams, heart, CudaApi(rank.device))
+            return hosted, Engine(rank, hosted, around(staged.bind), heart, trace=trace, clock=hosted.clock)
+        case "nccl":
+            if gloo not in _nccl:
+                _nccl[gloo] = NcclCommunicators(gloo, rank.device)
+            nccl = _nccl[gloo]
+            nccl.connect(rank.plan)
+            device = CudaStreams(rank.entries, streams, heart, CudaApi(rank.device))
+            return device, Engine(rank, device, around(nccl.bind), heart, trace=trace, clock=device.clock)

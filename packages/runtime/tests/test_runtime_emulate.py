@@ -1,0 +1,127 @@
+"""Emulation without processes: what sleeps how long, on a clock that the test owns. tests/test_emulation.py has the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import pytest
+
+from packages.runtime.tests.chains import chain
+from piper_ir.errors import JobError
+from piper_ir.plan import COMPUTE, Plan
+from piper_runtime import emulate as emulation
+from piper_runtime.emulate import HOST_S, LONGEST_S, SHORTEST_S, Durations, EmulationRequest, TimedRank, emulate, time_scale
+from piper_runtime.engine import Engine
+from piper_runtime.messages import HEART_SLOTS
+from piper_runtime.rank import Rank
+from piper_runtime.streams import CpuStreams
+
+
+@dataclass
+class Clock:
+    """Time that passes in sleeps only, each `overshoot` too long."""
+
+    now: float = 100.0
+    overshoot: float = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds + self.overshoot
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(emulation, "time", clock)
+    return clock
+
+
+def alone(plan: Plan, clock: Clock, seconds: Sequence[float], issue: float = 0.0) -> tuple[TimedRank, Engine]:
+    """The one rank of a plan without communication, bound to streams of this process."""
+    timed = TimedRank(plan, 0, EmulationRequest(b"", tuple(seconds), 0.0, issue, 1, ""))
+    timed.now = clock.now
+    heart = [0] * HEART_SLOTS
+
+    def refuse(comm: object) -> Any:
+        raise AssertionError("a single rank does not communicate")
+
+    return timed, Engine(cast(Rank, timed), CpuStreams((), heart), refuse, heart)
+
+
+def single() -> Plan:
+    plan, _ = chain(pp=1, microbatches=2)
+    assert all(i.stream == COMPUTE for i in plan.roles[0].program)
+    return plan
+
+
+def test_the_time_of_instructions_adds_up_and_steps_follow_each_other(clock: Clock) -> None:
+    plan = single()
+    n = len(plan.roles[0].program)
+    timed, engine = alone(plan, clock, [0.02] * n)
+    for step in range(2):
+        engine.step(step)
+        assert timed.now == clock.now == pytest.approx(100 + (step + 1) * n * 0.02, abs=1e-9)
+
+
+@pytest.mark.parametrize("overshoot", [HOST_S / 2, 4 * HOST_S])
+def test_what_the_machine_sleeps_too_long_does_not_add_up(clock: Clock, overshoot: float) -> None:
+    plan = single()
+    n = len(plan.roles[0].program)
+    clock.overshoot = overshoot
+    timed, engine = alone(plan, clock, [0.1] * n)
+    engine.step(0)
+    assert timed.now == pytest.approx(100 + n * 0.1, abs=1e-9)
+    assert clock.now == pytest.approx(timed.now + clock.overshoot, abs=1e-9)
+    assert timed.held_up == [0.0] * n
+
+
+@pytest.mark.parametrize(("held_up", "counts"), [(0.9 * HOST_S, 0), (1.1 * HOST_S, 1)])
+def test_negative_control_a_wait_that_the_plan_does_not_show_counts(clock: Clock, held_up: float, counts: int) -> None:
+    plan = single()
+    n = len(plan.roles[0].program)
+    timed, engine = alone(plan, clock, [0.02] * n)
+    begin = timed.begin
+
+    def late(step: int) -> None:
+        begin(step)
+        clock.now += held_up  # as if a lock had been held
+
+    timed.begin = late  # type: ignore[method-assign]  # the fault of this test
+    engine.step(0)
+    assert timed.now == pytest.approx(100 + n * 0.02 + counts * held_up, abs=1e-9)
+    assert timed.held_up == pytest.approx([held_up, *[0.0] * (n - 1)], abs=1e-9)
+
+
+def test_a_slow_host_holds_instructions_up(clock: Clock) -> None:
+    plan = single()
+    n = len(plan.roles[0].program)
+    timed, engine = alone(plan, clock, [0.02] * n, issue=0.03)
+    engine.step(0)
+    assert timed.now == pytest.approx(100 + n * 0.03 + 0.02, abs=1e-9)
+
+
+def test_the_time_scale_makes_the_shortest_instruction_that_matters_long_enough() -> None:
+    plan = single()
+    n = len(plan.roles[0].program)
+    role = plan.roles[0].role
+    assert time_scale(plan, Durations({role: [1e-4] * n})) == pytest.approx(SHORTEST_S / 1e-4)
+    assert time_scale(plan, Durations({role: [10.0] * n})) == pytest.approx(LONGEST_S / 10), "also downwards"
+    assert time_scale(plan, Durations({role: [0.05] * n})) == 1.0
+    short = [1e-4] * (n - 1) + [1e-9]
+    assert time_scale(plan, Durations({role: short})) == pytest.approx(SHORTEST_S / 1e-4), "a negligible one does not count"
+    assert time_scale(plan, Durations({role: [0.0] * n})) == 1.0
+
+
+def test_durations_are_scaled_with_latency_and_issue() -> None:
+    assert Durations({"a": (1.0, 2.0)}, 0.5, 0.25).scaled(4) == Durations({"a": (4.0, 8.0)}, 2.0, 1.0)
+
+
+@pytest.mark.parametrize("numbers", [{"steps": 0}, {"steps": True}, {"steps": 1, "timeout_s": 0}])
+def test_numbers_that_no_run_can_have(numbers: dict[str, Any]) -> None:
+    plan = single()
+    with pytest.raises(JobError, match="is needed"):
+        emulate(plan, Durations({plan.roles[0].role: [0.0] * len(plan.roles[0].program)}), **numbers)

@@ -1,0 +1,297 @@
+"""The CUDA engine on CUDA: what only a device can show. Everything here is skipped where there is none."""
+
+from array import array
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from packages.runtime.tests.chains import chain, distance, run
+from packages.runtime.tests.handmade import adamw, batch
+from packages.runtime.tests.test_runtime_cuda import CASES
+from piper_ir import memory
+from piper_ir.errors import ExecutionError, NonFiniteLossError
+from piper_ir.plan import COMPUTE
+from piper_runtime.cuda_streams import CudaApi, CudaStreams, StagedStreams
+from piper_runtime.device import NO_CUDA, LateNumbers, using
+from piper_runtime.engine import Engine
+from piper_runtime.feed import upload
+from piper_runtime.gloo import GlooCommunicators
+from piper_runtime.memory import AllocatorCounter
+from piper_runtime.processes import Pool
+from piper_runtime.rank import Comm, Entry
+from piper_runtime.rng import generator
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)
+two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+
+TOLERANCE = 1e-10
+"""float64; a device adds in another order than the CPU."""
+CYCLES = 200_000_000
+"""What a delayed stream sleeps: about 0.1 s, and longer than the host needs to issue these programs."""
+SIZE = 1 << 20
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """The first device, with the kernels loaded that the tests use: to load one may wait for all streams."""
+    torch.cuda.set_device(0)
+    device = torch.device("cuda", 0)
+    torch.cuda._sleep(1)
+    found = torch.full((4,), 1.0, device=device)
+    found.add_(upload(torch.ones(4, dtype=torch.float64), (4,), torch.float32, device).sum()).fill_(2.0)
+    assert bool((found == 2.0).all())
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return device
+
+
+def step(entries: list[Entry], works: list[Callable[[], None]], *, staged: bool = False, trace: bool = False) -> Engine:
+    """One step of a rank without tensors of its own; `works` of communications, in order."""
+    heart = array("q", [0] * 16)
+    rank = SimpleNamespace(entries=entries, rank=0, step=0, begin=lambda step: None, end=lambda: None)
+    streams = (StagedStreams if staged else CudaStreams)(
+        entries, dict.fromkeys(e.stream for e in entries), heart, CudaApi(torch.device("cuda", 0))
+    )
+    left = iter(works)
+    engine = Engine(rank, streams, lambda comm: next(left), heart, trace=trace, clock=streams.clock)  # type: ignore[arg-type]  # see above
+    engine.step(0, traced=trace)
+    streams.close()
+    return engine
+
+
+def compute(index: int, work: Callable[[], None], *waits: tuple[str, int]) -> Entry:
+    return Entry(index, COMPUTE, waits, f"c{index}", work=work)
+
+
+def communication(index: int, *waits: tuple[str, int]) -> Entry:
+    return Entry(index, "a", waits, f"a{index}", comm=Comm("recv", "1>0", (1, 0), lambda: torch.empty(0)))
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_wait_holds_compute_until_a_slow_communication_is_done(device: torch.device, waits: bool, staged: bool) -> None:
+    """Without the wait the old content is read, so the delay is long enough to tell."""
+    buffer, read = torch.zeros(SIZE, device=device), torch.zeros(SIZE, device=device)
+    torch.cuda.synchronize()
+
+    def receive() -> None:
+        torch.cuda._sleep(CYCLES)
+        buffer.fill_(1.0)
+
+    step([communication(0), compute(1, lambda: void(read.copy_(buffer)), *[("a", 1)] * waits)], [receive], staged=staged)
+    torch.cuda.synchronize()
+    assert bool((read == float(waits)).all())
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_communication_waits_for_slow_compute(device: torch.device, waits: bool, staged: bool) -> None:
+    value, sent = torch.zeros(SIZE, device=device), torch.zeros(SIZE, device=device)
+    torch.cuda.synchronize()
+
+    def produce() -> None:
+        torch.cuda._sleep(CYCLES)
+        value.fill_(1.0)
+
+    entries = [compute(0, produce), communication(1, *[(COMPUTE, 1)] * waits)]
+    step(entries, [lambda: void(sent.copy_(value))], staged=staged)
+    torch.cuda.synchronize()
+    assert bool((sent == float(waits)).all())
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_buffer_that_two_streams_use_is_not_given_to_another_too_early(device: torch.device, waits: bool) -> None:
+    """A slow send reads a buffer; compute frees it and the allocator gives the block to the next value. No `record_stream`: the
+    free stands behind a wait for the send (R16), and without it the send reads what the next value holds."""
+    held: dict[str, torch.Tensor] = {}
+    sent = torch.zeros(SIZE, device=device)
+    addresses: list[int] = []
+    torch.cuda.synchronize()
+
+    def produce() -> None:
+        held["v"] = torch.full((SIZE,), 1.0, device=device)
+        addresses.append(held["v"].data_ptr())
+
+    def send() -> None:
+        tensor = held["v"]
+        torch.cuda._sleep(CYCLES)
+        sent.copy_(tensor)
+
+    def reuse() -> None:
+        del held["v"]
+        held["w"] = torch.full((SIZE,), 2.0, device=device)
+        addresses.append(held["w"].data_ptr())
+
+    step([compute(0, produce), communication(1, (COMPUTE, 1)), compute(2, reuse, *[("a", 1)] * waits)], [send])
+    torch.cuda.synchronize()
+    assert addresses[0] == addresses[1], "the allocator gave another block, so that this shows nothing"
+    assert bool((sent == (1.0 if waits else 2.0)).all())
+
+
+def test_spans_are_of_the_device(device: torch.device) -> None:
+    entries = [communication(0), compute(1, lambda: torch.cuda._sleep(CYCLES)), compute(2, lambda: None, ("a", 1))]
+    found = {i: (start, end) for i, start, end in step(entries, [lambda: torch.cuda._sleep(2 * CYCLES)], trace=True).spans}
+    assert found.keys() == {0, 1, 2}
+    assert found[0][0] < found[1][1] and found[1][0] < found[0][1], "they ran beside each other"
+    assert found[2][0] >= found[0][1] - 1e-4
+
+
+@pytest.mark.parametrize("staged", [False, True])
+def test_issuing_does_not_wait_for_the_device(device: torch.device, staged: bool) -> None:
+    """Nor does anything that parts do to hand numbers over or to load a batch."""
+    torch.cuda.synchronize()
+    idle: list[bool] = []
+    numbers = LateNumbers(device)
+    seen: list[float] = []
+    read = numbers.reader(torch.float32, seen.append)
+    rows, sum_ = torch.ones(4, dtype=torch.float64), torch.zeros((), device=device)
+
+    def last() -> None:
+        idle.append(torch.cuda.current_stream().query())
+
+    works = [
+        lambda: torch.cuda._sleep(CYCLES),
+        lambda: void(sum_.add_(upload(rows, (4,), torch.float32, device).sum())),
+        lambda: read(sum_),
+        lambda: void(generator(device).manual_seed(2**63 - 1)),
+        last,
+    ]
+    step([compute(i, work) for i, work in enumerate(works)], [], staged=staged)
+    assert idle == [False] and not seen
+    numbers.finish()
+    assert seen == [4.0]
+
+
+def void(_: object) -> None:
+    """Drop a result."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(4) as workers:
+        yield workers
+
+
+@pytest.fixture
+def on_cuda() -> Iterator[None]:
+    with using("cuda"):
+        yield
+
+
+MORE = CASES | {
+    "four ranks": dict(pp=2, dp=2, masked=True, clip_norm=0.01, optimizer=adamw),
+    "four stages": dict(pp=4, layers=7),
+}
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("case", MORE.values(), ids=MORE)
+def test_ranks_compute_what_one_device_computes(pool: Pool, case: dict[str, Any]) -> None:
+    """On one device through staged gloo; with a device for each rank through NCCL."""
+    plan, job = chain(**case)
+    found = run(plan, job, launcher="processes", pool=pool, trace=True)
+    assert distance(found, plan, job) < TOLERANCE
+    assert len(found.trace.spans) == sum(len(r.program) * len(r.ranks) for r in plan.roles)
+    assert all(s.end >= s.start for s in found.trace.spans)
+    assert distance(run(plan, job), plan, job) < TOLERANCE  # inline
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("case", [CASES["1f1b"], CASES["masked"]], ids=["1f1b", "masked"])
+def test_the_allocator_was_asked_for_what_the_plan_says(pool: Pool, case: dict[str, Any]) -> None:
+    if torch.cuda.device_count() >= 2:
+        pytest.skip("NCCL keeps buffers that it sends until the device is done with them")
+    plan, job = chain(**case)
+    found = run(plan, job, launcher="processes", pool=pool, memory=True)
+    for rank, record in found.memory.items():
+        role = plan.role_of(rank)
+        assert record.states == sum(s.nbytes for s in role.states)
+        live, points = sum(plan.values[v].nbytes for v in role.allocs_first), {p.instr: p for p in record.points}
+        for index, instr in enumerate(role.program):
+            if instr.stream == COMPUTE:
+                values = lambda ids: sum(plan.values[v].nbytes for v in ids)  # noqa: E731 - one line, used in the next three
+                live += values(instr.allocs_after) - values(instr.frees_before)
+                live += sum(values(p.writes) - values(p.frees) for p in instr.parts)
+                assert points[index].after - record.states == live, f"rank {rank}, {instr.name}"
+        planned = max(u.total for u in memory.scan(plan, role))
+        assert record.peak == pytest.approx(planned, rel=0.02)
+
+
+def test_the_allocator_counter_counts_what_is_asked_for(device: torch.device) -> None:
+    kept = torch.empty(100, device=device)
+    counter = AllocatorCounter(device)
+    counter.track([kept, kept[:50]])
+    with counter.during(0):
+        value = torch.empty(7, dtype=torch.float64, device=device)
+        del value
+        held = torch.empty(3, dtype=torch.float64, device=device)
+    with counter.during(1), counter.paused():
+        torch.empty(1000, device=device)
+    del held
+    with counter.during(2):
+        pass
+    assert [(p.within, p.after) for p in counter.points] == [(456, 424), (424, 424), (400, 400)]
+    assert counter.record().peak == 456 and counter.record().peak_at == 0 and counter.record().states == 400
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_a_loss_that_is_not_finite_names_its_step_and_rank(pool: Pool) -> None:
+    plan, job = chain(batch=poisoned)
+    with pytest.raises(NonFiniteLossError, match="step 1 on rank 1, microbatch 1"):
+        run(plan, job, launcher="processes", pool=pool)
+
+
+def poisoned(step: int, rows: range) -> Any:
+    x, t = batch(step, rows)
+    return (x * float("inf") if step == 1 and rows.start == 2 else x), t
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_a_device_that_hangs_is_noticed_and_its_instruction_named(pool: Pool) -> None:
+    plan, job = chain(batch=hanging)
+    with pytest.raises(ExecutionError, match=r"no rank made progress for 4 s.*rank 0 ran instruction \d+ .* in step 1"):
+        run(plan, job, launcher="processes", pool=pool, timeout_s=4.0)
+
+
+def hanging(step: int, rows: range) -> Any:
+    """Puts a sleep of minutes in front of the compute of rank 0."""
+    if step == 1 and rows.start == 2 and torch.cuda.current_device() == 0:
+        torch.cuda._sleep(10**12)
+    return batch(step, rows)
+
+
+def test_nccl_of_one_rank_reduces_on_our_stream(device: torch.device) -> None:
+    from piper_runtime.nccl import NcclCommunicators
+
+    if not dist.is_nccl_available():
+        pytest.skip("torch was built without NCCL")
+    communicators = NcclCommunicators(GlooCommunicators(dist.HashStore(), 0), device)
+    group = communicators._groups["x"] = communicators._group("x", [0])
+    communicators._keys["c"] = "x"
+    tensor, stream = torch.zeros(SIZE, device=device), torch.cuda.Stream(device)
+    torch.cuda.synchronize()
+    # A communication of one rank is none, so the group is asked as `bind` would ask it for more.
+    work = communicators.bind(Comm("all_reduce", "c", (0, 1), lambda: tensor))
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(CYCLES)
+        tensor.fill_(3.0)
+        work()
+        done = torch.cuda.Event()
+        done.record()
+    assert not done.query(), "the host waited"
+    done.synchronize()
+    assert bool((tensor == 3.0).all()) and group.size() == 1
+    communicators.abort()
+    assert not communicators._groups
+
+
+@two_devices
+@pytest.mark.usefixtures("on_cuda")
+def test_two_devices_communicate_by_nccl(pool: Pool) -> None:
+    for case in ({"pp": 2}, {"dp": 2, "clip_norm": 0.01}):
+        plan, job = chain(**case)
+        assert distance(run(plan, job, launcher="processes", pool=pool, steps=5), plan, job) < TOLERANCE

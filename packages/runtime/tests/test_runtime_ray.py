@@ -1,0 +1,220 @@
+"""One Ray actor per rank: equal to inline, placed, quiet; every way to fail ends in time, is named, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
+from packages.runtime.tests.handmade import adamw
+from packages.runtime.tests.instants import KINDS, named_and_ended, pids_alive
+from piper_ir.errors import ExecutionError
+from piper_runtime import ray_placement
+from piper_runtime.ray_actor import pack, unpack
+from piper_runtime.ray_cluster import connect
+from piper_runtime.ray_launcher import RayPool
+from piper_runtime.report import StepRecord
+from piper_runtime.request import make_requests
+
+CLUSTER = """
+import sys
+from piper_runtime.ray_cluster import connect
+link = connect("local", 4)
+print(link.ray.get_runtime_context().gcs_address, flush=True)
+sys.stdin.read()
+link.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A cluster of one node with four CPUs, in a process of its own; pools join it by its address."""
+    pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    host = subprocess.Popen([sys.executable, "-c", CLUSTER], start_new_session=True, **pipes)
+    assert host.stdout is not None
+    yield host.stdout.readline().strip()
+    host.communicate(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def pool(address: str) -> Iterator[RayPool]:
+    with RayPool(2, cluster=address) as workers:
+        yield workers
+
+
+def test_actors_compute_what_one_device_computes_and_inline_does(pool: RayPool) -> None:
+    plan, job = chain(dp=2, pp=1, tied=True, masked=True, clip_norm=0.01, optimizer=adamw)
+    steps: list[StepRecord] = []
+    there = run(plan, job, launcher="ray", pool=pool, trace=True, memory=True, on_step=steps.append)
+    here = run(plan, job, memory=True)
+    assert distance(there, plan, job) < TOLERANCE
+    assert there.losses == pytest.approx(here.losses, rel=1e-14) and there.peak_bytes == here.peak_bytes
+    assert len(there.trace.spans) == sum(len(r.program) * len(r.ranks) for r in plan.roles)
+    assert steps == [StepRecord(i, there.losses[i], there.step_s[i]) for i in range(3)]
+
+
+def test_actors_are_used_again_by_a_next_run_and_sit_side_by_side(pool: RayPool) -> None:
+    plan, job = chain(pp=2)
+    pids = pool.pids
+    assert run(plan, job, launcher="ray", pool=pool).losses == pytest.approx(run(plan, job).losses, rel=1e-14)
+    assert pool.pids == pids and len(set(pids)) == 2
+    places = pool.start().places
+    assert [p.bundle for p in places] == [0, 1] and all(p.here and p.name == socket.gethostname() for p in places)
+
+
+def test_what_ranks_share_is_shipped_once(pool: RayPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, job = chain(pp=1, dp=2)
+    puts: list[bytes] = []
+    put = ray.put
+    monkeypatch.setattr(ray, "put", lambda value: (puts.append(value), put(value))[1])
+    calls: list[str] = []
+    remote = ray.actor.ActorMethod.remote
+    monkeypatch.setattr(ray.actor.ActorMethod, "remote", lambda self, *a: (calls.append(self._method_name), remote(self, *a))[1])
+    run(plan, job, launcher="ray", pool=pool, steps=20)
+    assert len(puts) == len(set(map(id, puts))) == 2  # the request of the one role, and the plan; the callables are small
+    assert calls.count("perform") == 2 and set(calls) == {"perform", "look"}
+
+
+def test_a_request_survives_the_journey() -> None:
+    plan, job = chain(pp=2)
+    from piper_runtime.job import materialize
+
+    flags: dict[str, Any] = dict(steps=1, trace=False, memory=False, gradients=False, stream=False)
+    requests = make_requests(plan, {**_code()}, job, materialize(job), **flags)
+    packed = [pack(requests[r]) for r in (0, 1)]
+    assert packed[0][1][0] is packed[1][1][0], "both roles ship one plan"
+    again = unpack(packed[1][0], tuple(packed[1][1]))
+    assert again.plan == requests[1].plan and again.code == requests[1].code and again.params.keys() == requests[1].params.keys()
+
+
+def _code() -> Any:
+    from packages.runtime.tests.handmade import CODE
+
+    return CODE
+
+
+def test_more_ranks_than_cpus(address: str, pool: RayPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ExecutionError, match=r"8 ranks and needs 8 CPUs, the Ray cluster has 4 on 1 node; .*cluster=\"local\""):
+        RayPool(8, cluster=address).start()
+    monkeypatch.setattr(ray_placement, "PLACE_S", 0.5)
+    pool.start()
+    with pytest.raises(ExecutionError, match=r"4 ranks found no room .* within 0\.5 s: 2 CPUs and 0 GPUs are free"):
+        RayPool(4, cluster=address).start()
+
+
+@pytest.mark.usefixtures("pool")
+def test_a_process_is_connected_to_one_cluster() -> None:
+    with pytest.raises(ExecutionError, match=r"already connected to Ray at .*cluster='10\.0\.0\.1:6379' cannot be used"):
+        connect("10.0.0.1:6379", 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_at_a_random_instant_is_named_and_leaves_nothing(kind: str, pool: RayPool) -> None:
+    named_and_ended(pool, kind, 1, launcher="ray")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(100, 130))
+@pytest.mark.parametrize("kind", KINDS)
+def test_faults_at_random_instants(kind: str, seed: int, pool: RayPool) -> None:
+    named_and_ended(pool, kind, seed, launcher="ray")
+
+
+ALONE = """
+import sys
+sys.path[:0] = {path!r}
+from packages.runtime.tests.chains import chain, run
+from piper_runtime.ray_launcher import RayPool
+plan, job = chain(pp=2)
+with RayPool(2, cluster="local") as pool:
+    run(plan, job, launcher="ray", pool=pool)
+    run(plan, job, launcher="ray", pool=pool, steps=10**6, on_step=lambda s: print("up", flush=True) if s.step == 3 else None)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_of_our_own_ray_when_its_driver_is_ended(how: signal.Signals) -> None:
+    """The interrupt goes to the whole group of processes, as at a terminal."""
+    command = [sys.executable, "-c", ALONE.format(path=sys.path)]
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    driver = subprocess.Popen(command, start_new_session=True, preexec_fn=_interruptible, **pipes)
+    assert driver.stdout is not None and driver.stdout.readline() == "up\n", driver.communicate()[1]
+    family = descendants(driver.pid)
+    commands = " ".join(Path(f"/proc/{p}/cmdline").read_text() for p in family)
+    folders = set(re.findall(r"/tmp/piper-\w+", commands))
+    assert len(family) > 4 and len(folders) == 1 and "raylet" in commands
+    os.killpg(driver.pid, how) if how == signal.SIGINT else driver.kill()
+    output = driver.communicate(timeout=60)
+    assert "KeyboardInterrupt" in output[1] if how == signal.SIGINT else driver.returncode == -signal.SIGKILL
+    deadline = time.monotonic() + 60  # a shared machine
+    while (pids_alive(family) or Path(*folders).exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not pids_alive(family) and not Path(*folders).exists()
+    assert output[0] == "", "quiet"
+
+
+def _interruptible() -> None:
+    """A suite that was started in the background of a shell ignores SIGINT."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def descendants(pid: int) -> list[int]:
+    """A process's children, their children and so on, from /proc."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended meanwhile
+            continue
+    found, new = [], [pid]
+    while new := [child for child, parent in parents.items() if parent in new]:
+        found += new
+    return found
+
+
+@pytest.fixture
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has no connection to Ray, whatever the tests before have left open."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.mark.usefixtures("apart")
+def test_addresses_that_are_not_ray_are_refused_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = socket.socket()
+    free.bind(("127.0.0.1", 0))
+    closed = f"127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(
+        ExecutionError, match=rf"no Ray cluster at {closed}: .*refused.*`ray start --head`.*launcher=\"processes\""
+    ):
+        connect(closed, 1)
+    monkeypatch.setenv("RAY_ADDRESS", closed)
+    with pytest.raises(ExecutionError, match=f"no Ray cluster at {closed}"):
+        connect("auto", 1)
+    free.listen()
+    threading.Thread(target=lambda: free.accept()[0].sendall(b"HTTP/1.1 400 Bad Request\r\n"), daemon=True).start()
+    with pytest.raises(ExecutionError, match="something else answers there"):
+        connect(closed, 1)
+    with pytest.raises(ExecutionError, match="HOST:PORT"):
+        connect("here", 1)
+    with pytest.raises(ExecutionError, match="Ray Client addresses are not supported"):
+        connect("ray://head:10001", 1)
+
+
+def test_without_ray_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    plan, job = chain(pp=2)
+    with pytest.raises(ExecutionError, match=r'pip install "piper-runtime\[ray\]", or use launcher="processes"'):
+        run(plan, job, launcher="ray")

@@ -1,0 +1,168 @@
+"""The same file under plain python and under torchrun, and the command lines that start it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from packages.runtime.tests.chains import chain, run
+from piper_ir.errors import ExecutionError, JobError
+from piper_runtime import torchrun
+from piper_runtime.launch import launch_lines
+
+FILE = """
+import dataclasses, json, os, sys
+sys.path[:0] = {path!r}
+from packages.runtime.tests.chains import chain, run
+plan, job = chain(pp=2, clip_norm=0.01)
+steps = []
+for _ in range(2):
+    found = run(plan, job, launcher="processes", timeout_s=30, on_step=lambda s: steps.append(s.step))
+states = {{n: t.double().sum().item() for n, t in found.state_dict().items()}}
+name = os.path.join({out!r}, os.environ.get("RANK", "plain"))
+with open(name, "w") as file:
+    json.dump([found.losses, found.step_s, states, steps, len(found.rank_gradients)], file)
+"""
+
+
+def start(file: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run a file, with options of torchrun under torchrun."""
+    way = ["-m", "torch.distributed.run", *options] if options else []
+    return subprocess.run([sys.executable, *way, str(file)], capture_output=True, text=True, timeout=200, cwd=file.parent)
+
+
+def test_the_same_file_under_python_and_under_torchrun(tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(FILE.format(path=sys.path, out=str(tmp_path)))
+    for options in ((), ("--standalone", "--nproc-per-node", "2")):
+        done = start(file, *options)
+        assert done.returncode == 0, done.stderr
+    plain, zero, one = (json.loads((tmp_path / name).read_text()) for name in ("plain", "0", "1"))
+    assert plain[0] == zero[0] == one[0] and plain[2] == zero[2] == one[2]
+    assert zero[1] == one[1], "one Run for all"
+    assert plain[3] == zero[3] == [0, 1, 2, 0, 1, 2] and one[3] == []
+    assert plain[4] == 2
+
+
+FAILING = """
+import os, sys, time
+sys.path[:0] = {path!r}
+from packages.runtime.tests.chains import chain, run
+from packages.runtime.tests.handmade import batch
+def failing(step, rows):
+    if step == 1 and rows.start == 2:
+        {action}
+    return batch(step, rows)
+plan, job = chain(pp=2, batch=failing)
+try:
+    run(plan, job, launcher="processes", timeout_s=2)
+except Exception as e:
+    print(f"<{{os.environ['RANK']}} {{type(e).__name__}}: {{e}}>", flush=True)
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("action", "says"),
+    [
+        ("raise ValueError('bad')", r"ExecutionError: rank 0, step 1, instruction \d+ .*ValueError: bad"),
+        ("time.sleep(1000)", r"HangError: no rank made progress for 2 s .*rank 0 ran instruction .*rank 1 "),
+    ],
+)
+def test_a_failure_is_one_error_on_every_rank(tmp_path: Path, action: str, says: str) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(FAILING.format(path=sys.path, action=action))
+    done = start(file, "--standalone", "--nproc-per-node", "2")
+    assert done.returncode != 0
+    assert re.search(f"<0 {says}", done.stdout), done.stdout + done.stderr
+
+
+@pytest.fixture
+def ranked(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """The environment of rank 0 of two, as somebody other than torchrun may have set it."""
+    monkeypatch.setattr(torchrun, "_member", None)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("ranked")
+def test_another_number_of_processes_than_ranks() -> None:
+    plan, job = chain(pp=2, dp=2)
+    with pytest.raises(ExecutionError, match=r"4 ranks, but 2 processes were started \(WORLD_SIZE\); use --nproc-per-node 4"):
+        run(plan, job, launcher="processes")
+
+
+def test_a_port_that_is_in_use(ranked: pytest.MonkeyPatch) -> None:
+    plan, job = chain(pp=2)
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        ranked.setenv("MASTER_PORT", port)
+        with pytest.raises(
+            ExecutionError, match=rf"cannot meet at 127\.0\.0\.1:{port} .*in use: choose another with --master-port"
+        ):
+            run(plan, job, launcher="processes")
+
+
+def test_an_environment_that_makes_no_sense(ranked: pytest.MonkeyPatch) -> None:
+    assert torchrun.is_first()
+    ranked.setenv("RANK", "first")
+    with pytest.raises(ExecutionError, match="RANK='first'; a number is needed"):
+        torchrun.is_first()
+
+
+LINES = """\
+# torchrun, one machine
+torchrun --standalone --nproc-per-node 8 -m piper run 'my train.py' -p m=4 --launcher processes
+
+# torchrun, 2 machines, the same line on each
+torchrun --nnodes 2 --rdzv-id piper --rdzv-backend c10d --rdzv-endpoint HEAD:29500 --nproc-per-node 4 -m piper run 'my train.py' \
+-p m=4 --launcher processes
+
+# Slurm, 2 nodes: a file for `sbatch`
+#!/bin/bash
+#SBATCH --job-name piper
+#SBATCH --nodes 2
+#SBATCH --ntasks-per-node 1
+#SBATCH --cpus-per-task 4
+#SBATCH --gpus-per-node 4
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+srun torchrun --nnodes 2 --rdzv-id "$SLURM_JOB_ID" --rdzv-backend c10d --rdzv-endpoint "$head:29500" --nproc-per-node 4 -m piper \
+run 'my train.py' -p m=4 --launcher processes
+
+# Ray, 2 machines
+ray start --head --port 6379 --num-cpus 4 --num-gpus 4 --include-dashboard false --disable-usage-stats  # on HEAD
+ray start --address HEAD:6379 --num-cpus 4 --num-gpus 4  # on each other machine
+RAY_ADDRESS=HEAD:6379 piper run 'my train.py' -p m=4 --launcher ray  # on HEAD
+ray stop  # on each machine, afterwards
+"""
+
+
+def test_launch_lines() -> None:
+    assert launch_lines("my train.py", 8, nodes=2, gpus=True, arguments=["-p", "m=4"]) == LINES
+    odd = launch_lines("f.py", 3)
+    assert "# Ray, 1 machine\n" in odd and "--address" not in odd and "gpus" not in odd
+    with pytest.raises(JobError, match="8 ranks do not divide over 3 nodes"):
+        launch_lines("f.py", 8, nodes=3)
+
+
+def test_the_lines_are_lines_of_a_shell_and_torchrun_knows_its_options() -> None:
+    from torch.distributed.run import get_args_parser
+
+    known = get_args_parser()
+    lines = [line for line in launch_lines("f.py", 4).splitlines() if "torchrun" in line and not line.startswith("#")]
+    for line in lines:
+        words = shlex.split(line)
+        options = known.parse_args(words[words.index("torchrun") + 1 :])
+        assert options.module and options.training_script == "piper" and options.training_script_args[:2] == ["run", "f.py"]
+    assert len(lines) == 3 and os.environ.get("RANK") is None

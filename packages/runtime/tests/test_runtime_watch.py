@@ -1,0 +1,145 @@
+"""Steps as they finish, and who is to blame: without workers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from packages.runtime.tests.chains import chain, run
+from piper_ir.errors import ExecutionError, HangError, NonFiniteLossError
+from piper_runtime.environment import check_environments, environment
+from piper_runtime.messages import HEART_SLOTS, Failure
+from piper_runtime.progress import Progress
+from piper_runtime.report import RankReport, StepDone, StepRecord
+from piper_runtime.streams import FIRST_STREAM, ISSUED, LOADING, PHASE, RUNNING, STEP, WAITING
+from piper_runtime.watch import Watch
+
+
+def done(step: int, finished: float, loss: float = 1.0) -> StepDone:
+    return StepDone(step, 10.0, finished, {"loss": {0: loss}, "weight": {}})
+
+
+def test_a_step_is_handed_on_in_order_when_its_last_rank_is_done_with_it() -> None:
+    plan, _ = chain(pp=2)
+    found: list[StepRecord] = []
+    progress = Progress(plan, found.append)
+    progress.add(0, done(0, 11.0))
+    progress.add(0, done(1, 12.0))
+    progress.add(1, done(1, 13.5))
+    assert found == []
+    progress.add(1, done(0, 11.5))
+    progress.add(1, done(0, 99.0))  # said twice
+    assert found == [StepRecord(0, 0.5, 1.5), StepRecord(1, 0.5, 2.0)]
+
+
+def test_on_step_may_fail_training_may_not() -> None:
+    plan, job = chain(pp=2)
+    seen: list[int] = []
+
+    def full(record: StepRecord) -> None:
+        seen.append(record.step)
+        raise OSError(28, "No space left on device")
+
+    with pytest.warns(RuntimeWarning, match=r"on_step failed in step 0: OSError: .*No space left.*training goes on") as warned:
+        found = run(plan, job, on_step=full)
+    assert seen == [0, 1, 2] and len(found.losses) == 3 and len(warned) == 1
+
+    def stop(record: StepRecord) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(plan, job, on_step=stop)
+
+
+def test_weights_that_add_up_to_nothing_are_an_error_of_their_step() -> None:
+    plan, _ = chain(pp=1, masked=True)
+    progress = Progress(plan, None)
+    with pytest.raises(NonFiniteLossError, match=r"step 0: the sum of loss weights .* is 0"):
+        progress.add(0, StepDone(0, 0.0, 1.0, {"loss": {0: 0.0}, "weight": {0: 0.0}}))
+
+
+def test_times_of_another_clock_are_put_on_ours() -> None:
+    report = RankReport(started=5.0, finished=[6.0], spans=[(0, 5.0, 5.5)])
+    report.shift(-2.0, 1e-4)
+    assert (report.started, report.finished, report.spans) == (3.0, [4.0], [(0, 3.0, 3.5)])
+    assert report.clock_error_s == 1e-4
+
+
+@dataclass
+class Dummies:
+    """A team whose ranks say what the test wants, all at once, and whose hearts stand still."""
+
+    says: list[tuple[int, Any]]
+    hearts: dict[int, list[int]]
+
+    def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
+        said, self.says = self.says, []
+        return said
+
+    def heart(self, rank: int) -> Sequence[int]:
+        return self.hearts[rank]
+
+    def fate(self, rank: int) -> str:
+        return "was killed by SIGKILL"
+
+    def node(self, rank: int) -> str:
+        return f"node n{rank}"
+
+
+def heart(step: int = 0, issued: int = 0, phase: int = RUNNING, *streams: int) -> list[int]:
+    slots = [0] * HEART_SLOTS
+    slots[STEP], slots[ISSUED], slots[PHASE] = step, issued, phase
+    slots[FIRST_STREAM : FIRST_STREAM + len(streams)] = streams
+    return slots
+
+
+def watch(says: list[tuple[int, Any]], *hearts: list[int]) -> Watch:
+    plan, _ = chain(pp=2)
+    return Watch(plan, Dummies(says, dict(enumerate(hearts))), len(hearts), timeout_s=0.2)
+
+
+def test_the_rank_that_is_gone_is_blamed_before_its_victims() -> None:
+    victim = Failure("ExecutionError", "rank 0 lost its peer", "", True)
+    with pytest.raises(ExecutionError, match=r"^rank 1 was killed by SIGKILL: rank 1 on .* instruction 3 .*in step 2; rank 0"):
+        watch([(0, victim), (1, None)], heart(), heart(2, 3)).collect(progress())
+    cause = Failure("NonFiniteLossError", "the loss is nan", "", False)
+    with pytest.raises(NonFiniteLossError, match=r"^the loss is nan \(rank 1 on node n1\)$"):
+        watch([(0, victim), (1, cause)], heart(), heart()).collect(progress())
+
+
+def test_a_hang_shows_the_last_instructions_of_every_rank() -> None:
+    plan, _ = chain(pp=2)
+    program = plan.role_of(1).program
+    receive = next(i for i, instr in enumerate(program) if instr.comm)
+    waiting = next(i for i, instr in enumerate(program) if instr.waits and not instr.comm and i > receive)
+    with pytest.raises(HangError) as caught:
+        watch([], heart(1, 6, RUNNING), heart(1, waiting, WAITING, receive + 1)).collect(progress())
+    short, report = str(caught.value), caught.value.report
+    assert re.match(
+        r"no rank made progress for 0\.2 s \(timeout_s\); rank 0 on node n0 ran instruction 6 .*rank 1 on node n1 waited", short
+    )
+    zero, one = report.split("\nrank 1 ")
+    assert [int(n) for n in re.findall(r"^  [> ] (\d+) ", zero, re.M)] == [2, 3, 4, 5, 6]
+    assert f"  > {waiting} ({program[waiting].name} on compute)" in one
+    assert f"  in flight with rank 0: {receive} ({program[receive].name}" in one and "  waits for " in one
+
+
+def test_a_hang_while_loading_is_said_as_it_is() -> None:
+    watched = watch([], heart(phase=LOADING), heart())
+    assert watched._patience([0]) > 100 > watched._patience([1])
+    assert "rank 0 on node n0 was loading the plan" in str(watched._hung([0, 1]))
+
+
+def progress() -> Progress:
+    return Progress(chain(pp=2)[0], None)
+
+
+def test_nodes_that_differ_are_named_with_both_versions() -> None:
+    ours = environment()
+    check_environments(ours, "here", {"node a": dict(ours)})
+    with pytest.raises(ExecutionError, match=rf"node b has torch 1\.0, here has {re.escape(ours['torch'])}; node b has NCCL 9"):
+        check_environments(ours, "here", {"node a": dict(ours), "node b": {**ours, "torch": "1.0", "NCCL": "9"}})

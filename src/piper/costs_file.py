@@ -1,0 +1,48 @@
+"""Costs files: what `piper profile` writes, `--costs` reads, and a person sees of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from piper_ir.codec import dumps, loads
+from piper_ir.costs import Costs, Duration
+from piper_ir.errors import FormatError, OutputError
+from piper_report.summary import Table, percent, seconds
+
+
+def save_costs(path: Path, costs: Costs) -> None:
+    """Write a costs file. OutputError when it cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dumps(costs, indent=1) + "\n")
+    except OSError as e:
+        raise OutputError(f"cannot write the costs to {path}: {e.strerror}; choose another file with --out") from None
+
+
+def load_costs(path: Path) -> Costs:
+    """Read a costs file. FormatError when there is none, or when it is something else."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as e:
+        raise FormatError(f"cannot read the costs file {path}: {e}; `piper profile FILE.py --out {path}` makes one") from None
+    return loads(Costs, text, str(path))
+
+
+def costs_table(costs: Costs, *, title: str) -> Table:
+    """Steps of chunks by rows, then messages and other ops by size, each with its spread."""
+    rows = [(f"{s.chunk} {s.step}, {s.rows} rows", *_cells(s.duration)) for s in costs.steps]
+    rows += [(f"{c.op} of {c.bytes} bytes, {c.group} ranks", *_cells(c.duration)) for c in costs.comm]
+    rows += [(f"{p.op}, {p.amount} {'rows' if p.op == 'Batch' else 'bytes'}", *_cells(p.duration)) for p in costs.parts]
+    notes = []
+    if costs.host is not None:
+        notes.append(f"per instruction {seconds(costs.host.issue_s)}, per communication {seconds(costs.host.comm_s)}")
+    if (o := costs.origin) is not None:
+        notes.append(
+            f"{o.device}; {o.ranks} ranks at once over {o.backend}, {o.threads} thread each; Python {o.python}, torch {o.torch}; "
+            f"{o.date}; median of {o.repeats} repeats, spread: median absolute deviation"
+        )
+    return Table(title, ("", "time", "spread"), tuple(rows), tuple(notes))
+
+
+def _cells(duration: Duration) -> tuple[str, str]:
+    return seconds(duration.seconds), percent(duration.spread / duration.seconds if duration.seconds else None)

@@ -1,0 +1,108 @@
+"""The `emulated` launcher from the front door: durations from the simulator's cost model, slept by real processes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from piper.display import show
+from piper.frontdoor import Compiled, compile
+from piper.results import new_folder, save_plan, save_prediction, save_run
+from piper_compiler import Strategy
+from piper_ir.costs import Costs
+from piper_ir.plan import Plan
+from piper_ir.timing import prepare
+from piper_report.summary import Table, percent, seconds
+from piper_runtime import Job
+from piper_runtime.emulate import Durations, Emulation
+from piper_runtime.emulate import emulate as run
+from piper_simulator import Cluster, Simulation, load_cluster, simulate
+from piper_simulator.model import CostModel, given_only
+
+if TYPE_CHECKING:
+    from piper_runtime.processes import Pool
+
+
+def emulate(
+    compiled: Compiled,
+    *,
+    steps: int = 1,
+    cluster: str | Cluster | None = "auto",
+    costs: Costs | None = None,
+    timeout_s: float = 60,
+    trace: bool = False,
+    out: str | Path | None = None,
+    pool: Pool | None = None,
+) -> Emulation:
+    """Run a compiled strategy for `steps` steps on real processes of this machine, with sleeps of the time that `simulate` would
+    give each instruction on `cluster` with `costs`. "auto" is this machine; a program with given durations needs no cluster. out:
+    times and trace go to a new folder below this one. Other arguments and errors: `piper_runtime.emulate.emulate`, `simulate`."""
+    from piper_ir.verify import verify
+
+    verify(compiled.plan)
+    durations = durations_on(compiled.plan, target(compiled.plan, cluster), costs)
+    folder = new_folder(Path(out), "emulated") if out is not None else None
+    result = run(compiled.plan, durations, steps=steps, timeout_s=timeout_s, trace=trace, pool=pool)
+    if folder is not None:
+        save_run(folder, result, compiled.plan.tokens_per_step)
+    return result
+
+
+def target(plan: Plan, cluster: str | Cluster | None) -> Cluster | None:
+    """The cluster that is meant; None for none. ClusterError for a name that is not known."""
+    if cluster == "auto" and given_only(plan):
+        return None
+    if cluster in ("auto", "cpu-local"):
+        from piper.session import local_cluster
+
+        return local_cluster()
+    return load_cluster(cluster) if isinstance(cluster, str) else cluster
+
+
+def durations_on(plan: Plan, cluster: Cluster | None, costs: Costs | None = None) -> Durations:
+    """What `simulate` takes for every instruction; a communication as long on each member as on the first."""
+    model = CostModel(plan, cluster, costs)
+    found = [model.work(role, instr).seconds for role, _, instr in plan.instructions()]
+    prepared = prepare(plan)
+    for members in prepared.groups:
+        for node in members:
+            found[node] = found[members[0]]
+    first = dict(zip(prepared.roles, prepared.offsets))
+    by_role = {r.role: tuple(found[first[r.role] : first[r.role] + len(r.program)]) for r in plan.roles}
+    return Durations(by_role, plan.hop, model.issue_s)
+
+
+def emulated_session(
+    job: Job, strategy: Strategy, cluster: str, *, steps: int, out: Path | None, name: str, timeout_s: float
+) -> tuple[Simulation, Emulation]:
+    """As the command line does it: compile, simulate, emulate, print one beside the other; with `out`, both traces go to a new
+    folder below it."""
+    compiled = compile(job, strategy)
+    device = target(compiled.plan, cluster)
+    simulated = simulate(compiled.plan, device)
+    folder = new_folder(out, name) if out is not None else None
+    emulated = emulate(compiled, steps=steps, cluster=device, timeout_s=timeout_s, trace=True)
+    show(emulation_table(simulated, emulated, title=f"{name} on {cluster}, simulated beside emulated on this machine"))
+    if folder is not None:
+        save_plan(folder, compiled.plan, strategy)
+        save_prediction(folder, simulated)
+        save_run(folder, emulated, compiled.plan.tokens_per_step)
+        print(f"traces and results are in {folder}", file=sys.stderr)
+    return simulated, emulated
+
+
+def emulation_table(simulated: Simulation, emulated: Emulation, *, title: str) -> Table:
+    """Simulated beside emulated seconds, with the difference in percent of the simulated."""
+    pairs = [("makespan of a step", simulated.step_s, emulated.step_s[0])]
+    if emulated.period_s is not None:
+        pairs.append(("step in steady state", simulated.period_s, emulated.period_s))
+    rows = tuple((name, seconds(a), seconds(b), _difference(a, b)) for name, a, b in pairs)
+    notes = emulated.trace.notes
+    below = (f"{notes['time_scale']} s are slept for each simulated second", notes["host"])
+    warnings = tuple(f"warning: {note}" for note in simulated.notes)
+    return Table(title, ("", "simulated", "emulated", "difference"), rows, (*below, *warnings))
+
+
+def _difference(simulated: float, emulated: float) -> str:
+    return f"{'+' if emulated >= simulated else ''}{percent(emulated / simulated - 1 if simulated else None)}"

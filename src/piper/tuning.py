@@ -1,0 +1,229 @@
+"""tune: the front door of the tuner. It captures the job once, runs the best candidates, and draws the progress."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from piper.display import show
+from piper.results import new_folder
+from piper_autotune import Measured, NothingFoundError, Problem, Progress, Study
+from piper_autotune import tune as search
+from piper_autotune.rows import Row, size_text, time_text
+from piper_compiler import Strategy, Training
+from piper_ir.costs import Costs
+from piper_ir.errors import CompileError, JobError, TuneError
+from piper_ir.program import Program
+from piper_report.summary import Table
+from piper_simulator import Cluster, load_cluster
+from piper_simulator.clusters import CPU
+
+if TYPE_CHECKING:
+    from piper_runtime import Job
+
+CONFIRM_STEPS = 8
+"""Steps of a confirming run: three warm up, the median of the others counts."""
+UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+
+
+def tune(
+    source: Job | Program,
+    strategy: Callable[[Any], Strategy],
+    *,
+    cluster: str | Cluster | None,
+    trials: int = 100,
+    confirm: int = 0,
+    memory_limit: int | str | None = None,
+    seed: int = 0,
+    storage: Any = None,
+    sampler: Any = None,
+    costs: Costs | None = None,
+    workers: int | str = 1,
+    launcher: str = "processes",
+    steps: int = CONFIRM_STEPS,
+    out: str | Path | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    timeout_s: float = 60.0,
+    global_batch: int | None = None,
+) -> Study:
+    """Search the strategy with the least predicted `period_s` (seconds per step in steady state) whose plan stays within
+    `memory_limit` on every device: bytes or text such as "20GiB", compared with `Simulation.device_bytes`; default: what the
+    cluster's devices have.
+
+    `strategy(trial)` chooses with Optuna's `suggest_int`, `suggest_float` and `suggest_categorical` and returns a Strategy.
+    `source` is a Job, captured once, or a Program (then `global_batch` is as in `compile`, and nothing can be confirmed).
+    `trials`, `seed`, `storage`, `sampler`, `workers`, `timeout_s`: see `piper_autotune.tune`; the same seed and number of workers
+    give the same study. `confirm`: so many of the best are run for `steps` steps on `launcher`, and the best is the one measured
+    to be fastest; refused unless `cluster` is this machine. `costs`: measured durations. `out`: study.json and best.json go to a
+    new folder below it. Ctrl-C returns what was found so far.
+
+    TuneError: arguments, storage, or a space that contradicts itself. NothingFoundError (a TuneError): no candidate can be used;
+    the message says why, or the smallest limit that fits one, and its `study` holds them all."""
+    device = _device(cluster)
+    problem, more = problem_of(source, device, costs, _limit(memory_limit, device), global_batch)
+    if confirm:
+        _check_local(device)
+    measure = None
+    if confirm and not isinstance(source, Program):
+        measure = _measure(source, launcher, steps, timeout_s)
+    folder = new_folder(Path(out), "tune") if out is not None else None
+    with saved(folder):
+        study = search(
+            problem,
+            strategy,
+            trials=trials,
+            confirm=confirm,
+            measure=measure,
+            seed=seed,
+            storage=storage,
+            sampler=sampler,
+            workers=workers,
+            timeout_s=timeout_s,
+            progress=progress,
+            **more,
+        )
+    if folder is not None:
+        study.save(folder)
+    return study
+
+
+@contextmanager
+def saved(folder: Path | None) -> Iterator[None]:
+    """A search inside that finds nothing leaves its study in the folder all the same: it has the reasons."""
+    try:
+        yield
+    except NothingFoundError as e:
+        if folder is not None:
+            e.study.save(folder)
+        raise
+
+
+def _device(cluster: str | Cluster | None) -> Cluster | None:
+    if cluster == CPU:
+        from piper.session import local_cluster
+
+        return local_cluster()
+    return load_cluster(cluster) if isinstance(cluster, str) else cluster
+
+
+def problem_of(
+    source: Job | Program, cluster: Cluster | None, costs: Costs | None, limit: int | None, global_batch: int | None
+) -> tuple[Problem, dict[str, Any]]:
+    """What is searched for, and how a job's programs come to the workers."""
+    if isinstance(source, Program):
+        return Problem(source, global_batch, cluster=cluster, costs=costs, memory_limit=limit), {}
+    from piper.frontdoor import captured_job, program_at
+    from piper_runtime import Job, optimizer
+
+    if not isinstance(source, Job):
+        raise CompileError(f"tune: the source is a {type(source).__name__}; a piper.Job or a Program is needed")
+    if global_batch is not None:
+        raise CompileError("tune: global_batch is given with a Program only; a Job has its own")
+    captured = captured_job(source)
+    spec = optimizer.optimizer_spec(source, captured.program.params)
+    training = Training(spec.group_of, spec.state_bytes, source.clip_norm, source.tokens_per_row)
+    one_role = "" if spec.separable else f"Job.optimizer returned {spec.kind}, which needs all parameters on one role"
+    problem = Problem(captured.program, source.global_batch, training, cluster, costs, limit, one_role)
+    modules: tuple[ModuleType, ...] = (optimizer,)  # by value: a worker that imported it would import torch
+    return problem, {"at_rows": lambda rows: program_at(captured, rows), "modules": modules}
+
+
+def _limit(given: int | str | None, cluster: Cluster | None) -> int | None:
+    """Bytes. TuneError for what is neither a positive number of bytes nor text with a unit."""
+    if given is None:
+        return None if cluster is None else cluster.memory_bytes
+    number: float = given if isinstance(given, int) and not isinstance(given, bool) else 0
+    if isinstance(given, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", given)
+        unit = UNITS.get(match[2].upper()) if match else None
+        number = float(match[1]) * unit if match and unit else 0
+    if number < 1:
+        raise TuneError(f"memory_limit={given!r}: a number of bytes, or text such as '20GiB' or '512MiB', is accepted")
+    return int(number)
+
+
+def _check_local(cluster: Cluster | None) -> None:
+    """TuneError unless what is confirmed here is what was asked for."""
+    import torch
+
+    asked = "given durations" if cluster is None else cluster.name
+    if not torch.cuda.is_available():
+        if cluster is None or cluster.device != CPU:
+            raise TuneError(f"confirm runs candidates on this machine, which is {CPU}; the cluster is {asked}: leave confirm out")
+        return
+    here = torch.cuda.get_device_name(0)
+    if cluster is None or cluster.device.partition("-")[0] not in here.lower():
+        raise TuneError(f"confirm runs candidates on this machine, which has {here}; the cluster is {asked}: leave confirm out")
+
+
+def _measure(job: Job, launcher: str, steps: int, timeout_s: float) -> Callable[[Strategy], Measured]:
+    if type(steps) is not int or steps < 2:
+        raise JobError(f"tune(steps={steps!r}): a confirming run needs at least 2 steps; the first warms up")
+
+    def measured(strategy: Strategy) -> Measured:
+        from piper.frontdoor import compile, execute
+
+        run = execute(compile(job, strategy), steps=steps, launcher=launcher, timeout_s=timeout_s)
+        period_s = run.period_s if run.period_s is not None else median(run.step_s[1:])
+        return Measured(period_s, max(run.peak_bytes.values(), default=None))
+
+    return measured
+
+
+SHOWN = 10
+"""Rows of the table on the screen."""
+
+
+def show_study(study: Study, name: str) -> None:
+    """Print the best candidates, how many were rejected for what, and the rules."""
+    kinds = Counter(str(r["kind"]) for r in study.rejected())
+    notes = [f"rejected: {count} {kind}" for kind, count in kinds.most_common()]
+    notes += [f"rule {line}" for line in study.rules]
+    if study.interrupted:
+        notes.append("warning: interrupted; this is what was found until then")
+    head = ("params", "predicted", "measured", "error", "memory")
+    rows = tuple(_shown(row) for row in study.table()[:SHOWN])
+    limit = "" if study.memory_limit is None else f" within {size_text(study.memory_limit)} per device"
+    title = f"{name} on {study.cluster}{limit}: best of {len(study.rows)} candidates, s/step"
+    show(Table(title, head, rows, tuple(notes)))
+
+
+def _shown(row: dict[str, Any]) -> tuple[str, ...]:
+    measured, error = row["measured_period_s"], row["error"]
+    return (
+        ", ".join(f"{k}={v}" for k, v in row["params"].items()),
+        time_text(row["period_s"]),
+        "" if measured is None else time_text(measured),
+        "" if error is None else f"{error:+.1%}",
+        size_text(row["device_bytes"]),
+    )
+
+
+@contextmanager
+def bar(trials: int) -> Iterator[Callable[[Progress], None]]:
+    """A progress bar with the best so far, on a terminal; without one nothing is drawn."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("candidates"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Bar(*columns, console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty()) as drawn:
+        task = drawn.add_task("no candidate fits yet", total=trials)
+
+        def show(now: Progress) -> None:
+            drawn.update(task, completed=now.done, description=f"{_best_text(now.best)}; {now.rejected} rejected")
+
+        yield show
+
+
+def _best_text(row: Row | None) -> str:
+    if row is None or row.period_s is None:
+        return "no candidate fits yet"
+    return f"best {time_text(row.period_s)}/step in {size_text(row.device_bytes or 0)}"

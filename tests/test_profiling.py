@@ -1,0 +1,163 @@
+"""profile: what it measures, that a simulation finds all of it, and what it refuses. Nothing is said about how long things take,
+but for a batch function that sleeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import piper
+from piper.costs_file import costs_table, load_costs, save_costs
+from piper.frontdoor import compile
+from piper.profiling import _rows, profile
+from piper_ir.costs import Costs
+from piper_ir.errors import ExecutionError, FormatError, JobError, OutputError
+from piper_ir.machine import machine_name
+from piper_ir.ops import COMM, Compute
+from piper_ir.traffic import Traffic
+from piper_runtime.processes import Pool
+from piper_simulator import cpu_local, simulate
+from tests import models
+
+NAP_S = 0.01
+CASE = models.CASES["gpt"]
+
+
+def nap(step: int, rows: range) -> tuple[Tensor, Tensor]:
+    time.sleep(NAP_S)
+    return CASE.batch(step, rows)
+
+
+def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in named], lr=1e-3)
+
+
+JOB = piper.Job(CASE.model, nap, CASE.loss, adamw, global_batch=8, clip_norm=1.0)
+PIPELINE = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=4))
+DATA = piper.Strategy(
+    piper.Mesh(dp=2), (*piper.recipes.gpipe(pp=1, microbatches=2), *piper.recipes.data_parallel(over=("dp",), bucket_mb=0.001))
+)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    with Pool(2) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="module")
+def costs(pool: Pool) -> Costs:
+    return profile(JOB, PIPELINE, rows=[4], repeats=2, pool=pool)
+
+
+def test_every_step_of_every_code_is_measured_at_all_rows(costs: Costs) -> None:
+    plan = compile(JOB, PIPELINE).plan
+    ran = {
+        (plan.chunk(p.op.chunk).code, p.op.step)
+        for _, _, instr in plan.instructions()
+        for p in instr.parts
+        if isinstance(p.op, Compute)
+    }
+    assert {(s.code, s.step, s.rows) for s in costs.steps} == {(c, s, r) for c, s in ran for r in (2, 4)}
+    assert all(s.duration.seconds > 0 and s.duration.source == "measured" for s in costs.steps)
+    assert {s.chunk for s in costs.steps} <= {c.id for c in plan.chunks}
+
+
+def test_messages_of_the_plan_and_a_grid_up_to_the_gradient_are_measured(costs: Costs) -> None:
+    plan = compile(JOB, PIPELINE).plan
+    traffic = Traffic(plan)
+    own = {traffic.message(p.op, p) for _, _, i in plan.instructions() for p in i.parts if isinstance(p.op, COMM)}
+    for op in ("p2p", "all_reduce"):
+        sizes = costs.bytes_of(op, 2)
+        assert own <= set(sizes) and sizes[0] == 4
+        assert sizes[-1] >= 4 * sum(p.numel() for p in CASE.model().parameters())
+    assert {c.nodes for c in costs.comm} == {1}
+
+
+def test_a_batch_function_that_sleeps_is_seen_in_batch_and_not_in_load(costs: Costs) -> None:
+    found = costs.of_part("Batch", 2)
+    assert found is not None and found.seconds >= NAP_S
+    assert {p.op for p in costs.parts} >= {"Batch", "Load", "Seed", "SquaredNorm", "Update"}
+    updates = [p.amount for p in costs.parts if p.op == "Update"]
+    assert len(updates) == 3, "the whole model's and each stage's"
+
+
+def test_it_says_where_it_comes_from(costs: Costs) -> None:
+    origin, plan = costs.origin, compile(JOB, PIPELINE).plan
+    assert origin is not None and costs.host is not None
+    assert (origin.device, origin.cluster, origin.ranks, origin.threads) == (machine_name(), "cpu-local", 2, 1)
+    assert (origin.program, origin.repeats, origin.torch) == (plan.program_key, 2, str(torch.__version__))
+    assert costs.allocator is None or (costs.allocator.factor >= 1 and costs.allocator.context_bytes > 0)
+
+
+@pytest.mark.parametrize("strategy", [PIPELINE, DATA], ids=["1f1b", "dp"])
+def test_a_simulation_finds_all_of_it(costs: Costs, strategy: piper.Strategy) -> None:
+    """Nothing is computed by formula, of another strategy either; with the sleeps the batch function dominates."""
+    prediction = simulate(compile(JOB, strategy, costs=costs).plan, cpu_local(), costs=costs)
+    assert prediction.notes == ()
+    shares = prediction.summary()["sources"]
+    assert set(shares) <= {"measured", "interpolated"} and shares["measured"] > 0.5
+    assert prediction.period_s >= 2 * NAP_S
+
+
+def test_the_workers_can_be_used_for_a_run_afterwards(costs: Costs, pool: Pool) -> None:
+    run = piper.execute(compile(JOB, PIPELINE), steps=1, launcher="processes", pool=pool)
+    assert len(run.losses) == 1
+
+
+def test_a_costs_file_is_read_as_it_was_written(costs: Costs, tmp_path: Path) -> None:
+    path = tmp_path / "below" / "costs.json"
+    save_costs(path, costs)
+    assert load_costs(path) == costs
+    text = costs_table(costs, title="costs").plain()
+    assert "F, 4 rows" in text and "p2p of 4 bytes, 2 ranks" in text and "median of 2 repeats" in text
+    with pytest.raises(FormatError, match=r"cannot read the costs file .*none.json.*`piper profile FILE.py --out"):
+        load_costs(tmp_path / "none.json")
+    with pytest.raises(OutputError, match="cannot write the costs to"):
+        save_costs(path / "file", costs)
+
+
+@pytest.mark.parametrize(
+    ("batch", "own", "rows"),
+    [
+        (32, 4, [1, 2, 4, 8, 16]),
+        (64, 8, [2, 4, 8, 16, 32]),
+        (12, 3, [1, 3, 6]),
+        (30, 15, [1, 3, 6, 15]),
+        (1, 1, [1]),
+        (7, 7, [1, 7]),
+    ],
+)
+def test_rows_are_divisors_a_factor_of_two_apart(batch: int, own: int, rows: list[int]) -> None:
+    assert _rows(batch, None, own) == rows
+    assert all(batch % r == 0 for r in rows)
+
+
+@pytest.mark.parametrize("rows", [[0], [9], [True], ["2"]])
+def test_rows_that_no_strategy_uses_are_refused(rows: list[int]) -> None:
+    with pytest.raises(JobError, match="is no number of rows of a batch of 8"):
+        profile(JOB, PIPELINE, rows=rows)
+
+
+def test_other_launchers_and_no_repeats_are_refused() -> None:
+    with pytest.raises(ExecutionError, match=r"profile\(launcher='inline'\): \"processes\" is accepted"):
+        profile(JOB, PIPELINE, launcher="inline")
+    with pytest.raises(JobError, match=r"profile\(repeats=0\): an integer of at least 1 is needed"):
+        profile(JOB, PIPELINE, repeats=0)
+
+
+def broken(step: int, rows: range) -> tuple[Tensor, Tensor]:
+    if step:
+        raise ValueError("no such file")
+    return CASE.batch(step, rows)
+
+
+def test_a_batch_function_that_fails_is_named(pool: Pool) -> None:
+    with pytest.raises(ExecutionError, match="ValueError: no such file"):
+        profile(replace(JOB, batch=broken), PIPELINE, rows=[2], repeats=1, pool=pool)

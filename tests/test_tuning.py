@@ -1,0 +1,205 @@
+"""The tuner's front door and command: a job captured once, confirmed on this machine, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import piper
+from piper import cli, frontdoor, tuning
+from piper_autotune.evaluators import Processes
+from piper_autotune.problem import Programs
+from piper_autotune.scoring import Scored
+from piper_ir.errors import CompileError, JobError, TuneError
+from piper_simulator import cpu_local, load_cluster
+
+ROWS = 8
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def batch(step: int, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.linspace(0, 1, ROWS * 16).view(ROWS, 16)[rows.start : rows.stop] + step
+    return x, x
+
+
+def adam(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for _, p in named], lr=0.01)
+
+
+@lru_cache
+def job() -> piper.Job:
+    return piper.Job(MLP, batch, nn.functional.mse_loss, adam, global_batch=ROWS)
+
+
+def strategy(trial: Any) -> piper.Strategy:
+    pp = trial.suggest_categorical("pp", [1, 2])
+    m = trial.suggest_categorical("microbatches", [1, 2, 4, 8])
+    return piper.Strategy(piper.Mesh(pp=pp), piper.recipes.one_f_one_b(pp=pp, microbatches=m))
+
+
+def test_a_job_is_captured_once_and_its_candidates_score_as_simulate_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Mock(wraps=frontdoor._capture)
+    monkeypatch.setattr(frontdoor, "_capture", counted)
+    monkeypatch.setattr(frontdoor, "_CAPTURES", {})
+    study = piper.tune(job(), strategy, cluster=cpu_local(), trials=8, workers=0)
+    assert counted.call_count == 1 and isinstance(study, piper.Study) and len(study.rows) == 8
+    for row in study.table():
+        predicted = piper.simulate(piper.compile(job(), study.strategies[row["number"]]).plan, cpu_local())
+        assert row["period_s"] == pytest.approx(predicted.period_s) and row["step_s"] == pytest.approx(predicted.step_s)
+        assert (row["peak_bytes"], row["device_bytes"]) == (max(predicted.peak_bytes), max(predicted.device_bytes))
+
+
+def test_workers_of_a_job_score_alike_without_torch() -> None:
+    problem, more = tuning.problem_of(job(), cpu_local(), None, None, None)
+    pool = Processes(problem, Programs(problem, more["at_rows"]), 1, 60.0, more["modules"])
+    try:
+        made = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=8))
+        found = pool.result(pool.submit(made))
+        assert isinstance(found, Scored)
+        assert found.peak_bytes == max(r.peak_bytes for r in piper.compile(job(), made).plan.roles)
+        maps = Path(f"/proc/{pool._workers[0].process.pid}/maps")
+        assert not maps.exists() or "libtorch" not in maps.read_text()
+    finally:
+        pool.close()
+
+
+def test_the_best_are_confirmed_and_written(tmp_path: Path) -> None:
+    study = piper.tune(
+        job(), strategy, cluster=cpu_local(), trials=4, workers=0, confirm=2, launcher="inline", steps=3, out=tmp_path
+    )
+    measured = [r for r in study.table() if r["measured_period_s"] is not None]
+    assert len(measured) == 2 and study.best_row is not None and study.best_row.measured_period_s is not None
+    for row in measured:
+        assert row["error"] == pytest.approx(row["period_s"] / row["measured_period_s"] - 1)
+        assert row["measured_peak_bytes"] > 0
+    (folder,) = tmp_path.iterdir()
+    assert piper.load_strategy(folder / "best.json") == study.best == piper.Study.load(folder).best
+
+
+@pytest.mark.parametrize("cluster", ["h100x8", load_cluster("a100x8")])
+def test_another_machine_cannot_be_confirmed_here(cluster: Any) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine may be that cluster")
+    with pytest.raises(TuneError, match=r"confirm runs candidates on this machine, which is cpu-local; the cluster is \w100"):
+        piper.tune(job(), strategy, cluster=cluster, confirm=1)
+
+
+def test_a_program_cannot_be_confirmed() -> None:
+    program = piper.synthetic(stages=2, F=1, I=1, W=1)
+    with pytest.raises(TuneError, match=r"only a piper\.Job can be run"):
+        piper.tune(program, strategy, cluster=cpu_local(), confirm=1)
+
+
+def test_a_program_of_given_durations_needs_no_cluster() -> None:
+    program = piper.synthetic(stages=2, F=1, I=1, W=1)
+
+    def own(trial: Any) -> piper.Strategy:
+        return piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=trial.suggest_int("m", 1, 3)))
+
+    study = piper.tune(program, own, cluster=None, trials=3, workers=0)
+    assert study.best is not None and study.best.params == {"m": 1} and study.memory_limit is None
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("20GiB", 20 << 30), ("1.5 GB", 1_500_000_000), ("512 mib", 512 << 20), (7, 7), ("99", 99), ("3B", 3)]
+)
+def test_sizes_are_read(text: int | str, number: int) -> None:
+    assert tuning._limit(text, None) == number
+
+
+@pytest.mark.parametrize("text", ["much", "", "-1GiB", 0, -5, True, "1 gallon"])
+def test_what_is_no_size_is_named(text: Any) -> None:
+    with pytest.raises(TuneError, match="'20GiB' or '512MiB', is accepted"):
+        tuning._limit(text, None)
+
+
+def test_the_limit_is_the_clusters_unless_said_otherwise() -> None:
+    assert tuning._limit(None, load_cluster("h100x8")) == load_cluster("h100x8").memory_bytes
+
+
+def test_other_sources_are_refused() -> None:
+    with pytest.raises(CompileError, match="tune: the source is a str"):
+        piper.tune("gpt", strategy, cluster=cpu_local())
+    with pytest.raises(CompileError, match="global_batch is given with a Program only"):
+        piper.tune(job(), strategy, cluster=cpu_local(), global_batch=3)
+    with pytest.raises(JobError, match="at least 2 steps"):
+        piper.tune(job(), strategy, cluster=cpu_local(), confirm=1, steps=1)
+
+
+RECIPE = """
+from tests.test_tuning import job as make, strategy
+job = make()
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "recipe.py"
+    path.write_text(RECIPE)
+    return str(path)
+
+
+def command(*words: str) -> Any:
+    return CliRunner().invoke(cli.app, ["tune", *words])
+
+
+def test_the_command_prints_the_best_and_writes_a_strategy_that_runs(recipe: str, tmp_path: Path) -> None:
+    done = command(recipe, "--trials", "4", "--workers", "0", "--memory-limit", "1GiB", "--out", str(tmp_path / "out"))
+    assert done.exit_code == 0, done.output
+    assert "within 1.00 GiB per device" in done.stdout and "rule states:" in done.stdout
+    best = tmp_path / "out" / "recipe-001" / "best.json"
+    shown = CliRunner().invoke(cli.app, ["simulate", recipe, "--strategy", str(best)])
+    assert shown.exit_code == 0, shown.output
+
+
+def test_the_command_gives_json(recipe: str, tmp_path: Path) -> None:
+    done = command(recipe, "--trials", "2", "--workers", "0", "--json", "--out", str(tmp_path / "out"))
+    assert json.loads(done.stdout)["state"] == "complete"
+
+
+def test_a_search_that_finds_nothing_ends_with_one_message_and_leaves_its_study(recipe: str, tmp_path: Path) -> None:
+    done = command(recipe, "--trials", "2", "--workers", "0", "--memory-limit", "1KiB", "--out", str(tmp_path / "out"))
+    assert done.exit_code == 2 and "the smallest needs" in done.stderr and "Traceback" not in done.output
+    assert piper.Study.load(tmp_path / "out" / "recipe-001").best is None
+
+
+def test_a_file_whose_strategy_is_no_function_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "fixed.py"
+    path.write_text(RECIPE + "import piper\nstrategy = piper.Strategy(piper.Mesh())\n")
+    done = command(str(path))
+    assert done.exit_code == 2 and "to be tuned it must be a function of a trial" in done.stderr
+
+
+def test_the_progress_bar_says_the_best_so_far(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    program = piper.synthetic(stages=2, F=1, I=1, W=1)
+    with tuning.bar(2) as progress:
+        piper.tune(
+            program,
+            lambda t: piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=t.suggest_int("m", 1, 2))),
+            cluster=None,
+            trials=2,
+            workers=0,
+            progress=progress,
+        )
+        assert tuning._best_text(None) == "no candidate fits yet"
+    assert "best" in capsys.readouterr().err
