@@ -17,6 +17,7 @@ from statistics import median
 if __name__ == "__main__":  # run as a file, sys.path begins with this folder and not with the root
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from benchmarks import score_rates
 from benchmarks.measure import Goal, Row, machine
 from piper_compiler import Strategy, compile_program, recipes, synthetic
 from piper_ir.mesh import Mesh
@@ -61,7 +62,7 @@ def _cpu_seconds(program: Program, strategy: Strategy) -> float:
 
 
 def rows(quick: bool) -> list[Row]:
-    """The worst case, then every size of the two series with the growth from the size before."""
+    """The worst case, then every size of the two series with the growth from the size before, then what scoring takes."""
     repeats = 2 if quick else 5
     ((nodes, seconds),) = timed([(24, 8, 32)], repeats)
     note = f"{nodes:,} nodes; the prototype made 8,584 of it and took 204 s"
@@ -71,6 +72,7 @@ def rows(quick: bool) -> list[Row]:
         worst,
         *_series("24 layers, pp=8, m={}", by_m, timed([(24, 8, m) for m in by_m], repeats)),
         *_series("3 layers per device, pp={}, m=64", by_p, timed([(3 * p, p, 64) for p in by_p], repeats)),
+        *score_rates.rows(quick),
     ]
 
 
@@ -93,7 +95,7 @@ def main(quick: bool = False) -> list[Row]:
     found = rows(quick)
     for row in found:
         verdict = "" if row.met is None else f"  {row.goal} {'met' if row.met else 'MISSED'}"
-        print(f"{row.name:<50} {row.value:>10,.2f} {row.unit:<8} {row.note}{verdict}")
+        print(f"{row.name:<86} {row.value:>10,.2f} {row.unit:<8} {row.note}{verdict}")
     return found
 
 

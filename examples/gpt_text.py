@@ -1,7 +1,9 @@
-"""A small byte-level GPT on real text (the Python standard library's source), trained as a pipeline of two processes.
+"""A small byte-level GPT on real text (the Python standard library's source), for two workers.
 
-python examples/gpt_text.py            plan, simulate, train, and print predicted beside measured
-piper simulate examples/gpt_text.py    the prediction alone
+python examples/gpt_text.py            the loop: profile, tune in simulation, confirm the best two, train 60 steps, report
+piper simulate examples/gpt_text.py    a prediction alone, for the strategy of `params`; -p pp=1 for another
+piper tune examples/gpt_text.py        the search alone
+piper run examples/gpt_text.py         training alone
 piper explain examples/gpt_text.py     what runs where, and why
 """
 
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +21,7 @@ from torch.nn import functional as F
 import piper
 
 WIDTH, HEADS, LAYERS, CONTEXT, VOCAB = 128, 4, 6, 128, 256
-GLOBAL_BATCH, MICROBATCHES, STEPS = 32, 8, 100
+GLOBAL_BATCH, STEPS = 32, 60
 
 
 class Block(nn.Module):
@@ -89,8 +92,21 @@ def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 job = piper.Job(GPT, batch, loss, optimizer, global_batch=GLOBAL_BATCH, tokens_per_row=CONTEXT, clip_norm=1.0)
-strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=MICROBATCHES))
 steps = STEPS
+params = {"pp": 2, "schedule": "1f1b", "microbatches": 8, "bucket_mb": 1}
+"""What `strategy` gets where nobody searches."""
+
+
+def strategy(trial: Any) -> piper.Strategy:
+    """Two pipeline stages, or two replicas of the whole model."""
+    pp = trial.suggest_categorical("pp", (2, 1))
+    microbatches = trial.suggest_categorical("microbatches", (2, 4, 8, 16))
+    if pp == 2:
+        schedules = {"gpipe": piper.recipes.gpipe, "1f1b": piper.recipes.one_f_one_b}
+        schedule = schedules[trial.suggest_categorical("schedule", tuple(schedules))]
+        return piper.Strategy(piper.Mesh(pp=2), schedule(pp=2, microbatches=microbatches))
+    reduced = piper.recipes.data_parallel(bucket_mb=trial.suggest_categorical("bucket_mb", (0.25, 1, 4)))
+    return piper.Strategy(piper.Mesh(dp=2), (piper.split(piper.where(), microbatches=microbatches), *reduced))
 
 
 def unigram_entropy() -> float:
@@ -100,9 +116,10 @@ def unigram_entropy() -> float:
 
 
 def main() -> None:
-    from piper.session import train
+    from piper.loop import loop
+    from piper.session import Settings
 
-    run = train(job, strategy, steps=STEPS, out=Path("runs"), name="gpt_text")
+    run = loop(job, strategy, baseline=params, steps=STEPS, settings=Settings(name="gpt_text")).run
     entropy = unigram_entropy()
     print(f"loss {run.losses[0]:.3f} -> {run.losses[-1]:.3f} nats per byte; unigram entropy of the text {entropy:.3f}")
     if not math.isfinite(run.losses[-1]) or run.losses[-1] > 0.95 * entropy:

@@ -21,6 +21,7 @@ from benchmarks import (
     plan_rates,
     prediction,
     run,
+    score_rates,
     step_model,
     step_profile,
     step_sides,
@@ -79,6 +80,14 @@ def test_rows_of_a_large_capture() -> None:
     found |= {"parameters": 175e9, "saved_gib_per_layer_and_row": 0.8}
     seconds, memory, _ = capture_rates.gpt3_rows(found)
     assert seconds.met is True and memory.met is False
+
+
+def test_scoring_takes_each_of_its_stages_some_time() -> None:
+    plain, replicated = score_rates.cases(8, 2)
+    for case in (plain, replicated):
+        seconds, instructions = score_rates.score(case)
+        assert len(seconds) == len(score_rates.STAGES) and min(seconds) > 0
+        assert instructions > 2 * 2 * 8, case.title
 
 
 def test_strategies_share_one_capture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,7 +202,8 @@ def loaded_after(code: str) -> set[str]:
     return set(done.stdout.rpartition("@")[2].split())
 
 
-HEAVY = {"torch", "numpy", "simpy", "optuna", "ray", "piper_compiler", "piper_runtime", "piper_simulator", "piper_autotune"}
+LIBRARIES = {"torch", "numpy", "simpy", "optuna", "ray", "pandas", "matplotlib"}
+HEAVY = LIBRARIES | {"piper_compiler", "piper_runtime", "piper_simulator", "piper_autotune"}
 
 
 def test_importing_piper_is_lazy() -> None:

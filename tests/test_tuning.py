@@ -185,7 +185,7 @@ def test_a_file_whose_strategy_is_no_function_is_named(tmp_path: Path) -> None:
     path = tmp_path / "fixed.py"
     path.write_text(RECIPE + "import piper\nstrategy = piper.Strategy(piper.Mesh())\n")
     done = command(str(path))
-    assert done.exit_code == 2 and "to be tuned it must be a function of a trial" in done.stderr
+    assert done.exit_code == 2 and "defines a `strategy` that is a Strategy" in done.stderr
 
 
 def test_the_progress_bar_says_the_best_so_far(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

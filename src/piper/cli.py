@@ -1,44 +1,55 @@
 """The `piper` command. Errors of the user's making end with one message and exit code 2; the heavy imports happen in the
-commands."""
+commands, which say how they are used and leave the work to the modules that they call."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from piper_ir.errors import PiperError
+from piper.options import (
+    Address,
+    AsJson,
+    ClusterName,
+    Confirm,
+    CostsFile,
+    Emulate,
+    File,
+    Launcher,
+    Log,
+    MemoryLimit,
+    Nodes,
+    Out,
+    Params,
+    PrintLaunch,
+    Ranges,
+    Repeats,
+    Rows,
+    Searchers,
+    Seed,
+    SpaceFile,
+    Steps,
+    Storage,
+    StrategyFile,
+    Timeout,
+    Trials,
+    pairs,
+    user_errors,
+)
 
 app = typer.Typer(name="piper", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
-
-File = Annotated[
-    Path,
-    typer.Argument(
-        metavar="FILE.py", help="defines `job` (a piper.Job) and `strategy` (a piper.Strategy or a function of a trial)"
-    ),
-]
-Params = Annotated[
-    list[str] | None, typer.Option("-p", metavar="NAME=VALUE", help="a parameter of a strategy that is a function of a trial")
-]
-StrategyFile = Annotated[
-    Path | None, typer.Option("--strategy", metavar="FILE.json", help="use this saved strategy instead of the file's")
-]
-CostsFile = Annotated[Path | None, typer.Option("--costs", metavar="FILE.json", help="what `piper profile` measured")]
-Out = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="write plan, traces and numbers to a new folder below DIR")
-]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 
 
 @app.callback()
 def root() -> None:
-    """Plan, simulate and execute distributed training of PyTorch models from one strategy."""
+    """Plan, simulate, tune and execute distributed training of PyTorch models from one strategy.
+
+    `piper COMMAND --help` shows an example of each; `piper --install-completion` completes them in your shell."""
 
 
 @app.command()
@@ -46,9 +57,7 @@ def simulate(
     file: File,
     params: Params = None,
     strategy: StrategyFile = None,
-    cluster: Annotated[
-        str, typer.Option(help="e.g. h100x8, a100x8, h100-80g-sxm:8*4, cpu-local (this machine, measured now)")
-    ] = "cpu-local",
+    cluster: ClusterName = "cpu-local",
     costs: CostsFile = None,
     out: Out = None,
     as_json: AsJson = False,
@@ -57,30 +66,58 @@ def simulate(
 
     Example: piper simulate examples/gpt_text.py --cluster h100x8
     """
-    with _user_errors():
-        from piper.costs_file import load_costs
-        from piper.display import show
-        from piper.frontdoor import compile
+    with user_errors():
         from piper.loading import load_file
-        from piper.results import new_folder, save_plan, save_prediction
-        from piper.session import local_cluster
-        from piper_report.summary import prediction_table
-        from piper_simulator import load_cluster
-        from piper_simulator import simulate as run
+        from piper.session import predict
 
-        recipe = load_file(file, _pairs(params), strategy)
-        device = local_cluster() if cluster == "cpu-local" else load_cluster(cluster)
+        recipe = load_file(file, pairs(params), strategy)
+        predict(recipe.job, recipe.strategy, cluster=cluster, costs=costs, out=out, name=file.stem, as_json=as_json)
+
+
+@app.command()
+def tune(
+    file: SpaceFile,
+    cluster: ClusterName = "cpu-local",
+    costs: CostsFile = None,
+    trials: Trials = 100,
+    confirm: Confirm = 0,
+    memory_limit: MemoryLimit = None,
+    seed: Seed = 0,
+    storage: Storage = None,
+    workers: Searchers = "1",
+    launcher: Launcher = "ray",
+    out: Out = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """Search the fastest strategy that fits, in simulation; --confirm runs the best on this machine.
+
+    Example: piper tune examples/gpt_text.py --costs costs.json --confirm 2
+    """
+    with user_errors():
+        from piper.costs_file import load_costs
+        from piper.loading import load_space
+        from piper.reporting import report_at_end
+        from piper.results import new_folder
+        from piper.tuning import bar, saved, show_study
+        from piper.tuning import tune as search
+
+        space = load_space(file)
         folder = new_folder(out, file.stem) if out else None
-        compiled = compile(recipe.job, recipe.strategy)
-        result = run(compiled.plan, device, costs=load_costs(costs) if costs else None)
+        with saved(folder), bar(trials) as progress:
+            study = search(
+                space.job, space.strategy, cluster=cluster, costs=load_costs(costs) if costs else None, trials=trials,
+                confirm=confirm, memory_limit=memory_limit, seed=seed, storage=storage, launcher=launcher,
+                workers=int(workers) if workers.isdigit() else workers, progress=progress,
+            )  # fmt: skip
         if as_json:
-            print(json.dumps(result.summary()))
+            best = study.best_row
+            print(json.dumps(None if best is None else best.as_dict()))
         else:
-            show(prediction_table(result, title=f"{file.name} on {device.name}"))
+            show_study(study, file.name)
         if folder:
-            save_plan(folder, compiled.plan, recipe.strategy)
-            save_prediction(folder, result)
-            print(f"results are in {folder}", file=sys.stderr)
+            study.save(folder)
+            print(f"study.json and best.json (for piper run --strategy) are in {folder}", file=sys.stderr)
+            report_at_end(folder)
 
 
 @app.command()
@@ -88,34 +125,30 @@ def run(
     file: File,
     params: Params = None,
     strategy: StrategyFile = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps (default: the file's `steps`, else 3)")] = None,
-    launcher: Annotated[
-        str, typer.Option(help="ray (one actor per rank), processes (one per rank; also under torchrun) or inline (one process)")
-    ] = "processes",
+    steps: Steps = None,
+    launcher: Launcher = "ray",
+    address: Address = "auto",
+    costs: CostsFile = None,
     out: Out = Path("runs"),
-    timeout_s: Annotated[float, typer.Option(help="seconds without progress after which a rank counts as hung")] = 60,
-    print_launch: Annotated[
-        bool, typer.Option("--print-launch", help="print the command lines for torchrun, Slurm and Ray, and run nothing")
-    ] = False,
-    nodes: Annotated[int | None, typer.Option(min=1, help="machines in the lines of --print-launch")] = None,
-    emulate: Annotated[
-        str | None,
-        typer.Option(metavar="CLUSTER", help="sleep in real processes instead of training, as long as CLUSTER would compute"),
-    ] = None,
-    log: Annotated[str, typer.Option(metavar="NAMES", help="where steps go beside metrics.jsonl: tensorboard,wandb")] = "jsonl",
-    ranges: Annotated[bool, typer.Option("--ranges", help="names of instructions in profilers (record_function, NVTX)")] = False,
+    timeout_s: Timeout = 60,
+    print_launch: PrintLaunch = False,
+    nodes: Nodes = None,
+    emulate: Emulate = None,
+    log: Log = "jsonl",
+    ranges: Ranges = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Train with a strategy; print predicted beside measured and write both traces.
+    """Train with a strategy; print predicted beside measured and write a report.
 
     Example: piper run examples/gpt_text.py --steps 20; without a GPU: piper run examples/gpt_text.py --emulate h100x8
     """
-    with _user_errors():
+    with user_errors():
         from piper.loading import load_file
         from piper.metrics import log_names
-        from piper.session import session
+        from piper.session import Settings, as_numbers, session
         from piper_runtime.torchrun import is_first
 
-        recipe = load_file(file, _pairs(params), strategy)
+        recipe = load_file(file, pairs(params), strategy)
         if print_launch:
             from piper_runtime.launch import launch_lines
 
@@ -128,19 +161,15 @@ def run(
 
             emulated_session(recipe.job, recipe.strategy, emulate, steps=steps or 1, out=out, name=file.stem, timeout_s=timeout_s)
             return
-        logs = log_names(log.split(","))
-        with nullcontext() if is_first() else redirect_stdout(StringIO()):  # of many processes, one prints and writes
-            session(
-                recipe.job,
-                recipe.strategy,
-                steps=steps or recipe.steps,
-                launcher=launcher,
-                out=out if is_first() else None,
-                name=file.stem,
-                timeout_s=timeout_s,
-                log=logs if is_first() else (),
-                ranges=ranges,
-            )
+        first = is_first()  # of the processes that torchrun started, one prints and writes
+        settings = Settings(
+            launcher=launcher, address=address, costs=costs, out=out if first else None, name=file.stem, timeout_s=timeout_s,
+            log=log_names(log.split(",")) if first else (), ranges=ranges,
+        )  # fmt: skip
+        with redirect_stdout(StringIO()) if as_json or not first else nullcontext():
+            done = session(recipe.job, recipe.strategy, steps=steps or recipe.steps, settings=settings)
+        if as_json and first:
+            print(json.dumps(as_numbers(done)))
 
 
 @app.command()
@@ -148,11 +177,9 @@ def profile(
     file: File,
     params: Params = None,
     strategy: StrategyFile = None,
-    launcher: Annotated[str, typer.Option(help="processes (one per rank, gloo)")] = "processes",
-    rows: Annotated[
-        list[int] | None, typer.Option("--rows", help="rows per microbatch to measure (again for more; default: what fits)")
-    ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="passes of which each duration is the median")] = 7,
+    launcher: Launcher = "processes",
+    rows: Rows = None,
+    repeats: Repeats = 7,
     out: Annotated[Path, typer.Option("--out", metavar="FILE.json", help="the costs file")] = Path("costs.json"),
     as_json: AsJson = False,
 ) -> None:
@@ -160,14 +187,14 @@ def profile(
 
     Example: piper profile examples/gpt_text.py --out costs.json
     """
-    with _user_errors():
+    with user_errors():
         from piper.costs_file import costs_table, save_costs
         from piper.display import show
         from piper.loading import load_file
         from piper.profiling import profile as measure
         from piper_ir.codec import dumps
 
-        recipe = load_file(file, _pairs(params), strategy)
+        recipe = load_file(file, pairs(params), strategy)
         costs = measure(recipe.job, recipe.strategy, launcher=launcher, rows=rows, repeats=repeats)
         save_costs(out, costs)
         if as_json:
@@ -178,54 +205,23 @@ def profile(
 
 
 @app.command()
-def tune(
-    file: Annotated[
-        Path,
-        typer.Argument(metavar="FILE.py", help="defines `job` (a piper.Job) and `strategy(trial)`, which returns a Strategy"),
-    ],
-    cluster: Annotated[str, typer.Option(help="as for simulate")] = "cpu-local",
-    trials: Annotated[int, typer.Option(min=1, help="candidates that are compiled and scored")] = 100,
-    confirm: Annotated[int, typer.Option(min=0, help="run so many of the best on this machine")] = 0,
-    memory_limit: Annotated[str | None, typer.Option(help="per device, e.g. 20GiB (default: the device's)")] = None,
-    seed: Annotated[int, typer.Option(help="of the search")] = 0,
-    storage: Annotated[str | None, typer.Option(help="Optuna URL, e.g. sqlite:///study.db; the same space goes on there")] = None,
-    workers: Annotated[str, typer.Option(help='processes (0: this one), "ray" or the address of a Ray cluster')] = "1",
-    out: Out = Path("runs"),
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that simulate, tune, run or a loop has written")],
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="write there instead of DIR/report")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Search the fastest strategy that fits, in simulation; --confirm runs the best.
+    """Draw what a folder holds: one HTML page, PNG figures, CSV tables.
 
-    Example: piper tune examples/gpt_text.py --confirm 2
+    Example: piper report runs/gpt_text-001
     """
-    with _user_errors():
-        from piper.loading import load_space
-        from piper.results import new_folder
-        from piper.tuning import bar, saved, show_study
-        from piper.tuning import tune as search
+    with user_errors():
+        from piper.reporting import report as show_report
 
-        job, strategy = load_space(file)
-        folder = new_folder(out, file.stem) if out else None
-        with saved(folder), bar(trials) as progress:
-            study = search(
-                job,
-                strategy,
-                cluster=cluster,
-                trials=trials,
-                confirm=confirm,
-                memory_limit=memory_limit,
-                seed=seed,
-                storage=storage,
-                workers=int(workers) if workers.isdigit() else workers,
-                progress=progress,
-            )
-        if folder:
-            study.save(folder)
-            print(f"best.json and study.json are in {folder}", file=sys.stderr)
+        with redirect_stdout(StringIO()) if as_json else nullcontext():
+            made = show_report(folder, out=out)
         if as_json:
-            best = study.best_row
-            print(json.dumps(None if best is None else best.as_dict()))
-        else:
-            show_study(study, file.name)
+            files = {"figures": made.figures, "tables": made.tables}
+            print(json.dumps({"html": str(made.html)} | {name: [str(p) for p in found] for name, found in files.items()}))
 
 
 @app.command()
@@ -234,54 +230,76 @@ def explain(file: File, params: Params = None, strategy: StrategyFile = None) ->
 
     Example: piper explain examples/gpt_text.py
     """
-    with _user_errors():
+    with user_errors():
         from piper.explain import explain as text
         from piper.frontdoor import compile
         from piper.loading import load_file
 
-        recipe = load_file(file, _pairs(params), strategy)
+        recipe = load_file(file, pairs(params), strategy)
         print(text(compile(recipe.job, recipe.strategy)))
 
 
 @app.command()
+def show(
+    file: File,
+    params: Params = None,
+    strategy: StrategyFile = None,
+    cluster: ClusterName = "cpu-local",
+    costs: CostsFile = None,
+    graph: Annotated[bool, typer.Option("--graph", help="print the training graph, a line per node")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="print the plan, a line per instruction; it parses back")] = False,
+    png: Annotated[Path | None, typer.Option("--png", metavar="FILE.png", help="draw the schedule into a picture")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw the simulated schedule of a strategy; or print its graph or its plan.
+
+    Example: piper show examples/gpt_text.py --png schedule.png; piper show examples/gpt_text.py --plan
+    """
+    with user_errors():
+        from piper.frontdoor import compile
+        from piper.loading import load_file
+        from piper.showing import show_strategy
+
+        recipe = load_file(file, pairs(params), strategy)
+        compiled = compile(recipe.job, recipe.strategy)
+        show_strategy(compiled, cluster=cluster, costs=costs, graph=graph, plan=plan, png=png, as_json=as_json)
+
+
+@app.command()
 def verify(
-    file: File, params: Params = None, strategy: StrategyFile = None, steps: Annotated[int, typer.Option(min=1)] = 3
+    file: File,
+    params: Params = None,
+    strategy: StrategyFile = None,
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps to compare")] = 3,
 ) -> None:
     """Run a strategy in float64 in this process against plain PyTorch on one device; name the first value that differs.
 
     Example: piper verify examples/gpt_text.py
     """
-    with _user_errors():
+    with user_errors():
         from piper.loading import load_file
         from piper.verification import verify_strategy
 
-        recipe = load_file(file, _pairs(params), strategy)
-        report = verify_strategy(recipe.job, recipe.strategy, steps=steps)
-        print(report.text())
-        if not report.equal:
+        recipe = load_file(file, pairs(params), strategy)
+        found = verify_strategy(recipe.job, recipe.strategy, steps=steps)
+        print(found.text())
+        if not found.equal:
             raise typer.Exit(1)
 
 
-def _pairs(params: list[str] | None) -> dict[str, str]:
-    from piper_ir.errors import JobError
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Print what this machine can do: devices, backends, versions, and what is missing.
 
-    out = {}
-    for item in params or []:
-        name, equals, value = item.partition("=")
-        if not equals or not name:
-            raise JobError(f"-p {item}: NAME=VALUE is expected, e.g. -p microbatches=8")
-        out[name] = value
-    return out
+    Example: piper doctor
+    """
+    with user_errors():
+        from piper.doctor import as_rows, examine, text
 
-
-@contextmanager
-def _user_errors() -> Iterator[None]:
-    """A PiperError becomes one message on stderr and exit code 2; nobody wants a traceback for a typing mistake."""
-    try:
-        yield
-    except PiperError as e:
-        print(f"piper: {e}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        found = examine()
+        print(json.dumps(as_rows(found)) if as_json else text(found))
+        if any(f.state == "missing" for f in found):
+            raise typer.Exit(1)
 
 
 def main() -> None:

@@ -1,11 +1,12 @@
-"""Loading of the user's FILE.py: code that is run, and that must define `job` and `strategy`."""
+"""Loading of the user's FILE.py: code that is run, and that must define `job` and `strategy`, and may define `params` (values
+for a strategy that is a function of a trial, where nobody searches) and `steps`."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,38 +29,56 @@ class Recipe:
     steps: int
 
 
+@dataclass(frozen=True)
+class Space:
+    """A FILE.py to search: `strategy` is a function of a trial."""
+
+    path: Path
+    job: Job
+    strategy: Callable[[Any], Strategy]
+    steps: int
+
+
+def load_space(path: str | Path) -> Space:
+    """Run FILE.py and take its `job` and its `strategy`, which must be a function of a trial. JobError otherwise."""
+    path = Path(path)
+    module = _run(path)
+    strategy = getattr(module, "strategy", None)
+    if not callable(strategy):
+        found = "no `strategy`" if strategy is None else f"a `strategy` that is a {type(strategy).__name__}"
+        raise JobError(
+            f"{path} defines {found}; to search, define `def strategy(trial)` that calls trial.suggest_categorical, suggest_int "
+            "or suggest_float and returns a piper.Strategy"
+        )
+    return Space(path, _job(path, module), strategy, _steps(path, module))
+
+
 def load_file(path: str | Path, params: Mapping[str, str] | None = None, strategy: str | Path | None = None) -> Recipe:
     """Run FILE.py and take its `job` and `strategy`. `params` answer the suggestions of a strategy that is a function of a
-    trial; `strategy` names a JSON file to use instead of the file's own. JobError for a missing or broken file, or one that
-    lacks a name."""
+    trial, before the file's own `params`; `strategy` names a JSON file to use instead of the file's own. JobError for a missing
+    or broken file, or one that lacks a name."""
     path = Path(path)
-    module, job = _module_and_job(path)
+    module = _run(path)
+    job = _job(path, module)
     if strategy is not None and params:
         raise JobError("-p gives parameters to the file's strategy, but --strategy replaces it; use one of the two")
     chosen = load_strategy(strategy) if strategy is not None else _strategy(path, module, params or {})
-    steps = getattr(module, "steps", 3)
-    if type(steps) is not int or steps < 1:
-        raise JobError(f"{path} defines steps = {steps!r}; an integer of at least 1 is needed")
-    return Recipe(path, job, chosen, steps)
+    return Recipe(path, job, chosen, _steps(path, module))
 
 
-def load_space(path: str | Path) -> tuple[Job, Callable[[Any], Strategy]]:
-    """Run FILE.py and take its `job` and its `strategy`, a function of a trial. JobError when the file defines neither."""
-    module, job = _module_and_job(Path(path))
-    function = getattr(module, "strategy", None)
-    if not callable(function):
-        found = "no `strategy`" if function is None else f"a `strategy` that is a {type(function).__name__}"
-        raise JobError(f"{path} defines {found}; to be tuned it must be a function of a trial that returns a piper.Strategy")
-    return job, function
-
-
-def _module_and_job(path: Path) -> tuple[ModuleType, Job]:
-    module = _run(path)
+def _job(path: Path, module: ModuleType) -> Job:
     job = getattr(module, "job", None)
     if not isinstance(job, Job):
         found = "no `job`" if job is None else f"a `job` that is a {type(job).__name__}"
         raise JobError(f"{path} defines {found}; it must contain `job = piper.Job(...)`")
-    return module, job
+    return job
+
+
+def _steps(path: Path, module: ModuleType) -> int:
+    steps = getattr(module, "steps", 3)
+    if type(steps) is not int or steps < 1:
+        raise JobError(f"{path} defines steps = {steps!r}; an integer of at least 1 is needed")
+    return steps
 
 
 def _run(path: Path) -> ModuleType:
@@ -95,10 +114,17 @@ def _line(error: BaseException, path: Path) -> str:
 def _strategy(path: Path, module: ModuleType, params: Mapping[str, str]) -> Strategy:
     strategy = getattr(module, "strategy", None)
     if callable(strategy):
-        trial = FixedTrial(params)
+        own = getattr(module, "params", {})
+        if not isinstance(own, Mapping):
+            raise JobError(
+                f"{path} defines `params` that is a {type(own).__name__}; a dict of the strategy's parameters is needed"
+            )
+        trial = FixedTrial({name: str(value) for name, value in own.items()} | dict(params))
         with user_code("strategy(trial)", JobError):
             strategy = strategy(trial)
-        trial.check_all_used()
+        trial.check_all_used(params)
+        if isinstance(strategy, Strategy):
+            strategy = strategy.with_params(trial.answers)
     elif params:
         raise JobError(f"{path}: -p gives parameters, but `strategy` is not a function of a trial")
     if not isinstance(strategy, Strategy):
@@ -112,20 +138,21 @@ class FixedTrial:
 
     def __init__(self, params: Mapping[str, str]) -> None:
         self._params = dict(params)
-        self._used: set[str] = set()
+        self.answers: dict[str, Any] = {}
+        """What was asked for so far, by name."""
 
     def suggest_categorical(self, name: str, choices: Any) -> Any:
         text = self._text(name, f"one of {', '.join(map(str, choices))}")
         for choice in choices:
             if str(choice) == text:
-                return choice
+                return self._answer(name, choice)
         raise JobError(f"-p {name}={text}: one of {', '.join(map(str, choices))} is accepted")
 
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
         text = self._text(name, f"an integer in {low}..{high}")
         if not text.lstrip("-").isdigit() or not low <= int(text) <= high or (not log and (int(text) - low) % step):
             raise JobError(f"-p {name}={text}: an integer in {low}..{high} (step {step}) is accepted")
-        return int(text)
+        return self._answer(name, int(text))
 
     def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
         text = self._text(name, f"a number in {low}..{high}")
@@ -135,18 +162,22 @@ class FixedTrial:
             value = float("nan")
         if not low <= value <= high:
             raise JobError(f"-p {name}={text}: a number in {low}..{high} is accepted")
+        return self._answer(name, value)
+
+    def _answer(self, name: str, value: Any) -> Any:
+        self.answers[name] = value
         return value
 
     def _text(self, name: str, accepted: str) -> str:
-        self._used.add(name)
         if name not in self._params:
             raise JobError(f"the strategy asks for {name!r}; give it as -p {name}=VALUE ({accepted})")
         return self._params[name]
 
-    def check_all_used(self) -> None:
-        unknown = sorted(self._params.keys() - self._used)
+    def check_all_used(self, given: Iterable[str]) -> None:
+        """JobError for a name among `given` that the strategy did not ask for."""
+        unknown = sorted(set(given) - self.answers.keys())
         if unknown:
             raise JobError(
                 f"-p {unknown[0]}=...: the strategy has no parameter of that name; "
-                f"it has {', '.join(sorted(self._used)) or 'none'}"
+                f"it has {', '.join(sorted(self.answers)) or 'none'}"
             )

@@ -50,7 +50,8 @@ def profile(
     timeout_s: float = TIMEOUT_S,
     pool: Workers | None = None,
 ) -> Costs:
-    """Measure a job on as many ranks as the strategy has, all at once, each with one thread.
+    """Measure a job on as many ranks as the strategy has, all at once, each with one thread of the CPU. CUDA devices are not
+    measured yet.
 
     Per distinct chunk and step (F, I, W) and per other op of the compute stream: seconds at each of `rows` rows per microbatch
     (default: divisors of the global batch from 1/32 to 1/2 of it, a factor of 2 apart; the strategy's own in any case), on the
@@ -172,14 +173,12 @@ def _costs(reports: Sequence[ProfileReport], plan: Plan, origin: Origin) -> Cost
     ]
     parts = [PartDuration(op, n, _duration(s)) for (c, op, n), s in sorted(samples.items()) if not c]
     comm = _messages(reports)
-    known = [r for r in reports if r.growth]
-    allocator = AllocatorCosts(max(r.context for r in known), max(1.0, *(r.growth for r in known))) if known else None
     return Costs(
         comm=tuple(comm),
         steps=tuple(steps),
         parts=tuple(parts),
         host=_host(reports, Costs(comm=tuple(comm))),
-        allocator=allocator,
+        allocator=_allocator([r.resident for r in reports if r.resident]),
         origin=origin,
     )
 
@@ -204,6 +203,16 @@ def _host(reports: Sequence[ProfileReport], seen: Costs) -> HostCosts:
     talk = list(chain.from_iterable(r.talk for r in reports))
     message = seen.busy_s("p2p", SMALLEST_MESSAGE, 2)
     return HostCosts(max(0.0, issue), max(0.0, median(talk) - message) if talk else 0.0)
+
+
+def _allocator(resident: Sequence[Sequence[tuple[int, int]]]) -> AllocatorCosts | None:
+    """The line through (bytes of tensors, resident bytes) at the fewest and at the most rows, of the largest rank; its slope is
+    at least 1. With one number of rows alone there is no line."""
+    if not resident or len(resident[0]) < 2:
+        return None
+    (small, before), (large, after) = (max(r[k] for r in resident) for k in (0, -1))
+    factor = max(1.0, (after - before) / (large - small))
+    return AllocatorCosts(max(0, round(after - factor * large)), factor)
 
 
 def _duration(samples: Iterable[float]) -> Duration:

@@ -1,19 +1,53 @@
-"""One training session as the command line runs it: predict, train, and put the two beside each other."""
+"""Sessions as the command line runs them: predict; or predict, train, and put the two beside each other."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from piper.costs_file import load_costs
 from piper.display import show
 from piper.frontdoor import Compiled, compile, execute
+from piper.reporting import report_at_end
 from piper.results import new_folder, save_plan, save_prediction
 from piper_compiler import Strategy
-from piper_report.summary import beside_table
-from piper_runtime import Job, Run
-from piper_runtime.run import check_request
-from piper_simulator import Cluster, Simulation, simulate
+from piper_ir.costs import Costs
+from piper_report.summary import beside_table, prediction_table
+from piper_simulator import Cluster, Simulation, load_cluster, simulate
+from piper_simulator.clusters import CPU
+
+if TYPE_CHECKING:
+    from piper_runtime import Job, Run
+    from piper_runtime.launchers import Workers
+    from piper_runtime.report import StepRecord
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a session runs. `address`: of a Ray cluster to join, or "auto". `costs`: measured durations, or a file of them. `out`:
+    results go to a new folder NAME-001, ... below it; `folder`: they go into this one. `log`, `ranges`, `timeout_s`: see
+    `piper.execute`. `pool`: workers to use again."""
+
+    launcher: str = "ray"
+    address: str = "auto"
+    costs: Costs | Path | None = None
+    out: Path | None = None
+    folder: Path | None = None
+    name: str = "run"
+    timeout_s: float = 60
+    log: Iterable[str] = ()
+    ranges: bool = False
+    pool: Workers | None = None
+
+    def durations(self) -> Costs | None:
+        """The costs, read if need be."""
+        return load_costs(self.costs) if isinstance(self.costs, Path) else self.costs
+
+
+DEFAULTS = Settings()
 
 
 @dataclass(frozen=True)
@@ -26,48 +60,74 @@ class Session:
     folder: Path | None
 
 
-def train(
-    job: Job,
-    strategy: Strategy,
-    *,
-    steps: int,
-    launcher: str = "processes",
-    out: Path | None = None,
-    name: str = "run",
-    timeout_s: float = 60,
-    log: Iterable[str] = (),
-) -> Run:
-    """Compile, predict on this machine, train, print loss by step and predicted beside measured. With `out`, results go to a
-    new folder below it. log: see `piper.execute`. Returns the run."""
-    return session(job, strategy, steps=steps, launcher=launcher, out=out, name=name, timeout_s=timeout_s, log=log).run
+def train(job: Job, strategy: Strategy, *, steps: int, settings: Settings = DEFAULTS) -> Run:
+    """Compile, predict on this machine, train, print loss by step and predicted beside measured. Returns the run."""
+    return session(job, strategy, steps=steps, settings=settings).run
 
 
-def session(
-    job: Job, strategy: Strategy, *, steps: int, launcher: str, out: Path | None, name: str, timeout_s: float,
-    log: Iterable[str] = (), ranges: bool = False,
-) -> Session:  # fmt: skip
-    """As `train`; returns prediction and run. ranges: see `piper_runtime.execute`."""
+def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> Session:
+    """As `train`; returns prediction and run. With a folder for results, writes a report there."""
+    from piper_runtime.run import check_request
+
     compiled = compile(job, strategy)
-    check_request(compiled.plan, job, steps, launcher, timeout_s)
-    folder = new_folder(out, name) if out is not None else None  # before hours of training, not after
+    check_request(compiled.plan, job, steps, settings.launcher, settings.timeout_s)
+    folder = settings.folder  # made before hours of training, not after
+    if folder is None and settings.out is not None:
+        folder = new_folder(settings.out, settings.name)
     cluster = local_cluster()
-    prediction = simulate(compiled.plan, cluster)
-    print(
-        f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
-        f"{steps} steps, launcher {launcher}"
-    )
-    run = execute(
-        compiled, steps=steps, launcher=launcher, timeout_s=timeout_s, trace=True, folder=folder, log=log, ranges=ranges
-    )
-    for step, value in enumerate(run.losses):
-        print(f"step {step:4d}  loss {value:.4f}  {run.step_s[step] * 1e3:8.1f} ms")
-    title = f"predicted ({cluster.name}: constants from a short measurement at start) beside measured"
-    show(beside_table(prediction, run, title=title))
+    prediction = simulate(compiled.plan, cluster, costs=settings.durations())
     if folder is not None:
         save_plan(folder, compiled.plan, strategy)
         save_prediction(folder, prediction)
-        print(f"traces and results are in {folder}")
+    print(
+        f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
+        f"{steps} steps, launcher {settings.launcher}"
+    )
+    run = execute(
+        compiled, steps=steps, launcher=settings.launcher, cluster=settings.address, timeout_s=settings.timeout_s, trace=True,
+        folder=folder, log=settings.log, ranges=settings.ranges, pool=settings.pool, on_step=_print_step,
+    )  # fmt: skip
+    show(beside_table(prediction, run, title=f"predicted for {cluster.name} beside measured"))
+    if folder is not None:
+        print(f"results are in {folder}")
+        report_at_end(folder)
     return Session(compiled, prediction, run, folder)
+
+
+def _print_step(record: StepRecord) -> None:
+    print(f"step {record.step:4d}  loss {record.loss:.4f}  {record.step_s * 1e3:8.1f} ms")
+
+
+def as_numbers(done: Session) -> dict[str, Any]:
+    """A session for programs."""
+    run = done.run
+    measured = {"losses": run.losses, "step_s": run.step_s, "period_s": run.period_s, "peak_bytes": dict(run.peak_bytes)}
+    return {"predicted": done.prediction.summary(), "measured": measured, "folder": str(done.folder) if done.folder else None}
+
+
+def predict(
+    job: Job, strategy: Strategy, *, cluster: str, costs: Path | None, out: Path | None, name: str, as_json: bool
+) -> Simulation:
+    """Simulate a strategy on a cluster and print the headline; with `out`, results and a report go to a new folder below it."""
+    device = device_named(cluster)
+    known = load_costs(costs) if costs is not None else None
+    compiled = compile(job, strategy, costs=known)
+    folder = new_folder(out, name) if out is not None else None
+    result = simulate(compiled.plan, device, costs=known)
+    if as_json:
+        print(json.dumps(result.summary()))
+    else:
+        show(prediction_table(result, title=f"{name} on {device.name}"))
+    if folder is not None:
+        save_plan(folder, compiled.plan, strategy)
+        save_prediction(folder, result)
+        report_at_end(folder)
+    return result
+
+
+def device_named(cluster: str) -> Cluster:
+    """A cluster by name; this machine is measured."""
+    return local_cluster() if cluster == CPU else load_cluster(cluster)
 
 
 def local_cluster() -> Cluster:

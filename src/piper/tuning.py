@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections import Counter
@@ -27,6 +28,7 @@ from piper_simulator.clusters import CPU
 
 if TYPE_CHECKING:
     from piper_runtime import Job
+    from piper_runtime.launchers import Workers
 
 CONFIRM_STEPS = 8
 """Steps of a confirming run: three warm up, the median of the others counts."""
@@ -46,7 +48,8 @@ def tune(
     sampler: Any = None,
     costs: Costs | None = None,
     workers: int | str = 1,
-    launcher: str = "processes",
+    launcher: str = "ray",
+    pool: Workers | None = None,
     steps: int = CONFIRM_STEPS,
     out: str | Path | None = None,
     progress: Callable[[Progress], None] | None = None,
@@ -59,10 +62,11 @@ def tune(
 
     `strategy(trial)` chooses with Optuna's `suggest_int`, `suggest_float` and `suggest_categorical` and returns a Strategy.
     `source` is a Job, captured once, or a Program (then `global_batch` is as in `compile`, and nothing can be confirmed).
-    `trials`, `seed`, `storage`, `sampler`, `workers`, `timeout_s`: see `piper_autotune.tune`; the same seed and number of workers
-    give the same study. `confirm`: so many of the best are run for `steps` steps on `launcher`, and the best is the one measured
-    to be fastest; refused unless `cluster` is this machine. `costs`: measured durations. `out`: study.json and best.json go to a
-    new folder below it. Ctrl-C returns what was found so far.
+    `trials`, `seed`, `storage`, `sampler`, `timeout_s`: see `piper_autotune.tune`. `workers`: processes (0: this one), "ray" or
+    the address of a Ray cluster; the same seed and number of workers give the same study. `confirm`: so many of the best are run
+    for `steps` steps on `launcher` (in `pool`, if given), and the best is the one measured to be fastest; refused unless
+    `cluster` is this machine. `costs`: measured durations. `out`: study.json and best.json go to a new folder below it. Ctrl-C
+    returns what was found so far.
 
     TuneError: arguments, storage, or a space that contradicts itself. NothingFoundError (a TuneError): no candidate can be used;
     the message says why, or the smallest limit that fits one, and its `study` holds them all."""
@@ -72,9 +76,9 @@ def tune(
         _check_local(device)
     measure = None
     if confirm and not isinstance(source, Program):
-        measure = _measure(source, launcher, steps, timeout_s)
+        measure = _measure(source, launcher, pool, steps, timeout_s)
     folder = new_folder(Path(out), "tune") if out is not None else None
-    with saved(folder):
+    with saved(folder), _joined(workers):
         study = search(
             problem,
             strategy,
@@ -84,7 +88,7 @@ def tune(
             seed=seed,
             storage=storage,
             sampler=sampler,
-            workers=workers,
+            workers="ray" if isinstance(workers, str) else workers,
             timeout_s=timeout_s,
             progress=progress,
             **more,
@@ -92,6 +96,22 @@ def tune(
     if folder is not None:
         study.save(folder)
     return study
+
+
+@contextmanager
+def _joined(workers: int | str) -> Iterator[None]:
+    """Inside, this process is connected to Ray if workers are a cluster: at an address, or for "ray" the one that is there, else
+    one of its own. ExecutionError when none answers."""
+    if not isinstance(workers, str):
+        yield
+        return
+    from piper_runtime.ray_cluster import connect
+
+    link = connect("auto" if workers == "ray" else workers, os.cpu_count() or 1)
+    try:
+        yield
+    finally:
+        link.close()
 
 
 @contextmanager
@@ -163,14 +183,14 @@ def _check_local(cluster: Cluster | None) -> None:
         raise TuneError(f"confirm runs candidates on this machine, which has {here}; the cluster is {asked}: leave confirm out")
 
 
-def _measure(job: Job, launcher: str, steps: int, timeout_s: float) -> Callable[[Strategy], Measured]:
+def _measure(job: Job, launcher: str, pool: Workers | None, steps: int, timeout_s: float) -> Callable[[Strategy], Measured]:
     if type(steps) is not int or steps < 2:
         raise JobError(f"tune(steps={steps!r}): a confirming run needs at least 2 steps; the first warms up")
 
     def measured(strategy: Strategy) -> Measured:
         from piper.frontdoor import compile, execute
 
-        run = execute(compile(job, strategy), steps=steps, launcher=launcher, timeout_s=timeout_s)
+        run = execute(compile(job, strategy), steps=steps, launcher=launcher, timeout_s=timeout_s, pool=pool)
         period_s = run.period_s if run.period_s is not None else median(run.step_s[1:])
         return Measured(period_s, max(run.peak_bytes.values(), default=None))
 

@@ -21,12 +21,12 @@ from piper_compiler import Strategy, recipes
 from piper_ir.errors import DirectiveError, TuneError
 from piper_ir.mesh import Mesh
 
-LIMIT = 1500
-"""Bytes. Of 48 points two thirds fit, the fastest does not."""
+LIMIT = 2400
+"""Bytes. Some points fit, the fastest does not."""
 
 
 def search(function: Any = strategy, of: Problem | None = None, **more: Any) -> Study:
-    return tune(of or problem(LIMIT), function, **{"trials": 30, "workers": 0, **more})
+    return tune(of or problem(LIMIT), function, **{"trials": 12, "workers": 0, **more})
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_rows_are_in_order_distinct_and_their_leaders_scored_by_the_engine(found
 
 def test_only_what_is_scored_counts(found: Study) -> None:
     scored = [r for r in found.rows if r.kind not in RULES]
-    assert len(scored) <= 30 < len(scored) + sum(r.kind in RULES for r in found.rows) + 1
+    assert len(scored) <= 12 < len(scored) + sum(r.kind in RULES for r in found.rows) + 1
     assert len(found.rules) == len(RULES)
 
 
@@ -73,7 +73,7 @@ def test_the_same_seed_gives_the_same_study_and_another_does_not(found: Study) -
     ids=["random", "grid", "brute force"],
 )
 def test_any_sampler_of_optuna_works_and_may_end_the_search(sampler: Any) -> None:
-    assert search(sampler=sampler(), trials=60).best is not None
+    assert search(sampler=sampler()).best is not None
 
 
 def test_an_exhausted_space_ends_the_search() -> None:
@@ -86,7 +86,7 @@ def test_an_exhausted_space_ends_the_search() -> None:
 def test_progress_counts_up_to_the_trials_and_knows_the_best(found: Study) -> None:
     seen: list[Progress] = []
     search(progress=seen.append)
-    assert [p.done for p in seen] == sorted(p.done for p in seen) and seen[-1].done <= seen[-1].trials == 30
+    assert [p.done for p in seen] == sorted(p.done for p in seen) and seen[-1].done <= seen[-1].trials == 12
     assert seen[-1].best is not None and found.best_row is not None and seen[-1].best.number == found.best_row.number
 
 
@@ -106,7 +106,7 @@ def test_a_function_that_raises_for_some_is_one_row_each_with_its_line() -> None
             raise ZeroDivisionError("three")
         return made
 
-    rows = [r for r in search(fussy, problem(), trials=40).rejected() if r["kind"] == "strategy"]
+    rows = [r for r in search(fussy, problem(), trials=20).rejected() if r["kind"] == "strategy"]
     assert rows and all(r["params"]["microbatches"] == 3 for r in rows)
     assert "ZeroDivisionError: three" in rows[0]["reason"] and Path(__file__).name in rows[0]["reason"]
 
@@ -181,6 +181,7 @@ def test_choices_that_cannot_be_saved_are_refused_by_name() -> None:
         ({"confirm": -1}, "confirm=-1"),
         ({"confirm": 1}, "only a piper.Job can be run"),
         ({"workers": -1}, "workers=-1"),
+        ({"workers": "host:1"}, "workers='host:1'"),
         ({"timeout_s": 0}, "timeout_s=0"),
     ],
 )
@@ -248,7 +249,7 @@ def test_a_confirmation_that_fails_is_a_row_with_its_reason() -> None:
 
 def test_a_storage_lets_a_search_go_on(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}"
-    first = search(trials=8, storage=url)
+    first = search(of=problem(), trials=4, storage=url)
     scored: list[Strategy] = []
 
     class Counting(Here):
@@ -256,11 +257,11 @@ def test_a_storage_lets_a_search_go_on(tmp_path: Path) -> None:
             scored.extend([] if engine else [made])
             return super().submit(made, engine)
 
-    of = problem(LIMIT)
-    second = search(of=of, trials=14, storage=url, evaluator=Counting(of, Programs(of, None)))
-    assert len(scored) == 6 and not set(scored) & set(first.strategies.values())
+    of = problem()
+    second = search(of=of, trials=7, storage=url, evaluator=Counting(of, Programs(of, None)))
+    assert len(scored) == 3 and not set(scored) & set(first.strategies.values())
     assert {r.number for r in first.rows} < {r.number for r in second.rows}
-    assert search(trials=14, storage=url).best == second.best
+    assert search(of=of, trials=7, storage=url).best == second.best
 
     def other(trial: Any) -> Strategy:
         return replace(strategy(trial)) if trial else strategy(trial)

@@ -16,7 +16,7 @@ from piper_ir.errors import FormatError, OutputError
 
 @pytest.fixture(scope="module")
 def found() -> Study:
-    return tune(problem(1500), strategy, trials=10, workers=0)
+    return tune(problem(2400), strategy, trials=10, workers=0)
 
 
 def test_a_study_is_written_and_read(found: Study, tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_a_study_is_written_and_read(found: Study, tmp_path: Path) -> None:
     assert again.best is not None and found.best_row is not None and again.best.params == found.best_row.params
     assert load_strategy(tmp_path / "best.json") == found.best
     data = json.loads((tmp_path / "study.json").read_text())
-    assert data["best"] == found.best_row.number and data["memory_limit"] == 1500 and data["seed"] == 0
+    assert data["best"] == found.best_row.number and data["memory_limit"] == 2400 and data["seed"] == 0
     assert {"number", "state", "params", "period_s", "device_bytes", "reason", "kind", "error"} <= data["trials"][0].keys()
 
 

@@ -22,7 +22,7 @@ from piper_ir.graph import Graph
 from piper_ir.mesh import Mesh
 from piper_ir.program import Program
 
-TIMEOUT_S = 5.0
+TIMEOUT_S = 10.0
 
 
 @directive
@@ -77,7 +77,7 @@ def test_workers_score_as_this_process_does(pool: Processes) -> None:
     [
         ("exit", "crash", "its worker process ended with exit code 3"),
         ("abort", "crash", "its worker process ended with signal 6"),
-        ("hang", "hang", "it took longer than 5 s"),
+        ("hang", "hang", "it took longer than 10 s"),
         ("raise", "illegal", "compiling it raised RuntimeError: as asked"),
     ],
 )
@@ -96,11 +96,11 @@ def test_workers_need_neither_torch_nor_optuna(pool: Processes) -> None:
 
 def test_a_search_survives_its_candidates() -> None:
     def some(trial: Any) -> Strategy:
-        kind = trial.suggest_categorical("kind", ["exit", "hang", "none", "fine"])
+        kind = trial.suggest_categorical("kind", ["exit", "raise", "none", "fine"])
         return faulty(kind) if kind != "fine" else Strategy(Mesh(), recipes.gpipe(pp=1, microbatches=2))
 
-    study = tune(problem(), some, trials=4, workers=2, timeout_s=1.0)
-    assert sorted(str(r["kind"]) for r in study.rejected()) == ["crash", "hang"]
+    study = tune(problem(), some, trials=4, workers=2)
+    assert sorted(str(r["kind"]) for r in study.rejected()) == ["crash", "illegal"]
     assert len(study.table()) == 2 and study.best is not None
 
 

@@ -15,13 +15,13 @@ from piper_compiler import Strategy, recipes, synthetic
 from piper_ir.mesh import Mesh
 from piper_ir.program import Program
 
-PP, SCHEDULES, MOST = (1, 2, 4), ("gpipe", "1f1b"), 8
+PP, SCHEDULES, MOST = (1, 2, 4), ("gpipe", "1f1b"), 5
 
 
 @lru_cache(maxsize=1)
 def program() -> Program:
-    """Eight layers, the last as slow as two; a microbatch keeps 40 bytes per layer, and a layer has 256 bytes of parameters."""
-    made = synthetic(stages=8, F=[1, 1, 1, 1, 1, 1, 1, 2], I=1, W=1, activation=40, params=256, hop=0.1)
+    """Eight layers, the last as slow as two; a microbatch keeps 64 bytes per layer, and a layer has 256 bytes of parameters."""
+    made = synthetic(stages=8, F=[1, 1, 1, 1, 1, 1, 1, 2], I=1, W=1, activation=64, params=256, hop=0.1)
     return replace(made, chunks=tuple(replace(c, coords={"layer": k}) for k, c in enumerate(made.chunks)))
 
 
@@ -30,7 +30,7 @@ def problem(limit: int | None = None) -> Problem:
 
 
 def strategy(trial: Any) -> Strategy:
-    """48 points."""
+    """30 points."""
     pp = trial.suggest_categorical("pp", PP)
     recipe = recipes.gpipe if trial.suggest_categorical("schedule", SCHEDULES) == "gpipe" else recipes.one_f_one_b
     return Strategy(Mesh(pp=pp), recipe(pp=pp, microbatches=trial.suggest_int("microbatches", 1, MOST)))

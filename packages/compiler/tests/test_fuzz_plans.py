@@ -11,17 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from packages.compiler.tests.canonical import makespan
 from packages.compiler.tests.compile_cases import Case, random_case
 from packages.compiler.tests.plan_walk import walk
 from piper_compiler import Options, Strategy, compile_program, order, split
 from piper_compiler.passes import lower
+from piper_compiler.passes.draft import Releases
 from piper_ir.errors import CompileError
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Compute
 from piper_ir.plan import COMPUTE, Part, Plan
 from piper_ir.select import where
 from piper_ir.text import format_plan, parse_plan
-from piper_ir.timing import prepare, sweep
+from piper_ir.timing import prepare
 from piper_ir.verify import verify
 
 CASES = 240
@@ -35,10 +37,6 @@ def compiled(case: Case, fuse: bool = True, recv_ahead: int = 2) -> Plan:
         case.program, case.strategy, global_batch=case.global_batch, training=case.training, options=options
     )
     return lowered.plan
-
-
-def makespan(plan: Plan) -> float:
-    return sweep(prepare(plan), lower.canonical_durations(plan), latency=plan.hop).makespan
 
 
 def parts_in_order(plan: Plan) -> list[list[Part]]:
@@ -65,7 +63,7 @@ def test_fusion_changes_no_part_and_frees_cost_no_time(first: int, monkeypatch: 
         assert walk(single, seed) == {r.role: r.peak_bytes for r in single.roles}, case.text
         assert parts_in_order(plan) == parts_in_order(single), case.text
         with monkeypatch.context() as patch:
-            patch.setattr(lower, "_with_frees", lambda plan, costs: plan)
+            patch.setattr(lower, "releases", lambda *given: Releases())
             bare = compiled(case)
         assert not any(i.frees_before or any(p.frees for p in i.parts) for r in bare.roles for i in r.program)
         assert makespan(plan) == pytest.approx(makespan(bare), rel=1e-12), case.text

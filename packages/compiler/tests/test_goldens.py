@@ -32,21 +32,21 @@ GOLDENS: dict[str, Golden] = {
         partition(stages=2),
         """\
 graph on Mesh(pp=2, dp=2), no microbatches
-stage0.F  layer=0  inputs -> stage0:out0 stage0:saved0 stage0:saved1
-stage1.F  layer=1  stage0:out0 -> stage1:out0 stage1:saved0 stage1:saved1
-stage2.F  layer=2  stage1:out0 -> stage2:out0 stage2:saved0 stage2:saved1
-stage2.B  layer=2  stage2:saved0 stage2:saved1 stage2:tan0 -> stage2:gin0
-stage1.B  layer=1  stage1:saved0 stage1:saved1 stage2:gin0 -> stage1:gin0
-stage0.B  layer=0  stage0:saved0 stage0:saved1 stage1:gin0
+stage0.F  layer=0  inputs -> stage0:out0
+stage1.F  layer=1  stage0:out0 -> stage1:out0
+stage2.F  layer=2  stage1:out0 -> stage2:out0
+stage2.B  layer=2  stage2:tan0 -> stage2:gin0
+stage1.B  layer=1  stage2:gin0 -> stage1:gin0
+stage0.B  layer=0  stage1:gin0
 """,
         """\
 graph on Mesh(pp=2, dp=2), no microbatches
-stage0.F  layer=0 stage=0  inputs -> stage0:out0 stage0:saved0 stage0:saved1
-stage1.F  layer=1 stage=0  stage0:out0 -> stage1:out0 stage1:saved0 stage1:saved1
-stage2.F  layer=2 stage=1  stage1:out0 -> stage2:out0 stage2:saved0 stage2:saved1
-stage2.B  layer=2 stage=1  stage2:saved0 stage2:saved1 stage2:tan0 -> stage2:gin0
-stage1.B  layer=1 stage=0  stage1:saved0 stage1:saved1 stage2:gin0 -> stage1:gin0
-stage0.B  layer=0 stage=0  stage0:saved0 stage0:saved1 stage1:gin0
+stage0.F  layer=0 stage=0  inputs -> stage0:out0
+stage1.F  layer=1 stage=0  stage0:out0 -> stage1:out0
+stage2.F  layer=2 stage=1  stage1:out0 -> stage2:out0
+stage2.B  layer=2 stage=1  stage2:tan0 -> stage2:gin0
+stage1.B  layer=1 stage=0  stage2:gin0 -> stage1:gin0
+stage0.B  layer=0 stage=0  stage1:gin0
 """,
     ),
     "split": (
@@ -55,15 +55,15 @@ stage0.B  layer=0 stage=0  stage0:saved0 stage0:saved1 stage1:gin0
         split(where(), microbatches=2),
         """\
 graph on Mesh(pp=2, dp=2), no microbatches
-stage0.F  layer=0  inputs -> stage0:out0 stage0:saved0 stage0:saved1
-stage0.B  layer=0  stage0:saved0 stage0:saved1 stage0:tan0
+stage0.F  layer=0  inputs -> stage0:out0
+stage0.B  layer=0  stage0:tan0
 """,
         """\
 graph on Mesh(pp=2, dp=2), 2 microbatches
-stage0.F@0  layer=0  inputs@0 -> stage0:out0@0 stage0:saved0@0 stage0:saved1@0
-stage0.F@1  layer=0  inputs@1 -> stage0:out0@1 stage0:saved0@1 stage0:saved1@1
-stage0.B@0  layer=0  stage0:saved0@0 stage0:saved1@0 stage0:tan0@0
-stage0.B@1  layer=0  stage0:saved0@1 stage0:saved1@1 stage0:tan0@1
+stage0.F@0  layer=0  inputs@0 -> stage0:out0@0
+stage0.F@1  layer=0  inputs@1 -> stage0:out0@1
+stage0.B@0  layer=0  stage0:tan0@0
+stage0.B@1  layer=0  stage0:tan0@1
 """,
     ),
     "place": (
@@ -72,21 +72,21 @@ stage0.B@1  layer=0  stage0:saved0@1 stage0:saved1@1 stage0:tan0@1
         place(where(stage=1), on=dict(pp=1)),
         """\
 graph on Mesh(pp=2, dp=2), no microbatches
-stage0.F  pp0  layer=0 stage=0  inputs -> stage0:out0 stage0:saved0 stage0:saved1
-stage1.F       layer=1 stage=1  stage0:out0 -> stage1:out0 stage1:saved0 stage1:saved1
-stage1.B       layer=1 stage=1  stage1:saved0 stage1:saved1 stage1:tan0 -> stage1:gin0
-stage0.B  pp0  layer=0 stage=0  stage0:saved0 stage0:saved1 stage1:gin0
+stage0.F  pp0  layer=0 stage=0  inputs -> stage0:out0
+stage1.F       layer=1 stage=1  stage0:out0 -> stage1:out0
+stage1.B       layer=1 stage=1  stage1:tan0 -> stage1:gin0
+stage0.B  pp0  layer=0 stage=0  stage1:gin0
 """,
         """\
 graph on Mesh(pp=2, dp=2), no microbatches
-stage0.F              pp0               layer=0 stage=0  inputs -> stage0:out0 stage0:saved0 stage0:saved1
+stage0.F              pp0               layer=0 stage=0  inputs -> stage0:out0
 send.stage0:out0#pp1  pp0/pp0>pp1.act   layer=0 stage=0  stage0:out0
 recv.stage0:out0#pp1  pp1/pp0>pp1.act   layer=0 stage=0  -> stage0:out0#pp1
-stage1.F              pp1               layer=1 stage=1  stage0:out0#pp1 -> stage1:out0 stage1:saved0 stage1:saved1
-stage1.B              pp1               layer=1 stage=1  stage1:saved0 stage1:saved1 stage1:tan0 -> stage1:gin0
+stage1.F              pp1               layer=1 stage=1  stage0:out0#pp1 -> stage1:out0
+stage1.B              pp1               layer=1 stage=1  stage1:tan0 -> stage1:gin0
 send.stage1:gin0#pp0  pp1/pp1>pp0.grad  layer=1 stage=1  stage1:gin0
 recv.stage1:gin0#pp0  pp0/pp1>pp0.grad  layer=1 stage=1  -> stage1:gin0#pp0
-stage0.B              pp0               layer=0 stage=0  stage0:saved0 stage0:saved1 stage1:gin0#pp0
+stage0.B              pp0               layer=0 stage=0  stage1:gin0#pp0
 channel pp0>pp1.act: pp0/pp0>pp1.act -> pp1/pp0>pp1.act
 channel pp1>pp0.grad: pp1/pp1>pp0.grad -> pp0/pp1>pp0.grad
 """,
@@ -97,17 +97,17 @@ channel pp1>pp0.grad: pp1/pp1>pp0.grad -> pp0/pp1>pp0.grad
         order(where(phase="F", mb=0), where(phase="F", mb=1), where(phase="B", mb=0), where(phase="B", mb=1)),
         """\
 graph on Mesh(pp=2, dp=2), 2 microbatches
-stage0.F@0  layer=0  inputs@0 -> stage0:out0@0 stage0:saved0@0 stage0:saved1@0
-stage0.F@1  layer=0  inputs@1 -> stage0:out0@1 stage0:saved0@1 stage0:saved1@1
-stage0.B@0  layer=0  stage0:saved0@0 stage0:saved1@0 stage0:tan0@0
-stage0.B@1  layer=0  stage0:saved0@1 stage0:saved1@1 stage0:tan0@1
+stage0.F@0  layer=0  inputs@0 -> stage0:out0@0
+stage0.F@1  layer=0  inputs@1 -> stage0:out0@1
+stage0.B@0  layer=0  stage0:tan0@0
+stage0.B@1  layer=0  stage0:tan0@1
 """,
         """\
 graph on Mesh(pp=2, dp=2), 2 microbatches
-stage0.F@0  layer=0  inputs@0 -> stage0:out0@0 stage0:saved0@0 stage0:saved1@0
-stage0.F@1  layer=0  inputs@1 -> stage0:out0@1 stage0:saved0@1 stage0:saved1@1  after stage0.F@0
-stage0.B@0  layer=0  stage0:saved0@0 stage0:saved1@0 stage0:tan0@0              after stage0.F@1
-stage0.B@1  layer=0  stage0:saved0@1 stage0:saved1@1 stage0:tan0@1              after stage0.B@0
+stage0.F@0  layer=0  inputs@0 -> stage0:out0@0
+stage0.F@1  layer=0  inputs@1 -> stage0:out0@1  after stage0.F@0
+stage0.B@0  layer=0  stage0:tan0@0              after stage0.F@1
+stage0.B@1  layer=0  stage0:tan0@1              after stage0.B@0
 """,
     ),
     "stream": (
@@ -116,27 +116,27 @@ stage0.B@1  layer=0  stage0:saved0@1 stage0:saved1@1 stage0:tan0@1              
         stream(where(op=("send", "recv")), "p2p"),
         """\
 graph on Mesh(pp=2, dp=2), no microbatches
-stage0.F              pp0               layer=0 stage=0  inputs -> stage0:out0 stage0:saved0 stage0:saved1
+stage0.F              pp0               layer=0 stage=0  inputs -> stage0:out0
 send.stage0:out0#pp1  pp0/pp0>pp1.act   layer=0 stage=0  stage0:out0
 recv.stage0:out0#pp1  pp1/pp0>pp1.act   layer=0 stage=0  -> stage0:out0#pp1
-stage1.F              pp1               layer=1 stage=1  stage0:out0#pp1 -> stage1:out0 stage1:saved0 stage1:saved1
-stage1.B              pp1               layer=1 stage=1  stage1:saved0 stage1:saved1 stage1:tan0 -> stage1:gin0
+stage1.F              pp1               layer=1 stage=1  stage0:out0#pp1 -> stage1:out0
+stage1.B              pp1               layer=1 stage=1  stage1:tan0 -> stage1:gin0
 send.stage1:gin0#pp0  pp1/pp1>pp0.grad  layer=1 stage=1  stage1:gin0
 recv.stage1:gin0#pp0  pp0/pp1>pp0.grad  layer=1 stage=1  -> stage1:gin0#pp0
-stage0.B              pp0               layer=0 stage=0  stage0:saved0 stage0:saved1 stage1:gin0#pp0
+stage0.B              pp0               layer=0 stage=0  stage1:gin0#pp0
 channel pp0>pp1.act: pp0/pp0>pp1.act -> pp1/pp0>pp1.act
 channel pp1>pp0.grad: pp1/pp1>pp0.grad -> pp0/pp1>pp0.grad
 """,
         """\
 graph on Mesh(pp=2, dp=2), no microbatches
-stage0.F              pp0      layer=0 stage=0  inputs -> stage0:out0 stage0:saved0 stage0:saved1
+stage0.F              pp0      layer=0 stage=0  inputs -> stage0:out0
 send.stage0:out0#pp1  pp0/p2p  layer=0 stage=0  stage0:out0
 recv.stage0:out0#pp1  pp1/p2p  layer=0 stage=0  -> stage0:out0#pp1
-stage1.F              pp1      layer=1 stage=1  stage0:out0#pp1 -> stage1:out0 stage1:saved0 stage1:saved1
-stage1.B              pp1      layer=1 stage=1  stage1:saved0 stage1:saved1 stage1:tan0 -> stage1:gin0
+stage1.F              pp1      layer=1 stage=1  stage0:out0#pp1 -> stage1:out0
+stage1.B              pp1      layer=1 stage=1  stage1:tan0 -> stage1:gin0
 send.stage1:gin0#pp0  pp1/p2p  layer=1 stage=1  stage1:gin0
 recv.stage1:gin0#pp0  pp0/p2p  layer=1 stage=1  -> stage1:gin0#pp0
-stage0.B              pp0      layer=0 stage=0  stage0:saved0 stage0:saved1 stage1:gin0#pp0
+stage0.B              pp0      layer=0 stage=0  stage1:gin0#pp0
 channel pp0>pp1.act: pp0/p2p -> pp1/p2p
 channel pp1>pp0.grad: pp1/p2p -> pp0/p2p
 """,
@@ -147,17 +147,17 @@ channel pp1>pp0.grad: pp1/p2p -> pp0/p2p
         replicate(where(layer=1), bucket_mb=0.5, reduce="sync"),
         """\
 graph on Mesh(pp=2, dp=2), no microbatches
-stage0.F  layer=0  inputs -> stage0:out0 stage0:saved0 stage0:saved1
-stage1.F  layer=1  stage0:out0 -> stage1:out0 stage1:saved0 stage1:saved1
-stage1.B  layer=1  stage1:saved0 stage1:saved1 stage1:tan0 -> stage1:gin0
-stage0.B  layer=0  stage0:saved0 stage0:saved1 stage1:gin0
+stage0.F  layer=0  inputs -> stage0:out0
+stage1.F  layer=1  stage0:out0 -> stage1:out0
+stage1.B  layer=1  stage1:tan0 -> stage1:gin0
+stage0.B  layer=0  stage1:gin0
 """,
         """\
 graph on Mesh(pp=2, dp=2), no microbatches
-stage0.F  layer=0  inputs -> stage0:out0 stage0:saved0 stage0:saved1
-stage1.F  layer=1  stage0:out0 -> stage1:out0 stage1:saved0 stage1:saved1
-stage1.B  layer=1  stage1:saved0 stage1:saved1 stage1:tan0 -> stage1:gin0
-stage0.B  layer=0  stage0:saved0 stage0:saved1 stage1:gin0
+stage0.F  layer=0  inputs -> stage0:out0
+stage1.F  layer=1  stage0:out0 -> stage1:out0
+stage1.B  layer=1  stage1:tan0 -> stage1:gin0
+stage0.B  layer=0  stage1:gin0
 replicated stage1: over dp, buckets of 524288 bytes on sync
 """,
     ),
@@ -178,10 +178,10 @@ def test_before_and_after(name: str) -> None:
 
 COMPLETE = """\
 graph on Mesh(dp=2), 1 microbatch
-stage0.F@0          all         layer=0         inputs@0 -> stage0:out0@0 stage0:saved0@0 stage0:saved1@0
-stage1.F@0          all         layer=1         stage0:out0@0 -> stage1:out0@0 stage1:saved0@0 stage1:saved1@0
-stage1.B@0          all         layer=1         stage1:saved0@0 stage1:saved1@0 stage1:tan0@0 -> stage1:gin0@0
-stage0.B@0          all         layer=0         stage0:saved0@0 stage0:saved1@0 stage1:gin0@0
+stage0.F@0          all         layer=0         inputs@0 -> stage0:out0@0
+stage1.F@0          all         layer=1         stage0:out0@0 -> stage1:out0@0
+stage1.B@0          all         layer=1         stage1:tan0@0 -> stage1:gin0@0
+stage0.B@0          all         layer=0         stage1:gin0@0
 reduce.bucket0#all  all/reduce  bucket=bucket0
 reduce.bucket1#all  all/reduce  bucket=bucket1
 update#all          all

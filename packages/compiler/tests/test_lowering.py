@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from packages.compiler.tests.canonical import makespan
 from packages.compiler.tests.compile_cases import RandomProgram, layered, random_case
 from packages.compiler.tests.plan_walk import walk
 from piper_compiler import (
@@ -25,7 +26,6 @@ from piper_compiler import (
     synthetic,
 )
 from piper_compiler.compile import apply_directives
-from piper_compiler.passes.lower import canonical_durations
 from piper_ir.errors import CompileError, DirectiveError
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Add, AllReduce, Compute, Recv, Send, SquaredNorm, Update, Zeros
@@ -33,7 +33,6 @@ from piper_ir.plan import COMPUTE, Plan
 from piper_ir.program import BatchTensor, Buffer, Chunk, Cost, Input, Output, Param, Program, Signature
 from piper_ir.select import where
 from piper_ir.sizes import Affine, TensorSpec
-from piper_ir.timing import prepare, sweep
 from piper_ir.verify import verify
 
 ROW = TensorSpec((Affine(0, 8),), "float32")
@@ -49,10 +48,6 @@ def planned(program: Program, *directives: Directive, training: Training | None 
 
 def ops_of(plan: Plan, role: int, kind: type) -> list[str]:
     return [p.node for i in plan.roles[role].program for p in i.parts if isinstance(p.op, kind)]
-
-
-def makespan(plan: Plan) -> float:
-    return sweep(prepare(plan), canonical_durations(plan), latency=plan.hop).makespan
 
 
 # --- strategies that are no training step

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from packages.compiler.tests.canonical import canonical_durations, makespan
 from packages.compiler.tests.compile_cases import frozen_first, layered
 from packages.compiler.tests.plan_walk import walk
 from piper_compiler import Directive, Strategy, compile_program, order, recipes, synthetic
-from piper_compiler.passes.lower import canonical_durations
 from piper_ir.errors import DirectiveError
 from piper_ir.mesh import Mesh
 from piper_ir.ops import AllReduce, Compute
@@ -23,10 +23,6 @@ from piper_ir.verify import verify
 
 def planned(program: Program, directives: tuple[Directive, ...], **mesh: int) -> Plan:
     return compile_program(program, Strategy(Mesh(**mesh), directives)).plan
-
-
-def makespan(plan: Plan) -> float:
-    return sweep(prepare(plan), canonical_durations(plan), latency=plan.hop).makespan
 
 
 SIZES = st.tuples(st.integers(2, 8), st.integers(1, 12), st.integers(1, 5), st.integers(1, 5), st.integers(0, 5))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import pickle
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from packages.ir.tests.plans_for_tests import chunks, good_plan
 from piper_ir.codec import decode, dumps, encode, loads
 from piper_ir.errors import FormatError
 from piper_ir.ops import AllReduce, Op, Update
-from piper_ir.plan import Plan
+from piper_ir.plan import Plan, Values
 from piper_ir.program import Program
 from piper_ir.select import Where, where
 from piper_ir.sizes import Affine, TensorSpec
@@ -35,6 +36,17 @@ def test_any_document_comes_back_equal(kind: type[Any]) -> None:
         assert loads(kind, dumps(document, indent=2)) == document
 
     round_trip()
+
+
+def test_values_made_on_demand_are_those_of_a_dict() -> None:
+    plan = good_plan()
+    values = Values({v.id: (v.spec, v.category) for v in plan.values.values()})
+    assert values == plan.values and plan.values == values and list(values) == list(plan.values)
+    assert "nothing" not in values and values.get("nothing") is None
+    lazy = replace(plan, values=values)
+    assert lazy.key == plan.key and lazy == plan == pickle.loads(pickle.dumps(lazy)) and repr(lazy) == repr(plan)
+    first = next(iter(values))
+    assert values != {**values, first: replace(values[first], category="workspace")}
 
 
 def test_a_plan_comes_back_with_its_indexes_and_key() -> None:

@@ -117,16 +117,26 @@ def test_the_period_of_nothing() -> None:
     assert period(prepare(PlanBuilder(1).plan()), []) == 0.0
 
 
+@pytest.mark.parametrize("issue", (0.0, 0.01, 0.4))
 @pytest.mark.parametrize("seed", range(30))
-def test_the_period_is_what_many_steps_take(seed: int) -> None:
+def test_the_period_is_what_many_steps_take(seed: int, issue: float) -> None:
     plan, durations = random_plan(seed)
     prepared = prepare(plan)
     at: list[float] = []
     last: Times | None = None
     for _ in range(120):
-        last = sweep(prepared, durations, latency=plan.hop, after=last)
-        at.append(max(last.end))
-    assert period(prepared, durations, latency=plan.hop) == pytest.approx((at[-1] - at[59]) / 60, abs=1e-9)
+        last = sweep(prepared, durations, latency=plan.hop, issue=issue, after=last)
+        at.append(max(*last.end, *last.host))
+    found = period(prepared, durations, latency=plan.hop, issue=issue)
+    assert found == pytest.approx((at[-1] - at[59]) / 60, abs=1e-9)
+
+
+def test_a_host_that_is_slower_than_its_device_decides_the_period() -> None:
+    build = PlanBuilder(1)
+    for _ in range(3):
+        build.compute(0, 1.0)
+    assert period(prepare(build.plan()), [1.0] * 3, issue=1.25) == pytest.approx(3.75)
+    assert period(prepare(build.plan()), [1.0] * 3, issue=0.75) == pytest.approx(3.0)
 
 
 def swapped(plan: Plan, role: int, a: int, b: int) -> Plan:

@@ -1,5 +1,7 @@
 """Text summaries: the figures, their units, and predicted beside measured."""
 
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -98,3 +100,9 @@ def test_seconds(value: float, text: str) -> None:
 @pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5 GiB")])
 def test_size(value: int, text: str) -> None:
     assert size(value) == text
+
+
+def test_a_text_summary_needs_no_drawing() -> None:
+    script = "import sys, piper_report, piper_report.summary, piper_report.chrome; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not {"pandas", "numpy", "matplotlib"} & set(done.stdout.split())

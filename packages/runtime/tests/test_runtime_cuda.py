@@ -69,10 +69,12 @@ def results(plan: Plan, job: Job, engine: Callable[[Rank, Any], tuple[Engine, An
 
     def body(r: int) -> None:
         made, backend = engine(ranks[r], array("q", [0] * 16))
-        for step in range(steps):
-            made.step(step)
-            reports[r].end_step(ranks[r])
-        backend.close()
+        try:
+            for step in range(steps):
+                made.step(step)
+                reports[r].end_step(ranks[r])
+        finally:
+            backend.close()
         reports[r].close(ranks[r], [], None)
 
     together(plan.mesh.world, body)

@@ -9,13 +9,16 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from packages.runtime.tests.chains import chain, run
 from piper_ir.errors import ExecutionError, JobError
 from piper_runtime import torchrun
+from piper_runtime.gloo import GlooCommunicators
 from piper_runtime.launch import launch_lines
 
 FILE = """
@@ -119,6 +122,22 @@ def test_an_environment_that_makes_no_sense(ranked: pytest.MonkeyPatch) -> None:
     ranked.setenv("RANK", "first")
     with pytest.raises(ExecutionError, match="RANK='first'; a number is needed"):
         torchrun.is_first()
+
+
+def test_clocks_of_ranks_are_compared_by_round_trips() -> None:
+    store, found = dist.HashStore(), {}
+
+    def rank(r: int) -> None:
+        group = GlooCommunicators(store, r).group("everyone", [0, 1, 2])
+        found[r] = torchrun.clock_ahead(group, r, 3)
+
+    threads = [threading.Thread(target=rank, args=(r,)) for r in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found[0] == (0.0, 0.0) and len(found) == 3
+    assert all(abs(ahead) <= error > 0 for r, (ahead, error) in found.items() if r), "they all have one clock"
 
 
 LINES = """\

@@ -14,7 +14,7 @@ from piper_ir.errors import ExecutionError, HangError, NonFiniteLossError
 from piper_runtime.environment import check_environments, environment
 from piper_runtime.messages import HEART_SLOTS, Failure
 from piper_runtime.progress import Progress
-from piper_runtime.report import RankReport, StepDone, StepRecord
+from piper_runtime.report import RankReport, StepDone, StepRecord, aligned
 from piper_runtime.streams import FIRST_STREAM, ISSUED, LOADING, PHASE, RUNNING, STEP, WAITING
 from piper_runtime.watch import Watch
 
@@ -34,6 +34,17 @@ def test_a_step_is_handed_on_in_order_when_its_last_rank_is_done_with_it() -> No
     progress.add(1, done(0, 11.5))
     progress.add(1, done(0, 99.0))  # said twice
     assert found == [StepRecord(0, 0.5, 1.5), StepRecord(1, 0.5, 2.0)]
+
+
+def test_a_loss_does_not_depend_on_which_rank_came_first() -> None:
+    plan, _ = chain(pp=2)
+    said = [StepDone(0, 0.0, 1.0, {"loss": {0: a, 1: b}, "weight": {}}) for a, b in ((1e16, 1.0), (1.0, -1e16))]
+    found: list[StepRecord] = []
+    for order in ((0, 1), (1, 0)):
+        progress = Progress(plan, found.append)
+        for rank in order:
+            progress.add(rank, said[rank])
+    assert found[0] == found[1]
 
 
 def test_on_step_may_fail_training_may_not() -> None:
@@ -63,10 +74,11 @@ def test_weights_that_add_up_to_nothing_are_an_error_of_their_step() -> None:
 
 
 def test_times_of_another_clock_are_put_on_ours() -> None:
-    report = RankReport(started=5.0, finished=[6.0], spans=[(0, 5.0, 5.5)])
-    report.shift(-2.0, 1e-4)
+    report = aligned(RankReport(started=5.0, finished=[6.0], spans=[(0, 5.0, 5.5)]), 2.0, 1e-4)
     assert (report.started, report.finished, report.spans) == (3.0, [4.0], [(0, 3.0, 3.5)])
     assert report.clock_error_s == 1e-4
+    assert aligned(done(1, 12.0), 2.0, 1e-4) == StepDone(1, 8.0, 10.0, done(1, 12.0).scalars)
+    assert aligned("ready", 2.0, 1e-4) == "ready"
 
 
 @dataclass

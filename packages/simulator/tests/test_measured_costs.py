@@ -81,6 +81,11 @@ def test_messages_take_processor_time_from_what_is_issued_next() -> None:
     assert at[0, "compute", 0] == 5.0
     assert at[0, "compute", 2] == pytest.approx(5.0 + 0.25 + busy)
     assert at[1, "compute", 1] == pytest.approx(5.0 + 0.25)
+    plan = two_stages()
+    first, second = plan.roles
+    longer = replace(plan, roles=(replace(first, program=(*first.program, replace(first.program[2]))), second))
+    last = max((x for x in simulate(longer, CPU, costs=costs).trace.spans if x.rank == 0), key=lambda x: x.instr)
+    assert last.end - last.start == 5.0, "a message is paid for once"
     apart = simulate(two_stages(), replace(CPU, synchronous=False), costs=costs)
     assert [x.end - x.start for x in apart.trace.spans if x.stream == "compute"] == [4.0, 4.0, 4.0], "an accelerator's host"
 

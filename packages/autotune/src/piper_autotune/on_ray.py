@@ -29,20 +29,16 @@ def task(name: bytes, blob: bytes, strategy: bytes, engine: bool, variants: Vari
 
 
 class OnRay:
-    """Tasks on the Ray cluster at `address` ("local": one on this machine, ended with `close`; "auto" or "ray": the one that is
-    there, else "local"). A task is not repeated when its worker dies."""
+    """Tasks on the Ray cluster to which this process is connected. A task is not repeated when its worker dies."""
 
-    def __init__(
-        self, problem: Problem, programs: Programs, address: str, timeout_s: float, modules: Iterable[ModuleType] = ()
-    ) -> None:
+    def __init__(self, problem: Problem, programs: Programs, timeout_s: float, modules: Iterable[ModuleType] = ()) -> None:
         try:
             import ray
         except ImportError as e:
-            raise TuneError(f'workers="{address}" needs Ray: {e}; install ray, or give a number of processes') from None
+            raise TuneError(f"scoring on Ray needs it: {e}; install ray, or give workers as a number of processes") from None
+        if not ray.is_initialized():
+            raise TuneError("this process is not connected to a Ray cluster; call ray.init() first, or use piper.tune")
         self._ray: Any = ray
-        self._mine = not ray.is_initialized()
-        if self._mine:
-            _join(ray, address)
         self._programs, self._timeout_s = programs, timeout_s
         self._blob = ray.put(packed(problem, modules))
         self._name = self._blob.binary()
@@ -80,25 +76,3 @@ class OnRay:
     def close(self) -> None:
         for ref in self._refs.values():
             self._ray.cancel(ref, force=True)
-        if self._mine:
-            self._ray.shutdown()
-
-
-def _join(ray: Any, address: str) -> None:
-    """An existing cluster, or one of our own."""
-    quiet = {"logging_level": "ERROR", "log_to_driver": False, "include_dashboard": False}
-    try:
-        if address in ("ray", "auto", "local"):
-            try:
-                if address == "local":
-                    raise ConnectionError
-                ray.init(address="auto", **{k: v for k, v in quiet.items() if k != "include_dashboard"})
-            except ConnectionError:
-                ray.init(address="local", **quiet)
-        else:
-            ray.init(address=address, **{k: v for k, v in quiet.items() if k != "include_dashboard"})
-    except Exception as e:  # ray raises what its parts raise
-        raise TuneError(
-            f'workers="{address}": no Ray cluster there ({type(e).__name__}: {e}); give the address of one that runs, "ray", '
-            "or a number of processes"
-        ) from None

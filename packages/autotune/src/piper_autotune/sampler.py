@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,42 +17,49 @@ START = 12
 LEADERS = 4
 """Candidates whose neighbours are tried; the first has most of them tried first."""
 
+RETRIES = 20
+"""Random points tried for one that is new."""
+
 Point = frozenset[tuple[str, Any]]
 
 
 class GuidedSampler(BaseSampler):
     """Spaces of strategies have steep walls (memory) and long flat valleys (bucket sizes), where a density estimate of few trials
     is blunt and one step from a good candidate finds a better one. Neighbours change one value (then two) of a leader to one
-    close by; none is tried twice. What a changed value brings in anew is sampled by TPE."""
+    close by; none is tried twice, and what TPE proposes again is replaced. TPE samples what a changed value brings along."""
 
     def __init__(self, seed: int) -> None:
         self._tpe = TPESampler(seed=seed, n_startup_trials=START)
         self._random = random.Random(seed)
         self._chosen: dict[str, Any] = {}
-        self._local = False
+        self._proposed: set[Point] = set()
 
     def reseed_rng(self) -> None:
         self._tpe.reseed_rng()
         self._random.seed()
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """The space of TPE, or of the neighbour that is proposed."""
-        self._local = False
+        """The space of TPE, or of the point that is proposed instead."""
+        self._chosen = {}
+        space = self._tpe.infer_relative_search_space(study, trial)
         trials = study.get_trials(deepcopy=False)
-        done = [t for t in trials if t.state == TrialState.COMPLETE]
-        if len(done) >= START and trial.number % 2:
-            seen = {frozenset(t.params.items()) for t in trials}
-            found = self._neighbour(leaders(done), seen)
-            if found is not None:
-                self._local = True
-                self._chosen, space = found
+        done = [t for t in trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED)]
+        if len(done) < START:
+            return space
+        seen = {frozenset(t.params.items()) for t in trials} | self._proposed
+        if not trial.number % 2:
+            self._chosen = self._tpe.sample_relative(study, trial, space)
+            if frozenset(self._chosen.items()) not in seen:
                 return space
-        return self._tpe.infer_relative_search_space(study, trial)
+        found = self._neighbour(leaders(done), seen) or self._anywhere(self._random.choice(done), seen)
+        if found is None:
+            return space
+        self._chosen, space = found
+        self._proposed.add(frozenset(self._chosen.items()))  # its trial may have more names, and would not be recognised
+        return space
 
     def sample_relative(self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
-        if self._local:
-            return self._chosen
-        return self._tpe.sample_relative(study, trial, search_space)
+        return self._chosen or self._tpe.sample_relative(study, trial, search_space)
 
     def sample_independent(self, study: Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution) -> Any:
         return self._tpe.sample_independent(study, trial, param_name, param_distribution)
@@ -72,6 +80,32 @@ class GuidedSampler(BaseSampler):
                 if options:
                     return self._random.choice(options), dict(leader.distributions)
         return None
+
+    def _anywhere(self, like: FrozenTrial, seen: set[Point]) -> tuple[dict[str, Any], dict[str, BaseDistribution]] | None:
+        """A random point with the names of another, which was not tried."""
+        for _ in range(RETRIES):
+            point = {name: self._drawn(d) for name, d in like.distributions.items()}
+            if frozenset(point.items()) not in seen:
+                return point, dict(like.distributions)
+        return None
+
+    def _drawn(self, distribution: BaseDistribution) -> Any:
+        match distribution:
+            case CategoricalDistribution(choices=choices):
+                return self._random.choice(choices)
+            case IntDistribution(low=low, high=high, step=step, log=log):
+                if log:
+                    return round(math.exp(self._random.uniform(math.log(low), math.log(high))))
+                return self._random.randrange(low, high + 1, step)
+            case FloatDistribution(low=low, high=high, step=step, log=log):
+                if log:
+                    return min(high, max(low, math.exp(self._random.uniform(math.log(low), math.log(high)))))
+                return (
+                    self._random.uniform(low, high)
+                    if step is None
+                    else low + step * self._random.randint(0, int((high - low) / step))
+                )
+        raise TypeError(f"no values are drawn from a {type(distribution).__name__}")
 
     def _around(self, trial: FrozenTrial, steps: int) -> Iterator[dict[str, Any]]:
         names = [n for n, d in trial.distributions.items() if not d.single()]
@@ -113,7 +147,7 @@ def _categories(choices: Sequence[Any], value: Any) -> list[Any]:
 
 
 def leaders(trials: Sequence[FrozenTrial], most: int = LEADERS) -> list[FrozenTrial]:
-    """The best distinct trials: feasible ones by value, then the others by how little they lack."""
+    """The best distinct trials: feasible ones by value, those without one last; then the others by how little they lack."""
     out: dict[Point, FrozenTrial] = {}
     for trial in sorted(trials, key=_order):
         out.setdefault(frozenset(trial.params.items()), trial)

@@ -93,7 +93,8 @@ def _predicted(problem: Problem, plan: Plan, engine: bool) -> Scored | Refused:
         durations = [model.work(role, instr).seconds for role, _, instr in plan.instructions()]
         period_s = period(prepared, durations, latency=plan.hop, issue=model.issue_s)
         step_s = sweep(prepared, durations, latency=plan.hop, issue=model.issue_s).makespan
-    held = [(device_bytes(plan, role, role.peak_bytes, cluster), role) for role in plan.roles]
+    allocator = None if problem.costs is None else problem.costs.allocator
+    held = [(device_bytes(plan, role, role.peak_bytes, cluster, allocator), role) for role in plan.roles]
     most, fullest = max(held, key=lambda h: h[0])
     reason = _reason(problem.memory_limit, most, fullest)
     peak_bytes = max(role.peak_bytes for role in plan.roles)

@@ -22,8 +22,10 @@ from piper_ir.errors import PiperError
 
 LEADERS = 5
 """Candidates that the event engine scores again, and at least so many that pruning by time keeps."""
-FREE = 50
-"""Proposals in a row that cost nothing (known or pruned) after which a search ends early."""
+REPEATS = 50
+"""Known candidates proposed in a row after which a search ends early."""
+PRUNED = 4
+"""Times as many candidates as trials may be rejected by rules; then a search ends early."""
 ATTRIBUTE = "piper"
 
 
@@ -89,9 +91,11 @@ class Search:
     def run(self) -> None:
         """Until the trials are spent, nothing new is proposed any more, or Ctrl-C."""
         try:
-            free = 0
-            while self._spent < self.trials and free < FREE and not self._ended:
-                free = 0 if self._propose() else free + 1
+            repeats = 0
+            while self._spent < self.trials and repeats < REPEATS and not self._ended:
+                repeats = 0 if self._propose() else repeats + 1
+                if self.pruned.total() > PRUNED * self.trials:
+                    break
                 while len(self._pending) >= self.evaluator.width:
                     self._settle()
             while self._pending:
@@ -124,7 +128,7 @@ class Search:
         return tuple(f"{name}: {text} ({self.pruned[name]} candidates)" for name, text in RULES.items())
 
     def _propose(self) -> bool:
-        """Ask for one candidate and hand it in. False when it cost nothing: it is known, or a rule rejects it."""
+        """Ask for one candidate; hand it in unless a rule rejects it. False when it is known."""
         trial = self.study.ask()
         try:
             strategy = self._space.strategy(self.function, trial)
@@ -140,7 +144,7 @@ class Search:
         pruned = self.rules.check(strategy, self._threshold())
         if pruned is not None:
             self._prune(trial, strategy, pruned)
-            return False
+            return True
         self._known[strategy] = trial.number
         self._spent += 1
         self._pending.append(_Pending(trial, strategy, self.evaluator.submit(strategy), trial.number))

@@ -64,6 +64,8 @@ class Sketches:
         self._placed: dict[Strategy, Graph | None] = {}
         self._seconds: dict[tuple[Mesh, int], Mapping[str, float] | None] = {}
         self._states: dict[tuple[str, ...], int] = {}
+        self._saved: dict[int, Mapping[str, int]] = {}
+        self._built: dict[Mesh, Graph] = {}
 
     def sketch(self, strategy: Strategy) -> Sketch | None:
         """None when the strategy has directives of the user's own, or does not apply."""
@@ -77,12 +79,16 @@ class Sketches:
             roles.setdefault(graph.nodes[f"{chunk.id}.F@0"].role or EVERYWHERE, []).append(chunk.id)
         parts = next((d.microbatches for d in strategy.directives if isinstance(d, Split)), 1)
         orders = [d for d in strategy.directives if isinstance(d, Order)]
+        used = sorted({name for o in orders for s in o.selections for name, _ in s.terms} - {"phase", "mb"})
+        flights: dict[tuple[int | str | None, ...], Flight] = {}
         groups: dict[tuple[str, Flight], list[str]] = {}
         for role, chunks in roles.items():
             for id in chunks:
                 coords = graph.nodes[f"{id}.F@0"].coords
-                flights = [Flight(), *(in_flight(order, coords) for order in orders)]
-                groups.setdefault((role, max(flights, key=lambda f: f.most)), []).append(id)
+                key = tuple([coords.get(name) for name in used])
+                if key not in flights:
+                    flights[key] = max([Flight(), *(in_flight(order, coords) for order in orders)], key=lambda f: f.most)
+                groups.setdefault((role, flights[key]), []).append(id)
         listed = tuple((role, tuple(ids), flight.most) for (role, flight), ids in groups.items())
         return Sketch(parts, graph.replicas, {r: tuple(c) for r, c in roles.items()}, listed)
 
@@ -109,14 +115,18 @@ class Sketches:
         program = self._programs.exact(rows)
         if program is None:
             return 0, "", 0
+        if rows not in self._saved:
+            self._saved[rows] = {c.id: saved_bytes(c, rows) for c in program.chunks}
+        saved = self._saved[rows]
         return max(
-            (self._role_states(sketch.roles[role]) + most * sum(saved_bytes(program.chunk(c), rows) for c in ids), role, most)
+            (self._role_states(sketch.roles[role]) + most * sum(saved[c] for c in ids), role, most)
             for role, ids, most in sketch.groups
         )
 
     def on_device(self, strategy: Strategy, nbytes: int) -> int:
         """Bytes gone on a device when the plan holds `nbytes`, without communicators."""
-        return device_bytes(_bare(self._problem.program, strategy.mesh, 1, ()), _NOBODY, nbytes, self._problem.cluster)
+        bare, costs = _bare(self._problem.program, strategy.mesh, 1, ()), self._problem.costs
+        return device_bytes(bare, _NOBODY, nbytes, self._problem.cluster, None if costs is None else costs.allocator)
 
     def _graph(self, strategy: Strategy) -> Graph | None:
         """The graph of one microbatch with everything placed, without orders."""
@@ -129,7 +139,9 @@ class Sketches:
         key = Strategy(strategy.mesh, kept)
         if key not in self._placed:
             try:
-                graph = apply_directives(build(self._problem.program, key.mesh), key.directives)
+                if key.mesh not in self._built:
+                    self._built[key.mesh] = build(self._problem.program, key.mesh)
+                graph = apply_directives(self._built[key.mesh], key.directives)
                 self._placed[key] = graph if graph.microbatches else split_all(graph, 1)
             except PiperError:  # compiling it says what is wrong, in the user's terms
                 self._placed[key] = None
@@ -145,11 +157,13 @@ class Sketches:
 
     def _timed(self, program: Program, mesh: Mesh, rows: int) -> Mapping[str, float] | None:
         chunks = [c.bind(rows) for c in program.chunks]
-        cluster = self._problem.cluster
+        cluster, costs = self._problem.cluster, self._problem.costs
         if cluster is not None:  # what an instruction costs the host is paid once for all steps that it joins
             cluster = replace(cluster, host_issue_s=0.0)
+        if costs is not None:
+            costs = replace(costs, host=None)
         try:
-            model = CostModel(_bare(program, mesh, rows, chunks), cluster, self._problem.costs)
+            model = CostModel(_bare(program, mesh, rows, chunks), cluster, costs)
             return {c.id: sum(_step_seconds(model, c, step) for step in c.steps) for c in chunks}
         except PiperError:  # no durations for this number of rows: scoring says so
             return None

@@ -47,7 +47,8 @@ def tune(
     """Search the strategy with the least `period_s` that fits. `strategy(trial)` chooses with Optuna's `suggest_*` and returns a
     Strategy. `trials`: candidates that are compiled and scored (or whose function raises); known ones and those that a rule
     rejects are free. `at_rows`: as in `compile_program`. `confirm` candidates are run by `measure`. `workers`: processes (0: this
-    one), or "ray" or the address of a Ray cluster; `timeout_s` per candidate; what stands in `modules` reaches them by value.
+    one), or "ray": tasks of the cluster to which this process is connected; `timeout_s` per candidate; what stands in `modules`
+    reaches them by value.
     `storage`: Optuna's; a search in one goes on where the last of the same space ended. `evaluator` scores instead of workers.
 
     TuneError: arguments, storage, or a space that contradicts itself. NothingFoundError: no candidate can be used."""
@@ -79,8 +80,8 @@ def _check(strategy: Any, trials: int, confirm: int, measure: object, workers: i
             raise TuneError(f"tune({name}={value!r}): an integer of at least {least} is needed")
     if confirm and measure is None:
         raise TuneError(f"tune(confirm={confirm}): only a piper.Job can be run; a Program has no code and no data")
-    if not isinstance(workers, str) and (type(workers) is not int or workers < 0):
-        raise TuneError(f'tune(workers={workers!r}): a number of processes (0: this one), "ray" or the address of a Ray cluster')
+    if workers != "ray" and (type(workers) is not int or workers < 0):
+        raise TuneError(f'tune(workers={workers!r}): a number of processes (0: this one) or "ray" is accepted')
     if not timeout_s > 0:
         raise TuneError(f"tune(timeout_s={timeout_s!r}): seconds above 0 are needed")
 
@@ -91,7 +92,7 @@ def _evaluator(
     if isinstance(workers, str):
         from piper_autotune.on_ray import OnRay
 
-        return OnRay(problem, programs, workers, timeout_s, modules)
+        return OnRay(problem, programs, timeout_s, modules)
     return Processes(problem, programs, workers, timeout_s, modules) if workers else Here(problem, programs)
 
 

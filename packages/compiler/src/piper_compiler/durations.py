@@ -5,13 +5,20 @@ They decide ties and places of frees, never results: any durations give a legal 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from piper_ir.costs import Costs
+from piper_ir.ops import Compute, Op
+from piper_ir.plan import Bucket
 from piper_ir.program import Chunk, Step
+from piper_ir.sizes import ITEM_BYTES
 
 FLOPS = 3e14
 """FLOP/s of a nominal accelerator: about what dense bf16 matrix products reach on an A100-class device."""
 BANDWIDTH = 2e12
 """Bytes/s of its memory."""
+LINK = 1e11
+"""Nominal bytes/s between devices."""
 
 
 def chunk_seconds(chunk: Chunk, step: Step, costs: Costs | None = None) -> float:
@@ -22,3 +29,26 @@ def chunk_seconds(chunk: Chunk, step: Step, costs: Costs | None = None) -> float
     if costs is not None and (known := costs.of_compute(chunk.id, step, chunk.code)) is not None:
         return known.seconds
     return max(cost.flops / FLOPS, cost.bytes / BANDWIDTH)
+
+
+class InstructionSeconds:
+    """Seconds of a plan's instructions without a cluster. Where the chunks have given durations, reductions take no time."""
+
+    def __init__(self, chunks: Iterable[Chunk], costs: Costs | None = None) -> None:
+        listed = list(chunks)
+        self._steps: dict[tuple[str, str], float] = {}
+        for chunk in listed:
+            self._steps |= {(chunk.id, step): chunk_seconds(chunk, step, costs) for step in chunk.steps}
+        self._given = not listed or listed[0].steps["F"].cost.seconds is not None
+
+    def compute(self, ops: Iterable[Op]) -> float:
+        """Of an instruction with parts of these ops: the sum over its steps of chunks."""
+        return sum([self._steps[(op.chunk, op.step)] for op in ops if isinstance(op, Compute)])
+
+    def transfer(self, nbytes: int) -> float:
+        """Of a Send or Recv."""
+        return nbytes / LINK
+
+    def reduction(self, bucket: Bucket | None) -> float:
+        """Of an AllReduce: of a bucket, or (None) of a scalar."""
+        return 0.0 if bucket is None or self._given else bucket.numel * ITEM_BYTES[bucket.dtype] / LINK

@@ -17,19 +17,25 @@ def signatures(chunk: Chunk, step: ComputeStep) -> tuple[Signature, ...]:
 
 
 def value_reads(chunk: Chunk, step: ComputeStep) -> tuple[str, ...]:
-    """Ports whose values the step takes from outside of itself: no parameters, no buffers, nothing handed from I to W inside a
-    B."""
+    """Ports whose values the step takes from other nodes than its chunk's own: no parameters, no buffers, nothing that F keeps
+    (see `kept`), nothing handed from I to W inside a B."""
     sigs = signatures(chunk, step)
     made = {p for s in sigs for p in s.writes} if step == "B" else set()
-    ports = (p for s in sigs for p in s.reads if p not in made and not is_state(chunk, p))
+    ports = (p for s in sigs for p in s.reads if p not in made and not p.startswith("saved") and not is_state(chunk, p))
     return tuple(dict.fromkeys(ports))
 
 
 def value_writes(chunk: Chunk, step: ComputeStep) -> tuple[str, ...]:
-    """Ports whose values the step gives to others. Within a B, what I hands to W stays inside, unless it is a gradient of an
-    input."""
+    """Ports whose values the step gives to other nodes than its chunk's own. Within a B, what I hands to W stays inside, unless
+    it is a gradient of an input."""
     sigs = signatures(chunk, step)
-    return tuple(p for s in sigs for p in s.writes if not (step == "B" and p.startswith("iw")))
+    return tuple(p for s in sigs for p in s.writes if not p.startswith("saved") and not (step == "B" and p.startswith("iw")))
+
+
+def kept(chunk: Chunk) -> tuple[str, ...]:
+    """Ports that F writes for the backward of its own chunk and microbatch, which runs where it ran: no values of a graph, since
+    no directive can send them elsewhere, and most of the values of a plan."""
+    return tuple(p for s in signatures(chunk, "F") for p in s.writes if p.startswith("saved"))
 
 
 def port_category(port: str) -> Category:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import cast
+from typing import Literal, cast
 
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, SelectorError
@@ -153,12 +153,15 @@ class Graph:
         """The selected nodes in no order; none is no error."""
         terms = _with_op(selection)
         if terms["op"] == "compute":
-            rest = Where(tuple((name, wanted) for name, wanted in terms.items() if wanted in (ANY, NONE)))
-            found = map(self.nodes.__getitem__, self._candidates(terms))
+            rest: list[tuple[str, Match]] = [term for term in terms.items() if term[1] in (ANY, NONE)]
+            found = [self.nodes[id] for id in self._candidates(terms)]
         else:
-            rest = Where(tuple(terms.items()))
-            found = map(self.nodes.__getitem__, self._candidates({"op": terms["op"]}))
-        return [n for n in found if rest.matches(n.coords)] if rest.terms else list(found)
+            rest = list(terms.items())
+            found = [self.nodes[id] for id in self._candidates({"op": terms["op"]})]
+        if not rest:
+            return found
+        left = Where(tuple(rest))
+        return [n for n in found if left.matches(n.coords)]
 
     def _candidates(self, terms: Mapping[str, object]) -> Iterable[str]:
         """Ids that have the wanted values of all terms but ANY and NONE: an intersection that costs time in the shortest list."""
@@ -190,11 +193,14 @@ class Graph:
     def position(self, node: Node) -> tuple[int, int, int, str]:
         """A sort key that is a topological order of any set of compute nodes: forward before backward, then by microbatch, then
         along the program (backward: against it)."""
-        phase = node.coords.get("phase", "U")
-        rank = {"F": 0, "B": 1, "I": 1, "W": 2}.get(str(phase), 3)
-        chunk = self.chunk_index.get(str(node.coords.get("chunk", "")), 0)
+        coords = node.coords
+        rank = _RANKS.get(str(coords.get("phase")), 3)
+        chunk = self.chunk_index.get(str(coords.get("chunk", "")), 0)
         after = 0 if isinstance(node.op, Add) else 1
         return rank, node.mb, (chunk if rank == 0 else -chunk) * 2 + after, node.id
+
+
+_RANKS = {"F": 0, "B": 1, "I": 1, "W": 2}
 
 
 def _with_op(selection: Where) -> dict[str, Match]:
@@ -268,26 +274,33 @@ class Editor:
         """Add a node whose values are known (see `value`); its id must be new and its writes must have no writer yet."""
         if not self._copied:
             self._copy()
-        if node.id in self._nodes:
-            raise CompileError(f"two nodes with the id {node.id!r}")
-        self._nodes[node.id] = node
+        id, writer, readers = node.id, self._writer, self._readers
+        if id in self._nodes:
+            raise CompileError(f"two nodes with the id {id!r}")
+        self._nodes[id] = node
         for v in node.writes:
-            if v in self._writer:
-                raise CompileError(f"value {v!r} has two writers: {self._writer[v]} and {node.id}")
-            self._writer[v] = node.id
-        for v in dict.fromkeys(node.reads):
-            self._readers[v] = (*self._readers.get(v, ()), node.id)
-        self._index_under(node, node.coords.items())
+            if v in writer:
+                raise CompileError(f"value {v!r} has two writers: {writer[v]} and {id}")
+            writer[v] = id
+        for v in node.reads if len(node.reads) < 2 else dict.fromkeys(node.reads):
+            readers[v] = (*readers[v], id) if v in readers else (id,)
+        if node.coords.get("op") == "compute":
+            self._index_compute(id, node.coords.items())
+        elif "op" in node.coords:
+            self._index_under(("op", node.coords["op"]), id)
 
-    def _index_under(self, node: Node, coords: Iterable[tuple[str, Coord]]) -> None:
+    def _index_compute(self, id: str, coords: Iterable[tuple[str, Coord]]) -> None:
         """Compute is found by all of its coordinates, the rest by its `op` alone: selections of it are rare, and then all terms
         are checked."""
-        op = node.coords.get("op")
-        if op == "compute":
-            for key in coords:
-                self._added.setdefault(key, []).append(node.id)
-        elif op is not None and ("op", op) in coords:
-            self._added.setdefault(("op", op), []).append(node.id)
+        for key in coords:
+            self._index_under(key, id)
+
+    def _index_under(self, key: tuple[str, Coord], id: str) -> None:
+        added = self._added
+        if key in added:
+            added[key].append(id)
+        else:
+            added[key] = [id]
 
     def value(self, id: str, spec: TensorSpec, category: Category) -> str:
         """Declare a value; returns its id."""
@@ -295,6 +308,12 @@ class Editor:
             self._copy()
         self._values[id] = GraphValue(spec, category)
         return id
+
+    def same_values(self, ids: Iterable[str], value: GraphValue) -> None:
+        """Declare values of one kind."""
+        if not self._copied:
+            self._copy()
+        self._values.update(dict.fromkeys(ids, value))
 
     def update(self, node: Node) -> None:
         """Replace the node of the same id. Its coordinates may gain names (partition) but not change those it had; reads may
@@ -310,13 +329,17 @@ class Editor:
                 if v not in old.reads:
                     self._readers[v] = (*self._readers.get(v, ()), node.id)
         if node.coords is not old.coords:
-            self._index_under(node, [key for key in node.coords.items() if key[0] not in old.coords])
+            gained = [key for key in node.coords.items() if key[0] not in old.coords]
+            if node.coords.get("op") == "compute":
+                self._index_compute(node.id, gained)
+            elif any(name == "op" for name, _ in gained):
+                self._index_under(("op", node.coords["op"]), node.id)
         self._nodes[node.id] = node
 
     def reread(self, node_id: str, old: str, new: str) -> None:
         """Let a node read another value in place of one."""
-        node = self.nodes[node_id]
-        reads = tuple([new if v == old else v for v in node.reads])
+        node = self._nodes[node_id]
+        reads = (new,) if node.reads == (old,) else tuple([new if v == old else v for v in node.reads])
         self.update(Node(node.id, node.op, node.coords, reads, node.writes, node.role, node.stream))
 
     def order(self, before: str, after: str) -> None:
@@ -326,19 +349,19 @@ class Editor:
     def transfer(self, value: str, source: str, to: str) -> str:
         """The id of the copy of `value` on role `to`, with a Send and a Recv made on first use. One per (value, destination)."""
         copy = f"{value}#{to}"
-        if copy in self.values:
+        if copy in self._values:
             return copy
-        writer = self.nodes[self.writer[value]]
-        held = self.values[value]
-        purpose = "gradient" if held.category == "gradient" else "activation"
-        id = f"{source}>{to}.{'grad' if purpose == 'gradient' else 'act'}"
-        streams = self.transports[source].send or id, self.transports[to].recv or id
-        self.channels.setdefault(id, Channel(id, "p2p", (source, to), streams, purpose=purpose))  # type: ignore[arg-type]  # of two literals
-        self.value(copy, held.spec, held.category)
-        coords = {k: v for k, v in writer.coords.items() if k != "op"}
-        send, recv = {**coords, "op": "send"}, {**coords, "op": "recv"}
-        self.add(Node(f"send.{copy}", Send(id), send, (value,), (), source, self.channels[id].streams[0]))
-        self.add(Node(f"recv.{copy}", Recv(id), recv, (), (copy,), to, self.channels[id].streams[1]))
+        writer, held = self._nodes[self._writer[value]], self._values[value]
+        id = f"{source}>{to}.{'grad' if held.category == 'gradient' else 'act'}"
+        channel = self.channels.get(id)
+        if channel is None:
+            streams = self.transports[source].send or id, self.transports[to].recv or id
+            purpose: Literal["gradient", "activation"] = "gradient" if held.category == "gradient" else "activation"
+            channel = self.channels[id] = Channel(id, "p2p", (source, to), streams, purpose=purpose)
+        self.same_values((copy,), held)
+        coords = writer.coords
+        self.add(Node(f"send.{copy}", Send(id), {**coords, "op": "send"}, (value,), (), source, channel.streams[0]))
+        self.add(Node(f"recv.{copy}", Recv(id), {**coords, "op": "recv"}, (), (copy,), to, channel.streams[1]))
         return copy
 
     def done(self, applied: Applied | None = None) -> Graph:

@@ -6,7 +6,7 @@ moment.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from piper_ir.errors import PlanError
@@ -29,19 +29,30 @@ def scan(plan: Plan, role: RolePlan) -> Iterator[Usage]:
     state = _Scan(plan, role)
     for index, instr in enumerate(role.program):
         if instr.stream == COMPUTE:
-            found = state.fullest(index, instr, -1)
-            assert found is not None, "bytes are never negative"
-            yield found
+            yield state.fullest(index, instr)
 
 
 def peak(plan: Plan, role: RolePlan) -> Usage:
     """The first fullest moment of a role. A role that computes nothing holds what it has from the start."""
+    at = _fullest(plan, role)
     state = _Scan(plan, role)
-    most = Usage(0, state.total, state.split())
-    for index, instr in enumerate(role.program):
+    if at < 0:
+        return Usage(0, state.total, state.split())
+    for index, instr in enumerate(role.program[:at]):
         if instr.stream == COMPUTE:
-            most = state.fullest(index, instr, most.total) or most
-    return most
+            state.run(index, instr)
+    return state.fullest(at, role.program[at])
+
+
+def _fullest(plan: Plan, role: RolePlan) -> int:
+    """The first instruction of a role that reaches its peak; -1 when none holds more than what is there from the start. Totals
+    alone: where categories do not matter, the writes of a chunk's step are allocated as one."""
+    at, state = -1, _Totals(plan, role)
+    most = state.total
+    for index, instr in enumerate(role.program):
+        if instr.stream == COMPUTE and (total := state.run(index, instr)) > most:
+            at, most = index, total
+    return at
 
 
 def with_peaks(plan: Plan) -> Plan:
@@ -53,56 +64,112 @@ def with_peaks(plan: Plan) -> Plan:
     return replace(plan, roles=tuple(roles))
 
 
-class _Scan:
-    """What is alive, by category; constant time per value."""
+class _Totals:
+    """How many bytes are alive; `nbytes` says which."""
 
     def __init__(self, plan: Plan, role: RolePlan) -> None:
         self.plan, self.role = plan, role.role
-        self.live: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
-        self.total = 0
+        self.total = sum(state.nbytes for state in role.states)
         self.nbytes: dict[str, int] = {}
+        self.written: dict[tuple[str, str], tuple[tuple[int, ...], int]] = {}
+        self.above: dict[tuple[str, str, tuple[bool, ...]], int] = {}
         self.sizes: dict[int, int] = {}
-        self.above: dict[tuple[str, str, tuple[int, ...]], int] = {}
-        for state in role.states:
-            self.live[state.category] += state.nbytes
-            self.total += state.nbytes
         self.allocate(role.allocs_first)
 
-    def fullest(self, index: int, instr: Instr, floor: int) -> Usage | None:
-        """Run an instruction; its fullest moment, or None when that has no more than `floor` bytes."""
-        most = None
-        self.free(instr.frees_before, index, instr)
+    def run(self, index: int, instr: Instr) -> int:
+        """Run an instruction; the most bytes that it holds."""
+        if instr.frees_before:
+            self.free(instr.frees_before, index, instr)
+        most = 0
         for part in instr.parts:
             before = self.total
-            self.allocate(part.writes)
-            total = before + self._above(part)
-            if total > floor:
-                floor, most = total, Usage(index, total, self._split_at(total, part))
-            self.free(part.frees, index, instr)
-        self.allocate(instr.allocs_after)
-        if self.total > floor:
-            most = Usage(index, self.total, self.split())
-        return most
+            self.write(part)
+            most = max(most, before + self.held(part))
+            if part.frees:
+                self.free(part.frees, index, instr)
+        if instr.allocs_after:
+            self.allocate(instr.allocs_after)
+        return max(most, self.total)
 
     def allocate(self, values: Iterable[str]) -> None:
-        known, sizes, nbytes, live = self.plan.values, self.sizes, self.nbytes, self.live
         for v in values:
-            value = known[v]
-            size = sizes.get(id(value.spec), -1)  # microbatches share specs: objects that the plan keeps alive
-            if size < 0:
-                size = sizes[id(value.spec)] = value.nbytes
-            nbytes[v] = size
-            live[value.category] += size
+            size = self.nbytes[v] = self.size(v)
             self.total += size
 
-    def free(self, values: Iterable[str], index: int, instr: Instr) -> None:
-        known, nbytes, live = self.plan.values, self.nbytes, self.live
+    def write(self, part: Part) -> None:
+        """Allocate what a part writes; the microbatches of a chunk's step write the same sizes."""
+        op = part.op
+        if not isinstance(op, Compute):
+            self.allocate(part.writes)
+            return
+        known = self.written.get((op.chunk, op.step))
+        if known is None:
+            sizes = tuple([self.size(v) for v in part.writes])
+            known = self.written[op.chunk, op.step] = sizes, sum(sizes)
+        self.nbytes.update(zip(part.writes, known[0], strict=True))
+        self.total += known[1]
+
+    def free(self, values: Sequence[str], index: int, instr: Instr) -> None:
+        try:
+            self.total -= sum(map(self.nbytes.pop, values))
+        except KeyError as e:
+            lost = f"frees {e.args[0]}, which is not alive there"
+            raise PlanError(f"role {self.role}, instruction {index} {instr.name}: {lost}") from None
+
+    def size(self, value: str) -> int:
+        """Bytes of a value. Microbatches share specs: objects that the plan keeps alive."""
+        found = self.plan.values[value]
+        size = self.sizes.get(id(found.spec), -1)
+        if size < 0:
+            size = self.sizes[id(found.spec)] = found.nbytes
+        return size
+
+    def held(self, part: Part) -> int:
+        """`part_peak`; for a chunk's step once for all microbatches in which the same inputs die."""
+        op, dying = part.op, part.frees
+        if not isinstance(op, Compute):
+            return part_peak(self.plan, part, self.nbytes)
+        key = (op.chunk, op.step, tuple([v in dying for v in part.reads]) if dying else ())
+        if key not in self.above:
+            self.above[key] = part_peak(self.plan, part, self.nbytes)
+        return self.above[key]
+
+
+class _Scan(_Totals):
+    """What is alive, by category; constant time per value."""
+
+    def __init__(self, plan: Plan, role: RolePlan) -> None:
+        self.live: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
+        for state in role.states:
+            self.live[state.category] += state.nbytes
+        super().__init__(plan, role)
+
+    def fullest(self, index: int, instr: Instr) -> Usage:
+        """Run an instruction; its fullest moment."""
+        self.free(instr.frees_before, index, instr)
+        most: Usage | None = None
+        for part in instr.parts:
+            before = self.total
+            self.write(part)
+            total = before + self.held(part)
+            if most is None or total > most.total:
+                most = Usage(index, total, self._split_at(total, part))
+            self.free(part.frees, index, instr)
+        self.allocate(instr.allocs_after)
+        return most if most is not None and most.total >= self.total else Usage(index, self.total, self.split())
+
+    def allocate(self, values: Iterable[str]) -> None:
+        super().allocate(values)
         for v in values:
-            if v not in nbytes:
-                raise PlanError(f"role {self.role}, instruction {index} {instr.name}: frees {v}, which is not alive there")
-            size = nbytes.pop(v)
-            live[known[v].category] -= size
-            self.total -= size
+            self.live[self.plan.values[v].category] += self.nbytes[v]
+
+    def write(self, part: Part) -> None:
+        self.allocate(part.writes)
+
+    def free(self, values: Sequence[str], index: int, instr: Instr) -> None:
+        for v in values:
+            self.live[self.plan.values[v].category] -= self.nbytes.get(v, 0)
+        super().free(values, index, instr)
 
     def split(self) -> dict[str, int]:
         return {c: b for c, b in self.live.items() if b}
@@ -120,13 +187,3 @@ class _Scan:
             live[self.plan.values[v].category] -= early
             gone -= early
         return {c: b for c, b in live.items() if b}
-
-    def _above(self, part: Part) -> int:
-        """`part_peak`; for a chunk's step once for all microbatches in which the same inputs die."""
-        if not isinstance(part.op, Compute):
-            return part_peak(self.plan, part, self.nbytes)
-        op, dying = part.op, part.frees
-        key = (op.chunk, op.step, tuple([i for i, v in enumerate(part.reads) if v in dying]))
-        if key not in self.above:
-            self.above[key] = part_peak(self.plan, part, self.nbytes)
-        return self.above[key]

@@ -50,6 +50,31 @@ class Value:
         return bind(self.spec.nbytes, 0)
 
 
+class Values(Mapping[str, Value]):
+    """Values by id, made when they are asked for: a plan has very many, and those of one port differ in their ids only. `kinds`:
+    id -> (spec, category); it must not change any more."""
+
+    __slots__ = ("_kinds",)
+
+    def __init__(self, kinds: Mapping[str, tuple[TensorSpec, Category]]) -> None:
+        self._kinds = kinds
+
+    def __getitem__(self, id: str) -> Value:
+        return Value(id, *self._kinds[id])
+
+    def __contains__(self, id: object) -> bool:
+        return id in self._kinds
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kinds)
+
+    def __len__(self) -> int:
+        return len(self._kinds)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
 @dataclass(frozen=True, slots=True)
 class State:
     """Persistent bytes of a role: "param:BUCKET" (or "param:NAME" for what is not trained), "grad:BUCKET", "optim:BUCKET",

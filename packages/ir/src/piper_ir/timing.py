@@ -14,13 +14,13 @@ for all their ranks (data-parallel replicas behave alike). The rules, which the 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
 from piper_ir.errors import PlanError
 from piper_ir.ops import COMM
-from piper_ir.plan import Plan, RolePlan
+from piper_ir.plan import Channel, Plan, RolePlan
 
 Step = tuple[int, int, tuple[int, ...], tuple[int, ...] | None, bool]
 """Node, slot of its stream predecessor, nodes that it waits for, the members of its group if it is the last of them (None: a
@@ -64,41 +64,72 @@ class Times:
         return max(self.done, default=0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class IssueOrder:
+    """One role's program as columns, an entry per instruction: its stream, its waits, the channel that it uses ("" for compute).
+    `label` names an instruction in messages."""
+
+    role: str
+    streams: Sequence[str]
+    waits: Sequence[Iterable[tuple[str, int]]]
+    channels: Sequence[str]
+    label: Callable[[int], str]
+
+
 def prepare(plan: Plan) -> Prepared:
     """The DAG of a plan, in time linear in its size. PlanError for an end of a channel without its other end, for a wait that
     names no instruction, and for a deadlock (with the cycle of waits)."""
+    return prepare_orders([_issue_order(role) for role in plan.roles], plan.channels)
+
+
+def _issue_order(role: RolePlan) -> IssueOrder:
+    program = role.program
+    ops = [i.parts[0].op for i in program]
+    return IssueOrder(
+        role.role,
+        [i.stream for i in program],
+        [i.waits for i in program],
+        [op.channel if isinstance(op, COMM) else "" for op in ops],
+        lambda k: f"{program[k].name} ({type(ops[k]).__name__})",
+    )
+
+
+def prepare_orders(orders: Sequence[IssueOrder], channels: Iterable[Channel]) -> Prepared:
+    """`prepare`, of issue orders that need not be a plan yet. Raises what `prepare` raises."""
     offsets, stream_of = [0], list[int]()
     streams: list[tuple[int, ...]] = []
     waits: list[tuple[int, ...]] = []
-    for role in plan.roles:
-        index = {name: len(streams) + k for k, name in enumerate(dict.fromkeys(i.stream for i in role.program))}
+    for order in orders:
+        index = {name: len(streams) + k for k, name in enumerate(dict.fromkeys(order.streams))}
         own: dict[str, list[int]] = {name: [] for name in index}
-        for node, instr in enumerate(role.program, offsets[-1]):
-            own[instr.stream].append(node)
-            stream_of.append(index[instr.stream])
-        waits.extend(_waits(role, own))
-        streams.extend(tuple(nodes) for nodes in own.values())
-        offsets.append(offsets[-1] + len(role.program))
-    groups, p2p = _groups(plan, offsets)
+        for node, name in enumerate(order.streams, offsets[-1]):
+            own[name].append(node)
+        stream_of.extend([index[name] for name in order.streams])
+        waits.extend(_waits(order, own))
+        streams.extend([tuple(nodes) for nodes in own.values()])
+        offsets.append(offsets[-1] + len(order.streams))
+    groups, p2p = _groups(orders, channels, offsets)
     group_of = [-1] * offsets[-1]
     for g, members in enumerate(groups):
         for m in members:
             group_of[m] = g
-    order = _order(plan, offsets, streams, waits, groups, group_of, p2p)
-    roles = tuple(r.role for r in plan.roles)
-    return Prepared(roles, tuple(offsets), tuple(streams), tuple(stream_of), tuple(waits), groups, tuple(group_of), p2p, order)
+    steps = _order(orders, offsets, streams, waits, groups, group_of, p2p)
+    roles = tuple([order.role for order in orders])
+    return Prepared(roles, tuple(offsets), tuple(streams), tuple(stream_of), tuple(waits), groups, tuple(group_of), p2p, steps)
 
 
-def _waits(role: RolePlan, own: Mapping[str, Sequence[int]]) -> Iterator[tuple[int, ...]]:
+def _waits(order: IssueOrder, own: Mapping[str, Sequence[int]]) -> Iterator[tuple[int, ...]]:
     """Per instruction of a role the nodes that it waits for; `own`: the role's nodes by stream."""
-    for i, instr in enumerate(role.program):
-        for stream, n in instr.waits:
+    for i, waits in enumerate(order.waits):
+        if not waits:
+            yield ()
+            continue
+        for stream, n in waits:
             has = len(own.get(stream, ()))
             if n > has:
-                raise PlanError(
-                    f"role {role.role}, instruction {i} {instr.name}: waits for {n} of stream {stream!r}, which has {has}"
-                )
-        yield tuple([own[stream][n - 1] for stream, n in instr.waits if n > 0])
+                where = f"role {order.role}, instruction {i} {order.label(i)}"
+                raise PlanError(f"{where}: waits for {n} of stream {stream!r}, which has {has}")
+        yield tuple([own[stream][n - 1] for stream, n in waits if n > 0])
 
 
 def sweep(
@@ -164,41 +195,47 @@ def _issued(prepared: Prepared, issue: float, after: Times | None) -> tuple[list
 
 
 def period(prepared: Prepared, durations: Sequence[float], *, latency: float = 0.0, issue: float = 0.0, most: int = 64) -> float:
-    """Seconds per step in steady state, steps following each other without a barrier. Runs until every stream and host
-    advances by the same amount over c steps, twice in a row, for a c up to 4 (such systems may alternate between patterns).
-    After `most` steps without that (parts of the plan that share nothing): the slowest stream's, over the later half."""
+    """Seconds per step in steady state, steps following each other without a barrier. Runs until every stream advances by the
+    same amount over c steps, twice in a row, for a c up to 4 (such systems may alternate between patterns), and no host, which
+    is never blocked, needs longer for its instructions: what is issued ever earlier holds nothing up. After `most` steps without
+    that (parts of the plan that share nothing): the slowest stream's or host's, over the later half."""
     last = [nodes[-1] for nodes in prepared.streams]
+    host = issue * max((b - a for a, b in pairwise(prepared.offsets)), default=0)
     history: list[list[float]] = []
     times: Times | None = None
     if not last:
         return 0.0
     for _ in range(most):
         times = sweep(prepared, durations, latency=latency, issue=issue, after=times)
-        history.append([times.end[x] for x in last] + (times.host if issue else []))
+        history.append([times.end[x] for x in last])
         for c in range(1, 5):
             if len(history) > c + 1:
                 gains = _gains(history[-1], history[-1 - c]) + _gains(history[-2], history[-2 - c])
-                if max(gains) - min(gains) <= 1e-12 * max(history[-1]):
+                slack = 1e-12 * max(history[-1])
+                if max(gains) - min(gains) <= slack and host * c <= max(gains) + slack:
                     return max(gains) / c
     half = most // 2
-    return max(_gains(history[-1], history[-1 - half])) / half
+    return max(*_gains(history[-1], history[-1 - half]), host * half) / half
 
 
 def _gains(now: Sequence[float], then: Sequence[float]) -> list[float]:
     return [a - b for a, b in zip(now, then, strict=True)]
 
 
-def _groups(plan: Plan, offsets: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], tuple[bool, ...]]:
+def _groups(
+    orders: Sequence[IssueOrder], channels: Iterable[Channel], offsets: Sequence[int]
+) -> tuple[tuple[tuple[int, ...], ...], tuple[bool, ...]]:
     """The nodes that start together, and whether each group is a transfer; the source stands first."""
     uses: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for r, role in enumerate(plan.roles):
-        for node, instr in enumerate(role.program, offsets[r]):
-            op = instr.parts[0].op
-            if isinstance(op, COMM):
-                uses[op.channel][role.role].append(node)
+    for r, order in enumerate(orders):
+        for node, used in enumerate(order.channels, offsets[r]):
+            if used:
+                uses[used][order.role].append(node)
     groups: list[tuple[int, ...]] = []
     p2p: list[bool] = []
-    for channel in plan.channels:
+    known = set()
+    for channel in channels:
+        known.add(channel.id)
         ends = [uses[channel.id][role] for role in channel.roles] if channel.id in uses else []
         for k, members in enumerate(zip_longest(*ends)):
             if None in members:
@@ -206,7 +243,6 @@ def _groups(plan: Plan, offsets: Sequence[int]) -> tuple[tuple[tuple[int, ...], 
                 raise PlanError(f"channel {channel.id}: use {k + 1} has no counterpart; the channel is used {counts} times")
             groups.append(members)
             p2p.append(channel.kind == "p2p")
-    known = {c.id for c in plan.channels}
     for name in uses:
         if name not in known:
             raise PlanError(f"channel {name!r} is used by {', '.join(sorted(uses[name]))} and not declared in the plan")
@@ -214,7 +250,7 @@ def _groups(plan: Plan, offsets: Sequence[int]) -> tuple[tuple[tuple[int, ...], 
 
 
 def _order(
-    plan: Plan,
+    orders: Sequence[IssueOrder],
     offsets: Sequence[int],
     streams: Sequence[tuple[int, ...]],
     waits: Sequence[tuple[int, ...]],
@@ -245,7 +281,7 @@ def _order(
                 if not missing[first]:
                     queue.append(first)
     if len(order) < n:
-        raise PlanError(_cycle(plan, offsets, {step[0] for step in order}, before, waits, groups, group_of))
+        raise PlanError(_cycle(orders, offsets, {step[0] for step in order}, before, waits, groups, group_of))
     return tuple(order)
 
 
@@ -268,7 +304,7 @@ def _edges(streams: Sequence[tuple[int, ...]], waits: Sequence[tuple[int, ...]])
 
 
 def _cycle(
-    plan: Plan,
+    orders: Sequence[IssueOrder],
     offsets: Sequence[int],
     ran: set[int],
     before: Sequence[int],
@@ -291,13 +327,11 @@ def _cycle(
             found = next(stuck), "meets"
         path.append((node, found[1]))
         node = found[0]
-    lines = [f"  {_where(plan, offsets, x)} {why}" for x, why in path[seen[node] :]]
-    return "\n".join(["deadlock: these instructions wait for each other", *lines, f"  {_where(plan, offsets, node)}"])
+    lines = [f"  {_where(orders, offsets, x)} {why}" for x, why in path[seen[node] :]]
+    return "\n".join(["deadlock: these instructions wait for each other", *lines, f"  {_where(orders, offsets, node)}"])
 
 
-def _where(plan: Plan, offsets: Sequence[int], node: int) -> str:
-    r = next(r for r in range(len(plan.roles)) if node < offsets[r + 1])
-    role = plan.roles[r]
-    index = node - offsets[r]
-    instr = role.program[index]
-    return f"role {role.role}, stream {instr.stream!r}, instruction {index} {instr.name} ({type(instr.parts[0].op).__name__})"
+def _where(orders: Sequence[IssueOrder], offsets: Sequence[int], node: int) -> str:
+    r = next(r for r in range(len(orders)) if node < offsets[r + 1])
+    order, index = orders[r], node - offsets[r]
+    return f"role {order.role}, stream {order.streams[index]!r}, instruction {index} {order.label(index)}"

@@ -20,6 +20,7 @@ from piper_report.style import (
     INK,
     MICROBATCHES,
     PALE,
+    SHORTEST,
     WIDTH,
     Picture,
     TimeUnit,
@@ -90,7 +91,7 @@ def timelines(traces: Sequence[Trace], plan: Plan | None) -> list[Picture]:
     """`traces`: predicted, measured, or both in this order. One drawing of the whole step, and where its bars are too narrow to
     be read, one of its middle. Of more than 8 ranks, one per role comes first; of bars narrower than half a pixel one per half
     pixel is drawn."""
-    length = max(makespan(t) for t in traces)
+    length = max(makespan(t) for t in traces) or SHORTEST
     found = [kinds(t, plan) for t in traces]
     line = Timeline(traces, plan, found, [_begun(t, plan) for t in traces], shown_ranks(traces, plan), length)
     out = [_gantt(line, Window(0.0, length), "timeline", "Timeline of a step")]
@@ -173,7 +174,7 @@ def _add(row: Row, span: Span, kind: Kind, begun: float, window: Window) -> None
     pixels = (span.end - moving) / column / 2
     thin = (to_rgb(edge) if kind.phase == "comm" else face, "none", hatch)
     look = (face, edge, hatch) if pixels >= NARROW else thin
-    row.bars.setdefault(look, []).append((moving, max(span.end - moving, column)))
+    row.bars.setdefault(look, []).append((moving, max(span.end - moving, 3 * column)))
     low, high = max(moving, window.start), min(span.end, window.end)
     points = (high - low) / column / 2 / DPI * 72
     text = next((t for t in (kind.label, str(kind.mb) if kind.mb >= 0 else "") if t and points > 5.2 * len(t) + 3), "")

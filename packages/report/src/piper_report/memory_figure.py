@@ -15,6 +15,7 @@ from piper_report.style import (
     CATEGORIES,
     INK,
     RED,
+    SHORTEST,
     Picture,
     SizeUnit,
     TimeUnit,
@@ -38,7 +39,8 @@ def memory_figure(predicted: Trace | None, measured: Trace | None, plan: Plan | 
     ranks = _ranks([t for t in (predicted, measured) if t is not None], plan)
     if not ranks:
         return None
-    length = makespan(predicted if predicted is not None and predicted.memory else measured)  # type: ignore[arg-type]  # one is
+    shown = predicted if predicted is not None and predicted.memory else measured
+    length = (makespan(shown) if shown is not None else 0.0) or SHORTEST
     unit = time_unit(length)
     space = size_unit(max(_total(m) for t in (predicted, measured) if t is not None for m in t.memory))
     figure = new_figure(0.9 + 2.1 * len(ranks))
@@ -114,8 +116,8 @@ def _stack(ax: Axes, samples: list[MemSample], length: float, unit: TimeUnit, sp
     """Draw the categories on each other; the ones that occur."""
     used = [c for c in CATEGORIES if any(c in m.bytes for m in samples)]
     if samples and samples[0].time > 0:  # before its first instruction a rank holds its states
-        held = {c: b for c, b in samples[0].bytes.items() if c in STATES}
-        samples = [MemSample(samples[0].rank, -1, 0.0, held), *samples]
+        states = {c: b for c, b in samples[0].bytes.items() if c in STATES}
+        samples = [MemSample(samples[0].rank, -1, 0.0, states), *samples]
     times = [m.time * unit.scale for m in samples] + [length * unit.scale]
     below = [0.0] * len(times)
     for category in used:

@@ -40,7 +40,8 @@ figcaption, .note { color: #555; font-size: .875rem; margin: .35rem 0 0; }
 .warning { border-left: 4px solid #d55e00; background: #fdf3ec; padding: .4rem .75rem; margin: .5rem 0; }
 summary { cursor: pointer; padding: .3rem 0; }
 @media (max-width: 40rem) { body { padding: .5rem .75rem 2rem; } dl { grid-template-columns: 1fr; gap: 0; }
-  dd { margin-bottom: .4rem; } table { font-size: .85rem; } th, td { padding: .25rem .4rem; } }
+  dd { margin-bottom: .4rem; }
+  table { font-size: .85rem; } td:first-child { white-space: normal; } th, td { padding: .25rem .4rem; } }
 @media print { h2 { break-after: avoid; } figure { break-inside: avoid; } .scroll { overflow: visible; } }
 """
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"

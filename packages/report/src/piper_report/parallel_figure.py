@@ -39,11 +39,11 @@ def parallel_figure(study: Study) -> Picture | None:
     ax.grid(False)
     ax.spines[["left", "bottom"]].set_visible(False)
     scale = Normalize(min(p for _, p in found) * unit.scale, max(p for _, p in found) * unit.scale)
-    colours = ScalarMappable(scale, colormaps["cividis"])
+    colours = colormaps["cividis"]
     axes = {n: Axis([t.params.get(n) for t, _ in found]) for n in names}
-    _lines(ax, found, axes, study.best, {t.number: colours.to_rgba(p * unit.scale) for t, p in found})
+    _lines(ax, found, axes, study.best, {t.number: colours(scale(p * unit.scale)) for t, p in found})
     _ticks(ax, axes)
-    figure.colorbar(colours, ax=ax, label=f"predicted period ({unit.name})", pad=0.01)
+    figure.colorbar(ScalarMappable(scale, colours), ax=ax, label=f"predicted period ({unit.name})", pad=0.01)
     alt = f"Parallel coordinates of {len(found)} complete candidates over {', '.join(names)}, coloured by predicted period."
     caption = "A line is a candidate; the darker, the quicker." + (" The best one is red." if study.best is not None else "")
     least, marks = max(760, 110 * len(names)), len(found) * len(names)
@@ -79,10 +79,10 @@ class Axis:
     def __init__(self, values: Sequence[Any]) -> None:
         self.unset = any(v is None for v in values)
         given = [v for v in values if v is not None]
-        numbers = [v for v in given if isinstance(v, int | float) and not isinstance(v, bool) and isfinite(v)]
-        kinds = sorted(set(numbers)) if len(numbers) == len(given) else sorted({_text(v) for v in given})
-        self.texts = [_text(k) for k in kinds]
-        self.range = (kinds[0], kinds[-1]) if len(kinds) > MOST_TICKS and len(numbers) == len(given) else None
+        found = [v for v in given if isinstance(v, int | float) and not isinstance(v, bool) and isfinite(v)]
+        numbers, numeric = sorted(set(found)), len(found) == len(given)
+        self.texts = [_text(n) for n in numbers] if numeric else sorted({_text(v) for v in given})
+        self.range = (numbers[0], numbers[-1]) if numeric and len(numbers) > MOST_TICKS else None
 
     def place(self, value: Any) -> float:
         if value is None:

@@ -13,9 +13,9 @@ from piper_report.gantt import timelines
 from piper_report.memory_figure import memory_figure
 from piper_report.page import Section, page
 from piper_report.parallel_figure import parallel_figure
-from piper_report.results import Results, Trial, load
+from piper_report.results import HANG_FILE, Results, Trial, load
 from piper_report.style import Picture, house_style
-from piper_report.summary import seconds, size
+from piper_report.summary import Table, seconds, size
 from piper_report.tables import (
     Sheet,
     cost_sheet,
@@ -41,11 +41,12 @@ DEFINITIONS = (
 
 @dataclass(frozen=True)
 class Report:
-    """The files that were written."""
+    """The files that were written, and the headline; None where nothing was predicted or measured."""
 
     html: Path
     figures: tuple[Path, ...]
     tables: tuple[Path, ...]
+    headline: Table | None = None
 
 
 def write_report(folder: str | Path, *, out: str | Path | None = None) -> Report:
@@ -61,7 +62,8 @@ def write_report(folder: str | Path, *, out: str | Path | None = None) -> Report
     html = target / "report.html"
     document = page(f"Piper: {Path(folder).resolve().name}", _facts(results), sections)
     _write(target, {**figures, **tables, html: document.encode()})
-    return Report(html, tuple(figures), tuple(tables))
+    first = next((x.table for x in items if isinstance(x, Sheet) and x.name == "headline"), None)
+    return Report(html, tuple(figures), tuple(tables), first)
 
 
 def with_aligned_clocks(results: Results) -> Results:
@@ -104,7 +106,7 @@ def _facts(results: Results) -> list[tuple[str, str]]:
         facts.append(("measured", f"{len(results.measured.step_s)} steps"))
     if study is not None:
         limit = "none" if study.memory_limit is None else size(study.memory_limit)
-        facts.append(("tuned for", f"{study.cluster}: {len(study.trials)} trials, seed {study.seed}, memory limit {limit}"))
+        facts.append(("tuned for", f"{study.cluster}: {len(study.trials)} candidates, seed {study.seed}, memory limit {limit}"))
         best = next((t for t in study.trials if t.number == study.best), None)
         facts.append(("best candidate", "none was found" if best is None else _told(best)))
     return facts
@@ -118,7 +120,8 @@ def _told(best: Trial) -> str:
 
 def _summary(results: Results) -> Section:
     items: list[Picture | Sheet | str] = []
-    warnings = [f"warning: {n}" for n in results.predicted.notes] if results.predicted else []
+    warnings = [f"warning: this run hung; {results.folder / HANG_FILE} says where every rank was"] if results.hung else []
+    warnings += [f"warning: {n}" for n in results.predicted.notes] if results.predicted else []
     if results.predicted is not None or results.measured is not None:
         items += [headline(results), DEFINITIONS]
     items += [s for s in (rank_sheet(results), source_sheet(results)) if s is not None]
@@ -165,9 +168,7 @@ def _tuning(results: Results) -> Section:
     figures = (history_figure(study), pareto_figure(study), parallel_figure(study))
     sheets = {s.name: s for s in tuning_sheets(results)}
     items: list[Picture | Sheet | str] = [x for x in figures if x is not None]
-    items += [sheets[n] for n in ("confirmed", "rejected") if n in sheets]
-    if study.rules:
-        items.append("Pruned before the search: " + " ".join(study.rules))
+    items += [sheets[n] for n in ("confirmed", "rejected", "rules") if n in sheets]
     return Section("tuning", "Tuning", (), items, [sheets["trials"]] if "trials" in sheets else [])
 
 

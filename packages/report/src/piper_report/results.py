@@ -17,9 +17,10 @@ from piper_ir.trace import Trace
 
 T = TypeVar("T")
 
+HANG_FILE = "hang.txt"
 FILES = {
     "plan.json": "piper simulate or piper run, each with --out DIR",
-    "strategy.json": "the same, and piper tune",
+    "strategy.json": "the same",
     "predicted.json": "piper simulate --out DIR, piper run",
     "spans-predicted.json": "piper simulate --out DIR, piper run",
     "measured.json": "piper run",
@@ -27,6 +28,7 @@ FILES = {
     "metrics.jsonl": "piper run",
     "study.json": "piper tune",
     "costs.json": "piper profile",
+    HANG_FILE: "piper run, when it hung",
 }
 """The files that are read, and the commands that write them."""
 
@@ -116,7 +118,8 @@ class Study:
 
 @dataclass(frozen=True)
 class Results:
-    """What a folder holds; None or empty for what it does not. `params`: the values that made the strategy."""
+    """What a folder holds; None or empty for what it does not. `params`: the values that made the strategy; `hung`: the
+    run hung, and hang.txt says where every rank was."""
 
     folder: Path
     plan: Plan | None = None
@@ -128,6 +131,7 @@ class Results:
     metrics: tuple[Metric, ...] = ()
     study: Study | None = None
     costs: Costs | None = None
+    hung: bool = False
 
 
 def load(folder: str | Path) -> Results:
@@ -150,6 +154,7 @@ def load(folder: str | Path) -> Results:
         metrics=_read(folder, "metrics.jsonl", _metrics) or (),
         study=_read(folder, "study.json", _document(Study)),
         costs=_read(folder, "costs.json", _document(Costs)),
+        hung=(folder / HANG_FILE).is_file(),
     )
     _check_together(out)
     return out

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -35,6 +36,8 @@ WIDTH = 11.0
 """Inches, of figures as wide as the page."""
 SMALLER = 8.0
 """Inches, of plain plots."""
+SHORTEST = 1e-6
+"""Seconds of an axis of time on which nothing takes any."""
 DPI = 110
 READABLE = 0.68
 """Part of its full width down to which the letters of a figure can be read."""
@@ -42,9 +45,10 @@ MOST_SVG = 220_000
 """Bytes of a vector drawing; a larger one goes into the page as pixels."""
 MOST_MARKS = 2500
 """Bars or points; of more, no vector drawing is tried."""
-FONTS = {
+FONTS: Mapping[Any, Any] = {
     "font.size": 9.0, "axes.titlesize": 10.0, "axes.labelsize": 9.0, "legend.fontsize": 8.0, "xtick.labelsize": 8.0,
     "ytick.labelsize": 8.0, "hatch.linewidth": 0.6, "svg.hashsalt": "piper", "axes.edgecolor": GREY, "text.color": INK,
+    "text.parse_math": False,  # a dollar sign in a name is a dollar sign
     "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK,
 }  # fmt: skip
 
@@ -67,7 +71,7 @@ class Picture:
 @contextmanager
 def house_style() -> Iterator[None]:
     """Figures are made and rendered in here; outside, matplotlib's settings are the user's own."""
-    with rc_context(FONTS):
+    with rc_context(dict(FONTS)):
         yield
 
 

@@ -64,18 +64,22 @@ def headline(results: Results) -> Sheet:
     p, m = results.predicted, results.measured
     gaps = idle(results.measured_trace, results.plan) if results.measured_trace is not None else []
     period = m.period_s if m else None
-    used = None if period is None else _used(results, period)
+    mfu, hfu = (None, None) if period is None else _used(results, period)
+
+    def predicted(name: str) -> float | None:
+        return getattr(p, name) if p is not None else None
+
     rows: list[tuple[str, str, Form, float | None, float | None]] = [
-        ("step in steady state", "s", seconds, p and p.period_s, period),
-        ("step alone", "s", seconds, p and p.step_s, m.step_s[0] if m and m.step_s else None),
-        ("tokens per second", "1/s", lambda v: f"{v:,.0f}", p and p.tokens_per_s, m and m.tokens_per_s),
-        ("model FLOP utilisation", "1", percent, p and p.mfu, used and used[0]),
-        ("hardware FLOP utilisation", "1", percent, p and p.hfu, used and used[1]),
-        ("exposed communication", "s", seconds, p and p.exposed_comm_s, _worst(gaps, "exposed")),
-        ("bubble, global", "s", seconds, p and p.global_bubble_s, _worst(gaps, "global_bubble")),
-        ("bubble, span", "s", seconds, p and p.span_bubble_s, _worst(gaps, "span_bubble")),
-        ("peak memory, allocated", "B", size, p and p.peak_bytes, max(m.peak_bytes.values(), default=None) if m else None),
-        ("peak memory, device", "B", size, p and p.device_bytes, None),
+        ("step in steady state", "s", seconds, predicted("period_s"), period),
+        ("step alone", "s", seconds, predicted("step_s"), m.step_s[0] if m and m.step_s else None),
+        ("tokens per second", "1/s", lambda v: f"{v:,.0f}", predicted("tokens_per_s"), m.tokens_per_s if m else None),
+        ("model FLOP utilisation", "1", percent, predicted("mfu"), mfu),
+        ("hardware FLOP utilisation", "1", percent, predicted("hfu"), hfu),
+        ("exposed communication", "s", seconds, predicted("exposed_comm_s"), _worst(gaps, "exposed")),
+        ("bubble, global", "s", seconds, predicted("global_bubble_s"), _worst(gaps, "global_bubble")),
+        ("bubble, span", "s", seconds, predicted("span_bubble_s"), _worst(gaps, "span_bubble")),
+        ("peak memory, allocated", "B", size, predicted("peak_bytes"), max(m.peak_bytes.values(), default=None) if m else None),
+        ("peak memory, device", "B", size, predicted("device_bytes"), None),
     ]  # fmt: skip
     shown = [r for r in rows if r[3] is not None or r[4] is not None]
     text = tuple((name, *(ABSENT if v is None else form(v) for v in (a, b)), _error_text(a, b)) for name, _, form, a, b in shown)
@@ -231,11 +235,12 @@ def trial_text(trial: Trial) -> str:
 
 
 def tuning_sheets(results: Results) -> list[Sheet]:
-    """Confirmed candidates, reasons of the rejected ones, and all trials; those that have rows."""
+    """Confirmed candidates, reasons of the rejected ones, the rules, and all trials; those that have rows."""
     if results.study is None:
         return []
     trials = results.study.trials
-    return [s for s in (_confirmed(trials), _rejected(trials), _trials(results)) if len(s.frame)]
+    rules = sheet("rules", "Rules that reject before compiling", [Column("rule", "rule")], [(r,) for r in results.study.rules])
+    return [s for s in (_confirmed(trials), _rejected(trials), rules, _trials(results)) if len(s.frame)]
 
 
 def _confirmed(trials: Sequence[Trial]) -> Sheet:

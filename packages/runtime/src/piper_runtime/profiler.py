@@ -29,7 +29,7 @@ from piper_runtime.parts import Run, bind_alloc, bind_operand, bind_part
 from piper_runtime.profiler_messages import Messages, MessageSample
 from piper_runtime.profiler_plans import instructions_plan, messages_plan
 from piper_runtime.rank import Rank, Trainee
-from piper_runtime.resident import reset_most, resident_bytes
+from piper_runtime.resident import most_resident, reset_most_resident
 from piper_runtime.shipping import Parcel
 from piper_runtime.streams import PHASE, RUNNING, STEP, CpuStreams, Heart
 
@@ -61,16 +61,14 @@ class ProfileRequest:
 @dataclass
 class ProfileReport:
     """Seconds, one entry per repeat. `parts`: also one per chunk of a code. `issue`: per instruction, beyond its parts; `talk`:
-    processor seconds per instruction that sends or receives a scalar. `context`: bytes resident before the first tensor;
-    `growth`: what was resident at the most, beyond that, over the bytes of tensors at the peak; 0 where the system does not
-    say. `node`: the host's name."""
+    processor seconds per instruction that sends or receives a scalar. `resident`: per number of rows, ascending, the bytes of
+    tensors at the peak and the most bytes that were resident; empty where the system does not say. `node`: the host's name."""
 
     parts: dict[Key, list[float]] = field(default_factory=dict)
     messages: list[MessageSample] = field(default_factory=list)
     issue: list[float] = field(default_factory=list)
     talk: list[float] = field(default_factory=list)
-    context: int = 0
-    growth: float = 0.0
+    resident: list[tuple[int, int]] = field(default_factory=list)
     node: str = ""
 
 
@@ -100,14 +98,11 @@ class _Profiler:
         """Everything that runs on the compute stream, and the memory that it takes."""
         trainee = self._trainee()
         plans: list[Plan] = pickle.loads(self._request.plans)
-        before = resident_bytes()
-        reset_most()
         for plan in plans:
+            reset_most_resident()
             self._passes(plan, trainee)
-        after = resident_bytes()
-        if before is not None and after is not None:
-            self.report.context = before[0]
-            self.report.growth = (after[1] - before[0]) / max(plan.roles[0].peak_bytes for plan in plans)
+            if (most := most_resident()) is not None:
+                self.report.resident.append((plan.roles[0].peak_bytes, most))
         self._updates(trainee)
 
     def _trainee(self) -> Trainee:

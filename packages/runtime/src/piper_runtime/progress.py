@@ -42,7 +42,8 @@ class Progress:
                 self.add(rank, done)
 
     def _record(self, found: Mapping[int, StepDone]) -> StepRecord:
-        loss = step_loss(self._plan, [done.scalars for done in found.values()])
+        # Summed in the order of ranks, whoever came first: a loss has the same bits in every run.
+        loss = step_loss(self._plan, [found[rank].scalars for rank in sorted(found)])
         if loss != loss:
             raise NonFiniteLossError(
                 f"step {self._next}: the sum of loss weights over the global batch is 0; is every row masked?"

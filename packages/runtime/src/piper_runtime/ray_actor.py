@@ -7,6 +7,7 @@ import mmap
 import os
 import pickle
 import tempfile
+import threading
 import time
 from collections import deque
 from datetime import timedelta
@@ -23,6 +24,7 @@ from piper_runtime.watch import LOADING_HEART
 from piper_runtime.worker import Seat, answer, warm_up
 
 RENDEZVOUS_S = 60.0
+LIFELINE_S = 0.5
 
 
 class RankActor:
@@ -31,6 +33,7 @@ class RankActor:
 
     def __init__(self, rank: int, world: int, name: str, threads: int):
         torch.set_num_threads(threads)
+        threading.Thread(target=_end_with, args=(os.getppid(),), name="piper lifeline", daemon=True).start()
         self._rank, self._world = rank, world
         self._file = Path(tempfile.gettempdir(), name)
         self._hearts = memoryview(_shared(self._file, 8 * HEART_SLOTS * world)).cast("q")
@@ -81,6 +84,13 @@ class RankActor:
         while self._said:
             out.append(self._said.popleft())
         return out
+
+
+def _end_with(parent: int) -> None:
+    """End when the raylet that started this process has gone: Ray does so too, but a busy process may take minutes."""
+    while os.getppid() == parent:
+        time.sleep(LIFELINE_S)
+    os._exit(1)
 
 
 def _shared(file: Path, size: int) -> mmap.mmap:

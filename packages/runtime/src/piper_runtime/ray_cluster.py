@@ -19,14 +19,26 @@ PROBE_S = 3.0
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """RFC 9113, 3.4: the client's preface with an empty SETTINGS frame. A server, as Ray's is, answers with a SETTINGS frame."""
 _JANITOR = """
-import shutil, sys, time
+import os, shutil, signal, sys, time
+folder = sys.argv[1]
+def end(pid):
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            ours = b"ray" in file.read()
+        held = [os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")] if ours else []
+        if any(name.startswith(folder + "/") for name in held):
+            os.kill(int(pid), signal.SIGKILL)
+    except OSError:
+        pass  # another user's, or it has ended
 sys.stdin.read()
 for _ in range(20):
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else []):
+        end(pid)
+    shutil.rmtree(folder, ignore_errors=True)
     time.sleep(0.5)
 """
-"""Waits for our end, however we end, and removes the folder of a Ray that ends with us; its processes may still write for a
-moment."""
+"""Waits for our end, however we end. If Ray was not ended before, it ends those of Ray's processes that outlive the driver by a
+minute (they have logs open in the folder), and removes the folder, into which others may still write for a moment."""
 
 
 class RayLink:
@@ -129,7 +141,13 @@ def _silence(host: str, port: int) -> str | None:
 def _start(ray: Any, cpus: int) -> RayLink:
     # A short path: Ray puts sockets below it, whose names may have about 100 characters.
     folder = tempfile.mkdtemp(prefix="piper-", dir="/tmp")
-    janitor = subprocess.Popen([sys.executable, "-S", "-c", _JANITOR, folder], stdin=subprocess.PIPE, start_new_session=True)
+    janitor = subprocess.Popen(
+        [sys.executable, "-S", "-c", _JANITOR, folder],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
 
     def end() -> None:
         ray.shutdown(wait_for_processes=True)

@@ -7,11 +7,14 @@ import pickle
 import re
 import socket
 import sys
+import tempfile
 import time
 import uuid
 import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from piper_ir.errors import ExecutionError
@@ -23,7 +26,7 @@ from piper_runtime.progress import OnStep, Progress
 from piper_runtime.ray_actor import RankActor, pack
 from piper_runtime.ray_cluster import RayLink, connect
 from piper_runtime.ray_placement import Place, place_ranks
-from piper_runtime.report import RankReport, StepDone
+from piper_runtime.report import aligned
 from piper_runtime.watch import LOADING_HEART, STARTUP_S, TICK_S, Watch
 
 GONE_S = 5.0
@@ -46,6 +49,7 @@ class _Team:
     looks: dict[Any, int] = field(default_factory=dict)
     deaths: dict[int, str] = field(default_factory=dict)
     look_at: float = 0.0
+    shared: str = field(default_factory=lambda: f"piper-{uuid.uuid4().hex}")
 
     def send(self, requests: Mapping[int, Any]) -> None:
         """Give every rank its request; what several ranks share goes to the object store once."""
@@ -100,13 +104,8 @@ class _Team:
         return before + [(rank, self._aligned(rank, m)) for m in said]
 
     def _aligned(self, rank: int, message: Any) -> Any:
-        """A message with its times on this process's clock."""
-        ahead, error = self.clocks.get(self.places[rank].node, (0.0, 0.0))
-        if isinstance(message, StepDone) and ahead:
-            return replace(message, started=message.started - ahead, finished=message.finished - ahead)
-        if isinstance(message, RankReport) and ahead:
-            message.shift(-ahead, error)
-        return message
+        clock = self.clocks.get(self.places[rank].node)
+        return message if clock is None else aligned(message, *clock)
 
     def heart(self, rank: int) -> Sequence[int]:
         """As of the last look at its node."""
@@ -137,14 +136,16 @@ class _Team:
         """Kill every actor, and wait until those of this machine are gone."""
         if not self.ray.is_initialized():
             return
-        for actor in self.actors:
-            self.ray.kill(actor)
-        self.ray.util.remove_placement_group(self.group)
+        with suppress(self.ray.exceptions.RayError):  # a cluster that is gone has nothing left
+            for actor in self.actors:
+                self.ray.kill(actor)
+            self.ray.util.remove_placement_group(self.group)
         deadline = time.monotonic() + GONE_S
         here = {p for p, place in zip(self.pids, self.places) if place.here}
         while time.monotonic() < deadline and any(os.path.exists(f"/proc/{p}") for p in here):
             time.sleep(0.01)
         self.actors.clear()
+        Path(tempfile.gettempdir(), self.shared).unlink(missing_ok=True)  # there only if the actors did not come up
 
 
 class RayPool:
@@ -195,8 +196,10 @@ class RayPool:
             team = self.start()
             team.send(requests)
             return Watch(plan, team, len(requests), timeout_s).collect(progress)
-        except BaseException:
+        except BaseException as e:
             self._end_team()
+            if self._link is not None and isinstance(e, self._link.ray.exceptions.RayError):
+                raise ExecutionError(f"Ray {_cause(e)}") from e
             raise
 
     def start(self) -> _Team:
@@ -219,14 +222,14 @@ class RayPool:
 
 def _bring_up(team: _Team, threads: int, gpus: int) -> None:
     """Create the actors, compare their software, and connect them."""
-    ray, world, name = team.ray, len(team.places), f"piper-{uuid.uuid4().hex}"
+    ray, world = team.ray, len(team.places)
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
     # A look must be answered while a request is performed, and in spite of one that hangs.
     options = dict(num_cpus=1, num_gpus=gpus, max_concurrency=4, runtime_env={"env_vars": _variables(threads)})
     for rank, place in enumerate(team.places):
         chosen = strategy(team.group, placement_group_bundle_index=place.bundle, placement_group_capture_child_tasks=False)
         actor = ray.remote(RankActor).options(scheduling_strategy=chosen, **options)
-        team.actors.append(actor.remote(rank, world, name, threads))
+        team.actors.append(actor.remote(rank, world, team.shared, threads))
     found = team.ask("start", {a.describe.remote(): r for r, a in enumerate(team.actors)})
     team.pids = [found[r][0] for r in range(world)]
     first_of_node = {place.node: rank for rank, place in reversed(list(enumerate(team.places)))}

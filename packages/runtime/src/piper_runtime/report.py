@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -83,6 +84,15 @@ class RankReport:
         self.spans = list(spans)
         if counter is not None:
             self.memory = counter.record()
+
+
+def aligned(message: Any, ahead: float, error_s: float) -> Any:
+    """What a rank says, with its times on the launcher's clock: the rank's is `ahead` seconds ahead of it, known to `error_s`."""
+    if isinstance(message, StepDone):
+        return replace(message, started=message.started - ahead, finished=message.finished - ahead)
+    if isinstance(message, RankReport):
+        message.shift(-ahead, error_s)
+    return message
 
 
 def measured_step(steps: int) -> int:

@@ -7,20 +7,16 @@ from pathlib import Path
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def resident_bytes() -> tuple[int, int] | None:
-    """Bytes resident now, and the most since the process began or `reset_most`; None where the system does not say."""
+def most_resident() -> int | None:
+    """The most bytes that were resident since the process began or `reset_most_resident`; None where the system does not say."""
     if not _STATUS.is_file():
         return None
-    lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines() if ":" in line)
-    try:
-        now, most = (int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
-    except KeyError:
-        return None
-    return now, most
+    found = [line.split() for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:")]
+    return int(found[0][1]) * 1024 if found else None
 
 
-def reset_most() -> None:
-    """Count the most from now on; without effect where the system does not allow it."""
+def reset_most_resident() -> None:
+    """Count from now on; without effect where the system does not allow it."""
     try:
         _CLEAR.write_text("5")
     except OSError:

@@ -83,10 +83,9 @@ def execute(
     longer counts as hung. trace: keep the last step's spans (about 1 us per instruction). memory: measure peak bytes in the
     second step, in the first if there is no other (slows that step). gradients: keep the gradients of every step. pool: workers
     to use again; without one they are started and ended in this call. ranges: name instructions in profilers, see
-    `piper_runtime.ranges`. on_step: called here with every finished step, in order,
-    while the run goes on; when it raises, that is a warning and the run goes on. JobError: the job does not fit the plan.
-    NonFiniteLossError: step, rank, microbatch. HangError: every rank's last instructions. ExecutionError: rank, node,
-    instruction, peer."""
+    `piper_runtime.ranges`. on_step: called here with every finished step, in order, while the run goes on; when it raises, that
+    is a warning and the run goes on. JobError: the job does not fit the plan. NonFiniteLossError: step, rank, microbatch.
+    HangError: every rank's last instructions. ExecutionError: rank, node, instruction, peer."""
     check_request(plan, job, steps, launcher, timeout_s)
     initial = materialize(job)
     if launcher == "inline":

@@ -27,12 +27,13 @@ from piper_ir.plan import Plan
 from piper_runtime.gloo import FOREVER, LOOPBACK, GlooCommunicators
 from piper_runtime.messages import Failure
 from piper_runtime.progress import OnStep, Progress
-from piper_runtime.report import RankReport
+from piper_runtime.report import RankReport, aligned
 from piper_runtime.watch import LOADING_HEART, STARTUP_S, TICK_S, Watch
 from piper_runtime.worker import Seat, answer
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 RENDEZVOUS_S = 60.0
+CLOCK_SAMPLES = 9
 _DONE = "done"
 
 
@@ -63,6 +64,7 @@ class _Member:
     store: Any
     everyone: Any
     said: queue.SimpleQueue[Any]
+    clock: tuple[float, float]
     runs: int = 0
     broken: bool = False
 
@@ -80,9 +82,14 @@ def _join() -> _Member:
         heart = memoryview(array("q", LOADING_HEART))
         communicators = GlooCommunicators(dist.PrefixStore("channels", store), rank, interface)
         everyone = communicators.group("everyone", list(range(world))) if world > 1 else None
+        clock = (0.0, 0.0) if interface == LOOPBACK else clock_ahead(everyone, rank, world)
         local = [_number(name) if name in os.environ else None for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
-        seat = Seat(rank, communicators, heart, said.put, *local)  # type: ignore[arg-type]  # as in worker
-        _member = _Member(seat, store, everyone, said)
+
+        def tell(message: Any) -> None:
+            said.put(aligned(message, *clock))
+
+        seat = Seat(rank, communicators, heart, tell, *local)  # type: ignore[arg-type]  # as in worker
+        _member = _Member(seat, store, everyone, said, clock)
     return _member
 
 
@@ -104,6 +111,26 @@ def _interface(world: int) -> str:
         probe.connect((os.environ["MASTER_ADDR"], _number("MASTER_PORT")))  # sends nothing: it only chooses the way out
         address: str = probe.getsockname()[0]
     return address
+
+
+def clock_ahead(everyone: Any, rank: int, world: int) -> tuple[float, float]:
+    """Seconds that this rank's clock is ahead of rank 0's, and the error of that: half of the quickest of some round trips.
+    `everyone`: the group of all ranks, all of which call this."""
+    found = [(0.0, 0.0)] if rank == 0 else []
+    for other in range(1, world):
+        for _ in range(CLOCK_SAMPLES if rank in (0, other) else 0):
+            start = time.perf_counter()
+            theirs = torch.tensor([start], dtype=torch.float64)
+            if rank == 0:
+                everyone.recv([theirs], other, 0).wait()
+                everyone.send([torch.tensor([time.perf_counter()], dtype=torch.float64)], other, 0).wait()
+                continue
+            everyone.send([theirs.clone()], 0, 0).wait()
+            everyone.recv([theirs], 0, 0).wait()
+            end = time.perf_counter()
+            found.append(((end - start) / 2, (start + end) / 2 - theirs.item()))
+    error, ahead = min(found)
+    return ahead, error
 
 
 @dataclass
@@ -222,7 +249,7 @@ def _check_same(plan: Plan, mail: _Mail, rank: int) -> None:
 def _perform(member: _Member, request: Any, kept: list[Any]) -> None:
     """In a thread of its own, so that a rank that hangs can still be given up."""
     member.seat.heart[:] = memoryview(LOADING_HEART)  # type: ignore[call-overload]  # a memoryview takes slices
-    found = answer(member.seat, request)
+    found = aligned(answer(member.seat, request), *member.clock)
     kept.append(found)
     member.said.put(found if isinstance(found, Failure) else _DONE)
 

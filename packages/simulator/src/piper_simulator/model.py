@@ -81,6 +81,8 @@ class CostModel:
         self._steps: dict[Compute, Work] = {}
         self._links: dict[str, _Link] = {}
         self._messages: dict[tuple[str, int], Work] = {}
+        self._others: dict[tuple[str, int], Work] = {}
+        self._busy_s: dict[tuple[str, int], float] = {}
         self._beside: dict[str, dict[int, float]] = {}
         self._calls: dict[str, set[int]] = {}
 
@@ -127,8 +129,10 @@ class CostModel:
         return taken
 
     def _busy(self, op: Comm, part: Part) -> float:
-        channel = self.plan.channel(op.channel)
-        return self.costs.busy_s(*self._comm_key(channel, self._traffic.message(op, part)))
+        key = (op.channel, self._traffic.message(op, part))
+        if key not in self._busy_s:
+            self._busy_s[key] = self.costs.busy_s(*self._comm_key(self.plan.channel(op.channel), key[1]))
+        return self._busy_s[key]
 
     def _part(self, role: RolePlan, part: Part) -> Work:
         if isinstance(part.op, Compute):
@@ -137,20 +141,25 @@ class CostModel:
             return self._steps[part.op]
         if self.given:
             return Work(0.0, "given")
-        touched = self._traffic.touched(role, part)
-        known = self.costs.of_part(type(part.op).__name__, touched)
+        key = (type(part.op).__name__, self._traffic.touched(role, part))
+        if key not in self._others:
+            self._others[key] = self._other(*key, part.node)
+        found = self._others[key]
+        called = self._batch_s(role, part) if isinstance(part.op, Load) else 0.0
+        return Work(found.seconds + called, found.source) if called else found
+
+    def _other(self, op: str, touched: int, node: str) -> Work:
+        known = self.costs.of_part(op, touched)
         if known is not None:
-            return Work(known.seconds + self._batch_s(role, part), known.source)
-        cluster = self._need(part.node)
-        self._provenance.computed(type(part.op).__name__)
+            return Work(known.seconds, known.source)
+        cluster = self._need(node)
+        self._provenance.computed()
         return Work(_launched(cluster, touched / (cluster.memory_bandwidth * cluster.memory_fraction), 1), "formula")
 
     def _batch_s(self, role: RolePlan, part: Part) -> float:
         """Seconds of the job's batch function, which the first load of a microbatch on a role calls."""
-        if not isinstance(part.op, Load) or not self._is_first(role, part):
-            return 0.0
         known = self.costs.of_part("Batch", self.plan.rows)
-        return known.seconds if known is not None else 0.0
+        return known.seconds if known is not None and self._is_first(role, part) else 0.0
 
     def _is_first(self, role: RolePlan, part: Part) -> bool:
         if role.role not in self._calls:

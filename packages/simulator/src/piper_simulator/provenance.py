@@ -47,7 +47,7 @@ class Provenance:
         self._dtypes.update(dict.fromkeys(guessed))
         (self._far if self._costs.rows_of(chunk.code, step) else self._unknown)[chunk.id] = None
 
-    def computed(self, op: str) -> None:
+    def computed(self) -> None:
         """The duration of another op was computed."""
         self._computed = True
 

@@ -134,12 +134,13 @@ def with_sums(graph: Graph, nodes: list[Node]) -> list[Node]:
 
 def _connect(edit: Editor, node_id: str, role: str) -> None:
     """Add communication on the edges between a newly placed node and nodes placed elsewhere."""
-    for value in edit.nodes[node_id].reads:
-        writer = edit.nodes.get(edit.writer.get(value, ""))
+    nodes, node = edit.nodes, edit.nodes[node_id]
+    for value in node.reads:
+        writer = nodes.get(edit.writer.get(value, ""))
         if writer is not None and writer.role not in ("", role):
             edit.reread(node_id, value, edit.transfer(value, writer.role, role))
-    for value in edit.nodes[node_id].writes:
+    for value in node.writes:
         for reader in edit.readers.get(value, ()):
-            other = edit.nodes[reader]
+            other = nodes[reader]
             if other.role not in ("", role) and other.coords["op"] in ("compute", "add"):
                 edit.reread(reader, value, edit.transfer(value, role, other.role))

@@ -50,8 +50,7 @@ def split_all(graph: Graph, microbatches: int) -> Graph:
     empty = replace(graph, nodes={}, values={}, writer={}, readers={}, index={}, order_edges={}, _sets={}, _selected={})
     edit = Editor(empty)
     for id, value in graph.values.items():
-        for mb in range(microbatches):
-            edit.value(f"{id}@{mb}", value.spec, value.category)
+        edit.same_values([f"{id}@{mb}" for mb in range(microbatches)], value)
     for node in graph.nodes.values():
         for mb in range(microbatches):
             reads = tuple([f"{v}@{mb}" for v in node.reads])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from piper_compiler.passes.dependencies import Dependencies
 from piper_ir.graph import Graph, Node
-from piper_ir.ops import COMM, SquaredNorm, Update
+from piper_ir.ops import SquaredNorm, Update
 
 Task = list[int]
 """Node numbers that one compute instruction runs, in order."""
@@ -18,17 +18,17 @@ Task = list[int]
 def tasks(graph: Graph, deps: Dependencies, sequence: list[int], fuse: bool) -> dict[str, list[Task]]:
     """Role -> its compute instructions in order; one node each unless `fuse`."""
     place = {i: k for k, i in enumerate(sequence)}
-    feeds_comm = _last_before_reductions(graph, deps, place)
-    feeds_comm |= {i for i, after in enumerate(deps.after) if any(_sends(deps, i, j) for j in after)}
+    ends = _last_before_reductions(graph, deps, place) | _senders(deps)
+    arriving = {v for i, comm in enumerate(deps.comm) if comm for v in deps.nodes[i].writes}
     out: dict[str, list[Task]] = {role: [] for role in graph.roles}
     received: set[tuple[str, str]] = set()
     for i in sequence:
-        node = deps.nodes[i]
-        if isinstance(node.op, COMM):
+        if deps.comm[i]:
             continue
-        fresh = _fresh(graph, deps, node, received)
+        node = deps.nodes[i]
         mine = out[node.role]
-        if fuse and mine and not fresh and mine[-1][-1] not in feeds_comm and _alike(deps.nodes[mine[-1][-1]], node):
+        fresh = _fresh(node, arriving, received)
+        if fuse and mine and not fresh and mine[-1][-1] not in ends and _alike(deps.nodes[mine[-1][-1]], node):
             mine[-1].append(i)
         else:
             mine.append([i])
@@ -36,13 +36,15 @@ def tasks(graph: Graph, deps: Dependencies, sequence: list[int], fuse: bool) -> 
 
 
 def _alike(a: Node, b: Node) -> bool:
-    keys = ("phase", "mb")
-    return not isinstance(b.op, Update) and all(a.coords.get(k) == b.coords.get(k) for k in keys)
+    if isinstance(b.op, Update):
+        return False
+    return a.coords.get("mb") == b.coords.get("mb") and a.coords.get("phase") == b.coords.get("phase")
 
 
-def _sends(deps: Dependencies, i: int, j: int) -> bool:
-    """Whether node j is a communication that carries a value of node i."""
-    return isinstance(deps.nodes[j].op, COMM) and any(v in deps.nodes[i].writes for v in deps.nodes[j].reads)
+def _senders(deps: Dependencies) -> set[int]:
+    """The nodes of which a communication carries a value."""
+    made_by = deps.made
+    return {made_by[v] for i, comm in enumerate(deps.comm) if comm for v in deps.nodes[i].reads if v in made_by}
 
 
 def _last_before_reductions(graph: Graph, deps: Dependencies, place: dict[int, int]) -> set[int]:
@@ -52,12 +54,12 @@ def _last_before_reductions(graph: Graph, deps: Dependencies, place: dict[int, i
     }
 
 
-def _fresh(graph: Graph, deps: Dependencies, node: Node, received: set[tuple[str, str]]) -> bool:
-    """Whether the node must wait for a communication for which nothing before it on its role has waited."""
+def _fresh(node: Node, arriving: set[str], received: set[tuple[str, str]]) -> bool:
+    """Whether the node must wait for a communication for which nothing before it on its role has waited. `arriving`: the values
+    that communication writes."""
     out = isinstance(node.op, SquaredNorm | Update)
     for v in node.reads:
-        writer = graph.writer.get(v)
-        if writer is not None and isinstance(graph.nodes[writer].op, COMM) and (node.role, v) not in received:
+        if v in arriving and (node.role, v) not in received:
             received.add((node.role, v))
             out = True
     return out

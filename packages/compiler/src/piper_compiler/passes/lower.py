@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from piper_compiler.durations import chunk_seconds
+from piper_compiler.durations import InstructionSeconds
 from piper_compiler.passes.complete import Training
 from piper_compiler.passes.dependencies import Dependencies, dependencies
+from piper_compiler.passes.draft import DraftPart, RoleDraft, unseen
 from piper_compiler.passes.fuse import Task, tasks
 from piper_compiler.passes.parts import PartMaker
 from piper_compiler.passes.positions import Positions, positions
-from piper_compiler.passes.release import with_frees, without_repeats
-from piper_compiler.passes.schedule import LINK, schedule
+from piper_compiler.passes.release import releases
+from piper_compiler.passes.schedule import schedule
 from piper_ir.costs import Costs
-from piper_ir.graph import Graph
+from piper_ir.graph import Graph, Node
 from piper_ir.memory import with_peaks
-from piper_ir.ops import AllReduce, Compute, Recv, Send
-from piper_ir.plan import COMPUTE, Instr, Plan, RolePlan, State
+from piper_ir.ops import AllReduce
+from piper_ir.plan import COMPUTE, Plan, RolePlan, State, Values
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, bind
-from piper_ir.timing import prepare, sweep
+from piper_ir.timing import prepare_orders, sweep
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ def lower(graph: Graph, rows: int, training: Training, options: Options, costs: 
     work = tasks(graph, deps, sequence, options.fuse)
     where = positions(graph, deps, sequence, work, options.recv_ahead)
     maker = PartMaker(graph, chunks, rows, graph.replicas)
-    states = _states(graph, training)
-    roles = tuple(_role(graph, role, deps, work[role], where, maker, states[role]) for role in graph.roles)
+    seconds = InstructionSeconds(chunks.values(), costs)
+    drafts = [_draft(graph, role, deps, work[role], where, maker, seconds) for role in graph.roles]
     program = graph.program
     plan = Plan(
         program.key,
@@ -50,10 +50,10 @@ def lower(graph: Graph, rows: int, training: Training, options: Options, costs: 
         rows,
         graph.microbatches,
         graph.replicated,
-        roles,
+        _roles(graph, drafts, _states(graph, training)),
         tuple(graph.channels.values()),
         tuple(graph.buckets.values()),
-        maker.values,
+        Values(maker.kinds),
         tuple(chunks.values()),
         program.params,
         program.buffers,
@@ -63,7 +63,7 @@ def lower(graph: Graph, rows: int, training: Training, options: Options, costs: 
         options.recv_ahead,
         training.tokens_per_row,
     )
-    return with_peaks(_with_frees(plan, costs))
+    return with_peaks(plan)
 
 
 def _bound_chunks(graph: Graph, rows: int) -> dict[str, Chunk]:
@@ -76,81 +76,83 @@ def _bound_chunks(graph: Graph, rows: int) -> dict[str, Chunk]:
     return out
 
 
-def _role(
+def _draft(
     graph: Graph,
     role: str,
     deps: Dependencies,
     work: list[Task],
     where: Positions,
     maker: PartMaker,
-    states: tuple[State, ...],
-) -> RolePlan:
-    builder = _RoleBuilder(graph, deps, where, maker)
+    seconds: InstructionSeconds,
+) -> RoleDraft:
+    builder = _RoleBuilder(role, graph, deps, maker, seconds)
     pending = iter([*where.comm[role], (-1, 1 << 60)])
     node, at = next(pending)
     for k, task in enumerate(work):
         while at <= k:
             builder.comm(node)
             node, at = next(pending)
-        builder.compute(k, task)
+        builder.compute(task)
     assert node == -1, "communication after the Update"
-    program = builder.finished()
-    streams = tuple(dict.fromkeys([COMPUTE, *(i.stream for i in program)]))
-    ranks = graph.mesh.ranks(graph.roles[role])
-    return RolePlan(role, graph.roles[role], ranks, program, streams, states, tuple(builder.first))
+    return builder.draft
 
 
 class _RoleBuilder:
     """Appends instructions in program order and derives their waits from the edges of the graph."""
 
-    def __init__(self, graph: Graph, deps: Dependencies, where: Positions, maker: PartMaker) -> None:
-        self.graph, self.deps, self.where, self.maker = graph, deps, where, maker
-        self.program: list[Instr] = []
-        self.count: dict[str, int] = {}
+    def __init__(self, role: str, graph: Graph, deps: Dependencies, maker: PartMaker, seconds: InstructionSeconds) -> None:
+        self.graph, self.deps, self.maker, self.seconds = graph, deps, maker, seconds
+        self.draft = RoleDraft(role)
+        self.count: dict[str, int] = {COMPUTE: 0}
+        self.seen: dict[str, dict[str, int]] = {}
         self.done: dict[int, tuple[str, int]] = {}
-        self.allocs: dict[int, list[str]] = {}
-        self.computes: list[int] = []
-        self.first: list[str] = []
+        self.last_compute = -1
 
-    def compute(self, k: int, task: Task) -> None:
+    def compute(self, task: Task) -> None:
         waits = self._waits(task, COMPUTE)
-        self.computes.append(len(self.program))
-        self._append(Instr(COMPUTE, tuple(self.maker.task(self.deps, task)), waits), task)
+        parts = self.maker.task(self.deps, task)
+        self.last_compute = len(self.draft.streams)
+        self._append(COMPUTE, parts, waits, self.seconds.compute([part[1] for part in parts]), task)
 
     def comm(self, i: int) -> None:
         node = self.deps.nodes[i]
         part = self.maker.comm(node)
-        waits = dict(self._waits([i], node.stream))
-        if part.writes:  # its buffer is made right after the latest compute instruction
-            if self.computes:
-                self.allocs.setdefault(self.computes[-1], []).extend(part.writes)
-                waits[COMPUTE] = max(waits.get(COMPUTE, 0), self.count[COMPUTE])
+        waits = self._waits([i], node.stream)
+        if node.writes:  # its buffer is made right after the latest compute instruction
+            if self.last_compute >= 0:
+                self.draft.allocs_after.setdefault(self.last_compute, []).extend(node.writes)
+                waits[COMPUTE] = self.count[COMPUTE]
             else:
-                self.first.extend(part.writes)
-        self._append(Instr(node.stream, (part,), tuple(waits.items())), [i])
+                self.draft.allocs_first.extend(node.writes)
+        self._append(node.stream, [part], waits, self._comm_seconds(node), [i])
 
-    def finished(self) -> tuple[Instr, ...]:
-        for k, values in self.allocs.items():
-            self.program[k] = replace(self.program[k], allocs_after=tuple(values))
-        return tuple(self.program)
+    def _comm_seconds(self, node: Node) -> float:
+        if isinstance(node.op, AllReduce):
+            return self.seconds.reduction(self.graph.buckets[node.op.bucket] if node.op.bucket else None)
+        return self.seconds.transfer(self.maker.nbytes((*node.reads, *node.writes)[0]))
 
-    def _append(self, instr: Instr, nodes: Task) -> None:
-        n = self.count[instr.stream] = self.count.get(instr.stream, 0) + 1
-        self.program.append(instr)
+    def _append(self, stream: str, parts: list[DraftPart], waits: dict[str, int], seconds: float, nodes: Task) -> None:
+        n = self.count[stream] = self.count.get(stream, 0) + 1
+        draft = self.draft
+        draft.streams.append(stream)
+        draft.parts.append(parts)
+        draft.waits.append(unseen(waits, self.seen.setdefault(stream, {})))
+        draft.seconds.append(seconds)
         for i in nodes:
-            self.done[i] = (instr.stream, n)
+            self.done[i] = (stream, n)
 
-    def _waits(self, nodes: Task, stream: str) -> tuple[tuple[str, int], ...]:
-        """What the nodes need from other streams of their role. (A receive needs its send, which is on another role: a
-        rendezvous.)"""
+    def _waits(self, nodes: Task, stream: str) -> dict[str, int]:
+        """What the nodes need from other streams of their role, of which alone `done` knows. (A receive needs its send, which is
+        on another role: a rendezvous.)"""
         out: dict[str, int] = {}
+        done = self.done
         for i in nodes:
             for j in self.deps.before[i]:
-                if j in self.done and self.deps.nodes[j].role == self.deps.nodes[i].role:
-                    other, n = self.done[j]
-                    if other != stream:
-                        out[other] = max(out.get(other, 0), n)
-        return tuple(out.items())
+                if j in done:
+                    other, n = done[j]
+                    if other != stream and n > out.get(other, 0):
+                        out[other] = n
+        return out
 
 
 def _states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
@@ -174,34 +176,16 @@ def _states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
     return {role: tuple(states.values()) for role, states in out.items()}
 
 
-def _with_frees(plan: Plan, costs: Costs | None) -> Plan:
-    """Decide frees by a run without them under canonical durations."""
-    bare = replace(plan, roles=tuple(without_repeats(r) for r in plan.roles))
-    prepared = prepare(bare)
-    times = sweep(prepared, canonical_durations(bare, costs), latency=plan.hop)
-    roles = [
-        without_repeats(with_frees(role, offset, prepared, times))
-        for role, offset in zip(bare.roles, prepared.offsets, strict=False)
-    ]
-    return replace(bare, roles=tuple(roles))
-
-
-def canonical_durations(plan: Plan, costs: Costs | None = None) -> list[float]:
-    """Seconds per instruction in the order of `piper_ir.timing.prepare`, without a cluster."""
-    known: dict[tuple[str, str], float] = {}
-    for chunk in plan.chunks:
-        for step in chunk.steps:
-            known[(chunk.id, step)] = chunk_seconds(chunk, step, costs)
-    return [_seconds(plan, instr, known) for _, _, instr in plan.instructions()]
-
-
-def _seconds(plan: Plan, instr: Instr, known: Mapping[tuple[str, str], float]) -> float:
-    op = instr.parts[0].op
-    match op:
-        case Send() | Recv():
-            value = (*instr.parts[0].reads, *instr.parts[0].writes)[0]
-            return plan.values[value].nbytes / LINK
-        case AllReduce(bucket=bucket) if bucket and plan.chunks and plan.chunks[0].steps["F"].cost.seconds is None:
-            return plan.bucket(bucket).numel * ITEM_BYTES[plan.bucket(bucket).dtype] / LINK
-        case _:
-            return sum(known[(p.op.chunk, p.op.step)] for p in instr.parts if isinstance(p.op, Compute))
+def _roles(graph: Graph, drafts: list[RoleDraft], states: dict[str, tuple[State, ...]]) -> tuple[RolePlan, ...]:
+    """The roles with their frees, which a run without them under canonical durations decides."""
+    prepared = prepare_orders([draft.issue_order() for draft in drafts], graph.channels.values())
+    durations = [s for draft in drafts for s in draft.seconds]
+    times = sweep(prepared, durations, latency=graph.program.hop)
+    out = []
+    for draft, offset in zip(drafts, prepared.offsets, strict=False):
+        program = draft.instructions(releases(draft, offset, times))
+        streams = tuple(dict.fromkeys([COMPUTE, *draft.streams]))
+        placed = graph.roles[draft.role]
+        first = tuple(draft.allocs_first)
+        out.append(RolePlan(draft.role, placed, graph.mesh.ranks(placed), program, streams, states[draft.role], first))
+    return tuple(out)

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+
 from piper_compiler.passes.dependencies import Dependencies
+from piper_compiler.passes.draft import DraftPart
 from piper_compiler.passes.fuse import Task
-from piper_compiler.ports import value_reads, value_writes
-from piper_ir.graph import Graph, Node
+from piper_compiler.ports import kept, port_category, value_reads, value_writes
+from piper_ir.graph import Graph, GraphValue, Node
 from piper_ir.ops import Compute, Load, Seed
-from piper_ir.plan import Part, Value, is_state
+from piper_ir.plan import Category, is_state
 from piper_ir.program import Chunk
 from piper_ir.program import Step as ChunkStep
-from piper_ir.sizes import TensorSpec
+from piper_ir.sizes import TensorSpec, bind
 
-Inner = tuple[str, TensorSpec]
-"""A port whose value stays inside of a Compute node."""
-Step = tuple[str, Compute, tuple[int, ...], tuple[int, ...]]
-"""Name and op of a part, and where its reads and writes stand among the values of its node."""
+Kind = tuple[TensorSpec, Category]
+Pick = Callable[[Sequence[str]], tuple[str, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """How the Compute nodes of one op become parts, for all microbatches. Values are counted through: the reads of the node, its
+    writes, what F keeps (`kept`), what I hands to W (`inner`), the latter two by name. `made`: those that come into being, with
+    their `kinds`; `parts`: name and op of each part, and which values it reads and writes."""
+
+    kept: tuple[str, ...]
+    inner: tuple[str, ...]
+    made: Pick
+    kinds: tuple[Kind, ...]
+    parts: tuple[tuple[str, Compute, Pick, Pick], ...]
 
 
 class PartMaker:
@@ -24,83 +40,98 @@ class PartMaker:
     def __init__(self, graph: Graph, chunks: dict[str, Chunk], rows: int, replicas: int) -> None:
         self.graph, self.chunks, self.rows = graph, chunks, rows
         self.seed = 1.0 / (graph.microbatches * replicas) if graph.program.loss_kind == "mean" else 1.0
-        self.values: dict[str, Value] = {}
-        self.loaded: set[str] = set()
-        self.specs: dict[TensorSpec, TensorSpec] = {}
-        self.steps: dict[Compute, tuple[list[Inner], list[Step]]] = {}
+        self.kinds: dict[str, Kind] = {}
+        self.bound: dict[int, Kind] = {}  # by the id of a value of the graph, which microbatches share
+        self.sizes: dict[int, int] = {}  # likewise, of specs that are kept here
+        self.kept: dict[tuple[str, int], list[str]] = {}  # (chunk, microbatch) -> values
+        self.templates: dict[int, _Template] = {}  # likewise, of an op
 
-    def task(self, deps: Dependencies, task: Task) -> list[Part]:
-        """The parts of one compute instruction, without frees."""
-        out: list[Part] = []
+    def task(self, deps: Dependencies, task: Task) -> list[DraftPart]:
+        """The parts of one compute instruction."""
+        out: list[DraftPart] = []
+        writer = self.graph.writer
         for i in task:
             node = deps.nodes[i]
-            reads = tuple([self._source(v, node, out) for v in node.reads])
+            reads = tuple([v if v in writer else self._source(v, node, out) for v in node.reads])
             if isinstance(node.op, Compute):
-                out += self._compute(node, node.op, reads)
+                self._compute(node, node.op, reads, out)
             else:
-                out.append(Part(node.id, node.op, node.mb, reads, node.writes))
                 self._declare(node.writes)
+                out.append((node.id, node.op, node.mb, reads, node.writes))
         return out
 
-    def comm(self, node: Node) -> Part:
+    def comm(self, node: Node) -> DraftPart:
         """The one part of a communication instruction."""
         self._declare(node.writes)
-        return Part(node.id, node.op, node.mb, node.reads, node.writes)
+        return node.id, node.op, node.mb, node.reads, node.writes
 
-    def _source(self, value: str, node: Node, out: list[Part]) -> str:
-        """The value to read; a batch tensor or loss gradient is made on first use on the role."""
-        if value in self.graph.writer:
-            return value
+    def nbytes(self, value: str) -> int:
+        """Bytes of a value that has been made."""
+        spec = self.kinds[value][0]
+        if id(spec) not in self.sizes:
+            self.sizes[id(spec)] = bind(spec.nbytes, 0)
+        return self.sizes[id(spec)]
+
+    def _source(self, value: str, node: Node, out: list[DraftPart]) -> str:
+        """A batch tensor or the gradient of the loss, made on first use on the role."""
         held = self.graph.values[value]
         name = f"{value}#{node.role}"
-        if name not in self.loaded:
-            self.loaded.add(name)
-            self.values[name] = Value(name, self._bound(held.spec), held.category)
-            tensor = value.rpartition("@")[0]
-            op = Load(tensor) if held.category == "batch" else Seed(self.seed, held.spec.dtype)
-            kind = "load" if held.category == "batch" else "seed"
-            out.append(Part(f"{kind}.{name}", op, node.mb, (), (name,)))
+        if name not in self.kinds:
+            self.kinds[name] = self._bound(held)
+            if held.category == "batch":
+                out.append((f"load.{name}", Load(value.rpartition("@")[0]), node.mb, (), (name,)))
+            else:
+                out.append((f"seed.{name}", Seed(self.seed, held.spec.dtype), node.mb, (), (name,)))
         return name
 
-    def _compute(self, node: Node, op: Compute, reads: tuple[str, ...]) -> list[Part]:
-        known = self.steps.get(op)
-        if known is None:
-            known = self.steps[op] = _step_plan(self.chunks[op.chunk], op)
-        inner, steps = known
+    def _compute(self, node: Node, op: Compute, reads: tuple[str, ...], out: list[DraftPart]) -> None:
+        template = self.templates.get(id(op))
+        if template is None:
+            template = self.templates[id(op)] = _template(self.chunks[op.chunk], op)
         mb = node.mb
-        ids = [f"{op.chunk}:{port}@{mb}" for port, _ in inner]
-        for id, (_, spec) in zip(ids, inner, strict=True):
-            self.values[id] = Value(id, spec, "activation")
-        values = (*reads, *node.writes, *ids)
-        self._declare(node.writes)
-        return [
-            Part(f"{name}@{mb}", step, mb, tuple([values[k] for k in read]), tuple([values[k] for k in written]))
-            for name, step, read, written in steps
-        ]
+        suffix = f"@{mb}"
+        mine = self.kept.get((op.chunk, mb))
+        if mine is None:  # F comes first; the names are made once
+            mine = self.kept[(op.chunk, mb)] = [name + suffix for name in template.kept]
+        ids = [*reads, *node.writes, *mine, *[name + suffix for name in template.inner]]
+        self.kinds.update(zip(template.made(ids), template.kinds, strict=True))
+        out += [(name + suffix, step, mb, read(ids), written(ids)) for name, step, read, written in template.parts]
 
     def _declare(self, values: tuple[str, ...]) -> None:
         for v in values:
-            if v not in self.values:
-                held = self.graph.values[v]
-                self.values[v] = Value(v, self._bound(held.spec), held.category)
+            if v not in self.kinds:
+                self.kinds[v] = self._bound(self.graph.values[v])
 
-    def _bound(self, spec: TensorSpec) -> TensorSpec:
-        if spec not in self.specs:
-            self.specs[spec] = spec.bind(self.rows)
-        return self.specs[spec]
+    def _bound(self, held: GraphValue) -> Kind:
+        known = self.bound.get(id(held))
+        if known is None:
+            known = self.bound[id(held)] = held.spec.bind(self.rows), held.category
+        return known
 
 
-def _step_plan(chunk: Chunk, op: Compute) -> tuple[list[Inner], list[Step]]:
-    """How a Compute node becomes parts, for all microbatches: the values that stay inside of it, and per part its name, its op
-    and which of the node's reads, its writes and the inner values, in this order, it reads and writes."""
+def _template(chunk: Chunk, op: Compute) -> _Template:
     wanted: tuple[ChunkStep, ...] = ("I", "W") if op.step == "B" else (op.step,)
     present = [s for s in wanted if s in chunk.steps and not chunk.steps[s].empty]
-    ports = [*value_reads(chunk, op.step), *value_writes(chunk, op.step)]
-    inner = [p for s in present for p in chunk.steps[s].writes if p not in ports]
-    at = {port: k for k, port in enumerate((*ports, *inner))}
-    steps = []
+    given = [*value_writes(chunk, op.step)]
+    known = [*value_reads(chunk, op.step), *given, *kept(chunk)]
+    inner = [p for s in present for p in chunk.steps[s].writes if p not in known]
+    at = {port: k for k, port in enumerate((*known, *inner))}
+    parts = []
     for step in present:
         sig = chunk.steps[step]
-        read = tuple([at[p] for p in sig.reads if not is_state(chunk, p)])
-        steps.append((f"{chunk.id}.{step}", Compute(chunk.id, step), read, tuple([at[p] for p in sig.writes])))
-    return [(p, chunk.ports[p]) for p in inner], steps
+        read = _pick([at[p] for p in sig.reads if not is_state(chunk, p)])
+        parts.append((f"{chunk.id}.{step}", Compute(chunk.id, step), read, _pick([at[p] for p in sig.writes])))
+    made = chunk.steps["F"].writes if op.step == "F" else (*inner, *given)
+    kinds = tuple((chunk.ports[p], port_category(p)) for p in made)
+    named = [tuple(f"{chunk.id}:{p}" for p in ports) for ports in (kept(chunk), inner)]
+    return _Template(named[0], named[1], _pick([at[p] for p in made]), kinds, tuple(parts))
+
+
+def _pick(places: list[int]) -> Pick:
+    """The function that takes these places of a list."""
+    if not places:
+        return lambda values: ()
+    if len(places) == 1:
+        (place,) = places
+        return lambda values: (values[place],)
+    return itemgetter(*places)

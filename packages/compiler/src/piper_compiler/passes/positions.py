@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from piper_compiler.passes.dependencies import Dependencies
 from piper_compiler.passes.fuse import Task
 from piper_ir.graph import Graph
-from piper_ir.ops import COMM, AllReduce, Recv
+from piper_ir.ops import AllReduce, Recv
 from piper_ir.sizes import bind
 
 
@@ -30,21 +30,14 @@ def positions(graph: Graph, deps: Dependencies, sequence: list[int], tasks: dict
     """Places for all communication of a graph."""
     task_of = {i: k for mine in tasks.values() for k, task in enumerate(mine) for i in task}
     place = {i: k for k, i in enumerate(sequence)}
-    comm: dict[str, list[int]] = {role: [] for role in graph.roles}
-    for i in sequence:
-        if isinstance(deps.nodes[i].op, COMM):
-            comm[deps.nodes[i].role].append(i)
-    out = {}
-    for role, nodes in comm.items():
-        nodes.sort(key=lambda i: place[_transfer(deps, i)])
-        out[role] = _placed(graph, deps, nodes, task_of, recv_ahead)
+    comm: dict[str, list[tuple[int, int, int]]] = {role: [] for role in graph.roles}
+    for i, is_comm in enumerate(deps.comm):
+        if is_comm:  # a receive stands where its send does
+            node = deps.nodes[i]
+            source = deps.number[f"send.{node.writes[0]}"] if isinstance(node.op, Recv) else i
+            comm[node.role].append((place[source], place[i], i))
+    out = {role: _placed(graph, deps, [i for *_, i in sorted(nodes)], task_of, recv_ahead) for role, nodes in comm.items()}
     return Positions(task_of, out)
-
-
-def _transfer(deps: Dependencies, i: int) -> int:
-    """The node whose place in the global order is that of the transfer: the send of a receive."""
-    node = deps.nodes[i]
-    return deps.number[f"send.{node.writes[0]}"] if isinstance(node.op, Recv) else i
 
 
 def _placed(
@@ -55,14 +48,14 @@ def _placed(
     for i in nodes:
         node = deps.nodes[i]
         if isinstance(node.op, Recv):
-            reader = min(task_of[j] for j in deps.after[i] if j in task_of)
+            reader = min([task_of[j] for j in deps.after[i] if j in task_of])
             empty = not bind(graph.values[node.writes[0]].spec.nbytes, 1)
             wanted.append(0 if empty else max(0, reader - recv_ahead))
             latest.append(reader)
         else:
-            needs = [task_of[j] + 1 for j in deps.before[i] if j in task_of]
-            wanted.append(max(needs, default=0))
-            latest.append(wanted[-1] if not isinstance(node.op, AllReduce) else 1 << 60)
+            need = max([task_of[j] + 1 for j in deps.before[i] if j in task_of], default=0)
+            wanted.append(need)
+            latest.append(need if not isinstance(node.op, AllReduce) else 1 << 60)
     bound = 1 << 60
     for k in reversed(range(len(nodes))):
         bound = min(bound, latest[k])

@@ -11,20 +11,19 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, field
 
-from piper_compiler.durations import chunk_seconds
+from piper_compiler.durations import LINK, chunk_seconds
 from piper_compiler.passes.dependencies import Dependencies, cycle_error
 from piper_compiler.ports import signatures
 from piper_ir.costs import Costs
-from piper_ir.graph import Graph, Node
-from piper_ir.ops import COMM, AllReduce, Compute, ComputeStep, Recv, Send
+from piper_ir.graph import Coord, Graph, Node
+from piper_ir.ops import AllReduce, Compute, ComputeStep, Recv
 from piper_ir.program import Chunk, Step
 from piper_ir.sizes import ITEM_BYTES, bind
 
-LINK = 1e11
-"""Nominal bytes/s between devices."""
-
+BACKWARD, FORWARD, UPDATE = 0, 1, 2
+"""Ranks of the phases: what goes first where there is a choice."""
 Group = tuple[int, int, int]
-"""Rank of the phase (backward 0, forward 1, update 2), microbatch, number of the stage: nodes that run without a break when
+"""Rank of the phase, microbatch, number of the stage: nodes that run without a break when
 they can."""
 
 
@@ -41,19 +40,23 @@ class Scheduler:
     """`run` returns the node numbers in global order. CompileError when the graph has a cycle."""
 
     def __init__(self, graph: Graph, deps: Dependencies, bound: dict[str, Chunk], rows: int, costs: Costs | None) -> None:
+        nodes = deps.nodes
         self.graph, self.deps = graph, deps
         self.roles = {r: _Role() for r in graph.roles}
-        self.seconds = _node_seconds(graph, deps.nodes, bound, rows, costs)
-        self.group = _groups(deps.nodes)
-        ordered = {i for edge, applied in graph.order_edges.items() if applied < len(graph.log) for i in edge}
-        self.limited = {self.group[i] for i, n in enumerate(deps.nodes) if _forward(n)}
-        self.limited -= {self.group[i] for i, n in enumerate(deps.nodes) if _forward(n) and n.id in ordered}
+        self.role_of = [n.role for n in nodes]
+        self.seconds = _node_seconds(graph, nodes, bound, rows, costs)
+        self.group = _groups(nodes)
+        self.along = _along(graph, nodes, self.group)
+        ordered = {deps.number[i] for edge, applied in graph.order_edges.items() if applied < len(graph.log) for i in edge}
+        self.limited = {group for group in self.group if group[0] == FORWARD}
+        self.limited -= {self.group[i] for i in ordered if self.group[i][0] == FORWARD}
         self.limit = _limits(graph, deps, self.group)
         self.open: dict[tuple[str, int], int] = {}
+        self.backward = [isinstance(n.op, Compute) and g[0] != FORWARD for n, g in zip(nodes, self.group, strict=True)]
         self.backward_left: dict[tuple[str, Group], int] = {}
-        for i, n in enumerate(deps.nodes):
-            if isinstance(n.op, Compute) and not _forward(n):
-                key = (n.role, self.group[i])
+        for i, backward in enumerate(self.backward):
+            if backward:
+                key = (self.role_of[i], self.group[i])
                 self.backward_left[key] = self.backward_left.get(key, 0) + 1
         self.admitted: set[tuple[str, Group]] = set()
         self.events: list[tuple[float, int, int]] = []
@@ -63,6 +66,7 @@ class Scheduler:
 
     def run(self) -> list[int]:
         waiting = [len(b) for b in self.deps.before]
+        after, events, role_of = self.deps.after, self.events, self.role_of
         now, done = 0.0, 0
         dirty = set(self.roles)
         for i, n in enumerate(waiting):
@@ -70,20 +74,20 @@ class Scheduler:
                 self._ready(i, now)
         while True:
             self._start(dirty, now)
-            if not self.events:
+            if not events:
                 if done == len(waiting) or not self._force(dirty):
                     break
                 continue
-            now = self.events[0][0]
-            while self.events and self.events[0][0] == now:
-                i = heapq.heappop(self.events)[2]
+            now = events[0][0]
+            while events and events[0][0] == now:
+                i = heapq.heappop(events)[2]
                 done += 1
                 self._finish(i, dirty)
-                for j in self.deps.after[i]:
+                for j in after[i]:
                     waiting[j] -= 1
                     if waiting[j] == 0:
                         self._ready(j, now)
-                        dirty.add(self.deps.nodes[j].role)
+                        dirty.add(role_of[j])
         if done < len(waiting):
             raise cycle_error(self.graph, self.deps, {i for i, n in enumerate(waiting) if n})
         return self.sequence
@@ -93,29 +97,25 @@ class Scheduler:
         heapq.heappush(self.events, (time, self.counter, i))
 
     def _ready(self, i: int, now: float) -> None:
-        node = self.deps.nodes[i]
-        match node.op:
-            case Send() | Recv():
-                self.sequence.append(i)
-                self._complete_at(now + (self.seconds[i] if isinstance(node.op, Recv) else 0.0), i)
-            case AllReduce(channel=channel, bucket=bucket):
-                members = self.arrived.setdefault((channel, bucket), [])
-                members.append(i)
-                if len(members) == len(self.graph.channels[channel].roles):
-                    for j in sorted(members):
-                        self.sequence.append(j)
-                        self._complete_at(now + self.seconds[j], j)
-            case _:
-                role, group = self.roles[node.role], self.group[i]
-                if group not in role.ready:
-                    role.ready[group] = []
-                    heapq.heappush(role.groups, group)
-                heapq.heappush(role.ready[group], (self._along(node), i))
-
-    def _along(self, node: Node) -> int:
-        """Along the program for forward, against it for backward; sums run before what reads them by their edges."""
-        position = self.graph.chunk_index.get(str(node.coords.get("chunk", "")), 0)
-        return position if _forward(node) else -position
+        if not self.deps.comm[i]:
+            role, group = self.roles[self.role_of[i]], self.group[i]
+            if group in role.ready:
+                heapq.heappush(role.ready[group], (self.along[i], i))
+            else:
+                role.ready[group] = [(self.along[i], i)]
+                heapq.heappush(role.groups, group)
+            return
+        op = self.deps.nodes[i].op
+        if isinstance(op, AllReduce):
+            members = self.arrived.setdefault((op.channel, op.bucket), [])
+            members.append(i)
+            if len(members) < len(self.graph.channels[op.channel].roles):
+                return
+        else:
+            members = [i]
+        for j in sorted(members):
+            self.sequence.append(j)
+            self._complete_at(now + self.seconds[j], j)
 
     def _start(self, dirty: set[str], now: float) -> None:
         for name in sorted(dirty):
@@ -145,13 +145,13 @@ class Scheduler:
 
     def _admit(self, role: str, group: Group, force: bool = False) -> bool:
         """Whether the group may start; a forward that may is counted as in flight until its backward is done."""
-        if group[0] != 1 or (role, group) in self.admitted:
+        if group[0] != FORWARD or (role, group) in self.admitted:
             return True
         key = (role, group[2])
         if not force and group in self.limited and self.open.get(key, 0) >= self.limit.get(group[2], 1):
             return False
         self.admitted.add((role, group))
-        if (role, (0, group[1], group[2])) in self.backward_left:
+        if (role, (BACKWARD, group[1], group[2])) in self.backward_left:
             self.open[key] = self.open.get(key, 0) + 1
         return True
 
@@ -173,50 +173,63 @@ class Scheduler:
             heapq.heappush(role.groups, heapq.heappop(role.gated[stage]))
 
     def _finish(self, i: int, dirty: set[str]) -> None:
-        node = self.deps.nodes[i]
-        if isinstance(node.op, COMM):
+        if self.deps.comm[i]:
             return
-        self.roles[node.role].busy = False
-        dirty.add(node.role)
-        key = (node.role, self.group[i])
-        if isinstance(node.op, Compute) and key in self.backward_left:
+        name, group = self.role_of[i], self.group[i]
+        self.roles[name].busy = False
+        dirty.add(name)
+        if self.backward[i]:
+            key = (name, group)
             self.backward_left[key] -= 1
             if not self.backward_left[key]:
-                self.open[(node.role, key[1][2])] -= 1
-                self._ungate(self.roles[node.role], key[1][2])
-
-
-def _forward(node: Node) -> bool:
-    return node.coords.get("phase") == "F"
-
-
-def _stage(node: Node) -> str:
-    """The name of a node's stage: everything on one device when there are no stages."""
-    return str(node.coords.get("stage", node.role))
+                self.open[(name, group[2])] -= 1
+                self._ungate(self.roles[name], group[2])
 
 
 def _groups(nodes: tuple[Node, ...]) -> list[Group]:
-    """The group of each node. Stages are numbered along the program."""
+    """The group of each node. Stages are numbered along the program; everything on one device is one when there are none."""
     numbers: dict[str, int] = {}
-    ranks = {"F": 1, "U": 2}
-    return [(ranks.get(str(n.coords.get("phase")), 0), n.mb, numbers.setdefault(_stage(n), len(numbers))) for n in nodes]
+    known: dict[Coord, int] = {}
+    ranks = {"F": FORWARD, "U": UPDATE}
+    out = []
+    for node in nodes:
+        coords = node.coords
+        stage = coords.get("stage", node.role)
+        number = known.get(stage)
+        if number is None:
+            number = known[stage] = numbers.setdefault(str(stage), len(numbers))
+        out.append((ranks.get(str(coords.get("phase")), BACKWARD), coords.get("mb", -1), number))
+    return out  # type: ignore[return-value]  # a microbatch is an int, see `Node.mb`
+
+
+def _along(graph: Graph, nodes: tuple[Node, ...], groups: list[Group]) -> list[int]:
+    """Along the program for forward, against it for backward; sums run before what reads them by their edges."""
+    index = graph.chunk_index
+    places = [index.get(str(node.coords.get("chunk", "")), 0) for node in nodes]
+    return [place if group[0] == FORWARD else -place for place, group in zip(places, groups, strict=True)]
 
 
 def _node_seconds(graph: Graph, nodes: tuple[Node, ...], bound: dict[str, Chunk], rows: int, costs: Costs | None) -> list[float]:
-    cache: dict[Compute, float] = {}
-    out = []
+    steps: dict[int, float] = {}  # by the id of an op, which microbatches share
+    sizes: dict[int, float] = {}  # by the id of a spec
+    out: list[float] = []
     for node in nodes:
-        match node.op:
-            case Compute():
-                if node.op not in cache:
-                    cache[node.op] = _compute_seconds(bound[node.op.chunk], node.op.step, costs)
-                out.append(cache[node.op])
-            case Recv():
-                out.append(graph.program.hop + bind(graph.values[node.writes[0]].spec.nbytes, rows) / LINK)
-            case AllReduce(bucket=bucket) if bucket and graph.program.source != "synthetic":
-                out.append(graph.buckets[bucket].numel * ITEM_BYTES[graph.buckets[bucket].dtype] / LINK)
-            case _:
-                out.append(0.0)
+        op = node.op
+        seconds: float | None
+        if isinstance(op, Compute):
+            seconds = steps.get(id(op))
+            if seconds is None:
+                seconds = steps[id(op)] = _compute_seconds(bound[op.chunk], op.step, costs)
+        elif isinstance(op, Recv):
+            spec = graph.values[node.writes[0]].spec
+            seconds = sizes.get(id(spec))
+            if seconds is None:
+                seconds = sizes[id(spec)] = graph.program.hop + bind(spec.nbytes, rows) / LINK
+        elif isinstance(op, AllReduce) and op.bucket and graph.program.source != "synthetic":
+            seconds = graph.buckets[op.bucket].numel * ITEM_BYTES[graph.buckets[op.bucket].dtype] / LINK
+        else:
+            seconds = 0.0
+        out.append(seconds)
     return out
 
 
@@ -231,7 +244,7 @@ def _limits(graph: Graph, deps: Dependencies, group: list[Group]) -> dict[int, i
     out: dict[int, int] = {}
     for i in reversed(range(len(deps.nodes))):  # against the program: a node's readers come before it
         node = deps.nodes[i]
-        if not (isinstance(node.op, Compute) and _forward(node)):
+        if group[i][0] != FORWARD or not isinstance(node.op, Compute):
             continue
         far, stage = changes.get(node.id, 0), group[i][2]
         out[stage] = max(out.get(stage, 1), 1 + far)

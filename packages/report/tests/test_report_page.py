@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pandas
@@ -9,6 +10,7 @@ import pytest
 
 from packages.report.tests import samples
 from packages.report.tests.browser import Browser, browser, chromium
+from piper_ir.codec import dumps
 from piper_ir.errors import OutputError
 from piper_report import Report, write_report
 from piper_report.page import Section, page
@@ -16,7 +18,7 @@ from piper_report.style import house_style, new_figure, panels, picture
 from piper_report.tables import Column, sheet
 
 FIGURES = {"timeline", "memory", "loss", "step_time", "history", "pareto", "parameters"}
-TABLES = {"headline", "ranks", "sources", "owners", "steps", "confirmed", "rejected", "trials", "costs"}
+TABLES = {"headline", "ranks", "sources", "owners", "steps", "confirmed", "rejected", "rules", "trials", "costs"}
 SIZES = {"laptop": (1280, 800), "phone": (390, 844)}
 
 
@@ -71,6 +73,30 @@ def test_a_part_of_the_results_makes_a_part_of_the_page(write, sections: list[st
     text = made.html.read_text(encoding="utf-8")
     assert made.html.parent == tmp_path / "there" and re.findall(r'<section id="(\w+)">', text) == sections
     assert text.count("<img") == len(made.figures) and text.count("<table") == len(made.tables)
+
+
+@pytest.mark.parametrize("name", ["spans-measured.json", "metrics.jsonl", "spans-predicted.json"])
+def test_a_single_file_is_enough(name: str, tmp_path: Path) -> None:
+    samples.write_simulation(tmp_path)
+    samples.write_run(tmp_path)
+    for other in tmp_path.iterdir():
+        if other.name != name:
+            other.unlink()
+    assert write_report(tmp_path).figures
+
+
+def test_a_step_that_takes_no_time_can_be_drawn(tmp_path: Path) -> None:
+    trace = samples.simulation().trace
+    spans = tuple(replace(s, start=0.0, end=0.0, ready=0.0) for s in trace.spans)
+    still = replace(trace, spans=spans, memory=tuple(replace(m, time=0.0) for m in trace.memory))
+    (tmp_path / "spans-predicted.json").write_text(dumps(still))
+    assert {p.stem for p in write_report(tmp_path).figures} == {"timeline", "memory"}
+
+
+def test_a_run_that_hung_says_so(tmp_path: Path) -> None:
+    (tmp_path / "hang.txt").write_text("rank 0: ...")
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert "this run hung; " in write_report(tmp_path).html.read_text(encoding="utf-8")
 
 
 def test_a_report_that_cannot_be_written_leaves_the_results_alone(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packages.report.tests import samples
-from piper_report import load
+from piper_report import load, write_report
 from piper_report.parallel_figure import UNSET, Axis, parallel_figure
 from piper_report.results import Study, Trial
 from piper_report.tables import Sheet, tuning_sheets
@@ -70,9 +70,17 @@ def test_a_study_in_which_nothing_fits_has_no_figures_but_its_reasons(tmp_path: 
     results = load(tmp_path)
     assert results.study is not None and scored(results.study) == []
     assert [f(results.study) for f in (history_figure, pareto_figure, parallel_figure)] == [None] * 3
-    assert [s.name for s in tuning_sheets(results)] == ["rejected", "trials"]
+    assert [s.name for s in tuning_sheets(results)] == ["rejected", "rules", "trials"]
 
 
 def test_candidates_without_memory_or_parameters_leave_figures_out() -> None:
     study = Study("c", (Trial(0, "complete", period_s=1.0),))
     assert pareto_figure(study) is None and parallel_figure(study) is None
+
+
+def test_a_single_candidate_with_names_of_any_kind_is_drawn(tmp_path: Path) -> None:
+    """Dollar signs are formulas to matplotlib unless it is told otherwise."""
+    document = samples.study()
+    document["trials"] = [document["trials"][0] | {"params": {r"$\frac{$": "$$x_", "ключ": None}}]
+    (tmp_path / "study.json").write_text(json.dumps(document | {"best": 0}))
+    assert {p.stem for p in write_report(tmp_path).figures} == {"history", "pareto", "parameters"}

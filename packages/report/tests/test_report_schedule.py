@@ -64,6 +64,13 @@ def test_an_overlapped_pair_is_told_apart(tmp_path: Path) -> None:
     assert (tmp_path / "pair.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("start", "shown"), [(16.0, "rank 0  F0 .  F1="), (14.0, "rank 0  F0 F1===")])
+def test_a_column_shows_what_fills_most_of_it(start: float, shown: str) -> None:
+    """Ten columns of 10.07 s: the second is idle for more than half of its time, or not."""
+    spans = Span(0, "compute", 0, "c.F@0", 0.0, 10.0), Span(0, "compute", 1, "c.F@1", start, 100.7)
+    assert schedule_table(Trace("k", "simulated", spans), width=40).startswith(shown)
+
+
 def test_a_trace_without_compute() -> None:
     assert schedule_table(Trace("k", "simulated", ())) == "nothing is computed in this trace"
 

@@ -1,0 +1,29 @@
+"""A finished plan under the durations that the compiler assumes."""
+
+from __future__ import annotations
+
+from piper_compiler.durations import InstructionSeconds
+from piper_ir.ops import AllReduce, Recv, Send
+from piper_ir.plan import Instr, Plan
+from piper_ir.timing import prepare, sweep
+
+
+def canonical_durations(plan: Plan) -> list[float]:
+    """Seconds per instruction in the order of `piper_ir.timing.prepare`."""
+    seconds = InstructionSeconds(plan.chunks)
+    return [_seconds(plan, instr, seconds) for _, _, instr in plan.instructions()]
+
+
+def makespan(plan: Plan) -> float:
+    return sweep(prepare(plan), canonical_durations(plan), latency=plan.hop).makespan
+
+
+def _seconds(plan: Plan, instr: Instr, seconds: InstructionSeconds) -> float:
+    part = instr.parts[0]
+    match part.op:
+        case Send() | Recv():
+            return seconds.transfer(plan.values[(*part.reads, *part.writes)[0]].nbytes)
+        case AllReduce(bucket=bucket):
+            return seconds.reduction(plan.bucket(bucket) if bucket else None)
+        case _:
+            return seconds.compute([p.op for p in instr.parts])

@@ -1,0 +1,131 @@
+"""What this machine can do for Piper: devices, backends, versions, and what is missing."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = {
+    "simpy": "simulation",
+    "optuna": "piper tune",
+    "ray": 'launcher "ray"',
+    "pandas": "reports",
+    "matplotlib": "figures of reports",
+    "tensorboard": "--log tensorboard (optional)",
+    "wandb": "--log wandb (optional)",
+}
+"""Distribution -> what needs it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `state`: "ok", "missing" (something cannot be done; `text` says what to do) or "absent" (nobody
+    needs it)."""
+
+    name: str
+    state: str
+    text: str
+
+
+def examine() -> list[Finding]:
+    """Look at this machine; takes a second or two, since torch is imported."""
+    return [_python(), _cores(), _memory(), *_torch(), *_libraries(), _shared_memory(), *_launchers()]
+
+
+def _python() -> Finding:
+    good = sys.version_info >= (3, 11)
+    text = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Finding("python", "ok" if good else "missing", text if good else f"{text}; 3.11 or newer is needed")
+
+
+def _cores() -> Finding:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Finding("cpu", "ok", f"{usable} cores; a run on CPUs wants one per rank")
+
+
+def _memory() -> Finding:
+    info = Path("/proc/meminfo")
+    if not info.is_file():
+        return Finding("memory", "absent", "not known on this system")
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in info.read_text().splitlines() if line.endswith("kB")}
+    gib = {name: kib.get(name, 0) / 2**20 for name in ("MemTotal", "MemAvailable")}
+    return Finding("memory", "ok", f"{gib['MemTotal']:.1f} GiB, {gib['MemAvailable']:.1f} GiB of it free")
+
+
+def _torch() -> list[Finding]:
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as e:
+        return [Finding("torch", "missing", f"{e}; pip install torch")]
+    found = [Finding("torch", "ok", torch.__version__)]
+    if torch.cuda.is_available():
+        for i in range(torch.cuda.device_count()):
+            facts = torch.cuda.get_device_properties(i)
+            found.append(
+                Finding(f"cuda:{i}", "ok", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}")
+            )
+    else:
+        built = f"this torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "this torch is built without CUDA"
+        found.append(Finding("cuda", "absent", f"no device; {built}. Plans run on CPUs"))
+    available: dict[str, Callable[[], bool]] = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
+    for name, is_there in available.items():
+        there = dist.is_available() and is_there()
+        needed = name == "gloo"
+        text = "available" if there else "not in this torch" + ("; ranks on CPUs cannot communicate" if needed else "")
+        found.append(Finding(name, "ok" if there else "missing" if needed else "absent", text))
+    return found
+
+
+def _libraries() -> list[Finding]:
+    out = []
+    for name, use in LIBRARIES.items():
+        try:
+            out.append(Finding(name, "ok", f"{version(name)}, for {use}"))
+        except PackageNotFoundError:
+            optional = "(optional)" in use
+            out.append(Finding(name, "absent" if optional else "missing", f"not installed, for {use}; pip install {name}"))
+    return out
+
+
+def _shared_memory() -> Finding:
+    """Ray's object store and the launcher's watch over its workers live there."""
+    path = Path("/dev/shm")
+    if not path.is_dir():
+        return Finding("shared memory", "absent", "/dev/shm is not there; files in the temporary folder are used")
+    facts = os.statvfs(path)
+    return Finding("shared memory", "ok", f"{facts.f_bavail * facts.f_frsize / 2**30:.1f} GiB free in {path}")
+
+
+def _launchers() -> list[Finding]:
+    ray = os.environ.get("RAY_ADDRESS")
+    joined = (
+        f"joins the cluster at {ray} (RAY_ADDRESS)"
+        if ray
+        else "starts a local Ray for each run, unless --address names a cluster"
+    )
+    try:
+        version("ray")
+        found = Finding("launcher ray", "ok", joined)
+    except PackageNotFoundError:
+        found = Finding("launcher ray", "missing", 'without Ray use launcher "processes", on this machine or under torchrun')
+    return [found, Finding("launcher processes", "ok", "one process per rank on this machine; also under torchrun")]
+
+
+def text(findings: list[Finding]) -> str:
+    """For people: a line each."""
+    wide = max(len(f.name) for f in findings)
+    lines = [f"{f.name:<{wide}}  {f.state:<7}  {f.text}" for f in findings]
+    missing = [f.name for f in findings if f.state == "missing"]
+    return "\n".join([*lines, f"missing: {', '.join(missing)}" if missing else "nothing is missing"])
+
+
+def as_rows(findings: list[Finding]) -> list[dict[str, Any]]:
+    """For programs."""
+    return [{"name": f.name, "state": f.state, "text": f.text} for f in findings]
