@@ -27,8 +27,8 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
 """Category and what the name of one of its operators contains, in lower case; the first that fits counts. What fits none is a
 label around Python code."""
 
-WAITS = ("_distributed_c10d.wait", "'acquire' of '_thread.lock'")
-"""Functions in which a main thread waits: for torch's communication, and for Piper's communication threads."""
+WAITS = ("_distributed_c10d.wait",)
+"""Functions in which a main thread waits for communication, on both sides."""
 
 
 def profiled(step: Callable[[], None], steps: int) -> Profile:

@@ -148,6 +148,12 @@ def gpt_block(x: Tensor, *p: Tensor) -> Tensor:
     return x + F.linear(F.gelu(F.linear(F.layer_norm(x, (d,), p[6], p[7]), p[8], p[9])), p[10], p[11])
 
 
+def fused_projection(x: Tensor, w: Tensor) -> Tensor:
+    n, t, d = x.shape
+    qkv = (x @ w).view(n, t, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
+    return (qkv[0] * qkv[1].sin() + qkv[2]).transpose(1, 2).reshape(n, t, d)
+
+
 class ScaledGradient(torch.autograd.Function):
     """Identity with a gradient of its own; keeps a tensor that nothing of the forward needs."""
 
@@ -197,6 +203,7 @@ CASES = {
     "parts": Case(parts, ("value", "param"), (rand(3, 8), rand(8, 9))),
     "old buffer": Case(old_buffer, ("value", "param", "buffer"), (rand(4, 8), rand(8, 8), rand(8)), mutated=(2,)),
     "gpt block": Case(gpt_block, ("value", *["param"] * 12), block_tensors(2, 6, 8), portable=True),
+    "fused projection": Case(fused_projection, ("value", "param"), (rand(2, 6, 8), rand(8, 24))),
     "own gradient": Case(own_gradient, ("value", "param"), (rand(4, 8), rand(8, 8))),
     "cast": Case(cast, ("value", "param"), (rand(4, 8), rand(8, 8) / 8)),
     "tangent through": Case(tangent_through, ("value", "value", "param"), (rand(4, 8), rand(4, 8), rand(4, 8))),

@@ -56,6 +56,8 @@ def test_norms() -> None:
     wgrad = cost(piper.layer_norm_wgrad.default, x, x, [D], stat, stat, BF16, [True, True])
     assert (wgrad.flops, wgrad.bytes) == (5 * n, 2 * 2 * n + 2 * 4 * B * T + 2 * 2 * D)
     assert cost(piper.layer_norm_wgrad.default, x, x, [D], stat, stat, BF16, [False, True]).flops == n
+    both = cost(piper.layer_norm_backward.default, x, x, [D], stat, stat, w, [True, True])
+    assert both.flops == (10 + 3) * n and both.bytes == 3 * 2 * n + 2 * 4 * B * T + 3 * 2 * D
     rms = cost(piper.rms_norm.default, x, [D], w, None)
     assert (rms.flops, rms.bytes) == (4 * n, 2 * 2 * n + 2 * D + 4 * B * T)
     assert cost(piper.rms_norm_dgrad.default, x, x, [D], stat, None).flops == 6 * n

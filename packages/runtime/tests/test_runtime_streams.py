@@ -2,22 +2,36 @@
 
 import threading
 import time
+import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from piper_ir.errors import ExecutionError
-from piper_ir.plan import COMPUTE
+from piper_ir.ops import AllReduce, Recv, Send
+from piper_ir.plan import COMPUTE, Instr, Part
 from piper_runtime.engine import Engine, PeerError
-from piper_runtime.rank import Comm, Entry
-from piper_runtime.streams import FIRST_STREAM, CpuStreams, StreamAborted, Work
+from piper_runtime.gloo import void
+from piper_runtime.rank import Comm, Entry, own_waits
+from piper_runtime.streams import FIRST_STREAM, PHASE, WAITING, CpuStreams, Posted, StreamAborted, Work
 
 
 def heart() -> list[int]:
     return [0] * 8
 
 
-def test_streams_keep_their_order_and_waits_hold() -> None:
+def work_of(kind: str, run: Work) -> Work:
+    """As a thread runs it, or as it is posted."""
+    return Posted(lambda: run) if kind == "posted" else run
+
+
+KINDS = pytest.mark.parametrize("kind", ["posted", "on a thread"])
+
+
+@KINDS
+def test_streams_keep_their_order_and_waits_hold(kind: str) -> None:
     done: list[str] = []
     gate = threading.Event()
     streams = CpuStreams(["a", "b"], heart())
@@ -30,65 +44,115 @@ def test_streams_keep_their_order_and_waits_hold() -> None:
         done.append("a0")
 
     works = [
-        streams.bind(0, "a", (), gated),
-        streams.bind(1, "a", (), note("a1")),
-        streams.bind(2, "b", (("a", 1),), note("b0")),
-        streams.bind(3, COMPUTE, (), note("c0")),
+        streams.bind(0, "a", (), work_of(kind, gated)),
+        streams.bind(1, "a", (), work_of(kind, note("a1"))),
+        streams.bind(2, COMPUTE, (), note("c0")),
+        streams.bind(3, "b", (("a", 1), (COMPUTE, 1)), work_of(kind, note("b0"))),
         streams.bind(4, COMPUTE, (("a", 2), ("b", 1)), note("c1")),
     ]
     for _ in range(2):
         gate.clear()
         done.clear()
         streams.begin()
-        for work in works[:4]:
+        for work in works[:3]:
             work()
         assert done == ["c0"]
         gate.set()
-        works[4]()
+        for work in works[3:]:
+            work()
         streams.synchronize()
-        assert (
-            done[0] == "c0" and done[-1] == "c1" and done.index("a0") < done.index("a1") and done.index("a0") < done.index("b0")
-        )
+        assert done[:2] == ["c0", "a0"] and done[-1] == "c1" and sorted(done[2:4]) == ["a1", "b0"]
     streams.close()
     assert not [t for t in threading.enumerate() if t.name in ("piper a", "piper b")]
 
 
-def test_a_failing_stream_wakes_all_that_wait() -> None:
+def test_communication_is_posted_at_once_ends_when_it_is_waited_for_and_needs_no_thread() -> None:
+    posted: list[int] = []
+    ended: list[int] = []
+
+    def communication(k: int) -> Posted:
+        def start() -> Work:
+            posted.append(k)
+            return lambda: ended.append(k)
+
+        return Posted(start)
+
+    streams = CpuStreams(["a"], heart())
+    issue = [streams.bind(k, "a", (), communication(k)) for k in range(3)]
+    wait = streams.bind(3, COMPUTE, (("a", 2),), lambda: None)
+    streams.begin()
+    for work in issue:
+        work()
+    assert posted == [0, 1, 2] and ended == []
+    wait()
+    assert ended == [0, 1]
+    streams.synchronize()
+    assert ended == [0, 1, 2] and not [t for t in threading.enumerate() if t.name == "piper a"]
+
+
+@KINDS
+def test_what_a_communication_held_is_dropped_before_the_next_instruction(kind: str) -> None:
+    """The plan may free a tensor in the instruction that waited for its send."""
+    sent = [torch.zeros(1)]
+    alive = weakref.ref(sent[0])
+    send = Posted(lambda: partial(void, sent.pop()))
+    streams = CpuStreams(["a"], heart())
+    found: list[torch.Tensor | None] = []
+    issue = streams.bind(0, "a", (), send if kind == "posted" else lambda: send())
+    look = streams.bind(1, COMPUTE, (("a", 1),), lambda: found.append(alive()))
+    streams.begin()
+    issue()
+    look()
+    streams.synchronize()
+    streams.close()
+    assert found == [None]
+
+
+@KINDS
+def test_a_failing_stream_wakes_all_that_wait(kind: str) -> None:
     def fail() -> None:
         raise ValueError("broken wire")
 
     beat = heart()
     streams = CpuStreams(["a", "b"], beat)
-    issue = [streams.bind(0, "a", (), fail), streams.bind(1, "b", (("a", 1),), lambda: None)]
+    issue = streams.bind(0, "a", (), work_of(kind, fail))
+    behind = streams.bind(1, "b", (("a", 1),), work_of(kind, lambda: None))
     last = streams.bind(2, COMPUTE, (("b", 1),), lambda: None)
     streams.begin()
-    for work in issue:
-        work()
-    with pytest.raises(StreamAborted):
-        last()
-    with pytest.raises(StreamAborted):
-        streams.synchronize()
-    assert isinstance(streams.error, ValueError) and beat[FIRST_STREAM] == 1  # still in instruction 0
+    issue()
+    if kind == "posted":
+        with pytest.raises(ValueError, match="broken wire"):
+            behind()
+        assert beat[PHASE] == WAITING
+    else:
+        behind()
+        with pytest.raises(StreamAborted):
+            last()
+        with pytest.raises(StreamAborted):
+            streams.synchronize()
+        assert isinstance(streams.error, ValueError)
+    assert beat[FIRST_STREAM] == 1  # still in instruction 0
     streams.close()
 
 
-def engine(entries: list[Entry], streams: CpuStreams, work: Work) -> Engine:
+def engine(entries: list[Entry], streams: CpuStreams, work: Work, *, trace: bool = False) -> Engine:
     rank = SimpleNamespace(entries=entries, rank=3, step=0, begin=lambda step: None, end=lambda: None)
-    return Engine(rank, streams, lambda comm: work, heart())  # type: ignore[arg-type]  # a rank without tensors
+    return Engine(rank, streams, lambda comm: work, heart(), trace=trace)  # type: ignore[arg-type]  # a rank without tensors
 
 
 def communication() -> Comm:
     return Comm("recv", "0>1.act", (1, 3), lambda: None)  # type: ignore[arg-type, return-value]  # no tensor is touched
 
 
-def test_an_error_of_a_communication_names_the_peer() -> None:
+@pytest.mark.parametrize("traced", [False, True])
+def test_an_error_of_a_communication_names_the_peer(traced: bool) -> None:
     def fail() -> None:
         raise RuntimeError("connection closed")
 
     streams = CpuStreams(["a"], heart())
     entries = [Entry(0, "a", (), "recv.x", comm=communication()), Entry(1, COMPUTE, (("a", 1),), "f", work=lambda: None)]
     with pytest.raises(PeerError, match=r"rank 3, step 0, instruction 0 \(recv\.x on a\): recv with rank 1 on channel 0>1\.act"):
-        engine(entries, streams, fail).step(0)
+        engine(entries, streams, Posted(lambda: fail), trace=True).step(0, traced=traced)
     streams.close()
 
 
@@ -114,3 +178,20 @@ def test_issuing_costs_microseconds() -> None:
         loop.step(step)
         best = min(best, time.perf_counter() - start)
     assert best / count < 50e-6
+
+
+def test_a_communication_waits_for_one_on_its_own_stream_only_when_it_takes_its_result() -> None:
+    def comm(op: Send | Recv | AllReduce, reads: tuple[str, ...] = (), writes: tuple[str, ...] = (), stream: str = "s") -> Instr:
+        return Instr(stream, (Part("n", op, 0, reads, writes),))
+
+    program = [
+        comm(Recv("c"), writes=("x",)),
+        comm(Send("d"), reads=("y",)),
+        comm(Send("d"), reads=("x",)),
+        comm(AllReduce("r"), reads=("x",), writes=("z",)),
+        comm(Send("e"), reads=("x",), stream="other"),  # the plan has a wait of its own for that
+        comm(AllReduce("r", "bucket0")),
+        comm(AllReduce("r", "bucket1")),
+        comm(AllReduce("r", "bucket0")),
+    ]
+    assert own_waits(program) == {2: (("s", 1),), 3: (("s", 1),), 7: (("s", 5),)}

@@ -6,15 +6,25 @@ with their gradients.
 
 from piper_ops.costs import KernelInfo, kernel_of
 from piper_ops.errors import UnsupportedVariant
+from piper_ops.library import DIRECT
 from piper_ops.losses import cross_entropy, cross_entropy_dgrad
 from piper_ops.lowering import Lowering, attention_lowering
-from piper_ops.norms import layer_norm, layer_norm_dgrad, layer_norm_wgrad, rms_norm, rms_norm_dgrad, rms_norm_wgrad
+from piper_ops.norms import (
+    layer_norm,
+    layer_norm_backward,
+    layer_norm_dgrad,
+    layer_norm_wgrad,
+    rms_norm,
+    rms_norm_dgrad,
+    rms_norm_wgrad,
+)
 from piper_ops.refusals import REFUSALS, Refusal
 from piper_ops.registry import PORTABLE, Formula, PortableOp
 from piper_ops.replace import replace_portable
 from piper_ops.sdpa import attention, attention_dgrad
 
 __all__ = [
+    "DIRECT",
     "PORTABLE",
     "REFUSALS",
     "Formula",
@@ -30,6 +40,7 @@ __all__ = [
     "cross_entropy_dgrad",
     "kernel_of",
     "layer_norm",
+    "layer_norm_backward",
     "layer_norm_dgrad",
     "layer_norm_wgrad",
     "replace_portable",

@@ -13,6 +13,11 @@ import torch
 from torch import Tensor
 
 LIBRARY = torch.library.Library("piper", "DEF")
+Kernel = Callable[..., Any]
+DIRECT: dict[torch._ops.OpOverload, Kernel] = {}
+"""Ops whose kernel generated code may call as a function: what torch's dispatcher and its Python registration cost (about 15 us)
+is most of a small call. Only kernels that hold nothing but their arguments and results while they run are here, because a plan
+counts no more than that."""
 
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float64, torch.float32, *HALF)
@@ -24,22 +29,35 @@ def define(
     fake: Callable[..., Any],
     kernel: Callable[..., Any],
     *,
+    check: Callable[..., None] | None = None,
+    direct: bool = False,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
 ) -> torch._ops.OpOverload:
     """Registers piper::<name> with one fake and one kernel for CPU and CUDA (it branches on the device where lowerings differ).
 
-    Without `backward` the op is itself a gradient: differentiating it is refused.
+    `check` sees the arguments first; the fake has its own. `direct`: the kernel is in DIRECT, where it runs without the check:
+    code that calls it was traced with the fake. Without `backward` the op is itself a gradient: differentiating it is refused.
     """
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     qualified = f"piper::{name}"
     for key in ("CPU", "CUDA"):
-        LIBRARY.impl(name, kernel, key)
+        LIBRARY.impl(name, kernel if check is None else _checked(check, kernel), key)
     torch.library.register_fake(qualified, fake, lib=LIBRARY)
     formula = backward or _no_double_backward(qualified)
     torch.library.register_autograd(qualified, formula, setup_context=setup_context, lib=LIBRARY)
     overload: torch._ops.OpOverload = getattr(torch.ops.piper, name).default
+    if direct:
+        DIRECT[overload] = kernel
     return overload
+
+
+def _checked(check: Callable[..., None], kernel: Kernel) -> Kernel:
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return kernel(*args, **kwargs)
+
+    return checked
 
 
 def _no_double_backward(qualified: str) -> Callable[..., Any]:

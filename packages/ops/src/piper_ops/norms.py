@@ -1,4 +1,5 @@
-"""piper::layer_norm and piper::rms_norm, each with separate ops for the input gradient (dgrad) and the weight gradient (wgrad).
+"""piper::layer_norm and piper::rms_norm, each with separate ops for the input gradient (dgrad) and the weight gradient (wgrad),
+layer_norm also with one for both.
 
 Statistics keep the leading dimensions of x with 1 for every normalised one, in float32 (float64 for float64) on every device.
 wgrad never reads a weight: its dtype is handed in, so that a weight gradient needs no gathered parameter.
@@ -16,6 +17,7 @@ from piper_ops.errors import UnsupportedVariant
 from piper_ops.library import FLOATS, HALF, accumulate_dtype, contiguous_empty, define
 
 aten = torch.ops.aten
+_native_layer_norm_backward = aten.native_layer_norm_backward.default
 
 
 def _check(op: str, x: Tensor, shape: Sequence[int], *params: Tensor | None) -> None:
@@ -57,12 +59,14 @@ def _layer_norm_fake(
 def _layer_norm_kernel(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check("layer_norm", x, normalized_shape, weight, bias)
     weight = _kernel_weight(x, normalized_shape, weight)
     if bias is not None and weight is not None:
         bias = bias.to(weight.dtype)
-    out, mean, rstd = aten.native_layer_norm(x.contiguous(), list(normalized_shape), weight, bias, eps)
-    return out, mean, rstd
+    return torch.native_layer_norm(x.contiguous(), normalized_shape, weight, bias, eps)
+
+
+def _layer_norm_check(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float) -> None:
+    _check("layer_norm", x, normalized_shape, weight, bias)
 
 
 def _kernel_weight(x: Tensor, shape: Sequence[int], weight: Tensor | None) -> Tensor | None:
@@ -81,10 +85,9 @@ def _layer_norm_dgrad_fake(
 def _layer_norm_dgrad_kernel(
     grad_out: Tensor, x: Tensor, normalized_shape: Sequence[int], mean: Tensor, rstd: Tensor, weight: Tensor | None
 ) -> Tensor:
-    shape = list(normalized_shape)
-    weight = _kernel_weight(x, shape, weight)
-    grad_x: Tensor = aten.native_layer_norm_backward(
-        grad_out.contiguous(), x.contiguous(), shape, mean, rstd, weight, None, [True, False, False]
+    weight = _kernel_weight(x, normalized_shape, weight)
+    grad_x: Tensor = _native_layer_norm_backward(
+        grad_out.contiguous(), x.contiguous(), normalized_shape, mean, rstd, weight, None, [True, False, False]
     )[0]
     return grad_x
 
@@ -114,12 +117,45 @@ def _layer_norm_wgrad_kernel(
     shape = list(normalized_shape)
     # aten allocates the gradients after the parameters and reads nothing else of them
     like = torch.empty(shape, dtype=x.dtype if x.is_cuda else accumulate_dtype(x.dtype), device=x.device)
-    _, grad_weight, grad_bias = aten.native_layer_norm_backward(
+    _, grad_weight, grad_bias = _native_layer_norm_backward(
         grad_out.contiguous(), x.contiguous(), shape, mean, rstd, like, like, [False, *output_mask]
     )
     absent = torch.empty(0, dtype=dtype, device=x.device)
     weight_wanted, bias_wanted = output_mask
     return grad_weight.to(dtype) if weight_wanted else absent, grad_bias.to(dtype) if bias_wanted else absent.clone()
+
+
+def _layer_norm_backward_fake(
+    grad_out: Tensor,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_weight, grad_bias = _param_grads(x, normalized_shape, x.dtype, output_mask)
+    return contiguous_empty(x, x.shape), grad_weight, grad_bias
+
+
+def _layer_norm_backward_kernel(
+    grad_out: Tensor,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    weight = _kernel_weight(x, normalized_shape, weight)
+    # as in wgrad: of the bias, no more is read than how its gradient is to be allocated
+    like = x.new_empty(normalized_shape, dtype=None if x.is_cuda else accumulate_dtype(x.dtype)) if weight is None else weight
+    grad_x, grad_weight, grad_bias = _native_layer_norm_backward(
+        grad_out.contiguous(), x.contiguous(), normalized_shape, mean, rstd, weight, like, [True, *output_mask]
+    )
+    wants_weight, wants_bias = output_mask
+    grad_weight = grad_weight.to(x.dtype) if wants_weight else x.new_empty(0)
+    return grad_x, grad_weight, grad_bias.to(x.dtype) if wants_bias else x.new_empty(0)
 
 
 def _layer_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -136,9 +172,11 @@ def _layer_norm_backward(ctx: Any, grad_out: Tensor | None, *stats: Tensor | Non
     x, mean, rstd, weight = ctx.saved_tensors
     wants_x, _, *mask, _ = ctx.needs_input_grad
     grad_x = grad_weight = grad_bias = None
-    if wants_x:
+    if wants_x and any(mask):
+        grad_x, grad_weight, grad_bias = layer_norm_backward(grad_out, x, ctx.shape, mean, rstd, weight, mask)
+    elif wants_x:
         grad_x = layer_norm_dgrad(grad_out, x, ctx.shape, mean, rstd, weight)
-    if any(mask):
+    elif any(mask):
         grad_weight, grad_bias = layer_norm_wgrad(grad_out, x, ctx.shape, mean, rstd, x.dtype, mask)
     return grad_x, None, grad_weight if mask[0] else None, grad_bias if mask[1] else None, None
 
@@ -148,6 +186,7 @@ layer_norm_dgrad = define(
     "(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight) -> Tensor",
     _layer_norm_dgrad_fake,
     _layer_norm_dgrad_kernel,
+    direct=True,
 )
 layer_norm_wgrad = define(
     "layer_norm_wgrad",
@@ -157,11 +196,23 @@ layer_norm_wgrad = define(
     _layer_norm_wgrad_kernel,
 )
 """(grad_weight, grad_bias) in `dtype`; one that output_mask leaves out has 0 elements."""
+layer_norm_backward = define(
+    "layer_norm_backward",
+    "(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, bool[2] output_mask) "
+    "-> (Tensor, Tensor, Tensor)",
+    _layer_norm_backward_fake,
+    _layer_norm_backward_kernel,
+    direct=True,
+)
+"""(grad_x, grad_weight, grad_bias) in one pass over grad_out and x, which is hardly more than grad_x alone costs. A cut into
+input and weight gradients computes it with the former and hands on the gradients of the parameters, which are small."""
 layer_norm = define(
     "layer_norm",
     "(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
     _layer_norm_fake,
     _layer_norm_kernel,
+    check=_layer_norm_check,
+    direct=True,
     backward=_layer_norm_backward,
     setup_context=_layer_norm_setup,
 )

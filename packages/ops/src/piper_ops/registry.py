@@ -46,7 +46,8 @@ class Formula:
 @dataclass(frozen=True, slots=True)
 class PortableOp:
     """`saved`: the names among `outputs` that the backward keeps (with the inputs that it reads); wgrad None: no weights.
-    `lowering`: which of its lowerings the formulas assume, "" where that makes no difference."""
+    `backward`: the op for both gradients at once, if there is one. `lowering`: which of its lowerings the formulas assume, ""
+    where that makes no difference."""
 
     name: str
     kind: Literal["attention", "norm", "loss"]
@@ -55,11 +56,12 @@ class PortableOp:
     forward: Formula
     dgrad: Formula
     wgrad: Formula | None = None
+    backward: Formula | None = None
     lowering: str = ""
 
     @property
     def formulas(self) -> tuple[Formula, ...]:
-        return (self.forward, self.dgrad) if self.wgrad is None else (self.forward, self.dgrad, self.wgrad)
+        return tuple(f for f in (self.forward, self.dgrad, self.wgrad, self.backward) if f is not None)
 
 
 FLASH = "flash"
@@ -118,6 +120,12 @@ def layer_norm_wgrad_flops(call: Call) -> int:
     return 4 * int(wants_weight) + int(wants_bias)
 
 
+def layer_norm_backward_flops(call: Call) -> int:
+    """Per element: as dgrad, which normalises, and the column sums of g xhat 2 and of g 1 where they are wanted."""
+    wants_weight, wants_bias = call.args["output_mask"]
+    return layer_norm_dgrad_flops(call) + 2 * int(wants_weight) + int(wants_bias)
+
+
 def rms_norm_flops(call: Call) -> int:
     """Per element: square and sum 2, scale 1; weight 1."""
     return 3 + _given(call, "weight")
@@ -163,6 +171,7 @@ PORTABLE: Mapping[str, PortableOp] = {
             forward=Formula(norms.layer_norm, _per_element("x", layer_norm_flops)),
             dgrad=Formula(norms.layer_norm_dgrad, _per_element("x", layer_norm_dgrad_flops)),
             wgrad=Formula(norms.layer_norm_wgrad, _per_element("x", layer_norm_wgrad_flops)),
+            backward=Formula(norms.layer_norm_backward, _per_element("x", layer_norm_backward_flops)),
         ),
         PortableOp(
             "rms_norm",

@@ -6,6 +6,7 @@ on: the output projection then reads `out` itself, so that one tensor is saved f
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -56,10 +57,22 @@ def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def _kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[Forward, Backward]:
-    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (0, 0)
-    choice = attention_lowering(
-        q.device.type, q.dtype, q.shape, k.shape, v.shape, masked=mask is not None, is_causal=is_causal, capability=capability
-    )
+    return _chosen(q.device, q.dtype, q.shape, k.shape, v.shape, mask is not None, is_causal)
+
+
+@lru_cache(maxsize=256)
+def _chosen(
+    device: torch.device,
+    dtype: torch.dtype,
+    q: tuple[int, ...],
+    k: tuple[int, ...],
+    v: tuple[int, ...],
+    masked: bool,
+    causal: bool,
+) -> tuple[Forward, Backward]:
+    """Remembered, because choosing costs the host more than a small kernel does."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    choice = attention_lowering(device.type, dtype, q, k, v, masked=masked, is_causal=causal, capability=capability)
     return KERNELS[choice.name]
 
 
@@ -93,11 +106,22 @@ def _attention_kernel(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    _check(q, k, v, mask, is_causal, enable_gqa)
     forward, _ = _kernels(q, k, v, mask, is_causal)
     options = Options(_additive(mask, q), is_causal, _default_scale(q, scale))
     out, lse = forward(_heads_first(q), _heads_first(k), _heads_first(v), options)
     return out.transpose(1, 2).contiguous(), lse.contiguous()
+
+
+def _attention_check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> None:
+    _check(q, k, v, mask, is_causal, enable_gqa)
 
 
 def _dgrad_fake(
@@ -159,6 +183,7 @@ attention_dgrad = define(
     "float? scale=None) -> (Tensor, Tensor, Tensor)",
     _dgrad_fake,
     _dgrad_kernel,
+    direct=True,
 )
 """Gradients of q, k and v, each shaped as its tensor and contiguous."""
 
@@ -168,6 +193,8 @@ attention = define(
     "-> (Tensor, Tensor)",
     _attention_fake,
     _attention_kernel,
+    check=_attention_check,
+    direct=True,
     backward=_backward,
     setup_context=_setup_context,
 )

@@ -17,6 +17,8 @@ from piper_ops.library import HALF, accumulate_dtype
 from piper_ops.lowering import LoweringName
 
 aten = torch.ops.aten
+_cpu_flash = aten._scaled_dot_product_flash_attention_for_cpu.default
+_cpu_flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 LSE_ALIGNMENT = 32
 """The efficient kernel stores its logsumexp in rows of a multiple of this (kAlignLSE in aten's mem_eff_attention)."""
@@ -41,18 +43,14 @@ Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], T
 
 def cpu_flash(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Pair:
     """torch's flash attention for CPU: any float dtype, with or without a mask."""
-    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, o.is_causal, attn_mask=_cpu_mask(o.mask, q), scale=o.scale
-    )
+    out, lse = _cpu_flash(q, k, v, 0.0, o.is_causal, attn_mask=_cpu_mask(o.mask, q), scale=o.scale)
     return out, lse
 
 
 def cpu_flash_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: Options) -> Triple:
     """The backward of `cpu_flash`."""
     mask = _cpu_mask(o.mask, q)
-    grads: Triple = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, o.is_causal, attn_mask=mask, scale=o.scale
-    )
+    grads: Triple = _cpu_flash_backward(grad, q, k, v, out, lse, 0.0, o.is_causal, attn_mask=mask, scale=o.scale)
     return grads
 
 

@@ -10,11 +10,12 @@ from hashlib import sha256
 from typing import Any, Protocol
 
 import torch
+from torch._ops import OpOverload
 
-import piper_ops  # noqa: F401 - registers the operators that generated code calls
 from piper_ir.errors import FormatError
 from piper_ir.ops import Compute
 from piper_ir.plan import Plan, RolePlan
+from piper_ops import DIRECT
 
 StepFunction = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
 """Boxed: it empties its argument list, so that a tensor whose only reference is in the list is freed at its last use."""
@@ -56,6 +57,7 @@ def load_step(code: StepCode, device: str | torch.device = "cpu") -> StepFunctio
         raise FormatError(f"{e}; import the module that registers this operator in the file that defines the job") from e
     if not callable(namespace.get("step")):
         raise FormatError("the source of a chunk's step defines no function `step(args)`")
+    namespace |= {k: DIRECT[v] for k, v in namespace.items() if isinstance(v, OpOverload) and v in DIRECT}
     step: StepFunction = namespace["step"]
     return step
 

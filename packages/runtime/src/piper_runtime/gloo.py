@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from ctypes import memmove
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from piper_ir.errors import ExecutionError
 from piper_ir.plan import Plan
 from piper_runtime.rank import Comm
-from piper_runtime.streams import Work
+from piper_runtime.streams import Posted, Work
 
 LOOPBACK = "127.0.0.1"
 FOREVER = timedelta(days=1)
@@ -61,33 +63,38 @@ class GlooCommunicators:
         store = dist.PrefixStore(key, self._store)
         return dist.ProcessGroupGloo(store, members.index(self._rank), len(members), options)
 
-    def bind(self, comm: Comm) -> Work:
-        """The closure that runs a communication and returns when it is done: a send when the peer has taken the tensor."""
+    def bind(self, comm: Comm) -> Posted:
+        """The closure that runs a communication, or posts it. A send is done when the peer has taken the tensor."""
         operand = comm.operand
         if len(comm.peers) < 2:
-            return lambda: void(operand())
+            return Posted(lambda: partial(void, operand()))
         group = self._groups[self._keys[comm.channel]]
         members = sorted(comm.peers)
         match comm.kind:
             case "send":
                 target = members.index(comm.peers[1])
-                return lambda: finish(group.send([operand()], target, 0))
+                return Posted(lambda: partial(finish, group.send([operand()], target, 0)))
             case "recv":
                 source = members.index(comm.peers[0])
-                return lambda: finish(group.recv([operand()], source, 0))
+                return Posted(lambda: partial(finish, group.recv([operand()], source, 0)))
             case "all_reduce":
-                return lambda: all_reduce(group, operand())
+                return Posted(lambda: all_reduce(group, operand()))
 
 
-def all_reduce(group: Any, tensor: torch.Tensor) -> None:
-    """Sum a tensor in place. gloo's own thread holds what it reduces for a moment longer than `wait`: nothing to a bucket, but a
-    scalar would die later than the plan says, so a copy is reduced in its stead."""
+def all_reduce(group: Any, tensor: torch.Tensor) -> Work:
+    """Start to sum a tensor in place. gloo's own thread holds what it reduces for a moment longer than `wait`: nothing to a
+    bucket, but a scalar would die later than the plan says, so a copy is reduced in its stead."""
     if tensor.dim():
-        finish(group.allreduce([tensor]))
-        return
+        return partial(finish, group.allreduce([tensor]))
     copy = tensor.clone()
-    finish(group.allreduce([copy]))
-    tensor.copy_(copy)
+    work = group.allreduce([copy])
+
+    def copy_back() -> None:
+        finish(work)
+        # Not by an operator: it would be taken for the first one of the instruction that waits, which frees before it runs.
+        memmove(tensor.data_ptr(), copy.data_ptr(), tensor.nbytes)
+
+    return copy_back
 
 
 def finish(work: Any) -> None:

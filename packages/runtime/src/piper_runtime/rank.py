@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -84,14 +84,15 @@ class Rank:
             self.optimizer = RankOptimizer(plan, self.store, trainee.optimizer, trainee.scheduler)
         self.feed = Feed(plan, rank, trainee.batch)
         self.steps = Steps(code, device)
-        self.entries = tuple(self._entry(i, instr) for i, instr in enumerate(self.role.program))
+        behind = own_waits(self.role.program)
+        self.entries = tuple(self._entry(i, instr, behind.get(i, ())) for i, instr in enumerate(self.role.program))
 
-    def _entry(self, index: int, instr: Instr) -> Entry:
+    def _entry(self, index: int, instr: Instr, behind: tuple[tuple[str, int], ...]) -> Entry:
         fault = faults.active()
         if fault is not None and fault.instr is not None:
             instr = fault.instr(instr, self)
         if instr.comm:
-            return Entry(index, instr.stream, instr.waits, instr.name, comm=self._comm(instr))
+            return Entry(index, instr.stream, instr.waits + behind, instr.name, comm=self._comm(instr))
         return Entry(index, instr.stream, instr.waits, instr.name, work=self._work(instr))
 
     def _comm(self, instr: Instr) -> Comm:
@@ -150,6 +151,24 @@ class Rank:
         """Copies of the gradients in these buckets, scaled, by parameter, on the CPU."""
         names = [n for b in buckets for n in self.plan.bucket(b).params]
         return {n: (self.store.grads[n] * scale).to(CPU) for n in names}
+
+
+def own_waits(program: Sequence[Instr]) -> dict[int, tuple[tuple[str, int], ...]]:
+    """Index of a communication -> the wait for one before it on its own stream whose result it takes. A plan leaves it to the
+    order of the stream, but an engine may post a communication before the one in front of it has ended."""
+    count: dict[str, int] = {}
+    written: dict[tuple[str, str], int] = {}
+    out: dict[int, tuple[tuple[str, int], ...]] = {}
+    for index, instr in enumerate(program):
+        if not instr.comm:
+            continue
+        part, stream = instr.parts[0], instr.stream
+        state = (part.op.bucket,) if isinstance(part.op, AllReduce) and part.op.bucket else ()
+        if needed := max((written.get((stream, v), 0) for v in (*part.reads, *state)), default=0):
+            out[index] = ((stream, needed),)
+        count[stream] = count.get(stream, 0) + 1
+        written |= {(stream, v): count[stream] for v in (*part.writes, *state)}
+    return out
 
 
 def step_loss(plan: Plan, scalars: list[dict[str, dict[int, float]]]) -> float:

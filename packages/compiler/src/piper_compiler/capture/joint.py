@@ -137,8 +137,10 @@ def _joint(
 ) -> Joint:
     graph = raw.module.graph
     _check(graph)
-    simplify(graph, [raw.primals[k] for k, given in enumerate(inputs) if given.kind == "buffer"])
-    fold_sums(graph)
+    buffers = [raw.primals[k] for k, given in enumerate(inputs) if given.kind == "buffer"]
+    simplify(graph, buffers)
+    if fold_sums(graph):
+        simplify(graph, buffers)
     results, gradients = _torch_joint.results_and_gradients(graph)
     names = {raw.primals[len(inputs) + i]: f"constant{i}" for i in range(len(constants))}
     values = {f"constant{i}": value for i, value in enumerate(constants.values())}

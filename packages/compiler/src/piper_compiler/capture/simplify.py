@@ -9,6 +9,8 @@ bytes (`phases` sees to it). The rules, each local to a node:
     zeros_like(x), new_zeros(x, ...), ...       -> zeros(...)     (x was read for its shape only)
     t(t(x)), transpose twice, permute twice     -> x or one permute
     view(view(x)), view to the same shape       -> view(x), x
+    select(permute(x))                          -> permute(select(x)), or select(x)
+    permute(stack([x, y]))                      -> stack([permute(x), permute(y)]) in another dimension
     expand to the same shape                    -> x
     two equal views of one node                 -> one
 """
@@ -157,6 +159,44 @@ def _permutation(node: fx.Node) -> list[int] | None:
     return None
 
 
+def _select_first(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """Parts of a permuted tensor (q, k, v of a fused projection) are taken from the tensor itself: one permutation for the parts
+    that need one, where the whole and every part had one."""
+    inner = node.args[0] if node.args else None
+    order = _permutation(inner) if isinstance(inner, fx.Node) and node.target is aten.select.int else None
+    if order is None:
+        return None
+    assert isinstance(inner, fx.Node)
+    base = inner.args[0]
+    dim, index = (int(a) for a in node.args[1:3])  # type: ignore[arg-type]  # select: two ints
+    taken = order.pop(dim % len(order))
+    part = _node(graph, node, aten.select.int, (base, taken, index))
+    part.meta["val"] = aliasing.tensor(base).select(taken, index)  # type: ignore[arg-type]  # a view's base is a node
+    order = [d - (d > taken) for d in order]
+    return part if order == sorted(order) else _node(graph, node, aten.permute.default, (part, order))
+
+
+def _permute_first(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    """A stack can be made in the order in which it is needed. Its parts are permuted, which costs nothing and folds with their
+    own permutations; a permuted stack would be copied."""
+    inner = node.args[0] if node.args else None
+    order = _permutation(node)
+    if order is None or not isinstance(inner, fx.Node) or inner.target is not aten.stack.default or len(inner.users) > 1:
+        return None
+    parts, *rest = inner.args
+    dim = int(rest[0]) % len(order) if rest else 0  # type: ignore[arg-type]  # stack: an int
+    place = order.index(dim)
+    order = [d - (d > dim) for d in order if d != dim]
+    permuted = []
+    for part in parts:  # type: ignore[union-attr]  # stack: a list of nodes
+        view = _node(graph, node, aten.permute.default, (part, order))
+        view.meta["val"] = aliasing.tensor(part).permute(order)  # type: ignore[arg-type]  # a stack's parts are nodes
+        permuted.append(_fold_permutes(graph, view) or view)
+    stack = _node(graph, node, aten.stack.default, (permuted, place))
+    stack.meta["val"] = aliasing.tensor(node).contiguous()
+    return stack
+
+
 def _fold_views(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     base = node.args[0] if node.args else None
     if node.target not in VIEWS or not isinstance(base, fx.Node):
@@ -184,6 +224,8 @@ RULES: tuple[Rule, ...] = (
     _drop_overwrite,
     _drop_shape_source,
     _fold_permutes,
+    _select_first,
+    _permute_first,
     _fold_views,
     _drop_expand,
 )

@@ -20,8 +20,9 @@ from torch import fx
 aten = torch.ops.aten
 
 
-def fold_sums(graph: fx.Graph) -> None:
-    """Rewrite `graph` in place, every sum of padded parts that covers its tensor."""
+def fold_sums(graph: fx.Graph) -> bool:
+    """Rewrite `graph` in place, every sum of padded parts that covers its tensor; tells whether there was any."""
+    folded = False
     for node in reversed(list(graph.nodes)):
         if not _is_sum(node):
             continue
@@ -43,6 +44,8 @@ def fold_sums(graph: fx.Graph) -> None:
                 joined.meta = dict(node.meta)
         node.replace_all_uses_with(joined)
         graph.erase_node(node)
+        folded = True
+    return folded
 
 
 def _is_sum(node: fx.Node) -> bool:
