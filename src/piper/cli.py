@@ -178,6 +178,7 @@ def profile(
     params: Params = None,
     strategy: StrategyFile = None,
     launcher: Launcher = "processes",
+    address: Address = "auto",
     rows: Rows = None,
     repeats: Repeats = 7,
     out: Annotated[Path, typer.Option("--out", metavar="FILE.json", help="the costs file")] = Path("costs.json"),
@@ -195,7 +196,7 @@ def profile(
         from piper_ir.codec import dumps
 
         recipe = load_file(file, pairs(params), strategy)
-        costs = measure(recipe.job, recipe.strategy, launcher=launcher, rows=rows, repeats=repeats)
+        costs = measure(recipe.job, recipe.strategy, launcher=launcher, cluster=address, rows=rows, repeats=repeats)
         save_costs(out, costs)
         if as_json:
             print(dumps(costs))
