@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from piper import frontdoor
 from piper.cli import app
-from piper_ir.codec import loads
-from piper_ir.costs import Costs
+from piper.loading import Recipe, load_file, load_space
+from piper.loop import loop
+from piper.session import Settings
+from piper_ir.codec import dumps, loads
+from piper_ir.costs import Costs, Duration
 from piper_ir.plan import Plan
+from piper_ir.program import Chunk
 from piper_ir.text import parse_plan
 from tests.test_cli import RECIPE, fails, piper
 
@@ -103,6 +110,74 @@ def test_tune_finds_reports_and_leaves_a_strategy_to_run(space: Path, costs: Pat
     numbers = json.loads(ran.stdout)
     assert len(numbers["measured"]["losses"]) == 2 and numbers["predicted"]["step_s"] > 0
     assert (Path(numbers["folder"]) / "report" / "report.html").is_file()
+
+
+def test_every_command_makes_one_plan_of_one_strategy(tmp_path: Path, costs: Path) -> None:
+    """Costs decide where `at="cost"` cuts: who predicts, searches, runs, draws or emulates must see the same ones."""
+    path = tmp_path / "cut.py"
+    path.write_text(
+        RECIPE.replace("range(2)", "range(5)")
+        + "def strategy(trial):\n    m = trial.suggest_categorical('m', (2,))\n"
+        + "    parts = (piper.partition(2, at='cost'), *piper.recipes.gpipe(pp=2, microbatches=m)[1:])\n"
+        + "    return piper.Strategy(piper.Mesh(pp=2), parts)\nparams = {'m': 2}\n"
+    )
+    dear = tmp_path / "costs.json"
+    found = loads(Costs, costs.read_text())
+    recipe = load_file(path)
+    first = recipe_chunks(recipe)[0]
+    dear.write_text(
+        dumps(replace(found, compute={first.id: {"F": Duration(1.0), "I": Duration(1.0), "W": Duration(1.0)}}, steps=()))
+    )
+    more = ["--costs", dear, "--out", tmp_path / "o"]
+    assert piper("simulate", path, *more).exit_code == 0
+    assert piper("run", path, "--launcher", "inline", "--steps", 1, *more).exit_code == 0
+    assert piper("run", path, "--emulate", "h100x8", *more).exit_code == 0
+    plans = {p.read_text() for p in (tmp_path / "o").glob("*/plan.json")}
+    drawn = piper("show", path, "--plan", "--json", "--costs", dear).stdout
+    assert len(plans) == 1
+    assert loads(Plan, drawn) == loads(Plan, plans.pop()) != loads(Plan, piper("show", path, "--plan", "--json").stdout)
+
+
+def recipe_chunks(recipe: Recipe) -> tuple[Chunk, ...]:
+    return frontdoor.captured_job(recipe.job).program.chunks
+
+
+def test_the_loop_profiles_searches_confirms_trains_and_reports(space: Path, tmp_path: Path) -> None:
+    found = load_space(space)
+    settings = Settings(launcher="processes", name="loop")
+    done = loop(found.job, found.strategy, baseline={"m": 2}, steps=4, trials=3, confirm=1, out=tmp_path, settings=settings)
+    assert len(done.run.losses) == 4
+    (folder,) = tmp_path.iterdir()
+    made = {p.name for p in folder.iterdir()}
+    assert {
+        "costs.json",
+        "study.json",
+        "best.json",
+        "plan.json",
+        "predicted.json",
+        "measured.json",
+        "metrics.jsonl",
+        "report",
+    } <= made
+    assert done.prediction.summary()["sources"]["measured"] > 0.5
+
+
+def test_what_makes_no_sense_together_is_said(space: Path, tmp_path: Path) -> None:
+    fails(piper("run", space, "--emulate", "h100x8", "--log", "tensorboard"), "--emulate trains nothing")
+    fails(piper("run", space, "--nodes", 2), "--nodes belongs to --print-launch")
+    fails(piper("tune", space, "--workers", "abc"), "--workers abc")
+    fails(piper("tune", space, "--launcher", "mpi", "--out", tmp_path), "'mpi' is not known")
+    fails(piper("show", space, "--graph", "--png", tmp_path / "x.png"), "one of them")
+
+
+def test_json_for_programs_everywhere(space: Path) -> None:
+    assert json.loads(piper("explain", space, "--json").stdout)["microbatches"] == 2
+    assert json.loads(piper("verify", space, "--json").stdout)["equal"] is True
+
+
+def test_a_shell_can_complete_commands() -> None:
+    script = CliRunner().invoke(app, [], prog_name="piper", env={"_PIPER_COMPLETE": "source_bash"})
+    assert "piper" in script.stdout and "complete" in script.stdout
 
 
 def test_a_space_is_a_function(tmp_path: Path) -> None:

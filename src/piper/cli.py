@@ -4,6 +4,7 @@ commands, which say how they are used and leave the work to the modules that the
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
@@ -13,6 +14,7 @@ from typing import Annotated
 import typer
 
 from piper.options import (
+    INTERRUPTED,
     Address,
     AsJson,
     ClusterName,
@@ -39,8 +41,12 @@ from piper.options import (
     Timeout,
     Trials,
     pairs,
+    searchers,
     user_errors,
 )
+from piper_ir.errors import JobError
+
+RUNS, TIMEOUT_S, LOG = Path("runs"), 60.0, "jsonl"
 
 app = typer.Typer(name="piper", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -86,7 +92,7 @@ def tune(
     storage: Storage = None,
     workers: Searchers = "1",
     launcher: Launcher = "ray",
-    out: Out = Path("runs"),
+    out: Out = RUNS,
     as_json: AsJson = False,
 ) -> None:
     """Search the fastest strategy that fits, in simulation; --confirm runs the best on this machine.
@@ -107,7 +113,7 @@ def tune(
             study = search(
                 space.job, space.strategy, cluster=cluster, costs=load_costs(costs) if costs else None, trials=trials,
                 confirm=confirm, memory_limit=memory_limit, seed=seed, storage=storage, launcher=launcher,
-                workers=int(workers) if workers.isdigit() else workers, progress=progress,
+                workers=searchers(workers), progress=progress,
             )  # fmt: skip
         if as_json:
             best = study.best_row
@@ -129,12 +135,12 @@ def run(
     launcher: Launcher = "ray",
     address: Address = "auto",
     costs: CostsFile = None,
-    out: Out = Path("runs"),
-    timeout_s: Timeout = 60,
+    out: Out = RUNS,
+    timeout_s: Timeout = TIMEOUT_S,
     print_launch: PrintLaunch = False,
     nodes: Nodes = None,
     emulate: Emulate = None,
-    log: Log = "jsonl",
+    log: Log = LOG,
     ranges: Ranges = False,
     as_json: AsJson = False,
 ) -> None:
@@ -143,6 +149,7 @@ def run(
     Example: piper run examples/gpt_text.py --steps 20; without a GPU: piper run examples/gpt_text.py --emulate h100x8
     """
     with user_errors():
+        from piper.costs_file import load_costs
         from piper.loading import load_file
         from piper.metrics import log_names
         from piper.session import Settings, as_numbers, session
@@ -152,15 +159,29 @@ def run(
         if print_launch:
             from piper_runtime.launch import launch_lines
 
-            given = [a for p in params or [] for a in ("-p", p)] + (["--strategy", str(strategy)] if strategy else [])
-            given += ["--steps", str(steps)] if steps else []
+            given = [a for p in params or [] for a in ("-p", p)]
+            options = {"--strategy": strategy, "--steps": steps, "--costs": costs, "--log": log if log != LOG else None}
+            options |= {"--timeout-s": timeout_s if timeout_s != TIMEOUT_S else None, "--out": out if out != RUNS else None}
+            given += [a for name, value in options.items() if value is not None for a in (name, str(value))]
+            given += ["--ranges"] if ranges else []
             print(launch_lines(file, recipe.strategy.mesh.world, nodes=nodes, arguments=given), end="")
             return
         if emulate is not None:
             from piper.emulation import emulated_session
 
-            emulated_session(recipe.job, recipe.strategy, emulate, steps=steps or 1, out=out, name=file.stem, timeout_s=timeout_s)
+            if launcher != "ray" or address != "auto" or log != LOG or ranges:
+                raise JobError("--emulate trains nothing: leave out --launcher, --address, --log and --ranges")
+            with redirect_stdout(StringIO()) if as_json else nullcontext():
+                simulated, emulated = emulated_session(
+                    recipe.job, recipe.strategy, emulate, steps=steps or 1, out=out, name=file.stem, timeout_s=timeout_s,
+                    costs=load_costs(costs) if costs else None,
+                )  # fmt: skip
+            if as_json:
+                found = {"step_s": emulated.step_s, "period_s": emulated.period_s, **emulated.trace.notes}
+                print(json.dumps({"predicted": simulated.summary(), "emulated": found}))
             return
+        if nodes is not None:
+            raise JobError("--nodes belongs to --print-launch; a run takes its nodes from --address or from torchrun")
         first = is_first()  # of the processes that torchrun started, one prints and writes
         settings = Settings(
             launcher=launcher, address=address, costs=costs, out=out if first else None, name=file.stem, timeout_s=timeout_s,
@@ -177,7 +198,7 @@ def profile(
     file: File,
     params: Params = None,
     strategy: StrategyFile = None,
-    launcher: Launcher = "processes",
+    launcher: Annotated[str, typer.Option(help="processes or ray: workers measure at once, as in a run")] = "processes",
     address: Address = "auto",
     rows: Rows = None,
     repeats: Repeats = 7,
@@ -226,18 +247,20 @@ def report(
 
 
 @app.command()
-def explain(file: File, params: Params = None, strategy: StrategyFile = None) -> None:
+def explain(file: File, params: Params = None, strategy: StrategyFile = None, as_json: AsJson = False) -> None:
     """Print what a strategy became: directives, roles, order, communication, memory.
 
     Example: piper explain examples/gpt_text.py
     """
     with user_errors():
         from piper.explain import explain as text
+        from piper.explain import facts
         from piper.frontdoor import compile
         from piper.loading import load_file
 
         recipe = load_file(file, pairs(params), strategy)
-        print(text(compile(recipe.job, recipe.strategy)))
+        compiled = compile(recipe.job, recipe.strategy)
+        print(json.dumps(facts(compiled)) if as_json else text(compiled))
 
 
 @app.command()
@@ -257,13 +280,15 @@ def show(
     Example: piper show examples/gpt_text.py --png schedule.png; piper show examples/gpt_text.py --plan
     """
     with user_errors():
+        from piper.costs_file import load_costs
         from piper.frontdoor import compile
         from piper.loading import load_file
         from piper.showing import show_strategy
 
         recipe = load_file(file, pairs(params), strategy)
-        compiled = compile(recipe.job, recipe.strategy)
-        show_strategy(compiled, cluster=cluster, costs=costs, graph=graph, plan=plan, png=png, as_json=as_json)
+        known = load_costs(costs) if costs else None
+        compiled = compile(recipe.job, recipe.strategy, costs=known)
+        show_strategy(compiled, cluster=cluster, costs=known, graph=graph, plan=plan, png=png, as_json=as_json)
 
 
 @app.command()
@@ -272,6 +297,7 @@ def verify(
     params: Params = None,
     strategy: StrategyFile = None,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps to compare")] = 3,
+    as_json: AsJson = False,
 ) -> None:
     """Run a strategy in float64 in this process against plain PyTorch on one device; name the first value that differs.
 
@@ -283,7 +309,7 @@ def verify(
 
         recipe = load_file(file, pairs(params), strategy)
         found = verify_strategy(recipe.job, recipe.strategy, steps=steps)
-        print(found.text())
+        print(json.dumps({"equal": found.equal, "text": found.text()}) if as_json else found.text())
         if not found.equal:
             raise typer.Exit(1)
 
@@ -305,4 +331,13 @@ def doctor(as_json: AsJson = False) -> None:
 
 def main() -> None:
     """Entry point of the `piper` command."""
-    app()
+    try:
+        app()
+    except SystemExit as e:
+        if e.code == INTERRUPTED and "ray" in sys.modules:
+            # Workers and Ray are ended by now. Ray's native threads may crash an interpreter whose raylet the same interrupt has
+            # ended, and the shell would hear of a segmentation fault.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)
+        raise

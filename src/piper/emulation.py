@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from piper.display import show
 from piper.frontdoor import Compiled, compile
+from piper.reporting import report_at_end
 from piper.results import new_folder, save_plan, save_prediction, save_run
 from piper_compiler import Strategy
 from piper_ir.costs import Costs
@@ -74,21 +75,23 @@ def durations_on(plan: Plan, cluster: Cluster | None, costs: Costs | None = None
 
 
 def emulated_session(
-    job: Job, strategy: Strategy, cluster: str, *, steps: int, out: Path | None, name: str, timeout_s: float
-) -> tuple[Simulation, Emulation]:
-    """As the command line does it: compile, simulate, emulate, print one beside the other; with `out`, both traces go to a new
-    folder below it."""
-    compiled = compile(job, strategy)
+    job: Job, strategy: Strategy, cluster: str, *, steps: int, out: Path | None, name: str, timeout_s: float,
+    costs: Costs | None = None,
+) -> tuple[Simulation, Emulation]:  # fmt: skip
+    """As the command line does it: compile, simulate, emulate, print one beside the other; with `out`, both traces and a report
+    go to a new folder below it."""
+    compiled = compile(job, strategy, costs=costs)
     device = target(compiled.plan, cluster)
-    simulated = simulate(compiled.plan, device)
+    simulated = simulate(compiled.plan, device, costs=costs)
     folder = new_folder(out, name) if out is not None else None
-    emulated = emulate(compiled, steps=steps, cluster=device, timeout_s=timeout_s, trace=True)
+    emulated = emulate(compiled, steps=steps, cluster=device, costs=costs, timeout_s=timeout_s, trace=True)
     show(emulation_table(simulated, emulated, title=f"{name} on {cluster}, simulated beside emulated on this machine"))
     if folder is not None:
         save_plan(folder, compiled.plan, strategy)
         save_prediction(folder, simulated)
         save_run(folder, emulated, compiled.plan.tokens_per_step)
-        print(f"traces and results are in {folder}", file=sys.stderr)
+        print(f"results are in {folder}", file=sys.stderr)
+        report_at_end(folder)
     return simulated, emulated
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from piper.frontdoor import Compiled
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Step
@@ -24,6 +26,19 @@ def explain(compiled: Compiled) -> str:
         _notes(compiled),
     ]
     return "\n\n".join(s for s in sections if s)
+
+
+def facts(compiled: Compiled) -> dict[str, Any]:
+    """What a program asks for: the text, and per role its ranks, instructions and peak."""
+    plan = compiled.plan
+    roles = [
+        {"role": r.role, "ranks": list(r.ranks), "instructions": len(r.program), "peak_bytes": r.peak_bytes, "peak_at": r.peak_at}
+        for r in plan.roles
+    ]
+    return {
+        "plan": plan.key, "mesh": dict(plan.mesh.sizes), "microbatches": plan.microbatches, "rows": plan.rows, "roles": roles,
+        "directives": [str(a) for a in compiled.graph.log], "text": explain(compiled),
+    }  # fmt: skip
 
 
 def _program(compiled: Compiled) -> str:

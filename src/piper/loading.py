@@ -160,8 +160,10 @@ class FixedTrial:
             value = float(text)
         except ValueError:
             value = float("nan")
-        if not low <= value <= high:
-            raise JobError(f"-p {name}={text}: a number in {low}..{high} is accepted")
+        on_grid = step is None or abs((value - low) / step - round((value - low) / step)) < 1e-9
+        if not low <= value <= high or not on_grid:
+            steps = "" if step is None else f" (step {step})"
+            raise JobError(f"-p {name}={text}: a number in {low}..{high}{steps} is accepted")
         return self._answer(name, value)
 
     def _answer(self, name: str, value: Any) -> Any:

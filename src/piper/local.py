@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from functools import lru_cache
@@ -21,9 +22,17 @@ def measured_cpu() -> Cluster:
     torch.set_num_threads(1)
     try:
         with torch.no_grad():
-            return cpu_local(matmul_flops=_matmul_rate(), memory_bandwidth=_bandwidth(), launch_s=_small_op())
+            memory = _memory_of_a_rank()
+            return cpu_local(
+                matmul_flops=_matmul_rate(), memory_bandwidth=_bandwidth(), launch_s=_small_op(), memory_bytes=memory
+            )
     finally:
         torch.set_num_threads(threads)
+
+
+def _memory_of_a_rank() -> int:
+    """This machine's memory, shared by as many ranks as it has cores."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (os.cpu_count() or 1)
 
 
 def _best(call: Callable[[], object]) -> float:

@@ -70,6 +70,19 @@ Ranges = Annotated[bool, typer.Option("--ranges", help="names of instructions in
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs, and nothing else")]
 
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
+
+
+def searchers(workers: str) -> int | str:
+    """`--workers`: a number of processes, "ray", or HOST:PORT. JobError otherwise."""
+    if workers.isdigit():
+        return int(workers)
+    if workers == "ray" or ":" in workers:
+        return workers
+    raise JobError(f'--workers {workers}: a number of processes, "ray" or the address HOST:PORT of a Ray cluster is expected')
+
+
 def pairs(params: list[str] | None) -> dict[str, str]:
     """`-p` options by name. JobError for one without a name or value."""
     out = {}
@@ -91,4 +104,4 @@ def user_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         print("piper: interrupted", file=sys.stderr)
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None

@@ -90,9 +90,12 @@ def hang_report(folder: Path | None) -> Iterator[None]:
     except HangError as e:
         if folder is None:
             raise
-        with _writing(folder):
+        where = f"every rank's last instructions are in {folder / 'hang.txt'}"
+        try:
             (folder / "hang.txt").write_text(e.report)
-        raise HangError(f"{e}; every rank's last instructions are in {folder / 'hang.txt'}", e.report) from None
+        except OSError as full:  # the hang is what matters
+            where = f"{folder / 'hang.txt'} cannot be written: {full.strerror}"
+        raise HangError(f"{e}; {where}", e.report) from None
 
 
 @contextmanager

@@ -69,13 +69,14 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
     """As `train`; returns prediction and run. With a folder for results, writes a report there."""
     from piper_runtime.run import check_request
 
-    compiled = compile(job, strategy)
+    costs = settings.durations()
+    compiled = compile(job, strategy, costs=costs)
     check_request(compiled.plan, job, steps, settings.launcher, settings.timeout_s)
     folder = settings.folder  # made before hours of training, not after
     if folder is None and settings.out is not None:
         folder = new_folder(settings.out, settings.name)
     cluster = local_cluster()
-    prediction = simulate(compiled.plan, cluster, costs=settings.durations())
+    prediction = simulate(compiled.plan, cluster, costs=costs)
     if folder is not None:
         save_plan(folder, compiled.plan, strategy)
         save_prediction(folder, prediction)

@@ -6,20 +6,20 @@ import shutil
 import sys
 from pathlib import Path
 
-from piper.costs_file import load_costs
 from piper.frontdoor import Compiled
 from piper.session import device_named
 from piper_ir.codec import dumps
+from piper_ir.costs import Costs
 from piper_ir.errors import JobError
 from piper_simulator import simulate
 
 
 def show_strategy(
-    compiled: Compiled, *, cluster: str, costs: Path | None, graph: bool, plan: bool, png: Path | None, as_json: bool
+    compiled: Compiled, *, cluster: str, costs: Costs | None, graph: bool, plan: bool, png: Path | None, as_json: bool
 ) -> None:
     """Print what was asked for; with `png`, draw the schedule into that file. JobError for two things at once."""
-    if graph and plan:
-        raise JobError("--graph and --plan are two different prints; give one of them")
+    if graph + plan + (png is not None) > 1:
+        raise JobError("--graph, --plan and --png are three different things; give one of them")
     if graph:
         from piper_ir.graph_text import format_graph
 
@@ -32,7 +32,7 @@ def show_strategy(
         return
     from piper_report import draw_schedule, schedule_table
 
-    trace = simulate(compiled.plan, device_named(cluster), costs=load_costs(costs) if costs else None).trace
+    trace = simulate(compiled.plan, device_named(cluster), costs=costs).trace
     if png is not None:
         draw_schedule(trace, png, plan=compiled.plan)
         print(f"the schedule is in {png}", file=sys.stderr)

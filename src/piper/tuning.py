@@ -70,13 +70,16 @@ def tune(
 
     TuneError: arguments, storage, or a space that contradicts itself. NothingFoundError (a TuneError): no candidate can be used;
     the message says why, or the smallest limit that fits one, and its `study` holds them all."""
+    from piper_runtime.launchers import check_launcher
+
     device = _device(cluster)
     problem, more = problem_of(source, device, costs, _limit(memory_limit, device), global_batch)
+    check_launcher(launcher)
     if confirm:
         _check_local(device)
     measure = None
     if confirm and not isinstance(source, Program):
-        measure = _measure(source, launcher, pool, steps, timeout_s)
+        measure = _measure(source, costs, launcher, pool, steps, timeout_s)
     folder = new_folder(Path(out), "tune") if out is not None else None
     with saved(folder), _joined(workers):
         study = search(
@@ -183,14 +186,16 @@ def _check_local(cluster: Cluster | None) -> None:
         raise TuneError(f"confirm runs candidates on this machine, which has {here}; the cluster is {asked}: leave confirm out")
 
 
-def _measure(job: Job, launcher: str, pool: Workers | None, steps: int, timeout_s: float) -> Callable[[Strategy], Measured]:
+def _measure(
+    job: Job, costs: Costs | None, launcher: str, pool: Workers | None, steps: int, timeout_s: float
+) -> Callable[[Strategy], Measured]:
     if type(steps) is not int or steps < 2:
         raise JobError(f"tune(steps={steps!r}): a confirming run needs at least 2 steps; the first warms up")
 
     def measured(strategy: Strategy) -> Measured:
         from piper.frontdoor import compile, execute
 
-        run = execute(compile(job, strategy), steps=steps, launcher=launcher, timeout_s=timeout_s, pool=pool)
+        run = execute(compile(job, strategy, costs=costs), steps=steps, launcher=launcher, timeout_s=timeout_s, pool=pool)
         period_s = run.period_s if run.period_s is not None else median(run.step_s[1:])
         return Measured(period_s, max(run.peak_bytes.values(), default=None))
 
@@ -205,7 +210,7 @@ def show_study(study: Study, name: str) -> None:
     """Print the best candidates, how many were rejected for what, and the rules."""
     kinds = Counter(str(r["kind"]) for r in study.rejected())
     notes = [f"rejected: {count} {kind}" for kind, count in kinds.most_common()]
-    notes += [f"rule {line}" for line in study.rules]
+    notes += [f"rule {line}" for line in study.rules if not line.endswith("(0 candidates)")]
     if study.interrupted:
         notes.append("warning: interrupted; this is what was found until then")
     head = ("params", "predicted", "measured", "error", "memory")

@@ -21,10 +21,10 @@ from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.handmade import adamw
 from packages.runtime.tests.instants import KINDS, named_and_ended, pids_alive
 from piper_ir.errors import ExecutionError
-from piper_runtime import ray_placement
+from piper_runtime import device, ray_placement
 from piper_runtime.ray_actor import pack, unpack
 from piper_runtime.ray_cluster import connect
-from piper_runtime.ray_launcher import RayPool
+from piper_runtime.ray_launcher import RayPool, _variables, gpus_per_rank
 from piper_runtime.report import StepRecord
 from piper_runtime.request import make_requests
 
@@ -114,6 +114,13 @@ def test_more_ranks_than_cpus(address: str, pool: RayPool, monkeypatch: pytest.M
         RayPool(4, cluster=address).start()
 
 
+def test_ranks_ask_for_gpus_where_there_are_enough_and_runs_may_take_them() -> None:
+    with device.using("auto"):
+        assert [gpus_per_rank({"CPU": 8, "GPU": n}, 4) for n in (8, 4, 3, 0)] == [1, 1, 0, 0]
+    assert gpus_per_rank({"GPU": 8}, 4) == 0  # the suite takes the CPU
+    assert "PIPER_OWN_DEVICE" in _variables(1, 1) and "PIPER_OWN_DEVICE" not in _variables(1, 0)
+
+
 @pytest.mark.usefixtures("pool")
 def test_a_process_is_connected_to_one_cluster() -> None:
     with pytest.raises(ExecutionError, match=r"already connected to Ray at .*cluster='10\.0\.0\.1:6379' cannot be used"):
@@ -136,7 +143,7 @@ ALONE = """
 import sys
 sys.path[:0] = {path!r}
 from packages.runtime.tests.chains import chain, run
-from piper_runtime.ray_launcher import RayPool
+from piper_runtime.ray_launcher import RayPool, _variables, gpus_per_rank
 plan, job = chain(pp=2)
 with RayPool(2, cluster="local") as pool:
     run(plan, job, launcher="ray", pool=pool)

@@ -76,8 +76,9 @@ def _plan(problem: Problem, strategy: Strategy, variants: Variants) -> Plan:
         return problem.program if found is None else found
 
     lowered = compile_program(
-        problem.program, strategy, global_batch=problem.global_batch, training=problem.training, at_rows=at_rows
-    )
+        problem.program, strategy, global_batch=problem.global_batch, training=problem.training, costs=problem.costs,
+        at_rows=at_rows,
+    )  # fmt: skip
     return lowered.plan
 
 

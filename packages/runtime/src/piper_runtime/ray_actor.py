@@ -24,6 +24,8 @@ from piper_runtime.watch import LOADING_HEART
 from piper_runtime.worker import Seat, answer, warm_up
 
 RENDEZVOUS_S = 60.0
+OWN_DEVICE = "PIPER_OWN_DEVICE"
+"""In the environment of an actor that asked Ray for a device of its own."""
 LIFELINE_S = 0.5
 
 
@@ -60,8 +62,8 @@ class RankActor:
     def connect(self, host: str, port: int, interface: str) -> None:
         """Join the store. `interface`: the address under which peers reach this rank."""
         store = self._store or _store(host, port, self._world, master=False)
-        # Ray shows an actor its own devices only, so each is the first of its own.
-        local = (0, 1) if os.environ.get("CUDA_VISIBLE_DEVICES") else (None, None)
+        # Ray shows an actor that asked for a device this one only.
+        local = (0, 1) if OWN_DEVICE in os.environ else (None, None)
         self._seat = Seat(self._rank, GlooCommunicators(store, self._rank, interface), self._heart, self._said.append, *local)
 
     def clock(self) -> float:

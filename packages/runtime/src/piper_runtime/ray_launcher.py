@@ -19,11 +19,12 @@ from typing import Any
 
 from piper_ir.errors import ExecutionError
 from piper_ir.plan import Plan
+from piper_runtime import device
 from piper_runtime.environment import check_environments, environment
 from piper_runtime.gloo import LOOPBACK
 from piper_runtime.messages import HEART_SLOTS
 from piper_runtime.progress import OnStep, Progress
-from piper_runtime.ray_actor import RankActor, pack
+from piper_runtime.ray_actor import OWN_DEVICE, RankActor, pack
 from piper_runtime.ray_cluster import RayLink, connect
 from piper_runtime.ray_placement import Place, place_ranks
 from piper_runtime.report import aligned
@@ -100,8 +101,19 @@ class _Team:
             said = pickle.loads(self.ray.get(call))
         except self.ray.exceptions.RayError as e:
             self.deaths[rank] = _cause(e)
-            return [*before, (rank, None)]
+            return [*before, *self._last_look(rank), (rank, None)]
         return before + [(rank, self._aligned(rank, m)) for m in said]
+
+    def _last_look(self, dead: int) -> list[tuple[int, Any]]:
+        """Where a rank that has died was, by a living one of its node; it may have died between two looks."""
+        node = self.places[dead].node
+        living = [r for r, place in enumerate(self.places) if place.node == node and r not in self.deaths]
+        if not living:
+            return []
+        look = self.actors[living[0]].look.remote()
+        self.looks[look] = living[0]
+        self.ray.wait([look], num_returns=1, timeout=GONE_S)
+        return [m for found in self._ready([look]) for m in self._looked(found)]
 
     def _aligned(self, rank: int, message: Any) -> Any:
         clock = self.clocks.get(self.places[rank].node)
@@ -152,10 +164,10 @@ class RayPool:
     """Ray actors for up to `world` ranks, one CPU each, for any number of runs, one at a time. They start with the first run,
     and again after a run that failed. Use it as a context manager, or call `close`.
 
-    cluster: see `piper_runtime.ray_cluster.connect`; a Ray that was started for this pool ends with it. gpus: per rank. What
-    workers print stays in Ray's logs."""
+    cluster: see `piper_runtime.ray_cluster.connect`; a Ray that was started for this pool ends with it. gpus: per rank; None:
+    one where the cluster has as many as ranks, unless runs are to take the CPU. What workers print stays in Ray's logs."""
 
-    def __init__(self, world: int, *, cluster: str = "auto", threads: int = 1, gpus: int = 0):
+    def __init__(self, world: int, *, cluster: str = "auto", threads: int = 1, gpus: int | None = None):
         self.world = world
         self._cluster, self._threads, self._gpus = cluster, threads, gpus
         self._link: RayLink | None = None
@@ -209,11 +221,12 @@ class RayPool:
         if self._link is None:
             self._link = connect(self._cluster, self.world)
         ray = self._link.ray
-        group, places = place_ranks(ray, self.world, self._gpus)
+        gpus = gpus_per_rank(ray.cluster_resources(), self.world) if self._gpus is None else self._gpus
+        group, places = place_ranks(ray, self.world, gpus)
         team = self._team = _Team(ray, group, places)
         self._finalizer = weakref.finalize(self, team.end)
         try:
-            _bring_up(team, self._threads, self._gpus)
+            _bring_up(team, self._threads, gpus)
         except BaseException:
             self._end_team()
             raise
@@ -225,7 +238,7 @@ def _bring_up(team: _Team, threads: int, gpus: int) -> None:
     ray, world = team.ray, len(team.places)
     strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
     # A look must be answered while a request is performed, and in spite of one that hangs.
-    options = dict(num_cpus=1, num_gpus=gpus, max_concurrency=4, runtime_env={"env_vars": _variables(threads)})
+    options = dict(num_cpus=1, num_gpus=gpus, max_concurrency=4, runtime_env={"env_vars": _variables(threads, gpus)})
     for rank, place in enumerate(team.places):
         chosen = strategy(team.group, placement_group_bundle_index=place.bundle, placement_group_capture_child_tasks=False)
         actor = ray.remote(RankActor).options(scheduling_strategy=chosen, **options)
@@ -261,12 +274,18 @@ def _clock_ahead(ray: Any, actor: Any) -> tuple[float, float]:
     return ahead, error
 
 
-def _variables(threads: int) -> dict[str, str]:
+def gpus_per_rank(resources: Mapping[str, float], world: int) -> int:
+    """How many GPUs each of `world` ranks asks Ray for: one if the cluster has that many and runs may take them."""
+    return int(device.default != "cpu" and resources.get("GPU", 0) >= world)
+
+
+def _variables(threads: int, gpus: int) -> dict[str, str]:
     """The environment of actors: they find what this process finds outside of its Python installation."""
     installed = (sys.prefix, sys.base_prefix)
     paths = [os.path.abspath(p) for p in sys.path]
     ours = [p for p in paths if not p.startswith(installed)]
-    return {"PYTHONPATH": os.pathsep.join(ours), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    variables = {"PYTHONPATH": os.pathsep.join(ours), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    return variables | ({OWN_DEVICE: "1"} if gpus else {})
 
 
 def _cause(error: Exception) -> str:
