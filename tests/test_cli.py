@@ -218,7 +218,8 @@ def test_a_launcher_that_is_not_known(recipe: Path, tmp_path: Path) -> None:
 def test_print_launch_prints_lines_and_runs_nothing(recipe: Path, tmp_path: Path) -> None:
     result = piper("run", recipe, "--print-launch", "--steps", 5)
     assert result.exit_code == 0
-    more = piper("run", recipe, "--print-launch", "--out", tmp_path / "o", "--log", "wandb", "--ranges", "--costs", "c.json").output
+    given = ["--out", tmp_path / "o", "--log", "wandb", "--ranges", "--costs", "c.json"]
+    more = piper("run", recipe, "--print-launch", *given).output
     assert f"{recipe} --costs c.json --log wandb --out {tmp_path / 'o'} --ranges --launcher" in more
     assert not (tmp_path / "o").exists()
     start = "torchrun --standalone --nproc-per-node 2"

@@ -113,7 +113,7 @@ def test_tune_finds_reports_and_leaves_a_strategy_to_run(space: Path, costs: Pat
 
 
 def test_every_command_makes_one_plan_of_one_strategy(tmp_path: Path, costs: Path) -> None:
-    """Costs decide where `at="cost"` cuts: who predicts, searches, runs, draws or emulates must see the same ones."""
+    """Costs decide where `at="cost"` cuts: who predicts, runs or draws must see the same ones."""
     path = tmp_path / "cut.py"
     path.write_text(
         RECIPE.replace("range(2)", "range(5)")
@@ -131,7 +131,6 @@ def test_every_command_makes_one_plan_of_one_strategy(tmp_path: Path, costs: Pat
     more = ["--costs", dear, "--out", tmp_path / "o"]
     assert piper("simulate", path, *more).exit_code == 0
     assert piper("run", path, "--launcher", "inline", "--steps", 1, *more).exit_code == 0
-    assert piper("run", path, "--emulate", "h100x8", *more).exit_code == 0
     plans = {p.read_text() for p in (tmp_path / "o").glob("*/plan.json")}
     drawn = piper("show", path, "--plan", "--json", "--costs", dear).stdout
     assert len(plans) == 1
@@ -159,7 +158,8 @@ def test_the_loop_profiles_searches_confirms_trains_and_reports(space: Path, tmp
         "metrics.jsonl",
         "report",
     } <= made
-    assert done.prediction.summary()["sources"]["measured"] > 0.5
+    shares = done.prediction.summary()["sources"]
+    assert shares["measured"] + shares.get("interpolated", 0) > 0.5, shares
 
 
 def test_what_makes_no_sense_together_is_said(space: Path, tmp_path: Path) -> None:
