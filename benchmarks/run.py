@@ -1,6 +1,6 @@
 """Measurements: a CSV file and a table, with machine and date. `make bench`, or
 
-python benchmarks/run.py                      all sections (about eight minutes on two quiet cores)
+python benchmarks/run.py                      all sections (about 25 minutes on two quiet cores)
 python benchmarks/run.py simulate sweep       some of them
 python benchmarks/run.py --quick              fewer repetitions: does it run, and roughly how fast
 
