@@ -210,6 +210,7 @@ def show_study(study: Study, name: str) -> None:
     """Print the best candidates, how many were rejected for what, and the rules."""
     kinds = Counter(str(r["kind"]) for r in study.rejected())
     notes = [f"rejected: {count} {kind}" for kind, count in kinds.most_common()]
+    notes.append(f"rules asked before compiling: {', '.join(line.partition(':')[0] for line in study.rules)}")
     notes += [f"rule {line}" for line in study.rules if not line.endswith("(0 candidates)")]
     if study.interrupted:
         notes.append("warning: interrupted; this is what was found until then")
