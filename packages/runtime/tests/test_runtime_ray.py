@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -160,7 +161,7 @@ def test_nothing_is_left_of_our_own_ray_when_its_driver_is_ended(how: signal.Sig
     assert driver.stdout is not None and driver.stdout.readline() == "up\n", driver.communicate()[1]
     family = descendants(driver.pid)
     commands = " ".join(Path(f"/proc/{p}/cmdline").read_text() for p in family)
-    folders = set(re.findall(r"/tmp/piper-\w+", commands))
+    folders = set(re.findall(rf"{re.escape(tempfile.gettempdir())}/piper-\w+", commands))
     assert len(family) > 4 and len(folders) == 1 and "raylet" in commands
     os.killpg(driver.pid, how) if how == signal.SIGINT else driver.kill()
     output = driver.communicate(timeout=60)

@@ -164,7 +164,7 @@ def cpu_local(
     """This machine, one process per rank, as many as wanted. Numbers that the caller measured: float32 FLOP/s of one
     process's matmul, bytes/s of its memory and between two processes, seconds of a one-way message, per kernel and per
     instruction. The others are typical of one slow core with gloo (1 KB round trip 0.31 ms, 4.3 GB/s, building-blocks.md; 20
-    us per instruction with communication threads, issue 2, 8) and `notes` says which."""
+    us per instruction is an assumption, docs/benchmarks.md measured 12) and `notes` says which."""
     measured = (matmul_flops, memory_bandwidth, link_bandwidth, link_latency, launch_s, host_issue_s)
     given = dict(zip(_TYPICAL_CPU, measured, strict=True))
     value = {k: _TYPICAL_CPU[k] if v is None else v for k, v in given.items()}
