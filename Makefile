@@ -22,7 +22,7 @@ PIP_FAILED := { echo "make: pip could not install the above; nothing is lost, th
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install run check test test-long bench mutants clean FORCE
+.PHONY: help install run check test test-long bench gpu-check gallery mutants clean FORCE
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -45,6 +45,13 @@ test-long: $(INSTALLED) ## the whole suite, long tests too, with fresh random ex
 
 bench: $(INSTALLED) ## measure: a CSV file and a table with machine and date
 	$(PY) benchmarks/run.py $(ARGS)
+
+gpu-check: $(INSTALLED) ## what one CUDA device can prove: a table to paste; without a device it says so
+	$(PY) benchmarks/gpu_check.py $(ARGS)
+
+gallery: $(INSTALLED) ## docs/schedules.md: all schedules drawn, with their numbers; docs/why.md: an explained step
+	$(PY) docs/gallery.py
+	$(PY) docs/why.py
 
 mutants: $(INSTALLED) ## seed faults into compiler and runtime; a table of which check catches each
 	$(PY) -m tests.mutants $(ARGS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from array import array
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from statistics import median
 
@@ -24,52 +26,69 @@ from piper_runtime.streams import CpuStreams, Posted, Work
 LAYERS, MICROBATCHES = 32, 16
 """Of the plan without communication. With it, a stage is one layer: as many transfers per computation as there can be."""
 PIPELINE_MICROBATCHES = 64
-ALONE_GOAL, COMM_GOAL = Goal("below", 3.0), Goal("below", 20.0)
+ALONE_GOAL, COMM_GOAL, SPLIT_GOAL = Goal("below", 3.0), Goal("below", 20.0), Goal("below", 1.1)
+CASES = (
+    ("issue loop, no communication", 1, LAYERS, MICROBATCHES, 0),
+    ("with communication, first of 2 stages", 2, 2, PIPELINE_MICROBATCHES, 0),
+    ("with communication, second of 4 stages", 4, 4, PIPELINE_MICROBATCHES, 1),
+)
+"""Title, devices, layers, microbatches, and the rank that is measured."""
 UNIT = "us/instr"
 
 
 def rows(quick: bool) -> list[Row]:
-    """One rank without communication; ranks with 2 and 4 communication streams whose transfers do nothing; real processes."""
+    """One rank without communication; ranks with 2 and 4 communication streams whose transfers do nothing; the same with split
+    backward; real processes."""
     steps = 20 if quick else 200
     torch.set_num_threads(1)
-    alone = noop.plan(1, LAYERS, MICROBATCHES)
-    outer, inner = (noop.plan(pp, pp, PIPELINE_MICROBATCHES) for pp in (2, 4))
     return [
-        _row("issue loop, no communication", alone, 0, steps, ALONE_GOAL),
-        _row("with communication, first of 2 stages", outer, 0, steps, COMM_GOAL),
-        _row("with communication, second of 4 stages", inner, 1, steps, COMM_GOAL),
-        _gloo_row(outer, steps),
+        *(_row(title, noop.plan(*sizes), rank, steps) for title, *sizes, rank in CASES),
+        *(_split_row(title, noop.plan(*sizes), noop.plan(*sizes, split=True), rank, steps) for title, *sizes, rank in CASES),
+        _gloo_row(noop.plan(2, 2, PIPELINE_MICROBATCHES), steps),
     ]
 
 
-def _row(name: str, plan: Plan, rank: int, steps: int, goal: Goal) -> Row:
+def _row(name: str, plan: Plan, rank: int, steps: int) -> Row:
     count = len(plan.role_of(rank).program)
-    wall, cpu = lone_steps(plan, rank, steps)
+    (wall, cpu), *_ = lone_steps([plan], rank, steps)
     per_instr = [s / count * 1e6 for s in wall]
     busy = median(cpu) / count * 1e6
     note = f"{_described(plan, rank)}; median of {steps} steps with 1st and 9th decile; CPU time {busy:.1f}; transfers do nothing"
+    goal = ALONE_GOAL if plan.mesh.world == 1 else COMM_GOAL
     return Row("host", name, median(per_instr), UNIT, *_deciles(per_instr), goal, note)
 
 
-def lone_steps(plan: Plan, rank: int, steps: int) -> tuple[list[float], list[float]]:
-    """Seconds of each step of one rank by itself, by the clock and of CPU time, which leaves out what else runs. Its
-    streams are the real ones; a communication has ended when it is posted."""
+def _split_row(name: str, plain: Plan, split: Plan, rank: int, steps: int) -> Row:
+    """CPU time per instruction with split backward over that without. Steps of the two alternate."""
+    (_, cpu), (_, cpu_split) = lone_steps([plain, split], rank, steps)
+    each, each_split = (median(s) / len(p.role_of(rank).program) * 1e6 for s, p in ((cpu, plain), (cpu_split, split)))
+    note = f"{_described(split, rank)}; CPU time per instruction {each_split:.2f} us, unsplit {each:.2f}"
+    return Row("host", f"split backward, {name}", each_split / each, "x", goal=SPLIT_GOAL, note=note)
+
+
+def lone_steps(plans: Sequence[Plan], rank: int, steps: int) -> list[tuple[list[float], list[float]]]:
+    """Per plan the seconds of each step of one rank by itself, by the clock and of CPU time, which leaves out what else runs.
+    The plans take turns. Streams are the real ones; a communication has ended when it is posted."""
+    with ExitStack() as stack:
+        engines = [_engine(plan, rank, stack) for plan in plans]
+        out: list[tuple[list[float], list[float]]] = [([], []) for _ in plans]
+        for step in range(steps + 1):
+            for engine, (wall, cpu) in zip(engines, out, strict=True):
+                begin, begin_cpu = time.perf_counter(), time.process_time()
+                engine.step(step)
+                wall.append(time.perf_counter() - begin)
+                cpu.append(time.process_time() - begin_cpu)
+    return [(wall[1:], cpu[1:]) for wall, cpu in out]
+
+
+def _engine(plan: Plan, rank: int, stack: ExitStack) -> Engine:
     job = noop.job(plan)
     initial = materialize(job)
     bound = Rank(plan, rank, noop.CODE, trainee(job), initial.params, initial.buffers)
     heart = array("q", [0] * HEART_SLOTS)
     backend = CpuStreams(plan.role_of(rank).streams, heart)
-    engine = Engine(bound, backend, _silent, heart)
-    wall, cpu = list[float](), list[float]()
-    try:
-        for step in range(steps + 1):
-            begin, begin_cpu = time.perf_counter(), time.process_time()
-            engine.step(step)
-            wall.append(time.perf_counter() - begin)
-            cpu.append(time.process_time() - begin_cpu)
-    finally:
-        backend.close()
-    return wall[1:], cpu[1:]
+    stack.callback(backend.close)
+    return Engine(bound, backend, _silent, heart)
 
 
 def _silent(comm: Comm) -> Work:

@@ -102,16 +102,16 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def repeated(call: Callable[[], object], repeats: int) -> list[float]:
+def repeated(call: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter) -> list[float]:
     """Seconds of each of `repeats` calls, after one that is not counted. Garbage is collected before each; during it the
     collector does what it does for every user."""
     call()
     out = []
     for _ in range(repeats):
         gc.collect()
-        begin = time.perf_counter()
+        begin = clock()
         call()
-        out.append(time.perf_counter() - begin)
+        out.append(clock() - begin)
     return out
 
 

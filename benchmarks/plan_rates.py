@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import piper
 from benchmarks.measure import Goal, Row, rate_row, repeated
 from piper_ir.plan import Plan
 from piper_ir.timing import Prepared, period, prepare, sweep
 from piper_ir.verify import verify
+from piper_simulator import load_cluster
+from piper_simulator.contention import flows, wiring
 from piper_simulator.engine import run
+from piper_simulator.model import Work
 
 ENGINE_GOAL = Goal("above", 50_000)
+CONTENDED_GOAL = Goal("above", 30_000)
 SWEEP_GOAL = Goal("above", 500_000)
 UNIT = "instr/s"
 
@@ -47,8 +53,27 @@ def cases(quick: bool) -> list[Case]:
 
 
 def simulate_rows(quick: bool) -> list[Row]:
-    """The event engine alone and inside of `piper.simulate`."""
-    return [row for case in cases(quick) for row in _simulated(case, quick)]
+    """The event engine alone, inside of `piper.simulate`, and under contention."""
+    recipes = {"interleaved": piper.recipes.interleaved, "dualpipe_v": piper.recipes.dualpipe_v}
+    rows = [row for case in cases(quick) for row in _simulated(case, quick)]
+    return rows + [contended(name, recipe, 4 if quick else 8, 16 if quick else 64, quick) for name, recipe in recipes.items()]
+
+
+def contended(name: str, recipe: Callable[..., Any], pp: int, microbatches: int, quick: bool) -> Row:
+    """Two chunks per device and dp=4 on nodes of one H100 each: compute of 1 ms, and messages of 40 MB that share the NICs."""
+    program = piper.synthetic(stages=2 * pp, F=1e-3, I=1e-3, W=1e-3, params=40_000_000)
+    directives = (*recipe(pp=pp, microbatches=microbatches), *piper.recipes.data_parallel(over=("dp",)))
+    plan = piper.compile(program, piper.Strategy(piper.Mesh(pp=pp, dp=4), directives), global_batch=4 * microbatches).plan
+    prepared, cluster = prepare(plan), load_cluster(f"h100x1*{4 * pp}")
+    message = Work(40e6 / cluster.inter_bandwidth, "formula", bytes=40_000_000)
+    work = [message if instr.comm else Work(1e-3, "formula") for _, _, instr in plan.instructions()]
+    seconds, found = [w.seconds for w in work], flows(plan, prepared, work, wiring(cluster))
+    (times,) = run(prepared, seconds, flows=found)
+    longer = sum(end - start > 1.001 * s for start, end, s in zip(times.start, times.end, seconds, strict=True))
+    note = f"CPU time; {longer / len(prepared):.0%} of the instructions take longer than alone"
+    taken = repeated(lambda: run(prepared, seconds, flows=found), 3 if quick else 9, time.process_time)
+    title = f"SimPy engine under contention, {name} pp={pp} dp=4 m={microbatches}, {len(prepared):,} instructions"
+    return rate_row("simulate", title, len(prepared), taken, UNIT, CONTENDED_GOAL, note)
 
 
 def sweep_rows(quick: bool) -> list[Row]:

@@ -1,6 +1,6 @@
 """Measurements: a CSV file and a table, with machine and date. `make bench`, or
 
-python benchmarks/run.py                      all sections (about 25 minutes on two quiet cores)
+python benchmarks/run.py                      all sections (an estimated 40 minutes on two quiet cores)
 python benchmarks/run.py simulate sweep       some of them
 python benchmarks/run.py --quick              fewer repetitions: does it run, and roughly how fast
 
@@ -31,7 +31,12 @@ SECTIONS = {
     "capture": "capture_rates:rows",
     "simulate": "plan_rates:simulate_rows",
     "sweep": "plan_rates:sweep_rows",
+    "recipes": "recipe_rates:rows",
+    "search": "zero_bubble_search:rows",
+    "communication": "communication:rows",
+    "formula": "formula:rows",
     "host": "host_cost:rows",
+    "faults": "faults:rows",
     "step": "step_time:rows",
     "prediction": "prediction:rows",
     "tune": "tuner:rows",

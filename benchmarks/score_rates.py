@@ -13,11 +13,12 @@ from statistics import median
 from benchmarks.measure import Goal, Row
 from benchmarks.step_model import SMALL, job
 from piper.frontdoor import captured_job
-from piper_compiler import Strategy, compile_program, recipes, synthetic
+from piper_autotune.scoring import seconds_of
+from piper_compiler import Strategy, outline_program, recipes, synthetic
 from piper_ir.collector import no_garbage_collection
 from piper_ir.mesh import Mesh
 from piper_ir.program import Program
-from piper_ir.timing import period, prepare, sweep
+from piper_ir.timing import step_and_period
 from piper_simulator.clusters import Cluster, load_cluster
 from piper_simulator.model import CostModel
 
@@ -63,7 +64,7 @@ def _rows(case: Case, repeats: int) -> list[Row]:
     out = []
     for k, stage in enumerate(STAGES):
         ms = [1e3 * seconds[k] for seconds, _ in taken]
-        note = "CPU; with the peaks, which a plan states" if stage == "compile" else "CPU"
+        note = "CPU; with the peaks and what the sweep runs on" if stage == "compile" else "CPU"
         out.append(Row("compile", f"{name}: {stage}", median(ms), "ms", min(ms), max(ms), note=note))
     rates = [1 / sum(seconds) for seconds, _ in taken]
     return [*out, Row("compile", name, median(rates), "plans/s", min(rates), max(rates), GOAL, "per core")]
@@ -73,13 +74,13 @@ def score(case: Case) -> tuple[list[float], int]:
     """CPU seconds of each stage, and the plan's instructions."""
     gc.collect()
     marks = [time.process_time()]
-    plan = compile_program(case.program, case.strategy, global_batch=case.global_batch).plan
-    marks.append(time.process_time())
     with no_garbage_collection():
-        model, prepared = CostModel(plan, case.cluster, None), prepare(plan)
-        durations = [model.work(role, instr).seconds for role, _, instr in plan.instructions()]
+        found = outline_program(case.program, case.strategy, global_batch=case.global_batch)
+        assert found is not None, "its microbatches are alike"
         marks.append(time.process_time())
-        sweep(prepared, durations, latency=plan.hop, issue=model.issue_s)
-        period(prepared, durations, latency=plan.hop, issue=model.issue_s)
+        model = CostModel(found.plan, case.cluster, None)
+        durations = seconds_of(model, found.plan)
         marks.append(time.process_time())
-    return [after - before for before, after in pairwise(marks)], len(prepared)
+        step_and_period(found.prepared, durations, latency=found.plan.hop, issue=model.issue_s)
+        marks.append(time.process_time())
+    return [after - before for before, after in pairwise(marks)], len(found.prepared)

@@ -13,7 +13,6 @@ import piper
 
 VOCAB = 256
 DATA_ROWS = 4096
-STAGES = 2
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Regime:
 
 LARGE = Regime("F >= 20 ms", width=256, heads=4, layers=4, context=128, rows=5, microbatches=8, steps=1)
 SMALL = Regime("F about 1 ms", width=64, heads=2, layers=4, context=32, rows=4, microbatches=8, steps=5)
-TINY = Regime("tiny", width=16, heads=2, layers=2, context=8, rows=1, microbatches=2, steps=1)
+TINY = Regime("tiny", width=16, heads=2, layers=4, context=8, rows=1, microbatches=4, steps=1)
 """For the smoke test."""
 
 
@@ -70,14 +69,14 @@ class GPT(nn.Module):
 
 
 class Stage(nn.Module):
-    """One of the two halves of a GPT, as its user would cut it for torch.distributed.pipelining: the cut that
-    `recipes.*(pp=2, at="even")` makes."""
+    """One of `stages` equal parts of a GPT, as its user would cut it for torch.distributed.pipelining: the cut that
+    `recipes.*(at="even")` makes."""
 
-    def __init__(self, model: GPT, index: int) -> None:
+    def __init__(self, model: GPT, index: int, stages: int) -> None:
         super().__init__()
-        half = len(model.layers) // STAGES
-        self.layers = model.layers[index * half : (index + 1) * half]
-        first, last = index == 0, index == STAGES - 1
+        size = len(model.layers) // stages
+        self.layers = model.layers[index * size : (index + 1) * size]
+        first, last = index == 0, index == stages - 1
         if first:
             self.tokens, self.positions = model.tokens, model.positions
         if last:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.step_model import GPT, STAGES, Regime, Stage, batch, fused_adamw, job, loss
+from benchmarks.step_kinds import PIPELINES, WORLD
+from benchmarks.step_model import GPT, Regime, Stage, batch, fused_adamw, job, loss
 from piper_ir.ops import Compute
 from piper_ir.plan import Plan
 from piper_runtime.code import ShippedCode
@@ -24,15 +26,13 @@ from piper_runtime.rank import Rank
 from piper_runtime.run import trainee
 from piper_runtime.streams import CpuStreams
 
-Kind = Literal["GPipe", "1F1B", "DDP"]
-WORLD = 2
-
 
 @dataclass(frozen=True)
 class Setup:
-    """One comparison: the same model, data and optimizer on both sides, and the plan of ours with its code."""
+    """One comparison: the same model, data and optimizer on both sides, and the plan of ours with its code. `kind`: see
+    `step_kinds.KINDS`."""
 
-    kind: Kind
+    kind: str
     regime: Regime
     plan: Plan
     code: Mapping[str, Mapping[str, ShippedCode]]
@@ -52,25 +52,28 @@ class Side(Protocol):
 
 
 class TorchPipeline:
-    """torch.distributed.pipelining with its defaults."""
+    """torch.distributed.pipelining with its defaults, except that the outputs of the last stage are not kept, which costs it a
+    copy and which training has no use for."""
 
     def __init__(self, setup: Setup, rank: int) -> None:
         self.losses: list[float] = []
-        self._setup, self._rank, self._step = setup, rank, 0
-        module = Stage(initial_model(setup), rank)
-        stage = PipelineStage(module, rank, STAGES, torch.device("cpu"))
-        schedule = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}[setup.kind]
-        self._schedule = schedule(stage, setup.regime.microbatches, loss_fn=loss)
-        self._optimizer = fused_adamw(module)
+        self._setup, self._step = setup, 0
+        pipeline = PIPELINES[setup.kind]
+        model, indices = initial_model(setup), pipeline.stages_of(rank)
+        modules = [Stage(model, index, pipeline.stages) for index in indices]
+        device = torch.device("cpu")
+        stages = [PipelineStage(m, i, pipeline.stages, device) for m, i in zip(modules, indices, strict=True)]
+        self._schedule = pipeline.schedule(stages, setup.regime.microbatches, loss)
+        self._optimizer = fused_adamw(nn.ModuleList(modules))
+        self._first, self._last = 0 in indices, pipeline.stages - 1 in indices
 
     def step(self) -> None:
         size = self._setup.global_batch
         inputs, targets = batch(self._setup.regime.context, size, self._step, range(size))
-        if self._rank == 0:
-            self._schedule.step(inputs)
-        else:
-            found: list[torch.Tensor] = []
-            self._schedule.step(target=targets, losses=found)
+        found: list[torch.Tensor] = []
+        given: dict[str, Any] = dict(target=targets, losses=found) if self._last else {}
+        self._schedule.step(*[inputs] * self._first, **given, return_outputs=False)
+        if found:
             self.losses.append(torch.stack(found).mean().item())
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -149,4 +152,4 @@ def initial_model(setup: Setup) -> GPT:
 
 def theirs(setup: Setup, rank: int) -> Side:
     """torch's side of a comparison."""
-    return TorchData(setup, rank) if setup.kind == "DDP" else TorchPipeline(setup, rank)
+    return TorchPipeline(setup, rank) if setup.kind in PIPELINES else TorchData(setup, rank)

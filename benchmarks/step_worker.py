@@ -3,6 +3,7 @@ and on the same allocator."""
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import time
@@ -16,22 +17,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.step_kinds import WORLD
 from benchmarks.step_profile import Profile, profiled
-from benchmarks.step_sides import WORLD, Ours, Setup, Side, theirs
+from benchmarks.step_sides import Ours, Setup, Side, theirs
 
 WARM_UP = 3
 CHECKED_STEPS = 3
 PROFILED_STEPS = 3
 TOLERANCE = 1e-4
 """Relative, of the losses of the first steps: sums in another order differ by far less, another model or batch by more."""
+SILENCE_S = 300.0
+"""A process that gets no further for this long hangs: no step takes that long, on a busy machine either."""
+ALIVE = "alive"
+"""What a process sends when it got further."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per step. `cpu_s` has all threads of the process, and nothing that it waited for."""
+
+    wall_s: float
+    cpu_s: float
 
 
 @dataclass
 class Measured:
-    """What one rank has seen. Seconds per step of each timed run, one entry per pair; `forward_s`: of each forward of ours."""
+    """What one rank has seen. Seconds per step of each timed run, one entry per pair, by the clock and of the process's CPU time;
+    `forward_s`: of each forward of ours."""
 
-    ours: list[float] = field(default_factory=list)
-    theirs: list[float] = field(default_factory=list)
+    ours: list[Timing] = field(default_factory=list)
+    theirs: list[Timing] = field(default_factory=list)
     forward_s: list[float] = field(default_factory=list)
     profile_ours: Profile = field(default_factory=dict)
     profile_theirs: Profile = field(default_factory=dict)
@@ -42,15 +57,22 @@ def work(setup: Setup, rank: int, store: str, pairs: int, pipe: Connection[Any, 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # both sides over loopback
     os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler announces itself otherwise
+
+    def alive() -> None:
+        pipe.send(ALIVE)
+        # Where this process stands is said shortly before the caller gives up.
+        faulthandler.dump_traceback_later(0.9 * SILENCE_S)
+
     try:
-        pipe.send(_measure(setup, rank, store, pairs))
+        pipe.send(_measure(setup, rank, store, pairs, alive))
     except Exception:  # whatever it is, the other process and the caller must hear of it
         pipe.send(traceback.format_exc())
     # Communicators have no orderly end while the other process may be gone already.
     os._exit(0)
 
 
-def _measure(setup: Setup, rank: int, path: str, pairs: int) -> Measured:
+def _measure(setup: Setup, rank: int, path: str, pairs: int, alive: Callable[[], None]) -> Measured:
+    alive()
     store = dist.FileStore(path, WORLD)
     dist.init_process_group(
         "gloo", store=dist.PrefixStore("torch", store), rank=rank, world_size=WORLD, timeout=timedelta(seconds=120)
@@ -59,16 +81,19 @@ def _measure(setup: Setup, rank: int, path: str, pairs: int) -> Measured:
     for side in (a, b):
         for _ in range(WARM_UP):
             side.step()
+            alive()
     check_same_training(a, b)
     out = Measured()
     for pair in range(pairs):
-        order: list[tuple[Side, list[float]]] = [(a, out.ours), (b, out.theirs)]
-        for side, seconds in order if pair % 2 == 0 else reversed(order):
-            seconds.append(_timed(side.step, setup.regime.steps))
+        order: list[tuple[Side, list[Timing]]] = [(a, out.ours), (b, out.theirs)]
+        for side, timings in order if pair % 2 == 0 else reversed(order):
+            timings.append(_timed(side.step, setup.regime.steps))
+            alive()
     steps = max(setup.regime.steps, PROFILED_STEPS)
     out.forward_s = a.forward_s()
     dist.barrier()
     out.profile_ours = profiled(a.step, steps)
+    alive()
     dist.barrier()
     out.profile_theirs = profiled(b.step, steps)
     dist.barrier()
@@ -76,14 +101,14 @@ def _measure(setup: Setup, rank: int, path: str, pairs: int) -> Measured:
     return out
 
 
-def _timed(step: Callable[[], None], steps: int) -> float:
-    """Seconds per step of some steps that follow each other. Both ranks begin together."""
+def _timed(step: Callable[[], None], steps: int) -> Timing:
+    """Some steps that follow each other. Both ranks begin together."""
     gc.collect()
     dist.barrier()
-    begin = time.perf_counter()
+    begin, begin_cpu = time.perf_counter(), time.process_time()
     for _ in range(steps):
         step()
-    return (time.perf_counter() - begin) / steps
+    return Timing((time.perf_counter() - begin) / steps, (time.process_time() - begin_cpu) / steps)
 
 
 def check_same_training(a: Side, b: Side) -> None:

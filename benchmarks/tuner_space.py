@@ -144,13 +144,13 @@ def strategy(trial: Any, layers: int = SIZES.layers) -> Strategy:
     return Strategy(Mesh(pp=pp, dp=DEVICES // pp), (*stages, *recipes.data_parallel(bucket_mb=chosen["bucket_mb"])))
 
 
-def large(layers: int) -> list[Strategy]:
-    """Plans of about 5,000 instructions: every cut into 8 stages, both schedules."""
+def large(layers: int, count: int) -> list[Strategy]:
+    """`count` plans of about 5,000 instructions: cuts into 8 stages, nearest to even first, in both schedules."""
     out = []
-    for at in cuts(DEVICES, layers):
+    for at in _all_cuts(DEVICES, layers)[: -(-count // 2)]:
         for recipe in (recipes.gpipe, recipes.one_f_one_b):
             out.append(Strategy(Mesh(pp=DEVICES), recipe(pp=DEVICES, microbatches=GLOBAL_BATCH // 2, at=at)))
-    return out
+    return out[:count]
 
 
 def points() -> Iterator[dict[str, Any]]:

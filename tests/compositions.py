@@ -19,13 +19,13 @@ import torch
 import piper
 from piper import frontdoor
 from piper.frontdoor import Compiled
-from piper_compiler import Options, Strategy, order, place, recipes, replicate, split, stream
+from piper_compiler import Options, Strategy, order, overlap, place, recipes, replicate, split, split_backward, stream
 from piper_compiler.capture import Captured
 from piper_compiler.directives.partition import chunk_layers, layers_of, stage_of_layers
 from piper_ir.mesh import Mesh
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Program
-from piper_ir.select import where
+from piper_ir.select import Where, where
 from piper_runtime.job import Job, Precision
 from piper_runtime.run import Run, execute
 from tests import models, parity
@@ -33,8 +33,8 @@ from tests import models, parity
 frontdoor.MOST_CAPTURES = 100  # this suite has more models than a user's session
 
 Named = list[tuple[str, torch.nn.Parameter]]
-Phase = Literal["F", "B"]
-Schedule = Literal["gpipe", "1f1b", "default", "random"]
+Phase = Literal["F", "B", "I", "W"]
+Schedule = str
 Task = tuple[int, Phase, int]
 """Group of chunks, phase, microbatch."""
 
@@ -65,11 +65,14 @@ OPTIMIZERS: Mapping[str, Callable[[Named], torch.optim.Optimizer]] = {"sgd": sgd
 class Composition:
     """One model under one strategy.
 
-    schedule: "gpipe", "1f1b", "default" (no order), or "random" (any legal order, drawn by `seed`). placement: "recipe" (stages
+    schedule: "gpipe", "1f1b", "default" (no order), "random" (any legal order, drawn by `seed`), or the name of a recipe, with
+    `chunks` per device where it takes them. placement: "recipe" (stages
     of the recipes where the model has them), "chunks" (contiguous chunks per device), "v" (two groups per device, there and
     back), "shared" (the last group's microbatches alternate between two devices) or "random" (each group and microbatch
-    anywhere). rows: per microbatch and replica. bucket_mb: of gradients. shared_streams: all sends of a device on one stream,
-    all receives on another."""
+    anywhere). backward: "split" into I and W for all microbatches, "mixed": for a part of the groups and microbatches; where
+    there is an order, W stands anywhere after its I ("random") or two tasks later. overlap: of three neighbours in an order two
+    may be interleaved. rows: per microbatch and replica. bucket_mb: of gradients. shared_streams: all sends of a device on one
+    stream, all receives on another."""
 
     model: str
     pp: int = 1
@@ -86,11 +89,15 @@ class Composition:
     fuse: bool = True
     recv_ahead: int = 2
     precision: str = "float64"
+    backward: Literal["whole", "split", "mixed"] = "whole"
+    overlap: bool = False
     seed: int = 0
+    chunks: int = 0
 
     def __str__(self) -> str:
         shown = [f"pp={self.pp}", f"dp={self.dp}", f"m={self.microbatches}", self.schedule, self.optimizer]
-        return "-".join([self.model, *shown, *([self.placement] if self.placement != "recipe" else [])])
+        shown += [x for x, usual in ((self.placement, "recipe"), (self.backward, "whole")) if x != usual]
+        return "-".join([self.model, *shown, *["overlap"] * self.overlap])
 
 
 def job_of(c: Composition) -> Job:
@@ -159,9 +166,13 @@ def run(c: Composition, plan: Plan | None = None, *, steps: int = parity.STEPS, 
 
 
 def _pipeline(c: Composition, program: Program) -> tuple[Any, ...]:
-    if c.pp == 1 and c.schedule != "random":
+    if c.schedule in PIPELINES:
+        more = {"chunks": c.chunks} if c.chunks else {}
+        return tuple(PIPELINES[c.schedule].make(pp=c.pp, microbatches=c.microbatches, **more))
+    if c.pp == 1 and c.schedule != "random" and c.backward == "whole":
         return (split(where(), microbatches=c.microbatches),)
-    if c.placement != "recipe" or c.schedule == "random" or not has_stages(program, c.pp):
+    written_out = c.placement != "recipe" or c.schedule == "random" or c.backward != "whole"
+    if written_out or not has_stages(program, c.pp):
         return _written_out(c, program)
     recipe = {"gpipe": recipes.gpipe, "1f1b": recipes.one_f_one_b}.get(c.schedule, recipes.pipeline)
     streams = (stream(where(op="send"), "sends"), stream(where(op="recv"), "receives")) if c.shared_streams else ()
@@ -226,13 +237,54 @@ def _written_out(c: Composition, program: Program) -> tuple[Any, ...]:
         for device in sorted({on[g, i] for i in range(c.microbatches)}):
             mine = tuple(i for i in range(c.microbatches) if on[g, i] == device)
             places.append(place(where(chunk=chunks, mb=mine), on=dict(pp=device), **streams))
-    trained = [any(has_backward(program.chunk(id)) for id in chunks) for chunks in groups]
+    halves = _split_backwards(c, groups, program)
+    apart = [split_backward(where(chunk=groups[g], mb=i)) for g, i in sorted(halves)]
     orders = []
-    for device in range(c.pp) if c.schedule != "default" else ():
-        tasks = [t for t in _sequence(c, len(groups)) if on[t[0], t[2]] == device and (t[1] == "F" or trained[t[0]])]
+    sequence = _with_halves(c, _sequence(c, len(groups)), halves) if c.schedule != "default" else []
+    for device in range(c.pp):
+        tasks = [t for t in sequence if on[t[0], t[2]] == device and has_phase(program, groups[t[0]], t[1])]
         if len(tasks) > 1:
-            orders.append(order(*(where(chunk=groups[g], phase=phase, mb=i) for g, phase, i in tasks)))
-    return (split(where(), microbatches=c.microbatches), *places, *orders)
+            orders.append(order(*_paired(c, [where(chunk=groups[g], phase=phase, mb=i) for g, phase, i in tasks])))
+    return (split(where(), microbatches=c.microbatches), *apart, *places, *orders)
+
+
+def has_phase(program: Program, chunks: tuple[str, ...], phase: Phase) -> bool:
+    """Whether any of the chunks has a node of that phase."""
+    steps = ("I", "W") if phase == "B" else (phase,)
+    return any(s in program.chunk(id).steps and not program.chunk(id).steps[s].empty for id in chunks for s in steps)
+
+
+def _split_backwards(c: Composition, groups: list[tuple[str, ...]], program: Program) -> set[tuple[int, int]]:
+    """The groups and microbatches whose backward is split."""
+    rng = Random(c.seed + 2)
+    cells = [(g, i) for g, chunks in enumerate(groups) if has_phase(program, chunks, "B") for i in range(c.microbatches)]
+    keep = {"whole": 0.0, "split": 1.0, "mixed": 0.5}[c.backward]
+    return {cell for cell in cells if rng.random() < keep}
+
+
+def _with_halves(c: Composition, tasks: list[Task], halves: set[tuple[int, int]]) -> list[Task]:
+    """The tasks with I in the place of a split B, and W somewhere after it."""
+    rng = Random(c.seed + 3)
+    out: list[Task] = []
+    waiting: list[tuple[int, Task]] = []
+    for at, (g, phase, i) in enumerate(tasks):
+        half = phase == "B" and (g, i) in halves
+        out.append((g, "I" if half else phase, i))
+        if half:
+            waiting.append((at + (rng.randrange(len(tasks)) if c.schedule == "random" else 2), (g, "W", i)))
+        out += [task for due, task in waiting if due <= at]
+        waiting = [(due, task) for due, task in waiting if due > at]
+    return out + [task for _, task in waiting]
+
+
+def _paired(c: Composition, items: list[Where]) -> list[Any]:
+    """The items of an order; with `overlap` every other pair of neighbours is one item."""
+    if not c.overlap:
+        return list(items)
+    out: list[Any] = []
+    for k in range(0, len(items), 3):
+        out += [overlap(*items[k : k + 2]), *items[k + 2 : k + 3]] if k + 1 < len(items) else items[k:]
+    return out
 
 
 def _devices(c: Composition, groups: int) -> dict[tuple[int, int], int]:
@@ -284,7 +336,14 @@ def _sequence(c: Composition, groups: int) -> list[Task]:
 
 def fitted(c: Composition) -> Composition:
     """The composition on as many devices as its model can fill."""
-    blocks = len(blocks_of(captured(c.model, c.precision).program))
+    program = captured(c.model, c.precision).program
+    if c.schedule in PIPELINES:
+        stages = [pp for pp in (c.pp, 2) if not (c.schedule == "dualpipe" and pp % 2) and has_stages(program, pp * chunks_of(c))]
+        if stages:
+            dp = 1 if c.model == "buffers" else c.dp
+            return replace(c, pp=stages[0], dp=dp, placement="recipe", backward="whole", overlap=False)
+        c = replace(c, schedule="random")
+    blocks = len(blocks_of(program))
     updates_buffers = models.CASES[c.model].buffers
     if c.model == "buffers":  # its running mean would differ between replicas
         c = replace(c, dp=1)
@@ -293,6 +352,18 @@ def fitted(c: Composition) -> Composition:
     cells = min(blocks, c.pp) * (1 if updates_buffers else c.microbatches)
     c = replace(c, pp=max(1, min(c.pp, {"v": blocks // 2, "shared": blocks + 1, "random": cells}.get(c.placement, blocks))))
     return replace(c, schedule="default") if c.pp == 1 and c.schedule in ("gpipe", "1f1b") else c
+
+
+PIPELINES = {name: r for name, r in recipes.RECIPES.items() if name not in ("gpipe", "one_f_one_b")}
+"""The recipes that a composition names by their own name."""
+
+
+def chunks_of(c: Composition) -> int:
+    """Chunks per device of a recipe."""
+    default = (PIPELINES[c.schedule].make.__kwdefaults__ or {}).get("chunks")
+    if default is not None:
+        return c.chunks or int(default)
+    return 2 if c.schedule in ("zbv", "dualpipe_v", "v_half", "v_min") else 1
 
 
 def _next_1f1b(left: Mapping[int, list[Task]], groups: int) -> int:
@@ -312,6 +383,8 @@ def product() -> list[Composition]:
     some microbatches weigh nothing."""
     out = []
     for name, case in models.CASES.items():
+        if name == "deep":  # for schedules with several chunks on a device
+            continue
         for (pp, dp), m in product_of(((2, 1), (1, 2), (2, 2), (4, 1)), (1, 4, 8)):
             if dp > 1 and name == "buffers":
                 continue

@@ -124,6 +124,22 @@ class TinyGPT(nn.Module):
         return self.head(self.norm(x))
 
 
+class DeepGPT(TinyGPT):
+    """Eight layers, enough for two chunks on each of four devices; what layer 1 makes skips to layer 6. Embedding and head are
+    tied."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        early = x
+        for k, layer in enumerate(self.layers):
+            x = layer(x + early if k == 6 else x)
+            early = x if k == 1 else early
+        return self.head(self.norm(x))
+
+
 class LlamaBlock(nn.Module):
     """RMSNorm, rotary positions, grouped-query attention (4 query heads, 2 of keys), SwiGLU."""
 
@@ -419,6 +435,7 @@ CASES: dict[str, Case] = dict(
         _case("custom_op", CustomOp, feature_batch, squared_error),
         _case("in_place", InPlaceRegion, feature_batch, squared_error, layers=False),
         _case("opaque", Opaque, feature_batch, squared_error),
+        _case("deep", DeepGPT, token_batch, cross_entropy),
     )
 )
 """Every case by name."""

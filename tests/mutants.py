@@ -1,8 +1,9 @@
 """The mutation score: seeded faults in compiler and runtime, and which check catches each. `python -m tests.mutants` prints the
 table.
 
-A compiler fault is one of tests/plan_faults.py (peaks are computed after it); a runtime fault is one of piper_runtime.faults.
-Each is tried on the cases below until `verify` or the parity suite objects. The exit code is 1 if a fault survives.
+A compiler fault is one of tests/plan_faults.py or tests/schedule_faults.py (peaks are computed after it); a runtime fault is one
+of piper_runtime.faults. Each is tried on the cases below until `verify` or the parity suite objects. The exit code is 1 if a
+fault survives.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from piper_runtime import faults
 from tests import compositions, parity
 from tests.compositions import Composition
 from tests.plan_faults import COMPILER, Change
+from tests.schedule_faults import SCHEDULE
 
 CASES: tuple[Composition, ...] = (
     Composition("gpt", 2, 2, 4, "1f1b", bucket_mb=0.002),
@@ -32,9 +34,11 @@ CASES: tuple[Composition, ...] = (
     Composition("gpt_dropout", 2, 1, 4, "1f1b"),
     Composition("buffers", 1, 1, 4, "random", seed=1),
     Composition("gpt", 2, 2, 4, "1f1b", "shared", bucket_mb=0.002),
+    Composition("gpt", 2, 2, 4, "1f1b", "v", backward="split", bucket_mb=0.002),
+    Composition("gpt_untied", 2, 1, 4, "random", "v", backward="mixed", overlap=True, seed=2),
 )
 """Tied weights and many buckets on both axes; uneven weights; values that skip stages; groups, clipping and a schedule;
-dropout; buffers; a stage on two devices."""
+dropout; buffers; a stage on two devices; split backwards with two chunks on a device, reduced and alone."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ def _parity(mutant: Mutant, case: Composition, plan: Plan) -> str:
 
 
 MUTANTS: tuple[Mutant, ...] = (
-    *(Mutant(f.__name__, "compiler", (f.__doc__ or "").strip().splitlines()[0], f) for f in COMPILER),
+    *(Mutant(f.__name__, "compiler", (f.__doc__ or "").strip().splitlines()[0], f) for f in (*COMPILER, *SCHEDULE)),
     *(Mutant(name, "runtime", fault.about) for name, fault in faults.FAULTS.items()),
 )
 

@@ -6,22 +6,32 @@ import csv
 import math
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from multiprocessing import Pipe
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 import piper
 from benchmarks import (
     capture_rates,
+    communication,
+    formula,
+    gpu,
+    gpu_check,
+    gpu_sides,
     host_cost,
     noop,
     plan_rates,
     prediction,
+    recipe_rates,
     run,
     score_rates,
+    step_kinds,
     step_model,
     step_profile,
     step_sides,
@@ -30,14 +40,18 @@ from benchmarks import (
     strategies,
     tuner,
     tuner_space,
+    zero_bubble_search,
 )
 from benchmarks.measure import Goal, Row, machine, median_interval
+from packages.runtime.tests.fake_device import HostDevice
+from piper import models
 from piper_ir.ops import Compute
 from piper_ir.verify import verify
 from piper_runtime.inline import InlineEngine
 from piper_runtime.job import materialize
 from piper_runtime.rank import Rank
 from piper_runtime.run import execute, trainee
+from piper_simulator import load_cluster
 
 BENCHMARKS = Path(run.__file__).parent
 
@@ -51,6 +65,7 @@ def test_every_module_is_reached_by_a_section() -> None:
     for name in run.SECTIONS:
         run.section(name)
     assert callable(import_module("benchmarks.capture_gpt3").measure)  # runs in a process of its own
+    assert callable(import_module("benchmarks.gpu").main) and callable(gpu_check.main)  # run by hand
     files = {p.stem for p in BENCHMARKS.glob("*.py")}
     assert files == {m.removeprefix("benchmarks.") for m in sys.modules if m.startswith("benchmarks.")}
 
@@ -58,12 +73,56 @@ def test_every_module_is_reached_by_a_section() -> None:
 def test_rates_of_a_small_plan_have_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_rates, "cases", lambda quick: [plan_rates.pipeline(2, 2)])
     rows = [*plan_rates.simulate_rows(True), *plan_rates.sweep_rows(True)]
-    assert len(rows) == 6
+    assert len(rows) == 8, "two of them under contention"
     assert all(r.low <= r.value <= r.high for r in rows)
 
 
-def test_the_plan_that_computes_nothing_is_a_plan() -> None:
-    plan = noop.plan(2, 4, 3)
+def test_the_search_has_rows_of_cases_and_a_judgement() -> None:
+    rows = list(zero_bubble_search._case_rows(2))
+    assert [r.goal is not None for r in rows] == [False, False, True] and rows[-1].met
+
+
+def test_every_recipe_has_a_row_for_compiling_and_one_for_simulating(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recipe_rates, "DEVICES", 2)
+    monkeypatch.setattr(recipe_rates, "MICROBATCHES", 4)
+    rows = list(recipe_rates.rows(True))
+    assert len(rows) == 2 * len(piper.recipes.RECIPES)
+    assert all(r.value > 0 and r.goal == recipe_rates.GOAL for r in rows)
+
+
+def test_the_formula_of_an_all_reduce_is_fitted_and_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communication, "QUICK_ITERATIONS", 2)
+    rows = [*communication.rows(True)]
+    assert [r.goal is not None for r in rows].count(True) == len([*communication.measured()]) == 2
+    assert all(0 <= r.low <= r.value <= r.high for r in rows)
+    assert [round(x, 2) for x in communication.minimum(lambda x: (x[0] - 3) ** 2 + (x[1] + 2) ** 2, 2, 80)] == [3, -2]
+
+
+def test_steps_by_formula_are_held_against_an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    def setup(regime: step_model.Regime, precision: str, m: int) -> SimpleNamespace:
+        return SimpleNamespace(plan=None, regime=replace(regime, rows=regime.rows * regime.microbatches // m, microbatches=m))
+
+    monkeypatch.setattr(formula, "with_microbatches", setup)
+    monkeypatch.setattr(formula, "simulate", lambda plan, cluster: SimpleNamespace(period_s=0.1))
+    known = formula.measured()
+    assert len(known) == 9 and all(0.01 < s < 0.2 for s in known.values())
+    *rows, goal = formula.rows(False)
+    assert [r.name.endswith("@eager") for r in rows] == [False, True] * len(known)
+    assert goal.value == pytest.approx(100 * (1 - 0.1 / 0.14257))
+
+
+def test_what_is_judged_was_not_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitted: list[set[int]] = []
+    monkeypatch.setattr(communication, "fit", lambda of, rows, n: fitted.append({r.group for r in rows}) or {})
+    of = next(communication.measured())
+    rows = [*communication._fitted_rows(of, 1)]
+    assert fitted[0] | fitted[1] == set(of.worlds) and not fitted[0] & fitted[1]
+    assert [rows[k].name.endswith(", ".join(map(str, sorted(fitted[2 - k])))) for k in (1, 2)] == [True, True]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_the_plan_that_computes_nothing_is_a_plan(split: bool) -> None:
+    plan = noop.plan(2, 4, 3, split)
     verify(plan)
     chunks = [{p.op.chunk for p in i.parts if isinstance(p.op, Compute)} for r in plan.roles for i in r.program]
     assert max(map(len, chunks)) == 1, "fused: an instruction would be several"
@@ -71,8 +130,10 @@ def test_the_plan_that_computes_nothing_is_a_plan() -> None:
 
 
 def test_a_rank_by_itself_runs_its_whole_program() -> None:
-    wall, cpu = host_cost.lone_steps(noop.plan(4, 4, 3), 1, steps=3)
-    assert len(wall) == len(cpu) == 3
+    plans = [noop.plan(4, 4, 3), noop.plan(4, 4, 3, split=True)]
+    assert len(plans[1].role_of(1).program) > len(plans[0].role_of(1).program), "a split backward is two instructions"
+    for wall, cpu in host_cost.lone_steps(plans, 1, steps=3):
+        assert len(wall) == len(cpu) == 3
 
 
 def test_rows_of_a_large_capture() -> None:
@@ -126,25 +187,26 @@ def test_there_are_a_hundred_strategies() -> None:
     assert len(set(strategies.strategies())) >= strategies.COUNT
 
 
-@pytest.mark.parametrize("kind", step_time.KINDS)
-def test_both_sides_of_a_comparison_cut_the_model_alike(kind: step_sides.Kind) -> None:
+@pytest.mark.parametrize("kind", step_kinds.KINDS)
+def test_both_sides_of_a_comparison_cut_the_model_alike(kind: str) -> None:
     setup = step_time.prepared(kind, step_model.TINY)
     work = step_model.job(step_model.TINY, setup.global_batch)
     initial = materialize(work)
     ranks = [Rank(setup.plan, r, setup.code, trainee(work), initial.params, initial.buffers) for r in range(2)]
     model = step_sides.initial_model(setup)
+    pipeline = step_kinds.PIPELINES.get(kind)
     for rank in ranks:
-        module = model if kind == "DDP" else step_model.Stage(model, rank.rank)
-        ids = {id(p) for p in module.parameters()}
+        modules = [step_model.Stage(model, s, pipeline.stages) for s in pipeline.stages_of(rank.rank)] if pipeline else [model]
+        ids = {id(p) for module in modules for p in module.parameters()}
         assert {n for n, p in model.named_parameters() if id(p) in ids} == set(rank.store.params)
     InlineEngine(ranks).step(0)
 
 
 def test_a_comparison_has_its_ratio_its_times_and_a_profile() -> None:
     rows = step_time.compared("1F1B", step_model.TINY, pairs=2)
-    assert [r.unit for r in rows[:3]] == ["ratio", "ms/step", "ms/step"]
+    assert [r.unit for r in rows[:4]] == ["ratio", "ms/step", "ms/step", "ratio"]
     assert rows[0].low <= rows[0].value <= rows[0].high and rows[0].judged == rows[0].low
-    assert {"matmul", step_profile.REST, step_profile.WAITING} <= {r.name.partition("profile, ")[2] for r in rows[3:]}
+    assert {"matmul", step_profile.REST, step_profile.WAITING} <= {r.name.partition("profile, ")[2] for r in rows[4:]}
 
 
 def test_predictions_have_a_row_each_and_three_goals() -> None:
@@ -173,6 +235,17 @@ def test_a_worker_that_fails_or_ends_is_named() -> None:
     pairs[0][1].close()
     with pytest.raises(RuntimeError, match="rank 0 ended without an answer"):
         step_time.collected([ours for ours, _ in pairs])
+
+
+def test_silence_ends_a_comparison_and_slowness_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_time, "SILENCE_S", 0.01)
+    (ours, its), answer = Pipe(duplex=False), step_worker.Measured()
+    its.send(step_worker.ALIVE)
+    its.send(answer)
+    assert step_time.collected([ours]) == [answer]
+    its.send(step_worker.ALIVE)
+    with pytest.raises(RuntimeError, match="no rank got further"):
+        step_time.collected([ours])
 
 
 def test_two_sides_that_train_differently_are_refused() -> None:
@@ -222,3 +295,47 @@ def test_a_section_that_fails_does_not_take_the_others_along(tmp_path: Path, mon
     assert run.main(["host", "sweep", "--csv", str(tmp_path / "rows.csv")]) == 1
     assert (tmp_path / "rows.csv").read_text().count("sweep,a,1,") == 2, "what was measured before the failure counts"
     assert run.main(["sweep", "--csv", str(tmp_path / "rows.csv")]) == 0
+
+
+@pytest.mark.parametrize(("script", "line"), [(gpu, "nothing was measured"), (gpu_check, "nothing was checked")])
+def test_without_a_device_there_is_one_line(
+    script: ModuleType, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert script.main([]) == 0
+    assert capsys.readouterr().out.startswith(f"no CUDA device: {line}")
+
+
+def test_the_check_of_a_device_has_its_rows_goals_and_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a block on the CPU; a section that fails does not take the others along."""
+    monkeypatch.setattr(gpu_check, "MICROBATCHES", (2,))
+    monkeypatch.setattr(gpu_check, "REPEATS", 1)
+    sizes = {"tiny": models.GPTConfig(layers=1, width=16, heads=2, vocab=32, length=8)}
+
+    def broken() -> Iterator[Row]:
+        raise ValueError("no such section")
+
+    blocks = partial(gpu_check.blocks, "cpu", load_cluster("cpu-local"), sizes, 4)
+    rows, failed = gpu_check.checked([broken, blocks])
+    assert failed == ["ValueError: no such section"]
+    assert [(r.name.rpartition(": ")[2], r.goal.number) for r in rows] == [
+        ("step, by formula", 25), ("step, by profile", 10), ("peak memory", 3),
+    ]  # fmt: skip
+    assert abs(rows[2].value) < 3, "a plan of this size is exact too"
+    text = gpu_check.table({"device": "none"}, [replace(rows[0], judged=26.0), rows[2]], failed)
+    assert "**missed**" in text and "| met |" in text and text.endswith("**failed**: ValueError: no such section")
+
+
+def test_both_sides_on_a_device_train_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a made-up device whose streams are the host."""
+    monkeypatch.setattr(gpu_sides, "CudaApi", lambda device: HostDevice())
+    monkeypatch.setattr(gpu_sides, "upload", lambda rows, shape, dtype, device: rows.to(dtype))
+    setup = gpu_sides.prepared(step_model.TINY, "float32")
+    ours, theirs = (side(setup, torch.device("cpu")) for side in (gpu_sides.Ours, gpu_sides.Torch))
+    for side in (ours, theirs) * 3:
+        side.step()
+    gpu.check_losses(ours, theirs, "float32")
+    assert len(ours.losses) == len(theirs.losses) == len(ours.issued_s) == len(theirs.issued_s) == 3
+    theirs.losses[2] += 1.0
+    with pytest.raises(RuntimeError, match="the losses differ"):
+        gpu.check_losses(ours, theirs, "float32")

@@ -72,7 +72,8 @@ def test_simulate_prints_and_gives_json(recipe: Path) -> None:
 
 def test_a_prediction_warns_of_constants_that_nobody_measured(recipe: Path) -> None:
     assert "warning: h100-80g-sxm:8: public constants" in piper("simulate", recipe, "--cluster", "h100x8").stdout
-    assert "warning: cpu-local: assumed, not measured: link_bandwidth" in piper("simulate", recipe).stdout
+    text = piper("simulate", recipe).stdout
+    assert "warning: cpu-local: assumed, not measured: link_bandwidth, link_latency\n" in text, "the rest is measured"
 
 
 def test_run_writes_results_and_a_second_run_loses_nothing(recipe: Path, tmp_path: Path) -> None:
@@ -188,6 +189,32 @@ def test_strategy_files_that_do_not_parse(recipe: Path, tmp_path: Path, change, 
 def test_unknown_cluster_and_flag(recipe: Path) -> None:
     fails(piper("simulate", recipe, "--cluster", "z9000x8"), "z9000", "h100")
     assert piper("simulate", recipe, "--clutser", "h100x8").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('device = "h100-80g-sxm"\n[links.inter]\nbandwidth = 0\n', ["links.inter.bandwidth", "a number above 0"]),
+        ('device = "h100-80g-sxm"\n[nodes]\ncount = "four"\n', ["nodes.count", "'four'", "a whole number"]),
+        ("[nodes]\ncount = 2\n", ["device is missing", "h100-80g-sxm"]),
+        ('device = "h100-80g-sxm"\n[links.intra]\nlatency = -1\n', ["links.intra.latency", "from 0 on"]),
+        ('device = "h100-80g-sxm"\nslow_links = [{ nodes = [0, 1], factor = 2 }]\n', ["node 1 is not there"]),
+        ('device = "h100-80g-sxm"\nsize = 2\n', ["size: no such key", "known here"]),
+    ],
+)
+def test_cluster_files_that_are_not_right(recipe: Path, tmp_path: Path, text: str, words: list[str]) -> None:
+    (tmp_path / "c.toml").write_text(text)
+    fails(piper("simulate", recipe, "--cluster", tmp_path / "c.toml"), "c.toml", *words)
+
+
+def test_a_cluster_from_a_file(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text('name = "lab"\ndevice = "h100-80g-sxm"\n[nodes]\ndevices = 8\n')
+    (tmp_path / "small.toml").write_text('name = "small"\ndevice = "h100-80g-sxm"\n')
+    numbers = [json.loads(piper("simulate", recipe, "--cluster", c, "--json").stdout) for c in ("h100x8", tmp_path / "c.toml")]
+    assert numbers[0]["step_s"] == numbers[1]["step_s"]
+    assert numbers[1]["notes"][0].startswith("lab: public constants")
+    fails(piper("simulate", recipe, "--cluster", tmp_path / "small.toml"), "the plan runs on 2 ranks; small has 1 devices")
+    fails(piper("simulate", recipe, "--cluster", tmp_path / "none.toml"), "cannot read the cluster file")
 
 
 def test_an_output_folder_that_cannot_be(recipe: Path, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_tune_finds_reports_and_leaves_a_strategy_to_run(space: Path, costs: Pat
 
 
 def test_every_command_makes_one_plan_of_one_strategy(tmp_path: Path, costs: Path) -> None:
-    """Costs decide where `at="cost"` cuts: who predicts, runs or draws must see the same ones."""
+    """Costs decide where `at="cost"` cuts: who predicts, runs or draws must see the same ones. best.json says where it cut."""
     path = tmp_path / "cut.py"
     path.write_text(
         RECIPE.replace("range(2)", "range(5)")
@@ -122,11 +122,11 @@ def test_every_command_makes_one_plan_of_one_strategy(tmp_path: Path, costs: Pat
         + "    return piper.Strategy(piper.Mesh(pp=2), parts)\nparams = {'m': 2}\n"
     )
     dear = tmp_path / "costs.json"
-    found = loads(Costs, costs.read_text())
+    measured = loads(Costs, costs.read_text())
     recipe = load_file(path)
     first = recipe_chunks(recipe)[0]
     dear.write_text(
-        dumps(replace(found, compute={first.id: {"F": Duration(1.0), "I": Duration(1.0), "W": Duration(1.0)}}, steps=()))
+        dumps(replace(measured, compute={first.id: {"F": Duration(1.0), "I": Duration(1.0), "W": Duration(1.0)}}, steps=()))
     )
     more = ["--costs", dear, "--out", tmp_path / "o"]
     assert piper("simulate", path, *more).exit_code == 0
@@ -134,7 +134,14 @@ def test_every_command_makes_one_plan_of_one_strategy(tmp_path: Path, costs: Pat
     plans = {p.read_text() for p in (tmp_path / "o").glob("*/plan.json")}
     drawn = piper("show", path, "--plan", "--json", "--costs", dear).stdout
     assert len(plans) == 1
-    assert loads(Plan, drawn) == loads(Plan, plans.pop()) != loads(Plan, piper("show", path, "--plan", "--json").stdout)
+    plan = loads(Plan, drawn)
+    assert plan == loads(Plan, plans.pop()) != loads(Plan, piper("show", path, "--plan", "--json").stdout)
+    search = ["--costs", dear, "--trials", 1, "--workers", 0, "--confirm", 1, "--launcher", "inline", "--out", tmp_path / "t"]
+    assert piper("tune", path, *search).exit_code == 0
+    best = next((tmp_path / "t").glob("*/best.json"))
+    assert '"cost"' not in best.read_text()
+    assert piper("run", path, "--strategy", best, "--launcher", "inline", "--steps", 1, "--out", tmp_path / "b").exit_code == 0
+    assert loads(Plan, next((tmp_path / "b").glob("*/plan.json")).read_text()) == plan, "without the costs"
 
 
 def recipe_chunks(recipe: Recipe) -> tuple[Chunk, ...]:

@@ -29,8 +29,10 @@ def drawn(draw: st.DrawFn) -> Composition:
         pp=draw(st.integers(1, 4)),
         dp=draw(st.sampled_from((1, 1, 2, 3))),
         microbatches=draw(st.integers(1, 5)),
-        schedule=draw(st.sampled_from(("gpipe", "1f1b", "default", "random", "random"))),
+        schedule=draw(st.sampled_from(("gpipe", "1f1b", "default", "random", "random", *sorted(compositions.PIPELINES)))),
         placement=draw(st.sampled_from(("recipe", "chunks", "v", "shared", "random", "random"))),
+        backward=draw(st.sampled_from(("whole", "split", "mixed"))),
+        overlap=draw(st.booleans()),
         rows=draw(st.sampled_from((1, 2, 2, 2, 3))),
         optimizer=draw(st.sampled_from(sorted(compositions.OPTIMIZERS))),
         clip=draw(st.sampled_from((None, None, 0.05))),
@@ -53,7 +55,8 @@ def test_a_random_composition_trains_what_one_device_trains(c: Composition) -> N
     verify(plan)
     run = compositions.run(c, plan, steps=STEPS)
     parity.assert_parity(run, compositions.expected(c, STEPS), label=repr(c))
-    seen.update((c.model, c.placement, c.schedule, f"world {plan.mesh.world}", c.optimizer, f"fuse {c.fuse}"))
+    words = (c.model, c.placement, c.schedule, c.backward, f"overlap {c.overlap}", f"world {plan.mesh.world}", c.optimizer)
+    seen.update((*words, f"fuse {c.fuse}"))
 
 
 @settings(max_examples=12, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -78,6 +81,9 @@ def test_the_compositions_were_not_all_alike() -> None:
             "gpipe",
             "1f1b",
             "default",
+            "split",
+            "mixed",
+            "overlap True",
             "world 1",
             "world 6",
         }

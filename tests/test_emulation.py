@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -31,6 +32,8 @@ ATTEMPTS = 3
 F, I, W = 0.03, 0.02, 0.025  # noqa: E741 - the field's name for the input gradient
 """Seconds of a stage and microbatch: no instruction of compute sleeps less than 20 ms."""
 HOP, TRANSFER, REDUCTION = 0.004, 0.003, 0.03
+OVERLAP = 0.05
+"""Of a forward and a backward together, two thirds of their sum."""
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +49,26 @@ def eight() -> Iterator[Pool]:
         yield pool
 
 
-def compiled(schedule: str, pp: int, dp: int, microbatches: int = 6) -> piper.Compiled:
-    """A synthetic program under a recipe for pipelines; with schedule "none" on data-parallel replicas alone."""
-    program = piper.synthetic(stages=max(pp, 2), F=F, I=I, W=W, params=64, hop=HOP)
-    directives = (piper.split(piper.where(), microbatches=microbatches),)
+def directives(schedule: str, pp: int, dp: int, microbatches: int = 6) -> tuple[Any, ...]:
+    """A recipe for pipelines; with schedule "none" data-parallel replicas alone."""
+    found: tuple[Any, ...] = (piper.split(piper.where(), microbatches=microbatches),)
     if schedule != "none":
-        directives = getattr(piper.recipes, schedule)(pp=pp, microbatches=microbatches)
+        found = getattr(piper.recipes, schedule)(pp=pp, microbatches=microbatches)
     if dp > 1:
-        directives += piper.recipes.data_parallel(bucket_mb=1e-5)  # a bucket per stage, so that reductions overlap with backwards
-    return piper.compile(program, piper.Strategy(piper.Mesh(pp=pp, dp=dp), directives))
+        found += piper.recipes.data_parallel(bucket_mb=1e-5)  # a bucket per stage, so that reductions overlap with backwards
+    return found
+
+
+def compiled(schedule: str, pp: int, dp: int, microbatches: int = 6) -> piper.Compiled:
+    """A synthetic program under a recipe."""
+    return synthetic(directives(schedule, pp, dp, microbatches), pp, dp)
+
+
+def synthetic(strategy: tuple[Any, ...], pp: int, dp: int = 1) -> piper.Compiled:
+    """A program with as many stages as the directives want."""
+    stages = next((d.stages for d in strategy if isinstance(d, piper.partition)), max(pp, 2))
+    program = piper.synthetic(stages=stages, F=F, I=I, W=W, overlap=OVERLAP, params=64, hop=HOP)
+    return piper.compile(program, piper.Strategy(piper.Mesh(pp=pp, dp=dp), strategy))
 
 
 def costs(plan: Plan) -> Costs:
@@ -96,6 +110,34 @@ def check(schedule: str, pp: int, dp: int, pool: Pool) -> None:
 @pytest.mark.parametrize(("schedule", "pp", "dp"), [("one_f_one_b", 4, 1), ("gpipe", 2, 2)])
 def test_time_truth(schedule: str, pp: int, dp: int, four: Pool) -> None:
     check(schedule, pp, dp, four)
+
+
+SCHEDULES = sorted(set(piper.recipes.RECIPES) - {"gpipe", "one_f_one_b"})
+"""With several chunks on a device, split backwards, overlapped pairs and stages on two devices."""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_time_truth_of_every_schedule(schedule: str, four: Pool) -> None:
+    check(schedule, 4, 1, four)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_time_truth_of_every_schedule_on_eight_ranks(schedule: str, eight: Pool) -> None:
+    check(schedule, 8, 1, eight)
+
+
+@pytest.mark.parametrize("schedule", ["dualpipe_v"])
+def test_without_its_overlaps_a_plan_is_slower_by_what_the_simulator_says(schedule: str, four: Pool) -> None:
+    """The same orders, each pair written as two selections."""
+    pairs = directives(schedule, 4, 1, microbatches=14)
+    apart = tuple(replace(d, overlaps=()) if isinstance(d, piper.order) else d for d in pairs)
+    with_pairs, without = synthetic(pairs, 4), synthetic(apart, 4)
+    (quick, quick_found), (slow, slow_found) = (differences(case, four) for case in (with_pairs, without))
+    gain = slow.step_s / quick.step_s - 1
+    assert gain > 0.1, "pairs gain enough to be seen"
+    seen = slow.step_s * (1 + slow_found[-1]) / (quick.step_s * (1 + quick_found[-1])) - 1
+    assert seen == pytest.approx(gain, abs=0.05), (gain, seen)
 
 
 MORE = [("gpipe", 4, 1), ("pipeline", 4, 1), ("none", 1, 4), ("one_f_one_b", 2, 2), ("pipeline", 2, 2)]

@@ -100,3 +100,8 @@ def test_little_in_w_is_a_warning() -> None:
     bare = [replace(c, steps={**c.steps, "W": replace(c.steps["W"], cost=Cost())}) for c in found.plan.chunks]
     text = explain(replace(found, plan=replace(found.plan, chunks=tuple(bare))))
     assert "weight gradient: 0 % of backward FLOPs\nwarning: under 30 %" in text
+
+
+def test_small_sizes_have_a_unit_that_shows_them() -> None:
+    text = explain(compiled(Products, feature_batch, squared_error))  # 16 x 16 floats each
+    assert "3 KiB of parameters" in text and "param 1 KiB" in text

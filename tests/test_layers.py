@@ -194,6 +194,14 @@ def test_there_is_one_version() -> None:
         assert (rules.manifest.parent / "VERSION").resolve() == ROOT / "VERSION"
 
 
+def test_the_package_says_the_version_that_was_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import piper
+
+    name = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["name"]
+    monkeypatch.setattr(piper, "version", {name: "1.2.3"}.__getitem__)
+    assert piper.__version__ == "1.2.3"
+
+
 def loaded_after(code: str) -> set[str]:
     """Top-level modules that a fresh interpreter holds after `code`."""
     script = f"import sys\ntry:\n    {code}\nfinally:\n    print('\\n@', *{{m.partition('.')[0] for m in sys.modules}})"

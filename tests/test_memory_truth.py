@@ -102,6 +102,43 @@ def test_other_placements_and_unfused_plans(name: str, placement: Any, fuse: boo
     assert not found, "\n".join(found[:6])
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "random"])
+@pytest.mark.parametrize("name", ["gpt", "gpt_dropout", "frozen", "keywords", "opaque"])
+def test_split_backwards(name: str, schedule: Any) -> None:
+    """What W needs is kept until W, the rest dies with I, to the byte."""
+    c = Composition(name, 2, 1, 4, schedule, "v", backward="split", overlap=True, seed=3)
+    found = lies(*measure(c))
+    assert not found, "\n".join(found[:6])
+
+
+def test_what_w_does_not_need_is_freed_with_i() -> None:
+    """The bytes: between I and W of a microbatch a stage of the GPT keeps less than between F and I, and more than nothing."""
+    plan, records = measure(Composition("gpt", 2, 1, 4, "1f1b", backward="split", fuse=False))
+    for rank, record in records.items():
+        role = plan.role_of(rank)
+        after = {p.instr: p.after for p in record.points}
+        names = {i.parts[-1].node: k for k, i in enumerate(role.program) if isinstance(i.parts[-1].op, Compute)}
+        chunk = next(c.id for c in plan.chunks if f"{c.id}.W@0" in names and f"{c.id}.I@0" in names)
+        kept = [alive_after(plan, role, chunk, step) for step in ("F", "I", "W")]
+        assert kept[0] > kept[1] > kept[2] == 0, (rank, kept)
+        k = names[f"{chunk}.W@0"]
+        compute = [n for n, i in enumerate(role.program[:k]) if i.stream == COMPUTE]
+        assert after[compute[-1]] - after[k] >= kept[1], "what W kept is gone after it"
+
+
+def alive_after(plan: Plan, role: RolePlan, chunk: str, step: str) -> int:
+    """Bytes of what a chunk has saved or handed over for microbatch 0, after one of its steps."""
+    alive: dict[str, int] = {}
+    for part in (part for instr in role.program for part in instr.parts):
+        mine = [v for v in part.writes if v.startswith((f"{chunk}:saved", f"{chunk}:iw")) and v.endswith("@0")]
+        alive |= {v: plan.values[v].nbytes for v in mine}
+        for v in part.frees:
+            alive.pop(v, None)
+        if part.node == f"{chunk}.{step}@0":
+            return sum(alive.values())
+    raise AssertionError(f"{chunk} has no {step}")
+
+
 def test_one_row_has_sizes_of_its_own() -> None:
     """At one row torch makes views where it copies otherwise; three rows are none of those at which sizes were fitted to be
     used."""

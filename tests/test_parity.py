@@ -12,7 +12,7 @@ import piper
 from piper_compiler import Strategy, order, place, recipes, split
 from piper_ir.errors import CompileError
 from piper_ir.mesh import Mesh
-from piper_ir.ops import AllReduce
+from piper_ir.ops import AllReduce, Compute
 from piper_ir.plan import Plan
 from piper_ir.select import where
 from piper_ir.verify import verify
@@ -121,6 +121,20 @@ def test_v_placement_and_a_stage_on_two_devices(placement: Any, name: str, sched
         assert roles[f"{chunks[0][0]}.F@0"] == roles[f"{chunks[-1][-1]}.F@0"] == "pp0"
     else:
         assert roles[f"{chunks[-1][-1]}.F@0"] != roles[f"{chunks[-1][-1]}.F@1"]
+    judge(c)
+
+
+@pytest.mark.parametrize("name", ["gpt", "frozen", "skip", "keywords", "opaque"])
+@pytest.mark.parametrize(
+    ("placement", "schedule", "backward", "overlap"),
+    [("chunks", "default", "split", False), ("v", "1f1b", "split", True), ("shared", "random", "mixed", True)],
+)
+def test_backwards_that_are_split_and_overlaps(name: str, placement: Any, schedule: Any, backward: Any, overlap: bool) -> None:
+    how = dict(backward=backward, overlap=overlap, optimizer="adamw", clip=CLIP, seed=7)
+    c = Composition(name, 3, 1, 4, schedule, placement, **how)
+    plan = compositions.compiled(fitted(c)).plan
+    apart = {frozenset(p.op.step for p in i.parts if isinstance(p.op, Compute)) for _, _, i in plan.instructions()}
+    assert frozenset("W") in apart or name == "opaque", "no instruction runs W alone"
     judge(c)
 
 

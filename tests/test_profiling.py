@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,15 @@ import piper
 from piper.cli import app
 from piper.costs_file import costs_table, load_costs, save_costs
 from piper.frontdoor import compile
-from piper.profiling import _allocator, _rows, profile
-from piper_ir.costs import AllocatorCosts, Costs
+from piper.profiling import _allocator, _host, _rows, profile
+from piper_ir.costs import AllocatorCosts, Costs, HostCosts
 from piper_ir.errors import ExecutionError, FormatError, JobError, OutputError
 from piper_ir.machine import machine_name
 from piper_ir.ops import COMM, Compute
 from piper_ir.traffic import Traffic
+from piper_ir.units import time_text
 from piper_runtime.processes import Pool
+from piper_runtime.profiler import ProfileReport
 from piper_simulator import cpu_local, simulate
 from tests import models
 
@@ -93,9 +96,9 @@ def test_a_batch_function_that_sleeps_is_seen_in_batch_and_not_in_load(costs: Co
 
 def test_it_says_where_it_comes_from(costs: Costs) -> None:
     origin, plan = costs.origin, compile(JOB, PIPELINE).plan
-    assert origin is not None and costs.host is not None
+    assert origin is not None
     assert (origin.device, origin.cluster, origin.ranks, origin.threads) == (machine_name(), "cpu-local", 2, 1)
-    assert (origin.program, origin.repeats, origin.torch) == (plan.program_key, 2, str(torch.__version__))
+    assert (origin.program, origin.repeats, origin.torch) == (plan.program_key, 2, version("torch"))
     assert costs.allocator is None or costs.allocator.factor >= 1
 
 
@@ -158,6 +161,21 @@ strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatch
 """
 
 
+def test_the_issuing_thread_takes_time_for_every_instruction_and_more_for_a_message(costs: Costs) -> None:
+    host = costs.host
+    assert host is not None and host.issue_s > 0 and host.comm_s > 0
+    lines = costs_table(costs, title="costs").plain().splitlines()
+    found = {"an instruction": (host.issue_s, host.issue_spread_s), "a communication": (host.comm_s, host.comm_spread_s)}
+    for name, (seconds, spread) in found.items():
+        (line,) = [x for x in lines if x.startswith(f"issue of {name}")]
+        assert time_text(seconds) in line and f"{spread / seconds * 100:.1f} %" in line
+
+
+def test_the_spread_of_host_seconds_is_over_all_repeats_and_ranks() -> None:
+    reports = [ProfileReport(issue=[1.0, 2.0, 9.0], talk=[5.0]), ProfileReport(issue=[3.0, 4.0], talk=[-1.0])]
+    assert _host(reports) == HostCosts(3.0, 2.5, 1.0, 2.5)
+
+
 def test_from_the_command_line(costs: Costs, tmp_path: Path) -> None:
     recipe, file, other = tmp_path / "recipe.py", tmp_path / "costs.json", tmp_path / "other.json"
     recipe.write_text(RECIPE)
@@ -217,3 +235,9 @@ def broken(step: int, rows: range) -> tuple[Tensor, Tensor]:
 def test_a_batch_function_that_fails_is_named(pool: Pool) -> None:
     with pytest.raises(ExecutionError, match="ValueError: no such file"):
         profile(replace(JOB, batch=broken), PIPELINE, rows=[2], repeats=1, pool=pool)
+
+
+def test_a_device_that_tells_nothing_of_messages_has_no_cost_of_them() -> None:
+    """As a CUDA device."""
+    found = _host([ProfileReport(issue=[3e-6, 1e-6, 2e-6]), ProfileReport(issue=[-1e-6])])
+    assert found.issue_s == 1.5e-6 and found.comm_s == 0.0

@@ -5,7 +5,7 @@ import pytest
 from piper_compiler import Strategy, compile_program, recipes, synthetic
 from piper_ir.mesh import Mesh
 from piper_report.chrome import chrome_trace, problems
-from piper_report.summary import beside, prediction_text
+from piper_report.summary import beside_table, prediction_table
 from piper_simulator import Simulation, simulate
 
 
@@ -25,7 +25,7 @@ def test_a_simulated_trace_is_a_good_chrome_document(simulation: Simulation) -> 
 
 
 def test_a_simulation_prints(simulation: Simulation) -> None:
-    text = prediction_text(simulation, title="synthetic")
+    text = prediction_table(simulation, title="synthetic").plain()
     assert "durations from" in text and "given 100 %" in text
     assert "warning: cpu-local: assumed, not measured" in text
 
@@ -37,6 +37,6 @@ def test_a_simulation_beside_itself_is_exact(simulation: Simulation) -> None:
         peak_bytes = dict(enumerate(simulation.peak_bytes))
         trace = simulation.trace
 
-    lines = beside(simulation, Run(), title="t").splitlines()[3:-2]
+    lines = beside_table(simulation, Run(), title="t").plain().splitlines()[3:-2]
     assert len(lines) == 2 + 2 * 6
     assert all(line.endswith(" 1.00") for line in lines)

@@ -165,7 +165,7 @@ def command(*words: str) -> Any:
 def test_the_command_prints_the_best_and_writes_a_strategy_that_runs(recipe: str, tmp_path: Path) -> None:
     done = command(recipe, "--trials", "4", "--workers", "0", "--memory-limit", "1GiB", "--out", str(tmp_path / "out"))
     assert done.exit_code == 0, done.output
-    assert "within 1.00 GiB per device" in done.stdout
+    assert "within 1 GiB per device" in done.stdout
     assert re.search(r"^rules asked before compiling: devices, .*states", done.stdout, re.MULTILINE)
     best = tmp_path / "out" / "recipe-001" / "best.json"
     shown = CliRunner().invoke(cli.app, ["simulate", recipe, "--strategy", str(best)])
@@ -181,6 +181,32 @@ def test_a_search_that_finds_nothing_ends_with_one_message_and_leaves_its_study(
     done = command(recipe, "--trials", "2", "--workers", "0", "--memory-limit", "1KiB", "--out", str(tmp_path / "out"))
     assert done.exit_code == 2 and "the smallest needs" in done.stderr and "Traceback" not in done.output
     assert piper.Study.load(tmp_path / "out" / "recipe-001").best is None
+
+
+def test_a_storage_that_gets_locked_in_mid_search_leaves_its_study(recipe: str, tmp_path: Path) -> None:
+    path = Path(recipe)
+    path.write_text(LOCKING.format(db=str(tmp_path / "study.db")))
+    url = f"sqlite:///{tmp_path / 'study.db'}?timeout=0.1"
+    done = command(recipe, "--trials", "4", "--workers", "0", "--storage", url, "--out", str(tmp_path / "out"))
+    assert done.exit_code == 2 and "is locked by another process" in done.stderr and "Traceback" not in done.output
+    study = piper.Study.load(tmp_path / "out" / "recipe-001")
+    assert study.interrupted and study.best is not None and len(study.table()) >= 1
+
+
+LOCKING = (
+    RECIPE
+    + """
+import sqlite3
+CALLS = []
+holder = sqlite3.connect({db!r}, isolation_level=None)
+free = strategy
+def strategy(trial):
+    CALLS.append(trial)
+    if len(CALLS) == 3:
+        holder.execute("BEGIN EXCLUSIVE")
+    return free(trial)
+"""
+)
 
 
 def test_a_file_whose_strategy_is_no_function_is_named(tmp_path: Path) -> None:

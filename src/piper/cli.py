@@ -17,19 +17,30 @@ from piper.options import (
     INTERRUPTED,
     Address,
     AsJson,
+    Chunks,
+    ChunkTimes,
     ClusterName,
     Confirm,
     CostsFile,
+    CostsOut,
+    Csv,
+    Devices,
     Emulate,
     File,
     Launcher,
     Log,
+    Lowered,
     MemoryLimit,
+    Microbatches,
     Nodes,
+    Other,
     Out,
     Params,
     PrintLaunch,
+    ProfileLauncher,
     Ranges,
+    RecipeFile,
+    RecipeName,
     Repeats,
     Rows,
     Searchers,
@@ -40,6 +51,8 @@ from piper.options import (
     StrategyFile,
     Timeout,
     Trials,
+    Versus,
+    Why,
     pairs,
     searchers,
     user_errors,
@@ -61,23 +74,33 @@ def root() -> None:
 @app.command()
 def simulate(
     file: File,
+    other: Other = None,
     params: Params = None,
     strategy: StrategyFile = None,
+    versus: Versus = None,
+    why: Why = False,
     cluster: ClusterName = "cpu-local",
     costs: CostsFile = None,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
-    """Predict step time and memory of a strategy without running it.
+    """Predict step time and memory of a strategy without running it; say why; or compare two strategies.
 
-    Example: piper simulate examples/gpt_text.py --cluster h100x8
+    Example: piper simulate FILE.py --cluster h100x8 --why; piper simulate FILE.py --versus microbatches=16
     """
     with user_errors():
         from piper.loading import load_file
-        from piper.session import predict
+        from piper.predicting import Target, predict, predict_two
 
-        recipe = load_file(file, pairs(params), strategy)
-        predict(recipe.job, recipe.strategy, cluster=cluster, costs=costs, out=out, name=file.stem, as_json=as_json)
+        given, changes = pairs(params), pairs(versus, "--versus")
+        if (other or changes) and (why or out):
+            raise JobError("--why and --out are for one strategy; simulate the two one after the other")
+        recipe = load_file(file, given, strategy)
+        target = Target(cluster, costs)
+        if other or changes:
+            predict_two(recipe, other, target, params=given, changes=changes, as_json=as_json)
+        else:
+            predict(recipe, target, out=out, explained=why, as_json=as_json)
 
 
 @app.command()
@@ -99,7 +122,7 @@ def tune(
 
     Example: piper tune examples/gpt_text.py --costs costs.json --confirm 2
     """
-    with user_errors():
+    with user_errors(address="--workers"):
         from piper.costs_file import load_costs
         from piper.loading import load_space
         from piper.reporting import report_at_end
@@ -124,6 +147,8 @@ def tune(
             study.save(folder)
             print(f"study.json and best.json (for piper run --strategy) are in {folder}", file=sys.stderr)
             report_at_end(folder)
+        if study.interrupted:
+            raise typer.Exit(INTERRUPTED)
 
 
 @app.command()
@@ -167,18 +192,12 @@ def run(
             print(launch_lines(file, recipe.strategy.mesh.world, nodes=nodes, arguments=given), end="")
             return
         if emulate is not None:
-            from piper.emulation import emulated_session
+            from piper.emulation import emulated_run
 
             if launcher != "ray" or address != "auto" or log != LOG or ranges:
                 raise JobError("--emulate trains nothing: leave out --launcher, --address, --log and --ranges")
-            with redirect_stdout(StringIO()) if as_json else nullcontext():
-                simulated, emulated = emulated_session(
-                    recipe.job, recipe.strategy, emulate, steps=steps or 1, out=out, name=file.stem, timeout_s=timeout_s,
-                    costs=load_costs(costs) if costs else None,
-                )  # fmt: skip
-            if as_json:
-                found = {"step_s": emulated.step_s, "period_s": emulated.period_s, **emulated.trace.notes}
-                print(json.dumps({"predicted": simulated.summary(), "emulated": found}))
+            known = load_costs(costs) if costs else None
+            emulated_run(recipe, emulate, steps=steps or 1, out=out, timeout_s=timeout_s, costs=known, as_json=as_json)
             return
         if nodes is not None:
             raise JobError("--nodes belongs to --print-launch; a run takes its nodes from --address or from torchrun")
@@ -198,11 +217,11 @@ def profile(
     file: File,
     params: Params = None,
     strategy: StrategyFile = None,
-    launcher: Annotated[str, typer.Option(help="processes or ray: workers measure at once, as in a run")] = "processes",
+    launcher: ProfileLauncher = "processes",
     address: Address = "auto",
     rows: Rows = None,
     repeats: Repeats = 7,
-    out: Annotated[Path, typer.Option("--out", metavar="FILE.json", help="the costs file")] = Path("costs.json"),
+    out: CostsOut = Path("costs.json"),
     as_json: AsJson = False,
 ) -> None:
     """Measure chunks, messages and instructions of a job on this machine; write a costs file for predictions.
@@ -265,30 +284,63 @@ def explain(file: File, params: Params = None, strategy: StrategyFile = None, as
 
 @app.command()
 def show(
-    file: File,
+    file: RecipeFile = None,
     params: Params = None,
     strategy: StrategyFile = None,
     cluster: ClusterName = "cpu-local",
     costs: CostsFile = None,
+    recipe: RecipeName = None,
+    pp: Devices = 4,
+    microbatches: Microbatches = 8,
+    chunks: Chunks = None,
+    times: ChunkTimes = "1,1,1",
     graph: Annotated[bool, typer.Option("--graph", help="print the training graph, a line per node")] = False,
     plan: Annotated[bool, typer.Option("--plan", help="print the plan, a line per instruction; it parses back")] = False,
     png: Annotated[Path | None, typer.Option("--png", metavar="FILE.png", help="draw the schedule into a picture")] = None,
+    csv: Csv = None,
+    lowered: Lowered = False,
     as_json: AsJson = False,
 ) -> None:
-    """Draw the simulated schedule of a strategy; or print its graph or its plan.
+    """Draw the simulated schedule of a strategy or a recipe; or print its graph or its plan.
 
-    Example: piper show examples/gpt_text.py --png schedule.png; piper show examples/gpt_text.py --plan
+    Example: piper show examples/gpt_text.py --png schedule.png; piper show --recipe one_f_one_b --pp 4 --microbatches 8
     """
     with user_errors():
         from piper.costs_file import load_costs
         from piper.frontdoor import compile
-        from piper.loading import load_file
-        from piper.showing import show_strategy
+        from piper.loading import load_file, load_recipes
+        from piper.recipe_view import Times, arguments, shown
+        from piper.showing import What, show_recipe, show_strategy
 
-        recipe = load_file(file, pairs(params), strategy)
+        what = What(graph, plan, png, csv, lowered, as_json)
+        if recipe is not None:
+            if strategy is not None or costs is not None:
+                raise JobError("--recipe is drawn with the durations of --times: leave out --strategy and --costs")
+            if file is not None:
+                load_recipes(file)
+            more = arguments(pairs(params))
+            show_recipe(shown(recipe, pp=pp, microbatches=microbatches, chunks=chunks, times=Times.parse(times), **more), what)
+            return
+        if file is None:
+            raise JobError("give a FILE.py that defines `job` and `strategy`, or --recipe NAME (`piper recipes` lists them)")
+        loaded = load_file(file, pairs(params), strategy)
         known = load_costs(costs) if costs else None
-        compiled = compile(recipe.job, recipe.strategy, costs=known)
-        show_strategy(compiled, cluster=cluster, costs=known, graph=graph, plan=plan, png=png, as_json=as_json)
+        show_strategy(compile(loaded.job, loaded.strategy, costs=known), what, cluster=cluster, costs=known)
+
+
+@app.command()
+def recipes(file: RecipeFile = None, as_json: AsJson = False) -> None:
+    """List all recipes of pipeline schedules: source, formula, peak, rule, when to use.
+
+    Example: piper recipes; piper recipes FILE.py (with those that FILE.py registers)
+    """
+    with user_errors():
+        from piper.loading import load_recipes
+        from piper.recipe_view import listing, rows
+
+        if file is not None:
+            load_recipes(file)
+        print(json.dumps(rows()) if as_json else listing())
 
 
 @app.command()

@@ -7,7 +7,8 @@ from pathlib import Path
 from piper_ir.codec import dumps, loads
 from piper_ir.costs import Costs, Duration
 from piper_ir.errors import FormatError, OutputError
-from piper_report.summary import Table, percent, seconds
+from piper_ir.units import time_text
+from piper_report.summary import Table, percent
 
 
 def save_costs(path: Path, costs: Costs) -> None:
@@ -35,7 +36,9 @@ def costs_table(costs: Costs, *, title: str) -> Table:
     rows += [(f"{p.op}, {p.amount} {'rows' if p.op == 'Batch' else 'bytes'}", *_cells(p.duration)) for p in costs.parts]
     notes = []
     if costs.host is not None:
-        notes.append(f"per instruction {seconds(costs.host.issue_s)}, per communication {seconds(costs.host.comm_s)}")
+        host = costs.host
+        rows.append(("issue of an instruction", *_cells(Duration(host.issue_s, spread=host.issue_spread_s))))
+        rows.append(("issue of a communication", *_cells(Duration(host.comm_s, spread=host.comm_spread_s))))
     if (o := costs.origin) is not None:
         notes.append(
             f"{o.device}; {o.ranks} ranks at once over {o.backend}, {o.threads} thread each; Python {o.python}, torch {o.torch}; "
@@ -45,4 +48,4 @@ def costs_table(costs: Costs, *, title: str) -> Table:
 
 
 def _cells(duration: Duration) -> tuple[str, str]:
-    return seconds(duration.seconds), percent(duration.spread / duration.seconds if duration.seconds else None)
+    return time_text(duration.seconds), percent(duration.spread / duration.seconds if duration.seconds else None)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from contextlib import nullcontext, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +17,8 @@ from piper_compiler import Strategy
 from piper_ir.costs import Costs
 from piper_ir.plan import Plan
 from piper_ir.timing import prepare
-from piper_report.summary import Table, percent, seconds
+from piper_ir.units import time_text
+from piper_report.summary import Table, percent
 from piper_runtime import Job
 from piper_runtime.emulate import Durations, Emulation
 from piper_runtime.emulate import emulate as run
@@ -22,6 +26,7 @@ from piper_simulator import Cluster, Simulation, load_cluster, simulate
 from piper_simulator.model import CostModel, given_only
 
 if TYPE_CHECKING:
+    from piper.loading import Recipe
     from piper_runtime.processes import Pool
 
 
@@ -74,6 +79,19 @@ def durations_on(plan: Plan, cluster: Cluster | None, costs: Costs | None = None
     return Durations(by_role, plan.hop, model.issue_s)
 
 
+def emulated_run(
+    recipe: Recipe, cluster: str, *, steps: int, out: Path | None, timeout_s: float, costs: Costs | None, as_json: bool
+) -> None:
+    """The session of a FILE.py; with `as_json` it prints JSON and nothing else."""
+    with redirect_stdout(StringIO()) if as_json else nullcontext():
+        simulated, emulated = emulated_session(
+            recipe.job, recipe.strategy, cluster, steps=steps, out=out, name=recipe.path.stem, timeout_s=timeout_s, costs=costs
+        )
+    if as_json:
+        found = {"step_s": emulated.step_s, "period_s": emulated.period_s, **emulated.trace.notes}
+        print(json.dumps({"predicted": simulated.summary(), "emulated": found}))
+
+
 def emulated_session(
     job: Job, strategy: Strategy, cluster: str, *, steps: int, out: Path | None, name: str, timeout_s: float,
     costs: Costs | None = None,
@@ -82,7 +100,7 @@ def emulated_session(
     go to a new folder below it."""
     compiled = compile(job, strategy, costs=costs)
     device = target(compiled.plan, cluster)
-    simulated = simulate(compiled.plan, device, costs=costs)
+    simulated = simulate(compiled.plan, device, costs=costs, contention=False)  # ranks that sleep take nothing from each other
     folder = new_folder(out, name) if out is not None else None
     emulated = emulate(compiled, steps=steps, cluster=device, costs=costs, timeout_s=timeout_s, trace=True)
     show(emulation_table(simulated, emulated, title=f"{name} on {cluster}, simulated beside emulated on this machine"))
@@ -100,7 +118,7 @@ def emulation_table(simulated: Simulation, emulated: Emulation, *, title: str) -
     pairs = [("makespan of a step", simulated.step_s, emulated.step_s[0])]
     if emulated.period_s is not None:
         pairs.append(("step in steady state", simulated.period_s, emulated.period_s))
-    rows = tuple((name, seconds(a), seconds(b), _difference(a, b)) for name, a, b in pairs)
+    rows = tuple((name, time_text(a), time_text(b), _difference(a, b)) for name, a, b in pairs)
     notes = emulated.trace.notes
     below = (f"{notes['time_scale']} s are slept for each simulated second", notes["host"])
     warnings = tuple(f"warning: {note}" for note in simulated.notes)

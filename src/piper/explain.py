@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from piper.frontdoor import Compiled
-from piper_ir.plan import Plan
+from piper_ir.ops import Compute
+from piper_ir.plan import Instr, Plan, RolePlan
 from piper_ir.program import Chunk, Step
 from piper_ir.sizes import ITEM_BYTES, bind
+from piper_ir.units import size_text
+from piper_ir.verify_rules import title
 
 FEW = 0.3
 """A smaller share of backward in W than this leaves little to schedule: in a transformer of linear layers it is about a half."""
@@ -21,6 +25,8 @@ def explain(compiled: Compiled) -> str:
         _costs(compiled.plan),
         _directives(compiled),
         _order(compiled),
+        _split_backwards(compiled),
+        _overlaps(compiled),
         _roles(compiled.plan),
         _communication(compiled.plan),
         _notes(compiled),
@@ -46,8 +52,7 @@ def _program(compiled: Compiled) -> str:
     codes = len({c.code for c in program.chunks}) if program.source == "captured" else len(program.chunks)
     held = sum(p.spec.nbytes for p in program.params if isinstance(p.spec.nbytes, int))
     lines = [
-        f"program {program.key}: {len(program.chunks)} chunks ({codes} with code of their own), "
-        f"{held / 2**20:.2f} MiB of parameters"
+        f"program {program.key}: {len(program.chunks)} chunks ({codes} with code of their own), {size_text(held)} of parameters"
     ]
     names: tuple[tuple[Step, str], ...] = (("F", "forward"), ("I", "input gradient"), ("W", "weight gradient"))
     for step, name in names:
@@ -105,6 +110,49 @@ def _order(compiled: Compiled) -> str:
     )
 
 
+def _split_backwards(compiled: Compiled) -> str:
+    """Per role, what a split backward keeps of a microbatch after F, and after I for W."""
+    split = {n.op.chunk for n in compiled.graph.nodes.values() if isinstance(n.op, Compute) and n.op.step in ("I", "W")}
+    if not split:
+        return ""
+    lines = ["backward split into I and W: bytes kept of one microbatch"]
+    for role in compiled.plan.roles:
+        chunks = [compiled.plan.chunk(id) for id in dict.fromkeys(_chunks(role)) if id in split]
+        after_f, after_i = (sum(_kept(c, steps) for c in chunks) for steps in (("I", "W"), ("W",)))
+        if chunks:
+            lines.append(f"  {role.role:10} after F {size_text(after_f)}, after I {size_text(after_i)}")
+    return "\n".join(lines)
+
+
+def _chunks(role: RolePlan) -> Iterator[str]:
+    return (p.op.chunk for i in role.program for p in i.parts if isinstance(p.op, Compute))
+
+
+def _kept(chunk: Chunk, steps: tuple[Step, ...]) -> int:
+    """Bytes of what F saves and I hands over that these steps still read."""
+    read = {p for s in steps if s in chunk.steps for p in chunk.steps[s].reads if p.startswith(("saved", "iw", "gin", "tan"))}
+    made = {p for s in steps if s in chunk.steps for p in chunk.steps[s].writes}
+    outside = {p for p in read - made if len(steps) == 1 or p.startswith("saved")}
+    return sum(bind(chunk.ports[p].nbytes, 0) for p in outside)
+
+
+def _overlaps(compiled: Compiled) -> str:
+    """Each overlap as the compiler interleaved it: instructions in program order, a member per letter."""
+    lines = []
+    for group in compiled.graph.overlaps:
+        letter = {id: "abcdefgh"[k % 8] for k, member in enumerate(group.members) for id in member}
+        role = compiled.plan.role(compiled.graph.nodes[group.nodes[0]].role)
+        found = [(known[0], title(i)) for i in role.program if (known := [letter[n] for n in _nodes(i) if n in letter])]
+        shown = " ".join(f"{k}:{name}" for k, name in found[:8]) + (f" ... {len(found) - 8} more" if len(found) > 8 else "")
+        lines.append(f"  {role.role:10} {shown}")
+    return "\n".join(["overlaps, as interleaved", *lines]) if lines else ""
+
+
+def _nodes(instr: Instr) -> list[str]:
+    """The graph nodes of an instruction: of a backward that is not split, I and W are parts of one."""
+    return [n for p in instr.parts if isinstance(p.op, Compute) for n in (p.node, f"{p.op.chunk}.B@{p.mb}")]
+
+
 def _roles(plan: Plan) -> str:
     lines = ["roles"]
     for role in plan.roles:
@@ -112,10 +160,10 @@ def _roles(plan: Plan) -> str:
         lines.append(
             f"  {role.role:10} ranks {_ranks(role.ranks)}: {compute} compute and {len(role.program) - compute} "
             f"communication instructions on {len(role.streams)} streams; "
-            f"peak {role.peak_bytes / 2**20:.2f} MiB at instruction {role.peak_at}"
+            f"peak {size_text(role.peak_bytes)} at instruction {role.peak_at}"
         )
         split = sorted(role.peak_by_category.items(), key=lambda x: -x[1])
-        lines.append("             " + ", ".join(f"{name} {size / 2**20:.2f}" for name, size in split) + " MiB")
+        lines.append("             " + ", ".join(f"{name} {size_text(held)}" for name, held in split))
     return "\n".join(lines)
 
 
@@ -131,9 +179,9 @@ def _communication(plan: Plan) -> str:
         lines.append(f"  {channel.id:24} {channel.kind:5} {arrow}{over}: {channel.purpose}")
     for bucket in plan.buckets:
         if bucket.channel:
-            size = bucket.numel * ITEM_BYTES[bucket.dtype] / 2**20
+            size = size_text(bucket.numel * ITEM_BYTES[bucket.dtype])
             shown = ", ".join(bucket.params[:3]) + (", ..." if len(bucket.params) > 3 else "")
-            lines.append(f"  {bucket.id:24} {size:.2f} MiB reduced over {bucket.channel}: {shown}")
+            lines.append(f"  {bucket.id:24} {size} reduced over {bucket.channel}: {shown}")
     return "\n".join(["communication", *lines]) if lines else "communication: none"
 
 

@@ -7,7 +7,7 @@ import importlib.util
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,12 +21,23 @@ from piper_runtime.shipping import RECIPE_MARK
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a FILE.py defines. `steps`: how many it wants to train when nobody says; 3 when it does not say either."""
+    """What a FILE.py defines. `steps`: how many it wants to train when nobody says; 3 when it does not say either. `function`: of
+    a trial, None when the file's strategy is none; `params`: what it was, or would have been, answered with."""
 
     path: Path
     job: Job
     strategy: Strategy
     steps: int
+    function: Callable[[Any], Any] | None = None
+    params: Mapping[str, str] = field(default_factory=dict)
+
+    def varied(self, params: Mapping[str, str], *, any_value: bool = False, flag: str = "-p") -> Strategy:
+        """The strategy with other values of some parameters. `any_value`: also integers that the function does not offer. `flag`:
+        of the command line, for messages. JobError when it is not a function of a trial, or has no such parameter."""
+        if self.function is None:
+            raise JobError(f"{self.path}: `strategy` is not a function of a trial, so that it has no parameters to change")
+        trial = FixedTrial({**self.params, **params}, params if any_value else (), flag)
+        return _answered(self.path, self.function, trial, params)
 
 
 @dataclass(frozen=True)
@@ -62,8 +73,19 @@ def load_file(path: str | Path, params: Mapping[str, str] | None = None, strateg
     job = _job(path, module)
     if strategy is not None and params:
         raise JobError("-p gives parameters to the file's strategy, but --strategy replaces it; use one of the two")
-    chosen = load_strategy(strategy) if strategy is not None else _strategy(path, module, params or {})
-    return Recipe(path, job, chosen, _steps(path, module))
+    function, texts = _function(module), _params(path, module)
+    if strategy is not None:
+        chosen = load_strategy(strategy)
+        texts |= {name: str(value) for name, value in chosen.params.items()}
+    else:
+        texts |= params or {}
+        chosen = _strategy(path, module, function, texts, params or {})
+    return Recipe(path, job, chosen, _steps(path, module), function, texts)
+
+
+def load_recipes(path: str | Path) -> None:
+    """Run FILE.py for the recipes that it registers; it need not define a job. JobError for a missing or broken file."""
+    _run(Path(path))
 
 
 def _job(path: Path, module: ModuleType) -> Job:
@@ -111,22 +133,40 @@ def _line(error: BaseException, path: Path) -> str:
     return f" (line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 
-def _strategy(path: Path, module: ModuleType, params: Mapping[str, str]) -> Strategy:
+def _function(module: ModuleType) -> Callable[[Any], Any] | None:
     strategy = getattr(module, "strategy", None)
-    if callable(strategy):
-        own = getattr(module, "params", {})
-        if not isinstance(own, Mapping):
-            raise JobError(
-                f"{path} defines `params` that is a {type(own).__name__}; a dict of the strategy's parameters is needed"
-            )
-        trial = FixedTrial({name: str(value) for name, value in own.items()} | dict(params))
-        with user_code("strategy(trial)", JobError):
-            strategy = strategy(trial)
-        trial.check_all_used(params)
-        if isinstance(strategy, Strategy):
-            strategy = strategy.with_params(trial.answers)
-    elif params:
+    return strategy if callable(strategy) else None
+
+
+def _params(path: Path, module: ModuleType) -> dict[str, str]:
+    """The file's own parameters, for a strategy that is a function of a trial."""
+    own = getattr(module, "params", {})
+    if _function(module) is None:
+        return {}
+    if not isinstance(own, Mapping):
+        raise JobError(f"{path} defines `params` that is a {type(own).__name__}; a dict of the strategy's parameters is needed")
+    return {name: str(value) for name, value in own.items()}
+
+
+def _strategy(
+    path: Path, module: ModuleType, function: Callable[[Any], Any] | None, texts: Mapping[str, str], given: Mapping[str, str]
+) -> Strategy:
+    if function is not None:
+        return _answered(path, function, FixedTrial(texts), given)
+    if given:
         raise JobError(f"{path}: -p gives parameters, but `strategy` is not a function of a trial")
+    return _checked(path, getattr(module, "strategy", None))
+
+
+def _answered(path: Path, function: Callable[[Any], Any], trial: FixedTrial, given: Iterable[str]) -> Strategy:
+    """What a function of a trial returns. It must ask for the parameters `given`."""
+    with user_code("strategy(trial)", JobError):
+        strategy = function(trial)
+    trial.check_all_used(given)
+    return _checked(path, strategy).with_params(trial.answers)
+
+
+def _checked(path: Path, strategy: Any) -> Strategy:
     if not isinstance(strategy, Strategy):
         found = "no `strategy`" if strategy is None else f"a `strategy` that is a {type(strategy).__name__}"
         raise JobError(f"{path} defines {found}; it must be a piper.Strategy, or a function of a trial that returns one")
@@ -134,24 +174,29 @@ def _strategy(path: Path, module: ModuleType, params: Mapping[str, str]) -> Stra
 
 
 class FixedTrial:
-    """Answers a strategy's `trial.suggest_*` calls with the values given by `-p name=value`."""
+    """Answers a strategy's `trial.suggest_*` calls with the values given by `-p name=value`. `free`: names of integers that are
+    answered whatever the strategy would accept. `flag`: by which messages call the option."""
 
-    def __init__(self, params: Mapping[str, str]) -> None:
-        self._params = dict(params)
+    def __init__(self, params: Mapping[str, str], free: Iterable[str] = (), flag: str = "-p") -> None:
+        self._params, self._free, self._flag = dict(params), frozenset(free), flag
         self.answers: dict[str, Any] = {}
         """What was asked for so far, by name."""
 
     def suggest_categorical(self, name: str, choices: Any) -> Any:
         text = self._text(name, f"one of {', '.join(map(str, choices))}")
+        if name in self._free:
+            return self._answer(name, int(text))
         for choice in choices:
             if str(choice) == text:
                 return self._answer(name, choice)
-        raise JobError(f"-p {name}={text}: one of {', '.join(map(str, choices))} is accepted")
+        raise JobError(f"{self._flag} {name}={text}: one of {', '.join(map(str, choices))} is accepted")
 
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
         text = self._text(name, f"an integer in {low}..{high}")
+        if name in self._free:
+            return self._answer(name, int(text))
         if not text.lstrip("-").isdigit() or not low <= int(text) <= high or (not log and (int(text) - low) % step):
-            raise JobError(f"-p {name}={text}: an integer in {low}..{high} (step {step}) is accepted")
+            raise JobError(f"{self._flag} {name}={text}: an integer in {low}..{high} (step {step}) is accepted")
         return self._answer(name, int(text))
 
     def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
@@ -163,7 +208,7 @@ class FixedTrial:
         on_grid = step is None or abs((value - low) / step - round((value - low) / step)) < 1e-9
         if not low <= value <= high or not on_grid:
             steps = "" if step is None else f" (step {step})"
-            raise JobError(f"-p {name}={text}: a number in {low}..{high}{steps} is accepted")
+            raise JobError(f"{self._flag} {name}={text}: a number in {low}..{high}{steps} is accepted")
         return self._answer(name, value)
 
     def _answer(self, name: str, value: Any) -> Any:
@@ -180,6 +225,6 @@ class FixedTrial:
         unknown = sorted(set(given) - self.answers.keys())
         if unknown:
             raise JobError(
-                f"-p {unknown[0]}=...: the strategy has no parameter of that name; "
+                f"{self._flag} {unknown[0]}=...: the strategy has no parameter of that name; "
                 f"it has {', '.join(sorted(self.answers)) or 'none'}"
             )

@@ -1,30 +1,55 @@
-"""A short measurement of this machine, for predictions on "cpu-local". Rough on purpose: about a second, one thread."""
+"""This machine as a cluster: its CUDA devices by their name, or a short measurement of its CPU, for predictions on "cpu-local".
+The latter is rough on purpose: about a second, one thread."""
 
 from __future__ import annotations
 
 import os
 import time
+from array import array
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
+from statistics import median
 
 import torch
 
+from piper_runtime import device as devices
+from piper_runtime.device import choose_device
+from piper_runtime.messages import HEART_SLOTS
+from piper_runtime.profiler_host import host_seconds
 from piper_simulator import Cluster, cpu_local
+from piper_simulator.clusters import product_cluster
 
 REPEATS = 7
 
 
+def devices_of_runs(world: int) -> Cluster:
+    """What runs of this many ranks take when they start here now: CUDA devices, else the CPU, see `piper_runtime.device`. Ranks
+    that share a CUDA device are predicted as if they did not, and `notes` says so."""
+    if choose_device(devices.default, 0).type == "cpu":
+        return measured_cpu()
+    count = torch.cuda.device_count()
+    cluster = product_cluster(torch.cuda.get_device_name(0), count)
+    if world <= count:
+        return cluster
+    shared = f"{world} ranks share {count} of these, and what they take from each other is not simulated"
+    return replace(cluster, per_node=world, notes="; ".join(filter(None, (cluster.notes, shared))))
+
+
 @lru_cache(maxsize=1)
 def measured_cpu() -> Cluster:
-    """This machine with matrix-product rate, memory bandwidth and the cost of a small operator as measured now, on one thread.
-    The links keep their default constants. Source of durations computed from it: "formula"."""
+    """This machine with matrix-product rate, memory bandwidth, and the cost of a small operator and of an instruction as measured
+    now, on one thread. The links keep their default constants. Source of durations computed from it: "formula"."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.no_grad():
-            memory = _memory_of_a_rank()
             return cpu_local(
-                matmul_flops=_matmul_rate(), memory_bandwidth=_bandwidth(), launch_s=_small_op(), memory_bytes=memory
+                matmul_flops=_matmul_rate(),
+                memory_bandwidth=_bandwidth(),
+                launch_s=_small_op(),
+                host_issue_s=_instruction(),
+                memory_bytes=_memory_of_a_rank(),
             )
     finally:
         torch.set_num_threads(threads)
@@ -67,3 +92,9 @@ def _small_op(calls: int = 2000) -> float:
             a.add(a)
 
     return _best(run) / calls
+
+
+def _instruction() -> float:
+    """Seconds of the issuing thread for an instruction and a message beside it, whatever the two do."""
+    turns = list(host_seconds(array("q", [0] * HEART_SLOTS), range(1 + REPEATS)))[1:]
+    return max(0.0, median(issue + talk for issue, talk in turns))

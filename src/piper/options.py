@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,12 +25,29 @@ File = Annotated[
 Params = Annotated[
     list[str] | None, typer.Option("-p", metavar="NAME=VALUE", help="a parameter of a strategy that is a function of a trial")
 ]
+Other = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[OTHER]",
+        help="compare with the strategy of this FILE.py (-p holds for both), or with a saved one of the same job (.json)",
+    ),
+]
+Versus = Annotated[
+    list[str] | None,
+    typer.Option("--versus", metavar="NAME=VALUE", help="compare with the same strategy where a parameter has this value"),
+]
+Why = Annotated[
+    bool, typer.Option("--why", help="explain it: critical path, idle gaps, what if, sensitivities, costs from formulas")
+]
 StrategyFile = Annotated[
     Path | None,
     typer.Option("--strategy", metavar="FILE.json", help="use this saved strategy, such as a best.json, instead of the file's"),
 ]
 ClusterName = Annotated[
-    str, typer.Option("--cluster", help="e.g. h100x8, a100x8, h100-80g-sxm:8*4, cpu-local (this machine, measured now)")
+    str,
+    typer.Option(
+        "--cluster", help="e.g. h100x8, h100-80g-sxm:8*4, h100x8@eager, a file lab.toml, cpu-local (this machine, measured now)"
+    ),
 ]
 CostsFile = Annotated[
     Path | None, typer.Option("--costs", metavar="FILE.json", help="measured durations, as `piper profile` writes them")
@@ -40,9 +58,20 @@ Launcher = Annotated[
 ]
 Address = Annotated[
     str,
-    typer.Option("--address", metavar="HOST:PORT", help="of a Ray cluster to join; auto: one that is there, else this machine"),
+    typer.Option(
+        "--address", metavar="HOST:PORT", help="of a Ray to join; auto: one that is there, else local: a Ray for this run"
+    ),
 ]
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="results go to a new folder below DIR")]
+ProfileLauncher = Annotated[
+    str,
+    typer.Option(
+        "--launcher",
+        help="processes or ray: ranks measure at once, as in a run. Unlike elsewhere processes are the default: a rank does the "
+        "same in both, they start sooner, and nothing of Ray's runs beside what is measured; ray measures between nodes",
+    ),
+]
+CostsOut = Annotated[Path, typer.Option("--out", metavar="FILE.json", help="the costs file")]
 Timeout = Annotated[float, typer.Option("--timeout-s", help="seconds without progress after which a rank counts as hung")]
 Steps = Annotated[int | None, typer.Option(min=1, help="optimizer steps (default: the file's `steps`, else 3)")]
 Trials = Annotated[int, typer.Option(min=1, help="candidates that are compiled and scored")]
@@ -52,7 +81,7 @@ Seed = Annotated[int, typer.Option(help="of the search; the same seed finds the 
 Storage = Annotated[
     str | None, typer.Option(help="Optuna URL, e.g. sqlite:///study.db; a search of the same space goes on where it ended")
 ]
-Searchers = Annotated[str, typer.Option("--workers", help='processes (0: this one), "ray", or the address of a Ray cluster')]
+Searchers = Annotated[str, typer.Option("--workers", help="processes (0: this one), ray, local (a Ray of its own), or HOST:PORT")]
 Rows = Annotated[
     list[int] | None, typer.Option("--rows", help="rows per microbatch to measure (again for more; default: what fits)")
 ]
@@ -66,6 +95,22 @@ Emulate = Annotated[
     typer.Option(metavar="CLUSTER", help="sleep in real processes instead of training, as long as CLUSTER would compute"),
 ]
 Log = Annotated[str, typer.Option(metavar="NAMES", help="where steps go beside metrics.jsonl: tensorboard,wandb")]
+RecipeFile = Annotated[
+    Path | None,
+    typer.Argument(metavar="[FILE.py]", help="defines `job` and `strategy`; with --recipe, recipes of your own, or is left out"),
+]
+RecipeName = Annotated[
+    str | None,
+    typer.Option("--recipe", metavar="NAME", help="draw this recipe (`piper recipes` lists them) on a synthetic model"),
+]
+Devices = Annotated[int, typer.Option("--pp", min=1, help="pipeline devices of --recipe")]
+Microbatches = Annotated[int, typer.Option("--microbatches", min=1, help="of --recipe")]
+Chunks = Annotated[int | None, typer.Option("--chunks", min=1, help="per device, of a --recipe that takes them")]
+ChunkTimes = Annotated[
+    str, typer.Option("--times", metavar="F,I,W[,O]", help="seconds of one chunk of --recipe, and of an overlapped pair")
+]
+Csv = Annotated[Path | None, typer.Option("--csv", metavar="OUT.csv", help="write the schedule for torch.distributed.pipelining")]
+Lowered = Annotated[bool, typer.Option("--lowered", help="with --csv: with sends, receives and reductions")]
 Ranges = Annotated[bool, typer.Option("--ranges", help="names of instructions in profilers (record_function, NVTX)")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs, and nothing else")]
 
@@ -75,32 +120,53 @@ INTERRUPTED = 130
 
 
 def searchers(workers: str) -> int | str:
-    """`--workers`: a number of processes, "ray", or HOST:PORT. JobError otherwise."""
+    """`--workers`: a number of processes, "ray", "local", or HOST:PORT. JobError otherwise."""
     if workers.isdigit():
         return int(workers)
-    if workers == "ray" or ":" in workers:
+    if workers in ("ray", "local") or ":" in workers:
         return workers
-    raise JobError(f'--workers {workers}: a number of processes, "ray" or the address HOST:PORT of a Ray cluster is expected')
+    raise JobError(f"--workers {workers}: a number of processes, ray, local or the HOST:PORT of a Ray cluster is expected")
 
 
-def pairs(params: list[str] | None) -> dict[str, str]:
+def pairs(params: list[str] | None, flag: str = "-p") -> dict[str, str]:
     """`-p` options by name. JobError for one without a name or value."""
     out = {}
     for item in params or []:
         name, equals, value = item.partition("=")
         if not equals or not name:
-            raise JobError(f"-p {item}: NAME=VALUE is expected, e.g. -p microbatches=8")
+            raise JobError(f"{flag} {item}: NAME=VALUE is expected, e.g. {flag} microbatches=8")
         out[name] = value
     return out
 
 
+ARGUMENTS = ("launcher", "cluster", "memory_limit", "confirm", "workers", "timeout_s", "repeats", "storage", "steps", "rows")
+"""Of functions whose messages reach the command line. No message there is about another "cluster" than Ray's, `--address`."""
+_CALL = re.compile(rf"\b(?:execute|profile|tune)\(({'|'.join(ARGUMENTS)})=(.*?)\)(?=:)")
+_SETTING = re.compile(rf"""\b({"|".join(ARGUMENTS[:-2])})=(["']?)(\w[\w:.]*)\2""")
+_NAME = re.compile(r"\b(memory_limit|timeout_s)\b|(?<=leave )(confirm|storage)(?= out)")
+
+
+def in_flags(message: str, address: str = "--address") -> str:
+    """A message of a Python function as one of the command line: `launcher="ray"` is `--launcher ray` there."""
+
+    def flag(name: str, value: str) -> str:
+        if (name, value) == ("launcher", "emulated"):
+            return "--emulate CLUSTER"
+        return f"{address if name == 'cluster' else '--' + name.replace('_', '-')} {value}".rstrip()
+
+    message = _CALL.sub(lambda m: flag(m[1], m[2].strip("\"'")), message)
+    message = _SETTING.sub(lambda m: flag(m[1], m[3]), message)
+    return _NAME.sub(lambda m: flag(m[0], ""), message)
+
+
 @contextmanager
-def user_errors() -> Iterator[None]:
-    """A PiperError becomes one message on stderr and exit code 2; nobody wants a traceback for a typing mistake."""
+def user_errors(address: str = "--address") -> Iterator[None]:
+    """A PiperError becomes one message on stderr and exit code 2; nobody wants a traceback for a typing mistake. `address`: see
+    `in_flags`."""
     try:
         yield
     except PiperError as e:
-        print(f"piper: {e}", file=sys.stderr)
+        print(f"piper: {in_flags(str(e), address)}", file=sys.stderr)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         print("piper: interrupted", file=sys.stderr)

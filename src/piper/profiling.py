@@ -22,6 +22,7 @@ from piper_ir.ops import COMM
 from piper_ir.plan import Plan
 from piper_ir.sizes import ITEM_BYTES, bind
 from piper_ir.traffic import Traffic
+from piper_simulator.clusters import CPU, product_cluster
 
 if TYPE_CHECKING:
     from piper_runtime import Job
@@ -50,14 +51,14 @@ def profile(
     timeout_s: float = TIMEOUT_S,
     pool: Workers | None = None,
 ) -> Costs:
-    """Measure a job on as many ranks as the strategy has, all at once, each with one thread of the CPU. CUDA devices are not
-    measured yet.
+    """Measure a job on as many ranks as the strategy has, all at once, each with one thread of the CPU, or with a CUDA device of
+    its own where there are any (`piper_runtime.device`).
 
     Per distinct chunk and step (F, I, W) and per other op of the compute stream: seconds at each of `rows` rows per microbatch
     (default: divisors of the global batch from 1/32 to 1/2 of it, a factor of 2 apart; the strategy's own in any case), on the
     job's own batches, with the code and the closures of a run, while all ranks compute. Point-to-point messages and all-reduces
-    over groups of ranks, by size, up to the largest activation and the whole gradient. Seconds per instruction. Growth of
-    resident memory. Each is the median over `repeats` passes and all ranks, its spread their median absolute deviation.
+    over groups of ranks, by size, up to the largest activation and the whole gradient; not on CUDA. Seconds per instruction.
+    Growth of resident memory. Each is the median over `repeats` passes and all ranks, its spread their median absolute deviation.
 
     launcher: "processes" or "ray"; cluster: for "ray", as of `execute`. timeout_s: seconds without progress after which a rank
     counts as hung. pool: workers to use again. Raises JobError, ExecutionError, and what `compile` raises."""
@@ -75,7 +76,8 @@ def profile(
 
         with open_pool(launcher, target.plan.mesh.world, cluster=cluster) as own:
             reports = own.run(target.plan, requests, timeout_s)
-    return _costs([reports[r] for r in sorted(reports)], target.plan, _origin(target.plan, launcher, repeats))
+    found = [reports[r] for r in sorted(reports)]
+    return _costs(found, target.plan, _origin(found[0], target.plan, launcher, repeats))
 
 
 def _rows(global_batch: int, asked: Sequence[int] | None, own: int) -> list[int]:
@@ -143,11 +145,12 @@ def _sizes(plan: Plan, largest: Plan) -> tuple[int, ...]:
     return tuple(sorted({max(4, x // 4 * 4) for x in (*own, *grid)}))
 
 
-def _origin(plan: Plan, launcher: str, repeats: int) -> Origin:
+def _origin(report: ProfileReport, plan: Plan, launcher: str, repeats: int) -> Origin:
+    on_cuda = bool(report.device)
     return Origin(
-        device=machine_name(),
-        cluster="cpu-local",
-        backend="gloo",
+        device=report.device or machine_name(),
+        cluster=product_cluster(report.device, report.devices).name if on_cuda else CPU,
+        backend="none" if on_cuda else "gloo",
         launcher=launcher,
         ranks=plan.mesh.world,
         threads=1,
@@ -177,7 +180,7 @@ def _costs(reports: Sequence[ProfileReport], plan: Plan, origin: Origin) -> Cost
         comm=tuple(comm),
         steps=tuple(steps),
         parts=tuple(parts),
-        host=_host(reports, Costs(comm=tuple(comm))),
+        host=_host(reports),
         allocator=_allocator([r.resident for r in reports if r.resident]),
         origin=origin,
     )
@@ -197,12 +200,11 @@ def _messages(reports: Sequence[ProfileReport]) -> list[CommDuration]:
     ]
 
 
-def _host(reports: Sequence[ProfileReport], seen: Costs) -> HostCosts:
-    """Per instruction; of communication without the smallest message's own time."""
-    issue = median(chain.from_iterable(r.issue for r in reports))
-    talk = list(chain.from_iterable(r.talk for r in reports))
-    message = seen.busy_s("p2p", SMALLEST_MESSAGE, 2)
-    return HostCosts(max(0.0, issue), max(0.0, median(talk) - message) if talk else 0.0)
+def _host(reports: Sequence[ProfileReport]) -> HostCosts:
+    """Per instruction, over all repeats and ranks; none for communication where it was not measured (CUDA)."""
+    issue = _duration(max(0.0, s) for r in reports for s in r.issue)
+    talk = _duration([max(0.0, s) for r in reports for s in r.talk] or [0.0])
+    return HostCosts(issue.seconds, talk.seconds, issue.spread, talk.spread)
 
 
 def _allocator(resident: Sequence[Sequence[tuple[int, int]]]) -> AllocatorCosts | None:

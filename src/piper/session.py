@@ -1,8 +1,7 @@
-"""Sessions as the command line runs them: predict; or predict, train, and put the two beside each other."""
+"""Sessions as the command line runs them: predict, train, and put the two beside each other."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from piper.reporting import report_at_end
 from piper.results import new_folder, save_plan, save_prediction
 from piper_compiler import Strategy
 from piper_ir.costs import Costs
-from piper_report.summary import beside_table, prediction_table
+from piper_report.summary import beside_table
 from piper_simulator import Cluster, Simulation, load_cluster, simulate
 from piper_simulator.clusters import CPU
 
@@ -67,6 +66,7 @@ def train(job: Job, strategy: Strategy, *, steps: int, settings: Settings = DEFA
 
 def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> Session:
     """As `train`; returns prediction and run. With a folder for results, writes a report there."""
+    from piper.local import devices_of_runs
     from piper_runtime.run import check_request
 
     costs = settings.durations()
@@ -75,7 +75,7 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
     folder = settings.folder  # made before hours of training, not after
     if folder is None and settings.out is not None:
         folder = new_folder(settings.out, settings.name)
-    cluster = local_cluster()
+    cluster = devices_of_runs(compiled.plan.mesh.world)
     prediction = simulate(compiled.plan, cluster, costs=costs)
     if folder is not None:
         save_plan(folder, compiled.plan, strategy)
@@ -106,33 +106,13 @@ def as_numbers(done: Session) -> dict[str, Any]:
     return {"predicted": done.prediction.summary(), "measured": measured, "folder": str(done.folder) if done.folder else None}
 
 
-def predict(
-    job: Job, strategy: Strategy, *, cluster: str, costs: Path | None, out: Path | None, name: str, as_json: bool
-) -> Simulation:
-    """Simulate a strategy on a cluster and print the headline; with `out`, results and a report go to a new folder below it."""
-    device = device_named(cluster)
-    known = load_costs(costs) if costs is not None else None
-    compiled = compile(job, strategy, costs=known)
-    folder = new_folder(out, name) if out is not None else None
-    result = simulate(compiled.plan, device, costs=known)
-    if as_json:
-        print(json.dumps(result.summary()))
-    else:
-        show(prediction_table(result, title=f"{name} on {device.name}"))
-    if folder is not None:
-        save_plan(folder, compiled.plan, strategy)
-        save_prediction(folder, result)
-        report_at_end(folder)
-    return result
-
-
 def device_named(cluster: str) -> Cluster:
     """A cluster by name; this machine is measured."""
     return local_cluster() if cluster == CPU else load_cluster(cluster)
 
 
 def local_cluster() -> Cluster:
-    """This machine, measured now."""
+    """This machine's CPU, measured now."""
     from piper.local import measured_cpu
 
     return measured_cpu()

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from piper.display import show
 from piper.results import new_folder
-from piper_autotune import Measured, NothingFoundError, Problem, Progress, Study
+from piper_autotune import Measured, Problem, Progress, SearchError, Study
 from piper_autotune import tune as search
-from piper_autotune.rows import Row, size_text, time_text
 from piper_compiler import Strategy, Training
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, JobError, TuneError
 from piper_ir.program import Program
+from piper_ir.study import Row
+from piper_ir.units import size_text, time_text
 from piper_report.summary import Table
 from piper_simulator import Cluster, load_cluster
 from piper_simulator.clusters import CPU
@@ -62,14 +63,15 @@ def tune(
 
     `strategy(trial)` chooses with Optuna's `suggest_int`, `suggest_float` and `suggest_categorical` and returns a Strategy.
     `source` is a Job, captured once, or a Program (then `global_batch` is as in `compile`, and nothing can be confirmed).
-    `trials`, `seed`, `storage`, `sampler`, `timeout_s`: see `piper_autotune.tune`. `workers`: processes (0: this one), "ray" or
-    the address of a Ray cluster; the same seed and number of workers give the same study. `confirm`: so many of the best are run
-    for `steps` steps on `launcher` (in `pool`, if given), and the best is the one measured to be fastest; refused unless
-    `cluster` is this machine. `costs`: measured durations. `out`: study.json and best.json go to a new folder below it. Ctrl-C
-    returns what was found so far.
+    `trials`, `seed`, `storage`, `sampler`, `timeout_s`: see `piper_autotune.tune`. `workers`: processes (0: this one), "ray",
+    "local" (a Ray of its own) or the address of a Ray cluster; the same seed and number of workers give the same study.
+    `confirm`: so many of the best are run for `steps` steps on `launcher` (in `pool`, if given), and the best is the one measured
+    to be fastest; refused unless `cluster` is this machine. `costs`: measured durations. `out`: study.json and best.json go to a
+    new folder below it. Ctrl-C returns what was found so far.
 
-    TuneError: arguments, storage, or a space that contradicts itself. NothingFoundError (a TuneError): no candidate can be used;
-    the message says why, or the smallest limit that fits one, and its `study` holds them all."""
+    TuneError: arguments, storage, or a space that contradicts itself. SearchError (a TuneError): the storage failed in
+    mid-search. NothingFoundError (a SearchError): no candidate can be used; the message says why, or the smallest limit that
+    fits one. The `study` of both holds what was found."""
     from piper_runtime.launchers import check_launcher
 
     device = _device(cluster)
@@ -119,10 +121,11 @@ def _joined(workers: int | str) -> Iterator[None]:
 
 @contextmanager
 def saved(folder: Path | None) -> Iterator[None]:
-    """A search inside that finds nothing leaves its study in the folder all the same: it has the reasons."""
+    """A search inside that fails, or finds nothing, leaves its study in the folder all the same: it has what was found, and the
+    reasons."""
     try:
         yield
-    except NothingFoundError as e:
+    except SearchError as e:
         if folder is not None:
             e.study.save(folder)
         raise

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from optuna.trial import FixedTrial
 
@@ -18,10 +18,11 @@ from piper_autotune.problem import Problem, Programs
 from piper_autotune.rules import RULES, Rules
 from piper_autotune.scoring import Scored, score
 from piper_autotune.sketch import Sketches, in_flight
-from piper_compiler import Strategy, Training, directive, order, partition, place, recipes, split, synthetic
+from piper_compiler import Strategy, Training, directive, order, overlap, partition, place, recipes, split, synthetic
 from piper_ir.costs import AllocatorCosts, Costs, HostCosts
 from piper_ir.graph import Graph
 from piper_ir.mesh import Mesh
+from piper_ir.program import Cost, Kernel, Program, Signature
 from piper_ir.select import where
 from piper_simulator import cpu_local, load_cluster
 
@@ -89,6 +90,59 @@ def test_bounds_hold_where_one_device_runs_several_stages() -> None:
     assert found.filled_bytes(sketch, 1)[0] <= exact.peak_bytes and found.period_s(chosen, sketch, 1) <= exact.period_s
 
 
+@pytest.mark.parametrize(
+    "name", ["interleaved", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zb", "zbv", "dualpipe_v", "dualpipe"]
+)
+@given(st.randoms(use_true_random=False))
+@settings(max_examples=8)
+def test_bounds_hold_for_every_recipe(name: str, draw: Any) -> None:
+    """With given durations a pair is one instruction; without them the compiler interleaves it."""
+    pp, m = draw.choice([2, 4]), draw.randint(1, 9)
+    stages = pp if name in ("zb_h1", "zb_h2", "dualpipe") else 2 * pp
+
+    def some(low: int, high: int) -> Sequence[int]:
+        return [draw.randint(low, high) for _ in range(stages)]
+
+    keep = some(0, 90)
+    made = synthetic(
+        stages=stages,
+        F=some(1, 5),
+        I=some(1, 5),
+        W=some(0, 5),
+        activation=keep,
+        kept_after_I=[draw.randint(0, k) for k in keep],
+        params=some(0, 900),
+    )
+    of = Problem(made) if draw.choice([True, False]) else Problem(untimed(made), cluster=cpu_local())
+    chosen = Strategy(Mesh(pp=pp), getattr(recipes, name)(pp=pp, microbatches=m))
+    exact, found = score(of, chosen, {1: None}), Sketches(of, Programs(of, None))
+    sketch = found.sketch(chosen)
+    assert isinstance(exact, Scored), exact
+    assert (sketch is None) == (name == "dualpipe" and m > 1), "a stage on two devices has none"
+    if sketch is not None:
+        assert found.period_s(chosen, sketch, 1) <= exact.period_s * (1 + 1e-9)
+        assert found.state_bytes(sketch)[0] <= found.filled_bytes(sketch, 1)[0] <= exact.peak_bytes
+
+
+def untimed(made: Program) -> Program:
+    """The program with work in place of given durations."""
+
+    def counted(step: Signature) -> Signature:
+        work = int((step.cost.seconds or 0) * 1e9)
+        return replace(step, cost=Cost((Kernel("matmul", (8, 8, 8), "float32", work, 0),)))
+
+    chunks = [replace(c, steps={name: counted(step) for name, step in c.steps.items()}) for c in made.chunks]
+    return replace(made, chunks=tuple(chunks), source="untimed")
+
+
+def test_a_pair_of_given_duration_has_no_bound() -> None:
+    made, chosen = program(), Strategy(Mesh(pp=2), recipes.dualpipe_v(pp=2, microbatches=8))
+    found = [
+        Sketches(of, Programs(of, None)).sketch(chosen) for of in (Problem(made), Problem(replace(made, overlap=(1.0,) * 8)))
+    ]
+    assert found[0] is not None and found[1] is None
+
+
 def test_what_is_in_flight_is_read_from_the_order() -> None:
     def steps(text: str) -> Any:
         return order(*(where(stage=0, phase=s[0], mb=int(s[1])) for s in text.split()))
@@ -100,6 +154,14 @@ def test_what_is_in_flight_is_read_from_the_order() -> None:
     assert most("F0 F1 F2") == 0, "without backward in the order it may be anywhere"
     assert most("B0 F0 F1 B1") == 1
     assert in_flight(steps("F0 F1 B0 B1"), {"stage": 1}).most == 0
+    assert most("F0 F1 I0 W0 F2 I1 I2 W1 W2") == 2, "until the input gradient everything is kept"
+    assert most("F0 W0 F1 I0 I1") == 1, "a stage without an input gradient"
+    assert most("F0 F1 W0 W1") == 0, "their input gradients may be anywhere"
+
+    f0, f1, b0 = (where(stage=0, phase=p, mb=mb) for p, mb in (("F", 0), ("F", 1), ("B", 0)))
+    b1 = where(stage=0, phase="B", mb=1)
+    assert in_flight(order(f0, f1, b0, b1), {"stage": 0}).most == 2
+    assert in_flight(order(f0, overlap(f1, b0), b1), {"stage": 0}).most == 1, "the backward may come first"
 
 
 def test_the_mesh_and_the_batch_are_checked_first() -> None:
@@ -179,7 +241,7 @@ def test_a_plan_that_does_not_fit_says_which_rank_by_how_much_and_where() -> Non
     assert isinstance(exact, Scored) and not exact.reason
     found = score(problem(exact.device_bytes - 10), made, {1: None})
     assert isinstance(found, Scored)
-    for part in ("rank 0 (pp0) needs", "10 bytes more than the limit", "fullest in instruction", "param 1024 bytes"):
+    for part in ("rank 0 (pp0) needs", "10 B more than the limit", "fullest in instruction", "param 1 KiB"):
         assert part in found.reason
     assert score(problem(exact.device_bytes), made, {1: None}) == exact
 

@@ -12,7 +12,7 @@ import optuna
 import pytest
 
 from packages.autotune.tests.tuner_spaces import exhaustive, problem, strategy
-from piper_autotune import Measured, NothingFoundError, Progress, Study, tune
+from piper_autotune import Measured, NothingFoundError, Progress, SearchError, Study, tune
 from piper_autotune.evaluators import Here
 from piper_autotune.problem import Problem, Programs
 from piper_autotune.rules import RULES
@@ -294,3 +294,35 @@ def test_a_locked_storage_is_one_message(tmp_path: Path) -> None:
             search(trials=5, storage=f"sqlite:///{path}?timeout=0.1")
     finally:
         holder.close()
+
+
+@pytest.mark.parametrize("asked", [False, True], ids=["between candidates", "in suggest"])
+def test_a_storage_that_gets_locked_in_mid_search_loses_nothing(tmp_path: Path, asked: bool) -> None:
+    import sqlite3
+
+    path = tmp_path / "study.db"
+    holder = sqlite3.connect(path, isolation_level=None)
+    seen: list[Progress] = []
+
+    def lock() -> None:
+        if len(seen) >= 5 and not holder.in_transaction:
+            holder.execute("BEGIN EXCLUSIVE")
+
+    def locking(trial: Any) -> Strategy:
+        if asked:
+            lock()
+        return strategy(trial)
+
+    def progress(now: Progress) -> None:
+        seen.append(now)
+        if not asked:
+            lock()
+
+    try:
+        with pytest.raises(SearchError, match="is locked by another process") as caught:
+            search(locking, storage=f"sqlite:///{path}?timeout=0.1", progress=progress)
+    finally:
+        holder.close()
+    study = caught.value.study
+    assert study.interrupted and len(study.rows) == 5 and study.best is not None
+    assert not [r for r in study.rows if r.kind == "strategy"], "it is no fault of the strategy"

@@ -9,9 +9,10 @@ import pytest
 
 from packages.autotune.tests.tuner_spaces import problem, strategy
 from piper_autotune import Study, tune
-from piper_autotune.rows import Row, size_text, time_text
 from piper_compiler import load_strategy
+from piper_ir.codec import loads
 from piper_ir.errors import FormatError, OutputError
+from piper_ir.study import Row, StudyDocument
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +34,12 @@ def test_a_study_is_written_and_read(found: Study, tmp_path: Path) -> None:
 def test_a_study_without_a_best_has_no_best_file(tmp_path: Path) -> None:
     Study("c", None, 0, (Row(0, "rejected", {}, reason="why", kind="memory"),)).save(tmp_path)
     assert Study.load(tmp_path).best is None and not (tmp_path / "best.json").exists()
+
+
+def test_a_search_that_was_interrupted_says_so_in_its_file(tmp_path: Path) -> None:
+    Study("c", None, 0, (Row(0, "complete", {"m": 1}, period_s=1.0),), interrupted=True).save(tmp_path)
+    assert json.loads((tmp_path / "study.json").read_text())["interrupted"] is True
+    assert loads(StudyDocument, (tmp_path / "study.json").read_text()).interrupted
 
 
 def test_measured_rows_come_before_predicted_ones() -> None:
@@ -72,8 +79,3 @@ def test_folders_that_are_not_there_are_named(found: Study, tmp_path: Path) -> N
         found.save(tmp_path / "none")
     with pytest.raises(FormatError, match="cannot read the study"):
         Study.load(tmp_path / "none")
-
-
-def test_numbers_for_people() -> None:
-    assert [size_text(b) for b in (12, 3 << 20, 5 << 29)] == ["12 bytes", "3.00 MiB", "2.50 GiB"]
-    assert [time_text(s) for s in (2.5, 0.0123)] == ["2.500 s", "12.300 ms"]

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from piper_compiler.durations import InstructionSeconds
+from piper_ir.costs import Costs
 from piper_ir.ops import AllReduce, Recv, Send
 from piper_ir.plan import Instr, Plan
 from piper_ir.timing import prepare, sweep
 
 
-def canonical_durations(plan: Plan) -> list[float]:
+def canonical_durations(plan: Plan, costs: Costs | None = None) -> list[float]:
     """Seconds per instruction in the order of `piper_ir.timing.prepare`."""
-    seconds = InstructionSeconds(plan.chunks)
+    seconds = InstructionSeconds(plan.chunks, costs)
     return [_seconds(plan, instr, seconds) for _, _, instr in plan.instructions()]
 
 
-def makespan(plan: Plan) -> float:
-    return sweep(prepare(plan), canonical_durations(plan), latency=plan.hop).makespan
+def makespan(plan: Plan, costs: Costs | None = None) -> float:
+    return sweep(prepare(plan), canonical_durations(plan, costs), latency=plan.hop).makespan
 
 
 def _seconds(plan: Plan, instr: Instr, seconds: InstructionSeconds) -> float:
+    if instr.seconds is not None:
+        return instr.seconds
+    if instr.seconds is not None:
+        return instr.seconds
     part = instr.parts[0]
     match part.op:
         case Send() | Recv():

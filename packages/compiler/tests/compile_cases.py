@@ -6,13 +6,25 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from piper_compiler import Directive, Strategy, Training, order, place, replicate, split, synthetic
+from piper_compiler import Directive, Strategy, Training, order, place, recipes, replicate, split, synthetic
 from piper_ir.mesh import Mesh
 from piper_ir.program import BatchTensor, Buffer, Chunk, Cost, Input, Liveness, Output, Param, Program, Signature, Step
 from piper_ir.select import where
 from piper_ir.sizes import Affine, TensorSpec
 
 SCALAR = TensorSpec((), "float32")
+SCHEDULES: dict[str, tuple[int, Callable[..., tuple[Directive, ...]]]] = {
+    "gpipe": (1, recipes.gpipe),
+    "one_f_one_b": (1, recipes.one_f_one_b),
+    "pipeline": (1, recipes.pipeline),
+    "interleaved": (2, recipes.interleaved),
+    "looped_bfs": (2, recipes.looped_bfs),
+    "zb_h1": (1, recipes.zb_h1),
+    "zb_h2": (1, recipes.zb_h2),
+    "interleaved_zb": (2, recipes.interleaved_zb),
+    "zbv": (2, recipes.zbv),
+}
+"""The recipes that treat microbatches alike, with their stages per device."""
 
 
 def layered(layers: int, params: int = 100, F: float = 3, I: float = 4, W: float = 2) -> Program:  # noqa: E741 - the field's name

@@ -57,6 +57,12 @@ def relu_in_place(x: Tensor, w: Tensor) -> Tensor:
     return h * 2
 
 
+def activations(x: Tensor, w: Tensor) -> Tensor:
+    h = x @ w
+    parts = [F.gelu(h), F.gelu(h - x, approximate="tanh"), F.silu(h / 2), torch.tanh(h + 1), torch.sigmoid(-h), F.relu(h * x)]
+    return x * torch.stack([p.exp() * p for p in parts]).sum(0)
+
+
 def changes_input(x: Tensor, w: Tensor) -> Tensor:
     y = (x * 2) @ w
     x.add_(y).mul_(3)
@@ -184,6 +190,7 @@ CASES = {
     "norm without input gradient": Case(norm_block, ("batch", *["param"] * 3), (rand(4, 8), rand(8), rand(8), rand(8, 8))),
     "slice assignment": Case(slice_assignment, ("value", "param"), (rand(4, 8), rand(8, 8))),
     "in-place relu": Case(relu_in_place, ("value", "param"), (rand(4, 8), rand(8, 8))),
+    "activations": Case(activations, ("value", "param"), (rand(4, 8), rand(8, 8) / 8)),
     "changed input": Case(changes_input, ("value", "param"), (rand(4, 8), rand(8, 8)), mutated=(0,)),
     "buffer": Case(updates_buffer, ("value", "param", "buffer"), (rand(4, 8), rand(8, 8), rand(8)), mutated=(2,)),
     "aliased outputs": Case(aliased, ("value", "param"), (rand(4, 8), rand(8, 8)), symbolic=True),

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from packages.compiler.tests.canonical import makespan
 from packages.compiler.tests.compile_cases import layered
 from piper_compiler import (
     Directive,
@@ -31,8 +32,10 @@ from piper_compiler import (
 )
 from piper_compiler.build import build
 from piper_compiler.compile import apply_directives
+from piper_compiler.recipes import RECIPES
 from piper_ir.errors import CompileError, DirectiveError, PiperError, SelectorError
 from piper_ir.graph import Graph
+from piper_ir.graph_text import format_graph
 from piper_ir.mesh import Mesh
 from piper_ir.program import Program
 from piper_ir.select import ANY, NONE, Where, where
@@ -252,6 +255,28 @@ class TestStream:
         plan = compile_program(layered(4), strategy).plan
         assert [r.streams for r in plan.roles] == [("compute", "p2p")] * 2
 
+    @pytest.mark.parametrize("sms", [-1, 2.5, "8", True])
+    def test_4_a_number_of_sms(self, sms: object) -> None:
+        item = stream(where(op="send"), "p2p", sms=sms)  # type: ignore[arg-type]  # what the condition is about
+        refused(4, item, *self.first, *BOTH, says=f"sms is {sms!r}; a whole number is expected, 0 for copy engines")
+
+    def test_5_one_number_per_stream(self) -> None:
+        sends, receives = where(op="send"), where(op="recv")
+        says = "stream p2p of pp0 has 8 SMs, by channel pp0>pp1.act; give both the same"
+        refused(5, stream(receives, "p2p", sms=4), *self.first, *BOTH, stream(sends, "p2p", sms=8), says=says)
+        for more in (stream(receives, "p2p", sms=8), stream(receives, "p2p"), stream(receives, "in", sms=4)):
+            applied(*self.first, *BOTH, stream(sends, "p2p", sms=8), more)
+
+    def test_sms_are_in_the_plan(self) -> None:
+        sends, receives = where(op="send"), where(op="recv")
+        named = (stream(sends, "out", sms=8), stream(receives, "in", sms=0), stream(sends, "out"))
+        plan = compile_program(layered(4), Strategy(Mesh(pp=2), (*self.first, *BOTH, *named))).plan
+        assert {c.id: c.sms for c in plan.channels} == {"pp0>pp1.act": (8, 0), "pp1>pp0.grad": (8, 0)}
+        moved = (stream(sends, "out", sms=8), stream(sends, "up"))
+        plan = compile_program(layered(4), Strategy(Mesh(pp=2), (*self.first, *BOTH, *moved))).plan
+        assert {c.sms for c in plan.channels} == {()}, "the number is the stream's that they have left"
+        assert "pp0/out on 8 SMs -> pp1/in on 0 SMs" in format_graph(applied(*self.first, *BOTH, *named))
+
 
 @pytest.mark.parametrize(
     "item",
@@ -358,12 +383,15 @@ class TestUsersDirective:
 def test_the_example_of_the_language_document_runs() -> None:
     text = (Path(__file__).resolve().parents[3] / "docs" / "language.md").read_text(encoding="utf-8")
     blocks = [b.split("```")[0] for b in text.split("```python\n")[1:]]
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     names: dict[str, Any] = {"__name__": __name__}
     exec(compile(blocks[0], "language.md", "exec"), names)
     assert compile_program(layered(4), names["strategy"], global_batch=16).plan.replicas == 2
     for block in blocks[1:]:
         exec(compile(block, "language.md", "exec"), names)
+    assert RECIPES.pop("one_at_a_time").make is names["one_at_a_time"]
+    own = compile_program(layered(4), Strategy(Mesh(pp=2), names["one_at_a_time"](pp=2, microbatches=3))).plan
+    assert makespan(own) == 3 * 4 * 9, "3 microbatches through 4 layers, F = 3, B = 6"
     trial = SimpleNamespace(suggest_categorical=lambda name, choices: choices[1], suggest_int=lambda name, low, high: high)
     assert names["strategy"](trial).mesh == Mesh(pp=2)
     last_first = names["LastFirst"](where())

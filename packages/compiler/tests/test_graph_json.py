@@ -22,7 +22,7 @@ def test_round_trip() -> None:
     graph = loads(Graph, text)
     assert dumps(graph) == text
     assert graph == lowered.graph
-    assert lower(graph, 1, Training(), Options()).key == lowered.plan.key
+    assert lower(graph, 1, Training(), Options())[1].key == lowered.plan.key
 
 
 def test_unknown_keys_and_truncation_are_errors() -> None:

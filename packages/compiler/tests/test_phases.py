@@ -149,6 +149,42 @@ def test_a_sum_reuses_a_term_that_dies_but_no_other() -> None:
     assert "exp.add_(" not in source
 
 
+def test_element_wise_ops_overwrite_an_argument_that_dies() -> None:
+    code = trace(CASES["activations"]).code
+    forward = code["F"].source
+    assert all(f"aten_{op}_(" in forward or f"_aten_{op}__" in forward for op in ("tanh", "sigmoid", "relu"))
+    inner = code["I"].source
+    for op in ("gelu", "silu", "tanh", "sigmoid", "threshold"):
+        assert f"_aten_{op}_backward_grad_input(" in inner and f"{op}_backward_default" not in inner
+    assert "approximate='tanh', grad_input=" in inner
+
+
+def test_what_is_needed_later_is_not_overwritten() -> None:
+    """x, which the caller owns; h and the factors, which the backward reads."""
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        h = x @ w
+        return h.relu() * h.square(), x.neg() * h.tanh()
+
+    source = check(Case(function, ("value", "param"), (rand(4, 8), rand(8, 8)))).code["F"].source
+    assert "mul(" in source and "mul_(" not in source and "__default" not in source
+
+
+def test_a_product_is_summed_up_in_its_accumulator() -> None:
+    traced = trace(CASES["linear"])
+    assert "acc1.addmm_(" in traced.code["W"].source and ".mm(" not in traced.code["W"].source
+    assert traced.steps["W"].liveness.peak({}) == 6 * 8, "the gradient of the bias alone takes memory"
+    (matmul,) = (k for k in traced.steps["W"].cost.kernels if k.kind == "matmul")
+    assert matmul.dims == (6, 8, 4)
+
+
+def test_a_product_that_is_used_again_is_made() -> None:
+    def function(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        return x @ (w + v)  # one gradient for two accumulators
+
+    assert ".mm(" in check(Case(function, ("value", "param", "param"), (rand(4, 8), rand(8, 8), rand(8, 8)))).code["W"].source
+
+
 def test_gpt_block_saves_what_autograd_saves_on_a_real_cpu() -> None:
     """With a fused attention: the inputs of matmuls and of gelu, q k v, the output and logsumexp, the norms' statistics."""
     tensors = [t.requires_grad_() for t in block_tensors(2, 6, 8)]

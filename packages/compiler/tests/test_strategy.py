@@ -36,6 +36,7 @@ EVERY = Strategy(
         order(where(mb=range(2)), (where(mb=(2, 3), phase="F"),), missing="skip"),
         replicate(where(), over=("dp",), bucket_mb=0.5, reduce="sync"),
         stream(where(op="send"), "wire"),
+        stream(where(op="recv"), "in", sms=8),
     ],
 )
 

@@ -198,6 +198,16 @@ def _channel_of_one(plan: Plan) -> Plan:
     return change_channel(plan, "act", roles=("pp0",), streams=("send",))
 
 
+@breaks("R09-channels", "its sms are (8,); per role none or a number that is not negative is expected")
+def _channel_without_sms(plan: Plan) -> Plan:
+    return change_channel(plan, "act", sms=(8,))
+
+
+@breaks("R09-channels", "its sms are (8, -1)")
+def _channel_of_negative_sms(plan: Plan) -> Plan:
+    return change_channel(plan, "act", sms=(8, -1))
+
+
 @breaks("R09-channels", "its roles place different axes")
 def _channel_across(plan: Plan) -> Plan:
     roles = (plan.roles[0], replace(plan.roles[1], placed={"dp": 1, "pp": 1}, ranks=(3,)))

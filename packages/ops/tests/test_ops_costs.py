@@ -77,6 +77,9 @@ def test_matmuls() -> None:
     assert cost(aten.mm.default, left, right) == KernelInfo("matmul", (T, V, D), 2 * T * V * D, moved, "float32")
     added = cost(aten.addmm.default, meta(V), left, right, beta=1)
     assert (added.dims, added.flops, added.bytes) == ((T, V, D), 2 * T * V * D, moved + 4 * V)
+    into = meta(T, V)
+    summed = cost(aten.addmm_.default, into, left, right)
+    assert (summed.kind, summed.dims, summed.bytes) == ("matmul", (T, V, D), moved + 4 * T * V)
     batched = cost(aten.bmm.default, meta(B, T, D), meta(B, D, V))
     assert (batched.dims, batched.flops, batched.bytes) == ((B, T, V, D), 2 * B * T * V * D, B * moved)
     assert cost(aten.baddbmm.default, meta(B, T, V), meta(B, T, D), meta(B, D, V)).dims == (B, T, V, D)
@@ -109,6 +112,8 @@ def test_elementwise_reductions_moves_and_views() -> None:
     x = meta(T, D)
     assert cost(aten.add.Tensor, x, x) == KernelInfo("elementwise", (), T * D, 3 * 4 * T * D, "float32")
     assert cost(aten.add.Tensor, x, meta(1, D).expand(T, D)).bytes == 4 * (2 * T * D + D)
+    backward = cost(aten.gelu_backward.default, x, x, approximate="tanh")
+    assert cost(aten.gelu_backward.grad_input, x, x, approximate="tanh", grad_input=x) == backward
     assert cost(aten.sum.dim_IntList, x, [0]).flops == T * D
     assert cost(aten.clone.default, x) == KernelInfo("elementwise", (), 0, 2 * 4 * T * D, "float32")
     assert cost(aten.cat.default, [x, x]).bytes == 4 * 4 * T * D

@@ -184,6 +184,18 @@ def test_cross_entropy_equals_eager(reduction: str, ignore: int, monkeypatch: py
     assert agree(ours, eager, 3 * rand(10, 7)) < TOLERANCE
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cross_entropy_in_slices_of_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradient, which is made from the logsumexp, is torch's up to the rounding of the result."""
+    monkeypatch.setitem(losses.SLICE_ELEMENTS, "cpu", 21)  # three rows a slice
+    logits, target = (5 * rand(8, 7)).to(dtype).requires_grad_(), torch.tensor([0, 3, -100, 6, 1, 1, -100, 2])
+    exact = logits.detach().double().requires_grad_()
+    (ours,) = torch.autograd.grad(piper_ops.cross_entropy(logits, target)[0], logits)
+    (theirs,) = torch.autograd.grad(F.cross_entropy(exact, target), exact)
+    torch.testing.assert_close(ours, theirs.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+    assert not ours[2].any() and not ours[6].any()
+
+
 def test_cross_entropy_of_ignored_targets_only_is_torchs() -> None:
     logits = rand(4, 7).requires_grad_()
     target = torch.full((4,), -100)

@@ -6,9 +6,10 @@ import pytest
 
 from packages.report.tests import samples
 from piper_ir.ops import Compute, ComputeStep, Load, Seed, SquaredNorm, Update
+from piper_ir.phases import of_instr
 from piper_ir.plan import Instr, Part
 from piper_ir.trace import Span, Trace
-from piper_report.phases import kinds, of_instr
+from piper_report.phases import kinds
 
 
 def instr(*steps: tuple[ComputeStep, int], first: Iterable[Part] = ()) -> Instr:

@@ -64,8 +64,9 @@ def test_a_file_that_is_cut_off_is_named(name: str, folder: Path, tmp_path: Path
         ("predicted.json", "{}", "lacks step_s, period_s"),
         ("strategy.json", '{"params": 3}', "a JSON object of a Strategy"),
         ("study.json", '{"format": "Study", "version": 2}', '"version" is 2'),
-        ("study.json", '{"format": "Study", "version": 1, "cluster": "c", "trials": [{"number": 0, "state": "gone"}]}',
-         r"trials\[0\].state: 'gone' is not one of"),
+        ("study.json", '{"format": "Study", "version": 1, "cluster": "c", "memory_limit": 1, "seed": 0, "best": 1, "rules": [], '
+         '"trials": [{"number": 0, "state": "gone"}]}', r"trials\[0\].state: 'gone' is not one of"),
+        ("study.json", '{"format": "Study", "version": 1, "cluster": "c"}', "Study lacks best, memory_limit, rules, seed"),
         ("plan.json", "[" * 100_000, "not JSON"),
     ],
 )  # fmt: skip

@@ -1,17 +1,24 @@
 """Schedules drawn: for a terminal, and as a picture."""
 
+import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib.image
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from packages.report.tests import samples
+from piper_compiler import Strategy, compile_program, recipes, synthetic
 from piper_ir.errors import OutputError
+from piper_ir.mesh import Mesh
 from piper_ir.plan import Instr, Plan
 from piper_ir.trace import Span, Trace
-from piper_report import draw_schedule, schedule_table
+from piper_report import Drawing, draw_schedule, draw_schedules, schedule_table
+from piper_report.schedule_figure import PALEST
+from piper_report.style import PHASE_COLOURS, tint
 from piper_simulator import simulate
 
 UNITS = {"F": 1.0, "I": 1.0, "W": 1.0}
@@ -89,6 +96,43 @@ def test_a_picture_of_a_schedule(tmp_path: Path) -> None:
     draw_schedule(samples.simulation().trace, tmp_path / "b.png", plan)
     content = (tmp_path / "a.png").read_bytes()
     assert content.startswith(b"\x89PNG") and content == (tmp_path / "b.png").read_bytes()
+
+
+def test_columns_lose_their_space_before_their_unit() -> None:
+    """29 columns of one second do not fit into 72 characters with three each; with two they do."""
+    plan = samples.plan_of(pp=2, microbatches=9, **UNITS)
+    text = schedule_table(simulate(plan).trace, plan, width=80)
+    assert text.splitlines()[0].startswith("rank 0  F0F1. . B0= F2B1= F3B2= F4") and "a column is 1 s" in text
+
+
+def test_colours_of_a_terminal_change_no_letter() -> None:
+    plan = samples.plan_of(pp=2, microbatches=4, **UNITS)
+    text = schedule_table(simulate(plan).trace, plan, width=120, colour=True)
+    assert "\x1b[30;48;5;75mF0\x1b[0m \x1b[30;48;5;75mF1\x1b[0m .  .  \x1b[30;48;5;214mB0=" in text
+    assert re.sub(r"\x1b\[[0-9;]*m", "", text) == ONE_F_ONE_B
+
+
+def colours(path: Path) -> Counter[tuple[int, ...]]:
+    """Pixels of a picture by colour."""
+    pixels = (matplotlib.image.imread(path)[..., :3] * 255).round().astype(int).reshape(-1, 3)
+    return Counter(map(tuple, pixels.tolist()))
+
+
+def test_later_chunks_are_paler_and_schedules_share_an_axis(tmp_path: Path) -> None:
+    def planned(chunks: int) -> Plan:
+        program = synthetic(stages=2 * chunks, F=1, I=1, W=1)
+        return compile_program(program, Strategy(Mesh(pp=2), recipes.interleaved(pp=2, microbatches=2, chunks=chunks))).plan
+
+    drawings = []
+    for chunks in (1, 2):
+        plan = planned(chunks)
+        drawings.append(Drawing(simulate(plan).trace, plan, f"{chunks} chunks"))
+        draw_schedules(drawings[-1:], tmp_path / f"{chunks}.png")
+    draw_schedules(drawings, tmp_path / "both.png")
+    full, pale = (tuple(round(255 * x) for x in tint(PHASE_COLOURS["F"], s)) for s in (1.0, PALEST))
+    one, two, both = (colours(tmp_path / name) for name in ("1.png", "2.png", "both.png"))
+    assert one[full] and not one[pale] and two[full] and two[pale] > 0.3 * two[full]
+    assert both[full] and sum(both.values()) > max(sum(one.values()), sum(two.values()))
 
 
 def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packages.report.tests import samples
+from piper_ir.study import Row, StudyDocument
 from piper_report import load, write_report
 from piper_report.parallel_figure import UNSET, Axis, parallel_figure
-from piper_report.results import Study, Trial
 from piper_report.tables import Sheet, tuning_sheets
 from piper_report.tuning_figures import history_figure, pareto_figure, pareto_front, scored
 
@@ -74,7 +74,7 @@ def test_a_study_in_which_nothing_fits_has_no_figures_but_its_reasons(tmp_path: 
 
 
 def test_candidates_without_memory_or_parameters_leave_figures_out() -> None:
-    study = Study("c", (Trial(0, "complete", period_s=1.0),))
+    study = StudyDocument("c", None, 0, (Row(0, "complete", period_s=1.0),), None, ())
     assert pareto_figure(study) is None and parallel_figure(study) is None
 
 

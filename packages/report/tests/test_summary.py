@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
-
 from piper_ir.trace import Span, Trace
-from piper_report.summary import beside, compute_seconds, prediction_text, seconds, size
+from piper_report.summary import beside_table, compute_seconds, prediction_table
 
 NO_SPANS = Trace("k", "executed", ())
 
@@ -53,7 +51,7 @@ def cells(text: str, name: str) -> list[str]:
 
 
 def test_the_headline_of_a_prediction() -> None:
-    text = prediction_text(Predicted(), title="gpt.py on h100x8")
+    text = prediction_table(Predicted(), title="gpt.py on h100x8").plain()
     assert text.splitlines()[0] == "gpt.py on h100x8"
     assert cells(text, "step in steady state")[-1].strip() == "100 ms"
     assert cells(text, "model FLOP utilisation")[-1].strip() == "41.5 %"
@@ -64,7 +62,7 @@ def test_the_headline_of_a_prediction() -> None:
 
 
 def test_predicted_beside_measured() -> None:
-    text = beside(Predicted(), Run(), title="t")
+    text = beside_table(Predicted(), Run(), title="t").plain()
     row = {name: [c.strip() for c in cells(text, name)] for name in ("step in steady", "first step", "compute, rank 0")}
     assert row["step in steady"][-3:] == ["100 ms", "200 ms", "0.50"]
     assert row["first step"][-3:] == ["200 ms", "400 ms", "0.50"]
@@ -75,31 +73,19 @@ def test_predicted_beside_measured() -> None:
 
 
 def test_what_was_not_measured_is_a_dash() -> None:
-    text = beside(Predicted(), Run(step_s=[], period_s=None, peak_bytes={}, trace=NO_SPANS), title="t")
+    text = beside_table(Predicted(), Run(step_s=[], period_s=None, peak_bytes={}, trace=NO_SPANS), title="t").plain()
     assert [c.strip() for c in cells(text, "step in steady state")] == ["100 ms", "-", "-"]
     assert [c.strip() for c in cells(text, "peak memory, rank 0")] == ["2 KiB", "-", "-"]
     assert "first step" not in text and "compute" not in text
 
 
 def test_of_many_ranks_the_worst_is_shown() -> None:
-    text = beside(Predicted(peak_bytes=tuple(range(100))), Run(), title="t")
+    text = beside_table(Predicted(peak_bytes=tuple(range(100))), Run(), title="t").plain()
     assert "peak memory, rank 99" in text and "peak memory, rank 98" not in text
 
 
 def test_compute_seconds_counts_the_compute_stream_only() -> None:
     assert compute_seconds(spans(1.0, 2.0)) == {0: 1.0, 1: 2.0}
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "0 s"), (1.25, "1.25 s"), (0.01234, "12.34 ms"), (5e-6, "5 us"), (0.9999, "999.9 ms")]
-)
-def test_seconds(value: float, text: str) -> None:
-    assert seconds(value) == text
-
-
-@pytest.mark.parametrize(("value", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5 GiB")])
-def test_size(value: int, text: str) -> None:
-    assert size(value) == text
 
 
 def test_a_text_summary_needs_no_drawing() -> None:

@@ -52,6 +52,20 @@ def pids_alive(pids: list[int]) -> list[int]:
     return [p for p in pids if _state(p) not in ("", "Z")]
 
 
+def descendants(pid: int) -> list[int]:
+    """A process's children, their children and so on, from /proc."""
+    parents: dict[int, int] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended meanwhile
+            continue
+    found, new = [], [pid]
+    while new := [child for child, parent in parents.items() if parent in new]:
+        found += new
+    return found
+
+
 def _state(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

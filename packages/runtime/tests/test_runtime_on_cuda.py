@@ -1,28 +1,25 @@
 """The CUDA engine on CUDA: what only a device can show. Everything here is skipped where there is none."""
 
-from array import array
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import gpu_hazards
+from benchmarks.gpu_hazards import CYCLES, SIZE, communication, compute, step, void
 from packages.runtime.tests.chains import chain, distance, run
 from packages.runtime.tests.handmade import adamw, batch
 from packages.runtime.tests.test_runtime_cuda import CASES
-from piper_ir import memory
 from piper_ir.errors import ExecutionError, NonFiniteLossError
 from piper_ir.plan import COMPUTE
-from piper_runtime.cuda_streams import CudaApi, CudaStreams, StagedStreams
 from piper_runtime.device import NO_CUDA, LateNumbers, using
-from piper_runtime.engine import Engine
 from piper_runtime.feed import upload
 from piper_runtime.gloo import GlooCommunicators
 from piper_runtime.memory import AllocatorCounter
 from piper_runtime.processes import Pool
-from piper_runtime.rank import Comm, Entry
+from piper_runtime.rank import Comm
 from piper_runtime.rng import generator
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)
@@ -30,106 +27,22 @@ two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer th
 
 TOLERANCE = 1e-10
 """float64; a device adds in another order than the CPU."""
-CYCLES = 200_000_000
-"""What a delayed stream sleeps: about 0.1 s, and longer than the host needs to issue these programs."""
-SIZE = 1 << 20
 
 
 @pytest.fixture
 def device() -> torch.device:
-    """The first device, with the kernels loaded that the tests use: to load one may wait for all streams."""
-    torch.cuda.set_device(0)
+    """The first device, with the kernels loaded that the tests use."""
     device = torch.device("cuda", 0)
-    torch.cuda._sleep(1)
-    found = torch.full((4,), 1.0, device=device)
-    found.add_(upload(torch.ones(4, dtype=torch.float64), (4,), torch.float32, device).sum()).fill_(2.0)
-    assert bool((found == 2.0).all())
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    gpu_hazards.warm(device)
     return device
 
 
-def step(entries: list[Entry], works: list[Callable[[], None]], *, staged: bool = False, trace: bool = False) -> Engine:
-    """One step of a rank without tensors of its own; `works` of communications, in order."""
-    heart = array("q", [0] * 16)
-    rank = SimpleNamespace(entries=entries, rank=0, step=0, begin=lambda step: None, end=lambda: None)
-    streams = (StagedStreams if staged else CudaStreams)(
-        entries, dict.fromkeys(e.stream for e in entries), heart, CudaApi(torch.device("cuda", 0))
-    )
-    left = iter(works)
-    engine = Engine(rank, streams, lambda comm: next(left), heart, trace=trace, clock=streams.clock)  # type: ignore[arg-type]  # see above
-    engine.step(0, traced=trace)
-    streams.close()
-    return engine
-
-
-def compute(index: int, work: Callable[[], None], *waits: tuple[str, int]) -> Entry:
-    return Entry(index, COMPUTE, waits, f"c{index}", work=work)
-
-
-def communication(index: int, *waits: tuple[str, int]) -> Entry:
-    return Entry(index, "a", waits, f"a{index}", comm=Comm("recv", "1>0", (1, 0), lambda: torch.empty(0)))
-
-
-@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_wait_holds_compute_until_a_slow_communication_is_done(device: torch.device, waits: bool, staged: bool) -> None:
-    """Without the wait the old content is read, so the delay is long enough to tell."""
-    buffer, read = torch.zeros(SIZE, device=device), torch.zeros(SIZE, device=device)
-    torch.cuda.synchronize()
-
-    def receive() -> None:
-        torch.cuda._sleep(CYCLES)
-        buffer.fill_(1.0)
-
-    step([communication(0), compute(1, lambda: void(read.copy_(buffer)), *[("a", 1)] * waits)], [receive], staged=staged)
-    torch.cuda.synchronize()
-    assert bool((read == float(waits)).all())
-
-
-@pytest.mark.parametrize("staged", [False, True])
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_communication_waits_for_slow_compute(device: torch.device, waits: bool, staged: bool) -> None:
-    value, sent = torch.zeros(SIZE, device=device), torch.zeros(SIZE, device=device)
-    torch.cuda.synchronize()
-
-    def produce() -> None:
-        torch.cuda._sleep(CYCLES)
-        value.fill_(1.0)
-
-    entries = [compute(0, produce), communication(1, *[(COMPUTE, 1)] * waits)]
-    step(entries, [lambda: void(sent.copy_(value))], staged=staged)
-    torch.cuda.synchronize()
-    assert bool((sent == float(waits)).all())
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_buffer_that_two_streams_use_is_not_given_to_another_too_early(device: torch.device, waits: bool) -> None:
-    """A slow send reads a buffer; compute frees it and the allocator gives the block to the next value. No `record_stream`: the
-    free stands behind a wait for the send (R16), and without it the send reads what the next value holds."""
-    held: dict[str, torch.Tensor] = {}
-    sent = torch.zeros(SIZE, device=device)
-    addresses: list[int] = []
-    torch.cuda.synchronize()
-
-    def produce() -> None:
-        held["v"] = torch.full((SIZE,), 1.0, device=device)
-        addresses.append(held["v"].data_ptr())
-
-    def send() -> None:
-        tensor = held["v"]
-        torch.cuda._sleep(CYCLES)
-        sent.copy_(tensor)
-
-    def reuse() -> None:
-        del held["v"]
-        held["w"] = torch.full((SIZE,), 2.0, device=device)
-        addresses.append(held["w"].data_ptr())
-
-    step([compute(0, produce), communication(1, (COMPUTE, 1)), compute(2, reuse, *[("a", 1)] * waits)], [send])
-    torch.cuda.synchronize()
-    assert addresses[0] == addresses[1], "the allocator gave another block, so that this shows nothing"
-    assert bool((sent == (1.0 if waits else 2.0)).all())
+@pytest.mark.parametrize("name", gpu_hazards.HAZARDS)
+def test_a_wait_makes_the_difference(device: torch.device, name: str, waits: bool) -> None:
+    """With it the result is right; without it wrong, because of a deliberate delay."""
+    check, engines = gpu_hazards.HAZARDS[name]
+    assert [check(device, waits, staged) for staged in engines] == [waits] * len(engines)
 
 
 def test_spans_are_of_the_device(device: torch.device) -> None:
@@ -164,10 +77,6 @@ def test_issuing_does_not_wait_for_the_device(device: torch.device, staged: bool
     assert idle == [False] and not seen
     numbers.finish()
     assert seen == [4.0]
-
-
-def void(_: object) -> None:
-    """Drop a result."""
 
 
 @pytest.fixture(scope="module")
@@ -217,8 +126,8 @@ def test_the_allocator_was_asked_for_what_the_plan_says(pool: Pool, case: dict[s
                 live += values(instr.allocs_after) - values(instr.frees_before)
                 live += sum(values(p.writes) - values(p.frees) for p in instr.parts)
                 assert points[index].after - record.states == live, f"rank {rank}, {instr.name}"
-        planned = max(u.total for u in memory.scan(plan, role))
-        assert record.peak == pytest.approx(planned, rel=0.02)
+        # Temporaries of the code by hand are in no plan; tests/test_cuda.py compares the peaks of generated code.
+        assert record.peak == max(p.within for p in record.points) >= max(p.after for p in record.points)
 
 
 def test_the_allocator_counter_counts_what_is_asked_for(device: torch.device) -> None:

@@ -69,12 +69,14 @@ def spying(step: int, rows: range) -> Any:
 
 
 def test_a_worker_has_them_too(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of its compute: torch.profiler sees the thread that has started it."""
+    """Those of its compute: torch.profiler sees the thread that has started it. Of the range that is open when it starts, that of
+    the first load, torch 2.13 tells and 2.11 does not."""
     monkeypatch.setenv(RESULT, str(tmp_path))
     plan, job = chain(batch=spying)
     run(plan, job, steps=2, launcher="processes", pool=pool, ranges=True)
     found = (tmp_path / f"{pool.pids[0]}.txt").read_text().splitlines()
-    assert {instr.name for instr in plan.role_of(0).program if not instr.comm} <= set(found)
+    first, *others = (instr.name for instr in plan.role_of(0).program if not instr.comm)
+    assert first == "load.inputs@0#pp0+2" and set(others) <= set(found)
 
 
 def test_nvtx_ranges_are_pushed_and_popped_where_cuda_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import ray
 
 from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.handmade import adamw
-from packages.runtime.tests.instants import KINDS, named_and_ended, pids_alive
+from packages.runtime.tests.instants import KINDS, descendants, named_and_ended, pids_alive
 from piper_ir.errors import ExecutionError
 from piper_runtime import device, ray_placement
 from piper_runtime.ray_actor import pack, unpack
@@ -176,20 +176,6 @@ def test_nothing_is_left_of_our_own_ray_when_its_driver_is_ended(how: signal.Sig
 def _interruptible() -> None:
     """A suite that was started in the background of a shell ignores SIGINT."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def descendants(pid: int) -> list[int]:
-    """A process's children, their children and so on, from /proc."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has ended meanwhile
-            continue
-    found, new = [], [pid]
-    while new := [child for child, parent in parents.items() if parent in new]:
-        found += new
-    return found
 
 
 @pytest.fixture

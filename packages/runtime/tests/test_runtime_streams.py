@@ -3,6 +3,7 @@
 import threading
 import time
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -23,11 +24,11 @@ def heart() -> list[int]:
 
 
 def work_of(kind: str, run: Work) -> Work:
-    """As a thread runs it, or as it is posted."""
-    return Posted(lambda: run) if kind == "posted" else run
+    """As a thread runs it, or as it is posted and waited for by whom."""
+    return run if kind == "on a thread" else Posted(lambda: run, watched=kind == "watched")
 
 
-KINDS = pytest.mark.parametrize("kind", ["posted", "on a thread"])
+KINDS = pytest.mark.parametrize("kind", ["posted", "watched", "on a thread"])
 
 
 @KINDS
@@ -90,15 +91,47 @@ def test_communication_is_posted_at_once_ends_when_it_is_waited_for_and_needs_no
     assert ended == [0, 1, 2] and not [t for t in threading.enumerate() if t.name == "piper a"]
 
 
+def test_a_traced_step_posts_as_any_other_and_sees_the_end_when_it_comes() -> None:
+    """The first communication ends while compute goes on, before anybody waits for it."""
+    posted: list[int] = []
+    over = [threading.Event(), threading.Event()]
+    noticed = threading.Event()
+
+    def communication(k: int) -> Posted:
+        def start() -> Work:
+            posted.append(k)
+            return lambda: void(over[k].wait(10))
+
+        return Posted(start)
+
+    def compute() -> None:
+        assert posted == [0, 1]
+        over[0].set()
+        while not traced.spans:
+            noticed.wait(0.001)
+        assert [index for index, _, _ in traced.spans] == [0]
+        over[1].set()
+
+    works = iter([communication(0), communication(1)])
+    entries = [Entry(k, "a", (), f"recv{k}", comm=communication_with_a_peer()) for k in range(2)]
+    entries.append(Entry(2, COMPUTE, (), "compute", work=compute))
+    streams = CpuStreams(["a"], heart())
+    rank = SimpleNamespace(entries=entries, rank=3, step=0, begin=lambda step: None, end=lambda: None)
+    traced = Engine(rank, streams, lambda comm: next(works), heart(), trace=True)  # type: ignore[arg-type]  # a rank without tensors
+    traced.step(0, traced=True)
+    streams.close()
+    assert sorted(index for index, _, _ in traced.spans) == [0, 1, 2]
+
+
 @KINDS
 def test_what_a_communication_held_is_dropped_before_the_next_instruction(kind: str) -> None:
     """The plan may free a tensor in the instruction that waited for its send."""
     sent = [torch.zeros(1)]
     alive = weakref.ref(sent[0])
-    send = Posted(lambda: partial(void, sent.pop()))
+    send = Posted(lambda: partial(void, sent.pop()), watched=kind == "watched")
     streams = CpuStreams(["a"], heart())
     found: list[torch.Tensor | None] = []
-    issue = streams.bind(0, "a", (), send if kind == "posted" else lambda: send())
+    issue = streams.bind(0, "a", (), (lambda: send()) if kind == "on a thread" else send)
     look = streams.bind(1, COMPUTE, (("a", 1),), lambda: found.append(alive()))
     streams.begin()
     issue()
@@ -125,7 +158,8 @@ def test_a_failing_stream_wakes_all_that_wait(kind: str) -> None:
             behind()
         assert beat[PHASE] == WAITING
     else:
-        behind()
+        with nullcontext() if kind == "on a thread" else pytest.raises(StreamAborted):
+            behind()
         with pytest.raises(StreamAborted):
             last()
         with pytest.raises(StreamAborted):
@@ -140,7 +174,7 @@ def engine(entries: list[Entry], streams: CpuStreams, work: Work, *, trace: bool
     return Engine(rank, streams, lambda comm: work, heart(), trace=trace)  # type: ignore[arg-type]  # a rank without tensors
 
 
-def communication() -> Comm:
+def communication_with_a_peer() -> Comm:
     return Comm("recv", "0>1.act", (1, 3), lambda: None)  # type: ignore[arg-type, return-value]  # no tensor is touched
 
 
@@ -150,7 +184,10 @@ def test_an_error_of_a_communication_names_the_peer(traced: bool) -> None:
         raise RuntimeError("connection closed")
 
     streams = CpuStreams(["a"], heart())
-    entries = [Entry(0, "a", (), "recv.x", comm=communication()), Entry(1, COMPUTE, (("a", 1),), "f", work=lambda: None)]
+    entries = [
+        Entry(0, "a", (), "recv.x", comm=communication_with_a_peer()),
+        Entry(1, COMPUTE, (("a", 1),), "f", work=lambda: None),
+    ]
     with pytest.raises(PeerError, match=r"rank 3, step 0, instruction 0 \(recv\.x on a\): recv with rank 1 on channel 0>1\.act"):
         engine(entries, streams, Posted(lambda: fail), trace=True).step(0, traced=traced)
     streams.close()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+import piper_runtime.watch
 from packages.runtime.tests.chains import chain, run
 from piper_ir.errors import ExecutionError, HangError, NonFiniteLossError
 from piper_runtime.environment import check_environments, environment
@@ -121,6 +122,16 @@ def test_the_rank_that_is_gone_is_blamed_before_its_victims() -> None:
     cause = Failure("NonFiniteLossError", "the loss is nan", "", False)
     with pytest.raises(NonFiniteLossError, match=r"^the loss is nan \(rank 1 on node n1\)$"):
         watch([(0, victim), (1, cause)], heart(), heart()).collect(progress())
+
+
+def test_a_cause_that_comes_late_is_blamed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(piper_runtime.watch, "LINGER_S", 0.0)
+    victim = Failure("ExecutionError", "rank 0 lost its peer", "", True)
+    watched = watch([], heart(), heart(2, 3))
+    said: Iterator[list[tuple[int, Any]]] = iter([[(0, victim)], [], [], [(1, None)]])
+    monkeypatch.setattr(watched.team, "wait", lambda ranks, seconds: next(said))
+    with pytest.raises(ExecutionError, match=r"^rank 1 was killed by SIGKILL"):
+        watched.collect(progress())
 
 
 def test_a_hang_shows_the_last_instructions_of_every_rank() -> None:

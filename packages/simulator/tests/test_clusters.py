@@ -6,7 +6,8 @@ import pytest
 
 from piper_ir.errors import ClusterError
 from piper_simulator import cpu_local, load_cluster
-from piper_simulator.clusters import DEVICES
+from piper_simulator.cluster import SlowLink
+from piper_simulator.clusters import DEVICES, product_cluster
 
 
 @pytest.mark.parametrize(
@@ -17,20 +18,56 @@ from piper_simulator.clusters import DEVICES
         ("H100x8*4", "h100-80g-sxm:8*4", 32),
         ("a100x8", "a100-80g-sxm:8", 8),
         ("a100-80g-sxm:1", "a100-80g-sxm:1", 1),
+        ("a100-40gx8", "a100-40g-sxm:8", 8),
+        ("h200x8", "h200-141g-sxm:8", 8),
+        ("b200x8*2", "b200-sxm:8*2", 16),
+        ("h200x8*2@eager", "h200-141g-sxm:8*2@eager", 16),
     ],
 )
 def test_names(name: str, full: str, devices: int) -> None:
     cluster = load_cluster(name)
     assert (cluster.name, cluster.devices) == (full, devices)
     assert load_cluster(cluster.name) == cluster
+    assert (cluster.stack is not None) == ("@" in name)
 
 
-@pytest.mark.parametrize("name", ["", "h100", "h100x0", "x8", "v100x8", "h100x8*", "h100-80g-sxm", "cpu-local:4", "h100x8*0"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "h100",
+        "h100x0",
+        "x8",
+        "v100x8",
+        "h100x8*",
+        "h100-80g-sxm",
+        "cpu-local:4",
+        "h100x8*0",
+        "h100x8@",
+        "h100x8@numpy",
+        "cpu-local@eager",
+    ],
+)
 def test_an_unknown_name_lists_what_is_known(name: str) -> None:
     with pytest.raises(ClusterError, match="unknown cluster") as found:
         load_cluster(name)
-    for known in (*DEVICES, "a100x8", "h100x8*4", "cpu-local", "<device>:<per node>[*<nodes>]"):
+    for known in (
+        *DEVICES,
+        "a100x8",
+        "h100x8*4",
+        "cpu-local",
+        "<device>:<per node>[*<nodes>][@<stack>]",
+        "a file that ends in .toml",
+    ):
         assert known in str(found.value)
+
+
+def test_a_device_by_the_name_that_its_driver_has() -> None:
+    h200 = product_cluster("NVIDIA H200", 2)
+    assert h200 == load_cluster("h200x2") and h200.name == "h200-141g-sxm:2"
+    other = product_cluster("Some GPU, 24 GB", 1)
+    assert other.name == "some-gpu-24-gb:1" and other.peak("bfloat16") == load_cluster("a100x1").peak("bfloat16")
+    assert other.warnings == ("some-gpu-24-gb:1: nothing is known of a Some GPU, 24 GB; computed as a100-80g-sxm",)
 
 
 def test_ranks_fill_nodes_in_order() -> None:
@@ -49,6 +86,33 @@ def test_cpu_local_says_what_was_measured() -> None:
     assert whole.notes == "" and whole.warnings == ()
 
 
+@pytest.mark.parametrize(
+    ("name", "bf16", "matmul", "memory", "sms", "intra", "between"),
+    [
+        ("a100-80g-sxm", 312, 271.2, 2.0, 108, 231, 23.5),
+        ("h100-80g-sxm", 989, 794.5, 3.35, 132, 370, 48.5),
+        ("h200-141g-sxm", 989, 794.5, 4.8, 132, 366, 48.5),
+        ("b200-sxm", 2250, 1757, 8.0, 148, 682, 48.5),
+    ],
+)
+def test_constants_are_those_of_their_sources(
+    name: str, bf16: float, matmul: float, memory: float, sms: int, intra: float, between: float
+) -> None:
+    """cost-model.md 1."""
+    c = DEVICES[name]
+    assert (c.peak("bfloat16") / 1e12, c.memory_bandwidth / 1e12, c.sms) == (bf16, memory, sms)
+    assert c.matmul_fraction * bf16 == pytest.approx(matmul, rel=2e-3)
+    assert (c.intra_bandwidth / 1e9, c.inter_bandwidth / 1e9) == (intra, between)
+
+
+def test_the_clusters_of_before_keep_the_plain_ring() -> None:
+    """Results that were published with them rest on it (docs/decisions/0014)."""
+    models = {name: c.communication for name, c in DEVICES.items()}
+    ring = ("a100-80g-sxm", "h100-80g-sxm", "h200-141g-sxm")
+    assert models == dict.fromkeys(ring, "ring") | {"a100-40g-sxm": "nccl", "b200-sxm": "nccl"}
+    assert cpu_local().communication == "ring"
+
+
 def test_peaks_by_dtype() -> None:
     a100 = load_cluster("a100x8")
     assert a100.peak("bfloat16") == 312e12
@@ -61,8 +125,15 @@ def test_peaks_by_dtype() -> None:
         ({"peak_flops": {}}, "peak_flops is empty"),
         ({"memory_bandwidth": 0.0}, "memory_bandwidth is 0.0; a positive number"),
         ({"peak_flops": {"float32": float("nan")}}, r"peak_flops\[float32\] is nan"),
-        ({"launch_s": -1.0}, "launch_s is -1.0; it cannot be negative"),
+        ({"launch_s": -1.0}, "launch_s is -1.0; a number is needed, and it cannot be negative"),
         ({"nodes": 0}, "nodes is 0"),
+        ({"intra_bandwidth": "fast"}, "intra_bandwidth is 'fast'; a positive number"),
+        ({"intra_latency": None}, "intra_latency is None; a number is needed"),
+        ({"communication": "fast"}, "communication is 'fast'; one of ring, nccl"),
+        ({"slow_ranks": {1: float("nan")}}, "slow_ranks: rank 1: the factor is nan; a number from 1 on"),
+        ({"slow_ranks": {8: 2.0}}, "slow_ranks: rank 8 is not there; the ranks are 0 to 7"),
+        ({"slow_links": (SlowLink(0, 1, 2.0),)}, "slow_links: node 1 is not there; the nodes are 0 to 0"),
+        ({"oversubscription": 0.5}, "oversubscription: the factor is 0.5"),
     ],
 )
 def test_impossible_constants_are_refused(change: dict[str, object], message: str) -> None:

@@ -86,7 +86,7 @@ def test_messages_take_processor_time_from_what_is_issued_next() -> None:
     longer = replace(plan, roles=(replace(first, program=(*first.program, replace(first.program[2]))), second))
     last = max((x for x in simulate(longer, CPU, costs=costs).trace.spans if x.rank == 0), key=lambda x: x.instr)
     assert last.end - last.start == 5.0, "a message is paid for once"
-    apart = simulate(two_stages(), replace(CPU, synchronous=False), costs=costs)
+    apart = simulate(two_stages(), replace(CPU, synchronous=False), costs=costs, contention=False)
     assert [x.end - x.start for x in apart.trace.spans if x.stream == "compute"] == [4.0, 4.0, 4.0], "an accelerator's host"
 
 
@@ -135,6 +135,9 @@ def test_costs_of_another_machine_or_of_fewer_ranks_are_named() -> None:
     notes = simulate(two_stages(), CPU, costs=measured("c0", "c1", origin=other)).notes
     assert notes[-2].startswith("the costs were measured on another machine: another processor, 64 cores; this is ")
     assert notes[-1] == "the costs were measured while 4 ranks computed at once; the plan has 2, which share what the machine has"
+    on_gpus = replace(ORIGIN, device="NVIDIA H200", cluster="h200-141g-sxm:8", ranks=1)  # devices that share nothing
+    notes = simulate(two_stages(), load_cluster("h200x8"), costs=measured("c0", "c1", origin=on_gpus)).notes
+    assert not any("at once" in n for n in notes)
     notes = simulate(two_stages(), load_cluster("h100x8"), costs=measured("c0", "c1")).notes
     assert notes[-1] == f"the costs were measured on cpu-local ({machine_name()}), and this is h100-80g-sxm:8"
 

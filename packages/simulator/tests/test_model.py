@@ -13,6 +13,7 @@ from piper_ir.plan import Bucket, Channel, Instr, Part, Plan, RolePlan, State, V
 from piper_ir.program import Chunk, Cost, Kernel, Signature
 from piper_ir.sizes import TensorSpec
 from piper_simulator import Cluster
+from piper_simulator.cluster import SlowLink
 from piper_simulator.model import CostModel
 
 MACHINE = Cluster(
@@ -119,6 +120,35 @@ def test_all_reduce_over_nodes_shares_the_nics_of_a_node() -> None:
     spread = plan(chunk("c", MATMUL), mesh=Mesh(pp=2, dp=4), over=("dp",))
     one_per_node = replace(MACHINE, per_node=1, nodes=8)
     assert seconds(spread, AllReduce("dp"), on=one_per_node) == 6 * 3.0 + 1.5 * 40 / 2
+
+
+def test_the_slowest_instance_of_a_channel_gives_its_time() -> None:
+    """Pairs of ranks 0 and 2, 1 and 3, on four nodes: one of the two links is slow."""
+    pairs = plan(chunk("c", MATMUL), mesh=Mesh(pp=2, dp=2))
+    apart = replace(MACHINE, per_node=1, nodes=8)
+    assert seconds(pairs, Send("p2p"), on=apart) == 3.0 + 40 / 2
+    assert seconds(pairs, Send("p2p"), on=replace(apart, slow_links=(SlowLink(1, 3, 2.0),))) == 3.0 + 40 / 1
+    assert seconds(pairs, Send("p2p"), on=replace(apart, slow_links=(SlowLink(0, 1, 2.0),))) == 3.0 + 40 / 2, "not theirs"
+
+
+def test_a_role_takes_as_long_as_its_slowest_rank() -> None:
+    on = replace(MACHINE, slow_ranks={1: 1.5, 2: 3.0})
+    four = plan(chunk("c", MATMUL, ADD), mesh=Mesh(pp=2, dp=2))  # the first role has ranks 0 and 1
+    model = CostModel(four, on, None)
+    first, second = (model.work(r, Instr("compute", (Part("a", Compute("c", "F")),))) for r in four.roles)
+    assert (first.seconds, second.seconds) == (10.0 * 1.5, 10.0 * 3.0)
+    assert first.flops == second.flops and seconds(four, Send("p2p"), on=on) == seconds(four, Send("p2p"))
+    assert model.notes == (
+        "slow ranks; all of a role take as long as its slowest: rank 1 of pp0, 1.5 times as long, rank 2 of pp1, 3 times as long",
+    )
+
+
+def test_a_message_from_the_cluster_s_table_is_labelled_so() -> None:
+    on = replace(MACHINE, messages=(CommDuration("all_reduce", 40, 2, Duration(0.5, "table")),))
+    work = CostModel(CAPTURED, on, None).work(CAPTURED.roles[0], Instr("g", (Part("n", AllReduce("both"), reads=("u",)),)))
+    assert (work.seconds, work.source, work.bytes) == (0.5, "table", 40)
+    measured = Costs(comm=(CommDuration("all_reduce", 40, 2, Duration(0.25)),))
+    assert seconds(CAPTURED, AllReduce("both"), on=on, costs=measured) == 0.25, "what was measured here comes first"
 
 
 def test_an_all_reduce_of_one_rank_takes_no_time() -> None:

@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from piper_autotune.confirm import Measured
     from piper_autotune.problem import Problem
-    from piper_autotune.rows import Row
     from piper_autotune.search import Progress
-    from piper_autotune.study import NothingFoundError, Study
+    from piper_autotune.study import NothingFoundError, SearchError, Study
     from piper_autotune.tuner import tune
 
-__all__ = ["Measured", "NothingFoundError", "Problem", "Progress", "Row", "Study", "tune"]
+__all__ = ["Measured", "NothingFoundError", "Problem", "Progress", "SearchError", "Study", "tune"]
 
 _HOME = {
     "Measured": "confirm",
     "NothingFoundError": "study",
     "Problem": "problem",
     "Progress": "search",
-    "Row": "rows",
+    "SearchError": "study",
     "Study": "study",
     "tune": "tuner",
 }

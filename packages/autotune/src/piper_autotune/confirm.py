@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from piper_autotune.rows import Row
 from piper_autotune.search import Search
 from piper_compiler import Strategy
 from piper_ir.errors import PiperError
+from piper_ir.study import Row
 
 
 @dataclass(frozen=True)

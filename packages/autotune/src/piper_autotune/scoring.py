@@ -1,5 +1,9 @@
 """Scoring one candidate: compile, time by the fast sweep or the event engine, memory from the plan. Runs in workers: neither
-torch nor optuna is needed here."""
+torch nor optuna is needed here.
+
+The sweep needs no more than an outline of the plan, which gives the same score in a fraction of the time. What is wrong is
+compiled in full, for its reason. What the engine scores is verified, so that a candidate that breaks a rule of plans
+cannot be the best."""
 
 from __future__ import annotations
 
@@ -8,14 +12,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from piper_autotune.problem import Problem, Variants
-from piper_autotune.rows import size_text
-from piper_compiler import Strategy, compile_program
+from piper_compiler import Outline, Strategy, compile_program, outline_program
 from piper_ir.collector import no_garbage_collection
+from piper_ir.costs import Costs
 from piper_ir.errors import CaptureError, PiperError
 from piper_ir.plan import Plan, RolePlan
 from piper_ir.program import Program
-from piper_ir.timing import period, prepare, sweep
-from piper_simulator import simulate
+from piper_ir.timing import Prepared, prepare, step_and_period
+from piper_ir.units import size_text
+from piper_ir.verify import verify
+from piper_simulator import Cluster, simulate
 from piper_simulator.metrics import device_bytes
 from piper_simulator.model import CostModel
 
@@ -54,9 +60,11 @@ class _Missing(Exception):
 
 def score(problem: Problem, strategy: Strategy, variants: Variants, engine: bool = False) -> Scored | Refused | Needs:
     """What becomes of a strategy. With `engine` the event engine gives the times, else the sweep."""
+    compiling = _Compiling(problem, strategy, variants)
     try:
         with no_garbage_collection():
-            return _predicted(problem, _plan(problem, strategy, variants), engine)
+            found = None if engine else _in_outline(problem, compiling)
+            return found or _of_plan(problem, compiling.plan(), engine)
     except _Missing as e:
         return Needs(e.rows)
     except PiperError as e:
@@ -66,40 +74,89 @@ def score(problem: Problem, strategy: Strategy, variants: Variants, engine: bool
         return Refused("illegal", f"compiling it raised {type(e).__name__}: {e} ({last.filename}:{last.lineno})")
 
 
-def _plan(problem: Problem, strategy: Strategy, variants: Variants) -> Plan:
-    def at_rows(rows: int) -> Program:
-        if rows not in variants:
+@dataclass(frozen=True)
+class _Compiling:
+    """A strategy with all that compiling it takes."""
+
+    problem: Problem
+    strategy: Strategy
+    variants: Variants
+
+    def plan(self) -> Plan:
+        of = self.problem
+        lowered = compile_program(
+            of.program, self.strategy, global_batch=of.global_batch, training=of.training, costs=of.costs, at_rows=self.at_rows
+        )
+        return lowered.plan
+
+    def outline(self) -> Outline | None:
+        of = self.problem
+        return outline_program(
+            of.program, self.strategy, global_batch=of.global_batch, training=of.training, costs=of.costs, at_rows=self.at_rows
+        )
+
+    def at_rows(self, rows: int) -> Program:
+        if rows not in self.variants:
             raise _Missing(rows)
-        found = variants[rows]
+        found = self.variants[rows]
         if isinstance(found, str):
             raise CaptureError(found)
-        return problem.program if found is None else found
-
-    lowered = compile_program(
-        problem.program, strategy, global_batch=problem.global_batch, training=problem.training, costs=problem.costs,
-        at_rows=at_rows,
-    )  # fmt: skip
-    return lowered.plan
+        return self.problem.program if found is None else found
 
 
-def _predicted(problem: Problem, plan: Plan, engine: bool) -> Scored | Refused:
+def _in_outline(problem: Problem, compiling: _Compiling) -> Scored | None:
+    """The score of a strategy that has an outline."""
+    if not alike(problem.cluster, problem.costs) or (found := compiling.outline()) is None:
+        return None
+    try:
+        scored = _predicted(problem, found.plan, found.prepared)
+    except PiperError:  # what the plan says of it
+        return None
+    return scored if isinstance(scored, Scored) else None
+
+
+def alike(cluster: Cluster | None, costs: Costs | None) -> bool:
+    """Whether instructions of an outline that share their parts take the same time: not where the host is the device, so that
+    messages delay what is issued next, nor where the first load of a microbatch calls the batch function."""
+    return not (cluster is not None and cluster.synchronous) and (costs is None or all(p.op != "Batch" for p in costs.parts))
+
+
+def seconds_of(model: CostModel, plan: Plan) -> list[float]:
+    """The duration of each instruction. Those of an outline share their parts, and are looked up once for each."""
+    known: dict[int, float] = {}
+    out = []
+    shared = alike(model.cluster, model.costs)
+    for role, _, instr in plan.instructions():
+        seconds = known.get(id(instr.parts)) if shared else None
+        if seconds is None:
+            seconds = known[id(instr.parts)] = model.work(role, instr).seconds
+        out.append(seconds)
+    return out
+
+
+def _of_plan(problem: Problem, plan: Plan, engine: bool) -> Scored | Refused:
+    if engine:
+        verify(plan)
+    return _predicted(problem, plan, None if engine else prepare(plan))
+
+
+def _predicted(problem: Problem, plan: Plan, prepared: Prepared | None) -> Scored | Refused:
+    """The score of a plan or its outline. `prepared`: for the sweep; None asks the engine."""
     if problem.one_role and len(plan.roles) > 1:
         return Refused("illegal", problem.one_role)
     cluster = problem.cluster
-    if engine:
+    if prepared is None:
         found = simulate(plan, cluster, costs=problem.costs)
         period_s, step_s = found.period_s, found.step_s
     else:
-        model, prepared = CostModel(plan, cluster, problem.costs), prepare(plan)
-        durations = [model.work(role, instr).seconds for role, _, instr in plan.instructions()]
-        period_s = period(prepared, durations, latency=plan.hop, issue=model.issue_s)
-        step_s = sweep(prepared, durations, latency=plan.hop, issue=model.issue_s).makespan
+        model = CostModel(plan, cluster, problem.costs)
+        step_s, period_s = step_and_period(prepared, seconds_of(model, plan), latency=plan.hop, issue=model.issue_s)
     allocator = None if problem.costs is None else problem.costs.allocator
     held = [(device_bytes(plan, role, role.peak_bytes, cluster, allocator), role) for role in plan.roles]
     most, fullest = max(held, key=lambda h: h[0])
     reason = _reason(problem.memory_limit, most, fullest)
     peak_bytes = max(role.peak_bytes for role in plan.roles)
-    return Scored(period_s, step_s, peak_bytes, most, "engine" if engine else "sweep", reason)
+    return Scored(period_s, step_s, peak_bytes, most, "engine" if prepared is None else "sweep", reason)
 
 
 def _reason(limit: int | None, held: int, role: RolePlan) -> str:

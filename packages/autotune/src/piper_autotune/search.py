@@ -13,12 +13,13 @@ from optuna.trial import TrialState
 
 from piper_autotune.evaluators import Evaluator, Outcome
 from piper_autotune.problem import Problem
-from piper_autotune.rows import Row, row_from
 from piper_autotune.rules import RULES, Pruned, Rules
 from piper_autotune.scoring import Refused, Scored
 from piper_autotune.space import Space, SpaceError, StrategyFunction, again
 from piper_compiler import Strategy
+from piper_ir.codec import decode
 from piper_ir.errors import PiperError
+from piper_ir.study import Row
 
 LEADERS = 5
 """Candidates that the event engine scores again, and at least so many that pruning by time keeps."""
@@ -83,7 +84,7 @@ class Search:
             data = trial.user_attrs.get(ATTRIBUTE)
             if data is None:
                 continue
-            row = row_from(data, f"trial {trial.number} of study {self.study.study_name}")
+            row: Row = decode(Row, data, f"trial {trial.number} of study {self.study.study_name}")
             self._count(row)
             strategy = again(self.function, dict(row.params)) if row.kind != "strategy" else None
             self._learn(row, strategy)
@@ -107,11 +108,13 @@ class Search:
             self._pending.clear()
 
     def rescore(self) -> None:
-        """Score the leaders again with the event engine."""
-        chosen = self.complete()[: self.leaders]
-        tickets = [(row, self.evaluator.submit(self.strategies[row.number], engine=True)) for row in chosen]
-        for row, ticket in tickets:
-            self.rows[row.number] = _row(row.number, row.params, self.evaluator.result(ticket))
+        """Score the leaders again with the event engine, and who leads when one of them is refused there."""
+        known: set[int] = set()
+        while chosen := [row for row in self.complete()[: self.leaders] if row.number not in known]:
+            tickets = [(row, self.evaluator.submit(self.strategies[row.number], engine=True)) for row in chosen]
+            for row, ticket in tickets:
+                self.rows[row.number] = _row(row.number, row.params, self.evaluator.result(ticket))
+                known.add(row.number)
 
     def complete(self) -> list[Row]:
         """Rows that fit, fastest first."""

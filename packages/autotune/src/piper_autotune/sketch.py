@@ -16,6 +16,7 @@ from piper_compiler.directives.partition import Partition
 from piper_compiler.directives.place import Place
 from piper_compiler.directives.replicate import Replicate
 from piper_compiler.directives.split import Split, split_all
+from piper_compiler.directives.split_backward import SplitBackward
 from piper_compiler.directives.stream import Stream
 from piper_compiler.passes.complete import EVERYWHERE
 from piper_compiler.ports import trains
@@ -29,7 +30,8 @@ from piper_ir.sizes import bind
 from piper_simulator.metrics import device_bytes
 from piper_simulator.model import CostModel
 
-_OWN = (Partition, Split, Place, Replicate, Order, Stream)
+_OWN = (Partition, Split, SplitBackward, Place, Replicate, Order, Stream)
+_PHASES = ("F", "B", "I", "W")
 _NOBODY = RolePlan("", {}, (0,), (), ())
 
 Group = tuple[str, tuple[str, ...], int]
@@ -68,7 +70,8 @@ class Sketches:
         self._built: dict[Mesh, Graph] = {}
 
     def sketch(self, strategy: Strategy) -> Sketch | None:
-        """None when the strategy has directives of the user's own, or does not apply."""
+        """None when the strategy has directives of the user's own, places a chunk by microbatch, overlaps pairs whose duration is
+        given, or does not apply."""
         if any(type(d) not in _OWN or (isinstance(d, Replicate) and d.zero) for d in strategy.directives):
             return None
         graph = self._graph(strategy)
@@ -79,6 +82,8 @@ class Sketches:
             roles.setdefault(graph.nodes[f"{chunk.id}.F@0"].role or EVERYWHERE, []).append(chunk.id)
         parts = next((d.microbatches for d in strategy.directives if isinstance(d, Split)), 1)
         orders = [d for d in strategy.directives if isinstance(d, Order)]
+        if graph.program.overlap and any(order.overlaps for order in orders):
+            return None
         used = sorted({name for o in orders for s in o.selections for name, _ in s.terms} - {"phase", "mb"})
         flights: dict[tuple[int | str | None, ...], Flight] = {}
         groups: dict[tuple[str, Flight], list[str]] = {}
@@ -134,7 +139,7 @@ class Sketches:
         for item in strategy.directives:
             if isinstance(item, Split):
                 item = replace(item, microbatches=1)
-            if not isinstance(item, Order | Stream):
+            if not isinstance(item, Order | Stream | SplitBackward):
                 kept.append(item)
         key = Strategy(strategy.mesh, kept)
         if key not in self._placed:
@@ -196,24 +201,27 @@ class Sketches:
 
 def in_flight(order: Order, coords: Mapping[str, int | str]) -> Flight:
     """The fullest moment of an order for a chunk with these coordinates (without phase and mb). Only microbatches count whose
-    forward and backward both are in the order."""
-    events: list[tuple[int, str, int]] = []
+    forward and backward (of a split one: the input gradient) both are in the order. In an overlap a backward may be first."""
+    events: list[tuple[int, bool, int, int]] = []  # the item, whether forward, the selection, the microbatch
+    begun: set[int] = set()
+    together = {first + k: first for first, number in order.overlaps for k in range(number)}
     for place, selection in enumerate(order.selections):
         terms = dict(selection.terms)
         phase, mb = terms.get("phase"), terms.get("mb")
-        if phase in ("F", "B") and isinstance(mb, int) and selection.matches({**coords, "phase": str(phase), "mb": mb}):
-            events.append((place, str(phase), mb))
-    still = {mb for _, phase, mb in events if phase == "B"}
+        if phase in _PHASES and isinstance(mb, int) and selection.matches({**coords, "phase": str(phase), "mb": mb}):
+            events.append((together.get(place, place), phase == "F", place, mb))
+            if phase in ("B", "I"):
+                begun.add(mb)
     opened: set[int] = set()
     most = 0
-    for _, phase, mb in events:
-        if phase == "F" and mb in still:
+    for _, forward, _, mb in sorted(events):
+        if forward and mb in begun:
             opened.add(mb)
             most = max(most, len(opened))
-        elif phase == "B":
+        elif not forward:
             opened.discard(mb)
-            still.discard(mb)  # a forward after its backward opens nothing
-    return Flight(most, (id(order), *(place for place, _, _ in events)))
+            begun.discard(mb)  # a forward after its backward opens nothing
+    return Flight(most, (id(order), *(place for _, _, place, _ in events)))
 
 
 def saved_bytes(chunk: Chunk, rows: int) -> int:

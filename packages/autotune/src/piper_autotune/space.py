@@ -9,6 +9,7 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.exceptions import StorageInternalError
 
 from piper_compiler import Strategy
 from piper_ir.errors import PiperError, TuneError
@@ -34,12 +35,16 @@ class Space:
 
     def strategy(self, function: StrategyFunction, trial: Any) -> Strategy:
         """Call the user's function; `trial` is one of Optuna's. SpaceError, StrategyFailedError, or another PiperError that a
-        directive or recipe raised."""
+        directive or recipe raised; StorageInternalError: Optuna could not save a choice."""
         try:
             with user_code("strategy(trial)", StrategyFailedError):
                 made: object = function(Trial(trial, self))
         except SystemExit as e:
             raise StrategyFailedError(f"strategy(trial) ended the program with SystemExit({e.code!r})") from None
+        except StrategyFailedError as e:
+            if isinstance(e.__cause__, StorageInternalError):  # of suggest_*: no fault of this candidate
+                raise e.__cause__ from e.__cause__.__cause__
+            raise
         if not isinstance(made, Strategy):
             raise StrategyFailedError(f"strategy(trial) returned a {type(made).__name__}; a piper.Strategy is needed")
         with user_code("hash(strategy)", StrategyFailedError):  # a directive of the user's may not be hashable

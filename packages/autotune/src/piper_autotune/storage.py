@@ -32,7 +32,7 @@ def storage_errors(storage: object) -> Iterator[None]:
     try:
         yield
     except optuna.exceptions.OptunaError as e:
-        raise _unusable(storage, e) from None
+        raise unusable(storage, e) from None
 
 
 def open_study(storage: str | optuna.storages.BaseStorage | None, name: str, sampler: BaseSampler) -> optuna.Study:
@@ -42,10 +42,11 @@ def open_study(storage: str | optuna.storages.BaseStorage | None, name: str, sam
     except PiperError:
         raise
     except Exception as e:  # Optuna hands on whatever the database's driver raises
-        raise _unusable(storage, e) from None
+        raise unusable(storage, e) from None
 
 
-def _unusable(storage: object, error: BaseException) -> TuneError:
+def unusable(storage: object, error: BaseException) -> TuneError:
+    """What to tell the user of a storage that raised this."""
     cause: BaseException = error
     while cause.__cause__ is not None:
         cause = cause.__cause__

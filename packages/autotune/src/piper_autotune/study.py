@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from piper_autotune.rows import Row, row_from
 from piper_compiler import Strategy, load_strategy, save_strategy
-from piper_ir.codec import read_document
+from piper_ir.codec import loads
 from piper_ir.errors import FormatError, OutputError, TuneError
-
-STUDY_VERSION = 1
+from piper_ir.study import Row, StudyDocument
 
 
 @dataclass(frozen=True)
 class Study:
     """`rows` by number, one per distinct candidate. `rules`: the rules that rejected before compiling, each with how often.
-    `interrupted`: the search was ended by Ctrl-C."""
+    `interrupted`: the search ended before its time, by Ctrl-C or because its storage failed."""
 
     cluster: str
     memory_limit: int | None
@@ -52,11 +49,10 @@ class Study:
     def save(self, folder: str | Path) -> None:
         """Write study.json and, if there is a best strategy, best.json into a folder that exists. OutputError when that fails."""
         best = self.best_row
-        head = {"format": "Study", "version": STUDY_VERSION, "cluster": self.cluster, "memory_limit": self.memory_limit}
-        head |= {"seed": self.seed, "best": None if best is None else best.number, "rules": list(self.rules)}
-        rows = ",\n  ".join(json.dumps(r.as_dict()) for r in self.rows)
+        number = None if best is None else best.number
+        document = StudyDocument(self.cluster, self.memory_limit, self.seed, self.rows, number, self.rules, self.interrupted)
         try:
-            (Path(folder) / "study.json").write_text(f'{json.dumps(head)[:-1]}, "trials": [\n  {rows}\n]}}\n')
+            (Path(folder) / "study.json").write_text(document.dumps())
         except OSError as e:
             raise OutputError(f"cannot write the study to {folder}: {e.strerror}; choose a folder that is writable") from None
         if self.best is not None:
@@ -70,14 +66,9 @@ class Study:
             text = path.read_text()
         except (OSError, UnicodeDecodeError) as e:
             raise FormatError(f"cannot read the study {path}: {e}") from None
-        data = read_document("Study", STUDY_VERSION, text, str(path))
-        keys = {"cluster", "memory_limit", "seed", "trials", "best", "rules"}
-        if data.keys() != keys or not isinstance(data["trials"], list) or not isinstance(data["rules"], list):
-            raise FormatError(f"{path}: a study is an object with {', '.join(sorted(keys))}; trials and rules are arrays")
-        rows = tuple(row_from(r, f"{path}.trials[{i}]") for i, r in enumerate(data["trials"]))
-        best = data["best"]
-        strategies = {} if best is None else {best: load_strategy(path.with_name("best.json"))}
-        return Study(data["cluster"], data["memory_limit"], data["seed"], rows, tuple(data["rules"]), strategies=strategies)
+        found = loads(StudyDocument, text, str(path))
+        strategies = {} if found.best is None else {found.best: load_strategy(path.with_name("best.json"))}
+        return Study(found.cluster, found.memory_limit, found.seed, found.trials, found.rules, found.interrupted, strategies)
 
 
 def _rank(row: Row) -> tuple[bool, float, int]:
@@ -86,9 +77,13 @@ def _rank(row: Row) -> tuple[bool, float, int]:
     return True, row.period_s if row.period_s is not None else float("inf"), row.number
 
 
-class NothingFoundError(TuneError):
-    """A search ended without a plan that can be used; `study` holds every candidate with its reason."""
+class SearchError(TuneError):
+    """A search that failed; `study` holds what was found until then."""
 
     def __init__(self, message: str, study: Study) -> None:
         super().__init__(message)
         self.study = study
+
+
+class NothingFoundError(SearchError):
+    """A search ended without a plan that can be used; its study holds every candidate with its reason."""

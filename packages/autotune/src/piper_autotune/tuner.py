@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+from optuna.exceptions import OptunaError
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 
@@ -17,9 +19,9 @@ from piper_autotune.rules import Rules
 from piper_autotune.sampler import GuidedSampler
 from piper_autotune.search import LEADERS, Progress, Search
 from piper_autotune.space import StrategyFunction, space_key
-from piper_autotune.storage import open_study, quiet, storage_errors
-from piper_autotune.study import NothingFoundError, Study
-from piper_compiler import Strategy
+from piper_autotune.storage import open_study, quiet, storage_errors, unusable
+from piper_autotune.study import NothingFoundError, SearchError, Study
+from piper_compiler import Strategy, compile_program, settled
 from piper_ir.errors import TuneError
 from piper_ir.program import Program
 
@@ -51,7 +53,8 @@ def tune(
     reaches them by value.
     `storage`: Optuna's; a search in one goes on where the last of the same space ended. `evaluator` scores instead of workers.
 
-    TuneError: arguments, storage, or a space that contradicts itself. NothingFoundError: no candidate can be used."""
+    TuneError: arguments, storage, or a space that contradicts itself. SearchError: the storage failed in mid-search.
+    NothingFoundError: no candidate can be used."""
     _check(strategy, trials, confirm, measure, workers, timeout_s)
     programs = Programs(problem, at_rows)
     with quiet(), storage_errors(storage):
@@ -64,7 +67,10 @@ def tune(
             search = Search(study, strategy, problem, Rules(problem, programs), ours, trials, max(LEADERS, confirm), progress)
             search.resume()
             search.run()
-            return _result(search, problem, seed, confirm, measure)
+            return _result(search, problem, programs, seed, confirm, measure)
+        except OptunaError as e:
+            search.interrupted = True
+            raise SearchError(str(unusable(storage, e)), _study(search, problem, programs, seed)) from None
         finally:
             if evaluator is None:
                 ours.close()
@@ -96,28 +102,51 @@ def _evaluator(
     return Processes(problem, programs, workers, timeout_s, modules) if workers else Here(problem, programs)
 
 
-def _result(search: Search, problem: Problem, seed: int, confirm: int, measure: Callable[[Strategy], Measured] | None) -> Study:
+def _result(
+    search: Search,
+    problem: Problem,
+    programs: Programs,
+    seed: int,
+    confirm: int,
+    measure: Callable[[Strategy], Measured] | None,
+) -> Study:
     """The study after the search; interrupted, what was found as it is."""
     if search.interrupted:
-        return _study(search, problem, seed)
+        return _study(search, problem, programs, seed)
     if not search.complete():
         message = nothing_found(search, problem)
-        raise NothingFoundError(message, _study(search, problem, seed))
+        raise NothingFoundError(message, _study(search, problem, programs, seed))
     try:
         search.rescore()
         if measure is not None and confirm:
             confirm_best(search, confirm, measure)
     except KeyboardInterrupt:
         search.interrupted = True
-    found = _study(search, problem, seed)
+    found = _study(search, problem, programs, seed)
     failed = [r for r in found.rows if r.kind == "confirmation"]
     if failed and not any(r.measured_period_s for r in found.rows):
         raise NothingFoundError(f"none of the {len(failed)} best could be run; the first: {failed[0].reason}", found)
     return found
 
 
-def _study(search: Search, problem: Problem, seed: int) -> Study:
+def _study(search: Search, problem: Problem, programs: Programs, seed: int) -> Study:
     rows = tuple(search.rows[n] for n in sorted(search.rows))
     kept = {n: s for n, s in search.strategies.items() if search.rows[n].state == "complete"}
     cluster = problem.cluster.name if problem.cluster is not None else "given durations"
-    return Study(cluster, problem.memory_limit, seed, rows, search.rule_lines(), search.interrupted, kept)
+    found = Study(cluster, problem.memory_limit, seed, rows, search.rule_lines(), search.interrupted, kept)
+    if found.best is None or found.best_row is None:
+        return found
+    return replace(found, strategies=kept | {found.best_row.number: _settled(found.best, problem, programs)})
+
+
+def _settled(strategy: Strategy, problem: Problem, programs: Programs) -> Strategy:
+    """The best as it was scored and run: who uses it later may have other costs, or none."""
+    lowered = compile_program(
+        problem.program,
+        strategy,
+        global_batch=problem.global_batch,
+        training=problem.training,
+        costs=problem.costs,
+        at_rows=lambda rows: programs.exact(rows) or problem.program,
+    )
+    return settled(strategy, lowered.graph)

@@ -2,20 +2,23 @@
 torch)."""
 
 from piper_compiler import recipes
-from piper_compiler.compile import Lowered, Options, Training, compile_program
+from piper_compiler.compile import Lowered, Options, Outline, Training, compile_program, outline_program, settled
 from piper_compiler.directives import (
     Directive,
     describe,
     directive,
     fail,
     order,
+    overlap,
     partition,
     place,
     replicate,
     site_field,
     split,
+    split_backward,
     stream,
 )
+from piper_compiler.interchange import Schedule, read_schedule_csv, write_schedule_csv
 from piper_compiler.strategy import Strategy, load_strategy, save_strategy
 from piper_compiler.synthetic import synthetic
 
@@ -23,6 +26,8 @@ __all__ = [
     "Directive",
     "Lowered",
     "Options",
+    "Outline",
+    "Schedule",
     "Strategy",
     "Training",
     "compile_program",
@@ -31,13 +36,19 @@ __all__ = [
     "fail",
     "load_strategy",
     "order",
+    "outline_program",
+    "overlap",
     "partition",
     "place",
+    "read_schedule_csv",
     "recipes",
     "replicate",
     "save_strategy",
+    "settled",
     "site_field",
     "split",
+    "split_backward",
     "stream",
     "synthetic",
+    "write_schedule_csv",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from piper_compiler.ports import port_category, signatures, value_reads, value_writes
+from piper_compiler.ports import port_category, port_value, signatures, value_reads, value_writes
 from piper_ir.costs import Costs
 from piper_ir.graph import Editor, Graph, Node
 from piper_ir.mesh import Mesh
@@ -37,11 +37,6 @@ def _add_compute(edit: Editor, chunk: Chunk, step: ComputeStep, tangents: Mappin
     reads = tuple(known.get(p) or port_value(chunk, p) for p in value_reads(chunk, step))
     writes = tuple(f"{chunk.id}:{p}" for p in value_writes(chunk, step))
     edit.add(Node(f"{chunk.id}.{step}", Compute(chunk.id, step), coords, reads, writes))
-
-
-def port_value(chunk: Chunk, port: str) -> str:
-    """The id, before any microbatch or role is added, of the value behind a port that a step reads."""
-    return chunk.inputs[int(port[2:])].ref if port.startswith("in") else f"{chunk.id}:{port}"
 
 
 def _gradient_consumers(program: Program) -> dict[str, list[str]]:

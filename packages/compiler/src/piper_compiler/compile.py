@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from piper_compiler.build import build
-from piper_compiler.directives import Directive, describe
+from piper_compiler.directives import Directive, describe, split
+from piper_compiler.directives.partition import Partition, resolved
 from piper_compiler.passes.complete import Training, complete
 from piper_compiler.passes.lower import Options, lower
+from piper_compiler.passes.outline import Outline, alike, outline
 from piper_compiler.strategy import Strategy
+from piper_compiler.uniform import NotUniform, Uniform
 from piper_ir.collector import no_garbage_collection
 from piper_ir.costs import Costs
-from piper_ir.errors import CompileError, DirectiveError
+from piper_ir.errors import CompileError, DirectiveError, PiperError
 from piper_ir.graph import Applied, Graph
 from piper_ir.plan import Plan
 from piper_ir.program import Program
 
-__all__ = ["Lowered", "Options", "Training", "apply_directives", "compile_program", "rows_per_microbatch"]
+__all__ = ["Lowered", "Options", "Outline", "Training", "apply_directives", "compile_program", "outline_program", "settled"]
 
 
 @dataclass(frozen=True)
@@ -44,35 +47,97 @@ def compile_program(
     training = training or Training()
     with no_garbage_collection():
         graph = complete(apply_directives(build(program, strategy.mesh, costs), strategy.directives), training)
-        rows = rows_per_microbatch(graph, global_batch)
+        rows = rows_per_microbatch(graph.microbatches, graph.replicas, global_batch)
         if at_rows is not None and (exact := at_rows(rows)) is not program:
             graph = complete(apply_directives(build(exact, strategy.mesh, costs), strategy.directives), training)
-        return Lowered(graph, lower(graph, rows, training, options or Options(), costs))
+        return Lowered(*lower(graph, rows, training, options or Options(), costs))
+
+
+def settled(strategy: Strategy, graph: Graph) -> Strategy:
+    """A strategy that makes the stages of `graph`, which it was compiled to, whatever costs are given: boundaries in place of
+    partition(at="cost")."""
+    made = [resolved(d, graph.program, graph.costs) if isinstance(d, Partition) else d for d in strategy.directives]
+    return Strategy(strategy.mesh, made, params=strategy.params)
+
+
+def outline_program(
+    program: Program,
+    strategy: Strategy,
+    *,
+    global_batch: int | None = None,
+    training: Training | None = None,
+    costs: Costs | None = None,
+    options: Options | None = None,
+    at_rows: Callable[[int], Program] | None = None,
+) -> Outline | None:
+    """The plan of `compile_program` in outline (see `piper_compiler.passes.outline`): the same times and peaks of memory, in a
+    fraction of the time. None where it takes all of `compile_program`: when microbatches differ in more than their order, or
+    when something is wrong, which that one says."""
+    training = training or Training()
+
+    def first_of(program: Program) -> tuple[Uniform, Graph] | None:
+        uniform = _uniformly(build(program, strategy.mesh, costs), strategy.directives)
+        return (uniform, complete(uniform.first(), training)) if isinstance(uniform, Uniform) else None
+
+    try:
+        with no_garbage_collection():
+            if not alike(program) or (found := first_of(program)) is None:
+                return None
+            rows = rows_per_microbatch(found[0].microbatches, found[1].replicas, global_batch)
+            if at_rows is not None and (exact := at_rows(rows)) is not program and (found := first_of(exact)) is None:
+                return None
+            return outline(*found, rows, training, options or Options(), costs)
+    except PiperError:
+        return None
 
 
 def apply_directives(graph: Graph, directives: tuple[Directive, ...]) -> Graph:
     """Check and apply each directive in the order written. The given graph stays as it is."""
-    given = graph
+    try:
+        found = _uniformly(graph, directives)
+    except PiperError:  # its message is to be about the nodes of the whole graph
+        return one_by_one(graph, directives)
+    return found.expand() if isinstance(found, Uniform) else found
+
+
+def one_by_one(graph: Graph, directives: Iterable[Directive], ours: bool = False) -> Graph:
+    """Check and apply each directive on the whole graph. `ours`: nobody else holds it."""
     for item in directives:
         item.check(graph)
-        ours = graph is not given and getattr(item, "takes_over", False)
-        result = item.apply(graph.hand_over() if ours else graph)
+        result = item.apply(graph.hand_over() if ours and getattr(item, "takes_over", False) else graph)
         if not isinstance(result, Graph):
             raise DirectiveError(f"{describe(item)}: apply returned {type(result).__name__}; a Graph is needed")
-        applied = Applied(describe(item), getattr(item, "site", ""))
-        graph = _logged(result, applied, len(graph.log))
+        graph, ours = _logged(result, item, len(graph.log)), True
     return graph
 
 
-def _logged(graph: Graph, applied: Applied, index: int) -> Graph:
+def _uniformly(graph: Graph, directives: tuple[Directive, ...]) -> Graph | Uniform:
+    """Apply directives by way of the graph of one microbatch; the rest, if there is one, on the whole graph."""
+    at = next((k for k, item in enumerate(directives) if isinstance(item, split)), len(directives))
+    given, graph = graph, one_by_one(graph, directives[:at])
+    if at == len(directives) or graph.order_edges:
+        return one_by_one(graph, directives[at:], graph is not given)
+    halves = directives[at]
+    assert isinstance(halves, split)
+    halves.check(graph)
+    uniform = Uniform(_logged(graph, halves, len(graph.log)), halves.microbatches)
+    for k, item in enumerate(directives[at + 1 :], at + 1):
+        try:
+            uniform.apply(item)
+        except NotUniform:
+            return one_by_one(uniform.expand(), directives[k:], True)
+        uniform.one = _logged(uniform.one, item, len(uniform.one.log))
+    return uniform
+
+
+def _logged(graph: Graph, item: Directive, index: int) -> Graph:
     """The graph with exactly one entry for the directive in its log, whether or not `apply` recorded one."""
+    applied = Applied(describe(item), getattr(item, "site", ""))
     return replace(graph, log=(*graph.log[:index], applied))
 
 
-def rows_per_microbatch(graph: Graph, global_batch: int | None) -> int:
-    """Rows of one microbatch on one rank. CompileError when the global batch does not divide."""
-    parts = graph.microbatches
-    replicas = graph.replicas
+def rows_per_microbatch(parts: int, replicas: int, global_batch: int | None) -> int:
+    """Rows of one of `parts` microbatches on one rank. CompileError when the global batch does not divide."""
     if global_batch is None:
         return 1
     rows, rest = divmod(global_batch, parts * replicas)

@@ -1,6 +1,7 @@
 """Which values a compute node reads and writes: the value ports of a chunk's step, in order.
 
-A graph has nodes of phase F and B; B stands for I followed by W until it is split. A plan has F, I and W parts.
+A graph has nodes of phase F and B; B stands for I followed by W until `split_backward` makes nodes of them. A plan has F, I and
+W parts.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 from piper_ir.ops import ComputeStep
 from piper_ir.plan import Category, is_state
 from piper_ir.program import Chunk, Signature
+
+_OWN = ("saved", "iw")
+"""Ports that never leave their chunk and microbatch, whose F, I and W run on one device: no values of a graph."""
 
 
 def signatures(chunk: Chunk, step: ComputeStep) -> tuple[Signature, ...]:
@@ -17,19 +21,17 @@ def signatures(chunk: Chunk, step: ComputeStep) -> tuple[Signature, ...]:
 
 
 def value_reads(chunk: Chunk, step: ComputeStep) -> tuple[str, ...]:
-    """Ports whose values the step takes from other nodes than its chunk's own: no parameters, no buffers, nothing that F keeps
-    (see `kept`), nothing handed from I to W inside a B."""
+    """Ports whose values are data edges into the step: no parameters, no buffers, nothing that F keeps (see `kept`), nothing that
+    I hands to W unless it is a gradient of an input, and of that only where W is a step of its own."""
     sigs = signatures(chunk, step)
-    made = {p for s in sigs for p in s.writes} if step == "B" else set()
-    ports = (p for s in sigs for p in s.reads if p not in made and not p.startswith("saved") and not is_state(chunk, p))
+    made = {p for s in sigs for p in s.writes}
+    ports = (p for s in sigs for p in s.reads if p not in made and not p.startswith(_OWN) and not is_state(chunk, p))
     return tuple(dict.fromkeys(ports))
 
 
 def value_writes(chunk: Chunk, step: ComputeStep) -> tuple[str, ...]:
-    """Ports whose values the step gives to other nodes than its chunk's own. Within a B, what I hands to W stays inside, unless
-    it is a gradient of an input."""
-    sigs = signatures(chunk, step)
-    return tuple(p for s in sigs for p in s.writes if not p.startswith("saved") and not (step == "B" and p.startswith("iw")))
+    """Ports whose values the step gives to other nodes: all but what stays in its chunk."""
+    return tuple(p for s in signatures(chunk, step) for p in s.writes if not p.startswith(_OWN))
 
 
 def kept(chunk: Chunk) -> tuple[str, ...]:
@@ -38,12 +40,17 @@ def kept(chunk: Chunk) -> tuple[str, ...]:
     return tuple(p for s in signatures(chunk, "F") for p in s.writes if p.startswith("saved"))
 
 
+def port_value(chunk: Chunk, port: str) -> str:
+    """The id, before any microbatch or role is added, of the value behind a port that a step reads."""
+    return chunk.inputs[int(port[2:])].ref if port.startswith("in") else f"{chunk.id}:{port}"
+
+
 def port_category(port: str) -> Category:
     """The owner of a port's bytes."""
     return "gradient" if port.startswith(("gin", "tan")) else "activation"
 
 
-def trains(chunk: Chunk) -> tuple[str, ...]:
-    """The parameters to whose gradient the chunk adds, in input order."""
-    sigs = signatures(chunk, "B")
+def trains(chunk: Chunk, step: ComputeStep = "B") -> tuple[str, ...]:
+    """The parameters to whose gradient a step of the chunk adds, in input order."""
+    sigs = signatures(chunk, step)
     return tuple(dict.fromkeys(chunk.inputs[i].ref for s in sigs for i in s.accumulates))

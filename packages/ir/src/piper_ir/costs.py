@@ -71,10 +71,12 @@ class PartDuration:
 @dataclass(frozen=True, slots=True)
 class HostCosts:
     """`issue_s`: seconds of the issuing thread per instruction of the compute stream, beside its parts. `comm_s`: of a
-    communication instruction, beside its message; it delays what is issued next."""
+    communication instruction, beside its message; it delays what is issued next. Spreads: as of a Duration."""
 
     issue_s: float
     comm_s: float
+    issue_spread_s: float = 0.0
+    comm_spread_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,13 +10,14 @@ Node and value ids derive from structure: node "layer3.B@2" is the backward of c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Literal, cast
 
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, SelectorError
+from piper_ir.graph_parts import Applied, Coord, GraphValue, Node, OverlapGroup, Replication, Transport
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Add, Compute, Op, Recv, Send
 from piper_ir.plan import Bucket, Category, Channel
@@ -24,73 +25,26 @@ from piper_ir.program import Program
 from piper_ir.select import ANY, NONE, Match, Where
 from piper_ir.sizes import TensorSpec
 
-Coord = int | str
-
-
-@dataclass(frozen=True, slots=True)
-class GraphValue:
-    """A value of the graph: its size (affine in rows) and the kind of memory that it will take."""
-
-    spec: TensorSpec
-    category: Category
-
-
-@dataclass(frozen=True, slots=True)
-class Node:
-    """`coords`: region coordinates, `mb`, `phase` and `op`. `role` "" means not placed. For a Compute node, `reads` follows
-    the value ports of the step in order (see `piper_compiler.ports`)."""
-
-    id: str
-    op: Op
-    coords: Mapping[str, Coord]
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    role: str = ""
-    stream: str = "compute"
-
-    @property
-    def mb(self) -> int:
-        """The microbatch, -1 for nodes of the whole step."""
-        mb = self.coords.get("mb", -1)
-        assert isinstance(mb, int)
-        return mb
-
-
-@dataclass(frozen=True, slots=True)
-class Replication:
-    """How the parameters of a chunk are replicated: mesh axes, bucket size in bytes of gradient, stream of the reductions (""
-    = one of their own)."""
-
-    over: tuple[str, ...]
-    bucket_bytes: int
-    stream: str
-    applied: int
-
-
-@dataclass(frozen=True, slots=True)
-class Transport:
-    """Streams for point-to-point, chosen where a node was placed; "" = a stream per channel."""
-
-    send: str
-    recv: str
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """One directive of the strategy, as text, and where the user wrote it ("file.py:12")."""
-
-    text: str
-    site: str
-
-    def __str__(self) -> str:
-        return f"{self.text} ({self.site})" if self.site else self.text
+__all__ = [
+    "Applied",
+    "Coord",
+    "Editor",
+    "Graph",
+    "GraphValue",
+    "Node",
+    "OverlapGroup",
+    "Replication",
+    "Transport",
+    "op_name",
+]
 
 
 @dataclass(frozen=True)
 class Graph:
     """`nodes` in creation order. `writer` and `readers` are the data edges; `order_edges` maps (before, after) to the index in
-    `log` of the directive that asked for it. `roles`: role -> the mesh coordinates that it fixes. `replication`: chunk -> how
-    it is replicated. `costs`: what is known of durations, for directives that weigh."""
+    `log` of the directive that asked for it, `overlaps` are the groups that an order leaves open. `roles`: role -> the mesh
+    coordinates that it fixes. `replication`: chunk -> how it is replicated. `costs`: what is known of durations, for directives
+    that weigh."""
 
     mesh: Mesh
     program: Program
@@ -99,6 +53,7 @@ class Graph:
     writer: Mapping[str, str]
     readers: Mapping[str, tuple[str, ...]]
     order_edges: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    overlaps: tuple[OverlapGroup, ...] = ()
     roles: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     transports: Mapping[str, Transport] = field(default_factory=dict)
     channels: Mapping[str, Channel] = field(default_factory=dict)
@@ -235,6 +190,7 @@ class Editor:
         self._writer = cast(dict[str, str], graph.writer)
         self._readers = cast(dict[str, tuple[str, ...]], graph.readers)
         self.order_edges = dict(graph.order_edges)
+        self.overlaps = list(graph.overlaps)
         self.roles = dict(graph.roles)
         self.transports = dict(graph.transports)
         self.channels = dict(graph.channels)
@@ -242,6 +198,7 @@ class Editor:
         self.replication = dict(graph.replication)
         self.microbatches = graph.microbatches
         self._added: dict[tuple[str, Coord], list[str]] = {}
+        self._removed: dict[str, Node] = {}
         self._index: Mapping[tuple[str, Coord], tuple[str, ...]] = graph.index
 
     @property
@@ -336,6 +293,24 @@ class Editor:
                 self._index_under(("op", node.coords["op"]), node.id)
         self._nodes[node.id] = node
 
+    def replace(self, parts: Mapping[str, Sequence[Node]]) -> None:
+        """Put other nodes where nodes stand: between them they read and write the same values, and may hand each other some of
+        those. In time linear in the graph, so all replacements of a directive are one call."""
+        order = list(self._nodes)
+        for old in parts:
+            node = self._nodes[old]
+            if not self._copied:
+                self._copy()
+            self._removed[old] = self._nodes.pop(old)
+            for v in dict.fromkeys(node.reads):
+                self._readers[v] = tuple([r for r in self._readers[v] if r != old])
+            for v in node.writes:
+                del self._writer[v]
+        for new in parts.values():
+            for node in new:
+                self.add(node)
+        self._nodes = {n.id: n for old in order for n in (parts[old] if old in parts else (self._nodes[old],))}
+
     def reread(self, node_id: str, old: str, new: str) -> None:
         """Let a node read another value in place of one."""
         node = self._nodes[node_id]
@@ -367,9 +342,13 @@ class Editor:
     def done(self, applied: Applied | None = None) -> Graph:
         """The edited graph; `applied` is appended to its log."""
         index = dict(self._index)
+        stale = {key for node in self._removed.values() for key in node.coords.items()}
+        for key in stale & index.keys():
+            index[key] = tuple([id for id in index[key] if id not in self._removed])
         for key, ids in self._added.items():
             index[key] = (*index.get(key, ()), *ids)
-        sets = {k: v for k, v in self.graph._sets.items() if k not in self._added}
+        index = {key: ids for key, ids in index.items() if ids} if stale else index
+        sets = {k: v for k, v in self.graph._sets.items() if k not in self._added and k not in stale}
         return replace(
             self.graph,
             nodes=self.nodes,
@@ -377,6 +356,7 @@ class Editor:
             writer=self.writer,
             readers=self.readers,
             order_edges=self.order_edges,
+            overlaps=tuple(self.overlaps),
             roles=self.roles,
             transports=self.transports,
             channels=self.channels,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from piper_ir.costs import Costs
-from piper_ir.graph import Applied, Graph, GraphValue, Node, Replication, Transport
+from piper_ir.graph import Applied, Graph, GraphValue, Node, OverlapGroup, Replication, Transport
 from piper_ir.mesh import Mesh
 from piper_ir.plan import Bucket, Channel
 from piper_ir.program import Program
@@ -24,6 +24,7 @@ class GraphDocument:
     values: Mapping[str, GraphValue]
     nodes: tuple[Node, ...]
     order: tuple[tuple[str, str, int], ...] = ()
+    overlaps: tuple[OverlapGroup, ...] = ()
     roles: Mapping[str, Mapping[str, int]] | None = None
     transports: Mapping[str, Transport] | None = None
     channels: tuple[Channel, ...] = ()
@@ -43,6 +44,7 @@ def to_document(graph: Graph) -> GraphDocument:
         graph.values,
         tuple(graph.nodes.values()),
         order,
+        graph.overlaps,
         graph.roles,
         graph.transports,
         tuple(graph.channels.values()),
@@ -64,6 +66,7 @@ def from_document(document: GraphDocument) -> Graph:
     for n in document.nodes:
         edit.add(n)
     edit.order_edges = {(a, b): i for a, b, i in document.order}
+    edit.overlaps = list(document.overlaps)
     edit.roles = dict(document.roles or {})
     edit.transports = dict(document.transports or {})
     edit.channels = {c.id: c for c in document.channels}

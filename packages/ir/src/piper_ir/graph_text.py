@@ -58,7 +58,8 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 def _channels(graph: Graph) -> Iterable[str]:
     for channel in graph.channels.values():
-        ends = [f"{role}/{stream}" for role, stream in zip(channel.roles, channel.streams, strict=True)]
+        sms = ["" if n is None else f" on {n} SMs" for n in channel.sms] or [""] * len(channel.roles)
+        ends = [f"{role}/{stream}{n}" for role, stream, n in zip(channel.roles, channel.streams, sms, strict=True)]
         if channel.kind == "p2p":
             yield f"channel {channel.id}: {' -> '.join(ends)}"
         else:

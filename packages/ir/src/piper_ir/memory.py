@@ -35,13 +35,14 @@ def scan(plan: Plan, role: RolePlan) -> Iterator[Usage]:
 def peak(plan: Plan, role: RolePlan) -> Usage:
     """The first fullest moment of a role. A role that computes nothing holds what it has from the start."""
     at = _fullest(plan, role)
-    state = _Scan(plan, role)
     if at < 0:
+        state = _Scan(plan, role)
         return Usage(0, state.total, state.split())
+    before = _Totals(plan, role)
     for index, instr in enumerate(role.program[:at]):
         if instr.stream == COMPUTE:
-            state.run(index, instr)
-    return state.fullest(at, role.program[at])
+            before.change(index, instr)
+    return _Scan(plan, role, before).fullest(at, role.program[at])
 
 
 def _fullest(plan: Plan, role: RolePlan) -> int:
@@ -67,14 +68,14 @@ def with_peaks(plan: Plan) -> Plan:
 class _Totals:
     """How many bytes are alive; `nbytes` says which."""
 
-    def __init__(self, plan: Plan, role: RolePlan) -> None:
+    def __init__(self, plan: Plan, role: RolePlan, first: Iterable[str] | None = None) -> None:
         self.plan, self.role = plan, role.role
         self.total = sum(state.nbytes for state in role.states)
         self.nbytes: dict[str, int] = {}
         self.written: dict[tuple[str, str], tuple[tuple[int, ...], int]] = {}
         self.above: dict[tuple[str, str, tuple[bool, ...]], int] = {}
         self.sizes: dict[int, int] = {}
-        self.allocate(role.allocs_first)
+        self.allocate(role.allocs_first if first is None else first)
 
     def run(self, index: int, instr: Instr) -> int:
         """Run an instruction; the most bytes that it holds."""
@@ -90,6 +91,17 @@ class _Totals:
         if instr.allocs_after:
             self.allocate(instr.allocs_after)
         return max(most, self.total)
+
+    def change(self, index: int, instr: Instr) -> None:
+        """As `run`, for who does not ask how much it holds meanwhile."""
+        if instr.frees_before:
+            self.free(instr.frees_before, index, instr)
+        for part in instr.parts:
+            self.write(part)
+            if part.frees:
+                self.free(part.frees, index, instr)
+        if instr.allocs_after:
+            self.allocate(instr.allocs_after)
 
     def allocate(self, values: Iterable[str]) -> None:
         for v in values:
@@ -136,13 +148,16 @@ class _Totals:
 
 
 class _Scan(_Totals):
-    """What is alive, by category; constant time per value."""
+    """What is alive, by category; constant time per value. `before`: goes on where that stands."""
 
-    def __init__(self, plan: Plan, role: RolePlan) -> None:
+    def __init__(self, plan: Plan, role: RolePlan, before: _Totals | None = None) -> None:
         self.live: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
         for state in role.states:
             self.live[state.category] += state.nbytes
-        super().__init__(plan, role)
+        super().__init__(plan, role, () if before is not None else role.allocs_first)
+        if before is not None:
+            self.sizes = before.sizes
+            self.allocate(before.nbytes)
 
     def fullest(self, index: int, instr: Instr) -> Usage:
         """Run an instruction; its fullest moment."""

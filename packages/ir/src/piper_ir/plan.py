@@ -105,7 +105,9 @@ class Bucket:
 @dataclass(frozen=True, slots=True)
 class Channel:
     """`kind` "p2p": roles = (source, destination), rank to rank where all unplaced axes agree. "group": all ranks of `roles`
-    that agree on the axes that are neither placed nor in `over`. `streams`: the stream that uses it on each role of `roles`."""
+    that agree on the axes that are neither placed nor in `over`. `streams`: the stream that uses it on each role of `roles`.
+    `sms`: the SMs that communication on each of these streams takes from compute, where a strategy says so; 0: copy engines move
+    it. Only simulations read it."""
 
     id: str
     kind: Literal["p2p", "group"]
@@ -113,6 +115,7 @@ class Channel:
     streams: tuple[str, ...]
     over: tuple[str, ...] = ()
     purpose: Literal["activation", "gradient", "reduce", "weight", "norm"] = "activation"
+    sms: tuple[int | None, ...] = ()
 
     def stream_on(self, role: str) -> str:
         return self.streams[self.roles.index(role)]
@@ -133,13 +136,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Instr:
-    """One entry of a role's program. Several parts only on the compute stream (B is I and W; `fuse` joins neighbours)."""
+    """One entry of a role's program. Several parts only on the compute stream (B is I and W; `fuse` joins neighbours; an
+    overlapped pair of a synthetic program is one instruction). `seconds`: the given duration of such a pair, which is not the
+    sum of its parts."""
 
     stream: str
     parts: tuple[Part, ...]
     waits: tuple[tuple[str, int], ...] = ()
     frees_before: tuple[str, ...] = ()
     allocs_after: tuple[str, ...] = ()
+    seconds: float | None = None
 
     @property
     def comm(self) -> bool:

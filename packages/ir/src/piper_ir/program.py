@@ -189,6 +189,10 @@ class BatchTensor:
     spec: TensorSpec
 
 
+KEPT = 8
+"""Numbers of rows at which a program keeps its chunks."""
+
+
 @dataclass(frozen=True)
 class Program:
     """What capture returns. `loss_kind` "mean": the loss is a mean over the rows of the microbatch; "sum": the last chunk has
@@ -205,12 +209,22 @@ class Program:
     hop: float = 0.0
     overlap: tuple[float, ...] = ()
     _index: dict[str, Chunk] = field(init=False, repr=False, compare=False)
+    _bound: dict[int, tuple[Chunk, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_index", {c.id: c for c in self.chunks})
+        object.__setattr__(self, "_bound", {})
 
     def chunk(self, id: str) -> Chunk:
         return self._index[id]
+
+    def bound(self, rows: int) -> tuple[Chunk, ...]:
+        """The chunks at a number of rows; those of the latest few numbers are kept, for searches come back to them."""
+        if rows not in self._bound:
+            if len(self._bound) >= KEPT:
+                self._bound.pop(next(iter(self._bound)))
+            self._bound[rows] = tuple(c.bind(rows) for c in self.chunks)
+        return self._bound[rows]
 
     @cached_property
     def key(self) -> str:

@@ -10,9 +10,9 @@
     end
 
 An instruction: its place in the role's program, its stream, its parts joined by "+", and after "|" its waits (stream#count),
-what it frees before its parts and allocates after them. A part: its op with arguments, @microbatch, then `node` (left out where
-it is chunk.step@microbatch), reads, writes, frees. Words with spaces, or that mean something here, are JSON strings. Empty lines
-and those that start with "#" are skipped.
+what it frees before its parts and allocates after them, and the seconds that it takes where they are given (an overlapped pair).
+A part: its op with arguments, @microbatch, then `node` (left out where it is chunk.step@microbatch), reads, writes, frees. Words
+with spaces, or that mean something here, are JSON strings. Empty lines and those that start with "#" are skipped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TABLES: dict[str, tuple[str, Any]] = {
     "bucket": ("buckets", Bucket),
 }
 _STEPS = ("F", "B", "I", "W")
-_CLAUSES = ("node", "reads", "writes", "frees", "waits", "allocs")
+_CLAUSES = ("node", "reads", "writes", "frees", "waits", "allocs", "takes")
 _FLAGS = ("weighted", "clip")
 _RESERVED = {"+", "|", *_CLAUSES, *_FLAGS}
 _BARE = re.compile(r'[^\s"@#|+{\[][^\s"]*\Z')
@@ -64,20 +64,6 @@ def format_plan(plan: Plan) -> str:
     return "\n".join([*lines, _END]) + "\n"
 
 
-def format_program(role: RolePlan) -> str:
-    """A role's program for people, in aligned columns: index, stream, what runs, waits, what it allocates and frees."""
-    rows = [("", "stream", "instruction", "waits for", "allocates", "frees")]
-    for i, instr in enumerate(role.program):
-        waits = " ".join(f"{s}#{n}" for s, n in instr.waits)
-        allocs = [v for p in instr.parts for v in p.writes if not instr.comm] + list(instr.allocs_after)
-        frees = [*instr.frees_before, *(v for p in instr.parts for v in p.frees)]
-        what = " + ".join(p.node for p in instr.parts)
-        rows.append((str(i), instr.stream, what, waits, " ".join(allocs), " ".join(frees)))
-    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-    lines = [f"{row[0]:>{widths[0]}}  " + "  ".join(f"{x:<{w}}" for x, w in zip(row[1:], widths[1:])) for row in rows]
-    return "\n".join(line.rstrip() for line in lines) + "\n"
-
-
 def _instruction_lines(role: RolePlan) -> Iterator[str]:
     digits = max(4, len(str(len(role.program) - 1)))
     width = max((len(_word(s)) for s in role.streams), default=0)
@@ -86,6 +72,7 @@ def _instruction_lines(role: RolePlan) -> Iterator[str]:
             *_clause("waits", (f"{s}#{n}" for s, n in instr.waits)),
             *_clause("frees", instr.frees_before),
             *_clause("allocs", instr.allocs_after),
+            *([] if instr.seconds is None else ["takes", _word(json.dumps(instr.seconds))]),
         ]
         line = f"{index:>{digits}} {_word(instr.stream):<{width}} {' + '.join(map(_part, instr.parts))}"
         yield line + (f" | {' '.join(tail)}" if tail else "")
@@ -306,10 +293,14 @@ def _parse_instruction(words: _Words) -> Instr:
     while words.accept("+"):
         parts.append(_parse_part(words))
     tail = words.accept("|")
-    clauses = _clauses(words, ("waits", "frees", "allocs")) if tail else {}
-    words.end("waits, frees, allocs or the end of the line" if tail else '"+", "|" or the end of the line')
+    clauses = _clauses(words, ("waits", "frees", "allocs", "takes")) if tail else {}
+    words.end("waits, frees, allocs, takes or the end of the line" if tail else '"+", "|" or the end of the line')
     waits = tuple(map(_wait, clauses.get("waits", ())))
-    return Instr(stream, tuple(parts), waits, clauses.get("frees", ()), clauses.get("allocs", ()))
+    takes = clauses.get("takes", ())
+    if len(takes) > 1:
+        raise FormatError(f"one number of seconds is expected after takes, found {len(takes)}")
+    seconds = _float(takes[0]) if takes else None
+    return Instr(stream, tuple(parts), waits, clauses.get("frees", ()), clauses.get("allocs", ()), seconds)
 
 
 def _parse_part(words: _Words) -> Part:

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise, repeat, zip_longest
 
 from piper_ir.errors import PlanError
 from piper_ir.ops import COMM
@@ -98,14 +98,12 @@ def prepare_orders(orders: Sequence[IssueOrder], channels: Iterable[Channel]) ->
     """`prepare`, of issue orders that need not be a plan yet. Raises what `prepare` raises."""
     offsets, stream_of = [0], list[int]()
     streams: list[tuple[int, ...]] = []
-    waits: list[tuple[int, ...]] = []
     for order in orders:
-        index = {name: len(streams) + k for k, name in enumerate(dict.fromkeys(order.streams))}
-        own: dict[str, list[int]] = {name: [] for name in index}
+        own: dict[str, list[int]] = {name: [] for name in order.streams}
+        index = {name: len(streams) + k for k, name in enumerate(own)}
         for node, name in enumerate(order.streams, offsets[-1]):
             own[name].append(node)
         stream_of.extend([index[name] for name in order.streams])
-        waits.extend(_waits(order, own))
         streams.extend([tuple(nodes) for nodes in own.values()])
         offsets.append(offsets[-1] + len(order.streams))
     groups, p2p = _groups(orders, channels, offsets)
@@ -113,23 +111,31 @@ def prepare_orders(orders: Sequence[IssueOrder], channels: Iterable[Channel]) ->
     for g, members in enumerate(groups):
         for m in members:
             group_of[m] = g
-    steps = _order(orders, offsets, streams, waits, groups, group_of, p2p)
     roles = tuple([order.role for order in orders])
-    return Prepared(roles, tuple(offsets), tuple(streams), tuple(stream_of), tuple(waits), groups, tuple(group_of), p2p, steps)
+    bare = Prepared(roles, tuple(offsets), tuple(streams), tuple(stream_of), (), groups, tuple(group_of), p2p, ())
+    return with_waits(bare, orders)
+
+
+def with_waits(prepared: Prepared, orders: Sequence[IssueOrder]) -> Prepared:
+    """The DAG of orders that differ in their waits alone from those that `prepared` was made of. PlanError as in `prepare`."""
+    streams = iter(prepared.streams)
+    waits: list[tuple[int, ...]] = []
+    for order in orders:
+        waits.extend(_waits(order, {name: next(streams) for name in dict.fromkeys(order.streams)}))
+    of = prepared
+    steps = _order(orders, of.offsets, of.streams, waits, of.groups, of.group_of, of.p2p)
+    return replace(prepared, waits=tuple(waits), order=steps)
 
 
 def _waits(order: IssueOrder, own: Mapping[str, Sequence[int]]) -> Iterator[tuple[int, ...]]:
     """Per instruction of a role the nodes that it waits for; `own`: the role's nodes by stream."""
     for i, waits in enumerate(order.waits):
-        if not waits:
-            yield ()
-            continue
-        for stream, n in waits:
-            has = len(own.get(stream, ()))
-            if n > has:
-                where = f"role {order.role}, instruction {i} {order.label(i)}"
-                raise PlanError(f"{where}: waits for {n} of stream {stream!r}, which has {has}")
-        yield tuple([own[stream][n - 1] for stream, n in waits if n > 0])
+        try:
+            yield tuple([own[stream][n - 1] for stream, n in waits if n > 0]) if waits else ()
+        except (KeyError, IndexError):
+            stream, n = next((s, n) for s, n in waits if n > len(own.get(s, ())))
+            where = f"role {order.role}, instruction {i} {order.label(i)}"
+            raise PlanError(f"{where}: waits for {n} of stream {stream!r}, which has {len(own.get(stream, ()))}") from None
 
 
 def sweep(
@@ -186,36 +192,59 @@ def _issued(prepared: Prepared, issue: float, after: Times | None) -> tuple[list
     if not issue:
         return [0.0] * len(prepared), clocks
     out: list[float] = []
-    for r, clock in enumerate(clocks):
-        for _ in range(prepared.offsets[r], prepared.offsets[r + 1]):
-            clock += issue
-            out.append(clock)
-        clocks[r] = clock
+    for r, (first, end) in enumerate(pairwise(prepared.offsets)):
+        issued = list(accumulate(repeat(issue, end - first), initial=clocks[r]))
+        out += issued[1:]
+        clocks[r] = issued[-1]
     return out, clocks
 
 
 def period(prepared: Prepared, durations: Sequence[float], *, latency: float = 0.0, issue: float = 0.0, most: int = 64) -> float:
-    """Seconds per step in steady state, steps following each other without a barrier. Runs until every stream advances by the
-    same amount over c steps, twice in a row, for a c up to 4 (such systems may alternate between patterns), and no host, which
-    is never blocked, needs longer for its instructions: what is issued ever earlier holds nothing up. After `most` steps without
-    that (parts of the plan that share nothing): the slowest stream's or host's, over the later half."""
+    """Seconds per step in steady state (see `steady`), steps following each other without a barrier, of at most `most` steps."""
+    return step_and_period(prepared, durations, latency=latency, issue=issue, most=most)[1]
+
+
+def step_and_period(
+    prepared: Prepared, durations: Sequence[float], *, latency: float = 0.0, issue: float = 0.0, most: int = 64
+) -> tuple[float, float]:
+    """Seconds of the first step alone (`sweep`), and the `period`."""
     last = [nodes[-1] for nodes in prepared.streams]
-    host = issue * max((b - a for a, b in pairwise(prepared.offsets)), default=0)
+    host = host_seconds(prepared, issue)
     history: list[list[float]] = []
-    times: Times | None = None
-    if not last:
-        return 0.0
-    for _ in range(most):
-        times = sweep(prepared, durations, latency=latency, issue=issue, after=times)
+    times = first = sweep(prepared, durations, latency=latency, issue=issue)
+    for k in range(most if last else 0):
+        if k:
+            times = sweep(prepared, durations, latency=latency, issue=issue, after=times)
         history.append([times.end[x] for x in last])
-        for c in range(1, 5):
-            if len(history) > c + 1:
-                gains = _gains(history[-1], history[-1 - c]) + _gains(history[-2], history[-2 - c])
-                slack = 1e-12 * max(history[-1])
-                if max(gains) - min(gains) <= slack and host * c <= max(gains) + slack:
-                    return max(gains) / c
-    half = most // 2
-    return max(*_gains(history[-1], history[-1 - half]), host * half) / half
+        found = steady(history, host)
+        if found is not None:
+            return first.makespan, found
+    return first.makespan, later_half(history, host)
+
+
+def host_seconds(prepared: Prepared, issue: float) -> float:
+    """What the busiest host needs for the instructions of a step."""
+    return issue * max((b - a for a, b in pairwise(prepared.offsets)), default=0)
+
+
+def steady(history: Sequence[Sequence[float]], host: float, tolerance: float = 1e-12) -> float | None:
+    """The period, once every stream advances by the same amount over c steps, twice in a row, for a c up to 4 (such systems may
+    alternate between patterns), and no host, which is never blocked, needs longer for its instructions: what is issued ever
+    earlier holds nothing up. `history`: per step the end of each stream's last node; `host`: seconds per step of the busiest."""
+    for c in range(1, 5):
+        if len(history) > c + 1:
+            gains = _gains(history[-1], history[-1 - c]) + _gains(history[-2], history[-2 - c])
+            slack = tolerance * max(history[-1])
+            if max(gains) - min(gains) <= slack and host * c <= max(gains) + slack:
+                return max(gains) / c
+    return None
+
+
+def later_half(history: Sequence[Sequence[float]], host: float) -> float:
+    """The period of what never gets steady (parts of a plan that share nothing): the slowest stream's or host's, over the later
+    half of the steps."""
+    half = len(history) // 2
+    return max(*_gains(history[-1], history[-1 - half]), host * half) / half if half else 0.0
 
 
 def _gains(now: Sequence[float], then: Sequence[float]) -> list[float]:
@@ -271,15 +300,19 @@ def _order(
     while queue:
         node = queue.popleft()
         g = group_of[node]
-        members = (node,) if g < 0 else groups[g]
-        for m in members:
-            group = () if g < 0 else groups[g] if m == members[-1] else None
-            order.append((m, before[m], waits[m], group, g >= 0 and p2p[g]))
-            for x in after[m]:
-                first = leader[x]
-                missing[first] -= 1
-                if not missing[first]:
-                    queue.append(first)
+        if g < 0:
+            order.append((node, before[node], waits[node], (), False))
+            freed = after[node]
+        else:
+            members = groups[g]
+            order.extend([(m, before[m], waits[m], None, p2p[g]) for m in members[:-1]])
+            order.append((members[-1], before[members[-1]], waits[members[-1]], members, p2p[g]))
+            freed = [x for m in members for x in after[m]]
+        for x in freed:
+            first = leader[x]
+            left = missing[first] = missing[first] - 1
+            if not left:
+                queue.append(first)
     if len(order) < n:
         raise PlanError(_cycle(orders, offsets, {step[0] for step in order}, before, waits, groups, group_of))
     return tuple(order)
@@ -290,13 +323,13 @@ def _edges(streams: Sequence[tuple[int, ...]], waits: Sequence[tuple[int, ...]])
     n = len(waits)
     before = [0] * n
     after: list[list[int]] = [[] for _ in range(n)]
-    missing = [len(w) for w in waits]
+    missing = [len(w) + 1 for w in waits]
     for s, nodes in enumerate(streams):
         before[nodes[0]] = n + s
+        missing[nodes[0]] -= 1
         for a, b in pairwise(nodes):
             before[b] = a
-            after[a].append(b)
-            missing[b] += 1
+            after[a] = [b]
     for node, targets in enumerate(waits):
         for t in targets:
             after[t].append(node)

@@ -4,7 +4,7 @@ Importing this package registers the ops `piper::attention`, `piper::layer_norm`
 with their gradients.
 """
 
-from piper_ops.costs import KernelInfo, kernel_of
+from piper_ops.costs import KernelInfo, kernel_of, op_cost
 from piper_ops.errors import UnsupportedVariant
 from piper_ops.library import DIRECT
 from piper_ops.losses import cross_entropy, cross_entropy_dgrad
@@ -43,6 +43,7 @@ __all__ = [
     "layer_norm_backward",
     "layer_norm_dgrad",
     "layer_norm_wgrad",
+    "op_cost",
     "replace_portable",
     "rms_norm",
     "rms_norm_dgrad",

@@ -48,9 +48,12 @@ def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: 
     if not isinstance(op, torch._ops.OpOverload):
         raise TypeError(f"{op!r} is no OpOverload; trace the function with AOTAutograd first and pass the node's target")
     call = Call(_bound(op, args_meta, kwargs_meta or {}), tuple(_tensors(out_meta)))
-    operands = [*_tensors(list(call.args.values()))]
+    operands = [*_tensors([call.args[a.name] for a in op._schema.arguments if a.name in call.args and not _is_out(a)])]
     moved = sum(map(_nbytes, operands)) + sum(map(_nbytes, call.outs))
     dtype = _dtype([*call.outs, *operands])
+    own = _OWN.get(op)
+    if own is not None:
+        return KernelInfo(own.kind, (), own.flops(call), moved if own.bytes is None else own.bytes(call), dtype)
     portable = _FORMULAS.get(op)
     if portable is not None:
         record, formula = portable
@@ -73,11 +76,42 @@ def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: 
     return KernelInfo("elementwise", (), flops, moved, dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class _Own:
+    flops: Callable[[Call], int]
+    bytes: Callable[[Call], int] | None
+    kind: Kind
+
+
+_OWN: dict[torch._ops.OpOverload, _Own] = {}
+"""Formulas of users' ops."""
+
+
+def op_cost(
+    op: str, *, flops: Callable[[Call], int], bytes: Callable[[Call], int] | None = None, kind: Kind = "elementwise"
+) -> None:
+    """Say what a custom op costs, before a model with it is captured. op: its name in torch.library, "mine::gate". flops, bytes:
+    of one call, from its arguments by schema name (`call.tensor("x")`) and its outputs (`call.outs`), affine in the rows of the
+    batch; bytes by default inputs plus outputs, once each. kind: "matmul" and "attention" run at a device's matmul rate, anything
+    else at that of its vector units. Without a formula an op counts one FLOP per element of its largest operand. ValueError for
+    an op that is not registered."""
+    namespace, _, name = op.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name, None) if namespace and name else None
+    if packet is None:
+        raise ValueError(f"op_cost({op!r}): no such op; register it first with @torch.library.custom_op({op!r}, mutates_args=())")
+    _OWN[packet.default] = _Own(flops, bytes, kind)
+
+
 def _bound(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     schema = op._schema.arguments
     bound = {a.name: a.default_value for a in schema if a.has_default_value()}
     bound.update((a.name, value) for a, value in zip(schema, args, strict=False))
     return bound | dict(kwargs)
+
+
+def _is_out(argument: torch.Argument) -> bool:
+    """A keyword that only names the memory of a result."""
+    return argument.kwarg_only and argument.is_out
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
@@ -146,6 +180,7 @@ def _convolution_backward_flops(call: Call) -> int:
 _MATMULS: dict[torch._ops.OpOverloadPacket, Callable[[Call], tuple[int, ...]]] = {
     aten.mm: _mm,
     aten.addmm: _addmm,
+    aten.addmm_: _addmm,
     aten.bmm: _bmm,
     aten.baddbmm: _baddbmm,
     aten.convolution: _convolution,

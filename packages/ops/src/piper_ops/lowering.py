@@ -1,7 +1,7 @@
 """Which kernel an attention call runs: one choice from device, dtype and shapes, used by the kernels and by cost models alike.
 
 The conditions are those of torch's own dispatcher (torch.nn.attention.SDPBackend) restated, so that the choice is known without
-the device. The CUDA choices have been checked against meta kernels only, not yet run.
+the device. On sm90 the kernels of every CUDA choice were run.
 """
 
 from __future__ import annotations

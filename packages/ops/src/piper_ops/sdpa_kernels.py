@@ -2,7 +2,7 @@
 
 Here tensors are [batch, heads, T, head_dim] as aten takes them, with the last dimension contiguous; a mask is additive, of 2 or 4
 dimensions. Pairs return (out, logsumexp [batch, heads, T_q]) and (grad_q, grad_k, grad_v), in whatever layout the kernel has.
-The CUDA pairs have been checked against meta kernels only, not yet run.
+The CUDA pairs were run on an H200 (packages/ops/tests/test_ops_on_cuda.py).
 """
 
 from __future__ import annotations

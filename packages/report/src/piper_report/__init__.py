@@ -14,6 +14,8 @@ _HOME = {
     "write_report": "piper_report.report",
     "Report": "piper_report.report",
     "draw_schedule": "piper_report.schedule_figure",
+    "draw_schedules": "piper_report.schedule_figure",
+    "Drawing": "piper_report.schedule_figure",
     "schedule_table": "piper_report.schedule_text",
     "aligned": "piper_report.clocks",
     "offsets": "piper_report.clocks",

@@ -16,7 +16,7 @@ from math import inf
 
 from piper_ir.plan import Plan
 from piper_ir.trace import Trace
-from piper_report.summary import seconds
+from piper_ir.units import time_text
 from piper_report.transfers import transfers
 
 Bounds = Mapping[tuple[int, int], float]
@@ -39,8 +39,8 @@ class Offset:
     def __str__(self) -> str:
         if self.error == inf:
             return "unknown: no transfer leads to it"
-        doubt = f"; the transfers contradict each other by {seconds(self.slack)}" if self.slack else ""
-        return f"offset {_signed(self.seconds)} +- {seconds(self.error)}{doubt}"
+        doubt = f"; the transfers contradict each other by {time_text(self.slack)}" if self.slack else ""
+        return f"offset {_signed(self.seconds)} +- {time_text(self.error)}{doubt}"
 
     @property
     def needed(self) -> bool:
@@ -89,7 +89,7 @@ def _unmoved(o: Offset) -> Offset:
 
 def _signed(value: float) -> str:
     sign = "" if value == 0 else "-" if value < 0 else "+"
-    return sign + seconds(abs(value))
+    return sign + time_text(abs(value))
 
 
 def _bounds(plan: Plan, trace: Trace) -> Bounds:

@@ -10,10 +10,12 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 
+from piper_ir.phases import PHASES, Kind, Phase
 from piper_ir.plan import COMPUTE, Plan
 from piper_ir.trace import Span, Trace
+from piper_ir.units import time_text
 from piper_report.idle import makespan
-from piper_report.phases import PHASES, Kind, Phase, kinds
+from piper_report.phases import kinds
 from piper_report.style import (
     DPI,
     GREY,
@@ -31,7 +33,6 @@ from piper_report.style import (
     time_unit,
     tint,
 )
-from piper_report.summary import seconds
 from piper_report.transfers import transfers
 
 MOST_RANKS = 8
@@ -121,8 +122,8 @@ def _gantt(line: Timeline, window: Window, name: str, title: str) -> Picture:
     both = " over ".join("predicted" if t.kind == "simulated" else "measured" for t in line.traces)
     everyone = len({s.rank for t in line.traces for s in t.spans})
     alt = (
-        f"Gantt chart of one step, {both}: {len(rows)} of {everyone} ranks, each with its streams, from {seconds(window.start)} "
-        f"to {seconds(window.end)} after the step began."
+        f"Gantt chart of one step, {both}: {len(rows)} of {everyone} ranks, each with its streams, "
+        f"from {time_text(window.start)} to {time_text(window.end)} after the step began."
     )
     caption = _caption(line.traces, len(rows), everyone, sum(r.hidden for r in every))
     return picture(figure, name, title, alt, caption, least=900, marks=sum(r.drawn for r in every))

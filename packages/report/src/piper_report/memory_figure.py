@@ -10,6 +10,7 @@ from matplotlib.patches import Patch
 
 from piper_ir.plan import Plan
 from piper_ir.trace import MemSample, Trace
+from piper_ir.units import size_text
 from piper_report.idle import makespan
 from piper_report.style import (
     CATEGORIES,
@@ -25,7 +26,6 @@ from piper_report.style import (
     size_unit,
     time_unit,
 )
-from piper_report.summary import size
 
 MOST_PANELS = 8
 STATES = ("param", "grad", "optim", "buffer")
@@ -145,5 +145,5 @@ def _peaks(curve: list[MemSample], points: list[MemSample], unit: TimeUnit) -> s
     for name, samples in (("predicted", curve), ("measured", points)):
         if samples:
             top = max(samples, key=_total)
-            words.append(f"{name} peak {size(_total(top))} at {top.time * unit.scale:.3g} {unit.name}")
+            words.append(f"{name} peak {size_text(_total(top))} at {top.time * unit.scale:.3g} {unit.name}")
     return ", ".join(words)

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 
-from piper_report.results import Study
+from piper_ir.study import StudyDocument
 from piper_report.style import GREY, RED, Picture, new_figure, panels, picture
 from piper_report.tuning_figures import WIDE_RANGE, Scored, scored, unit_of
 
@@ -26,7 +26,7 @@ LONGEST = 16
 """Letters of a value."""
 
 
-def parallel_figure(study: Study) -> Picture | None:
+def parallel_figure(study: StudyDocument) -> Picture | None:
     """One vertical axis per parameter; a line per complete candidate, coloured by its period; the best on top. None without
     parameters."""
     found = scored(study)

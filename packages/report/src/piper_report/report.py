@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from piper_ir.errors import OutputError
+from piper_ir.study import Row
 from piper_ir.trace import Trace
+from piper_ir.units import size_text, time_text
 from piper_report.clocks import NOTE, aligned
 from piper_report.gantt import timelines
 from piper_report.memory_figure import memory_figure
 from piper_report.page import Section, page
 from piper_report.parallel_figure import parallel_figure
-from piper_report.results import HANG_FILE, Results, Trial, load
+from piper_report.results import HANG_FILE, Results, load
 from piper_report.style import Picture, house_style
-from piper_report.summary import Table, seconds, size
+from piper_report.summary import Table
 from piper_report.tables import (
     Sheet,
     cost_sheet,
@@ -105,16 +107,18 @@ def _facts(results: Results) -> list[tuple[str, str]]:
     if results.measured is not None:
         facts.append(("measured", f"{len(results.measured.step_s)} steps"))
     if study is not None:
-        limit = "none" if study.memory_limit is None else size(study.memory_limit)
-        facts.append(("tuned for", f"{study.cluster}: {len(study.trials)} candidates, seed {study.seed}, memory limit {limit}"))
+        limit = "none" if study.memory_limit is None else size_text(study.memory_limit)
+        ended = "; interrupted, this is what was found until then" if study.interrupted else ""
+        text = f"{study.cluster}: {len(study.trials)} candidates, seed {study.seed}, memory limit {limit}{ended}"
+        facts.append(("tuned for", text))
         best = next((t for t in study.trials if t.number == study.best), None)
         facts.append(("best candidate", "none was found" if best is None else _told(best)))
     return facts
 
 
-def _told(best: Trial) -> str:
+def _told(best: Row) -> str:
     times = [("predicted", best.period_s), ("measured", best.measured_period_s)]
-    shown = ", ".join(f"{seconds(t)} {name}" for name, t in times if t is not None)
+    shown = ", ".join(f"{time_text(t)} {name}" for name, t in times if t is not None)
     return f"trial {best.number}, {shown}: {trial_text(best)}"
 
 

@@ -7,12 +7,13 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from piper_ir.codec import decode, loads
 from piper_ir.costs import Costs
 from piper_ir.errors import FormatError
 from piper_ir.plan import Plan
+from piper_ir.study import StudyDocument
 from piper_ir.trace import Trace
 
 T = TypeVar("T")
@@ -85,38 +86,6 @@ class Metric:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """One candidate of a tuning. `period_s`, `step_s`, `peak_bytes` and `device_bytes` are predicted; `error` is predicted /
-    measured - 1 of the period. A rejected one has a `reason` and its class, `kind`."""
-
-    number: int
-    state: Literal["complete", "rejected"]
-    params: Mapping[str, Any] = field(default_factory=dict)
-    period_s: float | None = None
-    step_s: float | None = None
-    peak_bytes: int | None = None
-    device_bytes: int | None = None
-    source: str | None = None
-    reason: str | None = None
-    kind: str | None = None
-    measured_period_s: float | None = None
-    measured_peak_bytes: int | None = None
-    error: float | None = None
-
-
-@dataclass(frozen=True)
-class Study:
-    """study.json: the trials in the order in which they were made; `best` is the number of one; `rules` say what was pruned."""
-
-    cluster: str
-    trials: tuple[Trial, ...]
-    memory_limit: int | None = None
-    seed: int = 0
-    best: int | None = None
-    rules: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
 class Results:
     """What a folder holds; None or empty for what it does not. `params`: the values that made the strategy; `hung`: the
     run hung, and hang.txt says where every rank was."""
@@ -129,7 +98,7 @@ class Results:
     measured: Measured | None = None
     measured_trace: Trace | None = None
     metrics: tuple[Metric, ...] = ()
-    study: Study | None = None
+    study: StudyDocument | None = None
     costs: Costs | None = None
     hung: bool = False
 
@@ -152,7 +121,7 @@ def load(folder: str | Path) -> Results:
         measured=_read(folder, "measured.json", _plain(Measured)),
         measured_trace=_read(folder, "spans-measured.json", _document(Trace)),
         metrics=_read(folder, "metrics.jsonl", _metrics) or (),
-        study=_read(folder, "study.json", _document(Study)),
+        study=_read(folder, "study.json", _document(StudyDocument)),
         costs=_read(folder, "costs.json", _document(Costs)),
         hung=(folder / HANG_FILE).is_file(),
     )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from piper_ir.errors import OutputError
-from piper_ir.plan import COMPUTE, Plan
+from piper_ir.ops import Compute
+from piper_ir.phases import PHASES, Kind
+from piper_ir.plan import COMPUTE, Instr, Plan
 from piper_ir.trace import Span, Trace
 from piper_report.idle import makespan
-from piper_report.phases import PHASES, Kind, Phase, kinds
+from piper_report.phases import kinds
 from piper_report.style import (
     GREY,
     INK,
@@ -23,6 +27,7 @@ from piper_report.style import (
     panels,
     rendered,
     time_unit,
+    tint,
 )
 
 IDLE = "#F4F4F4"
@@ -33,54 +38,133 @@ CELL = 0.3
 """Inches that three of four cells should have at least, so that their numbers can be read."""
 
 
+PALEST = 0.45
+"""Strength of the colour of a device's last chunk; its first has all of it."""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A schedule to draw: rows are ranks. The plan tells I fused with I from I fused with W, and the chunks of a device apart."""
+
+    trace: Trace
+    plan: Plan | None = None
+    title: str = ""
+
+
 def draw_schedule(trace: Trace, path: str | Path, plan: Plan | None = None) -> None:
     """Write a PNG: rows are ranks, colours phases, the numbers microbatches; an overlapped pair is a cell of two halves, forward
-    above; what stays pale is idle. The plan tells I fused with I from I fused with W; without it the latter is assumed.
-    OutputError when the file cannot be written."""
+    above; the later of a device's chunks (stages) are paler; what stays grey is idle. The plan tells the chunks apart, and I
+    fused with I from I fused with W; without it the latter is assumed. OutputError when the file cannot be written."""
+    draw_schedules([Drawing(trace, plan)], path)
+
+
+def draw_schedules(drawings: Sequence[Drawing], path: str | Path) -> None:
+    """As `draw_schedule`, several below each other on one axis of time."""
     with house_style():
-        png = _drawn(trace, plan)
+        png = _drawn(drawings)
     try:
         Path(path).write_bytes(png)
     except OSError as e:
         raise OutputError(f"cannot write the schedule to {path}: {e.strerror}; choose another path") from None
 
 
-def _drawn(trace: Trace, plan: Plan | None) -> bytes:
-    work = {s: k for s, k in kinds(trace, plan).items() if s.stream == COMPUTE and s.end > s.start}
-    ranks = sorted({s.rank for s in trace.spans})
-    origin, length = min((s.start for s in trace.spans), default=0.0), makespan(trace) or 1.0
+def _drawn(drawings: Sequence[Drawing]) -> bytes:
+    work = [_work(d) for d in drawings]
+    length = max(makespan(d.trace) for d in drawings) or 1.0
+    ranks = [len({s.rank for s in d.trace.spans}) for d in drawings]
+    width = max(7.0, *(_width(found, length) for found in work))
+    titles = sum(0.3 for d in drawings if d.title)
+    figure = new_figure(min(TALLEST, 1.1 + titles + 0.32 * max(1, sum(ranks))), width)
+    axes = panels(figure, len(drawings), sharex=True, heights=[max(1, n) for n in ranks])
+    for ax, drawing, found in zip(axes, drawings, work, strict=True):
+        _schedule(ax, drawing, found, length, width)
     unit = time_unit(length)
+    axes[-1].set_xlabel(f"time since the step began ({unit.name})")
+    halves = {h[0] for found in work for k in found.values() for h in k.halves}
+    handles = [Patch(facecolor=PHASE_COLOURS[p], edgecolor=GREY, linewidth=0.4, label=PHASES[p]) for p in PHASES if p in halves]
+    handles.append(Patch(facecolor=IDLE, edgecolor=GREY, linewidth=0.4, label="idle"))
+    if any(len(c) > 1 for d in drawings if d.plan is not None for c in _chunks(d.plan).values()):
+        pale = tint(PHASE_COLOURS["F"], PALEST)
+        handles.append(Patch(facecolor=pale, edgecolor=GREY, linewidth=0.4, label="paler: a later chunk of the device"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), max(2, int(width / 2.2))), frameon=False)
+    return rendered(figure, "png")
+
+
+def _work(drawing: Drawing) -> dict[Span, Kind]:
+    """What is computed and takes time."""
+    return {s: k for s, k in kinds(drawing.trace, drawing.plan).items() if s.stream == COMPUTE and s.end > s.start}
+
+
+def _width(work: Mapping[Span, Kind], length: float) -> float:
+    """Inches at which most of the cells have room for their number."""
     lengths = sorted(s.end - s.start for s, k in work.items() if k.mb >= 0) or [length]
-    width = min(WIDEST, max(7.0, 1.2 + CELL * length / lengths[len(lengths) // 4]))
-    height = min(TALLEST, 1.1 + 0.32 * max(1, len(ranks)))
-    figure = new_figure(height, width)
-    (ax,) = panels(figure, 1)
+    return min(WIDEST, 1.2 + CELL * length / lengths[len(lengths) // 4])
+
+
+def _schedule(ax: Axes, drawing: Drawing, work: Mapping[Span, Kind], length: float, width: float) -> None:
+    """One schedule, on an axis of time that others may share."""
+    ranks = sorted({s.rank for s in drawing.trace.spans})
+    origin = min((s.start for s in drawing.trace.spans), default=0.0)
+    unit = time_unit(length)
     ax.grid(False)
     row_of = {rank: y for y, rank in enumerate(ranks)}
     for y in row_of.values():
-        ax.broken_barh([(0, length * unit.scale)], (y - 0.45, 0.9), facecolor=IDLE, edgecolor="none")
+        ax.broken_barh([(0, makespan(drawing.trace) * unit.scale)], (y - 0.45, 0.9), facecolor=IDLE, edgecolor="none")
     points = width * 0.88 * 72 / length  # per second
+    strengths = _strengths(drawing, work)
     for span, kind in work.items():
-        _cell(ax, span, kind, row_of[span.rank], origin, unit, (span.end - span.start) * points)
+        _cell(ax, span, kind, strengths[span], row_of[span.rank], origin, unit, (span.end - span.start) * points)
     ax.set_yticks(range(len(ranks)), [f"rank {r}" for r in ranks])
     ax.set_ylim(len(ranks) - 0.45, -0.55)
     ax.set_xlim(0, length * unit.scale)
     ax.tick_params(axis="y", length=0)
-    ax.set_xlabel(f"time since the step began ({unit.name})")
-    phases: list[Phase] = [p for p in PHASES if p != "pair" and any(p in (h[0] for h in k.halves) for k in work.values())]
-    handles = [Patch(facecolor=PHASE_COLOURS[p], edgecolor=GREY, linewidth=0.4, label=PHASES[p]) for p in phases]
-    handles.append(Patch(facecolor=IDLE, edgecolor=GREY, linewidth=0.4, label="idle"))
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), max(2, int(width / 1.8))), frameon=False)
-    return rendered(figure, "png")
+    if drawing.title:
+        ax.set_title(drawing.title, loc="left")
 
 
-def _cell(ax: Axes, span: Span, kind: Kind, y: int, origin: float, unit: TimeUnit, points: float) -> None:
+def _strengths(drawing: Drawing, work: Mapping[Span, Kind]) -> dict[Span, tuple[float, ...]]:
+    """How strong the colour of each half of an instruction is."""
+    plan = drawing.plan
+    if plan is None:
+        return {s: (1.0,) * len(k.halves) for s, k in work.items()}
+    chunks = _chunks(plan)
+    out = {}
+    for span, kind in work.items():
+        role = plan.role_of(span.rank)
+        mine = chunks[role.role]
+        step = (1 - PALEST) / max(1, len(mine) - 1)
+        stages = [_stage(plan, role.program[span.instr], phase == "F") for phase, _ in kind.halves]
+        out[span] = tuple(1.0 if stage is None else 1 - step * mine.index(stage) for stage in stages)
+    return out
+
+
+def _chunks(plan: Plan) -> dict[str, list[int]]:
+    """Role -> the stages that it computes, ascending."""
+    out = {}
+    for role in plan.roles:
+        found = {_stage(plan, instr, forward) for instr in role.program for forward in (True, False)}
+        out[role.role] = sorted(stage for stage in found if stage is not None)
+    return out
+
+
+def _stage(plan: Plan, instr: Instr, forward: bool) -> int | None:
+    """The stage of an instruction's first part of one direction; None where there is none."""
+    for part in instr.parts:
+        if isinstance(part.op, Compute) and (part.op.step == "F") == forward:
+            stage = plan.chunk(part.op.chunk).coords.get("stage")
+            return stage if isinstance(stage, int) else None
+    return None
+
+
+def _cell(
+    ax: Axes, span: Span, kind: Kind, strengths: Sequence[float], y: int, origin: float, unit: TimeUnit, points: float
+) -> None:
     """One instruction, its halves above each other."""
     start, length = (span.start - origin) * unit.scale, (span.end - span.start) * unit.scale
     each = 0.9 / len(kind.halves)
     for i, (phase, mb) in enumerate(kind.halves):
         low = y - 0.45 + i * each
-        colour = PHASE_COLOURS[phase]
+        colour = tint(PHASE_COLOURS[phase], strengths[i])
         ax.broken_barh([(start, length)], (low, each), facecolor=colour, edgecolor="white", linewidth=0.5)
         text, font = str(mb) if mb >= 0 else "", 8 if len(kind.halves) == 1 else 6
         if text and points > 0.62 * font * len(text) + 1.5:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 
+from piper_ir.phases import PHASES, Kind, Phase
 from piper_ir.plan import COMPUTE, Plan
 from piper_ir.trace import Span, Trace
+from piper_ir.units import time_text
 from piper_report.idle import makespan
-from piper_report.phases import PHASES, Kind, kinds
-from piper_report.summary import seconds
+from piper_report.phases import kinds
 
 IDLE, GOES_ON = ".", "="
 NARROWEST = 40
@@ -19,11 +20,15 @@ MOST_UNITS = 4096
 """Slots of a schedule whose times are multiples of one unit; of more, the unit is given up."""
 
 
-def schedule_table(trace: Trace, plan: Plan | None = None, *, width: int | None = None) -> str:
+TERMINAL = {"F": 75, "B": 214, "I": 36, "W": 175, "pair": 228, "U": 246}
+"""Numbers of xterm's 256 colours, near those of the pictures; of an overlapped pair one of its own."""
+
+
+def schedule_table(trace: Trace, plan: Plan | None = None, *, width: int | None = None, colour: bool = False) -> str:
     """What each rank computes when, at most `width` characters wide (default: the terminal's). Each column is the same time:
     the common unit of all durations where they have one and it fits, else what makes the step fill the width; it shows what
     runs for most of it. Where too few microbatches' numbers would fit, a column is one letter. The plan tells I fused with I
-    from I fused with W; without it the latter is assumed."""
+    from I fused with W; without it the latter is assumed. colour: in the colours of a terminal that has 256."""
     width = max(NARROWEST, width or shutil.get_terminal_size().columns)
     found = kinds(trace, plan)
     work = {s: k for s, k in found.items() if s.stream == COMPUTE and k.phase != "other" and s.end > s.start}
@@ -34,14 +39,28 @@ def schedule_table(trace: Trace, plan: Plan | None = None, *, width: int | None 
         by_rank[s.rank].append(s)
     origin, length = min(s.start for s in trace.spans), makespan(trace)
     indent = len(f"rank {max(by_rank)}") + 2
-    for cell in (max(len(k.label) for k in work.values()) + 1, 1):  # with microbatches where they fit, else without
+    letters = max(len(k.label) for k in work.values())
+    for cell in _cell_widths(letters, _unit(work, origin, length), length, width - indent):
         slots, slot = _grid(work, origin, length, (width - indent) // cell)
         rows = {rank: _row(spans, origin, slot, slots) for rank, spans in by_rank.items()}
         missed = sum(len(set(by_rank[rank]) - set(row)) for rank, row in rows.items())
         if missed <= MOST_MISSED * len(work):
             break
-    lines = [f"rank {rank}".ljust(indent) + "".join(_cells(row, work, cell)).rstrip() for rank, row in rows.items()]
+    lines = []
+    for rank, row in rows.items():
+        cells = [*_cells(row, work, cell)]
+        if colour:
+            cells = [_coloured(text, work[span].phase) if span else text for text, span in zip(cells, row, strict=True)]
+        lines.append(f"rank {rank}".ljust(indent) + "".join(cells).rstrip())
     return "\n".join([*lines, "", *_legend(work.values(), slot, cell > 1, missed, width)])
+
+
+def _cell_widths(letters: int, unit: float | None, length: float, room: int) -> tuple[int, ...]:
+    """Columns' widths to try, widest first: labels of `letters` and a space, or without it where only so a column can be the
+    common unit of all times; one letter."""
+    if unit is not None and (slots := round(length / unit)) * (letters + 1) > room >= slots * letters:
+        return (letters, 1)
+    return (letters + 1, 1)
 
 
 def _grid(spans: Iterable[Span], origin: float, length: float, most: int) -> tuple[int, float]:
@@ -103,13 +122,19 @@ def _cells(row: Sequence[Span | None], work: Mapping[Span, Kind], cell: int) -> 
         before = span
 
 
+def _coloured(text: str, phase: Phase) -> str:
+    """Black on the colour of a phase; a space that follows a label stays as it is."""
+    letters = text.rstrip()
+    return f"\x1b[30;48;5;{TERMINAL.get(phase, 250)}m{letters}\x1b[0m{text[len(letters) :]}"
+
+
 def _legend(found: Iterable[Kind], slot: float, numbered: bool, missed: int, width: int) -> list[str]:
     phases = {p for k in found for p, _ in k.halves} | {k.phase for k in found}
     words = [f"{p} {PHASES[p]}" for p in PHASES if p in phases and p != "pair"]
     if "pair" in phases:
         words.append(f"{'F1&B0' if numbered else '&'} {PHASES['pair']}")
     words += ["the number is the microbatch"] if numbered else []
-    words += [f"{GOES_ON} goes on", f"{IDLE} idle", f"a column is {seconds(slot)}"]
+    words += [f"{GOES_ON} goes on", f"{IDLE} idle", f"a column is {time_text(slot)}"]
     if missed:
         words.append(f"too short to show: {missed} instructions")
     lines = [""]

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from piper_ir.plan import COMPUTE
 from piper_ir.trace import Trace
+from piper_ir.units import size_text, time_text
 
 ABSENT = "-"
 WIDEST = 8
@@ -63,46 +64,36 @@ class Measured(Protocol):
     def trace(self) -> Trace: ...
 
 
-def prediction_text(prediction: Prediction, *, title: str) -> str:
-    """`prediction_table` as plain text."""
-    return prediction_table(prediction, title=title).plain()
-
-
 def prediction_table(prediction: Prediction, *, title: str) -> Table:
     """The headline figures of a simulation, one per line, where the durations come from, and what is not calibrated."""
     s = prediction.summary()
     rows = (
-        ("step alone", seconds(s["step_s"])),
-        ("step in steady state", seconds(s["period_s"])),
+        ("step alone", time_text(s["step_s"])),
+        ("step in steady state", time_text(s["period_s"])),
         ("tokens per second", ABSENT if s["tokens_per_s"] is None else f"{s['tokens_per_s']:,.0f}"),
         ("model FLOP utilisation", percent(s["mfu"])),
         ("hardware FLOP utilisation", percent(s["hfu"])),
-        ("exposed communication", seconds(s["exposed_comm_s"])),
-        ("bubble, global", seconds(s["global_bubble_s"])),
-        ("bubble, span", seconds(s["span_bubble_s"])),
-        ("peak memory, allocated", size(s["peak_bytes"])),
-        ("peak memory, device", size(s["device_bytes"])),
+        ("exposed communication", time_text(s["exposed_comm_s"])),
+        ("bubble, global", time_text(s["global_bubble_s"])),
+        ("bubble, span", time_text(s["span_bubble_s"])),
+        ("peak memory, allocated", size_text(s["peak_bytes"])),
+        ("peak memory, device", size_text(s["device_bytes"])),
         ("durations from", sources(s["sources"])),
     )
     return Table(title, ("", "worst device"), rows, _warnings(s))
 
 
-def beside(prediction: Prediction, measured: Measured, *, title: str) -> str:
-    """`beside_table` as plain text."""
-    return beside_table(prediction, measured, title=title).plain()
-
-
 def beside_table(prediction: Prediction, measured: Measured, *, title: str) -> Table:
     """A table of predicted beside measured: step time, compute of each rank (when spans were recorded) and peak memory of
     each rank (when it was), with predicted / measured; where the predicted durations come from, and what is not calibrated."""
-    rows = [_compared("step in steady state", prediction.period_s, measured.period_s, seconds)]
+    rows = [_compared("step in steady state", prediction.period_s, measured.period_s, time_text)]
     if measured.step_s:
-        rows.append(_compared("first step, alone", prediction.step_s, measured.step_s[0], seconds))
+        rows.append(_compared("first step, alone", prediction.step_s, measured.step_s[0], time_text))
     busy, did = compute_seconds(prediction.trace), compute_seconds(measured.trace)
-    rows += [_compared(f"compute, rank {r}", busy[r], did.get(r), seconds) for r in _ranks(busy) if did]
+    rows += [_compared(f"compute, rank {r}", busy[r], did.get(r), time_text) for r in _ranks(busy) if did]
     peaks = dict(enumerate(prediction.peak_bytes))
     held = measured.peak_bytes
-    rows += [_compared(f"peak memory, rank {r}", peaks[r], held.get(r), size) for r in _ranks(peaks)]
+    rows += [_compared(f"peak memory, rank {r}", peaks[r], held.get(r), size_text) for r in _ranks(peaks)]
     s = prediction.summary()
     notes = (f"predicted durations from: {sources(s['sources'])}", *_warnings(s))
     return Table(title, ("", "predicted", "measured", "predicted / measured"), tuple(rows), notes)
@@ -119,21 +110,6 @@ def compute_seconds(trace: Trace) -> dict[int, float]:
         if span.stream == COMPUTE:
             out[span.rank] = out.get(span.rank, 0.0) + span.end - span.start
     return out
-
-
-def seconds(value: float) -> str:
-    """With a unit that leaves one to three digits before the point."""
-    if value == 0 or value >= 1:
-        return f"{value:.4g} s"
-    return f"{value * 1e3:.4g} ms" if value >= 1e-3 else f"{value * 1e6:.4g} us"
-
-
-def size(value: float) -> str:
-    """Bytes with a binary unit."""
-    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if value >= scale:
-            return f"{value / scale:.4g} {unit}"
-    return f"{value:.0f} B"
 
 
 def percent(value: float | None) -> str:

@@ -9,10 +9,12 @@ from typing import Any
 from pandas import DataFrame
 
 from piper_ir.codec import encode
+from piper_ir.study import Row
+from piper_ir.units import size_text, time_text
 from piper_report.idle import Idle, idle
 from piper_report.owners import owners
-from piper_report.results import Results, Trial
-from piper_report.summary import ABSENT, Table, percent, seconds, size
+from piper_report.results import Results
+from piper_report.summary import ABSENT, Table, percent
 from piper_report.training_figures import steps_of
 from piper_report.tuning_figures import held
 
@@ -64,22 +66,23 @@ def headline(results: Results) -> Sheet:
     p, m = results.predicted, results.measured
     gaps = idle(results.measured_trace, results.plan) if results.measured_trace is not None else []
     period = m.period_s if m else None
+    most = max(m.peak_bytes.values(), default=None) if m else None
     mfu, hfu = (None, None) if period is None else _used(results, period)
 
     def predicted(name: str) -> float | None:
         return getattr(p, name) if p is not None else None
 
     rows: list[tuple[str, str, Form, float | None, float | None]] = [
-        ("step in steady state", "s", seconds, predicted("period_s"), period),
-        ("step alone", "s", seconds, predicted("step_s"), m.step_s[0] if m and m.step_s else None),
+        ("step in steady state", "s", time_text, predicted("period_s"), period),
+        ("step alone", "s", time_text, predicted("step_s"), m.step_s[0] if m and m.step_s else None),
         ("tokens per second", "1/s", lambda v: f"{v:,.0f}", predicted("tokens_per_s"), m.tokens_per_s if m else None),
         ("model FLOP utilisation", "1", percent, predicted("mfu"), mfu),
         ("hardware FLOP utilisation", "1", percent, predicted("hfu"), hfu),
-        ("exposed communication", "s", seconds, predicted("exposed_comm_s"), _worst(gaps, "exposed")),
-        ("bubble, global", "s", seconds, predicted("global_bubble_s"), _worst(gaps, "global_bubble")),
-        ("bubble, span", "s", seconds, predicted("span_bubble_s"), _worst(gaps, "span_bubble")),
-        ("peak memory, allocated", "B", size, predicted("peak_bytes"), max(m.peak_bytes.values(), default=None) if m else None),
-        ("peak memory, device", "B", size, predicted("device_bytes"), None),
+        ("exposed communication", "s", time_text, predicted("exposed_comm_s"), _worst(gaps, "exposed")),
+        ("bubble, global", "s", time_text, predicted("global_bubble_s"), _worst(gaps, "global_bubble")),
+        ("bubble, span", "s", time_text, predicted("span_bubble_s"), _worst(gaps, "span_bubble")),
+        ("peak memory, allocated", "B", size_text, predicted("peak_bytes"), most),
+        ("peak memory, device", "B", size_text, predicted("device_bytes"), None),
     ]  # fmt: skip
     shown = [r for r in rows if r[3] is not None or r[4] is not None]
     text = tuple((name, *(ABSENT if v is None else form(v) for v in (a, b)), _error_text(a, b)) for name, _, form, a, b in shown)
@@ -117,8 +120,8 @@ def rank_sheet(results: Results) -> Sheet | None:
     held_by = {int(r): b for r, b in results.measured.peak_bytes.items()} if results.measured else {}
     columns = [Column("rank", "rank"), Column("role", "role")]
     for key, word in (("busy", "compute"), ("global_bubble", "bubble"), ("exposed", "exposed comm.")):
-        columns += [Column(f"{key}_{w}_s", f"{word}, {w}", seconds) for w in ("predicted", "measured")]
-    columns += [Column(f"peak_{w}_bytes", f"peak, {w}", size) for w in ("predicted", "measured")]
+        columns += [Column(f"{key}_{w}_s", f"{word}, {w}", time_text) for w in ("predicted", "measured")]
+    columns += [Column(f"peak_{w}_bytes", f"peak, {w}", size_text) for w in ("predicted", "measured")]
     columns += [Column("peak_error", "peak, error", signed_percent)]
     rows = []
     for rank in sorted(before.keys() | after.keys() | peaks.keys() | held_by.keys()):
@@ -141,7 +144,7 @@ def owner_sheet(results: Results) -> Sheet | None:
         Column("owner", "owner"),
         Column("values", "values"),
         Column("microbatches", "microbatches"),
-        Column("bytes", "size", size),
+        Column("bytes", "size", size_text),
         Column("share", "share of the peak", percent),
     ]
     top: list[Sequence[Any]] = []
@@ -155,7 +158,7 @@ def owner_sheet(results: Results) -> Sheet | None:
         rows += mine
         if len(found) > TOP_OWNERS:
             rest = sum(o.bytes for o in found[TOP_OWNERS:])
-            notes.append(f"{role.role}: {len(found) - TOP_OWNERS} further owners hold {size(rest)} together.")
+            notes.append(f"{role.role}: {len(found) - TOP_OWNERS} further owners hold {size_text(rest)} together.")
     if not rows:
         return None
     shown = sheet("owners", "Owners of the peak", columns, top, tuple(notes[:MOST_NOTES]))
@@ -185,7 +188,7 @@ def source_sheet(results: Results) -> Sheet | None:
 def step_sheet(results: Results) -> Sheet | None:
     rate = {m.step: m.tokens_per_s for m in results.metrics}
     rows = [(step, loss, s, rate.get(step)) for step, loss, s in steps_of(results)]
-    columns = [Column("step", "step"), Column("loss", "loss", lambda v: f"{v:.5g}"), Column("step_s", "time", seconds),
+    columns = [Column("step", "step"), Column("loss", "loss", lambda v: f"{v:.5g}"), Column("step_s", "time", time_text),
                Column("tokens_per_s", "tokens per second", lambda v: f"{v:,.0f}")]  # fmt: skip
     return sheet("steps", "Steps", columns, rows) if rows else None
 
@@ -199,8 +202,8 @@ def cost_sheet(results: Results) -> Sheet | None:
     columns = [
         Column("kind", "kind"),
         Column("of", "of"),
-        Column("seconds", "time", seconds),
-        Column("spread_s", "spread", seconds),
+        Column("seconds", "time", time_text),
+        Column("spread_s", "spread", time_text),
         Column("source", "source"),
     ]
     others = {k: v for k, v in document.items() if not any(True for _ in _durations(v, ()))}
@@ -230,7 +233,7 @@ def _scalars(value: Any) -> list[str]:
     return [str(value)]
 
 
-def trial_text(trial: Trial) -> str:
+def trial_text(trial: Row) -> str:
     return ", ".join(f"{k}={v}" for k, v in trial.params.items()) or ABSENT
 
 
@@ -243,11 +246,11 @@ def tuning_sheets(results: Results) -> list[Sheet]:
     return [s for s in (_confirmed(trials), _rejected(trials), rules, _trials(results)) if len(s.frame)]
 
 
-def _confirmed(trials: Sequence[Trial]) -> Sheet:
+def _confirmed(trials: Sequence[Row]) -> Sheet:
     done = [t for t in trials if t.measured_period_s is not None]
-    columns = [Column("trial", "trial"), Column("params", "parameters"), Column("period_s", "period, predicted", seconds),
-               Column("measured_period_s", "period, measured", seconds), Column("error", "error", signed_percent),
-               Column("peak_bytes", "peak, predicted", size), Column("measured_peak_bytes", "peak, measured", size),
+    columns = [Column("trial", "trial"), Column("params", "parameters"), Column("period_s", "period, predicted", time_text),
+               Column("measured_period_s", "period, measured", time_text), Column("error", "error", signed_percent),
+               Column("peak_bytes", "peak, predicted", size_text), Column("measured_peak_bytes", "peak, measured", size_text),
                Column("peak_error", "error", signed_percent)]  # fmt: skip
     rows = [
         (t.number, trial_text(t), t.period_s, t.measured_period_s, error_of(t.period_s, t.measured_period_s), t.peak_bytes,
@@ -257,8 +260,8 @@ def _confirmed(trials: Sequence[Trial]) -> Sheet:
     return sheet("confirmed", "Confirmed on hardware", columns, rows)
 
 
-def _rejected(trials: Sequence[Trial]) -> Sheet:
-    by_kind: dict[str, list[Trial]] = {}
+def _rejected(trials: Sequence[Row]) -> Sheet:
+    by_kind: dict[str, list[Row]] = {}
     for t in trials:
         if t.state == "rejected":
             by_kind.setdefault(t.kind or "other", []).append(t)
@@ -275,8 +278,8 @@ def _trials(results: Results) -> Sheet:
     """The quickest first, the rejected last."""
     assert results.study is not None
     columns = [Column("trial", "trial"), Column("state", "state"), Column("params", "parameters"),
-               Column("period_s", "period", seconds), Column("memory_bytes", "memory", size), Column("source", "scored by"),
-               Column("reason", "reason")]  # fmt: skip
+               Column("period_s", "period", time_text), Column("memory_bytes", "memory", size_text),
+               Column("source", "scored by"), Column("reason", "reason")]  # fmt: skip
     order = sorted(results.study.trials, key=lambda t: (t.state == "rejected", t.period_s or float("inf"), t.number))
     rows = [(t.number, t.state, trial_text(t), t.period_s, held(t), t.source, t.reason) for t in order]
     return sheet("trials", "All candidates", columns, rows)

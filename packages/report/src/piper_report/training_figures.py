@@ -6,9 +6,9 @@ from math import isfinite
 
 from matplotlib.ticker import MaxNLocator
 
+from piper_ir.units import time_text
 from piper_report.results import Results
 from piper_report.style import BLUE, GREY, ORANGE, RED, SMALLER, Picture, new_figure, panels, picture, time_unit
-from piper_report.summary import seconds
 
 WARMUP_STEPS = 3
 """As in piper_runtime: steady state is the median of the steps after these."""
@@ -55,12 +55,12 @@ def step_time_figure(results: Results) -> Picture | None:
             ax.plot([p[0] for p in some], [p[2] * unit.scale for p in some], "o", color=colour, markersize=4, label=name)
     for name, colour, dash, value in (("measured, median", RED, "-", measured), ("predicted", ORANGE, "--", predicted)):
         if value is not None:
-            ax.axhline(value * unit.scale, color=colour, linestyle=dash, linewidth=1.4, label=f"{name}: {seconds(value)}")
+            ax.axhline(value * unit.scale, color=colour, linestyle=dash, linewidth=1.4, label=f"{name}: {time_text(value)}")
     ax.set_ylim(bottom=0)
     ax.set_xlabel("step")
     ax.set_ylabel(f"time of the step ({unit.name})")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    said = " and ".join(f"{n} {seconds(v)}" for n, v in (("measured", measured), ("predicted", predicted)) if v is not None)
+    said = " and ".join(f"{n} {time_text(v)}" for n, v in (("measured", measured), ("predicted", predicted)) if v is not None)
     alt = f"Time of each of {len(points)} steps" + (f"; in steady state {said}." if said else ".")
     return picture(figure, "step_time", "Time per step", alt, "Between completions, on the slowest rank.", marks=len(points))

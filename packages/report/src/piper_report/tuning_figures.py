@@ -9,22 +9,22 @@ from math import isfinite
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
+from piper_ir.study import Row, StudyDocument
+from piper_ir.units import size_text, time_text
 from piper_report import style
-from piper_report.results import Study, Trial
 from piper_report.style import Picture, new_figure, panels, picture
-from piper_report.summary import seconds, size
 
 WIDE_RANGE = 20
 """Values that differ by more than this factor stand on a logarithmic axis."""
-Scored = list[tuple[Trial, float]]
+Scored = list[tuple[Row, float]]
 """Complete trials with their predicted period in seconds, in the order in which they were made."""
 
 
-def scored(study: Study) -> Scored:
+def scored(study: StudyDocument) -> Scored:
     return [(t, t.period_s) for t in study.trials if t.state == "complete" and t.period_s is not None and isfinite(t.period_s)]
 
 
-def history_figure(study: Study) -> Picture | None:
+def history_figure(study: StudyDocument) -> Picture | None:
     """Predicted period by trial, the best so far as a line, rejected candidates as crosses. None when no trial has a period."""
     found = scored(study)
     if not found:
@@ -50,13 +50,13 @@ def history_figure(study: Study) -> Picture | None:
     ax.set_ylabel(f"period ({unit.name})")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    fall = f"{seconds(best[0] / unit.scale)} to {seconds(best[-1] / unit.scale)}"
+    fall = f"{time_text(best[0] / unit.scale)} to {time_text(best[-1] / unit.scale)}"
     alt = f"Predicted period of {len(found)} complete trials in order; the best falls from {fall}; {len(rejected)} were rejected."
     caption = "Rejected candidates are crosses at the foot, at their number; the table below says why." if rejected else ""
     return picture(figure, "history", "Search history", alt, caption, marks=len(study.trials))
 
 
-def pareto_figure(study: Study) -> Picture | None:
+def pareto_figure(study: StudyDocument) -> Picture | None:
     """Period against memory of the fullest device; the front are the candidates that no other beats in both."""
     found = [(b, p) for t, p in scored(study) if (b := held(t)) is not None]
     if not found:
@@ -75,7 +75,7 @@ def pareto_figure(study: Study) -> Picture | None:
     front = pareto_front(found)
     ax.step(*columns(front), "o-", where="post", color=style.ORANGE, linewidth=1.6, markersize=4, label="Pareto front")
     if (limit := study.memory_limit) is not None:
-        ax.axvline(limit / space.scale, color=style.INK, linestyle="--", linewidth=1.2, label=f"limit {size(limit)}")
+        ax.axvline(limit / space.scale, color=style.INK, linestyle="--", linewidth=1.2, label=f"limit {size_text(limit)}")
     best = [(b, p) for t, p in scored(study) if t.number == study.best and (b := held(t)) is not None]
     if best:
         ax.plot(*columns(best), "*", color=style.ORANGE, markeredgecolor=style.INK, markersize=13, label="best")
@@ -88,7 +88,7 @@ def pareto_figure(study: Study) -> Picture | None:
     return picture(figure, "pareto", "Time against memory", alt, caption, marks=len(study.trials))
 
 
-def held(trial: Trial) -> int | None:
+def held(trial: Row) -> int | None:
     """Bytes that count against the limit: of the device, else of the plan alone."""
     return trial.device_bytes if trial.device_bytes is not None else trial.peak_bytes
 

@@ -1,12 +1,12 @@
 """Communicators over NCCL: one process group per channel instance, made of its members only. One rank per CUDA device.
 
-What torch does (ProcessGroupNCCL, its source read, not yet run): a reduction with asyncOp=False is issued on the stream that is
-current, and returns nothing. A send or receive goes to a stream of the group's own, which is made to wait for the current
-one; `wait` then makes the current stream wait for it and does not hold the host. So in both cases an event recorded on our
-stream afterwards is reached when the communication is done. A group that is connected eagerly uses that one communicator for
-sends and receives too; without it torch would make another one at the first send. torch calls `record_stream` on what is
-sent and received: such a buffer is counted as requested until the device has come to its end, and peaks of a CUDA run can be
-above the plan's by buffers in flight.
+What torch does (ProcessGroupNCCL, its source read; a group of one rank was run, never two devices): a reduction with
+asyncOp=False is issued on the stream that is current, and returns nothing. A send or receive goes to a stream of the group's own,
+which is made to wait for the current one; `wait` then makes the current stream wait for it and does not hold the host. So in both
+cases an event recorded on our stream afterwards is reached when the communication is done. A group that is connected eagerly uses
+that one communicator for sends and receives too; without it torch would make another one at the first send. torch calls
+`record_stream` on what is sent and received: such a buffer is counted as requested until the device has come to its end, and
+peaks of a CUDA run can be above the plan's by buffers in flight.
 
 NCCL needs the union of all ranks' issue orders to have no cycle: R20.
 """

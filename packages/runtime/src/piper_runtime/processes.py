@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,10 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from piper_ir.errors import ExecutionError
-from piper_ir.plan import Plan
 from piper_runtime.messages import HEART_SLOTS, Setup
-from piper_runtime.progress import OnStep, Progress
-from piper_runtime.watch import LOADING_HEART, STARTUP_S, Watch
+from piper_runtime.pool import TeamPool
+from piper_runtime.watch import LOADING_HEART, STARTUP_S
 
 
 @dataclass
@@ -43,12 +41,19 @@ class _Team:
     hearts: Any
     workers: list[_Worker] = field(default_factory=list)
 
-    def send(self, rank: int, request: bytes) -> None:
-        """Give a worker its next request."""
-        place = rank * HEART_SLOTS
-        self.hearts[place : place + HEART_SLOTS] = LOADING_HEART
-        with suppress(BrokenPipeError):  # it has ended, as `wait` is about to find out
-            self.workers[rank].pipe.send_bytes(request)
+    @property
+    def pids(self) -> list[int]:
+        """See `piper_runtime.pool.Team`."""
+        return [w.process.pid for w in self.workers]
+
+    def send(self, requests: Mapping[int, Any]) -> None:
+        """See `piper_runtime.pool.Team`; ranks that share a request share its bytes."""
+        blobs = {id(r): pickle.dumps(r, protocol=5) for r in {id(r): r for r in requests.values()}.values()}
+        for rank, request in requests.items():
+            place = rank * HEART_SLOTS
+            self.hearts[place : place + HEART_SLOTS] = LOADING_HEART
+            with suppress(BrokenPipeError):  # it has ended, as `wait` is about to find out
+                self.workers[rank].pipe.send_bytes(blobs[id(request)])
 
     def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
         """See `piper_runtime.watch.Team`."""
@@ -85,54 +90,15 @@ class _Team:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class Pool:
-    """Worker processes for up to `world` ranks, for any number of runs, one at a time. They start with the first run, and again
-    after a run that failed, since its communicators are broken. Use it as a context manager, or call `close`."""
+class Pool(TeamPool[_Team]):
+    """Worker processes on this machine; see `TeamPool`."""
 
     def __init__(self, world: int, *, threads: int = 1):
-        self.world = world
+        super().__init__(world)
         self._threads = threads
-        self._team: _Team | None = None
-        self._finalizer: weakref.finalize[Any, Any] | None = None
-
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids by rank; empty when no workers run."""
-        return [w.process.pid for w in self._team.workers] if self._team is not None else []
-
-    def close(self) -> None:
-        """End all workers; a later run starts new ones."""
-        if self._finalizer is not None:
-            self._finalizer()
-        self._team = self._finalizer = None
-
-    def run(self, plan: Plan, requests: Mapping[int, Any], timeout_s: float, on_step: OnStep | None = None) -> dict[int, Any]:
-        """Give every rank its request and collect the answers. On any failure, and on an interrupt, all workers are ended
-        first."""
-        if len(requests) > self.world:
-            raise ExecutionError(
-                f"the plan has {len(requests)} ranks, this pool has workers for {self.world}; make a larger pool"
-            )
-        progress = Progress(plan, on_step)
-        try:
-            team = self.start()
-            # Ranks that share a request share its bytes.
-            blobs = {id(r): pickle.dumps(r, protocol=5) for r in {id(r): r for r in requests.values()}.values()}
-            for rank, request in requests.items():
-                team.send(rank, blobs[id(request)])
-            return Watch(plan, team, len(requests), timeout_s).collect(progress)
-        except BaseException:
-            self.close()
-            raise
 
     def start(self) -> _Team:
-        """Start the workers, unless they run already. ExecutionError when a process does not come up."""
+        """See `TeamPool`."""
         if self._team is not None:
             return self._team
         folder = tempfile.mkdtemp(prefix="piper-")
@@ -140,8 +106,7 @@ class Pool:
         path.write_bytes(bytes(8 * HEART_SLOTS * self.world))
         with path.open("r+b") as file:
             hearts = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
-        team = self._team = _Team(folder, hearts)
-        self._finalizer = weakref.finalize(self, team.end)
+        team = self._keep(_Team(folder, hearts))
         for rank in range(self.world):
             team.workers.append(_spawn(rank, self.world, folder, self._threads))
         for rank, worker in enumerate(team.workers):

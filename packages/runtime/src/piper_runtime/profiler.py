@@ -4,39 +4,46 @@ All ranks measure the same thing at the same time: ranks of one machine share it
 once. A rank computes the whole model on the job's own batches, part by part in the order of a plan for one device, with the
 closures that a run binds and a clock around each. Messages go over communicators like those of a run, between ranks that do
 nothing else.
+
+On CUDA every rank needs a device of its own. The host issues a pass behind others that are not measured, so that it is as far
+ahead of the device as between the microbatches of a step. Messages are not measured there.
 """
 
 from __future__ import annotations
 
+import gc
 import pickle
 import platform
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from statistics import median
 
 import torch
 
+from piper_ir.errors import ExecutionError
 from piper_ir.ops import COMM, Compute, Load, SquaredNorm, Update
 from piper_ir.plan import Part, Plan
 from piper_ir.traffic import Traffic
+from piper_runtime import device as devices
 from piper_runtime.code import ShippedCode, missing_operators
-from piper_runtime.engine import Engine
 from piper_runtime.gloo import GlooCommunicators
-from piper_runtime.job import Batch, NamedParameters, flatten_batch, microbatch_rows
+from piper_runtime.job import Batch, flatten_batch, microbatch_rows
 from piper_runtime.parts import Run, bind_alloc, bind_operand, bind_part
+from piper_runtime.profiler_clocks import clock_of
+from piper_runtime.profiler_host import host_seconds, issue_seconds
 from piper_runtime.profiler_messages import Messages, MessageSample
-from piper_runtime.profiler_plans import instructions_plan, messages_plan
 from piper_runtime.rank import Rank, Trainee
-from piper_runtime.resident import most_resident, reset_most_resident
+from piper_runtime.resident import most_on_device, most_resident, reset_most_on_device, reset_most_resident
 from piper_runtime.shipping import Parcel
-from piper_runtime.streams import PHASE, RUNNING, STEP, CpuStreams, Heart
+from piper_runtime.streams import PHASE, RUNNING, STEP, Heart
+from piper_runtime.transport import take_device
 
 WARMUP = 1
 """Passes that are not counted: caches are cold, and memory comes from the system for the first time."""
-INSTRUCTIONS = 512
-"""Of a plan that does nothing else."""
+LEAD_S = 0.1
+"""What a CUDA device computes before each measured pass, at least: under load it may lower its clock to keep within its power.
+Behind one pass alone, steps in bfloat16 on an H200 were predicted 3 % too short (docs/cuda.md)."""
 
 Key = tuple[str, str, int]
 """(code, "F" | "I" | "W", rows), or ("", name of another op, its amount): `piper_ir.costs.StepDuration`, `PartDuration`."""
@@ -45,7 +52,8 @@ Key = tuple[str, str, int]
 @dataclass(frozen=True)
 class ProfileRequest:
     """What one rank is to measure. Pickled: `plan`, that of the strategy, of which the updates are measured, and `plans` for one
-    device, one per number of rows, of which everything is. `code` of all of them, by rows. `sizes`: bytes of messages."""
+    device, one per number of rows, of which everything is. `code` of all of them, by rows. `sizes`: bytes of messages. `device`:
+    the kind that runs take where the request is made."""
 
     plan: bytes
     plans: bytes
@@ -56,13 +64,16 @@ class ProfileRequest:
     seed: int
     repeats: int
     sizes: tuple[int, ...]
+    device: str = field(default_factory=lambda: devices.default)
 
 
 @dataclass
 class ProfileReport:
-    """Seconds, one entry per repeat. `parts`: also one per chunk of a code. `issue`: per instruction, beyond its parts; `talk`:
-    processor seconds per instruction that sends or receives a scalar. `resident`: per number of rows, ascending, the bytes of
-    tensors at the peak and the most bytes that were resident; empty where the system does not say. `node`: the host's name."""
+    """Seconds, one entry per repeat. `parts`: also one per chunk of a code. `issue`: of the issuing thread per instruction,
+    beyond its parts; `talk`: of the same per communication instruction, beyond its message. `resident`: per number of rows,
+    ascending, the bytes of tensors at the peak and the most bytes that were resident (on CUDA: taken from the device by this
+    process); empty where the system does not say. `node`: the host's name. `device`: the name of the rank's CUDA device, "" for
+    the CPU; its node has `devices` of them."""
 
     parts: dict[Key, list[float]] = field(default_factory=dict)
     messages: list[MessageSample] = field(default_factory=list)
@@ -70,11 +81,22 @@ class ProfileReport:
     talk: list[float] = field(default_factory=list)
     resident: list[tuple[int, int]] = field(default_factory=list)
     node: str = ""
+    device: str = ""
+    devices: int = 0
 
 
-def profile(rank: int, request: ProfileRequest, communicators: GlooCommunicators, heart: Heart) -> ProfileReport:
-    """Measure all that a request asks for."""
-    profiler = _Profiler(rank, request, communicators, heart)
+def profile(
+    rank: int, request: ProfileRequest, communicators: GlooCommunicators, heart: Heart, local_rank: int, local_world: int
+) -> ProfileReport:
+    """Measure all that a request asks for. local_rank: the rank's number among those of its node, at most `local_world`.
+    ExecutionError when these share a CUDA device."""
+    device = take_device(request.device, local_rank)
+    if device.type == "cuda" and local_world > torch.cuda.device_count():
+        raise ExecutionError(
+            f"profile: {local_world} ranks of a node share {torch.cuda.device_count()} CUDA device, and what they take from each "
+            "other is not simulated; profile a strategy of at most as many ranks as there are devices"
+        )
+    profiler = _Profiler(rank, request, communicators, heart, device)
     with torch.no_grad():
         profiler.compute()
         profiler.messages()
@@ -83,10 +105,15 @@ def profile(rank: int, request: ProfileRequest, communicators: GlooCommunicators
 
 
 class _Profiler:
-    def __init__(self, rank: int, request: ProfileRequest, communicators: GlooCommunicators, heart: Heart) -> None:
+    def __init__(
+        self, rank: int, request: ProfileRequest, communicators: GlooCommunicators, heart: Heart, device: torch.device
+    ) -> None:
         self._rank, self._request, self._communicators, self._heart = rank, request, communicators, heart
+        self._device, self._clock = device, clock_of(device)
         self._plan: Plan = pickle.loads(request.plan)
         self.report = ProfileReport(node=platform.node())
+        if device.type == "cuda":
+            self.report.device, self.report.devices = torch.cuda.get_device_name(device), torch.cuda.device_count()
         heart[PHASE], heart[STEP] = RUNNING, 0
         self._messages = Messages(rank, self._plan.mesh.world, communicators, self._alive)
 
@@ -98,10 +125,12 @@ class _Profiler:
         """Everything that runs on the compute stream, and the memory that it takes."""
         trainee = self._trainee()
         plans: list[Plan] = pickle.loads(self._request.plans)
+        on_device = self._device.type == "cuda"
         for plan in plans:
-            reset_most_resident()
+            gc.collect()  # a rank and its closures hold each other
+            reset_most_on_device(self._device) if on_device else reset_most_resident()
             self._passes(plan, trainee)
-            if (most := most_resident()) is not None:
+            if (most := most_on_device(self._device) if on_device else most_resident()) is not None:
                 self.report.resident.append((plan.roles[0].peak_bytes, most))
         self._updates(trainee)
 
@@ -113,7 +142,8 @@ class _Profiler:
         return Trainee(batch, optimizer, scheduler, self._request.seed)
 
     def _bound(self, plan: Plan, rank: int, trainee: Trainee) -> Rank:
-        return Rank(plan, rank, self._request.code[plan.rows], trainee, self._request.params, self._request.buffers)
+        code, params, buffers = self._request.code[plan.rows], self._request.params, self._request.buffers
+        return Rank(plan, rank, code, trainee, params, buffers, None, self._device)
 
     def _turns(self) -> Iterator[tuple[int, bool]]:
         """(step, whether it counts), all ranks starting each together."""
@@ -125,24 +155,38 @@ class _Profiler:
     def _passes(self, plan: Plan, trainee: Trainee) -> None:
         """Steps of a plan for one device, part by part."""
         bound = self._bound(plan, 0, trainee)
-        clocked = list(_clocked(bound))
+        batch: Key = ("", "Batch", plan.rows)
+        # A host that is ahead calls the batch function while the device computes; what is left of it is in the load that calls.
+        keys, runs = zip(*_clocked(bound, batch if self._clock.ahead else None), strict=True)
         for step, counts in self._turns():
-            taken = [(("", "Batch", plan.rows), _seconds(partial(_make_batch, trainee.batch, step, plan)))]
+            taken: list[tuple[Key | None, float]] = []
+            if self._clock.ahead:
+                self._lead(runs, partial(bound.begin, step))
+            else:
+                taken.append((batch, self._clock.all(partial(_make_batch, trainee.batch, step, plan))))
             bound.begin(step)
-            taken += [(key, _seconds(run)) for key, run in clocked]
+            taken += zip(keys, self._clock.each(runs), strict=True)
             bound.end()
             if counts:
                 self._keep(taken)
+
+    def _lead(self, runs: Sequence[Run], begin: Run | None = None) -> None:
+        """Let a host that can be ahead of its device get ahead, and the device as warm as in a run."""
+        until = time.perf_counter() + LEAD_S
+        while self._clock.ahead and time.perf_counter() < until:
+            for run in (begin, *runs) if begin is not None else runs:
+                run()
 
     def _updates(self, trainee: Trainee) -> None:
         """Updates and norms of the gradients that this rank holds under the strategy: other sizes than on one device."""
         bound = self._bound(self._plan, self._rank, trainee)
         traffic = Traffic(self._plan)
         parts = [p for instr in bound.role.program for p in instr.parts if isinstance(p.op, SquaredNorm | Update)]
-        clocked = [(_key(p, bound, traffic), bind_part(replace(p, frees=()), bound)) for p in parts]
+        keys, runs = [_key(p, bound, traffic) for p in parts], [bind_part(replace(p, frees=()), bound) for p in parts]
         for _, counts in self._turns():
-            bound.store.values.update({v: torch.ones(()) for p in parts for v in p.reads})
-            taken = [(key, _seconds(run)) for key, run in clocked]
+            bound.store.values.update({v: torch.ones((), device=self._device) for p in parts for v in p.reads})
+            self._lead(runs)
+            taken = zip(keys, self._clock.each(runs), strict=True)
             if counts:
                 self._keep(taken)
 
@@ -153,51 +197,21 @@ class _Profiler:
 
     def messages(self) -> None:
         """Communication by size and group."""
-        self.report.messages = self._messages.measure(self._request.sizes, self._request.repeats)
+        if self._device.type == "cpu":
+            self.report.messages = self._messages.measure(self._request.sizes, self._request.repeats)
 
     def instructions(self) -> None:
-        """Instructions that do next to nothing, without communication, then with it (between ranks 0 and 1)."""
-        bound = _idle_rank(instructions_plan(INSTRUCTIONS), 0)
-        works = [e.work for e in bound.entries if e.work is not None]
-        made: list[float] = []
-        for wall, busy in self._steps(bound):
-            bare = _seconds(lambda: [work() for work in works])
-            self.report.issue.append((wall - bare) / INSTRUCTIONS)
-            made.append(busy if self._rank == 0 else 0.0)  # in the other plan only rank 0 makes a scalar for each message
-        if self._rank < 2 <= self._plan.mesh.world:
-            pair = messages_plan(INSTRUCTIONS)
-            self._communicators.connect(pair)
-            steps = self._steps(_idle_rank(pair, self._rank))
-            self.report.talk = [(busy - median(made)) / INSTRUCTIONS for _, busy in steps]
-        self._messages.barrier()
-
-    def _steps(self, bound: Rank) -> Iterator[tuple[float, float]]:
-        """Seconds by the clock and of the processor of each step of a rank, run as any other."""
-        backend = CpuStreams(bound.role.streams, self._heart)
-        engine = Engine(bound, backend, self._communicators.bind, self._heart)
-        try:
-            for step in range(WARMUP + self._request.repeats):
-                begin, begin_busy = time.perf_counter(), time.process_time()
-                engine.step(step)
-                found = time.perf_counter() - begin, time.process_time() - begin_busy
-                if step >= WARMUP:
-                    yield found
-        finally:
-            backend.close()
+        """What the issuing thread spends on instructions; all ranks at once."""
+        if self._device.type == "cuda":
+            self.report.issue = list(issue_seconds(self._device, self._heart, self._clock, self._turns()))[WARMUP:]
+            return
+        found = list(host_seconds(self._heart, self._turns()))[WARMUP:]
+        self.report.issue, self.report.talk = [issue for issue, _ in found], [talk for _, talk in found]
 
 
-def _idle_rank(plan: Plan, rank: int) -> Rank:
-    return Rank(plan, rank, {}, Trainee(_no_batch, _sgd, None, 0), {}, {})
-
-
-def _seconds(run: Run) -> float:
-    begin = time.perf_counter()
-    run()
-    return time.perf_counter() - begin
-
-
-def _clocked(bound: Rank) -> Iterator[tuple[Key | None, Run]]:
-    """What a rank runs, in order, each with the key under which its time is kept; None: it is not kept."""
+def _clocked(bound: Rank, batch: Key | None) -> Iterator[tuple[Key | None, Run]]:
+    """What a rank runs, in order, each with the key under which its time is kept; None: it is not kept. `batch`: the key of a
+    load that calls the job's batch function."""
     traffic, loaded = Traffic(bound.plan), set[int]()
     for instr in bound.role.program:
         for v in instr.frees_before:
@@ -206,10 +220,10 @@ def _clocked(bound: Rank) -> Iterator[tuple[Key | None, Run]]:
             if isinstance(part.op, COMM):  # with itself alone
                 yield None, partial(bind_operand(part, bound))
                 continue
-            # The first load of a microbatch calls the job's batch function, which is measured by itself.
+            # The first load of a microbatch calls it.
             calls = isinstance(part.op, Load) and part.mb not in loaded
             loaded.add(part.mb)
-            yield None if calls else _key(part, bound, traffic), bind_part(part, bound)
+            yield batch if calls else _key(part, bound, traffic), bind_part(part, bound)
         for v in instr.allocs_after:
             yield None, bind_alloc(v, bound)
 
@@ -222,11 +236,3 @@ def _key(part: Part, bound: Rank, traffic: Traffic) -> Key:
 
 def _make_batch(batch: Batch, step: int, plan: Plan) -> None:
     flatten_batch(*batch(step, microbatch_rows(plan, 0, 0)))
-
-
-def _no_batch(step: int, rows: range) -> tuple[torch.Tensor, torch.Tensor]:
-    raise AssertionError("plans of the profiler load nothing")
-
-
-def _sgd(named: NamedParameters) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.0)

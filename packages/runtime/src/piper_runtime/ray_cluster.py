@@ -158,7 +158,10 @@ def _start(ray: Any, cpus: int) -> RayLink:
     try:
         _init(ray, "start Ray on this machine", address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=folder)
     except BaseException:
-        end()
+        ray.shutdown()
+        # What was interrupted while it started, Ray does not know of: the janitor ends it, beside us.
+        assert janitor.stdin is not None
+        janitor.stdin.close()
         raise
     return RayLink(ray, end)
 

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import time
 import uuid
-import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,12 +22,13 @@ from piper_runtime import device
 from piper_runtime.environment import check_environments, environment
 from piper_runtime.gloo import LOOPBACK
 from piper_runtime.messages import HEART_SLOTS
-from piper_runtime.progress import OnStep, Progress
+from piper_runtime.pool import TeamPool
+from piper_runtime.progress import OnStep
 from piper_runtime.ray_actor import OWN_DEVICE, RankActor, pack
 from piper_runtime.ray_cluster import RayLink, connect
 from piper_runtime.ray_placement import Place, place_ranks
 from piper_runtime.report import aligned
-from piper_runtime.watch import LOADING_HEART, STARTUP_S, TICK_S, Watch
+from piper_runtime.watch import LOADING_HEART, STARTUP_S, TICK_S
 
 GONE_S = 5.0
 """How long killed actors of this machine may take to be gone."""
@@ -53,7 +53,7 @@ class _Team:
     shared: str = field(default_factory=lambda: f"piper-{uuid.uuid4().hex}")
 
     def send(self, requests: Mapping[int, Any]) -> None:
-        """Give every rank its request; what several ranks share goes to the object store once."""
+        """See `piper_runtime.pool.Team`; what several ranks share goes to the object store once."""
         self.hearts.clear()
         stored: dict[int, Any] = {}  # by identity: a role's ranks share their request, all roles the plan
         packed = {id(r): pack(r) for r in {id(r): r for r in requests.values()}.values()}
@@ -160,62 +160,35 @@ class _Team:
         Path(tempfile.gettempdir(), self.shared).unlink(missing_ok=True)  # there only if the actors did not come up
 
 
-class RayPool:
-    """Ray actors for up to `world` ranks, one CPU each, for any number of runs, one at a time. They start with the first run,
-    and again after a run that failed. Use it as a context manager, or call `close`.
+class RayPool(TeamPool[_Team]):
+    """Ray actors, one CPU each; see `TeamPool`.
 
     cluster: see `piper_runtime.ray_cluster.connect`; a Ray that was started for this pool ends with it. gpus: per rank; None:
     one where the cluster has as many as ranks, unless runs are to take the CPU. What workers print stays in Ray's logs."""
 
     def __init__(self, world: int, *, cluster: str = "auto", threads: int = 1, gpus: int | None = None):
-        self.world = world
+        super().__init__(world)
         self._cluster, self._threads, self._gpus = cluster, threads, gpus
         self._link: RayLink | None = None
-        self._team: _Team | None = None
-        self._finalizer: weakref.finalize[Any, Any] | None = None
-
-    def __enter__(self) -> RayPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    @property
-    def pids(self) -> list[int]:
-        """Process ids by rank, each on its node; empty when no workers run."""
-        return list(self._team.pids) if self._team is not None else []
 
     def close(self) -> None:
         """End all actors, and Ray if it was started for them."""
-        self._end_team()
+        super().close()
         if self._link is not None:
             self._link.close()
         self._link = None
 
-    def _end_team(self) -> None:
-        if self._finalizer is not None:
-            self._finalizer()
-        self._team = self._finalizer = None
-
     def run(self, plan: Plan, requests: Mapping[int, Any], timeout_s: float, on_step: OnStep | None = None) -> dict[int, Any]:
         """See `piper_runtime.launchers.Workers`."""
-        if len(requests) > self.world:
-            raise ExecutionError(
-                f"the plan has {len(requests)} ranks, this pool has workers for {self.world}; make a larger pool"
-            )
-        progress = Progress(plan, on_step)
         try:
-            team = self.start()
-            team.send(requests)
-            return Watch(plan, team, len(requests), timeout_s).collect(progress)
-        except BaseException as e:
-            self._end_team()
+            return super().run(plan, requests, timeout_s, on_step)
+        except Exception as e:
             if self._link is not None and isinstance(e, self._link.ray.exceptions.RayError):
                 raise ExecutionError(f"Ray {_cause(e)}") from e
             raise
 
     def start(self) -> _Team:
-        """Start the actors, unless they run already. ExecutionError when there is no Ray, no room, or when nodes differ."""
+        """See `TeamPool`. ExecutionError also when there is no Ray, no room, or when nodes differ."""
         if self._team is not None:
             return self._team
         if self._link is None:
@@ -223,8 +196,7 @@ class RayPool:
         ray = self._link.ray
         gpus = gpus_per_rank(ray.cluster_resources(), self.world) if self._gpus is None else self._gpus
         group, places = place_ranks(ray, self.world, gpus)
-        team = self._team = _Team(ray, group, places)
-        self._finalizer = weakref.finalize(self, team.end)
+        team = self._keep(_Team(ray, group, places))
         try:
             _bring_up(team, self._threads, gpus)
         except BaseException:

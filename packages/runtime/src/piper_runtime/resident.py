@@ -1,8 +1,10 @@
-"""Resident memory of this process, as the system counts it."""
+"""Memory of this process as the system counts it: resident, or taken from a CUDA device."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import torch
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
@@ -21,3 +23,18 @@ def reset_most_resident() -> None:
         _CLEAR.write_text("5")
     except OSError:
         return
+
+
+def most_on_device(device: torch.device) -> int:
+    """The most bytes that were taken from a CUDA device since the process began or `reset_most_on_device`, context and all; for a
+    process that has it alone."""
+    free, total = torch.cuda.mem_get_info(device)
+    outside = total - free - torch.cuda.memory_reserved(device)
+    return outside + torch.cuda.max_memory_reserved(device)
+
+
+def reset_most_on_device(device: torch.device) -> None:
+    """Count from now on, with nothing kept by torch's allocator that is not in use."""
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)

@@ -27,8 +27,8 @@ from piper_runtime.trace import executed_trace
 
 WARMUP_STEPS = 3
 TRACED = (
-    "to see when a communication ends, the traced step of processes on CPUs hands it to a thread, some 30 us each, which other "
-    "steps do not"
+    "to see when a communication ends, a thread waits for it in the traced step of processes on CPUs, and wakes who needs it, "
+    "some 30 us each, which other steps do not"
 )
 
 

@@ -27,9 +27,11 @@ Waits = tuple[tuple[str, int], ...]
 @dataclass(frozen=True, slots=True)
 class Posted:
     """A communication as work: called, it returns when it is done. `start` begins it and returns what blocks until it is done, so
-    that a thread can go on in between."""
+    that a thread can go on in between. `watched`: a thread of the stream is to wait for the end, so that it is noticed when it
+    comes and not when somebody needs it."""
 
     start: Callable[[], Work]
+    watched: bool = False
 
     def __call__(self) -> None:
         self.start()()
@@ -95,8 +97,9 @@ class _Progress:
 class CpuStreams:
     """Backend for the CPU. `Posted` work is posted by the issuing thread, when what it waits for has ended: a plan that `verify`
     accepts runs to its end even if each rank ends its communications one by one (rule R20). It may be posted before what is in
-    front of it on its stream has ended, and its end is noticed when it is waited for. Any other work of a communication stream
-    runs on a thread, which the stream gets with the first of it; a step has only one of the two kinds."""
+    front of it on its stream has ended, and its end is noticed when it is waited for, or by a thread where it is `watched`. Any
+    other work of a communication stream runs on that thread, which the stream gets with the first of it; a step has only one of
+    the three kinds."""
 
     def __init__(self, streams: Iterable[str], heart: Heart):
         self.error: BaseException | None = None
@@ -119,6 +122,9 @@ class CpuStreams:
                 advance()
 
             return self._behind(needed, run)
+        if isinstance(work, Posted) and work.watched:
+            begin, watch = work.start, self._queue(stream).put
+            return self._behind(needed, lambda: watch((index, (), begin())))
         if isinstance(work, Posted):
             start, append = work.start, self._progress[stream].posted.append
             return self._behind(needed, lambda: append((index, start())))
@@ -185,6 +191,7 @@ class CpuStreams:
                     self._wait(progress, n)
                 heart[place] = index + 1
                 work()
+                del task, work  # it may hold tensors, and who waits may free them
                 heart[place] = 0
                 advance()
         except StreamAborted:

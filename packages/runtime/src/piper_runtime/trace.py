@@ -49,9 +49,11 @@ def _rank_spans(plan: Plan, rank: int, found: Sequence[TimedSpan], zero: float) 
         instr = role.program[index]
         ready = max((ends[s][n - 1] for s, n in instr.waits if n), default=0.0)
         done = ends.setdefault(instr.stream, [])
+        # Communication may be posted before what is in front of it on its stream has ended; it moves when that has.
+        begin = max(start - zero, done[-1] if done else 0.0)
         done.append(end - zero)
         nbytes, flops = sizes(instr)
-        out.append(Span(rank, instr.stream, index, instr.name, start - zero, end - zero, ready, nbytes, flops))
+        out.append(Span(rank, instr.stream, index, instr.name, begin, end - zero, ready, nbytes, flops))
     return out
 
 

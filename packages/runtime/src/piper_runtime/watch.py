@@ -20,7 +20,9 @@ from piper_runtime.streams import FIRST_STREAM, ISSUED, LOADING, PHASE, RUNNING,
 STARTUP_S = 120.0
 """Time for workers to start and import torch, and again to import the user's code and to bind a plan."""
 LINGER_S = 0.5
-"""After a first failure: time for others to come in, so that the cause is named and not its first victim."""
+"""After a failure that may be the cause: time for others to come in, which are listed too."""
+VICTIMS_S = 5.0
+"""After a failure of a rank that only lost its peer: time for the cause to come in."""
 TICK_S = 0.1
 SHOWN = 5
 """Instructions per rank in the report of a hang."""
@@ -65,15 +67,15 @@ class Watch:
         answers: dict[int, Any] = {}
         failures: dict[int, Failure | None] = {}
         before, moved, end = self._hearts(), time.monotonic(), float("inf")
-        while waiting and time.monotonic() < end:
-            for rank, message in self.team.wait(waiting, min(TICK_S, self.timeout_s / 4)):
+        while waiting and (left := end - time.monotonic()) > 0:
+            for rank, message in self.team.wait(waiting, min(TICK_S, self.timeout_s / 4, left)):
                 if isinstance(message, StepDone):
                     progress.add(rank, message)
                     continue
                 waiting.discard(rank)
                 if message is None or isinstance(message, Failure):
                     failures[rank] = message
-                    end = min(end, time.monotonic() + LINGER_S)
+                    end = min(end, time.monotonic() + (VICTIMS_S if _peer(message) else LINGER_S))
                 else:
                     answers[rank] = message
             now = self._hearts()
@@ -95,7 +97,7 @@ class Watch:
 
     def _blame(self, failures: Mapping[int, Failure | None]) -> PiperError:
         """The error of the rank that failed by itself, before those that only lost their peer."""
-        order = sorted(failures, key=lambda r: (failures[r] is not None and _peer(failures[r]), failures[r] is not None, r))
+        order = sorted(failures, key=lambda r: (_peer(failures[r]), failures[r] is not None, r))
         first, others = order[0], order[1:]
         failure = failures[first]
         if failure is None:

@@ -6,6 +6,7 @@ the process ends at once.
 
 from __future__ import annotations
 
+import gc
 import json
 import mmap
 import os
@@ -96,7 +97,9 @@ def perform(seat: Seat, request: object) -> Any:
         case Request():
             return run(seat, request)
         case ProfileRequest():
-            return profile(seat.rank, request, seat.communicators, seat.heart)
+            world = pickle.loads(request.plan).mesh.world
+            local_rank = seat.rank if seat.local_rank is None else seat.local_rank
+            return profile(seat.rank, request, seat.communicators, seat.heart, local_rank, seat.local_world or world)
         case EmulationRequest():
             return emulate_rank(seat.rank, request, seat.communicators, seat.heart)
     raise ExecutionError(f"rank {seat.rank} cannot perform a {type(request).__name__}")
@@ -113,6 +116,8 @@ def run(seat: Seat, request: Request) -> RankReport:
     report = RankReport()
     trainee = Trainee(batch, optimizer, scheduler, request.seed)
     device = take_device(request.device, rank if seat.local_rank is None else seat.local_rank)
+    if device.type == "cuda":
+        gc.collect()  # an earlier rank and its closures hold each other, and memory of the device
     probe = report.probe if request.gradients else None
     bound = Rank(plan, rank, request.code, trainee, request.params, request.buffers, probe, device)
     streams = plan.role_of(rank).streams

@@ -1,154 +1,51 @@
-"""Clusters: what a device and its links can do. Constants from public sources, each named in its docstring.
+"""Built-in clusters by name, this machine, and clusters from files.
 
-A cluster is named `<device>:<per node>[*<nodes>]`, e.g. `h100-80g-sxm:8*4`; `h100x8` and `h100x8*4` are short for it.
+A built-in cluster is named `<device>:<per node>[*<nodes>][@<stack>]`, e.g. `h100-80g-sxm:8*4`; `h100x8` and `h100x8*4` are short.
+`h100x8@eager`: with what is published of eager PyTorch's kernels.
+Devices are files in the folder data/, in the format of `piper_simulator.cluster_file`, each constant with its source.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from pathlib import Path
 
 from piper_ir.errors import ClusterError
+from piper_simulator.cluster import CPU, GIB, Cluster
+from piper_simulator.cluster_file import read_cluster
+from piper_simulator.stacks import STACKS
 
-GIB = 1 << 30
-MIB = 1 << 20
+__all__ = ["ALIASES", "CPU", "Cluster", "DEVICES", "GIB", "PRODUCTS", "cpu_local", "load_cluster", "product_cluster"]
 
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """Equal devices, `per_node` on each of `nodes` nodes; rank r is on node r // per_node.
-
-    `peak_flops`: FLOP/s by dtype, dense; `matmul_fraction` of it is reached by matmul and attention. `memory_bandwidth` in
-    bytes/s; `memory_fraction` of it is reached by kernels bound by memory. `launch_s`: host seconds per kernel;
-    `host_issue_s`: per instruction of a plan. `synchronous`: the host runs the kernels itself (a CPU), so launches add to
-    their time instead of hiding behind it. `intra_*` and `inter_*`: links within and between nodes: reached bytes/s per
-    device and direction, seconds per hop. `context_bytes` are gone on a device before the first tensor; `allocator_factor`:
-    reserved over allocated bytes; `group_bytes` and `p2p_bytes`: of a communicator. `notes`: what of these
-    numbers is assumed or not calibrated, empty when nothing is; every prediction shows it as a warning."""
-
-    device: str
-    peak_flops: Mapping[str, float]
-    memory_bandwidth: float
-    memory_bytes: int
-    intra_bandwidth: float
-    intra_latency: float
-    inter_bandwidth: float
-    inter_latency: float
-    per_node: int = 1
-    nodes: int = 1
-    matmul_fraction: float = 1.0
-    memory_fraction: float = 1.0
-    launch_s: float = 0.0
-    host_issue_s: float = 0.0
-    synchronous: bool = False
-    context_bytes: int = 0
-    allocator_factor: float = 1.0
-    group_bytes: int = 0
-    p2p_bytes: int = 0
-    notes: str = field(default="", compare=False)
-
-    def __post_init__(self) -> None:
-        if not self.peak_flops:
-            raise ClusterError(f"cluster {self.device}: peak_flops is empty; give FLOP/s for at least one dtype")
-        numbers = {
-            **{f"peak_flops[{k}]": v for k, v in self.peak_flops.items()},
-            **{k: getattr(self, k) for k in ("memory_bandwidth", "intra_bandwidth", "inter_bandwidth", "per_node", "nodes")},
-            **{k: getattr(self, k) for k in ("memory_bytes", "matmul_fraction", "memory_fraction", "allocator_factor")},
-        }
-        for name, value in numbers.items():
-            if not value > 0:
-                raise ClusterError(f"cluster {self.device}: {name} is {value!r}; a positive number is needed")
-        for name in ("intra_latency", "inter_latency", "launch_s", "host_issue_s", "context_bytes", "group_bytes", "p2p_bytes"):
-            if not getattr(self, name) >= 0:
-                raise ClusterError(f"cluster {self.device}: {name} is {getattr(self, name)!r}; it cannot be negative")
-
-    @property
-    def devices(self) -> int:
-        return self.per_node * self.nodes
-
-    @property
-    def name(self) -> str:
-        """As `load_cluster` reads it."""
-        return CPU if self.device == CPU else f"{self.device}:{self.per_node}" + (f"*{self.nodes}" if self.nodes > 1 else "")
-
-    def node_of(self, rank: int) -> int:
-        return rank // self.per_node
-
-    def peak(self, dtype: str) -> float:
-        """FLOP/s in a dtype; that of the slowest one known when it is not known (see `guess`)."""
-        return self.peak_flops.get(dtype) or min(self.peak_flops.values())
-
-    def guess(self, dtype: str) -> str:
-        """What `peak` takes for a dtype that it does not know, as a warning."""
-        slowest = min(self.peak_flops, key=lambda d: self.peak_flops[d])
-        return f"{self.name}: no FLOP/s known for {dtype}; computed with those of {slowest}, {self.peak(dtype) / 1e12:g} TFLOP/s"
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """`notes` with the cluster's name; none when there is nothing to warn of."""
-        return (f"{self.name}: {self.notes}",) if self.notes else ()
+_DATA = Path(__file__).parent / "data"
+_NVIDIA = ("a100-80g-sxm", "a100-40g-sxm", "h100-80g-sxm", "h200-141g-sxm", "b200-sxm")
 
 
-def _nvidia(
-    device: str,
-    flops: tuple[float, float, float],
-    matmul_fraction: float,
-    bandwidth: tuple[float, float],
-    mebibytes: int,
-    links: tuple[float, float],
-) -> Cluster:
-    """A device and what all NVIDIA devices share. `flops`: TFLOP/s in bf16, fp32 (torch's default: without TF32) and fp64;
-    `bandwidth`: TB/s of memory and the fraction reached; `links`: GB/s reached within and between nodes.
-
-    Links: latency per hop 1.9 and 4.0 us (NCCL's LL128 ring on NVLink and network; cost-model.md 3). Launch 5 us and issue
-    1.1 us (a no-op instruction, plan-rules.md 21) are assumptions until calibrated. Memory outside torch (cost-model.md 5):
-    context 0.47 GiB, first communicator of a group 1.27 GiB (2.00 with it, 0.73 after it is destroyed), reserved 1.05 x
-    allocated; a point-to-point communicator 4 MiB x 32 channels (unverified)."""
-    bf16, fp32, fp64 = (x * 1e12 for x in flops)
-    return Cluster(
-        device=device,
-        peak_flops={"bfloat16": bf16, "float16": bf16, "float32": fp32, "float64": fp64},
-        memory_bandwidth=bandwidth[0] * 1e12,
-        memory_bytes=mebibytes * MIB,
-        intra_bandwidth=links[0] * 1e9,
-        intra_latency=1.9e-6,
-        inter_bandwidth=links[1] * 1e9,
-        inter_latency=4.0e-6,
-        matmul_fraction=matmul_fraction,
-        memory_fraction=bandwidth[1],
-        launch_s=5e-6,
-        host_issue_s=1.1e-6,
-        context_bytes=int(0.47 * GIB),
-        allocator_factor=1.05,
-        group_bytes=int(1.27 * GIB),
-        p2p_bytes=128 * MIB,
-        notes="public constants; launch, issue and communicator memory are not calibrated",
-    )
+def _built_in(device: str) -> Cluster:
+    return replace(read_cluster(_DATA / f"{device}.toml", {}), label="")
 
 
-DEVICES: Mapping[str, Cluster] = {
-    c.device: c
-    for c in (
-        _nvidia("a100-80g-sxm", (312, 19.5, 19.5), 0.869, (2.0, 0.91), 81920, (231, 23.5)),
-        _nvidia("h100-80g-sxm", (989, 67, 67), 0.803, (3.35, 0.90), 81559, (370, 48.5)),
-    )
+DEVICES: Mapping[str, Cluster] = {device: _built_in(device) for device in _NVIDIA}
+"""One of each, with the links that it has to others."""
+ALIASES = {
+    "a100": "a100-80g-sxm",
+    "a100-40g": "a100-40g-sxm",
+    "h100": "h100-80g-sxm",
+    "h200": "h200-141g-sxm",
+    "b200": "b200-sxm",
 }
-"""bf16 peak, best measured matmul fraction (MAMF) and memory bandwidth: ml-engineering, by cost-model.md 1; fp32 and fp64 (on
-tensor cores) from NVIDIA's data sheets; memory as nvidia-smi reports it. Fraction of the memory bandwidth: SimuMax (A100),
-Calculon from 100 MB on (H100), cost-model.md 1. Links: 8-GPU all-reduce bus bandwidth and the usable NIC (CX6, CX7),
-cost-model.md 1."""
-
-ALIASES = {"a100": "a100-80g-sxm", "h100": "h100-80g-sxm"}
-CPU = "cpu-local"
-_TYPICAL_CPU = {
-    "matmul_flops": 5e10,
-    "memory_bandwidth": 1e10,
-    "link_bandwidth": 4.3e9,
-    "link_latency": 1.55e-4,
-    "launch_s": 5e-6,
-    "host_issue_s": 2e-5,
+PRODUCTS = {
+    "NVIDIA A100-SXM4-80GB": "a100-80g-sxm",
+    "NVIDIA A100-SXM4-40GB": "a100-40g-sxm",
+    "NVIDIA H100 80GB HBM3": "h100-80g-sxm",
+    "NVIDIA H200": "h200-141g-sxm",
+    "NVIDIA B200": "b200-sxm",
 }
+"""A device as its driver calls it -> as a cluster does."""
+FILES = (".toml", ".json")
+_LOCAL = _built_in(CPU)
 
 
 def cpu_local(
@@ -159,44 +56,64 @@ def cpu_local(
     link_latency: float | None = None,
     launch_s: float | None = None,
     host_issue_s: float | None = None,
-    memory_bytes: int = 8 * GIB,
+    memory_bytes: int | None = None,
 ) -> Cluster:
     """This machine, one process per rank, as many as wanted. Numbers that the caller measured: float32 FLOP/s of one
     process's matmul, bytes/s of its memory and between two processes, seconds of a one-way message, per kernel and per
-    instruction. The others are typical of one slow core with gloo (1 KB round trip 0.31 ms, 4.3 GB/s, building-blocks.md; 20
-    us per instruction is an assumption, docs/benchmarks.md measured 12) and `notes` says which."""
-    measured = (matmul_flops, memory_bandwidth, link_bandwidth, link_latency, launch_s, host_issue_s)
-    given = dict(zip(_TYPICAL_CPU, measured, strict=True))
-    value = {k: _TYPICAL_CPU[k] if v is None else v for k, v in given.items()}
+    instruction. The others are those of data/cpu-local.toml, and `notes` says which."""
+    given = {
+        "matmul_flops": matmul_flops,
+        "memory_bandwidth": memory_bandwidth,
+        "link_bandwidth": link_bandwidth,
+        "link_latency": link_latency,
+        "launch_s": launch_s,
+        "host_issue_s": host_issue_s,
+    }
+    peak = _LOCAL.peak_flops if matmul_flops is None else {"float32": matmul_flops, "float64": matmul_flops / 2}
+    bandwidth = _LOCAL.intra_bandwidth if link_bandwidth is None else link_bandwidth
+    latency = _LOCAL.intra_latency if link_latency is None else link_latency
     missing = [k for k, v in given.items() if v is None]
-    return Cluster(
-        device=CPU,
-        peak_flops={"float32": value["matmul_flops"], "float64": value["matmul_flops"] / 2},
-        memory_bandwidth=value["memory_bandwidth"],
-        memory_bytes=memory_bytes,
-        intra_bandwidth=value["link_bandwidth"],
-        intra_latency=value["link_latency"],
-        inter_bandwidth=value["link_bandwidth"],
-        inter_latency=value["link_latency"],
-        per_node=1024,
-        launch_s=value["launch_s"],
-        host_issue_s=value["host_issue_s"],
-        synchronous=True,
+    return replace(
+        _LOCAL,
+        peak_flops=peak,
+        memory_bandwidth=_LOCAL.memory_bandwidth if memory_bandwidth is None else memory_bandwidth,
+        memory_bytes=_LOCAL.memory_bytes if memory_bytes is None else memory_bytes,
+        intra_bandwidth=bandwidth,
+        intra_latency=latency,
+        inter_bandwidth=bandwidth,
+        inter_latency=latency,
+        launch_s=_LOCAL.launch_s if launch_s is None else launch_s,
+        host_issue_s=_LOCAL.host_issue_s if host_issue_s is None else host_issue_s,
         notes=f"assumed, not measured: {', '.join(missing)}" if missing else "",
     )
 
 
-def load_cluster(name: str) -> Cluster:
-    """A cluster by name (see the module). ClusterError for a name that is not known, with all that are."""
+def product_cluster(product: str, count: int) -> Cluster:
+    """One node with `count` CUDA devices that their driver calls `product`. For one that is not known stand the constants of an
+    A100, and `notes` says so."""
+    known = PRODUCTS.get(product)
+    if known is not None:
+        return replace(DEVICES[known], per_node=count)
+    name = re.sub(r"[^a-z0-9]+", "-", product.lower()).strip("-")
+    a100 = DEVICES[ALIASES["a100"]]
+    return replace(a100, device=name, per_node=count, notes=f"nothing is known of a {product}; computed as {a100.device}")
+
+
+def load_cluster(name: str | Path) -> Cluster:
+    """A cluster by name (see the module), or from a file: a Path, or text that ends in .toml or .json. ClusterError for a name
+    that is not known, with all that are, and for a file that is not right, with its keys."""
+    if isinstance(name, Path) or name.strip().lower().endswith(FILES):
+        return read_cluster(Path(name), DEVICES)
     text = name.strip().lower()
     if text == CPU:
         return cpu_local()
-    match = re.fullmatch(r"(?P<device>[a-z][a-z0-9-]*?)[:x](?P<per_node>[1-9]\d*)(\*(?P<nodes>[1-9]\d*))?", text)
+    match = re.fullmatch(r"([a-z][a-z0-9-]*?)[:x]([1-9]\d*)(?:\*([1-9]\d*))?(?:@([a-z-]+))?", text)
     if match is not None:
-        device = ALIASES.get(match["device"], match["device"])
-        if device in DEVICES:
-            return replace(DEVICES[device], per_node=int(match["per_node"]), nodes=int(match["nodes"] or 1))
+        device, per_node, nodes, stack = ALIASES.get(match[1], match[1]), int(match[2]), int(match[3] or 1), match[4]
+        if device in DEVICES and (stack is None or stack in STACKS):
+            return replace(DEVICES[device], per_node=per_node, nodes=nodes, stack=STACKS[stack] if stack else None)
+    short = ", ".join([*(f"{a}x8" for a in ALIASES), "h100x8*4"])
     raise ClusterError(
-        f"unknown cluster {name!r}; a cluster is <device>:<per node>[*<nodes>] with a device of {', '.join(DEVICES)} "
-        f"(short: {', '.join(f'{a}x8' for a in ALIASES)}, {'h100x8*4'}), or {CPU}"
+        f"unknown cluster {name!r}; a cluster is <device>:<per node>[*<nodes>][@<stack>] with a device of {', '.join(DEVICES)} "
+        f"(short: {short}) and a stack of {', '.join(STACKS)}; or {CPU}, or a file that ends in {' or '.join(FILES)}"
     )

@@ -1,6 +1,9 @@
 """The event engine: one SimPy process per stream of each role, and one per host. Its rules are those of `piper_ir.timing`, which
 sweeps the same plan in a fixed order instead; a property test holds the two against each other.
 
+With `flows`, what runs at the same time slows each other down: an instruction then takes its duration only where nothing else
+runs beside it (`piper_simulator.rates`). The sweep knows no such thing.
+
 Deterministic: processes start in plan order, and SimPy handles events of one moment in the order in which they were made.
 """
 
@@ -9,24 +12,54 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from simpy import Environment, Event
 from simpy.events import Timeout
 
-from piper_ir.timing import Prepared, Times
+from piper_ir.timing import Prepared, Times, host_seconds, later_half, steady
+from piper_simulator.rates import Activity, Flow, Message, Pool
 
 Running = Generator[Event, None, None]
 
 
 def run(
-    prepared: Prepared, durations: Sequence[float], *, latency: float = 0.0, issue: float = 0.0, steps: int = 1
+    prepared: Prepared,
+    durations: Sequence[float],
+    *,
+    latency: float = 0.0,
+    issue: float = 0.0,
+    steps: int = 1,
+    flows: Sequence[Flow] | None = None,
 ) -> list[Times]:
     """Times of each of `steps` steps that follow each other without a barrier, in seconds since the start of the first.
     `durations` per node, a group taking that of its first member; `latency` of a point-to-point transfer, `issue` per
-    instruction."""
-    engine = _Engine(prepared, durations, latency, issue, steps)
+    instruction. `flows`: per group what it asks of links and devices, and its duration (0 where that in `durations` is); None:
+    nothing is shared."""
+    engine = _Engine(prepared, durations, latency, issue, steps, flows)
     engine.env.run()
     return engine.finish()
+
+
+PERIOD_STEPS = 6, 16
+"""How many steps are run to see them repeat, at first and then."""
+
+
+def period(prepared: Prepared, durations: Sequence[float], flows: Sequence[Flow], *, latency: float, issue: float) -> float:
+    """`piper_ir.timing.period` under contention: by runs of the engine until steps repeat, to 1e-9. Steps count as long as every
+    stream has more to come: afterwards there is less to share with. Where a stream runs so far ahead that hardly any do, all."""
+    last = [nodes[-1] for nodes in prepared.streams]
+    host = host_seconds(prepared, issue)
+    if not last:
+        return 0.0
+    for steps in PERIOD_STEPS:
+        times = run(prepared, durations, latency=latency, issue=issue, steps=steps, flows=flows)
+        ends = [[t.end[x] for x in last] for t in times]
+        history = [row for row in ends if max(row) <= min(ends[-1])]
+        for n in range(1, len(history) + 1):
+            if (found := steady(history[:n], host, tolerance=1e-9)) is not None:
+                return found
+    return later_half(history if len(history) > len(ends) // 2 else ends, host)
 
 
 @dataclass(slots=True, eq=False)
@@ -71,6 +104,7 @@ class _Meeting:
     env: Environment
     size: int
     p2p: bool
+    flow: Flow | None = None
     came: int = 0
     start: float = 0.0
     gate: Event | None = None
@@ -91,8 +125,56 @@ class _Meeting:
             gate.succeed()
 
 
+class _Shared:
+    """Runs activities at the rates of a pool. A timer that was set for one which then became slower looks again at its new end;
+    one for which a nearer timer has been set since does nothing."""
+
+    def __init__(self, env: Environment, roles: int) -> None:
+        self.env = env
+        self.pool = Pool(roles, self._sooner)
+        self.ends: dict[Activity, tuple[Event, int]] = {}
+
+    def begin(self, role: int, seconds: float, flow: Flow | None) -> Event:
+        """A message, or compute of a role, begins now; the event of its end."""
+        now, pool = self.env.now, self.pool
+        activity = pool.compute(role, seconds, now) if flow is None else pool.message(flow, now)
+        event = Event(self.env)
+        self.ends[activity] = event, role
+        self._look(activity, activity.left / activity.rate)
+        return event
+
+    def _look(self, activity: Activity, after: float) -> None:
+        activity.look = activity.end
+        timer = Timeout(self.env, after)
+        timer.callbacks.append(partial(self._due, activity, activity.look))
+
+    def _sooner(self, activity: Activity) -> None:
+        self._look(activity, activity.end - self.env.now)
+
+    def _due(self, activity: Activity, at: float, _: Event) -> None:
+        if activity.look != at or activity not in self.ends:
+            return
+        if activity.end > at:
+            self._look(activity, activity.end - self.env.now)
+            return
+        event, role = self.ends.pop(activity)
+        if isinstance(activity, Message):
+            self.pool.arrived(activity, self.env.now)
+        else:
+            self.pool.computed(role)
+        event.succeed()
+
+
 class _Engine:
-    def __init__(self, prepared: Prepared, durations: Sequence[float], latency: float, issue: float, steps: int) -> None:
+    def __init__(
+        self,
+        prepared: Prepared,
+        durations: Sequence[float],
+        latency: float,
+        issue: float,
+        steps: int,
+        flows: Sequence[Flow] | None,
+    ) -> None:
         self.env = Environment()
         self.prepared, self.durations, self.latency, self.issue = prepared, durations, latency, issue
         n = len(prepared)
@@ -100,6 +182,9 @@ class _Engine:
         self.streams = [_Stream() for _ in prepared.streams]
         self.hosts = [_Counter() for _ in prepared.roles]
         self.meetings = [_Meeting(self.env, len(g), p2p) for g, p2p in zip(prepared.groups, prepared.p2p)]
+        self.shared = None if flows is None else _Shared(self.env, len(prepared.roles))
+        for meeting, flow in zip(self.meetings, flows or ()):
+            meeting.flow = flow
         self.place = [0] * n  # of a node on its stream, counted from 1
         for nodes in prepared.streams:
             for k, node in enumerate(nodes, 1):
@@ -119,8 +204,9 @@ class _Engine:
         return self.prepared.offsets[r + 1] - self.prepared.offsets[r]
 
     def _stream(self, s: int) -> Running:
-        env, stream, latency = self.env, self.streams[s], self.latency
+        env, stream, latency, shared = self.env, self.streams[s], self.latency, self.shared
         nodes = self.prepared.streams[s]
+        role = self._role(nodes)
         table = list(zip(nodes, self._needs(nodes), *self._work(nodes)))
         for step, times in enumerate(self.times):
             for node, needs, duration, meeting in table:
@@ -138,14 +224,14 @@ class _Engine:
                 if meeting is None:
                     times.start[node] = env.now
                     if duration:
-                        yield Timeout(env, duration)
+                        yield Timeout(env, duration) if shared is None else shared.begin(role, duration, None)
                 elif (gate := meeting.come()) is not None:
                     yield gate
                     times.start[node] = meeting.start
                 else:
                     times.start[node] = env.now
                     if duration:
-                        yield Timeout(env, duration)
+                        yield Timeout(env, duration) if shared is None else shared.begin(role, duration, meeting.flow)
                     meeting.end(times.start[node])
                 times.end[node] = env.now
                 if latency and meeting is not None and meeting.p2p:
@@ -154,6 +240,10 @@ class _Engine:
                     stream.pending.append(False)
                 else:
                     stream.count(env.now)
+
+    def _role(self, nodes: Sequence[int]) -> int:
+        """The role of a stream's nodes."""
+        return next(r for r, after in enumerate(self.prepared.offsets[1:]) if nodes[0] < after)
 
     def _work(self, nodes: Sequence[int]) -> tuple[list[float], list[_Meeting | None]]:
         """Per node its duration and its group's meeting; members of a group share the duration of the first."""
@@ -164,7 +254,7 @@ class _Engine:
     def _needs(self, nodes: Sequence[int]) -> list[list[tuple[_Counter, int, int]]]:
         """Per node the counters that must reach a number, which grows by the third entry with each step."""
         prepared = self.prepared
-        role = next(r for r, after in enumerate(prepared.offsets[1:]) if nodes[0] < after)
+        role = self._role(nodes)
         first, size = prepared.offsets[role], self._instructions(role)
         out: list[list[tuple[_Counter, int, int]]] = []
         for node in nodes:

@@ -1,32 +1,28 @@
 """The simple device model: how long each instruction of a plan takes, and where that number comes from.
 
-Compute: per kernel the larger of FLOPs at the reached peak and bytes at the reached bandwidth, summed; never less than the
-launches (t_layer = max(sum t_gpu, n_kernels t_launch), cost-model.md 1). Point-to-point: latency + bytes / bandwidth.
-All-reduce over n ranks: 2 (n - 1) hops + 2 (n - 1) / n bytes / bandwidth (a ring). Everything else is one kernel that moves
-bytes of memory.
+Compute: `piper_simulator.kernels`. Messages: `piper_simulator.communication`. Everything else is one kernel that moves bytes of
+memory. A role's instructions take as long as on the slowest of its ranks (`slow_ranks`).
 
 Where the host is the device (a CPU), what a message costs the processor is taken from the computation that is issued next, unless
 that waits for the message anyway: one core per rank does both, however many threads share it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from piper_ir.costs import Costs, Duration
 from piper_ir.errors import ClusterError
 from piper_ir.ops import COMM, Comm, Compute, Load
 from piper_ir.plan import Channel, Instr, Part, Plan, RolePlan
-from piper_ir.program import Cost, Kernel
-from piper_ir.sizes import bind
 from piper_ir.trace import Source
 from piper_ir.traffic import Traffic
-from piper_simulator.clusters import Cluster
+from piper_simulator.cluster import Cluster
+from piper_simulator.communication import Group, Op, duration, group
+from piper_simulator.kernels import is_guess, launched, step_seconds
 from piper_simulator.provenance import Provenance
 
 _TRUST: tuple[Source, ...] = ("formula", "interpolated", "table", "measured", "given")
 """Least to most: an instruction of several parts is labelled by the least trusted of its durations."""
-
-_AT_PEAK = frozenset({"matmul", "attention"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +33,6 @@ class Work:
     source: Source
     bytes: int = 0
     flops: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Link:
-    """The slowest instance of a channel: ranks in it, seconds of all its hops, bytes/s."""
-
-    ranks: int
-    latency: float
-    bandwidth: float
 
 
 def given_only(plan: Plan) -> bool:
@@ -79,7 +66,8 @@ class CostModel:
         self.issue_s, self._inline_s = (0.0, issue) if self._inline else (issue, 0.0)
         self._traffic = Traffic(plan)
         self._steps: dict[Compute, Work] = {}
-        self._links: dict[str, _Link] = {}
+        self._groups: dict[str, frozenset[Group]] = {}
+        self._slowest: dict[str, float] = {}
         self._messages: dict[tuple[str, int], Work] = {}
         self._others: dict[tuple[str, int], Work] = {}
         self._busy_s: dict[tuple[str, int], float] = {}
@@ -91,7 +79,14 @@ class CostModel:
         op = instr.parts[0].op
         if isinstance(op, COMM):
             return self._comm(op, instr.parts[0])
+        done, factor = self._computed(role, instr), self._slower(role)
+        return done if factor == 1 else replace(done, seconds=done.seconds * factor)
+
+    def _computed(self, role: RolePlan, instr: Instr) -> Work:
+        """An instruction of the compute stream, on a rank that is not slow."""
         parts = [self._part(role, part) for part in instr.parts]
+        if instr.seconds is not None:
+            return Work(instr.seconds, "given", flops=sum([p.flops for p in parts]))
         more = self._inline_s + self._taken(role, instr)
         if len(parts) == 1 and not more:
             return parts[0]
@@ -103,6 +98,16 @@ class CostModel:
         """What a user should know of the durations asked for so far: constants that nobody measured, guesses, costs that do not
         fit."""
         return self._provenance.notes()
+
+    def _slower(self, role: RolePlan) -> float:
+        """How many times as long the slowest rank of a role takes."""
+        if self.cluster is None or not self.cluster.slow_ranks:
+            return 1.0
+        if role.role not in self._slowest:
+            slow = {r: f for r, f in self.cluster.slow_ranks.items() if r in role.ranks}
+            self._slowest[role.role] = max(slow.values(), default=1.0)
+            self._provenance.slowed(role.role, slow)
+        return self._slowest[role.role]
 
     def _taken(self, role: RolePlan, instr: Instr) -> float:
         """Seconds that messages take from an instruction of the compute stream."""
@@ -154,7 +159,7 @@ class CostModel:
             return Work(known.seconds, known.source)
         cluster = self._need(node)
         self._provenance.computed()
-        return Work(_launched(cluster, touched / (cluster.memory_bandwidth * cluster.memory_fraction), 1), "formula")
+        return Work(launched(cluster, touched / (cluster.memory_bandwidth * cluster.memory_fraction), 1), "formula")
 
     def _batch_s(self, role: RolePlan, part: Part) -> float:
         """Seconds of the job's batch function, which the first load of a microbatch on a role calls."""
@@ -180,8 +185,8 @@ class CostModel:
             self._provenance.looked_up(chunk, op.step)
             return Work(known.seconds, known.source, flops=cost.flops)
         cluster = self._need(f"step {op.step} of chunk {op.chunk}")
-        self._provenance.computed_step(chunk, op.step, [k.dtype for k in cost.kernels if _is_guess(cluster, k)])
-        return Work(_kernels(cluster, cost), "formula", flops=cost.flops)
+        self._provenance.computed_step(chunk, op.step, [k.dtype for k in cost.kernels if is_guess(cluster, k)])
+        return Work(step_seconds(cluster, cost, op.step), "formula", flops=cost.flops)
 
     def _need(self, what: str) -> Cluster:
         if self.cluster is None:
@@ -209,68 +214,20 @@ class CostModel:
             return Work(known.seconds, known.source, bytes=nbytes)
         if self.given:
             return Work(0.0, "given", bytes=nbytes)
-        link = self._link(channel, self._need(f"a message on channel {channel.id}"))
-        self._provenance.sent_unknown(*key)
-        share = 1.0 if p2p else 2 * (link.ranks - 1) / link.ranks
-        return Work(link.latency + share * nbytes / link.bandwidth, "formula", bytes=nbytes)
+        cluster = self._need(f"a message on channel {channel.id}")
+        op: Op = "p2p" if p2p else "all_reduce"
+        found = max((duration(cluster, op, nbytes, g) for g in self._instances(channel, cluster)), key=lambda d: d.seconds)
+        if found.source == "formula":
+            self._provenance.sent_unknown(*key)
+        return Work(found.seconds, found.source, bytes=nbytes)
 
-    def _link(self, channel: Channel, cluster: Cluster) -> _Link:
-        if channel.id not in self._links:
-            left = set(self.plan.role(channel.roles[0]).ranks)
-            links = []
+    def _instances(self, channel: Channel, cluster: Cluster) -> frozenset[Group]:
+        """Where the members of a channel's instances are; the slowest instance gives the duration."""
+        if channel.id not in self._groups:
+            left, found = set(self.plan.role(channel.roles[0]).ranks), set()
             while left:
                 members = self.plan.peers(channel, min(left))
                 left -= set(members)
-                links.append(_link(cluster, members, channel.kind == "p2p"))
-            self._links[channel.id] = _Link(links[0].ranks, max(x.latency for x in links), min(x.bandwidth for x in links))
-        return self._links[channel.id]
-
-
-def _link(cluster: Cluster, members: tuple[int, ...], p2p: bool) -> _Link:
-    """A ring crosses to another node once per node, and back for the second half of an all-reduce; all its ranks of one node
-    share the crossing, each with a NIC of its own (bus bandwidth = min(NVLink, NICs x rate), SimAI, cost-model.md 3)."""
-    count: dict[int, int] = {}
-    for rank in members:
-        count[cluster.node_of(rank)] = count.get(cluster.node_of(rank), 0) + 1
-    crosses = len(count) > 1
-    if p2p:
-        latency = cluster.inter_latency if crosses else cluster.intra_latency
-        return _Link(2, latency, cluster.inter_bandwidth if crosses else cluster.intra_bandwidth)
-    hops, between = 2 * (len(members) - 1), 2 * (len(count) - 1)
-    latency = (hops - between) * cluster.intra_latency + between * cluster.inter_latency
-    nics = min(count.values()) * cluster.inter_bandwidth
-    if not crosses:
-        return _Link(len(members), latency, cluster.intra_bandwidth)
-    alone = max(count.values()) == 1  # no link within a node is used
-    return _Link(len(members), latency, nics if alone else min(nics, cluster.intra_bandwidth))
-
-
-def _kernels(cluster: Cluster, cost: Cost) -> float:
-    return _launched(cluster, sum(k.count * _kernel(cluster, k) for k in cost.kernels), sum(k.count for k in cost.kernels))
-
-
-def _kernel(cluster: Cluster, kernel: Kernel) -> float:
-    return max(_computing(cluster, kernel), _moving(cluster, kernel))
-
-
-def _computing(cluster: Cluster, kernel: Kernel) -> float:
-    fraction = cluster.matmul_fraction if kernel.kind in _AT_PEAK else 1.0
-    return bind(kernel.flops, 0) / (cluster.peak(kernel.dtype) * fraction)
-
-
-def _moving(cluster: Cluster, kernel: Kernel) -> float:
-    return bind(kernel.bytes, 0) / (cluster.memory_bandwidth * cluster.memory_fraction)
-
-
-def _is_guess(cluster: Cluster, kernel: Kernel) -> bool:
-    """The rate of a dtype that the cluster does not know; of kernels that move bytes only where that rate decides, since
-    integers are added on every device."""
-    if kernel.dtype in cluster.peak_flops:
-        return False
-    return kernel.kind in _AT_PEAK or _computing(cluster, kernel) > _moving(cluster, kernel)
-
-
-def _launched(cluster: Cluster, busy: float, kernels: int) -> float:
-    """Launches hide behind the device's work, or the other way round; they add up where the host is the device."""
-    launches = kernels * cluster.launch_s
-    return busy + launches if cluster.synchronous else max(busy, launches)
+                found.add(group(cluster, members))
+            self._groups[channel.id] = frozenset(found)
+        return self._groups[channel.id]

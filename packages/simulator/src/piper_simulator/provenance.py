@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from piper_ir.costs import Costs
 from piper_ir.errors import CostsError
 from piper_ir.machine import machine_name
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Step
-from piper_simulator.clusters import CPU, Cluster
+from piper_simulator.cluster import CPU, Cluster
 
 NAMED = 3
 """Of many, as many are named."""
@@ -26,6 +26,7 @@ class Provenance:
         self._far: dict[str, None] = {}  # chunks that they know at too different rows
         self._beyond: dict[str, None] = {}  # interpolated outside of what was measured
         self._messages: dict[str, None] = {}  # that the costs do not know
+        self._slow: dict[str, None] = {}
         self._computed = False
         known = {s.code for s in costs.steps}
         if known and not costs.compute and not any(c.code in known for c in plan.chunks):
@@ -51,6 +52,11 @@ class Provenance:
         """The duration of another op was computed."""
         self._computed = True
 
+    def slowed(self, role: str, ranks: Mapping[int, float]) -> None:
+        """A role takes as long as the slowest of these ranks."""
+        for rank, factor in sorted(ranks.items()):
+            self._slow[f"rank {rank} of {role}, {factor:g} times as long"] = None
+
     def sent(self, op: str, nbytes: int, group: int, nodes: int) -> None:
         """The duration of a message came from the costs."""
         measured = self._costs.bytes_of(op, group, nodes)
@@ -69,7 +75,8 @@ class Provenance:
         cluster, host = self._cluster, self._costs.host
         assumed = cluster.warnings if cluster is not None and (self._computed or host is None) else ()
         guesses = () if cluster is None else tuple(cluster.guess(d) for d in self._dtypes)
-        return (*assumed, *guesses, *self._of_machine(), *self._of_chunks())
+        slow = (f"slow ranks; all of a role take as long as its slowest: {_some(self._slow)}",) if self._slow else ()
+        return (*assumed, *guesses, *slow, *self._of_machine(), *self._of_chunks())
 
     def _of_machine(self) -> list[str]:
         """Costs of another cluster or machine, or of another number of ranks at once."""
@@ -81,7 +88,7 @@ class Provenance:
             found.append(f"the costs were measured on {origin.cluster} ({origin.device}), and this is {cluster.name}")
         elif cluster is not None and cluster.name == CPU and origin.device != (here := machine_name()):
             found.append(f"the costs were measured on another machine: {origin.device}; this is {here}")
-        if origin.ranks != self._plan.mesh.world:
+        if origin.ranks != self._plan.mesh.world and (cluster is None or cluster.synchronous):
             found.append(
                 f"the costs were measured while {origin.ranks} ranks computed at once; the plan has {self._plan.mesh.world}, "
                 "which share what the machine has"

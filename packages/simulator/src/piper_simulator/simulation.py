@@ -12,12 +12,12 @@ from piper_ir.costs import Costs
 from piper_ir.errors import PlanError
 from piper_ir.memory import Usage, peak, scan
 from piper_ir.plan import Plan
-from piper_ir.timing import Prepared, Times, period, prepare
+from piper_ir.timing import Prepared, Times, prepare
 from piper_ir.trace import MemSample, Span, Trace
 from piper_simulator.clusters import Cluster, load_cluster
-from piper_simulator.engine import run
 from piper_simulator.metrics import device_bytes, executed_flops, idle, main_dtype, model_flops
 from piper_simulator.model import CostModel, Work
+from piper_simulator.timed import shared_flows, time_steps
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,9 @@ class Simulation:
     `tokens_per_s`, `mfu` (model FLOPs over peak): None without tokens_per_row or peak; `hfu` (FLOPs that run over peak): None
     without peak. `global_bubble_s`: step_s - busy compute; `span_bubble_s`: last end - first start - busy; `exposed_comm_s`:
     compute is idle while the rank communicates; each the maximum over ranks. `bubble_s[rank]`: the global one. `peak_bytes`:
-    allocated; `device_bytes`: with allocator, context and communicators. `notes`: warnings, see `summary`."""
+    allocated; `device_bytes`: with allocator, context and communicators. `slowed_s`: how much longer the compute of a rank took
+    because of messages beside it, None where contention was not simulated; the maximum over ranks. `notes`: warnings, see
+    `summary`."""
 
     step_s: float
     period_s: float
@@ -42,6 +44,7 @@ class Simulation:
     peak_bytes: tuple[int, ...]
     device_bytes: tuple[int, ...]
     peak_by_category: tuple[Mapping[str, int], ...]
+    slowed_s: float | None
     notes: tuple[str, ...]
     _run: _Run = field(repr=False)
 
@@ -65,6 +68,7 @@ class Simulation:
             "span_bubble_s": self.span_bubble_s,
             "peak_bytes": max(self.peak_bytes, default=0),
             "device_bytes": max(self.device_bytes, default=0),
+            "slowed_s": self.slowed_s,
             "sources": self._run.sources(),
             "notes": list(self.notes),
         }
@@ -78,20 +82,25 @@ def simulate(
     steps: int = 1,
     tokens_per_row: int | None = None,
     model_flops_per_step: float | None = None,
+    contention: bool = True,
 ) -> Simulation:
     """Run a plan on a cluster (a name, see `load_cluster`, or a Cluster). `cluster` may be left out only when all compute has
     given durations; these are then all there is, and the rest takes no time. `costs` come before what the device model computes;
     costs of another machine, and what they do not hold, are named in `notes`.
     `steps` follow each other without a barrier. `tokens_per_row` (default: the plan's) enables rates; `model_flops_per_step`
     replaces the model FLOPs that the plan's own parameters suggest.
+    `contention`: messages that share links slow each other down, and compute beside them (`piper_simulator.contention`). Without
+    it every instruction takes its duration, as in the sweep of a search. It means nothing where nobody shares: given durations,
+    and a CPU, on which messages take their processor seconds from compute as it is (`piper_simulator.model`).
 
-    ClusterError: unknown cluster, too few devices, or none where a duration must be computed. CostsError: costs of another model.
+    ClusterError: unknown cluster, too few devices, or none where a duration must be computed; a stream that takes more SMs than
+    its devices have. CostsError: costs of another model.
     PlanError: deadlock, steps < 1."""
     if steps < 1:
         raise PlanError(f"simulate(steps={steps}): at least one step is needed")
     target = load_cluster(cluster) if isinstance(cluster, str) else cluster
     with no_garbage_collection():
-        return _simulate(plan, target, costs, steps, tokens_per_row or plan.tokens_per_row, model_flops_per_step)
+        return _simulate(plan, target, costs, steps, tokens_per_row or plan.tokens_per_row, model_flops_per_step, contention)
 
 
 def _simulate(
@@ -101,26 +110,26 @@ def _simulate(
     steps: int,
     tokens_per_row: int | None,
     model_flops_per_step: float | None,
+    contention: bool,
 ) -> Simulation:
     model = CostModel(plan, target, costs)
     prepared = prepare(plan)
     work = [model.work(role, instr) for role, _, instr in plan.instructions()]
-    durations = [w.seconds for w in work]
-    times = run(prepared, durations, latency=plan.hop, issue=model.issue_s, steps=steps)
-    step_s = times[0].makespan
-    period_s = period(prepared, durations, latency=plan.hop, issue=model.issue_s)
+    flows = shared_flows(model, prepared, work) if contention else None
+    timed = time_steps(prepared, work, flows, latency=plan.hop, issue=model.issue_s, steps=steps)
+    step_s = timed.first.makespan
     role_of = {rank: r for r, role in enumerate(plan.roles) for rank in role.ranks}
     order = tuple(role_of[rank] for rank in range(plan.mesh.world))
-    gaps = idle(plan, prepared, times[0], durations, plan.hop)
+    gaps = idle(plan, prepared, timed.first, timed.durations, plan.hop)
     usages = [list(scan(plan, role)) for role in plan.roles]
     peaks = [max(u, key=lambda x: x.total) if u else peak(plan, role) for u, role in zip(usages, plan.roles)]
     allocator = costs.allocator if costs is not None else None
     held = [device_bytes(plan, role, p.total, target, allocator) for role, p in zip(plan.roles, peaks)]
-    rates = _rates(plan, target, period_s, tokens_per_row, model_flops_per_step)
+    rates = _rates(plan, target, timed.period_s, tokens_per_row, model_flops_per_step)
     notes = tuple(dict.fromkeys((*model.notes, *rates.notes)))
     return Simulation(
         step_s=step_s,
-        period_s=period_s,
+        period_s=timed.period_s,
         tokens_per_s=rates.tokens_per_s,
         mfu=rates.mfu,
         hfu=rates.hfu,
@@ -131,8 +140,9 @@ def _simulate(
         peak_bytes=tuple(peaks[r].total for r in order),
         device_bytes=tuple(held[r] for r in order),
         peak_by_category=tuple(peaks[r].bytes for r in order),
+        slowed_s=timed.slowed_s,
         notes=notes,
-        _run=_Run(plan, prepared, times[-1], work, usages, order, steps - 1, _of_trace(target, notes)),
+        _run=_Run(plan, prepared, timed.last, work, usages, order, steps - 1, _of_trace(target, notes)),
     )
 
 

@@ -44,7 +44,8 @@ def source(node: fx.Node) -> fx.Node | None:
     if isinstance(node.target, OpOverload):
         index = aliased_argument(node.target)
         if index is not None:
-            argument = node.args[index]
+            name = node.target._schema.arguments[index].name  # the tensor that an op writes into may be a keyword
+            argument = node.args[index] if index < len(node.args) else node.kwargs[name]
             assert isinstance(argument, fx.Node)
             return argument
     return None

@@ -44,9 +44,11 @@ METHODS: Mapping[OpOverload, str] = {
     aten.mm.default: "mm",
     aten.bmm.default: "bmm",
     aten.addmm.default: "addmm",
+    aten.addmm_.default: "addmm_",
     aten.add.Tensor: "add",
     aten.add_.Tensor: "add_",
     aten.mul.Tensor: "mul",
+    aten.mul_.Tensor: "mul_",
     aten.sum.dim_IntList: "sum",
 }
 """Ops printed as a method of their first argument: bound in C, they cost the host about 1 us less than the same OpOverload."""

@@ -20,7 +20,7 @@ from torch import fx
 from piper_compiler.capture import _torch_joint, kernels, liveness, phases
 from piper_compiler.capture._torch_joint import OpOverload
 from piper_compiler.capture.codegen import StepCode, generate
-from piper_compiler.capture.inplace import reuse_dying_terms
+from piper_compiler.capture.inplace import add_products_in_place, reuse_dying_arguments
 from piper_compiler.capture.schedule import schedule
 from piper_compiler.capture.simplify import simplify
 from piper_compiler.capture.stepgraph import Joint
@@ -80,7 +80,8 @@ def trace_chunk(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_ma
     steps: dict[Step, Signature] = {}
     code: dict[Step, StepCode] = {}
     for step, graph in cut.steps.items():
-        reuse_dying_terms(graph)
+        add_products_in_place(graph)
+        reuse_dying_arguments(graph)
         lines = schedule(graph)
         cost = kernels.cost(graph)
         steps[step] = Signature(graph.reads, graph.writes, graph.accumulates, cost, liveness.analyse(graph, lines))

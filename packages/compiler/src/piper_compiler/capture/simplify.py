@@ -9,6 +9,7 @@ bytes (`phases` sees to it). The rules, each local to a node:
     zeros_like(x), new_zeros(x, ...), ...       -> zeros(...)     (x was read for its shape only)
     t(t(x)), transpose twice, permute twice     -> x or one permute
     view(view(x)), view to the same shape       -> view(x), x
+    view(sum(x, dims, keepdim)) without them    -> sum(x, dims)
     select(permute(x))                          -> permute(select(x)), or select(x)
     permute(stack([x, y]))                      -> stack([permute(x), permute(y)]) in another dimension
     expand to the same shape                    -> x
@@ -210,6 +211,20 @@ def _fold_views(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return None if base is node.args[0] else _node(graph, node, aten.view.default, (base, shape))
 
 
+def _squeeze_sum(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
+    total = node.args[0] if node.args else None
+    if node.target not in VIEWS or not isinstance(total, fx.Node) or total.target is not aten.sum.dim_IntList:
+        return None
+    source, dims, *rest = total.args
+    assert isinstance(source, fx.Node)
+    if not (rest and rest[0]) or total.kwargs or len(total.users) > 1:
+        return None
+    before = aliasing.tensor(source)
+    summed = {int(d) % before.dim() for d in dims}  # type: ignore[arg-type, union-attr]  # sum: a list of ints
+    left = [size for d, size in enumerate(before.shape) if d not in summed]
+    return _node(graph, node, aten.sum.dim_IntList, (source, dims)) if list(aliasing.tensor(node).shape) == left else None
+
+
 def _drop_expand(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     argument = node.args[0] if node.args else None
     if node.target is not aten.expand.default or not isinstance(argument, fx.Node):
@@ -227,5 +242,6 @@ RULES: tuple[Rule, ...] = (
     _select_first,
     _permute_first,
     _fold_views,
+    _squeeze_sum,
     _drop_expand,
 )

@@ -17,6 +17,7 @@ of the editor's; they are then changed in place instead of copied, which is what
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import field, fields
 from pathlib import Path
@@ -71,14 +72,17 @@ def site_field() -> Any:
 
 
 def describe(item: Directive) -> str:
-    """The directive about as the user wrote it, without fields that have their default; long lists are cut."""
+    """The directive about as the user wrote it, without fields that have their default; long lists are cut. A class with a
+    `__str__` of its own says it itself."""
+    if "__str__" in type(item).__dict__:
+        return str(item)
     shown = []
     for f in fields(item):  # type: ignore[arg-type]  # a directive is a dataclass
         value = getattr(item, f.name)
         if f.repr and value != f.default:
             selects = isinstance(value, Where) or (isinstance(value, tuple) and any(isinstance(v, Where) for v in value))
             shown.append(_shown(value) if selects else f"{f.name}={_shown(value)}")
-    return f"{type(item).__name__.lower()}({', '.join(shown)})"
+    return f"{written(type(item))}({', '.join(shown)})"
 
 
 def _shown(value: object) -> str:
@@ -97,7 +101,12 @@ def fail(item: Directive, condition: int, message: str) -> DirectiveError:
     """The error for a numbered legality condition of a directive."""
     site = getattr(item, "site", "")
     where = f" at {site}" if site else ""
-    return DirectiveError(f"{describe(item)}{where}: {message} [{type(item).__name__.lower()} condition {condition}]")
+    return DirectiveError(f"{describe(item)}{where}: {message} [{written(type(item))} condition {condition}]")
+
+
+def written(kind: type) -> str:
+    """A directive's class as a user writes it: "split_backward" for SplitBackward."""
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def compute_nodes(item: Directive, graph: Graph, selection: Where) -> list[Node]:

@@ -4,12 +4,16 @@
             order(where(mb=0, phase="F"), where(mb=1, phase="F"), where(mb=0, phase="B"))
     after   pp0: layer0.F@0 -> layer0.F@1 -> layer0.B@0
 
+`overlap(a, b)` stands for one place in an order at which the compute of a and b may be interleaved: everything of the item
+before comes before both, everything of the item after comes after both, and among them the compiler chooses (`passes.overlap`).
+
 Legality
- 1. At least two selections, each of which matches compute nodes. (With missing="skip" a selection of phase "B" whose region
-    has no backward, because it trains nothing, is left out.)
+ 1. At least two selections, each of which matches compute nodes. (With missing="skip" a selection of a backward phase whose
+    region has no such phase, because it trains nothing or has no such part, is left out.)
  2. No node is in two selections.
  3. If anything is placed, the selected nodes are: an order is per device.
  4. On at least one device two of the selections occur: otherwise the directive would have no effect.
+ 5. An overlap has at least two selections, and stands inside of an order.
  (That all orders together are acyclic is checked once, when the strategy is complete; the error names the directives on the
  cycle.)
 """
@@ -17,42 +21,74 @@ Legality
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
 from piper_ir.errors import SelectorError
-from piper_ir.graph import Graph, Node
+from piper_ir.graph import Graph, Node, OverlapGroup
 from piper_ir.select import Where
+
+
+@dataclass(frozen=True, init=False)
+class Overlap:
+    """An item of an order: its selections may be interleaved."""
+
+    selections: tuple[Where, ...]
+
+    def __init__(self, *selections: Where) -> None:
+        object.__setattr__(self, "selections", selections)
 
 
 @directive
 @dataclass(frozen=True, init=False)
 class Order:
     """Within a selection the nodes of a device run along the program (F ascending, backward descending). Communication
-    follows its data. `items` are selections or tuples of them."""
+    follows its data. `items` are selections, overlaps, or tuples of them. `overlaps`: (first, number) of the selections that
+    form an overlap."""
 
     selections: tuple[Where, ...]
     missing: Literal["error", "skip"] = "error"
+    overlaps: tuple[tuple[int, int], ...] = ()
     site: str = site_field()
 
     def __init__(
         self,
-        *items: Where | tuple[Where, ...],
+        *items: Where | Overlap | tuple[Where | Overlap, ...],
         selections: tuple[Where, ...] = (),
         missing: Literal["error", "skip"] = "error",
+        overlaps: tuple[tuple[int, int], ...] = (),
         site: str | None = None,
     ) -> None:
-        flat = [s for x in (*items, *selections) for s in (x if isinstance(x, tuple) else (x,))]
-        object.__setattr__(self, "selections", tuple(flat))
+        flat: list[Where] = []
+        groups: list[tuple[int, int]] = []
+        for item in (x for given in items for x in (given if isinstance(given, tuple) else (given,))):
+            if isinstance(item, Overlap):
+                groups.append((len(flat), len(item.selections)))
+                flat += item.selections
+            else:
+                flat.append(item)
+        groups += [(first + len(flat), number) for first, number in overlaps]
+        object.__setattr__(self, "selections", (*flat, *selections))
         object.__setattr__(self, "missing", missing)
+        object.__setattr__(self, "overlaps", tuple(groups))
         object.__setattr__(self, "site", call_site() if site is None else site)
+
+    def __str__(self) -> str:
+        """About as the user wrote it; long lists are cut."""
+        shown = self._items()
+        items = [", ".join(map(str, item)) if len(item) == 1 else f"overlap({', '.join(map(str, item))})" for item in shown[:3]]
+        more = [f"... {len(shown) - 3} more"] if len(shown) > 3 else []
+        skip = ["missing='skip'"] if self.missing == "skip" else []
+        return f"order({', '.join([*items, *more, *skip])})"
 
     def check(self, graph: Graph) -> None:
         if len(self.selections) < 2:
             raise fail(self, 1, "an order needs at least two selections")
+        self._check_overlaps()
         seen: dict[str, Where] = {}
         devices: dict[str, int] = {}
-        selected = self._selected(graph)
+        selected = [pair for item in self._selected(graph) for pair in item]
         for selection, nodes in selected:
             for node in nodes:
                 if node.id in seen:
@@ -66,29 +102,69 @@ class Order:
         if len(selected) > 1 and max(devices.values()) < 2:
             raise fail(self, 4, "no two of the selections share a device, so nothing would be ordered")
 
+    def _check_overlaps(self) -> None:
+        """The ranges of a strategy that was read from a file may be anything."""
+        end = 0
+        for first, number in self.overlaps:
+            if number < 2:
+                raise fail(self, 5, "an overlap needs at least two selections")
+            if first < end or first + number > len(self.selections):
+                raise fail(self, 5, f"the overlap of {number} selections from number {first} is not inside of the order")
+            end = first + number
+
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
-        last: dict[str, Node] = {}
-        for _, nodes in self._selected(graph):
-            for node in nodes:
-                if node.role in last:
-                    edit.order(last[node.role].id, node.id)
-                last[node.role] = node
+        last: dict[str, list[str]] = {}
+        for item in self._selected(graph):
+            chains: dict[str, list[tuple[str, ...]]] = {}  # role -> the nodes of each selection that has some there
+            for _, nodes in item:
+                mine: dict[str, list[str]] = {}
+                for node in nodes:
+                    mine.setdefault(node.role, []).append(node.id)
+                for role, ids in mine.items():
+                    chains.setdefault(role, []).append(tuple(ids))
+            for role, members in chains.items():
+                for member in members:
+                    for before in last.get(role, ()):
+                        edit.order(before, member[0])
+                    for before, after in pairwise(member):
+                        edit.order(before, after)
+                last[role] = [member[-1] for member in members]
+                if len(members) > 1:
+                    edit.overlaps.append(OverlapGroup(tuple(members), edit.applied))
         return edit.done()
 
-    def _selected(self, graph: Graph) -> list[tuple[Where, list[Node]]]:
-        """The selections with their nodes, without those that may be missing and are."""
+    def _items(self) -> list[tuple[Where, ...]]:
+        """The places of the order: one selection each, or those of an overlap."""
+        numbers = dict(self.overlaps)
+        out, k = [], 0
+        while k < len(self.selections):
+            n = numbers.get(k, 1)
+            out.append(self.selections[k : k + n])
+            k += n
+        return out
+
+    def _selected(self, graph: Graph) -> list[list[tuple[Where, list[Node]]]]:
+        """The items with the nodes of their selections, without those that may be missing and are."""
         out = []
-        for selection in self.selections:
-            try:
-                out.append((selection, compute_nodes(self, graph, selection)))
-            except SelectorError:
-                if self.missing != "skip" or not _has_only_forward(graph, selection):
-                    raise
+        for item in self._items():
+            found = []
+            for selection in item:
+                try:
+                    found.append((selection, compute_nodes(self, graph, selection)))
+                except SelectorError:
+                    if self.missing != "skip" or not has_no_such_phase(graph, selection):
+                        raise
+            out.append(found)
         return out
 
 
-def _has_only_forward(graph: Graph, selection: Where) -> bool:
-    """Whether a selection that matches nothing asks for the backward of a region that has only a forward."""
+def has_no_such_phase(graph: Graph, selection: Where) -> bool:
+    """Whether a selection that matches nothing asks for a backward phase that its region cannot have: B, I and W of what trains
+    nothing; I or W where the backward, which is split, is the other alone."""
     terms = dict(selection.terms)
-    return terms.get("phase") == "B" and bool(graph.matching(Where(tuple((terms | {"phase": "F"}).items()))))
+    phase = terms.pop("phase", None)
+    if phase not in ("B", "I", "W"):
+        return False
+    there = {n.coords["phase"] for n in graph.matching(Where(tuple(terms.items())))}
+    return there == {"F"} or (phase != "B" and there in ({"F", "I"}, {"F", "W"}))

@@ -82,6 +82,15 @@ class Partition:
         return edit.done()
 
 
+def resolved(item: Partition, program: Program, costs: Costs | None) -> Partition:
+    """The same stages without at="cost", which other costs would cut elsewhere."""
+    if item.at != "cost":
+        return item
+    stage_of = stage_of_layers(program, item.stages, item.at, costs)
+    firsts = {stage: layer for layer, stage in reversed(stage_of.items())}
+    return replace(item, at=tuple(firsts[s] for s in range(1, item.stages)))
+
+
 def layers_of(program: Program) -> list[int]:
     """The layer coordinates in order of first appearance."""
     return list(dict.fromkeys(c.coords["layer"] for c in program.chunks if "layer" in c.coords))

@@ -69,10 +69,10 @@ class Place:
                 raise fail(self, 4, f"{node.id} is replicated over {over.over}; a placed axis cannot be replicated too")
         self._check_streams(graph, role_name(fixed))
         for node in nodes:
-            twin = _other_phase(graph, node)
-            if twin is not None and twin.role not in ("", role_name(fixed)):
-                message = f"{twin.id} is placed on {twin.role}; both phases need what the forward keeps, place them together"
-                raise fail(self, 6, message)
+            for twin in _other_phases(graph, node):
+                if twin.role not in ("", role_name(fixed)):
+                    message = f"{twin.id} is placed on {twin.role}; both phases need what the forward keeps, place them together"
+                    raise fail(self, 6, message)
 
     def _check_axes(self, graph: Graph) -> None:
         if not self.on:
@@ -109,11 +109,12 @@ class Place:
         return edit.done()
 
 
-def _other_phase(graph: Graph, node: Node) -> Node | None:
-    """The backward of a forward, and the other way round; None when it does not exist."""
-    own = f"{node.coords['chunk']}.{node.coords['phase']}"
-    other = "B" if node.coords["phase"] == "F" else "F"
-    return graph.nodes.get(f"{node.coords['chunk']}.{other}{node.id.removeprefix(own)}")
+def _other_phases(graph: Graph, node: Node) -> list[Node]:
+    """The nodes of the other phases of a node's chunk and microbatch."""
+    chunk, phase = node.coords["chunk"], node.coords["phase"]
+    suffix = node.id.removeprefix(f"{chunk}.{phase}")
+    found = (graph.nodes.get(f"{chunk}.{other}{suffix}") for other in ("F", "B", "I", "W") if other != phase)
+    return [n for n in found if n is not None]
 
 
 def role_name(fixed: Mapping[str, int]) -> str:

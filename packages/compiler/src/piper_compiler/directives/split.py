@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from piper_compiler.directives.base import compute_nodes, directive, fail, site_field
-from piper_ir.graph import Editor, Graph, Node
+from piper_ir.graph import Editor, Graph, Node, OverlapGroup
 from piper_ir.select import Where
 
 
@@ -47,7 +47,9 @@ class Split:
 
 def split_all(graph: Graph, microbatches: int) -> Graph:
     """The graph with `microbatches` copies of every node and value, in an order that keeps microbatches apart per node."""
-    empty = replace(graph, nodes={}, values={}, writer={}, readers={}, index={}, order_edges={}, _sets={}, _selected={})
+    empty = replace(
+        graph, nodes={}, values={}, writer={}, readers={}, index={}, order_edges={}, overlaps=(), _sets={}, _selected={}
+    )
     edit = Editor(empty)
     for id, value in graph.values.items():
         edit.same_values([f"{id}@{mb}" for mb in range(microbatches)], value)
@@ -60,4 +62,8 @@ def split_all(graph: Graph, microbatches: int) -> Graph:
     for before, after in graph.order_edges:
         for mb in range(microbatches):
             edit.order_edges[(f"{before}@{mb}", f"{after}@{mb}")] = graph.order_edges[(before, after)]
+    for group in graph.overlaps:
+        for mb in range(microbatches):
+            members = tuple([tuple([f"{id}@{mb}" for id in member]) for member in group.members])
+            edit.overlaps.append(OverlapGroup(members, group.applied))
     return edit.done()

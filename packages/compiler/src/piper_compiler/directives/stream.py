@@ -1,4 +1,4 @@
-"""stream: put communication on a logical stream.
+"""stream: put communication on a logical stream, and say how many SMs it takes from compute there.
 
     before  send.layer1:out0@0#pp1 on stream pp0>pp1.act, recv.layer2:gin0@0#pp0 on stream pp1>pp0.grad
     after   both on stream p2p        stream(where(op=("send", "recv")), "p2p")
@@ -8,6 +8,9 @@ Legality
     (Reductions take the name that `replicate(reduce=...)` gives them.)
  2. Compute stays on its stream: only the compute stream allocates and frees memory.
  3. A channel uses one stream on each side: all its transfers are selected, or none.
+ 4. sms is a whole number, at least 0. (0: copy engines move the data. That a device has more SMs than that is the simulator's to
+    say, which knows the device.)
+ 5. A stream of a device has one number of SMs: what names the same stream again agrees, or says nothing.
 """
 
 from __future__ import annotations
@@ -17,22 +20,27 @@ from dataclasses import dataclass, replace
 from piper_compiler.directives.base import compute_nodes, directive, fail, site_field
 from piper_ir.graph import Graph, Node
 from piper_ir.ops import Recv, Send
-from piper_ir.plan import COMPUTE
+from piper_ir.plan import COMPUTE, Channel
 from piper_ir.select import Where
 
 
 @directive
 @dataclass(frozen=True)
 class Stream:
-    """The selected sends and receives run in order on the stream `name` of their device."""
+    """The selected sends and receives run in order on the stream `name` of their device. `sms`: SMs that all communication on the
+    stream takes from compute while it runs, reductions that `replicate(reduce=name)` puts there included; None: the
+    simulator's constants; 0: copy engines. It changes what is simulated, not what is executed."""
 
     selection: Where
     name: str
+    sms: int | None = None
     site: str = site_field()
 
     def check(self, graph: Graph) -> None:
         if self.name == COMPUTE:
             raise fail(self, 2, f"the stream {COMPUTE!r} is for compute; choose another name")
+        if self.sms is not None and (type(self.sms) is not int or self.sms < 0):
+            raise fail(self, 4, f"sms is {self.sms!r}; a whole number is expected, 0 for copy engines")
         nodes = compute_nodes(self, graph, self.selection)
         other = [n for n in nodes if not isinstance(n.op, Send | Recv)]
         if other:
@@ -46,6 +54,15 @@ class Stream:
             if (channel_of(node), type(node.op)) in touched and node.id not in selected:
                 message = f"{node.id} uses channel {channel_of(node)} too but is not selected; select all transfers of a channel"
                 raise fail(self, 3, message)
+        self._check_sms(graph, {(n.role, channel_of(n)) for n in nodes})
+
+    def _check_sms(self, graph: Graph, ends: set[tuple[str, str]]) -> None:
+        """Condition 5, against the ends of channels that are on the stream and stay as they are."""
+        roles = {role for role, _ in ends}
+        for channel in graph.channels.values() if self.sms is not None else ():
+            for role, stream, sms in zip(channel.roles, channel.streams, channel.sms):
+                if stream == self.name and role in roles and (role, channel.id) not in ends and sms not in (None, self.sms):
+                    raise fail(self, 5, f"stream {stream} of {role} has {sms} SMs, by channel {channel.id}; give both the same")
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
@@ -53,8 +70,15 @@ class Stream:
             edit.update(replace(node, stream=self.name))
             channel = edit.channels[channel_of(node)]
             streams = tuple(self.name if role == node.role else s for role, s in zip(channel.roles, channel.streams, strict=True))
-            edit.channels[channel.id] = replace(channel, streams=streams)
+            edit.channels[channel.id] = replace(channel, streams=streams, sms=self._sms(channel, node.role))
         return edit.done()
+
+    def _sms(self, channel: Channel, role: str) -> tuple[int | None, ...]:
+        """Of a channel that goes to this stream on a role: what it had stays where the directive says nothing of its stream."""
+        named = channel.sms or (None,) * len(channel.roles)
+        stays = self.sms is None and channel.stream_on(role) == self.name
+        sms = tuple(n if stays or r != role else self.sms for r, n in zip(channel.roles, named, strict=True))
+        return sms if any(n is not None for n in sms) else ()
 
 
 def channel_of(node: Node) -> str:

@@ -243,7 +243,6 @@ def holders(graph: Graph | Editor, program: Program) -> dict[str, tuple[str, ...
         mine = [i.ref for i in chunk.inputs if i.kind == "param" and i.ref in trained]
         if mine:
             roles = {graph.nodes[f"{chunk.id}.F@{mb}"].role for mb in range(graph.microbatches)}
-            roles |= {n.role for mb in range(graph.microbatches) if (n := graph.nodes.get(f"{chunk.id}.B@{mb}"))}
             for name in mine:
                 out.setdefault(name, set()).update(roles)
     order = list(graph.roles)

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TypeVar
 
+from piper_compiler.passes.overlap import spans
 from piper_compiler.ports import trains
 from piper_ir.errors import CompileError
 from piper_ir.graph import Graph, Node
 from piper_ir.ops import COMM, AllReduce, Compute, Recv, Send, SquaredNorm, Update
 
+Fact = TypeVar("Fact")
+
 
 @dataclass(frozen=True)
 class Dependencies:
-    """Nodes by number, in creation order; `before[i]` must be done before node i starts, `after` is the inverse. `comm[i]`:
-    whether node i is communication. `made`: value -> the node that writes it. `accumulators`: (bucket, role) -> the nodes that
-    add into its gradient there."""
+    """Nodes by number, in creation order. `nodes[of[i]]` says what node i is, but for its microbatch `mb[i]` (-1: of the whole
+    step): in a graph of all microbatches that is the node itself, in one that stands for all (`piper_compiler.passes.repeat`) its
+    like of microbatch 0. `before[i]` must be done before node i starts, `after` is the inverse. `comm[i]`: whether node i is
+    communication. `ordered`: the nodes that directives order. `accumulators`: (bucket, role) -> the nodes that add into its
+    gradient there. `spans`: node -> all nodes of its span, in order, which start together: they have the same `before`."""
 
     nodes: tuple[Node, ...]
-    number: dict[str, int]
+    of: Sequence[int]
+    mb: list[int]
     comm: list[bool]
-    made: dict[str, int]
     before: list[list[int]]
     after: list[list[int]]
+    ordered: set[int]
     accumulators: dict[tuple[str, str], list[int]]
+    spans: dict[int, tuple[int, ...]]
+
+    def node(self, i: int) -> Node:
+        """What node i is."""
+        return self.nodes[self.of[i]]
+
+    def column(self, facts: Sequence[Fact]) -> list[Fact]:
+        """A fact of each of `nodes`, by number."""
+        return [facts[k] for k in self.of]
 
 
 def dependencies(graph: Graph) -> Dependencies:
@@ -39,8 +56,9 @@ def dependencies(graph: Graph) -> Dependencies:
         edges = [made[v] for v in node.reads if v in made]
         op = node.op
         if isinstance(op, Compute):
-            if op.step == "B":  # a backward that reads nothing of its forward (a plain sum) still follows it
-                edges.append(number[f"{op.chunk}.F@{node.mb}"])
+            if op.step != "F":  # a backward that reads nothing of its forward (a plain sum) still follows it
+                own = number.get(f"{op.chunk}.I@{node.mb}") if op.step == "W" else None
+                edges.append(number[f"{op.chunk}.F@{node.mb}"] if own is None else own)
         elif isinstance(op, Recv):
             edges.append(number[f"send.{node.writes[0]}"])
         elif not isinstance(op, Send):
@@ -48,11 +66,25 @@ def dependencies(graph: Graph) -> Dependencies:
         before.append(list(dict.fromkeys(edges)) if len(edges) > 1 else edges)
     for first, then in graph.order_edges:
         before[number[then]].append(number[first])
+    joined = _join(before, [tuple([number[id] for id in span]) for span in spans(graph)])
+    ordered = {number[i] for edge, applied in graph.order_edges.items() if applied < len(graph.log) for i in edge}
+    ordered |= {number[id] for group in graph.overlaps for id in group.nodes}
     after: list[list[int]] = [[] for _ in nodes]
     for i, edges in enumerate(before):
         for j in edges:
             after[j].append(i)
-    return Dependencies(nodes, number, comm, made, before, after, accumulators)
+    return Dependencies(nodes, range(len(nodes)), [n.mb for n in nodes], comm, before, after, ordered, accumulators, joined)
+
+
+def _join(before: list[list[int]], found: Iterable[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+    """Let the nodes of each span wait for what any of them waits for, and not for each other."""
+    out = {}
+    for span in found:
+        outside = list(dict.fromkeys(j for i in span for j in before[i] if j not in span))
+        for i in span:
+            before[i] = outside
+            out[i] = span
+    return out
 
 
 class _StateEdges:
@@ -91,12 +123,14 @@ class _StateEdges:
 
 def _accumulators(graph: Graph, nodes: tuple[Node, ...]) -> dict[tuple[str, str], list[int]]:
     bucket_of = {p: b.id for b in graph.buckets.values() for p in b.params}
-    adds = {c.id: tuple(dict.fromkeys(bucket_of[p] for p in trains(c))) for c in graph.program.chunks}
+    adds: dict[Compute, tuple[str, ...]] = {}
     out: dict[tuple[str, str], list[int]] = {}
     for i, node in enumerate(nodes):
         op = node.op
         if isinstance(op, Compute) and op.step != "F":
-            for bucket in adds[op.chunk]:
+            if op not in adds:
+                adds[op] = tuple(dict.fromkeys(bucket_of[p] for p in trains(graph.program.chunk(op.chunk), op.step)))
+            for bucket in adds[op]:
                 out.setdefault((bucket, node.role), []).append(i)
     return out
 
@@ -113,9 +147,11 @@ def cycle_error(graph: Graph, deps: Dependencies, stuck: set[int]) -> CompileErr
     cycle = [*path[seen[at] :], at]
     lines = []
     for later, earlier in pairwise(cycle):
-        a, b = deps.nodes[earlier], deps.nodes[later]
+        a, b = deps.node(earlier), deps.node(later)
         applied = graph.order_edges.get((a.id, b.id))
-        if applied is None:
+        if applied is None and later in deps.spans:
+            why = _reason_of_span(graph, deps, a, later)
+        elif applied is None:
             why = _reason(a, b)
         else:
             why = f"ordered by {graph.log[applied]}" if applied < len(graph.log) else "microbatches update a buffer in order"
@@ -123,6 +159,13 @@ def cycle_error(graph: Graph, deps: Dependencies, stuck: set[int]) -> CompileErr
     return CompileError(
         "the orders and the data together are cyclic, so nothing on this cycle can ever start:\n" + "\n".join(lines)
     )
+
+
+def _reason_of_span(graph: Graph, deps: Dependencies, a: Node, later: int) -> str:
+    """A node of a span waits for what any of its nodes waits for."""
+    names = [deps.nodes[i].id for i in deps.spans[later]]
+    group = next(g for g in graph.overlaps if deps.nodes[later].id in g.nodes)
+    return f"{' and '.join(names)} run as one, which needs it; overlapped by {graph.log[group.applied]}"
 
 
 def _reason(a: Node, b: Node) -> str:

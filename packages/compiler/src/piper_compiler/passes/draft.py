@@ -28,7 +28,8 @@ class Releases:
 @dataclass(slots=True)
 class RoleDraft:
     """One role's instructions in program order, an entry of each list per instruction. `waits`: none that an earlier instruction
-    of the same stream has waited for; `seconds`: canonical durations; `allocs_after`: instruction -> receive buffers."""
+    of the same stream has waited for; `seconds`: canonical durations; `allocs_after`: instruction -> receive buffers; `given`:
+    instruction -> the seconds of a span."""
 
     role: str
     streams: list[str] = field(default_factory=list)
@@ -37,6 +38,7 @@ class RoleDraft:
     seconds: list[float] = field(default_factory=list)
     allocs_after: dict[int, list[str]] = field(default_factory=dict)
     allocs_first: list[str] = field(default_factory=list)
+    given: dict[int, float] = field(default_factory=dict)
 
     def issue_order(self) -> IssueOrder:
         ops = [parts[0][1] for parts in self.parts]
@@ -46,25 +48,31 @@ class RoleDraft:
         )
 
     def instructions(self, releases: Releases) -> tuple[Instr, ...]:
-        """The program, with its frees and the waits that they need, again without repeated waits."""
-        frees, before, more, allocs = releases.frees, releases.before, releases.waits, self.allocs_after
-        seen: dict[str, int] = {}
+        """The program, with its frees and the waits that they need."""
+        frees, before, allocs = releases.frees, releases.before, self.allocs_after
         out: list[Instr] = []
         q = 0
-        for k, stream in enumerate(self.streams):
-            if stream != COMPUTE:  # it frees nothing, so its waits stay what they are
-                out.append(Instr(stream, (Part(*self.parts[k][0]),), self.waits[k]))
+        for k, (stream, waits) in enumerate(zip(self.streams, self.final_waits(releases), strict=True)):
+            if stream != COMPUTE:
+                out.append(Instr(stream, (Part(*self.parts[k][0]),), waits))
                 q += 1
                 continue
             parts = []
             for part in self.parts[k]:
                 parts.append(Part(*part, tuple(frees[q])) if q in frees else Part(*part))
                 q += 1
-            waits = self.waits[k]
-            if waits or k in more:
-                waits = unseen(merged(waits, more.get(k, NOTHING)), seen)
-            out.append(Instr(stream, tuple(parts), waits, tuple(before.get(k, ())), tuple(allocs.get(k, ()))))
+            out.append(Instr(stream, tuple(parts), waits, tuple(before.get(k, ())), tuple(allocs.get(k, ())), self.given.get(k)))
         return tuple(out)
+
+    def final_waits(self, releases: Releases) -> list[Waits]:
+        """The waits of each instruction with those that frees need, again without repeated ones."""
+        more, seen = releases.waits, dict[str, int]()
+        out = []
+        for k, waits in enumerate(self.waits):
+            if self.streams[k] == COMPUTE and (waits or k in more):  # other streams free nothing, so their waits stay
+                waits = unseen(merged(waits, more.get(k, NOTHING)), seen)
+            out.append(waits)
+        return out
 
 
 def merged(waits: Waits, more: Mapping[str, int]) -> dict[str, int]:
@@ -78,7 +86,9 @@ def merged(waits: Waits, more: Mapping[str, int]) -> dict[str, int]:
 
 def unseen(waits: Mapping[str, int], known: dict[str, int]) -> Waits:
     """The waits, sorted, without those that `known`, the earlier waits of the same stream, covers; they are added to it."""
-    fresh = [(s, n) for s, n in waits.items() if n > known.get(s, 0)]
+    fresh = [wait for wait in waits.items() if wait[1] > known.get(wait[0], 0)]
+    if not fresh:
+        return ()
     if len(fresh) > 1:
         fresh.sort()
     known.update(fresh)

@@ -2,13 +2,13 @@
 
 Something lies between two neighbours when communication must start after the first (it is sent, or was the last to add into a
 bucket that is reduced), or must end before the second (it is the first to read what was received or reduced). Parts keep their
-order, so results are bit-equal.
+order, so results are bit-equal. A span is one instruction, always.
 """
 
 from __future__ import annotations
 
 from piper_compiler.passes.dependencies import Dependencies
-from piper_ir.graph import Graph, Node
+from piper_ir.graph import Graph
 from piper_ir.ops import SquaredNorm, Update
 
 Task = list[int]
@@ -19,32 +19,34 @@ def tasks(graph: Graph, deps: Dependencies, sequence: list[int], fuse: bool) -> 
     """Role -> its compute instructions in order; one node each unless `fuse`."""
     place = {i: k for k, i in enumerate(sequence)}
     ends = _last_before_reductions(graph, deps, place) | _senders(deps)
-    arriving = {v for i, comm in enumerate(deps.comm) if comm for v in deps.nodes[i].writes}
+    roles = deps.column([n.role for n in deps.nodes])
+    phases = deps.column([n.coords.get("phase") for n in deps.nodes])
+    alone = [isinstance(n.op, Update) for n in deps.nodes]
+    waits = [isinstance(n.op, SquaredNorm | Update) for n in deps.nodes]
     out: dict[str, list[Task]] = {role: [] for role in graph.roles}
-    received: set[tuple[str, str]] = set()
+    received: set[int] = set()
     for i in sequence:
         if deps.comm[i]:
             continue
-        node = deps.nodes[i]
-        mine = out[node.role]
-        fresh = _fresh(node, arriving, received)
-        if fuse and mine and not fresh and mine[-1][-1] not in ends and _alike(deps.nodes[mine[-1][-1]], node):
+        mine = out[roles[i]]
+        fresh = _fresh(deps, i, received) or waits[deps.of[i]]
+        if i in deps.spans:
+            if i == deps.spans[i][0]:
+                mine.append(list(deps.spans[i]))
+            continue
+        last = mine[-1][-1] if mine else -1
+        alike = mine and deps.mb[last] == deps.mb[i] and phases[last] == phases[i] and not alone[deps.of[i]]
+        if fuse and alike and not fresh and last not in ends and last not in deps.spans:
             mine[-1].append(i)
         else:
             mine.append([i])
     return out
 
 
-def _alike(a: Node, b: Node) -> bool:
-    if isinstance(b.op, Update):
-        return False
-    return a.coords.get("mb") == b.coords.get("mb") and a.coords.get("phase") == b.coords.get("phase")
-
-
 def _senders(deps: Dependencies) -> set[int]:
     """The nodes of which a communication carries a value."""
-    made_by = deps.made
-    return {made_by[v] for i, comm in enumerate(deps.comm) if comm for v in deps.nodes[i].reads if v in made_by}
+    carry = [bool(n.reads) for n in deps.nodes]
+    return {j for i, comm in enumerate(deps.comm) if comm and carry[deps.of[i]] for j in deps.before[i]}
 
 
 def _last_before_reductions(graph: Graph, deps: Dependencies, place: dict[int, int]) -> set[int]:
@@ -54,12 +56,11 @@ def _last_before_reductions(graph: Graph, deps: Dependencies, place: dict[int, i
     }
 
 
-def _fresh(node: Node, arriving: set[str], received: set[tuple[str, str]]) -> bool:
-    """Whether the node must wait for a communication for which nothing before it on its role has waited. `arriving`: the values
-    that communication writes."""
-    out = isinstance(node.op, SquaredNorm | Update)
-    for v in node.reads:
-        if v in arriving and (node.role, v) not in received:
-            received.add((node.role, v))
+def _fresh(deps: Dependencies, i: int, received: set[int]) -> bool:
+    """Whether the node must wait for a communication for which nothing before it on its role has waited."""
+    out = False
+    for j in deps.before[i]:
+        if deps.comm[j] and j not in received:
+            received.add(j)
             out = True
     return out

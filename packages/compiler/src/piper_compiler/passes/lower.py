@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from piper_compiler.durations import InstructionSeconds
 from piper_compiler.passes.complete import Training
 from piper_compiler.passes.dependencies import Dependencies, dependencies
-from piper_compiler.passes.draft import DraftPart, RoleDraft, unseen
+from piper_compiler.passes.draft import DraftPart, Releases, RoleDraft, unseen
 from piper_compiler.passes.fuse import Task, tasks
-from piper_compiler.passes.parts import PartMaker
+from piper_compiler.passes.overlap import interleavings
+from piper_compiler.passes.parts import Maker, PartMaker
 from piper_compiler.passes.positions import Positions, positions
 from piper_compiler.passes.release import releases
-from piper_compiler.passes.schedule import schedule
+from piper_compiler.passes.schedule import node_seconds, schedule
 from piper_ir.costs import Costs
-from piper_ir.graph import Graph, Node
+from piper_ir.errors import CompileError, PlanError
+from piper_ir.graph import Graph
 from piper_ir.memory import with_peaks
-from piper_ir.ops import AllReduce
-from piper_ir.plan import COMPUTE, Plan, RolePlan, State, Values
+from piper_ir.plan import COMPUTE, Instr, Plan, RolePlan, State, Values
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, bind
-from piper_ir.timing import prepare_orders, sweep
+from piper_ir.timing import Prepared, Times, prepare_orders, sweep
 
 
 @dataclass(frozen=True)
@@ -33,27 +35,90 @@ class Options:
     recv_ahead: int = 2
 
 
-def lower(graph: Graph, rows: int, training: Training, options: Options, costs: Costs | None = None) -> Plan:
-    """The plan of a complete graph at `rows` rows per microbatch and rank."""
-    chunks = _bound_chunks(graph, rows)
-    deps = dependencies(graph)
+def lower(graph: Graph, rows: int, training: Training, options: Options, costs: Costs | None = None) -> tuple[Graph, Plan]:
+    """The plan of a complete graph at `rows` rows per microbatch and rank, and the graph with the interleaving of its overlaps
+    that was chosen."""
+    chunks = bound_chunks(graph, rows)
+    graph, maker, drafts, timed = _best(graph, chunks, rows, options, costs)
+    plan = plan_of(graph, chunks, rows, graph.microbatches, training, options)
+    held = states(graph, training)
+    roles = []
+    for draft, freed in zip(drafts, release_all(drafts, timed), strict=True):
+        roles.append(role_plan(graph, draft.role, draft.instructions(freed), held[draft.role], tuple(draft.allocs_first)))
+    return graph, with_peaks(replace(plan, roles=tuple(roles), values=Values(maker.kinds)))
+
+
+Timed = tuple[Prepared, Times]
+_Candidate = tuple[Graph, PartMaker, list[RoleDraft], Timed]
+
+
+def _best(graph: Graph, chunks: dict[str, Chunk], rows: int, options: Options, costs: Costs | None) -> _Candidate:
+    """The drafts under the interleaving of overlaps that the timing sweep finishes first."""
+    seconds: dict[str, float] = {}
+    if graph.overlaps:
+        nodes = tuple(graph.nodes[id] for group in graph.overlaps for id in group.nodes)
+        seconds = dict(zip([n.id for n in nodes], node_seconds(graph, nodes, chunks, rows, costs), strict=True))
+    best: _Candidate | None = None
+    for candidate in interleavings(graph, seconds):
+        try:
+            made = _drafted(candidate, chunks, rows, options, costs)
+        except (CompileError, PlanError):
+            if best is None:
+                raise  # nothing is chosen yet here, so it is the strategy's own contradiction
+            continue  # this interleaving would wait for itself
+        if best is None or made[-1][1].makespan < best[-1][1].makespan * (1 - 1e-9):
+            best = made
+    assert best is not None, "there is always the graph as it is"
+    return best
+
+
+def _drafted(graph: Graph, chunks: dict[str, Chunk], rows: int, options: Options, costs: Costs | None) -> _Candidate:
+    maker = PartMaker(graph, chunks, rows, graph.microbatches * graph.replicas, InstructionSeconds(chunks.values(), costs))
+    drafts = draft_roles(graph, dependencies(graph), chunks, rows, maker, options, costs)
+    return graph, maker, drafts, run_of(graph, drafts)
+
+
+def draft_roles(
+    graph: Graph,
+    deps: Dependencies,
+    chunks: dict[str, Chunk],
+    rows: int,
+    maker: Maker,
+    options: Options,
+    costs: Costs | None,
+) -> list[RoleDraft]:
+    """Every role's instructions in program order."""
     sequence = schedule(graph, deps, chunks, rows, costs)
     work = tasks(graph, deps, sequence, options.fuse)
     where = positions(graph, deps, sequence, work, options.recv_ahead)
-    maker = PartMaker(graph, chunks, rows, graph.replicas)
-    seconds = InstructionSeconds(chunks.values(), costs)
-    drafts = [_draft(graph, role, deps, work[role], where, maker, seconds) for role in graph.roles]
+    return [_draft(role, deps, work[role], where, maker) for role in graph.roles]
+
+
+def run_of(graph: Graph, drafts: list[RoleDraft]) -> Timed:
+    """A run without frees under canonical durations."""
+    prepared = prepare_orders([draft.issue_order() for draft in drafts], graph.channels.values())
+    return prepared, sweep(prepared, [s for draft in drafts for s in draft.seconds], latency=graph.program.hop)
+
+
+def release_all(drafts: list[RoleDraft], timed: Timed) -> list[Releases]:
+    """What each role frees, which a run without frees decides."""
+    prepared, times = timed
+    return [releases(draft, offset, times) for draft, offset in zip(drafts, prepared.offsets, strict=False)]
+
+
+def plan_of(graph: Graph, chunks: dict[str, Chunk], rows: int, microbatches: int, training: Training, options: Options) -> Plan:
+    """The plan without its roles and values."""
     program = graph.program
-    plan = Plan(
+    return Plan(
         program.key,
         graph.mesh,
         rows,
-        graph.microbatches,
+        microbatches,
         graph.replicated,
-        _roles(graph, drafts, _states(graph, training)),
+        (),
         tuple(graph.channels.values()),
         tuple(graph.buckets.values()),
-        Values(maker.kinds),
+        {},
         tuple(chunks.values()),
         program.params,
         program.buffers,
@@ -63,29 +128,27 @@ def lower(graph: Graph, rows: int, training: Training, options: Options, costs: 
         options.recv_ahead,
         training.tokens_per_row,
     )
-    return with_peaks(plan)
 
 
-def _bound_chunks(graph: Graph, rows: int) -> dict[str, Chunk]:
+def role_plan(graph: Graph, role: str, program: tuple[Instr, ...], held: tuple[State, ...], first: tuple[str, ...]) -> RolePlan:
+    """One role of a plan."""
+    streams = tuple(dict.fromkeys([COMPUTE, *[i.stream for i in program]]))
+    placed = graph.roles[role]
+    return RolePlan(role, placed, graph.mesh.ranks(placed), program, streams, held, first)
+
+
+def bound_chunks(graph: Graph, rows: int) -> dict[str, Chunk]:
     """Chunks with int sizes and the coordinates that directives added."""
     out = {}
-    for chunk in graph.program.chunks:
+    for chunk in graph.program.bound(rows):
         node = graph.nodes[f"{chunk.id}.F@0"]
         coords = {k: v for k, v in node.coords.items() if k not in ("chunk", "phase", "op", "mb") and isinstance(v, int)}
-        out[chunk.id] = replace(chunk.bind(rows), coords=coords)
+        out[chunk.id] = replace(chunk, coords=coords)
     return out
 
 
-def _draft(
-    graph: Graph,
-    role: str,
-    deps: Dependencies,
-    work: list[Task],
-    where: Positions,
-    maker: PartMaker,
-    seconds: InstructionSeconds,
-) -> RoleDraft:
-    builder = _RoleBuilder(role, graph, deps, maker, seconds)
+def _draft(role: str, deps: Dependencies, work: list[Task], where: Positions, maker: Maker) -> RoleDraft:
+    builder = _RoleBuilder(role, deps, maker)
     pending = iter([*where.comm[role], (-1, 1 << 60)])
     node, at = next(pending)
     for k, task in enumerate(work):
@@ -100,62 +163,62 @@ def _draft(
 class _RoleBuilder:
     """Appends instructions in program order and derives their waits from the edges of the graph."""
 
-    def __init__(self, role: str, graph: Graph, deps: Dependencies, maker: PartMaker, seconds: InstructionSeconds) -> None:
-        self.graph, self.deps, self.maker, self.seconds = graph, deps, maker, seconds
+    def __init__(self, role: str, deps: Dependencies, maker: Maker) -> None:
+        self.deps, self.maker = deps, maker
         self.draft = RoleDraft(role)
         self.count: dict[str, int] = {COMPUTE: 0}
-        self.seen: dict[str, dict[str, int]] = {}
+        self.seen: dict[str, dict[str, int]] = defaultdict(dict)
         self.done: dict[int, tuple[str, int]] = {}
         self.last_compute = -1
 
     def compute(self, task: Task) -> None:
-        waits = self._waits(task, COMPUTE)
-        parts = self.maker.task(self.deps, task)
+        waits, comm, before = dict[str, int](), self.deps.comm, self.deps.before
+        for i in task:
+            for j in before[i]:
+                if comm[j]:
+                    self._wait(j, waits)
+        parts, seconds = self.maker.task(self.deps, task)
         self.last_compute = len(self.draft.streams)
-        self._append(COMPUTE, parts, waits, self.seconds.compute([part[1] for part in parts]), task)
+        if task[0] in self.deps.spans:
+            self.draft.given[self.last_compute] = seconds
+        self._append(COMPUTE, parts, waits, seconds, task)
 
     def comm(self, i: int) -> None:
-        node = self.deps.nodes[i]
-        part = self.maker.comm(node)
-        waits = self._waits([i], node.stream)
-        if node.writes:  # its buffer is made right after the latest compute instruction
+        stream = self.deps.node(i).stream
+        part, seconds = self.maker.comm(self.deps, i)
+        waits = dict[str, int]()
+        for j in self.deps.before[i]:
+            self._wait(j, waits)
+        waits.pop(stream, None)
+        if written := part[4]:  # its buffer is made right after the latest compute instruction
             if self.last_compute >= 0:
-                self.draft.allocs_after.setdefault(self.last_compute, []).extend(node.writes)
+                self.draft.allocs_after.setdefault(self.last_compute, []).extend(written)
                 waits[COMPUTE] = self.count[COMPUTE]
             else:
-                self.draft.allocs_first.extend(node.writes)
-        self._append(node.stream, [part], waits, self._comm_seconds(node), [i])
-
-    def _comm_seconds(self, node: Node) -> float:
-        if isinstance(node.op, AllReduce):
-            return self.seconds.reduction(self.graph.buckets[node.op.bucket] if node.op.bucket else None)
-        return self.seconds.transfer(self.maker.nbytes((*node.reads, *node.writes)[0]))
+                self.draft.allocs_first.extend(written)
+        self._append(stream, [part], waits, seconds, [i])
 
     def _append(self, stream: str, parts: list[DraftPart], waits: dict[str, int], seconds: float, nodes: Task) -> None:
         n = self.count[stream] = self.count.get(stream, 0) + 1
         draft = self.draft
         draft.streams.append(stream)
         draft.parts.append(parts)
-        draft.waits.append(unseen(waits, self.seen.setdefault(stream, {})))
+        draft.waits.append(unseen(waits, self.seen[stream]) if waits else ())
         draft.seconds.append(seconds)
+        done = stream, n
         for i in nodes:
-            self.done[i] = (stream, n)
+            self.done[i] = done
 
-    def _waits(self, nodes: Task, stream: str) -> dict[str, int]:
-        """What the nodes need from other streams of their role, of which alone `done` knows. (A receive needs its send, which is
-        on another role: a rendezvous.)"""
-        out: dict[str, int] = {}
-        done = self.done
-        for i in nodes:
-            for j in self.deps.before[i]:
-                if j in done:
-                    other, n = done[j]
-                    if other != stream and n > out.get(other, 0):
-                        out[other] = n
-        return out
+    def _wait(self, j: int, waits: dict[str, int]) -> None:
+        """Wait for a node, where it is of this role, of which alone `done` knows. (A receive needs its send, which is on another
+        role: a rendezvous.)"""
+        if j in self.done:
+            stream, n = self.done[j]
+            if n > waits.get(stream, 0):
+                waits[stream] = n
 
 
-def _states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
+def states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
     """Role -> its persistent bytes: parameters in buckets (flat, with their padding), other parameters, gradients, optimizer,
     buffers."""
     out: dict[str, dict[str, State]] = {role: {} for role in graph.roles}
@@ -174,18 +237,3 @@ def _states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
         for role in {graph.nodes[f"{chunk.id}.F@{mb}"].role: None for mb in range(graph.microbatches)}:
             out[role].update({s.id: s for s in alone})
     return {role: tuple(states.values()) for role, states in out.items()}
-
-
-def _roles(graph: Graph, drafts: list[RoleDraft], states: dict[str, tuple[State, ...]]) -> tuple[RolePlan, ...]:
-    """The roles with their frees, which a run without them under canonical durations decides."""
-    prepared = prepare_orders([draft.issue_order() for draft in drafts], graph.channels.values())
-    durations = [s for draft in drafts for s in draft.seconds]
-    times = sweep(prepared, durations, latency=graph.program.hop)
-    out = []
-    for draft, offset in zip(drafts, prepared.offsets, strict=False):
-        program = draft.instructions(releases(draft, offset, times))
-        streams = tuple(dict.fromkeys([COMPUTE, *draft.streams]))
-        placed = graph.roles[draft.role]
-        first = tuple(draft.allocs_first)
-        out.append(RolePlan(draft.role, placed, graph.mesh.ranks(placed), program, streams, states[draft.role], first))
-    return tuple(out)

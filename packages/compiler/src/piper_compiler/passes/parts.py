@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Protocol
 
+from piper_compiler.durations import InstructionSeconds
 from piper_compiler.passes.dependencies import Dependencies
 from piper_compiler.passes.draft import DraftPart
 from piper_compiler.passes.fuse import Task
+from piper_compiler.passes.overlap import span_seconds
 from piper_compiler.ports import kept, port_category, value_reads, value_writes
 from piper_ir.graph import Graph, GraphValue, Node
-from piper_ir.ops import Compute, Load, Seed
+from piper_ir.ops import AllReduce, Compute, Load, Seed
 from piper_ir.plan import Category, is_state
 from piper_ir.program import Chunk
 from piper_ir.program import Step as ChunkStep
@@ -21,11 +24,22 @@ Kind = tuple[TensorSpec, Category]
 Pick = Callable[[Sequence[str]], tuple[str, ...]]
 
 
+class Maker(Protocol):
+    """Makes the parts of instructions, in program order role by role, and says how long they take (`InstructionSeconds`)."""
+
+    def task(self, deps: Dependencies, task: Task) -> tuple[list[DraftPart], float]:
+        """Of one compute instruction."""
+
+    def comm(self, deps: Dependencies, i: int) -> tuple[DraftPart, float]:
+        """Of a communication instruction."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Template:
     """How the Compute nodes of one op become parts, for all microbatches. Values are counted through: the reads of the node, its
-    writes, what F keeps (`kept`), what I hands to W (`inner`), the latter two by name. `made`: those that come into being, with
-    their `kinds`; `parts`: name and op of each part, and which values it reads and writes."""
+    writes, what F keeps (`kept`), what I hands to W (`inner`, whether or not W is a node of its own), the latter two by name.
+    `made`: those that come into being, with their `kinds`; `parts`: name and op of each part, and which values it reads and
+    writes."""
 
     kept: tuple[str, ...]
     inner: tuple[str, ...]
@@ -35,35 +49,41 @@ class _Template:
 
 
 class PartMaker:
-    """Makes parts and the table of bound values. `rows`: of one microbatch; `replicas`: data-parallel width."""
+    """Makes parts and the table of bound values. `rows`: of one microbatch on one rank; `shares`: how many of those a batch has
+    (microbatches times data-parallel width)."""
 
-    def __init__(self, graph: Graph, chunks: dict[str, Chunk], rows: int, replicas: int) -> None:
-        self.graph, self.chunks, self.rows = graph, chunks, rows
-        self.seed = 1.0 / (graph.microbatches * replicas) if graph.program.loss_kind == "mean" else 1.0
+    def __init__(self, graph: Graph, chunks: dict[str, Chunk], rows: int, shares: int, seconds: InstructionSeconds) -> None:
+        self.graph, self.chunks, self.rows, self.seconds = graph, chunks, rows, seconds
+        self.seed = 1.0 / shares if graph.program.loss_kind == "mean" else 1.0
         self.kinds: dict[str, Kind] = {}
         self.bound: dict[int, Kind] = {}  # by the id of a value of the graph, which microbatches share
         self.sizes: dict[int, int] = {}  # likewise, of specs that are kept here
         self.kept: dict[tuple[str, int], list[str]] = {}  # (chunk, microbatch) -> values
         self.templates: dict[int, _Template] = {}  # likewise, of an op
 
-    def task(self, deps: Dependencies, task: Task) -> list[DraftPart]:
-        """The parts of one compute instruction."""
+    def task(self, deps: Dependencies, task: Task) -> tuple[list[DraftPart], float]:
         out: list[DraftPart] = []
         writer = self.graph.writer
         for i in task:
-            node = deps.nodes[i]
+            node = deps.node(i)
             reads = tuple([v if v in writer else self._source(v, node, out) for v in node.reads])
             if isinstance(node.op, Compute):
                 self._compute(node, node.op, reads, out)
             else:
                 self._declare(node.writes)
                 out.append((node.id, node.op, node.mb, reads, node.writes))
-        return out
+        if task[0] in deps.spans:
+            return out, span_seconds(self.graph.program, self.chunks, [deps.node(i).op for i in task])
+        return out, self.seconds.compute([part[1] for part in out])
 
-    def comm(self, node: Node) -> DraftPart:
-        """The one part of a communication instruction."""
+    def comm(self, deps: Dependencies, i: int) -> tuple[DraftPart, float]:
+        node = deps.node(i)
         self._declare(node.writes)
-        return node.id, node.op, node.mb, node.reads, node.writes
+        if isinstance(node.op, AllReduce):
+            seconds = self.seconds.reduction(self.graph.buckets[node.op.bucket] if node.op.bucket else None)
+        else:
+            seconds = self.seconds.transfer(self.nbytes((*node.reads, *node.writes)[0]))
+        return (node.id, node.op, node.mb, node.reads, node.writes), seconds
 
     def nbytes(self, value: str) -> int:
         """Bytes of a value that has been made."""
@@ -114,17 +134,23 @@ def _template(chunk: Chunk, op: Compute) -> _Template:
     present = [s for s in wanted if s in chunk.steps and not chunk.steps[s].empty]
     given = [*value_writes(chunk, op.step)]
     known = [*value_reads(chunk, op.step), *given, *kept(chunk)]
-    inner = [p for s in present for p in chunk.steps[s].writes if p not in known]
+    inner = list(dict.fromkeys(p for s in present for p in _ports(chunk, s) if p not in known))
     at = {port: k for k, port in enumerate((*known, *inner))}
     parts = []
     for step in present:
         sig = chunk.steps[step]
         read = _pick([at[p] for p in sig.reads if not is_state(chunk, p)])
         parts.append((f"{chunk.id}.{step}", Compute(chunk.id, step), read, _pick([at[p] for p in sig.writes])))
-    made = chunk.steps["F"].writes if op.step == "F" else (*inner, *given)
+    made = [p for s in present for p in chunk.steps[s].writes]
     kinds = tuple((chunk.ports[p], port_category(p)) for p in made)
     named = [tuple(f"{chunk.id}:{p}" for p in ports) for ports in (kept(chunk), inner)]
     return _Template(named[0], named[1], _pick([at[p] for p in made]), kinds, tuple(parts))
+
+
+def _ports(chunk: Chunk, step: ChunkStep) -> tuple[str, ...]:
+    """The ports of a step that are values."""
+    sig = chunk.steps[step]
+    return tuple(p for p in (*sig.reads, *sig.writes) if not is_state(chunk, p))
 
 
 def _pick(places: list[int]) -> Pick:

@@ -29,38 +29,54 @@ class Positions:
 def positions(graph: Graph, deps: Dependencies, sequence: list[int], tasks: dict[str, list[Task]], recv_ahead: int) -> Positions:
     """Places for all communication of a graph."""
     task_of = {i: k for mine in tasks.values() for k, task in enumerate(mine) for i in task}
-    place = {i: k for k, i in enumerate(sequence)}
+    place = [0] * len(sequence)
+    for k, i in enumerate(sequence):
+        place[i] = k
     comm: dict[str, list[tuple[int, int, int]]] = {role: [] for role in graph.roles}
+    roles, ops = [n.role for n in deps.nodes], [n.op for n in deps.nodes]
+    receives = [isinstance(op, Recv) for op in ops]
     for i, is_comm in enumerate(deps.comm):
         if is_comm:  # a receive stands where its send does
-            node = deps.nodes[i]
-            source = deps.number[f"send.{node.writes[0]}"] if isinstance(node.op, Recv) else i
-            comm[node.role].append((place[source], place[i], i))
-    out = {role: _placed(graph, deps, [i for *_, i in sorted(nodes)], task_of, recv_ahead) for role, nodes in comm.items()}
+            k = deps.of[i]
+            comm[roles[k]].append((place[deps.before[i][0] if receives[k] else i], place[i], i))
+    early = _early(graph, deps, recv_ahead)
+    reduced = [isinstance(op, AllReduce) for op in ops]
+    out = {}
+    for role, nodes in comm.items():
+        nodes.sort()
+        out[role] = _placed(deps, [i for *_, i in nodes], task_of, early, reduced)
     return Positions(task_of, out)
 
 
+def _early(graph: Graph, deps: Dependencies, recv_ahead: int) -> list[int]:
+    """Of each receive of `deps.nodes`, how many compute instructions before its reader it is wanted; -1 of all else."""
+    out = [-1] * len(deps.nodes)
+    for k, node in enumerate(deps.nodes):
+        if isinstance(node.op, Recv):
+            out[k] = recv_ahead if bind(graph.values[node.writes[0]].spec.nbytes, 1) else 1 << 60
+    return out
+
+
 def _placed(
-    graph: Graph, deps: Dependencies, nodes: list[int], task_of: dict[int, int], recv_ahead: int
+    deps: Dependencies, nodes: list[int], task_of: dict[int, int], early: list[int], reduced: list[bool]
 ) -> list[tuple[int, int]]:
     wanted: list[int] = []
     latest: list[int] = []
     for i in nodes:
-        node = deps.nodes[i]
-        if isinstance(node.op, Recv):
+        k = deps.of[i]
+        if early[k] >= 0:
             reader = min([task_of[j] for j in deps.after[i] if j in task_of])
-            empty = not bind(graph.values[node.writes[0]].spec.nbytes, 1)
-            wanted.append(0 if empty else max(0, reader - recv_ahead))
+            wanted.append(max(0, reader - early[k]))
             latest.append(reader)
         else:
             need = max([task_of[j] + 1 for j in deps.before[i] if j in task_of], default=0)
             wanted.append(need)
-            latest.append(need if not isinstance(node.op, AllReduce) else 1 << 60)
+            latest.append(1 << 60 if reduced[k] else need)
     bound = 1 << 60
-    for k in reversed(range(len(nodes))):
-        bound = min(bound, latest[k])
-        if isinstance(deps.nodes[nodes[k]].op, Recv):
-            wanted[k] = min(wanted[k], bound)
+    for at in reversed(range(len(nodes))):
+        bound = min(bound, latest[at])
+        if early[deps.of[nodes[at]]] >= 0:
+            wanted[at] = min(wanted[at], bound)
     out, floor = [], 0
     for i, p in zip(nodes, wanted, strict=True):
         floor = max(floor, p)

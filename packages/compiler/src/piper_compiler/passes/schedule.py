@@ -4,15 +4,20 @@ List scheduling under canonical durations: each role computes one node at a time
 default what 1F1B takes: go on with the stage and microbatch at hand, else backward before forward, else the lowest microbatch;
 a forward of a stage starts only while fewer than `limit` of its microbatches are in flight, where limit is 1 + the number of
 stages after it on the longest way to the loss (p - r on device r of a chain). Forwards that an `order` mentions are not limited.
+Where the backward is split, the input gradient counts as backward, and a weight gradient runs when there is nothing else to do;
+until it is done its microbatch is in flight.
+
+A *span* (`Dependencies.spans`) is several nodes that run as one: it starts when all of them can.
 """
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
 from piper_compiler.durations import LINK, chunk_seconds
 from piper_compiler.passes.dependencies import Dependencies, cycle_error
+from piper_compiler.passes.overlap import span_seconds
 from piper_compiler.ports import signatures
 from piper_ir.costs import Costs
 from piper_ir.graph import Coord, Graph, Node
@@ -20,7 +25,7 @@ from piper_ir.ops import AllReduce, Compute, ComputeStep, Recv
 from piper_ir.program import Chunk, Step
 from piper_ir.sizes import ITEM_BYTES, bind
 
-BACKWARD, FORWARD, UPDATE = 0, 1, 2
+BACKWARD, FORWARD, WEIGHT, UPDATE = 0, 1, 2, 3
 """Ranks of the phases: what goes first where there is a choice."""
 Group = tuple[int, int, int]
 """Rank of the phase, microbatch, number of the stage: nodes that run without a break when
@@ -43,20 +48,23 @@ class Scheduler:
         nodes = deps.nodes
         self.graph, self.deps = graph, deps
         self.roles = {r: _Role() for r in graph.roles}
-        self.role_of = [n.role for n in nodes]
-        self.seconds = _node_seconds(graph, nodes, bound, rows, costs)
-        self.group = _groups(nodes)
-        self.along = _along(graph, nodes, self.group)
-        ordered = {deps.number[i] for edge, applied in graph.order_edges.items() if applied < len(graph.log) for i in edge}
+        self.role_of = deps.column([n.role for n in nodes])
+        self.seconds = deps.column(node_seconds(graph, nodes, bound, rows, costs))
+        for span in set(deps.spans.values()):
+            self.seconds[span[0]] = span_seconds(graph.program, bound, [deps.node(i).op for i in span])
+        kinds = _kinds(nodes)
+        self.group: list[Group] = [(kinds[k][0], mb, kinds[k][1]) for k, mb in zip(deps.of, deps.mb, strict=True)]
+        self.along = deps.column(_along(graph, nodes, kinds))
+        self.reductions = {k: n.op for k, n in enumerate(nodes) if isinstance(n.op, AllReduce)}
         self.limited = {group for group in self.group if group[0] == FORWARD}
-        self.limited -= {self.group[i] for i in ordered if self.group[i][0] == FORWARD}
-        self.limit = _limits(graph, deps, self.group)
+        self.limited -= {self.group[i] for i in deps.ordered if self.group[i][0] == FORWARD}
+        self.limit = _limits(graph, nodes, kinds)
         self.open: dict[tuple[str, int], int] = {}
-        self.backward = [isinstance(n.op, Compute) and g[0] != FORWARD for n, g in zip(nodes, self.group, strict=True)]
-        self.backward_left: dict[tuple[str, Group], int] = {}
+        self.backward = deps.column([isinstance(n.op, Compute) and k[0] != FORWARD for n, k in zip(nodes, kinds, strict=True)])
+        self.backward_left: dict[tuple[str, int, int], int] = {}  # by role, microbatch and stage
         for i, backward in enumerate(self.backward):
             if backward:
-                key = (self.role_of[i], self.group[i])
+                key = (self.role_of[i], *self.group[i][1:])
                 self.backward_left[key] = self.backward_left.get(key, 0) + 1
         self.admitted: set[tuple[str, Group]] = set()
         self.events: list[tuple[float, int, int]] = []
@@ -66,69 +74,75 @@ class Scheduler:
 
     def run(self) -> list[int]:
         waiting = [len(b) for b in self.deps.before]
-        after, events, role_of = self.deps.after, self.events, self.role_of
+        after, events, role_of, comm, ready = self.deps.after, self.events, self.role_of, self.deps.comm, self._ready
         now, done = 0.0, 0
         dirty = set(self.roles)
         for i, n in enumerate(waiting):
             if n == 0:
                 self._ready(i, now)
         while True:
-            self._start(dirty, now)
+            if dirty:
+                self._start(dirty, now)
             if not events:
                 if done == len(waiting) or not self._force(dirty):
                     break
                 continue
             now = events[0][0]
             while events and events[0][0] == now:
-                i = heapq.heappop(events)[2]
+                i = heappop(events)[2]
                 done += 1
-                self._finish(i, dirty)
+                if not comm[i]:
+                    self._finish(i, dirty)
                 for j in after[i]:
-                    waiting[j] -= 1
-                    if waiting[j] == 0:
-                        self._ready(j, now)
-                        dirty.add(role_of[j])
+                    left = waiting[j] = waiting[j] - 1
+                    if not left:
+                        ready(j, now)
+                        if not comm[j]:  # communication needs no processor
+                            dirty.add(role_of[j])
         if done < len(waiting):
             raise cycle_error(self.graph, self.deps, {i for i, n in enumerate(waiting) if n})
         return self.sequence
 
     def _complete_at(self, time: float, i: int) -> None:
         self.counter += 1
-        heapq.heappush(self.events, (time, self.counter, i))
+        heappush(self.events, (time, self.counter, i))
 
     def _ready(self, i: int, now: float) -> None:
         if not self.deps.comm[i]:
+            if i in self.deps.spans and self.deps.spans[i][0] != i:
+                return  # the first node of a span stands for it
             role, group = self.roles[self.role_of[i]], self.group[i]
             if group in role.ready:
-                heapq.heappush(role.ready[group], (self.along[i], i))
+                heappush(role.ready[group], (self.along[i], i))
             else:
                 role.ready[group] = [(self.along[i], i)]
-                heapq.heappush(role.groups, group)
+                heappush(role.groups, group)
             return
-        op = self.deps.nodes[i].op
-        if isinstance(op, AllReduce):
-            members = self.arrived.setdefault((op.channel, op.bucket), [])
-            members.append(i)
-            if len(members) < len(self.graph.channels[op.channel].roles):
-                return
-        else:
-            members = [i]
-        for j in sorted(members):
-            self.sequence.append(j)
-            self._complete_at(now + self.seconds[j], j)
+        op = self.reductions.get(self.deps.of[i])
+        if op is None:
+            self.sequence.append(i)
+            self._complete_at(now + self.seconds[i], i)
+            return
+        members = self.arrived.setdefault((op.channel, op.bucket), [])
+        members.append(i)
+        if len(members) == len(self.graph.channels[op.channel].roles):
+            for j in sorted(members):
+                self.sequence.append(j)
+                self._complete_at(now + self.seconds[j], j)
 
     def _start(self, dirty: set[str], now: float) -> None:
-        for name in sorted(dirty):
+        for name in sorted(dirty) if len(dirty) > 1 else dirty:
             role = self.roles[name]
             while not role.busy and (group := self._choose(name, role)) is not None:
                 heap = role.ready[group]
-                i = heapq.heappop(heap)[1]
+                i = heappop(heap)[1]
                 if not heap:
                     del role.ready[group]
                 role.current = group
-                self.sequence.append(i)
                 role.busy = True
-                self._complete_at(now + self.seconds[i], i)
+                for j in self.deps.spans.get(i, (i,)):
+                    self.sequence.append(j)
+                    self._complete_at(now + self.seconds[i], j)
         dirty.clear()
 
     def _choose(self, name: str, role: _Role) -> Group | None:
@@ -139,8 +153,8 @@ class Scheduler:
             if group in role.ready:
                 if self._admit(name, group):
                     return group
-                heapq.heappush(role.gated.setdefault(group[2], []), group)
-            heapq.heappop(role.groups)
+                heappush(role.gated.setdefault(group[2], []), group)
+            heappop(role.groups)
         return None
 
     def _admit(self, role: str, group: Group, force: bool = False) -> bool:
@@ -151,7 +165,7 @@ class Scheduler:
         if not force and group in self.limited and self.open.get(key, 0) >= self.limit.get(group[2], 1):
             return False
         self.admitted.add((role, group))
-        if (role, (BACKWARD, group[1], group[2])) in self.backward_left:
+        if (role, group[1], group[2]) in self.backward_left:
             self.open[key] = self.open.get(key, 0) + 1
         return True
 
@@ -170,27 +184,26 @@ class Scheduler:
     def _ungate(self, role: _Role, stage: int) -> None:
         """Let the first group that a stage's limit holds back try again."""
         if role.gated.get(stage):
-            heapq.heappush(role.groups, heapq.heappop(role.gated[stage]))
+            heappush(role.groups, heappop(role.gated[stage]))
 
     def _finish(self, i: int, dirty: set[str]) -> None:
-        if self.deps.comm[i]:
-            return
         name, group = self.role_of[i], self.group[i]
         self.roles[name].busy = False
         dirty.add(name)
         if self.backward[i]:
-            key = (name, group)
+            key = (name, group[1], group[2])
             self.backward_left[key] -= 1
             if not self.backward_left[key]:
                 self.open[(name, group[2])] -= 1
                 self._ungate(self.roles[name], group[2])
 
 
-def _groups(nodes: tuple[Node, ...]) -> list[Group]:
-    """The group of each node. Stages are numbered along the program; everything on one device is one when there are none."""
+def _kinds(nodes: tuple[Node, ...]) -> list[tuple[int, int]]:
+    """Of the group of each node, the rank and the number of the stage. Stages are numbered along the program; everything on one
+    device is one when there are none."""
     numbers: dict[str, int] = {}
     known: dict[Coord, int] = {}
-    ranks = {"F": FORWARD, "U": UPDATE}
+    ranks = {"F": FORWARD, "W": WEIGHT, "U": UPDATE}
     out = []
     for node in nodes:
         coords = node.coords
@@ -198,18 +211,19 @@ def _groups(nodes: tuple[Node, ...]) -> list[Group]:
         number = known.get(stage)
         if number is None:
             number = known[stage] = numbers.setdefault(str(stage), len(numbers))
-        out.append((ranks.get(str(coords.get("phase")), BACKWARD), coords.get("mb", -1), number))
-    return out  # type: ignore[return-value]  # a microbatch is an int, see `Node.mb`
+        out.append((ranks.get(str(coords.get("phase")), BACKWARD), number))
+    return out
 
 
-def _along(graph: Graph, nodes: tuple[Node, ...], groups: list[Group]) -> list[int]:
+def _along(graph: Graph, nodes: tuple[Node, ...], kinds: list[tuple[int, int]]) -> list[int]:
     """Along the program for forward, against it for backward; sums run before what reads them by their edges."""
     index = graph.chunk_index
     places = [index.get(str(node.coords.get("chunk", "")), 0) for node in nodes]
-    return [place if group[0] == FORWARD else -place for place, group in zip(places, groups, strict=True)]
+    return [place if rank == FORWARD else -place for place, (rank, _) in zip(places, kinds, strict=True)]
 
 
-def _node_seconds(graph: Graph, nodes: tuple[Node, ...], bound: dict[str, Chunk], rows: int, costs: Costs | None) -> list[float]:
+def node_seconds(graph: Graph, nodes: tuple[Node, ...], bound: dict[str, Chunk], rows: int, costs: Costs | None) -> list[float]:
+    """Canonical seconds of nodes. `bound`: chunks with int sizes at `rows`."""
     steps: dict[int, float] = {}  # by the id of an op, which microbatches share
     sizes: dict[int, float] = {}  # by the id of a spec
     out: list[float] = []
@@ -238,15 +252,14 @@ def _compute_seconds(chunk: Chunk, step: ComputeStep, costs: Costs | None) -> fl
     return sum([chunk_seconds(chunk, s, costs) for s in steps if s in chunk.steps and not chunk.steps[s].empty])
 
 
-def _limits(graph: Graph, deps: Dependencies, group: list[Group]) -> dict[int, int]:
+def _limits(graph: Graph, nodes: tuple[Node, ...], kinds: list[tuple[int, int]]) -> dict[int, int]:
     """Stage -> microbatches in flight: 1 + the most changes of device on a way from it to the end of forward."""
     changes: dict[str, int] = {}  # forward node -> the most changes on a way from it
     out: dict[int, int] = {}
-    for i in reversed(range(len(deps.nodes))):  # against the program: a node's readers come before it
-        node = deps.nodes[i]
-        if group[i][0] != FORWARD or not isinstance(node.op, Compute):
+    for node, (rank, stage) in zip(reversed(nodes), reversed(kinds), strict=True):  # a node's readers come before it
+        if rank != FORWARD or not isinstance(node.op, Compute):
             continue
-        far, stage = changes.get(node.id, 0), group[i][2]
+        far = changes.get(node.id, 0)
         out[stage] = max(out.get(stage, 1), 1 + far)
         for v in node.reads:
             writer = graph.nodes.get(graph.writer.get(v, ""))

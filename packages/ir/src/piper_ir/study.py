@@ -1,14 +1,14 @@
-"""Rows of a study: what became of each candidate, and why."""
+"""Rows of a tuner's study, and study.json: what became of each candidate, and why. `loads(StudyDocument, text)` of
+`piper_ir.codec` reads it; `StudyDocument.dumps` writes every key of a row, also those without a value."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, ClassVar, Literal
 
-from piper_ir.errors import FormatError
-
-GIB, MIB = 1 << 30, 1 << 20
+from piper_ir.codec import FORMAT_VERSION
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,25 @@ class Row:
         return asdict(self)
 
 
-def row_from(data: Any, where: str) -> Row:
-    """The inverse of `as_dict`. FormatError for anything else."""
-    known = {f.name for f in fields(Row)}
-    if not isinstance(data, dict) or data.keys() != known:
-        raise FormatError(f"{where}: a row is an object with the keys {', '.join(sorted(known))}")
-    if type(data["number"]) is not int or data["state"] not in ("complete", "rejected") or not isinstance(data["params"], dict):
-        raise FormatError(f'{where}: "number" is an integer, "state" complete or rejected, "params" an object')
-    return Row(**data)
+@dataclass(frozen=True)
+class StudyDocument:
+    """study.json: `trials` by number; `best` is the number of one, None when nothing can be used; `rules` say what was rejected
+    before compiling, each with how often. `interrupted`: the search ended before its time, by Ctrl-C or because its storage
+    failed."""
 
+    FORMAT: ClassVar[str] = "Study"
 
-def size_text(nbytes: float) -> str:
-    """Bytes for a person: "1.50 GiB", below that in MiB, below a MiB in bytes."""
-    if abs(nbytes) >= GIB:
-        return f"{nbytes / GIB:.2f} GiB"
-    return f"{nbytes / MIB:.2f} MiB" if abs(nbytes) >= MIB else f"{nbytes:.0f} bytes"
+    cluster: str
+    memory_limit: int | None
+    seed: int
+    trials: tuple[Row, ...]
+    best: int | None
+    rules: tuple[str, ...]
+    interrupted: bool = False
 
-
-def time_text(seconds: float) -> str:
-    """Seconds for a person."""
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
+    def dumps(self) -> str:
+        """As JSON, a line per row."""
+        head = {"format": self.FORMAT, "version": FORMAT_VERSION} | asdict(replace(self, trials=()))
+        del head["trials"]
+        rows = ",\n  ".join(json.dumps(r.as_dict()) for r in self.trials)
+        return f'{json.dumps(head)[:-1]}, "trials": [\n  {rows}\n]}}\n'

@@ -1,4 +1,4 @@
-"""Recipes: functions that return a tuple of directives. A schedule is data."""
+"""One stage per device: GPipe, 1F1B, the default order; and data parallelism."""
 
 from __future__ import annotations
 
@@ -6,24 +6,39 @@ from collections.abc import Iterable
 from typing import Literal
 
 from piper_compiler.directives import Directive, order, partition, place, replicate, split
+from piper_compiler.recipes.registry import recipe
 from piper_ir.errors import DirectiveError
 from piper_ir.select import Where, where
 
 At = Literal["even", "cost"] | tuple[int, ...]
 
 
+@recipe(
+    source="Huang et al. 2019, arXiv 1811.06965",
+    formula="makespan (m + p - 1)(F + B)",
+    peak="m",
+    use="the simplest; each stage's parameters are used once per phase",
+    rule="any pp, microbatches >= 1",
+)
 def gpipe(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
     """All forwards, then all backwards, one stage per device. Source: Huang et al. 2019, arXiv 1811.06965.
-    Makespan (m + p - 1)(F + B); peak on every device: m activations."""
+    Makespan (m + p - 1)(F + B); peak on every device: m activations. Any pp and microbatches."""
     _check(pp, microbatches)
     orders = [[*(("F", i) for i in range(microbatches)), *(("B", i) for i in range(microbatches))]] * pp
     return (*pipeline(pp=pp, microbatches=microbatches, at=at), *stage_orders(orders))
 
 
+@recipe(
+    source="Narayanan et al. 2019 (PipeDream), the flushing variant of arXiv 2006.09503",
+    formula="makespan (m + p - 1)(F + B)",
+    peak="min(m, p - r)",
+    use="the default: the bubble of GPipe, memory that does not grow with the microbatches",
+    rule="any pp, microbatches >= 1",
+)
 def one_f_one_b(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
     """One forward, one backward after a warm-up of p - r - 1 forwards on device r. Source: Narayanan et al. 2019
     (PipeDream), the flushing variant of arXiv 2006.09503. Makespan (m + p - 1)(F + B); peak on device r: min(m, p - r)
-    activations."""
+    activations. Any pp and microbatches."""
     _check(pp, microbatches)
     orders = []
     for r in range(pp):

@@ -1,0 +1,168 @@
+"""What one CUDA device can prove: predictions, memory, waits between streams, ranks that share the device. `make gpu-check`, or
+
+python benchmarks/gpu_check.py                a table to paste, and a JSON file in benchmarks/results/
+python benchmarks/gpu_check.py --out FILE.json
+
+Without a device it says so and exits 0. Exit code 1 when a check of correctness failed or could not run; an error of a prediction
+that misses its goal is a result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+
+if __name__ == "__main__":  # run as a file, sys.path begins with this folder and not with the root
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import torch
+import torch.nn.functional as F
+
+import piper
+from benchmarks import gpu, gpu_hazards
+from benchmarks.gpu_predicted import Case, Goals
+from benchmarks.measure import Goal, Row, machine
+from piper import models
+from piper.models.presets import Config
+from piper_ops.losses import cross_entropy, cross_entropy_dgrad
+from piper_runtime.device import using
+from piper_runtime.processes import Pool
+from piper_simulator import Cluster
+from piper_simulator.clusters import product_cluster
+from piper_simulator.stacks import STACKS
+
+GOALS = Goals(Goal("below", 25), Goal("below", 10), Goal("below", 3))
+ROWS, REPEATS = 32, 5
+"""Of the global batch of a step; of a profile."""
+MICROBATCHES = (8, 4)
+BLOCKS = {
+    "GPT, width 2048, 2 blocks": models.GPTConfig(layers=2, width=2048, heads=16, vocab=32_768, length=1024),
+    "Llama, width 2048, 2 blocks, 4 key heads": models.LlamaConfig(
+        layers=2, width=2048, heads=16, kv_heads=4, hidden=7168, vocab=32_768, length=1024
+    ),
+    "MoE, width 1024, 2 blocks, 2 of 4 experts": models.MoEConfig(
+        layers=2, width=1024, heads=16, kv_heads=8, hidden=3584, vocab=32_768, length=1024, qk_norm=True, experts=4, top_k=2
+    ),
+}
+"""Blocks of the sizes of models that one device holds; embedding and head are of a middling vocabulary."""
+PROVES = ("streams", "shared")
+"""Sections in which a goal that is missed is a fault."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run every check. Exit code as the module says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu-check-DATE.json")
+    options = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing was checked. Run this where torch.cuda.is_available()")
+        return 0
+    here = asdict(machine()) | gpu.device_facts()
+    path = options.out or Path(__file__).parent / "results" / f"gpu-check-{here['date'].replace(':', '')[:17]}.json"
+    plain = product_cluster(torch.cuda.get_device_name(0), torch.cuda.device_count())
+    cluster = replace(plain, stack=STACKS["eager"])  # what runs here is eager
+    rows, failed = checked((partial(blocks, "cuda", cluster, BLOCKS), gpu_hazards.rows, gpu.shared, partial(kernels, cluster)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"machine": here, "rows": [gpu.as_json(r) for r in rows], "failed": failed}, indent=1) + "\n")
+    print(table(here, rows, failed))
+    print(f"{len(rows)} rows in {path}")
+    return 1 if failed or any(r.section in PROVES and r.met is False for r in rows) else 0
+
+
+def checked(sections: Iterable[Callable[[], Iterable[Row]]]) -> tuple[list[Row], list[str]]:
+    """The rows of all sections, each printed as it comes, and what failed."""
+    rows, failed = list[Row](), list[str]()
+    for section in sections:
+        begin = time.perf_counter()
+        try:
+            for row in section():
+                rows.append(row)
+                print(gpu.line(row), flush=True)
+        except Exception as e:  # what was checked before, and the other sections, are still worth having
+            traceback.print_exc()
+            failed.append(f"{type(e).__name__}: {e}")
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        print(f"  {time.perf_counter() - begin:.0f} s", flush=True)
+    return rows, failed
+
+
+def table(here: dict[str, object], rows: Sequence[Row], failed: Sequence[str]) -> str:
+    """Everything as Markdown."""
+    lines = [
+        " | ".join(f"{k} {v}" for k, v in here.items()),
+        "",
+        "| check | value | unit | goal | | note |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        verdict = "" if r.met is None else "met" if r.met else "**missed**"
+        lines.append(f"| {r.section}: {r.name} | {r.value:.4g} | {r.unit} | {r.goal or ''} | {verdict} | {r.note} |")
+    return "\n".join([*lines, *(f"\n**failed**: {f}" for f in failed)])
+
+
+def blocks(device: str, cluster: Cluster, sizes: dict[str, Config], global_batch: int = ROWS) -> Iterator[Row]:
+    """Blocks of each model in bfloat16, eager: the step by formula and from one profile per model, against a run in a process;
+    and the peak of the plan against what torch's allocator was asked for (live storages on a CPU)."""
+    with using(device), Pool(1) as pool:
+        for name, config in sizes.items():
+            work = models.job(config, global_batch=global_batch)
+            strategies = [piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=m),)) for m in MICROBATCHES]
+            compiled = [piper.compile(work, s) for s in strategies]
+            costs = piper.profile(work, strategies[0], rows=[c.plan.rows for c in compiled], repeats=REPEATS, pool=pool)
+            for found, m in zip(compiled, MICROBATCHES, strict=True):
+                title = f"bfloat16, {name}, {found.plan.rows} x {config.length} tokens, m={m}"
+                case = Case(title, found, GOALS)
+                case.measure(cluster, costs, pool)
+                yield from case.rows()
+
+
+def kernels(cluster: Cluster) -> Iterator[Row]:
+    """What eager kernels reach of the data sheet, at the sizes of a block: products of matrices of their peak in bfloat16, the
+    others of the memory's bandwidth by the bytes that they must read and write."""
+    tokens, width, vocab = 4096, 2048, 32_768
+    random = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    for m, k, n in (
+        (tokens, width, width),
+        (tokens, width, 3 * width),
+        (tokens, width, 4 * width),
+        (tokens, 4 * width, width),
+        (tokens, width, vocab),
+    ):
+        a, b = random(m, k), random(n, k)
+        seconds = gpu.device_seconds(partial(F.linear, a, b))
+        share = 2 * m * k * n / seconds / cluster.peak("bfloat16")
+        yield Row("kernel", f"linear, {m} x {k} -> {n}, bfloat16", 100 * share, "% of peak", note=f"{seconds * 1e6:.1f} us")
+    x, y, weight = random(tokens, 4 * width), random(tokens, 4 * width), random(4 * width)
+    logits, targets = random(tokens, vocab), torch.randint(vocab, (tokens,), device="cuda")
+    loss, lse = cross_entropy(logits, targets)
+    moved: dict[str, tuple[Callable[[], object], int]] = {
+        f"add, {tokens} x {4 * width}": (partial(torch.add, x, y), 3 * x.nbytes),
+        f"gelu, {tokens} x {4 * width}": (partial(F.gelu, x), 2 * x.nbytes),
+        f"silu, {tokens} x {4 * width}": (partial(F.silu, x), 2 * x.nbytes),
+        f"cat of two halves, {tokens} x {4 * width}": (lambda: torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1), 2 * x.nbytes),
+        f"layer norm, {tokens} x {4 * width}": (partial(F.layer_norm, x, (4 * width,), weight, weight), 2 * x.nbytes),
+        f"cross-entropy, {tokens} x {vocab}": (partial(cross_entropy, logits, targets), logits.nbytes),
+        f"cross-entropy, gradient, {tokens} x {vocab}": (
+            partial(cross_entropy_dgrad, torch.ones_like(loss), logits, targets, lse), 2 * logits.nbytes,
+        ),
+    }  # fmt: skip
+    for name, (call, nbytes) in moved.items():
+        seconds = gpu.device_seconds(call)
+        share = nbytes / seconds / cluster.memory_bandwidth
+        yield Row("kernel", f"{name}, bfloat16", 100 * share, "% of bandwidth", note=f"{seconds * 1e6:.1f} us")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

@@ -1,0 +1,135 @@
+"""What the search for zero-bubble orders gains over the named schedules on uneven stages, and how long it takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from statistics import median
+from typing import Any
+
+import piper
+from benchmarks.measure import Goal, Row
+from piper_compiler import Directive
+from piper_compiler.recipes.zero_bubble import v_frontier
+
+CASES = 20
+Schedule = tuple[Directive, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Integer times per stage, `units` activations per device at most, two chunks in V placement."""
+
+    pp: int
+    microbatches: int
+    chunks: int
+    units: int
+    hop: int
+    F: tuple[int, ...]
+    I: tuple[int, ...]  # noqa: E741 - the field's name
+    W: tuple[int, ...]
+
+    def found(self) -> Schedule:
+        """By the search."""
+        return piper.recipes.zero_bubble(
+            pp=self.pp,
+            microbatches=self.microbatches,
+            chunks=self.chunks,
+            F=self.F,
+            I=self.I,
+            W=self.W,
+            hop=self.hop,
+            memory_limit=self.units,
+        )
+
+    def measured(self, schedule: Schedule) -> tuple[float, int]:
+        """Makespan, and the peak of the fullest device in units."""
+        program = piper.synthetic(stages=self.pp * self.chunks, F=self.F, I=self.I, W=self.W, hop=self.hop)
+        simulation = piper.simulate(piper.compile(program, piper.Strategy(piper.Mesh(pp=self.pp), schedule)).plan)
+        return simulation.step_s, max(simulation.peak_bytes)
+
+
+def case(number: int) -> Case:
+    """One of the 20. The sequence of `Random.random` is the same in every version of Python."""
+    draw = Random(number).random
+
+    def between(low: int, high: int) -> int:
+        return low + int(draw() * (high - low + 1))
+
+    pp, chunks = between(3, 6), 1 + number % 2
+    microbatches = between(2 * pp, 3 * pp)
+    units = (pp, 2 * pp - 1, 2 * pp)[between(0, 2)] if chunks == 1 else between(pp, 2 * pp + 1)
+    times = [tuple([between(2, 9) for _ in range(pp * chunks)]) for _ in range(3)]
+    return Case(pp, microbatches, chunks, units, between(0, 2), *times)
+
+
+def named(one: Case) -> dict[str, tuple[float, int]]:
+    """Makespan and peak of the named schedules with the case's placement that stay within its limit."""
+    r = piper.recipes
+    makes: Sequence[Callable[..., Schedule]] = (
+        (r.gpipe, r.one_f_one_b, r.zb_h1, r.zb_h2) if one.chunks == 1 else (r.zbv, r.dualpipe_v, r.v_half, r.v_min)
+    )
+    results = {make.__name__: one.measured(make(pp=one.pp, microbatches=one.microbatches)) for make in makes}
+    return {name: result for name, result in results.items() if result[1] <= one.units}
+
+
+def rows(quick: bool) -> Iterator[Row]:
+    """The cases, the V frontier, and the CPU seconds of large searches."""
+    yield from _case_rows(3 if quick else CASES)
+    yield from _frontier_rows((4,) if quick else (4, 6))
+    yield from _large_rows(((1, 16),) if quick else ((1, 16), (1, 31), (2, 12), (2, 18), (2, 32)))
+
+
+def _case_rows(count: int) -> Iterator[Row]:
+    found: list[float] = []
+    for number in range(count):
+        one = case(number)
+        makespan, peak = one.measured(one.found())
+        best, name = min(((s, n) for n, (s, _) in named(one).items()), default=(makespan, "none, which does not fit"))
+        found.append(best / makespan)
+        note = (
+            f"p={one.pp}, m={one.microbatches}, {one.chunks} per device, at most {one.units} activations, hop {one.hop}: "
+            f"searched {makespan:g} with a peak of {peak}; best named {best:g}, {name}"
+        )
+        yield Row("search", f"uneven case {number}: best named / searched", found[-1], "ratio", note=note)
+    better = f"{sum(x > 1 for x in found)} of {count} strictly better"
+    goal = Goal("above", 1 - 1e-9)
+    yield Row(
+        "search", "uneven cases: best named / searched", median(found), "ratio", min(found), max(found), goal, better, min(found)
+    )
+
+
+def _frontier_rows(devices: Sequence[int]) -> Iterator[Row]:
+    for pp in devices:
+        found, seconds = [], []
+        for units in range(pp, 2 * pp + 1):
+            schedule, spent = _timed(pp, 2 * pp, chunks=2, memory_limit=units)
+            program = piper.synthetic(stages=2 * pp, F=1, I=1, W=1)
+            simulated = piper.simulate(piper.compile(program, piper.Strategy(piper.Mesh(pp=pp), schedule)).plan)
+            found.append(simulated.span_bubble_s - v_frontier(pp, units))
+            seconds.append(spent)
+        note = f"span bubble for limits of {pp} to {2 * pp}; CPU seconds per search {min(seconds):.2f} to {max(seconds):.2f}"
+        yield Row(
+            "search", f"V frontier, p={pp}: found - formula", max(found), "F", min(found), max(found), Goal("below", 0.5), note
+        )
+
+
+def _large_rows(shapes: Sequence[tuple[int, int]]) -> Iterator[Row]:
+    draw = Random(0).random
+    for chunks, units in shapes:
+        seconds = []
+        for uneven in (False, True):
+            times = {phase: [1 + uneven * draw() for _ in range(16 * chunks)] for phase in "FIW"}
+            seconds.append(_timed(16, 64, chunks=chunks, memory_limit=units, **times)[1])
+        note = "equal stages, and uneven ones"
+        name = f"p=16, m=64, {chunks} per device, at most {units} activations"
+        yield Row("search", name, max(seconds), "CPU s", min(seconds), max(seconds), Goal("below", 5.0), note)
+
+
+def _timed(pp: int, microbatches: int, **options: Any) -> tuple[Schedule, float]:
+    """A searched schedule and its CPU seconds."""
+    begin = time.process_time()
+    schedule = piper.recipes.zero_bubble(pp=pp, microbatches=microbatches, **options)
+    return schedule, time.process_time() - begin

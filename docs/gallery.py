@@ -1,0 +1,146 @@
+"""Writes docs/schedules.md and its pictures: every registered recipe compiled, simulated and drawn. `make gallery` runs it.
+
+All recipes train the same model: a recipe with v chunks per device cuts it into v times as many stages, each of 1/v of the
+time and memory. Times are in units of a device's forward for one microbatch, F = I = W = 1 on a device; memory in units of what a
+device keeps for one microbatch when the model is cut into p stages.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from PIL import Image  # matplotlib needs it
+
+from piper.recipe_view import Shown, Times, shown
+from piper_compiler.recipes import RECIPES
+from piper_report import Drawing, draw_schedule, draw_schedules
+
+PP, MICROBATCHES = 4, 8
+HERE = Path(__file__).resolve().parent
+PICTURES = HERE / "schedules"
+FIRST = ("gpipe", "one_f_one_b", "looped_bfs", "interleaved", "zb_h1", "zb_h2", "interleaved_zb", "zbv", "dualpipe", "dualpipe_v")
+"""The order of the page; further recipes follow by name."""
+UNIT = 12
+"""Bytes of a device's activation, so that it divides by 1, 2, 3 and 4 chunks."""
+
+
+COLOURS = 64
+"""Of a picture."""
+
+
+def chunks_of(name: str) -> int:
+    """Chunks per device: stages over devices."""
+    found = shown(name, pp=PP, microbatches=MICROBATCHES)
+    stages = len(found.compiled.plan.chunks)
+    return max(1, stages // PP)
+
+
+def simulated(name: str) -> Shown:
+    v = chunks_of(name)
+    each = Times(1 / v, 1 / v, 1 / v)
+    return shown(name, pp=PP, microbatches=MICROBATCHES, times=each, activation=UNIT // v)
+
+
+def row(name: str, found: Shown) -> str:
+    peaks = [x / UNIT for x in found.peaks]
+    peak = number(peaks[0]) if len(set(peaks)) == 1 else f"{number(max(peaks))} ({', '.join(map(number, peaks))})"
+    simulation = found.simulation
+    cells = [
+        f"[{name}](#{name})", number(simulation.step_s), number(simulation.global_bubble_s), f"{found.idle:.1%}",
+        number(simulation.span_bubble_s), peak, RECIPES[name].use,
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def number(x: float) -> str:
+    return f"{x:.3f}".rstrip("0").rstrip(".")
+
+
+def section(name: str) -> str:
+    recipe = RECIPES[name]
+    facts = [("Formula", recipe.formula), ("Peak, in activations of a chunk on device r", recipe.peak), ("Use", recipe.use)]
+    facts += [("Legal", recipe.rule), ("Source", recipe.source)]
+    lines = "\n".join(f"- {k}: {v}" for k, v in facts if v)
+    picture = f"![The schedule {name} on {PP} devices with {MICROBATCHES} microbatches](schedules/{name}.png)"
+    return f"### {name}\n\n{picture}\n\n{lines}\n"
+
+
+PAGE = """# Pipeline schedules
+
+A pipeline schedule is a recipe: a function that returns directives. `piper recipes` lists them, and
+
+    piper show --recipe zbv --pp 4 --microbatches 8 --times 1,1,1 --png zbv.png
+
+draws one, of any size and with any times. In a strategy: `piper.recipes.zbv(pp=4, microbatches=8)`, for a model with at
+least as many layers as the recipe has stages.
+
+This page is written by `make gallery` (docs/gallery.py), which compiles and simulates every registered recipe: p = {pp}
+devices, m = {microbatches} microbatches, no communication time. These are simulated times, so no machine matters.
+
+## Side by side
+
+All train the same model. A recipe with v chunks per device cuts it into v times as many stages, each of 1/v of the time and
+memory. Times are in forwards of a whole device's share for one microbatch, with F = I = W = 1; memory in what a device
+keeps for one microbatch at one chunk per device. The *span* bubble is what is idle between a device's first and last
+instruction: in steady training a step's end and the next one's start overlap, and it is what remains. DualPipe and
+DualPipeV are drawn with pairs that take F + B: they pay where a pair is faster than that, because one half communicates
+while the other computes. DualPipe keeps every stage's parameters on two devices.
+
+| recipe | makespan | bubble | of it | span bubble | peak activations (per device) | when to use it |
+|---|---|---|---|---|---|---|
+{table}
+
+![All schedules below each other on one axis of time](schedules/all.png)
+
+Blue is a forward, orange a backward in one piece (B), green its input gradient (I), purple its weight gradient (W); numbers
+are microbatches; a later chunk of a device is paler; a framed cell of two halves is an overlapped pair.
+
+## One by one
+
+In the formulas: p devices, m microbatches, v chunks per device, group g; F, I, W, B = I + W, O (an overlapped pair) in
+seconds of one chunk.
+
+{sections}
+## Schedules of your own
+
+Any order of actions is a schedule. `recipes.scheduled(orders, microbatches=m)` makes directives of it: `orders[r]` is what
+device r does, one action or one overlapped pair after the other ([examples/own_recipe.py](../examples/own_recipe.py));
+`@recipes.recipe(...)` registers it, so that `piper recipes FILE.py` lists it and `piper show FILE.py --recipe NAME` draws
+it.
+
+`piper.read_schedule_csv(path)` reads a table of torch.distributed.pipelining, compute-only or lowered;
+`recipes.from_csv(path)` is its directives for a strategy. `piper.write_schedule_csv(strategy_or_plan, path, lowered=True)`,
+or `piper show ... --csv FILE.csv --lowered`, writes one, which torch's `_PipelineScheduleRuntime` runs. The format has no
+map of stages to devices, so it cannot express two-way DualPipe.
+"""
+
+
+def shrink(path: Path) -> None:
+    """A palette is enough for a drawing, and a third of the bytes."""
+    with Image.open(path) as picture:
+        small = picture.convert("RGB").quantize(COLOURS)
+    small.save(path, optimize=True)
+
+
+def main() -> None:
+    names = [n for n in FIRST if n in RECIPES] + sorted(RECIPES.keys() - set(FIRST))
+    found = {name: simulated(name) for name in names}
+    PICTURES.mkdir(exist_ok=True)
+    for old in PICTURES.glob("*.png"):
+        old.unlink()
+    drawings = []
+    for name, one in found.items():
+        trace, plan = one.simulation.trace, one.compiled.plan
+        draw_schedule(trace, PICTURES / f"{name}.png", plan)
+        drawings.append(Drawing(trace, plan, name))
+    draw_schedules(drawings, PICTURES / "all.png")
+    for path in PICTURES.glob("*.png"):
+        shrink(path)
+    table = "\n".join(row(name, one) for name, one in found.items())
+    text = PAGE.format(pp=PP, microbatches=MICROBATCHES, table=table, sections="\n".join(map(section, names)))
+    (HERE / "schedules.md").write_text(text)
+    print(f"docs/schedules.md and {len(drawings) + 1} pictures in docs/schedules")
+
+
+if __name__ == "__main__":
+    main()

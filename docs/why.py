@@ -1,0 +1,131 @@
+"""Writes docs/why.md: the examples of the page, computed. `make gallery` runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+
+from piper.why_tables import comparison_tables, why_tables
+from piper_compiler import Strategy, compile_program, recipes, synthetic
+from piper_ir.mesh import Mesh
+from piper_report.summary import Table
+from piper_simulator import Why, compare, why
+
+HERE = Path(__file__).resolve().parent
+GPT = "simulate examples/gpt_text.py --cluster h100x8 --why"
+SHOWN = ("critical path of the step", "what if", "sensitivity of the step")
+"""Of the tables of GPT."""
+PAGE = """\
+# Why a step takes as long as it does
+
+    piper simulate FILE.py --cluster h100x8 --why
+
+prints what is on the critical path of one step, where ranks stand still and what they wait for there, what would change the step,
+and what the prediction rests on; `--json` the same for programs. In Python: `piper.why(plan, cluster, costs=costs)`.
+
+    piper simulate A.py B.py
+    piper simulate A.py best.json
+    piper simulate A.py -p schedule=gpipe --versus schedule=1f1b
+
+compare two strategies: of two files, of a file and a saved strategy, or of one file with another value of a parameter.
+In Python: `piper.compare(piper.why(a, cluster), piper.why(b, cluster))`.
+
+This page is written by `make gallery` (docs/why.py).
+
+## The critical path
+
+Every instruction starts when the last of what it waits for is there: its predecessor on its stream, the instructions that it
+names, the other ends of its message, its host. Going back from the last instruction of the step, from cause to cause, gives a
+chain of pieces that lie end to end from 0 to the makespan: the critical path. A second saved anywhere else saves nothing; a
+second more on the path is at least a second more in the step. Each piece has an owner: compute by phase and stage, a channel
+(its latency too, which occupies no stream), or the host of a role. Of causes at the same moment the one on the same device
+counts, so that the path leaves a device only where it must.
+
+Two stages of F = I = W = 1 s, four microbatches, a hop of 0.5 s, 1F1B ({one_f_one_b}):
+
+{path}
+
+{order}
+
+## Idle gaps
+
+A gap of a rank is followed back in the same way, from the instruction behind it to the gap's start: every idle moment has an
+owner. *Waits for compute* is the pipeline's bubble: another rank has to compute first. What a rank does, and what it waits for,
+adds up to the step. Behind its last instruction a rank waits for what the step waits for.
+
+{ranks}
+
+{gaps}
+
+## What if, and how sensitive
+
+`piper {gpt}`, {date}:
+
+{real}
+
+Each row of *what if* is a simulation of its own. *No interference*: messages and what runs beside them do not slow each other
+down; the part that they do of the critical path is a note below it. *Perfect overlap*: no computation waits for a message, but
+the step is never shorter than the messages of the busiest stream. *One microbatch more* has as many rows as the others, so
+that the global batch grows; it needs a strategy that is a function of a trial with the number of microbatches among its
+parameters. A *sensitivity* is how many percent the step changes when one constant of the cluster grows by 1 %; constants
+without effect are left out.
+Measured durations do not follow from constants: where there are costs, a duration changes by the factor by which its formula
+does.
+
+## What it rests on
+
+*Costs from formulas* lists what nobody has measured, with the time that it takes and its part of the critical path. Measured
+costs have a spread (the median absolute deviation of the repeats), and the prediction an interval: Monte Carlo with a seed, 100
+draws, each instruction on its own normally distributed with 1.4826 times its spread as standard deviation. Where many
+instructions wait for the latest of several, the median lies above the prediction. A second pair of numbers is for a machine that
+is slower or faster as a whole: all durations one spread longer, or shorter, at once. What has no spread (formulas, tables) is
+held fixed; the share of the seconds that has one is printed beside it.
+
+## Two strategies
+
+The same pipeline under GPipe and 1F1B:
+
+{comparison}
+
+The changes of either table of seconds add up to the change of the step. *The mean rank* is where all ranks are, on average:
+computing, in the bubble, or waiting for messages.
+"""
+
+
+def example(recipe: str) -> Why:
+    """Of a synthetic pipeline, whose durations are given: no machine matters."""
+    program = synthetic(stages=2, F=1.0, I=1.0, W=1.0, hop=0.5)
+    made = getattr(recipes, recipe)(pp=2, microbatches=4)
+    return why(compile_program(program, Strategy(Mesh(pp=2), made)).plan)
+
+
+def parts() -> dict[str, str]:
+    """The examples on the synthetic pipeline, by their name in PAGE."""
+    found = example("one_f_one_b")
+    path, order, ranks, gaps, *_ = why_tables(found)
+    tables = {"path": path, "order": order, "ranks": ranks, "gaps": gaps}
+    out = {name: _block(table) for name, table in tables.items()}
+    result = compare(example("gpipe"), found)
+    out["comparison"] = "\n\n".join(_block(t) for t in comparison_tables(result, ("gpipe", "one_f_one_b"), "given durations"))
+    return out | {"one_f_one_b": f"a step of {found.step_s:g} s"}
+
+
+def _block(table: Table) -> str:
+    return f"```\n{table.plain()}\n```"
+
+
+def main() -> None:
+    """Write the page."""
+    printed = subprocess.run(
+        [sys.executable, "-m", "piper", *GPT.split()], cwd=HERE.parent, capture_output=True, text=True, check=True
+    )
+    real = [f"```\n{t.strip()}\n```" for t in printed.stdout.split("\n\n") if t.strip().startswith(SHOWN)]
+    date = datetime.now(UTC).date().isoformat()
+    (HERE / "why.md").write_text(PAGE.format(gpt=GPT, date=date, real="\n\n".join(real), **parts()))
+    print("docs/why.md")
+
+
+if __name__ == "__main__":
+    main()

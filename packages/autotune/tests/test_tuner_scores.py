@@ -1,0 +1,98 @@
+"""A score by the outline of a plan is that of the plan, to the last bit; what is wrong or does not fit has the same reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from packages.autotune.tests.tuner_spaces import problem
+from packages.compiler.tests.compile_cases import SCHEDULES, RandomProgram, random_case
+from piper_autotune import Problem, scoring
+from piper_autotune.scoring import Refused, Scored, score
+from piper_compiler import Outline, Strategy, Training, recipes, synthetic
+from piper_ir.costs import AllocatorCosts, Costs, Duration, PartDuration
+from piper_ir.errors import PlanError
+from piper_ir.mesh import Mesh
+from piper_ir.plan import Plan
+from piper_simulator import load_cluster
+
+SLOW = replace(load_cluster("h100x1*8"), slow_ranks={0: 3.0})
+CLUSTERS = (None, load_cluster("h100x8"), load_cluster("a100x1*8"), load_cluster("cpu-local"), SLOW)
+
+
+def both(of: Problem, chosen: Strategy, rows: int, monkeypatch: pytest.MonkeyPatch) -> tuple[object, object]:
+    """The score, and that of the plan without outlines."""
+    quick = score(of, chosen, {rows: None})
+    with monkeypatch.context() as patch:
+        patch.setattr(scoring, "_in_outline", lambda problem, compiling: None)
+        return quick, score(of, chosen, {rows: None})
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(draw=st.data())
+def test_scores_of_outlines_are_scores_of_plans(draw: st.DataObject, monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, microbatches = draw.draw(st.integers(1, 4)), draw.draw(st.integers(1, 9))
+    dp = draw.draw(st.integers(1, 2))
+    each, recipe = SCHEDULES[draw.draw(st.sampled_from(sorted(SCHEDULES)))]
+    stages = devices * each
+    directives = (*recipe(pp=devices, microbatches=microbatches), *recipes.data_parallel(bucket_mb=0.0005))
+    seconds = st.floats(0.1, 9) | st.integers(1, 3)
+    if draw.draw(st.booleans()):
+        program = synthetic(stages=stages, F=draw.draw(seconds), I=draw.draw(seconds), W=1, params=99, hop=0.5)
+    else:
+        drawn = RandomProgram(draw.draw(st.randoms(use_true_random=False)), stages)
+        program = replace(drawn.build(), source="captured")
+    rows = draw.draw(st.integers(1, 3))
+    of = Problem(
+        program,
+        rows * microbatches * dp,
+        Training(clip=draw.draw(st.sampled_from((None, 2.0)))),
+        draw.draw(st.sampled_from(CLUSTERS)),
+        draw.draw(st.sampled_from((None, Costs(allocator=AllocatorCosts(1000, 1.25)), batch_costs()))),
+        draw.draw(st.sampled_from((None, 3000, 20_000))),
+    )
+    quick, plain = both(of, Strategy(Mesh(pp=devices, dp=dp), directives), rows, monkeypatch)
+    assert quick == plain
+
+
+def batch_costs() -> Costs:
+    return Costs(
+        parts=(PartDuration("Batch", 1, Duration(0.25, "measured")), PartDuration("Batch", 3, Duration(0.5, "measured")))
+    )
+
+
+def test_scores_of_any_strategy_are_those_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(0, 90):
+        case = random_case(seed)
+        of = Problem(case.program, case.global_batch, case.training, load_cluster("h100x8"))
+        for rows in (1, 2, 3, 4, 5):
+            quick, plain = both(of, case.strategy, rows, monkeypatch)
+            assert quick == plain, case.text
+
+
+def test_a_candidate_whose_plan_breaks_a_rule_is_refused_by_the_engines_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=2))
+    assert isinstance(score(problem(), chosen, {1: None}, engine=True), Scored)
+
+    def refuse(plan: Plan) -> None:
+        raise PlanError("R00: broken")
+
+    monkeypatch.setattr(scoring, "verify", refuse)
+    assert score(problem(), chosen, {1: None}, engine=True) == Refused("illegal", "R00: broken")
+
+
+def test_negative_control_an_outline_with_another_peak_scores_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Any = scoring.outline_program
+
+    def wrong(*args: Any, **more: Any) -> Outline:
+        found: Outline = made(*args, **more)
+        roles = tuple(replace(r, peak_bytes=r.peak_bytes + 1) for r in found.plan.roles)
+        return replace(found, plan=replace(found.plan, roles=roles))
+
+    monkeypatch.setattr(scoring, "outline_program", wrong)
+    quick, plain = both(problem(), Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=2)), 1, monkeypatch)
+    assert quick != plain

@@ -1,0 +1,30 @@
+"""Schedules as data: what each device computes, in order, before it is directives, a plan or a table.
+
+An *action* is one phase of one stage for one microbatch. A *slot* is what a device does next: one action, or the members of an
+overlapped group, forward first. *Orders* hold the slots of every device, in order; idle time is no part of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Phase = Literal["F", "B", "I", "W"]
+"""B is I followed by W in one go; a stage and microbatch has either one B or one I and one W."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """`str(Action(2, "F", 0))` is "2F0", as in the tables of torch.distributed.pipelining."""
+
+    stage: int
+    phase: Phase
+    mb: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.phase}{self.mb}"
+
+
+Slot = tuple[Action, ...]
+Orders = Sequence[Sequence[Slot]]

@@ -1,0 +1,6 @@
+"""Schedules as CSV files, in the format of torch.distributed.pipelining."""
+
+from piper_compiler.interchange.files import parse_schedule, read_schedule_csv, write_schedule_csv
+from piper_compiler.interchange.schedule import Schedule, stages_of
+
+__all__ = ["Schedule", "parse_schedule", "read_schedule_csv", "stages_of", "write_schedule_csv"]

@@ -1,0 +1,86 @@
+"""Communication for a compute-only schedule, as torch.distributed.pipelining adds it.
+
+UNSHARD gathers a stage's parameters as soon as it is among the next stages that the device computes, RESHARD gives them up when
+it no longer is; REDUCE_GRAD follows a stage's last backward. A send follows the action whose results it sends, and the receive
+is posted on the other device at that moment of a run in which the devices take turns, so that no two devices wait for each
+other whatever the order in which messages are taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from piper_compiler.actions import Action, Slot
+from piper_compiler.interchange.check import Facts
+from piper_compiler.interchange.table import Comm, Rows
+
+Item = Slot | Comm
+ACTIVE = 3
+"""Stages per device whose parameters are whole at once: a forward's, a backward's, and the next one's."""
+
+
+def with_communication(rows: Rows, facts: Facts) -> Rows:
+    """The lowered table of a compute-only one."""
+    computed = [[cell for cell in row if isinstance(cell, tuple)] for row in rows]
+    return _with_transfers([_with_reductions(_with_parameters(row), facts.microbatches) for row in computed], facts)
+
+
+def _with_parameters(slots: Sequence[Slot]) -> list[Item]:
+    out: list[Item] = []
+    whole: set[int] = set()
+    for i, slot in enumerate(slots):
+        soon = _next_stages(slots[i:])
+        out += [Comm(stage, "RESHARD") for stage in sorted(whole.difference(soon))]
+        out += [Comm(stage, "UNSHARD") for stage in soon if stage not in whole]
+        whole = set(soon)
+        out.append(slot)
+    return [*out, *(Comm(stage, "RESHARD") for stage in sorted(whole))]
+
+
+def _next_stages(slots: Sequence[Slot]) -> list[int]:
+    """The next stages that are computed, in order, at least ACTIVE of them where there are as many."""
+    found: list[int] = []
+    for slot in slots:
+        found += [stage for stage in dict.fromkeys(a.stage for a in slot) if stage not in found]
+        if len(found) >= ACTIVE:
+            break
+    return found
+
+
+def _with_reductions(items: Sequence[Item], microbatches: int) -> list[Item]:
+    """REDUCE_GRAD after the last action that adds to a stage's gradients."""
+    out: list[Item] = []
+    backwards: dict[int, int] = {}
+    for item in items:
+        out.append(item)
+        for action in item if isinstance(item, tuple) else ():
+            if action.phase in ("B", "W"):
+                backwards[action.stage] = backwards.get(action.stage, 0) + 1
+                if backwards[action.stage] == microbatches:
+                    out.append(Comm(action.stage, "REDUCE_GRAD"))
+    return out
+
+
+def _with_transfers(rows: Sequence[Sequence[Item]], facts: Facts) -> Rows:
+    """Each device in turn does its next item if the inputs have arrived; the schedule is known not to wait for itself."""
+    sends = {facts.source(a): pair for a in facts.at if isinstance(a, Action) and (pair := facts.transfer(a))}
+    out: list[list[Item]] = [[] for _ in rows]
+    done: set[Action] = set()
+    next_item = [0] * len(rows)
+    while any(n < len(row) for n, row in zip(next_item, rows, strict=True)):
+        for r, row in enumerate(rows):
+            if next_item[r] == len(row):
+                continue
+            item = row[next_item[r]]
+            actions = item if isinstance(item, tuple) else ()
+            if any((source := facts.source(a)) is not None and source not in done for a in actions):
+                continue
+            next_item[r] += 1
+            out[r].append(item)
+            for action in actions:
+                done.add(action)
+                if action in sends:
+                    send, receive = sends[action]
+                    out[r].append(send)
+                    out[facts.home[receive.stage]].append(receive)
+    return tuple(tuple(row) for row in out)

@@ -1,0 +1,142 @@
+"""The table of a plan: what each role computes, stage by stage, and in a lowered table when it sends and receives.
+
+I and W of one stage and microbatch in one instruction are a B. So is a backward that has only one of them (an embedding passes no
+gradient on; a stage may have no parameters). A forward whose instructions alternate with those of a backward are an overlapped
+pair.
+"""
+
+from __future__ import annotations
+
+from piper_compiler.actions import Action, Phase, Slot
+from piper_compiler.interchange.table import Comm, Rows
+from piper_ir.errors import FormatError
+from piper_ir.ops import Compute, Recv, Send
+from piper_ir.plan import COMPUTE, Instr, Plan, RolePlan
+
+Steps = dict[tuple[int, int], set[str]]
+"""(stage, microbatch) -> the steps of its backward."""
+
+
+def rows_of_plan(plan: Plan, *, lowered: bool) -> Rows:
+    """One row per coordinate of pp. FormatError for a plan that has no such table."""
+    stages = {chunk.id: _stage_of(plan, chunk.id) for chunk in plan.chunks}
+    return tuple(_Row(plan, role, stages).cells(lowered) for role in _devices(plan))
+
+
+def _stage_of(plan: Plan, chunk: str) -> int:
+    stage = plan.chunk(chunk).coords.get("stage")
+    if not isinstance(stage, int):
+        raise FormatError(f"chunk {chunk} has no stage, and a table of a schedule is made of stages; use partition or a recipe")
+    return stage
+
+
+def _devices(plan: Plan) -> list[RolePlan]:
+    """The roles by their coordinate of pp; a plan that places nothing is one device."""
+    if len(plan.roles) == 1:
+        return list(plan.roles)
+    other = {axis for role in plan.roles for axis in role.placed} - {"pp"}
+    if other:
+        raise FormatError(f"the plan places stages on {sorted(other)}, but the rows of a table are devices of the axis pp alone")
+    return sorted(plan.roles, key=lambda role: role.placed["pp"])
+
+
+class _Row:
+    """One device's cells, from the instructions of its role."""
+
+    def __init__(self, plan: Plan, role: RolePlan, stages: dict[str, int]) -> None:
+        self.plan, self.role, self.stages = plan, role, stages
+        self.readers: dict[str, set[int]] = {}  # value -> stages that read it here
+        for instr in role.program:
+            for part in instr.parts:
+                if isinstance(part.op, Compute):
+                    for value in part.reads:
+                        self.readers.setdefault(value, set()).add(stages[part.op.chunk])
+
+    def cells(self, lowered: bool) -> tuple[Slot | Comm, ...]:
+        backward = self._backwards()
+        pieces = [(i, a) for i, instr in enumerate(self.role.program) for a in self._actions(instr, backward)]
+        first: dict[Action, int] = {}
+        last: dict[Action, int] = {}
+        for place, (_, action) in enumerate(pieces):
+            first.setdefault(action, place)
+            last[action] = place
+        slots: list[tuple[int, Slot]] = []  # with the index of its last instruction
+        group: list[Action] = []
+        end = -1
+        for action in sorted(first, key=lambda a: first[a]):
+            if group and first[action] > end:
+                slots.append((pieces[end][0], self._slot(group)))
+                group = []
+            group.append(action)
+            end = max(end, last[action])
+        slots.append((pieces[end][0], self._slot(group)))
+        return self._with_transfers(slots) if lowered else tuple(slot for _, slot in slots)
+
+    def _backwards(self) -> dict[tuple[int, int], bool]:
+        """(stage, microbatch) -> whether its backward is a B: I and W share an instruction, or one of them is all there is."""
+        together: dict[tuple[int, int], bool] = {}
+        steps: Steps = {}
+        for instr in self.role.program:
+            here: Steps = {}
+            for part in instr.parts:
+                if isinstance(part.op, Compute) and part.op.step != "F":
+                    here.setdefault((self.stages[part.op.chunk], part.mb), set()).add(part.op.step)
+            for key, found in here.items():
+                steps.setdefault(key, set()).update(found)
+                together[key] = together.get(key, False) or len(found) == 2
+        return {key: together[key] or len(found) == 1 for key, found in steps.items()}
+
+    def _actions(self, instr: Instr, backward: dict[tuple[int, int], bool]) -> list[Action]:
+        """What an instruction computes, stage after stage; the two of an overlapped pair twice, so that they alternate."""
+        found: dict[Action, None] = {}
+        for part in instr.parts:
+            if isinstance(part.op, Compute) and part.op.step != "B":
+                stage, step = self.stages[part.op.chunk], part.op.step
+                phase: Phase = "B" if step != "F" and backward[stage, part.mb] else step
+                found[Action(stage, phase, part.mb)] = None
+        return [*found, *found] if len({a.phase == "F" for a in found}) > 1 else [*found]
+
+    def _slot(self, group: list[Action]) -> Slot:
+        slot = tuple(sorted(group, key=lambda a: a.phase != "F"))
+        if len(slot) > 1 and [a.phase == "F" for a in slot] != [True, False]:
+            names = ", ".join(map(str, slot))
+            raise FormatError(
+                f"{self.role.role} computes {names} in pieces that alternate; the format knows whole stages, and pairs of one "
+                "forward and one backward"
+            )
+        return slot
+
+    def _with_transfers(self, slots: list[tuple[int, Slot]]) -> tuple[Slot | Comm, ...]:
+        """A receive stands where the first of its values is posted, a send after the last one; reductions after the stage's last
+        action (a plan reduces bucket by bucket, which the format does not know)."""
+        items: list[tuple[int, int, Slot | Comm]] = [(i, 0, slot) for i, slot in slots]
+        places: dict[Comm, int] = {}
+        for i, instr in enumerate(self.role.program):
+            if instr.stream != COMPUTE and (comm := self._transfer(instr)) is not None:
+                places[comm] = places.get(comm, i) if comm.kind.startswith("RECV") else i
+        items += [(i, 1, comm) for comm, i in places.items()]
+        done = {action.stage: i for i, slot in slots for action in slot}
+        items += [(i, 2, Comm(stage, "REDUCE_GRAD")) for stage, i in done.items()]
+        return tuple(cell for *_, cell in sorted(items, key=lambda item: item[:2]))
+
+    def _transfer(self, instr: Instr) -> Comm | None:
+        """The transfer between neighbouring stages that an instruction is part of; None for what is none."""
+        part = instr.parts[0]
+        if not isinstance(part.op, Send | Recv):
+            return None
+        channel = self.plan.channel(part.op.channel)
+        if channel.purpose not in ("activation", "gradient"):
+            return None
+        sends = isinstance(part.op, Send)
+        value = (part.reads if sends else part.writes)[0]
+        chunk, port = value.partition("#")[0].split("@")[0].rsplit(":", 1)
+        source, forward = self.stages[chunk], not port.startswith("gin")
+        target = source + 1 if forward else source - 1
+        if not sends and self.readers.get(value, {target}) != {target}:
+            raise FormatError(
+                f"{value} of stage {source} is read by stages {sorted(self.readers[value])}; the format knows transfers to "
+                "neighbouring stages only. Write the compute-only table"
+            )
+        if sends:
+            return Comm(source, "SEND_F" if forward else "SEND_B", part.mb)
+        return Comm(target, "RECV_F" if forward else "RECV_B", part.mb)

@@ -1,0 +1,120 @@
+"""Schedule: a table that has been checked, from a file, from orders, or from a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from piper_compiler.actions import Orders, Slot
+from piper_compiler.directives import Directive
+from piper_compiler.directives.partition import Partition
+from piper_compiler.interchange.check import Facts, checked
+from piper_compiler.interchange.lower import with_communication
+from piper_compiler.interchange.of_plan import rows_of_plan
+from piper_compiler.interchange.table import Fault, Rows, cell_text, picture
+from piper_compiler.recipes.scheduled import At, scheduled
+from piper_compiler.strategy import Strategy
+from piper_compiler.synthetic import synthetic
+from piper_ir.errors import FormatError
+from piper_ir.plan import Plan
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`rows[r]` are the cells of device r of the axis pp: a slot of `orders`, communication, or None for an idle slot. What is
+    made has been checked: FormatError names `name`, the row and the cell of what contradicts the rest. `newline`: how lines of
+    the file end."""
+
+    rows: Rows
+    name: str = field(default="schedule", compare=False, repr=False)
+    newline: str = field(default="\n", compare=False, repr=False)
+    _facts: Facts = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "_facts", checked(self.rows))
+        except Fault as fault:
+            texts = [[cell_text(cell) for cell in row] for row in self.rows]
+            raise located(self.name, fault, texts) from None
+
+    @staticmethod
+    def of_orders(orders: Orders, name: str = "schedule") -> Schedule:
+        """The compute-only table of orders, without idle slots."""
+        return Schedule(tuple(tuple(tuple(slot) for slot in slots) for slots in orders), name)
+
+    @staticmethod
+    def of_plan(plan: Plan, *, lowered: bool = False) -> Schedule:
+        """The table of a plan: what each device computes, and in a lowered one when it sends, receives and reduces. A plan
+        gathers no parameters, so there is no UNSHARD."""
+        return Schedule(rows_of_plan(plan, lowered=lowered), "plan")
+
+    @property
+    def orders(self) -> tuple[tuple[Slot, ...], ...]:
+        """What each device computes, in order."""
+        return tuple(tuple(cell for cell in row if isinstance(cell, tuple)) for row in self.rows)
+
+    @property
+    def stages(self) -> int:
+        return self._facts.stages
+
+    @property
+    def microbatches(self) -> int:
+        return self._facts.microbatches
+
+    @property
+    def lowered(self) -> bool:
+        """Whether the table has communication."""
+        return self._facts.lowered
+
+    def directives(self, *, at: At = "even") -> tuple[Directive, ...]:
+        """The directives that make device r of the axis pp run row r; `at` cuts the model into stages, as in `partition`. A
+        lowered table's communication is checked, and then left to the compiler, which derives it from the data."""
+        return scheduled(self.orders, microbatches=self.microbatches, at=at)
+
+    def with_communication(self) -> Schedule:
+        """The lowered table, with UNSHARD, RESHARD and REDUCE_GRAD, as torch.distributed.pipelining would run this one."""
+        return self if self.lowered else Schedule(with_communication(self.rows, self._facts), self.name, self.newline)
+
+    def without_communication(self) -> Schedule:
+        """The compute-only table."""
+        return Schedule.of_orders(self.orders, self.name) if self.lowered else self
+
+    def dumps(self) -> str:
+        """The file's text."""
+        return "".join(",".join(map(cell_text, row)) + self.newline for row in self.rows)
+
+
+def located(name: str, fault: Fault, texts: list[list[str]]) -> FormatError:
+    """The error for a fault in a table, with the table and an arrow."""
+    where = f"{name}: row {fault.row + 1} (device {fault.row}), cell {fault.cell + 1}: {fault.message}"
+    return FormatError(f"{where}\n\n{picture(texts or [[]], fault.row, fault.cell)}")
+
+
+def schedule_of(source: Any) -> Schedule:
+    """A schedule of orders, a plan (or what holds one as `plan`: a `piper.Compiled`), or a strategy, which is compiled for a
+    synthetic program of as many stages."""
+    source = getattr(source, "plan", source)
+    if isinstance(source, Schedule):
+        return source
+    if isinstance(source, Plan):
+        return Schedule.of_plan(source)
+    if isinstance(source, Strategy):
+        return Schedule.of_plan(plan_of(source))
+    return Schedule.of_orders(source)
+
+
+def plan_of(strategy: Strategy) -> Plan:
+    """The plan of a strategy for a synthetic program with as many stages as its `partition` makes."""
+    from piper_compiler.compile import compile_program
+
+    stages = stages_of(strategy.directives)
+    if stages is None:
+        raise FormatError("the strategy has no partition, so its stages are not known; compile it, and write the plan")
+    return compile_program(synthetic(stages=stages, F=1, I=1, W=1), strategy).plan
+
+
+def stages_of(directives: Iterable[Directive]) -> int | None:
+    """The stages that the directives' `partition` makes; None without one."""
+    found: Iterator[int] = (d.stages for d in directives if isinstance(d, Partition))
+    return next(found, None)

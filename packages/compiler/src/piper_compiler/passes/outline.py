@@ -1,0 +1,320 @@
+"""Outlines: plans for their times and peaks of memory alone, which is what a search asks for.
+
+The instructions of an outline, their streams, waits and order are those of the plan, and so are the peaks. But their parts are
+those of microbatch 0, shared by the instructions of all microbatches, and say nothing of what is freed: names take most of the
+time of lowering. An outline can be timed, and not be verified, run or shown.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import repeat
+
+from piper_compiler.durations import InstructionSeconds
+from piper_compiler.passes.complete import Training
+from piper_compiler.passes.dependencies import Dependencies, dependencies
+from piper_compiler.passes.draft import DraftPart, Releases, RoleDraft, Waits
+from piper_compiler.passes.fuse import Task
+from piper_compiler.passes.lower import Options, bound_chunks, draft_roles, plan_of, release_all, role_plan, run_of, states
+from piper_compiler.passes.parts import PartMaker
+from piper_compiler.passes.repeat import by_microbatch, repeated
+from piper_compiler.ports import signatures
+from piper_compiler.uniform import Uniform
+from piper_ir.costs import Costs
+from piper_ir.graph import Graph
+from piper_ir.ops import Compute
+from piper_ir.plan import CATEGORIES, COMPUTE, Category, Instr, Part, Plan, RolePlan, State, Values, part_peak
+from piper_ir.program import Chunk, Program, Step
+from piper_ir.timing import Prepared, with_waits
+
+Dying = tuple[tuple[str, ...], ...]
+"""Per part of an instruction, the values that die after it, by their names in microbatch 0."""
+
+
+LATER: Mapping[str, tuple[Step, ...]] = {"F": ("I", "W"), "I": ("W",), "W": ()}
+"""The steps of a chunk that follow one of them."""
+
+
+def alike(program: Program) -> bool:
+    """Whether the nodes that complete the graph of a program are the same for any number of microbatches: there is no sum of
+    loss weights and no buffer that microbatches update in order."""
+    return program.loss_kind == "mean" and not any(o.kind == "buffer" for c in program.chunks for o in c.outputs)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """`plan`: for its times and peaks alone; `prepared`: what `prepare` makes of it."""
+
+    plan: Plan
+    prepared: Prepared
+
+
+def outline(uniform: Uniform, graph: Graph, rows: int, training: Training, options: Options, costs: Costs | None) -> Outline:
+    """The outline of the plan of a uniform graph. `graph`: the complete graph of its microbatch 0."""
+    one = dependencies(graph)
+    chunks = bound_chunks(graph, rows)
+    count = uniform.microbatches
+    seconds = InstructionSeconds(chunks.values(), costs)
+    maker = _OutlineMaker(graph, one, PartMaker(graph, chunks, rows, count * graph.replicas, seconds), count)
+    drafts = draft_roles(graph, repeated(uniform, one), chunks, rows, maker, options, costs)
+    plan = plan_of(graph, chunks, rows, count, training, options)
+    held = states(graph, training)
+    kinds = iter(maker.used)
+    timed = run_of(graph, drafts)
+    roles, orders = [], []
+    for draft, freed in zip(drafts, release_all(drafts, timed), strict=True):
+        mine = [next(kinds) for _ in draft.streams]
+        waits = draft.final_waits(freed)
+        roles.append(_role(graph, plan, _Run(draft, freed, waits, mine, maker), held[draft.role]))
+        orders.append(replace(draft.issue_order(), waits=waits))
+    return Outline(replace(plan, roles=tuple(roles), values=Values(maker.maker.kinds)), with_waits(timed[0], orders))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The instructions of a role, with their `waits` and `kinds`."""
+
+    draft: RoleDraft
+    freed: Releases
+    waits: list[Waits]
+    kinds: list[_Kind]
+    maker: _OutlineMaker
+
+
+def _role(graph: Graph, plan: Plan, run: _Run, held: tuple[State, ...]) -> RolePlan:
+    """One role, with its peak: a walk over its instructions as `piper_ir.memory` does it."""
+    program: list[Instr] = []
+    draft, freed, maker = run.draft, run.freed, run.maker
+    memory = _Memory(maker, held, draft.allocs_first)
+    nothing: tuple[str, ...] = ()
+    frees, like, q = freed.frees, maker.like, 0
+    for k, (stream, waits, kind) in enumerate(zip(draft.streams, run.waits, run.kinds, strict=True)):
+        program.append(Instr(stream, kind.parts, waits) if waits else kind.free(stream))
+        after = q + len(kind.parts)
+        if stream == COMPUTE:
+            dying = tuple([tuple([like[v] for v in frees[p]]) if p in frees else nothing for p in range(q, after)])
+            effect = kind.effects.get(dying) or kind.effect(plan, maker, dying)
+            memory.run(k, freed.before.get(k, nothing), effect, draft.allocs_after.get(k, nothing))
+        q = after
+    at = max(memory.at, 0)
+    parts = [replace(p, node=named[0]) for p, named in zip(program[at].parts, draft.parts[at], strict=True)]
+    program[at] = replace(program[at], parts=tuple(parts))  # which messages name
+    first = tuple([like[v] for v in draft.allocs_first])
+    role = role_plan(graph, draft.role, tuple(program), held, first)
+    return replace(role, peak_bytes=memory.peak, peak_at=at, peak_by_category=memory.by_category(run))
+
+
+@dataclass(frozen=True, slots=True)
+class _Effect:
+    """What an instruction does to the memory of its role: most bytes above those before, bytes more afterwards, the latter by
+    category. The former are `fullest` less the first `gone` bytes of what dies in part `part`."""
+
+    most: int
+    more: int
+    after: Mapping[Category, int]
+    fullest: Mapping[Category, int]
+    gone: int
+    part: int
+
+
+class _Memory:
+    """The bytes of a role, instruction by instruction, and its first fullest moment: in instruction `at`, -1 for its start."""
+
+    def __init__(self, maker: _OutlineMaker, held: tuple[State, ...], first: list[str]) -> None:
+        self.maker, self.held, self.first = maker, held, first
+        self.total = self.peak = sum(s.nbytes for s in held) + sum([maker.sizes[v] for v in first])
+        self.at = -1
+        self.steps: list[tuple[Sequence[str], _Effect, Sequence[str]]] = []
+        self.until = 0
+        self.inside = False
+
+    def run(self, k: int, before: Sequence[str], effect: _Effect, after: Sequence[str]) -> None:
+        """`before`, `after`: values freed before it and allocated after it."""
+        self.steps.append((before, effect, after))
+        if before:
+            self.total -= sum([self.maker.sizes[v] for v in before])
+        fullest = self.total + effect.most
+        self.total += effect.more
+        if after:
+            self.total += sum([self.maker.sizes[v] for v in after])
+        if fullest > self.peak or self.total > self.peak:
+            self.peak, self.at, self.until = max(fullest, self.total), k, len(self.steps)
+            self.inside = fullest >= self.total
+
+    def by_category(self, run: _Run) -> dict[str, int]:
+        """The split of the peak."""
+        held: Counter[Category] = Counter()
+        for state in self.held:
+            held[state.category] += state.nbytes
+        self._count(held, self.first, 1)
+        steps = self.steps[: self.until]
+        last = steps.pop() if self.inside else None
+        times = Counter([id(effect) for _, effect, _ in steps])
+        for effect in {id(effect): effect for _, effect, _ in steps}.values():
+            for category, nbytes in effect.after.items():
+                held[category] += times[id(effect)] * nbytes
+        for before, _, after in steps:
+            self._count(held, before, -1)
+            self._count(held, after, 1)
+        if last is not None:
+            self._count(held, last[0], -1)
+            held.update(last[1].fullest)
+            if last[1].gone:
+                held.subtract(self._early(last[1].gone, _freed(run, self.at, last[1].part)))
+        return {c: held[c] for c in CATEGORIES if held[c]}
+
+    def _early(self, gone: int, freed: list[str]) -> Counter[Category]:
+        """By category, the first `gone` bytes of what a part frees, as `piper_ir.memory` tells them."""
+        out: Counter[Category] = Counter()
+        for v in freed:
+            early = min(gone, self.maker.maker.nbytes(v))
+            out[self.maker.maker.kinds[v][1]] += early
+            gone -= early
+        return out
+
+    def _count(self, held: Counter[Category], values: Sequence[str], sign: int) -> None:
+        for v in values:
+            held[self.maker.maker.kinds[self.maker.like[v]][1]] += sign * self.maker.sizes[v]
+
+
+def _freed(run: _Run, at: int, part: int) -> list[str]:
+    """What dies in a part of instruction `at`, a chunk's step, as the plan lists it (see `releases`): first what is sent, then by
+    its first use; by the names in microbatch 0."""
+    draft, maker = run.draft, run.maker
+    mb = draft.parts[at][part][2]
+    q = sum([len(kind.parts) for kind in run.kinds[:at]]) + part
+    sent = {v for stream, parts in zip(draft.streams, draft.parts, strict=True) if stream != COMPUTE for v in parts[0][3]}
+    shared = run.freed.frees.get(q, ())
+    first: dict[str, int] = {}
+    for stream, parts, kind in zip(draft.streams[: at + 1], draft.parts, run.kinds, strict=False):
+        if stream == COMPUTE and parts[0][2] == mb:
+            for v in [v for p in kind.parts for v in (*p.writes, *p.reads)]:
+                first.setdefault(v, len(first))
+    others = [*run.kinds[at].inside[part], *[maker.like[v] for v in shared if v not in sent]]
+    return [*[maker.like[v] for v in shared if v in sent], *sorted(others, key=first.__getitem__)]
+
+
+@dataclass(slots=True)
+class _Kind:
+    """The instructions that differ in their microbatch only. `parts`: of microbatch 0; `seconds`: of each; `drafts`: by
+    microbatch, with the values alone that another node may read; `inside`: per part the other values that die after it."""
+
+    parts: tuple[Part, ...]
+    seconds: float
+    drafts: list[list[DraftPart]]
+    inside: list[tuple[str, ...]]
+    effects: dict[Dying, _Effect] = field(default_factory=dict)
+    _free: Instr | None = None
+
+    def free(self, stream: str) -> Instr:
+        """Such an instruction that waits for nothing."""
+        if self._free is None:
+            self._free = Instr(stream, self.parts, ())
+        return self._free
+
+    def effect(self, plan: Plan, maker: _OutlineMaker, dying: Dying) -> _Effect:
+        """What such an instruction does to memory, given the values that die in it."""
+        most = more = gone = at = 0
+        live: Counter[Category] = Counter()
+        fullest: dict[Category, int] = {}
+        for k, (part, inside, also) in enumerate(zip(self.parts, self.inside, dying, strict=True)):
+            nbytes = {v: maker.maker.nbytes(v) for v in (*part.reads, *part.writes)}
+            frees = (*inside, *also)
+            held = more + part_peak(plan, replace(part, frees=frees), nbytes)
+            for v in part.writes:
+                live[maker.maker.kinds[v][1]] += nbytes[v]
+            more += sum(nbytes[v] for v in part.writes)
+            if held > most:
+                # Less than its writes: at its fullest moment some of the inputs that die here were gone already.
+                most, gone, at = held, max(0, more - held), k
+                fullest = {**live, "workspace": max(0, held - more)}
+            for v in frees:
+                live[maker.maker.kinds[v][1]] -= nbytes[v]
+            more -= sum(nbytes[v] for v in frees)
+        known = self.effects[dying] = _Effect(most, more, dict(live), fullest, gone, at)
+        return known
+
+
+class _OutlineMaker:
+    """Makes parts for the first microbatch of each kind of instruction. `used`: the kinds of the instructions made, in order;
+    `like`: value -> its name in microbatch 0; `sizes`: value -> bytes."""
+
+    def __init__(self, graph: Graph, one: Dependencies, maker: PartMaker, count: int) -> None:
+        self.graph, self.one, self.maker, self.count = graph, one, maker, count
+        self.used: list[_Kind] = []
+        self.like: dict[str, str] = {}
+        self.sizes: dict[str, int] = {}
+        self._names: dict[str, list[str]] = {}
+        self._drafts: dict[str, list[DraftPart]] = {}
+        self._tasks: dict[tuple[int, ...], tuple[tuple[str, ...], dict[tuple[str, ...], _Kind]]] = {}
+        self._transfers: dict[int, _Kind] = {}
+        self._loaded: set[tuple[str, int]] = set()
+
+    def task(self, deps: Dependencies, task: Task) -> tuple[list[DraftPart], float]:
+        mb, like = deps.mb[task[0]], tuple([deps.of[i] for i in task])
+        known = self._tasks.get(like)
+        if known is None:
+            known = self._tasks[like] = self._sources_of(like), {}
+        sources, kinds = known
+        fresh: tuple[str, ...] = ()
+        if sources:
+            fresh = tuple([v for v in sources if (v, mb) not in self._loaded])
+            self._loaded.update([(v, mb) for v in fresh])
+        kind = kinds.get(fresh)
+        if kind is None:
+            for v in fresh:  # another kind may have loaded it for its microbatch 0
+                self.maker.kinds.pop(v, None)
+            kind = kinds[fresh] = self._kind(*self.maker.task(self.one, list(like)))
+        self.used.append(kind)
+        return kind.drafts[mb], kind.seconds
+
+    def comm(self, deps: Dependencies, i: int) -> tuple[DraftPart, float]:
+        k = deps.of[i]
+        kind = self._transfers.get(k)
+        if kind is None:
+            part, seconds = self.maker.comm(self.one, k)
+            kind = self._transfers[k] = self._kind([part], seconds)
+        self.used.append(kind)
+        return kind.drafts[deps.mb[i]][0], kind.seconds
+
+    def _sources_of(self, nodes: tuple[int, ...]) -> tuple[str, ...]:
+        """The batch tensors and gradients of the loss that nodes read, as they are called on their role."""
+        read = [(v, self.one.nodes[k].role) for k in nodes for v in self.one.nodes[k].reads]
+        return tuple(dict.fromkeys([f"{v}#{role}" for v, role in read if v not in self.graph.writer]))
+
+    def _kind(self, drafts: list[DraftPart], seconds: float) -> _Kind:
+        parts = tuple([Part(*draft) for draft in drafts])
+        made = {v for p in parts if not isinstance(p.op, Compute) for v in p.writes}
+        shared = self.graph.values.keys() | made | self._names.keys()
+        for p in parts:
+            if p.node not in self._drafts:
+                reads, writes = (self._by_microbatch([v for v in vs if v in shared], p.mb) for vs in (p.reads, p.writes))
+                ids, mbs = ([p.node], [-1]) if p.mb < 0 else (by_microbatch(p.node, self.count), range(self.count))
+                self._drafts[p.node] = list(zip(ids, repeat(p.op, len(reads)), mbs, reads, writes, strict=True))
+        inside = [tuple([v for v in _dies_in(p, self.maker.chunks) if v not in shared]) for p in parts]
+        named = [list(row) for row in zip(*[self._drafts[p.node] for p in parts], strict=True)]
+        return _Kind(parts, seconds, named, inside)
+
+    def _by_microbatch(self, values: list[str], mb: int) -> list[tuple[str, ...]]:
+        """The names of some values in each microbatch; only once for those of the whole step."""
+        names = [self._named(v, mb) for v in values]
+        return list(zip(*names, strict=True)) if names else [()] * (1 if mb < 0 else self.count)
+
+    def _named(self, value: str, mb: int) -> list[str]:
+        if value not in self._names:
+            names = self._names[value] = [value] if mb < 0 else by_microbatch(value, self.count)
+            self.like.update(dict.fromkeys(names, value))
+            self.sizes.update(dict.fromkeys(names, self.maker.nbytes(value)))
+        return self._names[value]
+
+
+def _dies_in(part: Part, chunks: dict[str, Chunk]) -> list[str]:
+    """The values of a part which no later step of its chunk reads."""
+    if not isinstance(part.op, Compute):
+        return []
+    chunk = chunks[part.op.chunk]
+    later = {p for step in LATER[part.op.step] for sig in signatures(chunk, step) for p in sig.reads}
+    kept = {f"{chunk.id}:{port}@{part.mb}" for port in later}
+    return [v for v in dict.fromkeys((*part.reads, *part.writes)) if v not in kept]

@@ -1,0 +1,37 @@
+"""Recipes: functions that return a tuple of directives. A schedule is data."""
+
+from piper_compiler.actions import Action
+from piper_compiler.recipes.basic import data_parallel, gpipe, one_f_one_b, pipeline, stage_orders
+from piper_compiler.recipes.dualpipe import dualpipe, dualpipe_v
+from piper_compiler.recipes.from_csv import from_csv
+from piper_compiler.recipes.interleaved import interleaved, looped_bfs
+from piper_compiler.recipes.registry import RECIPES, Recipe, recipe
+from piper_compiler.recipes.scheduled import scheduled
+from piper_compiler.recipes.zbv import zbv
+from piper_compiler.recipes.zero_bubble import v_half, v_min, zero_bubble
+from piper_compiler.recipes.zero_bubble_1f1b import interleaved_zb, zb_h1, zb_h2
+
+__all__ = [
+    "RECIPES",
+    "Action",
+    "Recipe",
+    "data_parallel",
+    "dualpipe",
+    "dualpipe_v",
+    "from_csv",
+    "gpipe",
+    "interleaved",
+    "interleaved_zb",
+    "looped_bfs",
+    "one_f_one_b",
+    "pipeline",
+    "recipe",
+    "scheduled",
+    "stage_orders",
+    "v_half",
+    "v_min",
+    "zb_h1",
+    "zb_h2",
+    "zbv",
+    "zero_bubble",
+]

@@ -1,0 +1,45 @@
+"""What the families of recipes share: legal numbers, placements, and orders made for more microbatches than there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from piper_compiler.actions import Action, Orders, Phase, Slot
+from piper_ir.errors import DirectiveError
+
+
+def check_numbers(name: str, **given: int) -> None:
+    """DirectiveError unless every number that the recipe `name` was given is an integer of at least 1."""
+    if any(type(n) is not int or n < 1 for n in given.values()):
+        shown = ", ".join(f"{key}={n!r}" for key, n in given.items())
+        raise DirectiveError(f"{name}({shown}): {'both' if len(given) == 2 else 'all'} must be integers of at least 1")
+
+
+def loop(pp: int, device: int, chunk: int) -> int:
+    """The stage that is chunk `chunk` of a device where the stages go round the devices."""
+    return chunk * pp + device
+
+
+def vee(pp: int, device: int, chunk: int) -> int:
+    """The stage that is chunk 0 or 1 of a device where the stages go down the devices and back up: the V placement."""
+    return 2 * pp - 1 - device if chunk else device
+
+
+def one(stage: int, phase: Phase, mb: int) -> Slot:
+    """A slot of one action."""
+    return (Action(stage, phase, mb),)
+
+
+def rounds(pp: int, chunks: int, device: int, groups: int, size: int, back: bool = False) -> Iterator[tuple[int, int]]:
+    """(stage, microbatch) of the forwards of a device in loop placement: groups of `size` microbatches, each through all chunks
+    before the next. `back`: of the backwards, from the last chunk to the first."""
+    for group in range(groups):
+        for chunk in reversed(range(chunks)) if back else range(chunks):
+            for k in range(size):
+                yield loop(pp, device, chunk), group * size + k
+
+
+def cut(orders: Iterable[Iterable[Slot]], microbatches: int) -> Orders:
+    """The orders without the microbatches from `microbatches` on. Microbatches do not depend on each other, so what is left of
+    orders without deadlock has none."""
+    return [[left for slot in slots if (left := tuple([a for a in slot if a.mb < microbatches]))] for slots in orders]

@@ -1,0 +1,141 @@
+"""DualPipeV and DualPipe: microbatches from both ends, forwards overlapped with backwards."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from piper_compiler.actions import Action, Orders, Phase, Slot
+from piper_compiler.directives import Directive
+from piper_compiler.recipes.arithmetic import check_numbers, cut, vee
+from piper_compiler.recipes.registry import recipe
+from piper_compiler.recipes.scheduled import At, scheduled
+from piper_ir.errors import DirectiveError
+
+Piece = tuple[int, Phase, int]
+"""Way (0: in at the near end, 1: back from the far end), phase, and the number of the microbatch on its way."""
+
+
+@recipe(
+    source="DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe",
+    formula="bubble (p - 1)(O + B - 3W) on the device with most idle; F = I, W <= F, O >= F + W, m >= 2p",
+    peak="2p + 1",
+    use="expert parallelism: a forward's communication hides behind a backward's compute, with one copy of the parameters",
+    rule="any pp, microbatches >= 1; 2 chunks per device",
+)
+def dualpipe_v(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
+    """Half of DualPipe, folded: device r has the stages r and 2p - 1 - r, and overlaps a forward of one with a backward of the
+    other. Source: DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe; the order is that of PyTorch's ScheduleDualPipeV.
+
+    Bubble (p - 1)(O + B - 3W) on the device with most idle, where F = I, W <= F, F + W <= O and m >= 2p (O = F + B where
+    pairs gain nothing); there the peak is 2p + 1 activations of a chunk on every device. Any pp and microbatches; fewer than 2p
+    are the first ones of 2p."""
+    check_numbers("dualpipe_v", pp=pp, microbatches=microbatches)
+    return scheduled(dualpipe_v_orders(pp, microbatches), microbatches=microbatches, at=at)
+
+
+def dualpipe_v_orders(pp: int, microbatches: int) -> Orders:
+    """Way 1 is the other chunk of the device."""
+    whole = max(microbatches, 2 * pp)
+    devices = [_both_ways(pp, r, whole) for r in range(pp)]
+    orders = [[tuple(Action(vee(pp, r, way), phase, mb) for way, phase, mb in slot) for slot in devices[r]] for r in range(pp)]
+    return cut(orders, microbatches)
+
+
+@recipe(
+    source="DeepSeek-AI 2024, arXiv 2412.19437",
+    formula="bubble (p/2 - 1)(O + B - 3W) on the device with most idle; F = I, W <= F, O >= F + W, m >= 2p and even",
+    peak="p + 1",
+    use="as DualPipeV, with half as many stages per device and every stage's parameters on two devices",
+    rule="pp even; any microbatches >= 1",
+)
+def dualpipe(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
+    """Pipelines in both directions: stage s is on device s for even microbatches and on device p - 1 - s for odd ones, and a
+    device overlaps a forward of one direction with a backward of the other. Both hold the stage's parameters and their
+    gradients are summed. Source: DeepSeek-AI 2024, arXiv 2412.19437.
+
+    Bubble (p/2 - 1)(O + B - 3W) on the device with most idle, where F = I, W <= F, F + W <= O and m >= 2p is even; there the
+    peak is p + 1 activations of a stage on every device. Fewer microbatches are the first ones of 2p, an odd number those of one
+    more. DirectiveError for an odd pp: the directions meet between two devices."""
+    check_numbers("dualpipe", pp=pp, microbatches=microbatches)
+    if pp % 2:
+        raise DirectiveError(f"dualpipe(pp={pp}): its two directions need an even number of devices; use pp={pp + 1}")
+    return scheduled(dualpipe_orders(pp, microbatches), microbatches=microbatches, at=at)
+
+
+def dualpipe_orders(pp: int, microbatches: int) -> Orders:
+    """The devices of the second half do what their mirror images do, with the directions exchanged."""
+    whole = max(-(-microbatches // 2), pp)
+    orders: list[list[Slot]] = []
+    for r in range(pp):
+        near, mirrored = min(r, pp - 1 - r), int(r >= pp // 2)
+        slots: list[Slot] = []
+        for slot in _both_ways(pp // 2, near, whole):
+            turned = [(way ^ mirrored, phase, k) for way, phase, k in slot]
+            slots.append(tuple([Action(pp - 1 - r if d else r, phase, 2 * k + d) for d, phase, k in turned]))
+        orders.append(slots)
+    return cut(orders, microbatches)
+
+
+def _both_ways(devices: int, r: int, microbatches: int) -> list[tuple[Piece, ...]]:
+    """What the device r of `devices` (0 at the near end) does for `microbatches` >= 2 `devices` on each way."""
+    todo, after = _Pieces(), devices - 1 - r
+    for _ in range(2 * after):
+        todo.forward(0)
+    for _ in range(r + 1):
+        todo.forward(0)
+        todo.forward(1)
+    for _ in range(after):
+        todo.backward(1, split=True)
+        todo.weight()
+        todo.forward(1)
+    for k in range(microbatches - 2 * devices + r + 1):
+        if k == 0 and after == 0:  # at the far end the first pair would start later than its forward alone
+            todo.forward(0)
+            todo.backward(1)
+        else:
+            todo.pair(0, 1)
+        todo.pair(1, 0)
+    for _ in range(after):
+        todo.backward(1)
+        todo.pair(1, 0)
+    for k in range(2 * (r + 1)):  # the second half leaves its weight gradients for the end
+        todo.backward(1 - k % 2, split=k >= r + 1)
+    for _ in range(after):
+        todo.weight()
+        todo.backward(0, split=True)
+    for _ in range(r + 1):
+        todo.weight()
+    return todo.slots
+
+
+class _Pieces:
+    """The slots of one device. Each way has its own count of microbatches; weight gradients run in the order of their input
+    gradients."""
+
+    def __init__(self) -> None:
+        self.slots: list[tuple[Piece, ...]] = []
+        self._forwards, self._backwards = [0, 0], [0, 0]
+        self._late: deque[tuple[int, int]] = deque()
+
+    def forward(self, way: int) -> None:
+        self.slots.append((self._forward(way),))
+
+    def backward(self, way: int, split: bool = False) -> None:
+        k = self._next(self._backwards, way)
+        self.slots.append(((way, "I" if split else "B", k),))
+        if split:
+            self._late.append((way, k))
+
+    def weight(self) -> None:
+        way, k = self._late.popleft()
+        self.slots.append(((way, "W", k),))
+
+    def pair(self, forward: int, backward: int) -> None:
+        self.slots.append((self._forward(forward), (backward, "B", self._next(self._backwards, backward))))
+
+    def _forward(self, way: int) -> Piece:
+        return way, "F", self._next(self._forwards, way)
+
+    def _next(self, counts: list[int], way: int) -> int:
+        counts[way] += 1
+        return counts[way] - 1

@@ -1,0 +1,19 @@
+"""A schedule from a CSV file of torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from piper_compiler.recipes.scheduled import At
+
+if TYPE_CHECKING:
+    from piper_compiler.directives import Directive
+
+
+def from_csv(path: str | Path, *, at: At = "even") -> tuple[Directive, ...]:
+    """What the file says, compute-only or lowered, as directives; `at` cuts the model into stages, as in `partition`. FormatError
+    for a file that is no schedule."""
+    from piper_compiler.interchange import read_schedule_csv  # it knows strategies, and strategies are made of recipes
+
+    return read_schedule_csv(path).directives(at=at)

@@ -1,0 +1,114 @@
+"""Local improvement of an order: simulated annealing along its critical paths.
+
+Only a move that takes two neighbours on a critical path apart can shorten a schedule (van Laarhoven, Aarts and Lenstra 1992, on
+job shops). So a move takes one of such a pair a few places further, the first one later or the second one earlier: a W into a
+gap, or a forward to where memory becomes free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import exp
+from random import Random
+
+from piper_compiler.recipes.zb_problem import Problem, Queue, Swept, Value
+
+REACH = 6
+"""A move goes at most so many places further."""
+
+
+class Anneal:
+    """A state of the search; `best` and `orders` are the best seen. The same seed gives the same result."""
+
+    def __init__(self, problem: Problem, orders: list[Queue], seed: int = 0) -> None:
+        swept = problem.sweep(orders)
+        assert swept is not None, "starts from orders that run"
+        self.problem, self.random = problem, Random(seed).random
+        self.now, self.swept = [list(q) for q in orders], swept
+        self.value = self.best = problem.value(swept)
+        self.orders = orders
+        self.sweeps = 0
+
+    def run(self, sweeps: int, heat: float, goal: Value) -> None:
+        """At most so many sweeps; `heat`: the seconds by which a step may be worse, at the start about one in three times. Ends
+        when the best meets `goal`."""
+        start, tries, arcs = self.sweeps, 0, self._arcs()
+        while self.sweeps - start < sweeps and tries < 20 * sweeps and not self.best.meets(goal) and arcs:
+            tries += 1
+            left = 1 - (self.sweeps - start) / sweeps
+            if self._moved(*self._move(arcs), heat * left + 1e-9 * self.best.makespan):
+                arcs = self._arcs()
+
+    def _move(self, arcs: list[tuple[int, int]]) -> tuple[int, int, int]:
+        """A device, the place of one of its operations, and where that is to go."""
+        r, second = arcs[int(self.random() * len(arcs))]
+        far = 1 + int(self.random() ** 2 * REACH)
+        if self.random() < 0.5:
+            return r, second, max(0, second - far)
+        return r, second - 1, min(len(self.now[r]) - 1, second - 1 + far)
+
+    def _moved(self, r: int, source: int, target: int, heat: float) -> bool:
+        """Try a move and keep it when it is legal and good enough."""
+        queue, problem = self.now[r], self.problem
+        op = queue[source]
+        if any(self._tied(op, x) for x in (queue[target:source] if target < source else queue[source + 1 : target + 1])):
+            return False
+        queue.insert(target, queue.pop(source))
+        if problem.fits(queue, problem.limit[r]):
+            self.sweeps += 1
+            swept = problem.sweep(self.now)
+            if swept is not None:
+                value = problem.value(swept)
+                worse = _cost(value) - _cost(self.value)
+                if worse <= 0 or self.random() < exp(max(-50.0, -worse / heat)):
+                    self._keep(value, swept)
+                    return True
+        queue.insert(source, queue.pop(target))
+        return False
+
+    def _keep(self, value: Value, swept: Swept) -> None:
+        self.value, self.swept = value, swept
+        if value < self.best:
+            self.best, self.orders = value, [list(q) for q in self.now]
+
+    def _tied(self, op: int, other: int) -> bool:
+        """Whether two operations of a device have to stay in their order: those of one unit, and one phase of one stage."""
+        problem = self.problem
+        if problem.stage(op) != problem.stage(other):
+            return False
+        return op % 3 == other % 3 or problem.microbatch(op) == problem.microbatch(other)
+
+    def _arcs(self) -> list[tuple[int, int]]:
+        """(device, place of the second) of neighbours on the critical paths of the last device to end and of the one with the
+        largest span."""
+        problem, swept = self.problem, self.swept
+        p = len(self.now)
+        spans = [swept.last[r] - swept.first[r] - problem.busy[r] for r in range(p)]
+        ends = dict.fromkeys((max(range(p), key=swept.last.__getitem__), max(range(p), key=spans.__getitem__)))
+        place = [0] * problem.count
+        for queue in self.now:
+            for i, op in enumerate(queue):
+                place[op] = i
+        return [arc for r in ends for arc in self._path(r, place)]
+
+    def _path(self, r: int, place: list[int]) -> Iterator[tuple[int, int]]:
+        """Back from the last operation of a device, along what held each one up; among several by lot."""
+        problem, end, home = self.problem, self.swept.end, self.problem.stages.home
+        op = self.now[r][-1]
+        close = 1e-9 * self.best.makespan
+        while True:
+            start, i, need = end[op] - problem.seconds[op], place[op], problem.needs[op]
+            data = need >= 0 and end[need] + problem.lag[op] >= start - close
+            machine = i > 0 and end[self.now[r][i - 1]] >= start - close
+            if machine and not (data and self.random() < 0.5):
+                yield r, i
+                op = self.now[r][i - 1]
+            elif data:
+                op, r = need, home[problem.stage(need)]
+            else:
+                return
+
+
+def _cost(value: Value) -> float:
+    """What annealing descends: the makespan, and a little of the rest, which leads to it."""
+    return value.makespan + 0.5 * value.span + 0.02 * value.idle

@@ -1,0 +1,25 @@
+"""Seconds and bytes as people read them."""
+
+from __future__ import annotations
+
+DIGITS = 4
+_SIZES = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+
+
+def time_text(seconds: float) -> str:
+    """With four digits and a unit that leaves one to three of them before the point: "1.25 s", "12.34 ms", "5 us"."""
+    if seconds == 0 or abs(seconds) >= 1:
+        return f"{_digits(seconds)} s"
+    return f"{_digits(seconds * 1e3)} ms" if abs(seconds) >= 1e-3 else f"{_digits(seconds * 1e6)} us"
+
+
+def size_text(nbytes: float) -> str:
+    """With four digits and a binary unit: "1.5 GiB", "12 B"."""
+    for unit, scale in _SIZES:
+        if abs(nbytes) >= scale:
+            return f"{_digits(nbytes / scale)} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.{DIGITS}g}" if abs(value) < 10**DIGITS else f"{value:.0f}"

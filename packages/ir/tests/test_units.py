@@ -1,0 +1,29 @@
+"""Seconds and bytes for people."""
+
+import pytest
+
+from piper_ir.units import size_text, time_text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0 s"),
+        (1.25, "1.25 s"),
+        (0.01234, "12.34 ms"),
+        (5e-6, "5 us"),
+        (0.9999, "999.9 ms"),
+        (-2e-3, "-2 ms"),
+        (86400, "86400 s"),
+    ],
+)
+def test_seconds(value: float, text: str) -> None:
+    assert time_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (5 << 30, "5 GiB"), (-(3 << 20), "-3 MiB"), (20 << 40, "20480 GiB")],
+)
+def test_sizes(value: int, text: str) -> None:
+    assert size_text(value) == text

@@ -1,0 +1,129 @@
+"""How long a message takes: (op, bytes, members, nodes) on a cluster.
+
+From the cluster's table of measurements where it has this op, number of ranks and number of nodes, with lines on log-log paper
+between its sizes; else by formula. `communication = "ring"`: one ring at full bandwidth. "nccl": NCCL's choice among ring, tree
+and NVLS in three protocols (`piper_simulator.nccl`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from piper_ir.costs import Duration
+from piper_simulator import nccl
+from piper_simulator.cluster import Cluster
+
+Op = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+OPS: tuple[str, ...] = get_args(Op)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Where the members of a message are: how many, on how many nodes, the fewest and the most on one of them. `factor`: of the
+    slowest link between any two of their nodes, and within one (`slow_links`); `changes_rail`: of two members on two nodes."""
+
+    ranks: int
+    nodes: int
+    least: int
+    most: int
+    inter_factor: float = 1.0
+    intra_factor: float = 1.0
+    changes_rail: bool = False
+
+    @property
+    def slowed(self) -> bool:
+        return self.inter_factor > 1 or self.intra_factor > 1
+
+
+def group(cluster: Cluster, members: Sequence[int]) -> Group:
+    """Of these ranks."""
+    count = Counter(cluster.node_of(r) for r in members)
+    inter = [x.factor for x in cluster.slow_links if x.a != x.b and x.a in count and x.b in count]
+    intra = [x.factor for x in cluster.slow_links if x.a == x.b and count.get(x.a, 0) > 1]
+    rails = {cluster.rail_of(r) for r in members}
+    return Group(
+        len(members), len(count), min(count.values()), max(count.values()), max(inter, default=1.0), max(intra, default=1.0),
+        len(count) > 1 and len(rails) > 1,
+    )  # fmt: skip
+
+
+def duration(cluster: Cluster, op: Op, nbytes: int, of: Group, imbalance: float = 1.0) -> Duration:
+    """Of a message of `nbytes` on each rank (all_gather, reduce_scatter: of the whole tensor). `imbalance`: the most that a rank
+    of an all-to-all receives over the mean. The table is for links as they should be, so slowed ones are computed."""
+    if cluster.messages and not of.slowed and of.least == of.most and imbalance == 1:
+        known = cluster.table.of_comm(op, nbytes, of.ranks, of.nodes)
+        if known is not None:
+            return Duration(known.seconds, known.source)
+    return Duration(by_formula(cluster, op, nbytes, of, imbalance), "formula")
+
+
+def by_formula(cluster: Cluster, op: Op, nbytes: float, of: Group, imbalance: float = 1.0) -> float:
+    """Seconds, by the cluster's model."""
+    if of.ranks == 1:
+        return 0.0
+    if op == "p2p":
+        return _point_to_point(cluster, nbytes, of)
+    if op == "all_to_all":
+        return _all_to_all(cluster, nbytes, of, imbalance)
+    if cluster.communication == "nccl":
+        ranks = nccl.Ranks(of.ranks, of.nodes, cluster.intra_kind, bus_bandwidth(cluster, of), _network(cluster, of))
+        return nccl.seconds(cluster.nccl, op, nbytes, ranks)
+    return _ring(cluster, op, nbytes, of)
+
+
+def bus_bandwidth(cluster: Cluster, of: Group) -> float:
+    """Bytes/s of a ring's slowest link. A ring crosses to another node once per node, and all its ranks of one node share the
+    crossing, each with its part of the node's NICs (bus bandwidth = min(NVLink, NICs x rate), SimAI, cost-model.md 3)."""
+    intra = cluster.intra_bandwidth / of.intra_factor
+    if of.nodes == 1:
+        return intra
+    network = _network(cluster, of)
+    return network if of.most == 1 else min(network, intra)  # with one rank per node no link within a node is used
+
+
+def _network(cluster: Cluster, of: Group) -> float:
+    """Bytes/s between two nodes of a group. A ring stays on its rails: NCCL changes them over NVLink."""
+    per_device = cluster.inter_bandwidth / of.inter_factor / (cluster.oversubscription if cluster.rails == 1 else 1.0)
+    return of.least * per_device
+
+
+def _ring(cluster: Cluster, op: Op, nbytes: float, of: Group) -> float:
+    """2 (n - 1) hops and 2 (n - 1) / n of the bytes in an all-reduce, half of both in an all-gather or a reduce-scatter."""
+    rounds = 2 if op == "all_reduce" else 1
+    hops, between = rounds * (of.ranks - 1), rounds * (of.nodes - 1)
+    latency = (hops - between) * cluster.intra_latency + between * cluster.inter_latency
+    share = rounds * (of.ranks - 1) / of.ranks
+    return latency + share * nbytes / bus_bandwidth(cluster, of)
+
+
+def _point_to_point(cluster: Cluster, nbytes: float, of: Group) -> float:
+    """One step over one link; with NCCL as a ring of one step, in the faster of LL and Simple."""
+    bandwidth = _one_link(cluster, of) if of.nodes > 1 else cluster.intra_bandwidth / of.intra_factor
+    if cluster.communication == "ring":
+        return _start(cluster, of, nccl.SIMPLE) + nbytes / bandwidth
+    flagged = min(bandwidth * cluster.nccl.ll_fraction, cluster.nccl.ll_max[min(of.nodes, 3) - 1])
+    return min(_start(cluster, of, nccl.LL) + nbytes / flagged, _start(cluster, of, nccl.SIMPLE) + nbytes / bandwidth)
+
+
+def _all_to_all(cluster: Cluster, nbytes: float, of: Group, imbalance: float) -> float:
+    """Every rank sends 1 / n of its bytes to each other one: to those of its node and to those of others at once, over links of
+    their own. The fullest rank decides (cost-model.md 3)."""
+    near = (of.least if of.nodes > 1 else of.ranks) - 1
+    within = near / of.ranks * nbytes / (cluster.intra_bandwidth / of.intra_factor)
+    between = (of.ranks - 1 - near) / of.ranks * nbytes / _one_link(cluster, of) if of.nodes > 1 else 0.0
+    return _start(cluster, of, nccl.SIMPLE) + imbalance * max(within, between)
+
+
+def _one_link(cluster: Cluster, of: Group) -> float:
+    """Bytes/s of one device's part of its node's NICs."""
+    through_spine = cluster.rails == 1 or of.changes_rail
+    return cluster.inter_bandwidth / of.inter_factor / (cluster.oversubscription if through_spine else 1.0)
+
+
+def _start(cluster: Cluster, of: Group, protocol: int) -> float:
+    """Seconds before the first byte of one step arrives."""
+    if cluster.communication == "ring":
+        return cluster.inter_latency if of.nodes > 1 else cluster.intra_latency
+    return nccl.step_latency(cluster.nccl, cluster.intra_kind, of.nodes > 1, protocol)

@@ -1,0 +1,110 @@
+"""How long the kernels of a step take, by formula.
+
+Without a stack: per kernel the larger of FLOPs at the reached peak and bytes at the reached bandwidth, summed; never less than
+the launches (t_layer = max(sum t_gpu, n_kernels t_launch), cost-model.md 1).
+
+With a stack (`piper_simulator.stacks`), by kind of kernel:
+    matmul      2 M N K FLOPs / (peak x matmul_fraction x tiles / (waves x SMs)), cost-model.md 2: pieces of the result of a size
+                of TILES, as many at once as there are SMs, the last wave as long as any; K in whole steps of STEP
+    attention   in 16 bit FLOPs / (peak x what the stack's kernel reaches forward or backward)
+    the others  bytes at the part of the bandwidth that so many bytes reach (`memory_steps`)
+each never shorter than its bytes or its FLOPs allow; together a smooth maximum of the device's time and the launches."""
+
+from __future__ import annotations
+
+from math import ceil
+
+from piper_ir.program import Cost, Kernel, Step
+from piper_ir.sizes import bind
+from piper_simulator.cluster import Cluster
+
+_AT_PEAK = frozenset({"matmul", "attention"})
+TILES = ((128, 128), (128, 256), (256, 128))
+"""Rows and columns of the result per SM: cuBLAS's large ones; the best of them counts."""
+STEP = 32
+"""Elements of K that a tile takes at once."""
+SHARP = 4
+"""p of the smooth maximum (a^p + b^p)^(1/p), a choice: 19 % above the larger where both are equal, 1 % where one is 2.2 times the
+other."""
+HALF = frozenset({"bfloat16", "float16"})
+
+
+def step_seconds(cluster: Cluster, cost: Cost, step: Step) -> float:
+    """Seconds of one step of a chunk."""
+    kernels = cost.kernels
+    if cluster.stack is None:
+        return launched(cluster, sum(k.count * plain(cluster, k) for k in kernels), sum(k.count for k in kernels))
+    busy = sum(k.count * by_kind(cluster, k, backward=step != "F") for k in kernels)
+    fused = cluster.stack.fused
+    launches = sum(k.count for k in kernels if k.kind not in fused) + len({k.kind for k in kernels if k.kind in fused})
+    return launched(cluster, busy, launches)
+
+
+def launched(cluster: Cluster, busy: float, kernels: int) -> float:
+    """Launches hide behind the device's work, or the other way round; they add up where the host is the device."""
+    launches = kernels * cluster.launch_s
+    if cluster.synchronous:
+        return busy + launches
+    if cluster.stack is None or not busy:
+        return max(busy, launches)
+    longer, shorter = max(busy, launches), min(busy, launches)
+    out: float = longer * (1 + (shorter / longer) ** SHARP) ** (1 / SHARP)
+    return out
+
+
+def plain(cluster: Cluster, kernel: Kernel) -> float:
+    """Seconds of a kernel on the device, without a stack."""
+    return max(_computing(cluster, kernel), _moving(cluster, kernel))
+
+
+def by_kind(cluster: Cluster, kernel: Kernel, *, backward: bool) -> float:
+    """Seconds of a kernel on the device, with a stack."""
+    computing = _computing(cluster, kernel)
+    if kernel.kind == "matmul":
+        computing /= filled(tuple(bind(d, 0) for d in kernel.dims), cluster.sms)
+    elif kernel.kind == "attention" and kernel.dtype in HALF:
+        computing *= cluster.matmul_fraction / _attention_fraction(cluster, backward)
+    nbytes = bind(kernel.bytes, 0)
+    return max(computing, nbytes / (cluster.memory_bandwidth * memory_fraction(cluster, nbytes)))
+
+
+def filled(dims: tuple[int, ...], sms: int) -> float:
+    """The part of the SMs' time that a matrix product (M, N, K) or (batch, M, N, K) uses; 1 where their number is not known."""
+    *batch, m, n, k = dims
+    if not sms or not m * n * k:
+        return 1.0
+    products = batch[0] if batch else 1
+    waste = k / (ceil(k / STEP) * STEP)
+    return max(products * m * n / (_waves(products, m, n, tile, sms) * sms * tile[0] * tile[1]) for tile in TILES) * waste
+
+
+def _waves(products: int, m: int, n: int, tile: tuple[int, int], sms: int) -> int:
+    return ceil(products * ceil(m / tile[0]) * ceil(n / tile[1]) / sms)
+
+
+def memory_fraction(cluster: Cluster, nbytes: int) -> float:
+    """What so many bytes reach of the memory's bandwidth."""
+    return next((f for least, f in cluster.memory_steps if nbytes >= least), cluster.memory_fraction)
+
+
+def _attention_fraction(cluster: Cluster, backward: bool) -> float:
+    """Where nothing is published of the kernel on this device, it is taken for a matrix product."""
+    known = cluster.stack.attention_fraction.get(cluster.generation) if cluster.stack is not None else None
+    return cluster.matmul_fraction if known is None else known[backward]
+
+
+def is_guess(cluster: Cluster, kernel: Kernel) -> bool:
+    """The rate of a dtype that the cluster does not know; of kernels that move bytes only where that rate decides, since
+    integers are added on every device."""
+    if kernel.dtype in cluster.peak_flops:
+        return False
+    return kernel.kind in _AT_PEAK or _computing(cluster, kernel) > _moving(cluster, kernel)
+
+
+def _computing(cluster: Cluster, kernel: Kernel) -> float:
+    fraction = cluster.matmul_fraction if kernel.kind in _AT_PEAK else 1.0
+    return bind(kernel.flops, 0) / (cluster.peak(kernel.dtype) * fraction)
+
+
+def _moving(cluster: Cluster, kernel: Kernel) -> float:
+    return bind(kernel.bytes, 0) / (cluster.memory_bandwidth * cluster.memory_fraction)

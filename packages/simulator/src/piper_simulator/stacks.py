@@ -1,0 +1,55 @@
+"""Kernel stacks: whose kernels run a model. Constants of a device do not carry over between stacks, so what a stack brings along
+is data of its own, data/stacks.toml: published facts with their source, nothing fitted."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from piper_simulator.checks import TEXT, Where, list_of, list_of_n, mapping, number, one_of, table
+
+KINDS = ("matmul", "attention", "norm", "elementwise", "embedding", "loss", "other")
+GENERATIONS = ("ampere", "hopper", "blackwell")
+_FRACTION = number(whole=False, least=0, above=True)
+_ATTENTION = table({"source": TEXT} | dict.fromkeys(GENERATIONS, list_of_n(2, _FRACTION)))
+_STACK = table({"attention": TEXT, "fused": list_of(one_of(*KINDS)), "saved": TEXT, "overlap": list_of(TEXT), "source": TEXT})
+SCHEMA = table({"attention": mapping(_ATTENTION), "stacks": mapping(_STACK)})
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """`attention`: name of the kernel; `attention_fraction`: generation of devices -> what it reaches of the 16-bit peak, forward
+    and backward. `fused`: kinds of kernels of which those of one step are launched as one. `saved`: what a forward keeps for its
+    backward, and `overlap`: what communicates beside computation, by default; for people, a plan has its own."""
+
+    name: str
+    attention: str
+    attention_fraction: Mapping[str, tuple[float, float]]
+    fused: tuple[str, ...]
+    saved: str
+    overlap: tuple[str, ...]
+    source: str
+
+
+def read_stacks(path: Path) -> dict[str, Stack]:
+    """The stacks of a file. ClusterError with file and keys."""
+    where = Where(str(path))
+    found = SCHEMA(tomllib.loads(path.read_text(encoding="utf-8")), where)
+    return {name: _stack(name, entry, found["attention"], where.at("stacks").at(name)) for name, entry in found["stacks"].items()}
+
+
+def _stack(name: str, entry: Mapping[str, Any], kernels: Mapping[str, Any], where: Where) -> Stack:
+    if missing := [k for k in ("attention", "fused", "saved", "overlap", "source") if k not in entry]:
+        raise where.error(f"{', '.join(missing)} missing")
+    if entry["attention"] not in kernels:
+        raise where.at("attention").error(f"no kernel {entry['attention']!r}; known: {', '.join(kernels)}")
+    reached = {g: tuple(f) for g, f in kernels[entry["attention"]].items() if g in GENERATIONS}
+    return Stack(
+        name, entry["attention"], reached, tuple(entry["fused"]), entry["saved"], tuple(entry["overlap"]), entry["source"]
+    )
+
+
+STACKS: Mapping[str, Stack] = read_stacks(Path(__file__).parent / "data" / "stacks.toml")

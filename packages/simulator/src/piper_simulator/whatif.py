@@ -1,0 +1,186 @@
+"""What if: a plan timed again on a cluster that differs in one constant, or with nothing in the way.
+
+Measured durations do not follow from a cluster's constants. One of them changes by the factor by which its formula does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+from piper_ir.costs import Costs
+from piper_ir.plan import Plan
+from piper_ir.timing import Prepared, Times, prepare, sweep
+from piper_simulator import engine
+from piper_simulator.clusters import Cluster
+from piper_simulator.model import CostModel, Work
+from piper_simulator.timed import shared_flows
+
+STEP = 0.01
+"""By how much a constant is raised to see how the step follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class WhatIf:
+    """`step_s`: seconds of the step under a condition; None where it cannot be told, and `note` says why."""
+
+    name: str
+    step_s: float | None
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sensitivity:
+    """`per_percent`: the step changes by so many percent when the constant grows by one. `name` as in "peak_flops[bfloat16]"."""
+
+    name: str
+    value: float
+    per_percent: float
+
+
+class Case:
+    """A plan on a cluster, timed as often as wanted. `work`: per node, where nothing runs beside it; `issue`: host seconds per
+    instruction; `durations`: seconds per node as they were in `times`, with `contention` as far as there is any (`interferes`).
+
+    ClusterError, CostsError, PlanError as `simulate` raises them."""
+
+    def __init__(self, plan: Plan, cluster: Cluster | None, costs: Costs | None, *, contention: bool = True) -> None:
+        self.plan, self.cluster, self.costs, self.contention = plan, cluster, costs, contention
+        self.prepared: Prepared = prepare(plan)
+        model = CostModel(plan, cluster, costs)
+        self.work: Sequence[Work] = _work(model)
+        self.issue = model.issue_s
+        self.times, self.interferes = self._timed(self.work, self.issue, model)
+        self.durations = [w.seconds for w in self.work]
+        if self.interferes:
+            self.durations = [end - start for start, end in zip(self.times.start, self.times.end, strict=True)]
+        self.step_s = self.times.makespan
+        self._formula: tuple[list[float], float] | None = None
+
+    def run(self, durations: Sequence[float], issue: float, latency: float | None = None) -> Times:
+        """Times of one step from a common start, in which each node takes its duration."""
+        return sweep(self.prepared, durations, latency=self.plan.hop if latency is None else latency, issue=issue)
+
+    def _timed(self, work: Sequence[Work], issue: float, model: CostModel) -> tuple[Times, bool]:
+        """Times of one step as `simulate` gives them, and whether messages and compute slowed each other down."""
+        durations = [w.seconds for w in work]
+        flows = shared_flows(model, self.prepared, work) if self.contention else None
+        if flows is None:
+            return self.run(durations, issue), False
+        for members, flow in zip(self.prepared.groups, flows, strict=True):
+            durations[members[0]] = flow.seconds
+        (times,) = engine.run(self.prepared, durations, latency=self.plan.hop, issue=issue, flows=flows)
+        return times, True
+
+    def on(self, cluster: Cluster) -> float:
+        """Seconds of the step on a changed cluster. What was measured, of the plan or of the cluster's messages, changes by the
+        factor by which its formula does."""
+        measured = self.costs is not None or bool(cluster.messages)
+        model = CostModel(self.plan, replace(cluster, messages=()), None)
+        work, issue = _work(model), model.issue_s
+        if measured:
+            before, issue_before = self._before()
+            scaled = [_scaled(w.seconds, new.seconds, old) for w, new, old in zip(self.work, work, before, strict=True)]
+            work = [replace(w, seconds=seconds) for w, seconds in zip(self.work, scaled, strict=True)]
+            issue = _scaled(self.issue, issue, issue_before)
+        return self._timed(work, issue, model)[0].makespan
+
+    def _before(self) -> tuple[list[float], float]:
+        """What formulas give on the cluster as it is."""
+        if self._formula is None:
+            plain = self.cluster and replace(self.cluster, messages=())
+            model = CostModel(self.plan, plain, None)
+            self._formula = [w.seconds for w in _work(model)], model.issue_s
+        return self._formula
+
+    def alone(self) -> float:
+        """Seconds of the step when nothing slows down what runs beside it."""
+        return self.run([w.seconds for w in self.work], self.issue).makespan
+
+    def perfect_overlap(self) -> float:
+        """Seconds of the step when no computation waits for a message; never less than its busiest stream of messages takes."""
+        messages = [0.0] * len(self.prepared.streams)
+        durations = [w.seconds for w in self.work]
+        for members in self.prepared.groups:
+            for m in members:
+                messages[self.prepared.stream_of[m]] += self.work[members[0]].seconds
+                durations[m] = 0.0
+        return max(self.run(durations, self.issue, latency=0.0).makespan, *messages, 0.0)
+
+
+def _work(model: CostModel) -> list[Work]:
+    return [model.work(role, instr) for role, _, instr in model.plan.instructions()]
+
+
+def _scaled(value: float, new: float, old: float) -> float:
+    return value * (new / old) if old else value
+
+
+Change = Callable[[Cluster], Cluster]
+
+
+def changes(cluster: Cluster) -> Iterator[tuple[str, Change]]:
+    """The conditions of the table that are a change of the cluster: a name, and what to change. Latencies stay as they are."""
+    links = {"intra_bandwidth": "twice the bandwidth within nodes"}
+    if cluster.nodes > 1:
+        links["inter_bandwidth"] = "twice the bandwidth between nodes"
+    for field, name in links.items():
+        yield name, _doubled(field)
+    yield "twice the memory bandwidth", _doubled("memory_bandwidth")
+    yield "twice the peak FLOP/s", lambda c: replace(c, peak_flops={k: 2 * v for k, v in c.peak_flops.items()})
+    yield "no launch cost", lambda c: replace(c, launch_s=0.0, host_issue_s=0.0)
+
+
+def _doubled(field: str) -> Change:
+    return lambda c: replace(c, **{field: 2 * getattr(c, field)})
+
+
+def what_if(case: Case) -> list[WhatIf]:
+    """The table; of a plan whose durations are all given, what does not need a cluster."""
+    rows = [] if case.cluster is None else [WhatIf(name, case.on(change(case.cluster))) for name, change in changes(case.cluster)]
+    if case.interferes:
+        rows.append(WhatIf("no interference", case.alone()))
+    return [*rows, WhatIf("perfect overlap", case.perfect_overlap())]
+
+
+def sensitivities(case: Case) -> list[Sensitivity]:
+    """Of the step to each constant of the cluster, the strongest first; without those that it does not depend on."""
+    if case.cluster is None or not case.step_s:
+        return []
+    out = []
+    for name, value, put in constants(case.cluster):
+        changed = case.on(put(value * (1 + STEP)))
+        if changed != case.step_s:
+            out.append(Sensitivity(name, value, (changed / case.step_s - 1) / STEP))
+    return sorted(out, key=lambda s: (-abs(s.per_percent), s.name))
+
+
+def constants(thing: Any, prefix: str = "") -> Iterator[tuple[str, float, Callable[[float], Any]]]:
+    """The floats in a frozen dataclass, in those inside it and in its mappings, each with a function that gives the whole with
+    another value there. Integers are counts and sizes; tuples and what is hidden from repr are tables, not constants."""
+    for field in fields(thing):
+        value = getattr(thing, field.name)
+
+        def put(new: Any, name: str = field.name) -> Any:
+            return replace(thing, **{name: new})
+
+        if not field.init or not field.repr:
+            continue
+        if isinstance(value, float):
+            yield prefix + field.name, value, put
+        elif isinstance(value, Mapping):
+            for key, entry in value.items():
+                if isinstance(entry, float):
+                    yield f"{prefix}{field.name}[{key}]", entry, _put_entry(put, value, key)
+        elif is_dataclass(value) and not isinstance(value, type):
+            for name, entry, inner in constants(value, f"{prefix}{field.name}."):
+                yield name, entry, _put_inner(put, inner)
+
+
+def _put_entry(put: Callable[[Any], Any], mapping: Mapping[Any, float], key: Any) -> Callable[[float], Any]:
+    return lambda new: put({**mapping, key: new})
+
+
+def _put_inner(put: Callable[[Any], Any], inner: Callable[[float], Any]) -> Callable[[float], Any]:
+    return lambda new: put(inner(new))

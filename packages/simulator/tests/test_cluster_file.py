@@ -1,0 +1,202 @@
+"""Clusters from files: what they give, and what is refused, each with file, keys and what would be right."""
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from piper_ir.errors import ClusterError
+from piper_simulator import Cluster, load_cluster
+from piper_simulator.checks import Where
+from piper_simulator.cluster import SlowLink
+from piper_simulator.cluster_file import SCHEMA, read_cluster
+from piper_simulator.clusters import DEVICES
+from piper_simulator.stacks import STACKS
+
+LAB = """
+name = "lab"
+device = "h100-80g-sxm"
+notes = "as ordered"
+
+[nodes]
+count = 4
+devices = 8
+
+[links.inter]
+kind = "roce"
+nics_per_node = 4
+rails = 4
+oversubscription = 2
+
+[[slow_ranks]]
+rank = 5
+factor = 1.2
+
+[[slow_links]]
+nodes = [0, 3]
+factor = 2.5
+"""
+WHOLE = """
+[device]
+name = "toy"
+peak_flops = { float32 = 1e12 }
+memory_bandwidth = 1e11
+memory_bytes = 1_000_000_000
+sms = 10
+[nodes]
+count = 2
+[links]
+intra = { kind = "pcie", bandwidth = 1e10, latency = 1e-6 }
+inter = { bandwidth = 1e9, latency = 1e-5 }
+"""
+
+
+def written(folder: Path, text: str, name: str = "c.toml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_a_file_on_a_built_in_device(tmp_path: Path) -> None:
+    cluster = load_cluster(str(written(tmp_path, LAB)))
+    h100 = load_cluster("h100x8*4")
+    assert (cluster.name, cluster.device, cluster.devices, cluster.warnings) == ("lab", "h100-80g-sxm", 32, ("lab: as ordered",))
+    changed = {
+        "inter_bandwidth": h100.inter_bandwidth / 2,  # 4 NICs for 8 devices
+        "inter_kind": "roce",
+        "rails": 4,
+        "oversubscription": 2,
+        "slow_ranks": {5: 1.2},
+        "slow_links": (SlowLink(0, 3, 2.5),),
+    }
+    assert cluster == replace(h100, **changed)  # type: ignore[arg-type]  # fields by name
+
+
+def test_json_says_the_same(tmp_path: Path) -> None:
+    same = written(tmp_path, json.dumps(tomllib.loads(LAB)), "c.json")
+    assert load_cluster(same) == load_cluster(written(tmp_path, LAB))
+
+
+def test_a_device_without_a_base(tmp_path: Path) -> None:
+    assert load_cluster(written(tmp_path, WHOLE, "own.toml")) == Cluster(
+        "toy", {"float32": 1e12}, 1e11, 10**9, 1e10, 1e-6, 1e9, 1e-5, nodes=2, sms=10, intra_kind="pcie"
+    )
+    assert load_cluster(tmp_path / "own.toml").name == "own", "a file without a name has its own"
+
+
+def test_a_base_with_other_constants(tmp_path: Path) -> None:
+    text = '[device]\nbase = "a100-40g-sxm"\nname = "capped"\nmatmul_fraction = 0.5\n'
+    base, capped = DEVICES["a100-40g-sxm"], load_cluster(written(tmp_path, text))
+    assert capped == replace(base, device="capped", matmul_fraction=0.5)
+    relinked = load_cluster(written(tmp_path, text + "[links.intra]\nbandwidth = 1e11\n"))
+    assert base.messages and relinked.messages == (), "they were measured on other links"
+
+
+def test_a_stack_and_the_steps_of_a_memory(tmp_path: Path) -> None:
+    steps = "memory_steps = [[0, 0.3], [1e6, 0.6]]\n"
+    cluster = load_cluster(written(tmp_path, 'stack = "inductor"\n' + WHOLE.replace("sms = 10\n", steps)))
+    assert cluster.stack == STACKS["inductor"] and cluster.memory_steps == ((1e6, 0.6), (0, 0.3))
+
+
+def test_model_constants_and_table_of_messages(tmp_path: Path) -> None:
+    written(tmp_path, "# source\nop,ranks,nodes,bytes,seconds\nall_reduce,8,1,1024,2e-5\n", "m.csv")
+    text = 'device = "h100-80g-sxm"\n[nodes]\ndevices = 8\n[communication]\nmodel = "nccl"\nmessages = "m.csv"\n'
+    cluster = load_cluster(written(tmp_path, text + "nccl = { ll_max = [1e11, 1e10, 1e9], start_s = 1e-5 }\n"))
+    assert cluster.communication == "nccl"
+    assert cluster.nccl == replace(DEVICES["h100-80g-sxm"].nccl, ll_max=(1e11, 1e10, 1e9), start_s=1e-5)
+    found = cluster.table.of_comm("all_reduce", 1024, 8, 1)
+    assert found is not None and (found.seconds, found.source) == (2e-5, "table")
+
+
+WRONG = {
+    "unknown key": (LAB + "factr = 2\n", r"slow_links\[0\].factr: no such key; known here: nodes, factor"),
+    "unknown key of a table": (LAB.replace("rails", "rail"), "links.inter.rail: no such key; known here: kind, bandwidth"),
+    "zero bandwidth": (WHOLE.replace("1e9, latency", "0, latency"), "links.inter.bandwidth: 0 stands here; a number above 0"),
+    "negative number": (WHOLE.replace("1e-6", "-1e-6"), "links.intra.latency: -1e-06 stands here; a number from 0 on"),
+    "not finite": (WHOLE.replace("1e11", "inf"), "device.memory_bandwidth: inf stands here"),
+    "text for a number": (WHOLE.replace("1e11", '"fast"'), "device.memory_bandwidth: 'fast' stands here; a number above 0"),
+    "truth for a number": (LAB.replace("count = 4", "count = true"), "nodes.count: True stands here; a whole number from 1 on"),
+    "broken number": (LAB.replace("count = 4", "count = 4.5"), "nodes.count: 4.5 stands here; a whole number"),
+    "number for a table": ("nodes = 3\n", "nodes: 3 stands here; a table of keys and values"),
+    "table for a list": ("slow_ranks = { rank = 1 }\n", "slow_ranks: .* stands here; a list is needed"),
+    "number for text": ("device = 3\n", "device: 3 stands here; a table"),
+    "missing device": ("[nodes]\ncount = 2\n", 'device is missing: device = "NAME" with one of a100-80g-sxm'),
+    "unknown device": ('device = "h900"\n', "device: no device 'h900'; known: a100-80g-sxm"),
+    "unknown base": ('[device]\nbase = "h900"\n', "device.base: no device 'h900'"),
+    "nameless device": ("[device]\nsms = 3\n", "device: name is missing"),
+    "incomplete device": (
+        WHOLE.replace("memory_bandwidth = 1e11", "").replace(", latency = 1e-5", ""),
+        "device.memory_bandwidth, links.inter.latency missing",
+    ),
+    "unknown kind": (LAB.replace("roce", "string"), "links.inter.kind: 'string' stands here; one of 'infiniband', 'roce'"),
+    "rails without NICs": (LAB.replace("rails = 4", "rails = 5"), "links.inter.rails: 5 rails with 4 NICs per node"),
+    "slow rank that is not there": (LAB.replace("rank = 5", "rank = 32"), "rank 32 is not there; the ranks are 0 to 31"),
+    "fast slow rank": (LAB.replace("1.2", "0.5"), r"slow_ranks\[0\].factor: 0.5 stands here; a number from 1 on"),
+    "slow rank twice": (LAB + "[[slow_ranks]]\nrank = 5\nfactor = 2\n", r"slow_ranks\[1\]: rank 5 is there twice"),
+    "slow rank without a factor": (LAB.replace("factor = 1.2", ""), r"slow_ranks\[0\]: factor is missing"),
+    "link between nodes that are not there": (LAB.replace("[0, 3]", "[0, 4]"), "node 4 is not there; the nodes are 0 to 3"),
+    "link of three nodes": (LAB.replace("[0, 3]", "[0, 3, 1]"), r"slow_links\[0\].nodes: 3 of them; 2 are needed"),
+    "link twice": (LAB + "[[slow_links]]\nnodes = [3, 0]\nfactor = 2\n", "the link of nodes 3 and 0 is there twice"),
+    "unknown model": ('device = "h100-80g-sxm"\n[communication]\nmodel = "fast"\n', "communication.model: 'fast' stands here"),
+    "missing table": ('device = "h100-80g-sxm"\n[communication]\nmessages = "no.csv"\n', "communication.messages: cannot read"),
+    "unknown stack": ('stack = "numpy"\n' + LAB, "stack: 'numpy' stands here; one of 'eager', 'inductor', 'megatron'"),
+    "memory that reaches nothing": (
+        WHOLE.replace("sms = 10", "memory_steps = [[10, 0]]"),
+        "memory_steps: the fraction from 10 bytes on is 0",
+    ),
+    "unknown generation": (WHOLE.replace("sms = 10", 'generation = "fermi"'), "device.generation: 'fermi' stands here; one of"),
+    "not TOML": ("device = \n", "not TOML"),
+    "empty name": ('name = " "\ndevice = "h100-80g-sxm"\n', "name: ' ' stands here; text is needed"),
+}
+
+
+@pytest.mark.parametrize(("text", "message"), WRONG.values(), ids=WRONG)
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = written(tmp_path, text if "slow_ranks = {" not in text else 'device = "h100-80g-sxm"\n' + text)
+    with pytest.raises(ClusterError, match=message) as found:
+        load_cluster(path)
+    assert str(found.value).startswith(f"{path}: ")
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"cannot read the cluster file .*none\.toml"):
+        load_cluster(tmp_path / "none.toml")
+    with pytest.raises(ClusterError, match="not JSON: a key stands twice among device, device"):
+        load_cluster(written(tmp_path, '{"device": "a", "device": "b"}', "c.json"))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("", "the first line is missing; op,ranks,nodes,bytes,seconds is needed"),
+        ("op,bytes\n", "the first line is op,bytes"),
+        ("op,ranks,nodes,bytes,seconds\nall_reduce,8,1,x,1e-5\n", "line 2: bytes: 'x' stands here; a whole number"),
+        ("op,ranks,nodes,bytes,seconds\nall_reduce,8,1,8,0\n", "line 2: seconds: 0 stands here; a number above 0"),
+        ("op,ranks,nodes,bytes,seconds\nall,8,1,8,1\n", "line 2: op: 'all' stands here; one of p2p, all_reduce"),
+        ("op,ranks,nodes,bytes,seconds\nall_reduce,8,1,8\n", "line 2: 4 values; 5 are needed"),
+        ("op,ranks,nodes,bytes,seconds\np2p,2,1,8,1\np2p,2,1,8,2\n", "line 3: measured on a line before"),
+    ],
+)
+def test_what_is_wrong_in_a_table_of_messages(tmp_path: Path, lines: str, message: str) -> None:
+    written(tmp_path, lines, "m.csv")
+    with pytest.raises(ClusterError, match=message):
+        load_cluster(written(tmp_path, 'device = "h100-80g-sxm"\n[communication]\nmessages = "m.csv"\n'))
+
+
+def test_every_built_in_device_is_a_file_with_sources() -> None:
+    data = Path(read_cluster.__code__.co_filename).parent / "data"
+    files = sorted(set(data.glob("*.toml")) - {data / "stacks.toml"})
+    assert {f.stem for f in files} == {*DEVICES, "cpu-local"}
+    for path in files:
+        found = SCHEMA(tomllib.loads(path.read_text()), Where(path.name))
+        assert {"links", "host"} < found["sources"].keys(), path
+        assert found["name"] == path.stem
+
+
+def test_the_example_of_the_documentation(tmp_path: Path) -> None:
+    text = (Path(__file__).parents[3] / "docs" / "clusters.md").read_text()
+    written(tmp_path, "op,ranks,nodes,bytes,seconds\n", "all_reduce.csv")
+    cluster = load_cluster(written(tmp_path, text.split("```toml\n")[1].split("```")[0]))
+    assert (cluster.name, cluster.devices, cluster.slow_ranks, cluster.stack) == ("lab", 32, {5: 1.2}, STACKS["eager"])

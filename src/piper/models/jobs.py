@@ -1,0 +1,92 @@
+"""A training job of any of the models: random tokens, cross-entropy, AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from piper.models.gpt import GPT, GPTConfig
+from piper.models.llama import Llama, LlamaConfig
+from piper.models.presets import Config, preset
+from piper_ir.errors import JobError
+from piper_runtime.job import Job, Precision
+
+SEED_STRIDE = 1_000_003
+"""Between the seeds of two steps: more than there are rows in a batch. A CPU generator looks at 32 bits of a seed only."""
+
+
+def job(
+    model: str | Config,
+    *,
+    global_batch: int,
+    length: int | None = None,
+    precision: str = "bfloat16",
+    lr: float = 3e-4,
+    clip_norm: float | None = None,
+    seed: int = 0,
+) -> Job:
+    """A job that trains a model, by preset or by sizes, to predict the next of random tokens.
+
+    `length`: tokens per row, instead of the model's own; `precision`: dtype of parameters, activations and gradients. AdamW has
+    betas 0.9 and 0.95 and decays matrices by 0.1 (GPT-3, arXiv 2005.14165, appendix B). Jobs of equal sizes and precision share
+    one capture. JobError for sizes that do not fit together."""
+    config = preset(model) if isinstance(model, str) else model
+    if not isinstance(config, GPTConfig | LlamaConfig):
+        raise JobError(f"models.job({model!r}): a preset's name or a GPTConfig, LlamaConfig or MoEConfig is needed")
+    config = config if length is None else replace(config, length=length)
+    return Job(
+        _build(config),
+        _batch(config.vocab, config.length),
+        cross_entropy,
+        partial(adamw, lr=lr),
+        global_batch=global_batch,
+        tokens_per_row=config.length,
+        clip_norm=clip_norm,
+        precision=Precision(params=precision),
+        seed=seed,
+    )
+
+
+def parameter_count(config: Config) -> int:
+    """Parameters of a model, a tied one once; counted on the module, built on meta."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in config.build().parameters())
+
+
+@cache  # a capture is found by the identity of its callables
+def _build(config: Config) -> Callable[[], GPT | Llama]:
+    return config.build
+
+
+@cache  # as above
+def _batch(vocab: int, length: int) -> Callable[[int, range], tuple[Tensor, Tensor]]:
+    return partial(random_tokens, vocab, length)
+
+
+def random_tokens(vocab: int, length: int, step: int, rows: range) -> tuple[Tensor, Tensor]:
+    """Tokens and the ones after them, int64 [len(rows), length]. A row is the same in whatever range it is asked for."""
+    found = torch.empty(len(rows), length + 1, dtype=torch.int64)
+    generator = torch.Generator()
+    for k, row in enumerate(rows):
+        generator.manual_seed(SEED_STRIDE * step + row)
+        found[k].random_(0, vocab, generator=generator)
+    return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The mean over all tokens: logits [rows, T, vocab], targets [rows, T]."""
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def adamw(named: list[tuple[str, nn.Parameter]], lr: float) -> torch.optim.Optimizer:
+    """Norms and biases do not decay."""
+    groups = [
+        {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": 0.1},
+        {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(0.9, 0.95))

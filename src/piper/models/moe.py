@@ -1,0 +1,102 @@
+"""A mixture of experts with a capacity (GShard, arXiv 2006.16668; Switch, arXiv 2101.03961) in a Llama of Qwen3's kind.
+
+Every token goes to its `top_k` experts, and an expert takes at most `capacity` tokens of each row: all shapes are known before
+anything runs. Tokens of different rows never compete, so that a batch is routed the same however it is cut into microbatches.
+All experts are on each device that has the layer until expert parallelism exists."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from piper.models.llama import Llama, LlamaConfig
+from piper.models.parts import check_sizes
+from piper_ir.errors import JobError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig(LlamaConfig):
+    """Sizes of a mixture of experts: those of a Llama, `hidden` being one expert's. `capacity_factor`: places of an expert over
+    the tokens that it would get if all experts got equally many."""
+
+    experts: int
+    top_k: int
+    capacity_factor: float = 1.25
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_sizes(self, experts=self.experts, top_k=self.top_k)
+        if self.top_k > self.experts:
+            raise JobError(f"MoEConfig(top_k={self.top_k}): there are {self.experts} experts")
+        if not self.capacity_factor > 0:
+            raise JobError(f"MoEConfig(capacity_factor={self.capacity_factor!r}): a positive number is needed")
+
+    def capacity(self, length: int) -> int:
+        """Tokens that an expert takes of a row of `length`: length x top_k / experts x capacity_factor, rounded up; a token goes
+        to an expert once, so never more than `length`."""
+        return min(length, math.ceil(length * self.top_k / self.experts * self.capacity_factor))
+
+    def build(self) -> MoE:
+        """The module, on the device that is current: on meta nothing is allocated."""
+        return MoE(self)
+
+    def feed_forward(self) -> nn.Module:
+        return Experts(self)
+
+
+class MoE(Llama):
+    """A Llama whose feed-forward parts are experts. Without a loss that balances them: the capacity bounds what each takes."""
+
+
+class Experts(nn.Module):
+    """x [rows, T, width] -> [rows, T, width]: the sum over a token's experts of share x expert(token). The shares are the softmax
+    over all experts, of the chosen ones, divided by their sum (Qwen3's norm_topk_prob). An expert that is full skips later
+    tokens, which keep what their other experts gave."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.router = nn.Linear(config.width, config.experts, bias=False)
+        wide, narrow = (config.experts, config.width, config.hidden), (config.experts, config.hidden, config.width)
+        self.gate, self.up, self.down = (nn.Parameter(torch.empty(shape).normal_(std=0.02)) for shape in (wide, wide, narrow))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, length, width = x.shape
+        top_k, places = self.config.top_k, self.config.experts * self.config.capacity(length)
+        share, chosen = self.routed(x)
+        place, kept, token = self.places(chosen.flatten(1), length)
+        took = x.gather(1, token.unsqueeze(-1).expand(-1, -1, width))
+        gave = self.computed(took.view(rows, self.config.experts, -1, width)).reshape(rows, places, width)
+        each = gave.gather(1, place.unsqueeze(-1).expand(-1, -1, width)) * (share.flatten(1) * kept).unsqueeze(-1)
+        return each.view(rows, length, top_k, width).sum(2)
+
+    def routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Shares and numbers [rows, T, top_k] of each token's experts. The softmax is in float32 at least."""
+        exact = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
+        share, chosen = self.router(x).softmax(-1, dtype=exact).topk(self.config.top_k, dim=-1)
+        return (share / share.sum(-1, keepdim=True)).to(x.dtype), chosen
+
+    def places(self, expert: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+        """For expert [rows, T x top_k], a token's choices behind each other: the place of each choice among the experts'
+        places of its row (any where the expert is full), whether it has one, and for each place its token (any where nobody
+        took it)."""
+        experts, capacity = self.config.experts, self.config.capacity(length)
+        numbers = torch.arange(experts, device=expert.device)
+        before = (expert.unsqueeze(-1) == numbers).cumsum(1, dtype=torch.int32)  # this choice and the earlier ones, by expert
+        turn = before.gather(-1, expert.unsqueeze(-1)).squeeze(-1) - 1
+        kept = turn < capacity
+        place = torch.where(kept, expert * capacity + turn, experts * capacity)  # one more place for all that have none
+        token = torch.arange(expert.shape[1], device=expert.device) // self.config.top_k
+        taken = torch.zeros_like(expert[:, :1]).repeat(1, experts * capacity + 1).scatter(1, place, token.expand_as(place))
+        return place.clamp(max=experts * capacity - 1), kept, taken[:, :-1]
+
+    def computed(self, x: Tensor) -> Tensor:
+        """SwiGLU of x [rows, experts, capacity, width], each expert with its own weights; one batched product per weight."""
+        rows, experts, capacity, width = x.shape
+        x = x.transpose(0, 1).reshape(experts, rows * capacity, width)
+        y = torch.bmm(F.silu(torch.bmm(x, self.gate)) * torch.bmm(x, self.up), self.down)
+        return y.view(experts, rows, capacity, width).transpose(0, 1)

@@ -1,0 +1,127 @@
+"""`piper simulate`: a prediction, its explanation, and what makes the difference between two strategies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from piper.costs_file import load_costs
+from piper.display import show
+from piper.frontdoor import Compiled, compile
+from piper.loading import Recipe, load_file
+from piper.reporting import report_at_end
+from piper.results import new_folder, save_plan, save_prediction
+from piper.session import device_named
+from piper.why_tables import comparison_tables, why_tables
+from piper_compiler import load_strategy
+from piper_ir.costs import Costs
+from piper_ir.errors import JobError, PiperError
+from piper_report.summary import prediction_table
+from piper_simulator import Cluster, compare, simulate, why
+from piper_simulator.whatif import WhatIf
+
+ONE_MORE = "one microbatch more"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is simulated on: the name of a cluster, and a file of costs."""
+
+    name: str
+    file: Path | None
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        return device_named(self.name)
+
+    @cached_property
+    def costs(self) -> Costs | None:
+        return load_costs(self.file) if self.file is not None else None
+
+    def compiled(self, recipe: Recipe) -> Compiled:
+        return compile(recipe.job, recipe.strategy, costs=self.costs)
+
+
+def predict(recipe: Recipe, target: Target, *, out: Path | None, explained: bool, as_json: bool) -> None:
+    """Simulate a strategy and print the headline, with `explained` also why; with `out`, results and a report go to a new folder
+    below it."""
+    name = recipe.path.stem
+    cluster, compiled = target.cluster, target.compiled(recipe)
+    folder = new_folder(out, name) if out is not None else None
+    result = simulate(compiled.plan, cluster, costs=target.costs)
+    found = None
+    if explained:
+        found = why(compiled.plan, cluster, costs=target.costs)
+        found = replace(found, what_if=(*found.what_if, one_more(recipe, compiled, target, found.step_s)))
+    if as_json:
+        print(json.dumps(result.summary() | ({"why": found.as_dict()} if found else {})))
+    else:
+        show(prediction_table(result, title=f"{name} on {cluster.name}"))
+        for table in why_tables(found) if found else ():
+            print()
+            show(table)
+    if folder is not None:
+        save_plan(folder, compiled.plan, recipe.strategy)
+        save_prediction(folder, result)
+        report_at_end(folder)
+
+
+def one_more(recipe: Recipe, compiled: Compiled, target: Target, now_s: float) -> WhatIf:
+    """The step, now of `now_s` seconds, with one microbatch more of as many rows: the global batch grows by it. It takes a
+    strategy that is a function of a trial, with a parameter that is the number of microbatches."""
+    plan = compiled.plan
+    m, each = plan.microbatches, plan.rows * plan.replicas
+    job = replace(recipe.job, global_batch=(m + 1) * each)
+    reason = "none of the strategy's parameters is the number of microbatches"
+    for name in (n for n, value in recipe.params.items() if value == str(m)):
+        try:
+            strategy = recipe.varied({name: str(m + 1)}, any_value=True)
+            more = compile(job, strategy, costs=target.costs).plan
+        except PiperError as e:
+            reason = str(e)
+            continue
+        if (more.microbatches, more.rows, more.replicas) != (m + 1, plan.rows, plan.replicas):
+            continue
+        step_s = simulate(more, target.cluster, costs=target.costs).step_s
+        rate = f"{((m + 1) / m * now_s / step_s - 1) * 100:+.1f} % rows per second" if step_s else ""
+        return WhatIf(ONE_MORE, step_s, rate)
+    return WhatIf(ONE_MORE, None, reason)
+
+
+def predict_two(
+    recipe: Recipe, other: Path | None, target: Target, *, params: Mapping[str, str], changes: Mapping[str, str], as_json: bool
+) -> None:
+    """Simulate two strategies and print where the difference arises. `other`: another FILE.py, which `params` hold for too, or a
+    saved strategy of the same job; None: the same file. `changes` of parameters make the second."""
+    second, names = _second(recipe, other, params, changes)
+    found = []
+    for side in (recipe, second):
+        found.append(why(target.compiled(side).plan, target.cluster, costs=target.costs))
+    result = compare(*found)
+    if as_json:
+        print(json.dumps({"a": names[0], "b": names[1], **result.as_dict()}))
+        return
+    rows = [side.job.global_batch for side in (recipe, second)]
+    note = f"the steps differ in their rows: {rows[0]} and {rows[1]}" if rows[0] != rows[1] else ""
+    for i, table in enumerate(comparison_tables(result, names, target.cluster.name, note)):
+        print("\n" * (i > 0), end="")
+        show(table)
+
+
+def _second(
+    recipe: Recipe, other: Path | None, params: Mapping[str, str], changes: Mapping[str, str]
+) -> tuple[Recipe, tuple[str, str]]:
+    """The other side of a comparison, and what to call the two."""
+    name = recipe.path.name
+    if other is None:
+        was = ", ".join(f"{n}={recipe.params.get(n, '-')}" for n in changes)
+        second = replace(recipe, strategy=recipe.varied(changes, flag="--versus"))
+        return second, (f"{name} {was}", f"{name} {', '.join(f'{n}={v}' for n, v in changes.items())}")
+    if other.suffix != ".json":
+        return load_file(other, {**params, **changes}), (name, other.name if other.name != name else str(other))
+    if changes:
+        raise JobError(f"--versus changes parameters of a FILE.py; {other} is a saved strategy: leave one of them out")
+    return replace(recipe, strategy=load_strategy(other)), (name, other.name)

@@ -1,0 +1,50 @@
+"""What Python functions say, as the command line says it."""
+
+from __future__ import annotations
+
+import pytest
+
+from piper.options import in_flags, searchers
+from piper_ir.errors import JobError
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (
+            'cluster="local" starts a Ray, launcher="processes" needs none',
+            "--address local starts a Ray, --launcher processes needs none",
+        ),
+        ("with cluster=HOST:PORT, or hand it in", "with --address HOST:PORT, or hand it in"),
+        ("execute(cluster='h:1'): launcher \"inline\" runs here", '--address h:1: launcher "inline" runs here'),
+        ("for 4 s (timeout_s); give a larger timeout_s", "for 4 s (--timeout-s); give a larger --timeout-s"),
+        ("Set memory_limit to that", "Set --memory-limit to that"),
+        ("memory_limit='x': bytes", "--memory-limit x: bytes"),
+        ("the cluster is a: leave confirm out", "the cluster is a: leave --confirm out"),
+        ("in this process (workers=0)", "in this process (--workers 0)"),
+        ("profile(rows=[9]): 9 is no number", "--rows [9]: 9 is no number"),
+        ('launcher="emulated" any cluster to imitate', "--emulate CLUSTER any cluster to imitate"),
+    ],
+)
+def test_arguments_become_flags(said: str, shown: str) -> None:
+    assert in_flags(said) == shown
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Job.batch(step=0, rows=range(0, 2)) returned a list",
+        "partition(stages=2)",
+        "or piper.execute(cluster=...)",
+        "storage locked",
+    ],
+)
+def test_what_is_no_argument_of_a_command_stays(said: str) -> None:
+    assert in_flags(said) == said
+
+
+def test_tune_takes_addresses_as_workers() -> None:
+    assert in_flags('cluster="local" starts one', "--workers") == "--workers local starts one"
+    assert [searchers(w) for w in ("3", "ray", "local", "h:1")] == [3, "ray", "local", "h:1"]
+    with pytest.raises(JobError, match="--workers many: a number of processes, ray, local or"):
+        searchers("many")

@@ -1,0 +1,135 @@
+"""`piper simulate --why`, and of two strategies."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from pathlib import Path
+
+import pytest
+
+from piper.loading import load_file
+from piper.predicting import Target, one_more
+from piper.recipe_view import shown
+from piper.why_tables import MOST, comparison_tables, why_tables
+from piper_simulator import compare, simulate, why
+from tests.test_cli import RECIPE, fails, piper
+
+ON = ("--cluster", "h100x8")
+FUNCTION = """
+params = {"recipe": "gpipe", "microbatches": 4}
+def strategy(trial):
+    m = trial.suggest_categorical("microbatches", (2, 4))
+    recipe = getattr(piper.recipes, trial.suggest_categorical("recipe", ("gpipe", "one_f_one_b")))
+    return piper.Strategy(piper.Mesh(pp=2), recipe(pp=2, microbatches=m))
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("why") / "recipe.py"
+    path.write_text(RECIPE + FUNCTION)
+    return path
+
+
+def test_why_prints_every_part(file: Path) -> None:
+    text = piper("simulate", file, *ON, "--why").stdout
+    titles = ("critical path of the step (", "critical path in order", "what ranks do in a step", "longest idle gaps", "what if")
+    for title in (*titles, "sensitivity of the step", "costs from formulas", "no interval: no duration has a spread"):
+        assert f"\n{title}" in text, title
+    assert "\none microbatch more" in text and "% rows per second" in text
+
+
+def test_why_for_programs_adds_up(file: Path) -> None:
+    numbers = json.loads(piper("simulate", file, *ON, "--why", "--json").stdout)
+    found = numbers["why"]
+    assert found["step_s"] == numbers["step_s"]
+    assert sum(p["end"] - p["start"] for p in found["critical_path"]) == pytest.approx(numbers["step_s"])
+    for role in found["roles"]:
+        assert sum(role[k] for k in ("computing", "bubble", "waiting", "host")) == pytest.approx(numbers["step_s"])
+
+
+def test_one_microbatch_more_is_a_simulation_of_it(file: Path) -> None:
+    """Of 5 microbatches of 2 rows instead of 4, although the strategy offers 2 and 4 only."""
+    recipe, target = load_file(file), Target("h100x8", None)
+    row = one_more(recipe, target.compiled(recipe), target, 1.0)
+    grown = file.with_name("grown.py")
+    grown.write_text(file.read_text().replace("global_batch=8", "global_batch=10").replace("(2, 4)", "(2, 5)"))
+    expected = target.compiled(load_file(grown, {"microbatches": "5"})).plan
+    assert (expected.microbatches, expected.rows) == (5, 2)
+    assert row.step_s == simulate(expected, target.cluster).step_s
+
+
+def test_a_strategy_that_does_not_say_its_microbatches_has_no_such_row(file: Path) -> None:
+    fixed = file.with_name("fixed.py")
+    fixed.write_text(RECIPE + "strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=2))\n")
+    text = piper("simulate", fixed, *ON, "--why").stdout
+    assert "one microbatch more: none of the strategy's parameters is the number of microbatches" in text
+    fails(piper("simulate", fixed, "--versus", "microbatches=2"), "fixed.py", "not a function of a trial")
+
+
+def test_two_values_of_a_parameter(file: Path) -> None:
+    found = json.loads(piper("simulate", file, *ON, "--versus", "recipe=one_f_one_b", "--json").stdout)
+    assert (found["a"], found["b"]) == ("recipe.py recipe=gpipe", "recipe.py recipe=one_f_one_b")
+    steps = [
+        why(Target("h100x8", None).compiled(load_file(file, {"recipe": r})).plan, "h100x8").step_s
+        for r in ("gpipe", "one_f_one_b")
+    ]
+    assert [found["step_s"]["a"], found["step_s"]["b"]] == steps
+    for view in ("path", "device"):
+        assert sum(row["change"] for row in found[view]) == pytest.approx(steps[1] - steps[0])
+    text = piper("simulate", file, *ON, "--versus", "recipe=one_f_one_b").stdout
+    assert "critical path: where the difference arises" in text and "memory at the peak of the fullest rank" in text
+    assert "rows" not in text, "both steps train as many"
+
+
+def test_two_files_and_a_saved_strategy(file: Path, tmp_path: Path) -> None:
+    """-p holds for both files; a saved strategy replaces the second."""
+    other = tmp_path / "other.py"
+    other.write_text(file.read_text().replace("global_batch=8", "global_batch=16"))
+    text = piper("simulate", file, other, *ON, "-p", "microbatches=2").stdout
+    assert "the steps differ in their rows: 8 and 16" in text
+    assert piper("simulate", file, *ON, "-p", "recipe=one_f_one_b", "--out", tmp_path / "a").exit_code == 0
+    saved = next((tmp_path / "a").glob("*/strategy.json"))
+    one, two = (
+        json.loads(piper("simulate", file, *args, *ON, "--json").stdout)
+        for args in ((saved,), ("--versus", "recipe=one_f_one_b"))
+    )
+    assert one["b"] == "strategy.json" and one["step_s"] == two["step_s"]
+    fails(piper("simulate", file, saved, "--versus", "microbatches=2"), "--versus", "saved strategy")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--versus", "microbatches=3"), ("--versus microbatches=3", "2, 4")),
+        (("--versus", "m=3"), ("--versus m", "no parameter", "microbatches")),
+        (("--versus", "m"), ("--versus m: NAME=VALUE",)),
+        (("nothing.py",), ("nothing.py", "no such file")),
+        (("nothing.json",), ("nothing.json", "cannot read")),
+        (("--versus", "microbatches=2", "--why"), ("--why", "one strategy")),
+        (("--versus", "microbatches=2", "--out", "x"), ("--out", "one strategy")),
+    ],
+)
+def test_what_cannot_be_compared_is_said(file: Path, args: tuple[str, ...], words: tuple[str, ...]) -> None:
+    fails(piper("simulate", file, *args), *words)
+
+
+def test_tables_of_many_devices_stay_short() -> None:
+    gpipe, other = (why(shown(name, pp=16, microbatches=16).compiled.plan) for name in ("gpipe", "one_f_one_b"))
+    path, order, ranks, gaps, _ = why_tables(gpipe)
+    assert [len(t.rows) for t in (path, order, ranks, gaps)] == [MOST, MOST + 1, MOST, MOST]
+    assert path.notes[0] == "and 20 more owners", "F and B of 16 stages"
+    assert ranks.notes == ("and 4 more roles, less idle",)
+    assert order.rows[MOST // 2][-1] == "20 more", "of 32: up the 16 stages, and down again"
+    _, by_path, *_ = comparison_tables(compare(gpipe, other), ("a", "b"), "nothing")
+    assert [row[0] for row in by_path.rows[-2:]] == ["unchanged", "step"] and len(by_path.rows) <= MOST + 3
+
+
+def test_the_page_is_of_today() -> None:
+    """`make gallery` has been run since what it shows has changed; of the example on a cluster only its tables must be there."""
+    docs = Path(__file__).resolve().parents[1] / "docs"
+    page, script = (docs / "why.md").read_text(), runpy.run_path(str(docs / "why.py"))
+    for name, part in script["parts"]().items():
+        assert part in page, f"{name} is not in docs/why.md; run `make gallery`"
+    assert all(f"```\n{title}" in page for title in script["SHOWN"])
