@@ -22,8 +22,12 @@ from piper_runtime.gloo import GlooCommunicators
 from piper_runtime.launch import launch_lines
 
 FILE = """
-import dataclasses, json, os, sys
+import atexit, dataclasses, json, os, sys
 sys.path[:0] = {path!r}
+def threads():  # called last: native ones that are left when the interpreter is taken down
+    with open(name + ".threads", "w") as file:
+        file.write(str(len(os.listdir("/proc/self/task"))))
+atexit.register(threads)
 from packages.runtime.tests.chains import chain, run
 plan, job = chain(pp=2, clip_norm=0.01)
 steps = []
@@ -53,6 +57,8 @@ def test_the_same_file_under_python_and_under_torchrun(tmp_path: Path) -> None:
     assert zero[1] == one[1], "one Run for all"
     assert plain[3] == zero[3] == [0, 1, 2, 0, 1, 2] and one[3] == []
     assert plain[4] == 2
+    # One of gloo's that then lets go of a tensor would end the process with SIGABRT (`torchrun._leave`).
+    assert [(tmp_path / f"{rank}.threads").read_text() for rank in "01"] == ["1", "1"]
 
 
 FAILING = """

@@ -63,6 +63,10 @@ class GlooCommunicators:
         store = dist.PrefixStore(key, self._store)
         return dist.ProcessGroupGloo(store, members.index(self._rank), len(members), options)
 
+    def close(self) -> None:
+        """Drop the groups. One that nobody else holds waits for its threads, which must have nothing left to do."""
+        self._groups.clear()
+
     def bind(self, comm: Comm) -> Posted:
         """The closure that runs a communication, or posts it. A send is done when the peer has taken the tensor."""
         operand = comm.operand

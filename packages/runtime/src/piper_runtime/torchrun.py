@@ -6,6 +6,8 @@ to rank 0, which decides how a run ends and tells the others. A rank that is kil
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import pickle
 import queue
@@ -90,7 +92,21 @@ def _join() -> _Member:
 
         seat = Seat(rank, communicators, heart, tell, *local)  # type: ignore[arg-type]  # as in worker
         _member = _Member(seat, store, everyone, said, clock)
+        atexit.register(_leave)
     return _member
+
+
+def _leave() -> None:
+    """End the communicators' threads while the interpreter still runs. gloo's thread lets go of a tensor a moment after `wait`
+    has returned. If that was the last reference it needs the interpreter's lock, and who asks for that when the interpreter is
+    being taken down ends the process with SIGABRT. After a run that failed its threads may never end: they are left alone."""
+    global _member
+    member, _member = _member, None
+    if member is None or member.broken:
+        return
+    member.seat.communicators.close()
+    member.everyone = None
+    gc.collect()  # a bound plan and its closures hold each other, and the groups
 
 
 def _store() -> Any:
