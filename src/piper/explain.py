@@ -10,7 +10,7 @@ from piper_ir.ops import Compute
 from piper_ir.plan import Instr, Plan, RolePlan
 from piper_ir.program import Chunk, Step
 from piper_ir.sizes import ITEM_BYTES, bind
-from piper_ir.units import size_text
+from piper_ir.units import flops_text, size_text
 from piper_ir.verify_rules import title
 
 FEW = 0.3
@@ -56,7 +56,7 @@ def _program(compiled: Compiled) -> str:
     ]
     names: tuple[tuple[Step, str], ...] = (("F", "forward"), ("I", "input gradient"), ("W", "weight gradient"))
     for step, name in names:
-        lines.append(f"  {name:16} {_flops(plan, step) / 1e9:10.3f} GFLOP per microbatch of {plan.rows} rows")
+        lines.append(f"  {name:16} {flops_text(_flops(plan, step)):>12} per microbatch of {plan.rows} rows")
     return "\n".join(lines)
 
 

@@ -1,8 +1,8 @@
-"""Seconds and bytes for people."""
+"""Seconds, bytes and FLOPs for people."""
 
 import pytest
 
-from piper_ir.units import size_text, time_text
+from piper_ir.units import flops_text, size_text, time_text
 
 
 @pytest.mark.parametrize(
@@ -27,3 +27,10 @@ def test_seconds(value: float, text: str) -> None:
 )
 def test_sizes(value: int, text: str) -> None:
     assert size_text(value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0 FLOP"), (999, "999 FLOP"), (98304, "98.3 kFLOP"), (1.5e12, "1.5 TFLOP"), (3e18, "3000 PFLOP")]
+)
+def test_flops(value: float, text: str) -> None:
+    assert flops_text(value) == text

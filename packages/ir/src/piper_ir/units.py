@@ -1,9 +1,10 @@
-"""Seconds and bytes as people read them."""
+"""Seconds, bytes and FLOPs as people read them."""
 
 from __future__ import annotations
 
 DIGITS = 4
 _SIZES = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_FLOPS = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
 def time_text(seconds: float) -> str:
@@ -19,6 +20,14 @@ def size_text(nbytes: float) -> str:
         if abs(nbytes) >= scale:
             return f"{_digits(nbytes / scale)} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def flops_text(flops: float) -> str:
+    """With four digits and a decimal unit: "1.5 TFLOP", "12 FLOP"."""
+    for unit, scale in _FLOPS:
+        if abs(flops) >= scale:
+            return f"{_digits(flops / scale)} {unit}FLOP"
+    return f"{flops:.0f} FLOP"
 
 
 def _digits(value: float) -> str:
