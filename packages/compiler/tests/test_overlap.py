@@ -92,6 +92,28 @@ def test_a_split_backward_pairs_as_a_whole_one_and_half_of_it_does_not() -> None
         assert [i.seconds for i in compute(planned(program, *first, item, pp=1), 0) if i.seconds] == [seconds]
 
 
+def test_halves_of_two_backwards_are_no_pair() -> None:
+    """I of one microbatch beside W of another takes the sum, and so do W and I of two, whichever is written first."""
+    program = synthetic(stages=1, F=3, I=4, W=2, overlap=5)
+    first = (partition(stages=1), split(where(), microbatches=3), split_backward(where()))
+    for i, w in ((1, 0), (0, 1)):
+        group = overlap(one(0, "F", 2), one(0, "I", i), one(0, "W", w))
+        item = order(one(0, "F", 0), one(0, "F", 1), one(0, "I", w), group, one(0, "W", i), one(0, "I", 2), one(0, "W", 2))
+        (found,) = [n for n in compute(planned(program, *first, item, pp=1), 0) if n.seconds is not None]
+        assert sorted(nodes(found)) == sorted(["stage0.F@2", f"stage0.I@{i}", f"stage0.W@{w}"])
+        assert found.seconds == 3 + 4 + 2
+
+
+def test_a_backward_without_a_weight_gradient_is_whole_as_an_I() -> None:
+    program = synthetic(stages=1, F=3, I=4, W=0, overlap=5)
+    idle = replace(program.chunks[0].steps["W"], cost=Cost())
+    chunk = replace(program.chunks[0], steps={**program.chunks[0].steps, "W": idle})
+    frozen = replace(program, chunks=(chunk,))
+    first = (partition(stages=1), split(where(), microbatches=2), split_backward(where()))
+    item = order(one(0, "F", 0), overlap(one(0, "F", 1), one(0, "I", 0)), one(0, "I", 1))
+    assert [i.seconds for i in compute(planned(frozen, *first, item, pp=1), 0) if i.seconds] == [5.0]
+
+
 def test_a_pair_that_waits_for_itself_is_refused_with_the_directives_and_devices() -> None:
     """The forward of microbatch 0 on device 0 must be through device 1 before its backward."""
     bad = order(one(0, "F", 1), overlap(one(0, "F", 0), one(0, "B", 0)))

@@ -1,23 +1,31 @@
 """Which values a compute node reads and writes: the value ports of a chunk's step, in order.
 
-A graph has nodes of phase F and B; B stands for I followed by W until `split_backward` makes nodes of them. A plan has F, I and
-W parts.
+A graph has nodes of phase F and B; B stands for the steps of `BACKWARD` until `split_backward` makes nodes of them. A plan has
+F, I and W parts.
 """
 
 from __future__ import annotations
 
 from piper_ir.ops import ComputeStep
 from piper_ir.plan import Category, is_state
-from piper_ir.program import Chunk, Signature
+from piper_ir.program import Chunk, Signature, Step
+
+BACKWARD: tuple[Step, ...] = ("I", "W")
+"""B is I followed by W."""
 
 _OWN = ("saved", "iw")
 """Ports that never leave their chunk and microbatch, whose F, I and W run on one device: no values of a graph."""
 
 
+def steps_of(chunk: Chunk, step: ComputeStep) -> tuple[Step, ...]:
+    """The steps of a chunk that run for a step of a graph, in order, without those that do nothing."""
+    names = BACKWARD if step == "B" else (step,)
+    return tuple([name for name in names if name in chunk.steps and not chunk.steps[name].empty])
+
+
 def signatures(chunk: Chunk, step: ComputeStep) -> tuple[Signature, ...]:
-    """The signatures that run for a step, in order, without those that do nothing."""
-    names = ("I", "W") if step == "B" else (step,)
-    return tuple(sig for name in names if (sig := chunk.steps.get(name)) and not sig.empty)  # type: ignore[call-overload]  # no chunk has a B
+    """The signatures of `steps_of`."""
+    return tuple([chunk.steps[name] for name in steps_of(chunk, step)])
 
 
 def value_reads(chunk: Chunk, step: ComputeStep) -> tuple[str, ...]:

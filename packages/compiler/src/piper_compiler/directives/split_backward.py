@@ -19,13 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from piper_compiler.directives.base import compute_nodes, directive, fail, names, site_field
-from piper_compiler.ports import port_value, signatures, value_reads, value_writes
+from piper_compiler.ports import BACKWARD, port_value, signatures, value_reads, value_writes
 from piper_ir.graph import Coord, Graph, Node
 from piper_ir.ops import Add, Compute
-from piper_ir.program import Chunk, Step
+from piper_ir.program import Chunk
 from piper_ir.select import Where
-
-BACKWARD: tuple[Step, ...] = ("I", "W")
 
 
 @directive
@@ -38,7 +36,7 @@ class SplitBackward:
 
     def check(self, graph: Graph) -> None:
         nodes = compute_nodes(self, graph, self.selection)
-        split = [n for n in nodes if n.coords["phase"] in ("I", "W")]
+        split = [n for n in nodes if n.coords["phase"] in BACKWARD]
         if split:
             raise fail(self, 2, f"{names(split)} is of a backward that is split already")
         backwards = {n.id for n in nodes if n.coords["phase"] == "B"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -11,7 +12,7 @@ from piper_compiler.passes.complete import Training
 from piper_compiler.passes.dependencies import Dependencies, dependencies
 from piper_compiler.passes.draft import DraftPart, Releases, RoleDraft, unseen
 from piper_compiler.passes.fuse import Task, tasks
-from piper_compiler.passes.overlap import interleavings
+from piper_compiler.passes.overlap import interleavings, span_seconds
 from piper_compiler.passes.parts import Maker, PartMaker
 from piper_compiler.passes.positions import Positions, positions
 from piper_compiler.passes.release import releases
@@ -88,10 +89,12 @@ def draft_roles(
     costs: Costs | None,
 ) -> list[RoleDraft]:
     """Every role's instructions in program order."""
-    sequence = schedule(graph, deps, chunks, rows, costs)
+    spans = set(deps.spans.values())
+    given = {span[0]: span_seconds(graph.program, chunks, [deps.node(i) for i in span]) for span in spans}
+    sequence = schedule(graph, deps, chunks, rows, costs, given)
     work = tasks(graph, deps, sequence, options.fuse)
     where = positions(graph, deps, sequence, work, options.recv_ahead)
-    return [_draft(role, deps, work[role], where, maker) for role in graph.roles]
+    return [_draft(role, deps, work[role], where, maker, given) for role in graph.roles]
 
 
 def run_of(graph: Graph, drafts: list[RoleDraft]) -> Timed:
@@ -147,8 +150,10 @@ def bound_chunks(graph: Graph, rows: int) -> dict[str, Chunk]:
     return out
 
 
-def _draft(role: str, deps: Dependencies, work: list[Task], where: Positions, maker: Maker) -> RoleDraft:
-    builder = _RoleBuilder(role, deps, maker)
+def _draft(
+    role: str, deps: Dependencies, work: list[Task], where: Positions, maker: Maker, given: Mapping[int, float]
+) -> RoleDraft:
+    builder = _RoleBuilder(role, deps, maker, given)
     pending = iter([*where.comm[role], (-1, 1 << 60)])
     node, at = next(pending)
     for k, task in enumerate(work):
@@ -161,10 +166,11 @@ def _draft(role: str, deps: Dependencies, work: list[Task], where: Positions, ma
 
 
 class _RoleBuilder:
-    """Appends instructions in program order and derives their waits from the edges of the graph."""
+    """Appends instructions in program order and derives their waits from the edges of the graph. `given`: first node of each
+    span -> the seconds of its instruction."""
 
-    def __init__(self, role: str, deps: Dependencies, maker: Maker) -> None:
-        self.deps, self.maker = deps, maker
+    def __init__(self, role: str, deps: Dependencies, maker: Maker, given: Mapping[int, float]) -> None:
+        self.deps, self.maker, self.given = deps, maker, given
         self.draft = RoleDraft(role)
         self.count: dict[str, int] = {COMPUTE: 0}
         self.seen: dict[str, dict[str, int]] = defaultdict(dict)
@@ -179,8 +185,8 @@ class _RoleBuilder:
                     self._wait(j, waits)
         parts, seconds = self.maker.task(self.deps, task)
         self.last_compute = len(self.draft.streams)
-        if task[0] in self.deps.spans:
-            self.draft.given[self.last_compute] = seconds
+        if task[0] in self.given:
+            seconds = self.draft.given[self.last_compute] = self.given[task[0]]
         self._append(COMPUTE, parts, waits, seconds, task)
 
     def comm(self, i: int) -> None:

@@ -20,7 +20,7 @@ from piper_compiler.passes.fuse import Task
 from piper_compiler.passes.lower import Options, bound_chunks, draft_roles, plan_of, release_all, role_plan, run_of, states
 from piper_compiler.passes.parts import PartMaker
 from piper_compiler.passes.repeat import by_microbatch, repeated
-from piper_compiler.ports import signatures
+from piper_compiler.ports import BACKWARD, signatures
 from piper_compiler.uniform import Uniform
 from piper_ir.costs import Costs
 from piper_ir.graph import Graph
@@ -33,7 +33,7 @@ Dying = tuple[tuple[str, ...], ...]
 """Per part of an instruction, the values that die after it, by their names in microbatch 0."""
 
 
-LATER: Mapping[str, tuple[Step, ...]] = {"F": ("I", "W"), "I": ("W",), "W": ()}
+LATER: Mapping[str, tuple[Step, ...]] = {"F": BACKWARD, "I": ("W",), "W": ()}
 """The steps of a chunk that follow one of them."""
 
 

@@ -17,8 +17,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 from piper_compiler.durations import chunk_seconds
-from piper_ir.graph import Graph, OverlapGroup
-from piper_ir.ops import Compute, Op
+from piper_compiler.ports import steps_of
+from piper_ir.graph import Graph, Node, OverlapGroup
+from piper_ir.ops import Compute
 from piper_ir.program import Chunk, Program, Step
 
 Merge = Callable[[OverlapGroup, Mapping[str, float]], Sequence[str]]
@@ -31,27 +32,37 @@ def spans(graph: Graph) -> list[tuple[str, ...]]:
     return [tuple(sorted(group.nodes, key=lambda id: graph.position(graph.nodes[id]))) for group in graph.overlaps]
 
 
-def span_seconds(program: Program, chunks: Mapping[str, Chunk], span: Iterable[Op]) -> float:
-    """Seconds of a span, given the ops of its nodes. A forward of stage s and a backward of stage t save half of what a pair of
-    each stage saves, so that equal stages take the `overlap` of the program; anything else takes the sum."""
-    ops = [op for op in span if isinstance(op, Compute)]
-    seconds = {op: sum(chunk_seconds(chunks[op.chunk], s) for s in _steps(op)) for op in ops}
-    total = sum(seconds[op] for op in ops)
-    forwards, backwards = ([op for op in ops if (op.step == "F") == wanted] for wanted in (True, False))
-    whole = [op.step for op in backwards] in (["B"], ["I", "W"]) and len({op.chunk for op in backwards}) == 1
-    if not program.overlap or len(forwards) != 1 or not whole:
+def span_seconds(program: Program, chunks: Mapping[str, Chunk], span: Iterable[Node]) -> float:
+    """Seconds of a span of these nodes. One forward of stage s and one whole backward of stage t save half of what a pair of each
+    stage saves, so that equal stages take the `overlap` of the program; anything else takes the sum."""
+    forwards, backwards = list[_Unit](), list[_Unit]()
+    total = 0.0
+    for node in span:
+        if isinstance(node.op, Compute):
+            chunk = chunks[node.op.chunk]
+            steps = steps_of(chunk, node.op.step)
+            total += sum(chunk_seconds(chunk, s) for s in steps)
+            (forwards if node.op.step == "F" else backwards).append((chunk, node.mb, steps))
+    if not program.overlap or len(forwards) != 1 or not _whole(backwards):
         return total
-    stages = [k for op in (forwards[0], backwards[0]) for k, c in enumerate(program.chunks) if c.id == op.chunk]
+    stages = [k for chunk, *_ in (forwards[0], backwards[0]) for k, c in enumerate(program.chunks) if c.id == chunk.id]
     return total - sum(_saved(program, chunks, k) for k in stages) / 2
+
+
+_Unit = tuple[Chunk, int, tuple[Step, ...]]
+"""A chunk, a microbatch, and steps of it."""
+
+
+def _whole(backwards: Sequence[_Unit]) -> bool:
+    """Whether they are all steps of the backward of one chunk for one microbatch."""
+    if len({(chunk.id, mb) for chunk, mb, _ in backwards}) != 1:
+        return False
+    return tuple([s for *_, steps in backwards for s in steps]) == steps_of(backwards[0][0], "B")
 
 
 def _saved(program: Program, chunks: Mapping[str, Chunk], stage: int) -> float:
     chunk = chunks[program.chunks[stage].id]
     return sum(chunk_seconds(chunk, s) for s in chunk.steps) - program.overlap[stage]
-
-
-def _steps(op: Compute) -> tuple[Step, ...]:
-    return ("I", "W") if op.step == "B" else (op.step,)
 
 
 def _given(program: Program) -> bool:

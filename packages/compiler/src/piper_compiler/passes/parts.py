@@ -11,8 +11,7 @@ from piper_compiler.durations import InstructionSeconds
 from piper_compiler.passes.dependencies import Dependencies
 from piper_compiler.passes.draft import DraftPart
 from piper_compiler.passes.fuse import Task
-from piper_compiler.passes.overlap import span_seconds
-from piper_compiler.ports import kept, port_category, value_reads, value_writes
+from piper_compiler.ports import kept, port_category, steps_of, value_reads, value_writes
 from piper_ir.graph import Graph, GraphValue, Node
 from piper_ir.ops import AllReduce, Compute, Load, Seed
 from piper_ir.plan import Category, is_state
@@ -72,8 +71,6 @@ class PartMaker:
             else:
                 self._declare(node.writes)
                 out.append((node.id, node.op, node.mb, reads, node.writes))
-        if task[0] in deps.spans:
-            return out, span_seconds(self.graph.program, self.chunks, [deps.node(i).op for i in task])
         return out, self.seconds.compute([part[1] for part in out])
 
     def comm(self, deps: Dependencies, i: int) -> tuple[DraftPart, float]:
@@ -130,8 +127,7 @@ class PartMaker:
 
 
 def _template(chunk: Chunk, op: Compute) -> _Template:
-    wanted: tuple[ChunkStep, ...] = ("I", "W") if op.step == "B" else (op.step,)
-    present = [s for s in wanted if s in chunk.steps and not chunk.steps[s].empty]
+    present = steps_of(chunk, op.step)
     given = [*value_writes(chunk, op.step)]
     known = [*value_reads(chunk, op.step), *given, *kept(chunk)]
     inner = list(dict.fromkeys(p for s in present for p in _ports(chunk, s) if p not in known))

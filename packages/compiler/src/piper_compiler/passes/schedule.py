@@ -7,22 +7,22 @@ stages after it on the longest way to the loss (p - r on device r of a chain). F
 Where the backward is split, the input gradient counts as backward, and a weight gradient runs when there is nothing else to do;
 until it is done its microbatch is in flight.
 
-A *span* (`Dependencies.spans`) is several nodes that run as one: it starts when all of them can.
+A *span* (`Dependencies.spans`) is several nodes that run as one: it starts when all of them can, and takes the seconds given.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from piper_compiler.durations import LINK, chunk_seconds
 from piper_compiler.passes.dependencies import Dependencies, cycle_error
-from piper_compiler.passes.overlap import span_seconds
-from piper_compiler.ports import signatures
+from piper_compiler.ports import signatures, steps_of
 from piper_ir.costs import Costs
 from piper_ir.graph import Coord, Graph, Node
 from piper_ir.ops import AllReduce, Compute, ComputeStep, Recv
-from piper_ir.program import Chunk, Step
+from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, bind
 
 BACKWARD, FORWARD, WEIGHT, UPDATE = 0, 1, 2, 3
@@ -44,14 +44,22 @@ class _Role:
 class Scheduler:
     """`run` returns the node numbers in global order. CompileError when the graph has a cycle."""
 
-    def __init__(self, graph: Graph, deps: Dependencies, bound: dict[str, Chunk], rows: int, costs: Costs | None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        deps: Dependencies,
+        bound: dict[str, Chunk],
+        rows: int,
+        costs: Costs | None,
+        given: Mapping[int, float],
+    ) -> None:
         nodes = deps.nodes
         self.graph, self.deps = graph, deps
         self.roles = {r: _Role() for r in graph.roles}
         self.role_of = deps.column([n.role for n in nodes])
         self.seconds = deps.column(node_seconds(graph, nodes, bound, rows, costs))
-        for span in set(deps.spans.values()):
-            self.seconds[span[0]] = span_seconds(graph.program, bound, [deps.node(i).op for i in span])
+        for i, seconds in given.items():
+            self.seconds[i] = seconds
         kinds = _kinds(nodes)
         self.group: list[Group] = [(kinds[k][0], mb, kinds[k][1]) for k, mb in zip(deps.of, deps.mb, strict=True)]
         self.along = deps.column(_along(graph, nodes, kinds))
@@ -248,8 +256,7 @@ def node_seconds(graph: Graph, nodes: tuple[Node, ...], bound: dict[str, Chunk],
 
 
 def _compute_seconds(chunk: Chunk, step: ComputeStep, costs: Costs | None) -> float:
-    steps: tuple[Step, ...] = ("I", "W") if step == "B" else (step,)
-    return sum([chunk_seconds(chunk, s, costs) for s in steps if s in chunk.steps and not chunk.steps[s].empty])
+    return sum([chunk_seconds(chunk, s, costs) for s in steps_of(chunk, step)])
 
 
 def _limits(graph: Graph, nodes: tuple[Node, ...], kinds: list[tuple[int, int]]) -> dict[int, int]:
@@ -270,7 +277,10 @@ def _limits(graph: Graph, nodes: tuple[Node, ...], kinds: list[tuple[int, int]])
     return out
 
 
-def schedule(graph: Graph, deps: Dependencies, bound: dict[str, Chunk], rows: int, costs: Costs | None = None) -> list[int]:
-    """The nodes of a complete graph in one global linear order. See the module's docstring."""
+def schedule(
+    graph: Graph, deps: Dependencies, bound: dict[str, Chunk], rows: int, costs: Costs | None, given: Mapping[int, float]
+) -> list[int]:
+    """The nodes of a complete graph in one global linear order. `given`: first node of each span -> its seconds. See the
+    module's docstring."""
     assert all(signatures(c, "F") for c in bound.values()), "every chunk has a forward"
-    return Scheduler(graph, deps, bound, rows, costs).run()
+    return Scheduler(graph, deps, bound, rows, costs, given).run()
