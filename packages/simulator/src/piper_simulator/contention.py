@@ -78,8 +78,8 @@ def wiring(cluster: Cluster) -> Wiring:
 
 @dataclass(slots=True)
 class Route:
-    """Of a channel's messages. `wire`: wire bytes of an instance per byte of the message. `passes`: resource -> how often the wire
-    bytes of an instance pass through it, all instances together. `slowest`: seconds per wire byte of one instance at its
+    """Of a channel's messages. `wire`: wire bytes of an instance per byte of the message. `passes`: resource -> how often the
+    wire bytes of an instance pass through it, all instances together. `slowest`: seconds per wire byte of one instance at its
     tightest resource. `port`: whether it uses ports. `touched`: bytes that a rank reads and writes per wire byte."""
 
     wire: float
