@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # run as a file, sys.path begins with this folder and not with the root
     sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -25,6 +26,9 @@ from benchmarks.measure import machine
 from benchmarks.paper.stage import MIB, OPTIONS, Option, Ran, Setting, pair, step
 from piper_ir.errors import ClusterError, PiperError
 from piper_simulator import load_cluster
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PAPER = 1.46
 """How many times as long an all-to-all beside a data-parallel all-reduce takes, by the paper."""
@@ -247,7 +251,7 @@ def draw(rows: Sequence[Line], path: Path, cluster: str) -> None:
     left.axvline(PAPER, color="black", linestyle="--", linewidth=1, label=f"paper: {PAPER} beside the all-reduce")
     left.set_yticks(range(len(names)), names)
     left.invert_yaxis()
-    left.set_xlabel("all-to-all in the last backward, mean: times as long as alone, its wait included")
+    left.set_xlabel("all-to-all, mean of the last backward: x alone, with its wait")
     left.legend(loc="lower right", fontsize=8)
     s = setting(cluster)
     for k, option in enumerate(OPTIONS):
@@ -265,14 +269,14 @@ def draw(rows: Sequence[Line], path: Path, cluster: str) -> None:
 COLOURS = (("compute", "#bbbbbb"), ("exchange", "#f26419"), ("reduce", "#33658a"))
 
 
-def _timeline(axis: object, k: int, ran: Ran, prefix: str) -> None:
+def _timeline(axis: Axes, k: int, ran: Ran, prefix: str) -> None:
     """Compute, all-to-alls and reductions since the head's backward, one above the other."""
     begin = ran.until(f"{prefix}head")
     for j, (kind, colour) in enumerate(COLOURS):
         spans = [(1e3 * (a - begin), 1e3 * (b - a)) for _, _, a, b in ran.spans(kind) if b > begin]
         label = {"exchange": "all-to-all", "reduce": "all-reduce"}.get(kind, kind) if k == 1 else None
         edges = {"edgecolor": "white", "linewidth": 0.2}
-        axis.broken_barh(spans, (k - 0.4 + 0.27 * j, 0.25), facecolor=colour, label=label, **edges)  # type: ignore[attr-defined]
+        axis.broken_barh(spans, (k - 0.4 + 0.27 * j, 0.25), facecolor=colour, label=label, **edges)
 
 
 def main(argv: list[str] | None = None) -> int:
