@@ -66,8 +66,9 @@ def test_every_module_is_reached_by_a_section() -> None:
         run.section(name)
     assert callable(import_module("benchmarks.capture_gpt3").measure)  # runs in a process of its own
     assert callable(import_module("benchmarks.gpu").main) and callable(gpu_check.main)  # run by hand
-    files = {p.stem for p in BENCHMARKS.glob("*.py")}
-    assert files == {m.removeprefix("benchmarks.") for m in sys.modules if m.startswith("benchmarks.")}
+    files = {p.stem for p in BENCHMARKS.glob("*.py")}  # those of paper/ are run by hand: test_paper_figures.py
+    reached = {m.removeprefix("benchmarks.") for m in sys.modules if m.startswith("benchmarks.")}
+    assert files == {m for m in reached if m.partition(".")[0] != "paper"}
 
 
 def test_rates_of_a_small_plan_have_rows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,15 +77,23 @@ def wiring(cluster: Cluster) -> Wiring:
 
 
 @dataclass(slots=True)
-class _Route:
-    """Of a channel. `wire`: wire bytes of an instance per byte of the message. `passes`: resource -> how often the wire bytes of
-    an instance pass through it, all instances together. `slowest`: seconds per wire byte of one instance at its tightest
-    resource. `port`: whether it uses ports."""
+class Route:
+    """Of a channel's messages. `wire`: wire bytes of an instance per byte of the message. `passes`: resource -> how often the
+    wire bytes of an instance pass through it, all instances together. `slowest`: seconds per wire byte of one instance at its
+    tightest resource. `port`: whether it uses ports. `touched`: bytes that a rank reads and writes per wire byte."""
 
     wire: float
+    touched: int
     passes: dict[Resource, float] = field(default_factory=dict)
     slowest: float = 0.0
     port: bool = False
+
+    def add(self, passes: Mapping[Resource, float], wires: Wiring) -> None:
+        """One more instance, which runs at the same time as the others."""
+        for resource, times in passes.items():
+            self.passes[resource] = self.passes.get(resource, 0.0) + times
+            self.slowest = max(self.slowest, times / wires.capacity(resource))
+            self.port = self.port or resource[0].startswith("port")
 
 
 def flows(plan: Plan, prepared: Prepared, work: Sequence[Work], wires: Wiring) -> list[Flow]:
@@ -113,7 +121,7 @@ class _Demands:
         self.wires = wires
         self.index = {role: r for r, role in enumerate(roles)}
         self.routes = {c.id: _route(plan, c, wires) for c in plan.channels}
-        self.shared = _shared(self.routes, wires)
+        self.shared = shared_resources(self.routes, wires)
         self.sms = _sms(plan, wires)
         self.known: dict[tuple[str, int, float], Flow] = {}
 
@@ -124,26 +132,38 @@ class _Demands:
         return self.known[key]
 
     def _flow(self, id: int, channel: Channel, work: Work) -> Flow:
-        route, wires = self.routes[channel.id], self.wires
-        ends = [self._sms_at(channel, k) for k in range(len(channel.roles))]
-        wire = route.wire * work.bytes
-        needed = PORT_SMS if route.port else NIC_SMS
-        fewest = min((n for n in ends if n), default=needed)
-        seconds = work.seconds + min(work.seconds, wire * route.slowest) * max(0.0, needed / fewest - 1)
-        if not seconds or not wire or not route.slowest:
-            return Flow(id, seconds, {}, 0.0)
-        rate = min(wire / seconds, 1 / route.slowest)
-        shares = {self.shared[r]: n * rate / wires.capacity(r) for r, n in route.passes.items() if r in self.shared}
-        usual = PORT_SM_SHARE if route.port else NIC_SM_SHARE
-        touched = (1 if channel.kind == "p2p" else 2) * rate / wires.memory
-        f_sm = [usual if n is None else n / wires.sms if n else 0.0 for n in ends]
-        takes = {self.index[role]: (f, touched) for role, f in zip(channel.roles, f_sm, strict=True)}
-        return Flow(id, seconds, shares, rate * route.slowest, takes)
+        ends = {self.index[role]: self._sms_at(channel, k) for k, role in enumerate(channel.roles)}
+        return demand(id, self.routes[channel.id], work.bytes, work.seconds, ends, self.wires, self.shared)
 
     def _sms_at(self, channel: Channel, k: int) -> int | None:
         """What the stream of an end names. Copy engines cannot add, so a reduction does without them."""
         named = self.sms.get((channel.roles[k], channel.streams[k]))
         return None if channel.kind == "group" and not named else named
+
+
+def demand(
+    id: int,
+    route: Route,
+    nbytes: int,
+    seconds: float,
+    ends: Mapping[int, int | None],
+    wires: Wiring,
+    shared: Mapping[Resource, int],
+) -> Flow:
+    """What a message of `nbytes` per rank asks for that takes `seconds` alone. `ends`: role that takes part -> the SMs that it
+    names, None for none, 0 for copy engines. `shared`: numbers of the resources that count (`shared_resources`)."""
+    wire = route.wire * nbytes
+    needed = PORT_SMS if route.port else NIC_SMS
+    fewest = min((n for n in ends.values() if n), default=needed)
+    seconds += min(seconds, wire * route.slowest) * max(0.0, needed / fewest - 1)
+    if not seconds or not wire or not route.slowest:
+        return Flow(id, seconds, {}, 0.0)
+    rate = min(wire / seconds, 1 / route.slowest)
+    shares = {shared[r]: n * rate / wires.capacity(r) for r, n in route.passes.items() if r in shared}
+    usual = PORT_SM_SHARE if route.port else NIC_SM_SHARE
+    memory = route.touched * rate / wires.memory
+    takes = {role: (usual if n is None else n / wires.sms if n else 0.0, memory) for role, n in ends.items()}
+    return Flow(id, seconds, shares, rate * route.slowest, takes)
 
 
 def _sms(plan: Plan, wires: Wiring) -> dict[tuple[str, str], int]:
@@ -160,16 +180,13 @@ def _sms(plan: Plan, wires: Wiring) -> dict[tuple[str, str], int]:
     return out
 
 
-def _route(plan: Plan, channel: Channel, wires: Wiring) -> _Route:
+def _route(plan: Plan, channel: Channel, wires: Wiring) -> Route:
     """Through what all instances of a channel pass."""
-    instances = _instances(plan, channel)
+    instances, p2p = _instances(plan, channel), channel.kind == "p2p"
     n = len(instances[0])
-    route = _Route(1.0 if channel.kind == "p2p" else 2 * (n - 1) / n)
+    route = Route(1.0, 1) if p2p else Route(2 * (n - 1) / n, 2)
     for members in instances:
-        for resource, times in _passes(wires, members, channel.kind == "p2p").items():
-            route.passes[resource] = route.passes.get(resource, 0.0) + times
-            route.slowest = max(route.slowest, times / wires.capacity(resource))
-            route.port = route.port or resource[0].startswith("port")
+        route.add(passes(wires, members, p2p), wires)
     return route
 
 
@@ -188,7 +205,7 @@ def _instances(plan: Plan, channel: Channel) -> list[tuple[int, ...]]:
     return [tuple(sorted(members)) for members in found.values()]
 
 
-def _passes(wires: Wiring, members: Sequence[int], p2p: bool) -> dict[Resource, float]:
+def passes(wires: Wiring, members: Sequence[int], p2p: bool) -> dict[Resource, float]:
     """How often the wire bytes of one instance pass through each resource. A ring with one rank on each node uses no port; one of
     one rank moves nothing."""
     if p2p:
@@ -207,7 +224,7 @@ def _passes(wires: Wiring, members: Sequence[int], p2p: bool) -> dict[Resource, 
     return out
 
 
-def _shared(routes: Mapping[str, _Route], wires: Wiring) -> dict[Resource, int]:
+def shared_resources(routes: Mapping[str, Route], wires: Wiring) -> dict[Resource, int]:
     """The resources that can ever be short of capacity, numbered; one stands for all that carry the same."""
     carried: dict[Resource, list[tuple[str, float]]] = {}
     for id, route in routes.items():

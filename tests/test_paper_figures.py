@@ -1,0 +1,98 @@
+"""The paper's interference figure: its options against closed forms, its table, page and picture."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.paper import figure4
+from benchmarks.paper.stage import MIB, OPTIONS, Option, Setting, pair, step
+
+SMALL = replace(figure4.setting("h100x2*2"), layers=3, microbatches=2, bucket_mb=4)
+ISSUE = 3 * SMALL.cluster.host_issue_s
+"""The host issues a message after the other: these many seconds may lie between."""
+
+
+def test_one_stream_waits_for_the_whole_bucket() -> None:
+    s = SMALL
+    expected = s.seconds("all_reduce", s.head) + s.seconds("all_to_all", s.exchanged)
+    assert pair(s, "one stream").exchange_s("B") == pytest.approx(expected, abs=ISSUE)
+
+
+def test_separate_streams_share_the_link() -> None:
+    """Both want all of their NICs but for their latency; alone, nothing slows the exchange."""
+    s = SMALL
+    alone = s.seconds("all_to_all", s.exchanged)
+    assert pair(s, "alone").exchange_s("B") == pytest.approx(alone)
+    used = s.exchanged / 2 / s.cluster.inter_bandwidth / alone
+    assert pair(s, "separate streams").exchange_s("B") == pytest.approx(2 * used * alone, abs=ISSUE)
+
+
+def test_partitioned_buckets_let_an_exchange_wait_for_a_piece_at_most() -> None:
+    s = SMALL
+    piece, exchange = s.seconds("all_reduce", s.bucket_mb * MIB), s.seconds("all_to_all", s.exchanged)
+    assert pair(s, "partitioned, one stream").exchange_s("B") == pytest.approx(piece + exchange, abs=ISSUE)
+    waited = [start - ready for _, ready, start, _ in step(s, "partitioned, one stream").spans("exchange")]
+    assert 0 < max(waited) <= piece * (1 + 1e-9) < exchange
+    waited = [start - ready for _, ready, start, _ in step(s, "one stream").spans("exchange")]
+    assert max(waited) > s.seconds("all_reduce", s.head) - ISSUE
+
+
+def test_pieces_on_a_stream_of_their_own_meet_an_exchange_part_of_the_time() -> None:
+    """The piece under way is half as fast, and so is the exchange meanwhile; the next piece waits for it."""
+    s = SMALL
+    piece, alone = s.seconds("all_reduce", s.bucket_mb * MIB), s.seconds("all_to_all", s.exchanged)
+    longest = pair(s, "partitioned, separate streams").exchange_s("B")
+    assert alone < longest <= alone + piece + ISSUE
+    assert longest < pair(s, "separate streams").exchange_s("B")
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_moves_the_same_bytes_in_a_possible_order(option: Option) -> None:
+    s, ran = SMALL, step(SMALL, option)
+    reduced = sum(x.nbytes for x in ran.items if x.kind == "reduce")
+    assert reduced == (0 if option == "alone" else s.head + s.layers * s.dense)
+    assert sum(x.kind == "exchange" for x in ran.items) == 4 * s.layers * s.microbatches
+    begin, end = ({x.name: t for x, t in zip(ran.items, times)} for times in (ran.times.start, ran.times.end))
+    for x in ran.items:
+        assert all(begin[x.name] >= end[y] for y in x.after)
+        if x.kind == "reduce":
+            made = x.name.split(".")[1]
+            assert begin[x.name] >= end[f"B1.{made}" if made == "head" else f"B1.{made}.attention"], "its gradients are there"
+
+
+def test_a_slower_all_to_all_loses_less() -> None:
+    """2 u, of what it reaches alone: the reduction leaves it half."""
+    rows = list(figure4.reached("h100x2*2"))
+    assert [times for _, _, times in rows] == pytest.approx([2 * u for _, u, _ in rows], rel=0.01)
+    assert rows[-1][2] == pytest.approx(figure4.PAPER, rel=0.01)
+
+
+def test_bytes_are_those_of_the_model() -> None:
+    s = Setting(SMALL.cluster)
+    assert (s.exchanged, s.dense) == (4 * 512 * 2 * 2048 * 2, 2 * 2048 * (2048 + 512 + 512 + 2048 + 8))
+
+
+def test_the_table_the_page_and_the_picture(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(figure4, "CLUSTERS", ("h100x2*2",))
+    monkeypatch.setattr(figure4, "ROOT", tmp_path)
+    monkeypatch.setattr(figure4, "PAGE", tmp_path / "paper.md")
+    monkeypatch.setattr(figure4, "PICTURE", tmp_path / "paper" / "figure4.png")
+    assert figure4.main(["--write"]) == 0
+    out = capsys.readouterr().out
+    assert "not given" in out and "Assumed" in out
+    page = (tmp_path / "paper.md").read_text()
+    lines = [x for x in page.splitlines() if x.startswith("| h100-80g-sxm:2*2 |")]
+    assert len(lines) == 3 + 2 * len(figure4.PIECES_MB)
+    assert [x.split(" | ")[4] for x in lines].count("1.46") == 1 and sum("not given" in x for x in lines) == len(lines) - 2
+    assert (tmp_path / "paper" / "figure4.png").stat().st_size > 20_000
+
+
+@pytest.mark.parametrize(("cluster", "says"), [("h100x1", "no two devices"), ("cpu-local", "no two devices"), ("x", "unknown")])
+def test_a_cluster_without_links_is_refused(cluster: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert figure4.main(["--cluster", cluster]) == 2
+    assert says in capsys.readouterr().err
