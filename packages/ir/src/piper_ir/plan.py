@@ -59,6 +59,11 @@ class Values(Mapping[str, Value]):
     def __init__(self, kinds: Mapping[str, tuple[TensorSpec, Category]]) -> None:
         self._kinds = kinds
 
+    @property
+    def kinds(self) -> Mapping[str, tuple[TensorSpec, Category]]:
+        """id -> (spec, category), for who asks for very many and needs no Value."""
+        return self._kinds
+
     def __getitem__(self, id: str) -> Value:
         return Value(id, *self._kinds[id])
 
@@ -73,6 +78,11 @@ class Values(Mapping[str, Value]):
 
     def __repr__(self) -> str:
         return repr(dict(self))
+
+
+def kinds(values: Mapping[str, Value]) -> Mapping[str, tuple[TensorSpec, Category]]:
+    """id -> (spec, category) of a plan's values, without making a Value of each where that can be avoided."""
+    return values.kinds if isinstance(values, Values) else {id: (v.spec, v.category) for id, v in values.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,12 +244,17 @@ class Plan:
     def tokens_per_step(self) -> int | None:
         return None if self.tokens_per_row is None else self.tokens_per_row * self.global_batch
 
+    @cached_property
+    def _role_at(self) -> dict[int, RolePlan]:
+        """Rank -> its role; of a plan that is not valid, the first that has it."""
+        return {rank: role for role in reversed(self.roles) for rank in role.ranks}
+
     def role_of(self, rank: int) -> RolePlan:
         """The role that a rank runs; KeyError for a rank outside of the mesh."""
-        for role in self.roles:
-            if rank in role.ranks:
-                return role
-        raise KeyError(f"rank {rank} is in no role; the mesh has {self.mesh.world} ranks")
+        found = self._role_at.get(rank)
+        if found is None:
+            raise KeyError(f"rank {rank} is in no role; the mesh has {self.mesh.world} ranks")
+        return found
 
     def replica_of(self, rank: int) -> int:
         """The data-parallel index of a rank in 0..D-1: rows [i*G/D, (i+1)*G/D) of the global batch are its own."""

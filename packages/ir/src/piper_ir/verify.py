@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from piper_ir.collector import no_garbage_collection
 from piper_ir.errors import PlanError
 from piper_ir.memory import peak
 from piper_ir.plan import Plan
@@ -34,10 +35,11 @@ def check(plan: Plan) -> list[Violation]:
     those before it hold, because it builds on them."""
     out = Findings(plan)
     groups: tuple[Callable[[Findings], None], ...] = (check_tables, check_instructions, _check_use, _check_memory)
-    for group in groups:
-        group(out)
-        if out.found:
-            break
+    with no_garbage_collection():
+        for group in groups:
+            group(out)
+            if out.found:
+                break
     return out.found
 
 

@@ -71,12 +71,15 @@ class _Dataflow:
         op, origin = part.op, self._origin
         match op:
             case Compute():
-                for value, asked in zip(part.reads, self._reads(op), strict=True):
-                    problem = asked.problem(origin[value], part.mb)
-                    if problem:
-                        self._out.add("R27-dataflow", f"{part_name(part)} reads {value} as {asked.name}: {problem}", role, index)
+                mb, asks = part.mb, self._reads(op)
+                if [origin[v] for v in part.reads] != [(*asked.only, mb) for asked in asks]:  # which is what most ask for
+                    for value, asked in zip(part.reads, asks, strict=True):
+                        problem = asked.problem(origin[value], mb)
+                        if problem:
+                            text = f"{part_name(part)} reads {value} as {asked.name}: {problem}"
+                            self._out.add("R27-dataflow", text, role, index)
                 writes = self._plan.chunk(op.chunk).steps[op.step].writes  # type: ignore[index]  # R07 refuses B
-                origin.update({v: (op.chunk, port, part.mb) for v, port in zip(part.writes, writes, strict=True)})
+                origin.update(zip(part.writes, [(op.chunk, port, mb) for port in writes], strict=True))
             case Load(tensor=tensor):
                 origin[part.writes[0]] = ("", tensor, part.mb)
             case Seed():
@@ -136,10 +139,15 @@ class _Dataflow:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a port asks for: the sum of these (chunk, port), each of the reader's microbatch."""
+    """What a port asks for: the sum of these (chunk, port), each of the reader's microbatch. `only`: where it is one."""
 
     name: str
     terms: frozenset[tuple[str, str]]
+    only: tuple[str, str] | tuple[()] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.terms) == 1:
+            object.__setattr__(self, "only", next(iter(self.terms)))
 
     def problem(self, origin: Origin, mb: int) -> str:
         if isinstance(origin, tuple):

@@ -8,7 +8,7 @@ from re import compile as regex
 from typing import assert_never
 
 from piper_ir.ops import COMM, Add, AllReduce, Compute, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros
-from piper_ir.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan, is_state
+from piper_ir.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan, Values, is_state, kinds
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, TensorSpec, bind
 from piper_ir.verify_rules import Findings, part_name
@@ -31,10 +31,11 @@ def check_tables(out: Findings) -> None:
         problem = _channel_problem(plan, channel)
         if problem:
             out.add("R09-channels", f"channel {channel.id}: {problem}")
+    known = set(plan.values)
     for role, index, instr in plan.instructions():
         if instr.stream not in role.streams:
             out.add("R02-streams", f"the role has the streams {', '.join(role.streams)}", role, index)
-        for name in _unknown(plan, instr):
+        for name in _unknown(plan, known, instr):
             out.add("R06-names", f"there is no {name} in the plan", role, index)
 
 
@@ -81,9 +82,10 @@ def _ids(out: Findings) -> None:
         for id, count in Counter(ids).items():
             if count > 1:
                 out.add("R06-names", f"{count} {what}s are called {id}; ids must differ")
-    for key, value in plan.values.items():
-        if key != value.id:
-            out.add("R06-names", f"the value {value.id} stands under the key {key}")
+    if not isinstance(plan.values, Values):  # which makes a value's id of its key
+        for key, value in plan.values.items():
+            if key != value.id:
+                out.add("R06-names", f"the value {value.id} stands under the key {key}")
     _chunks(out)
     _sizes(out)
     roles = {r.role for r in plan.roles}
@@ -133,10 +135,15 @@ def _is_param(chunk: Chunk, index: int) -> bool:
 def _sizes(out: Findings) -> None:
     """R07: what a plan holds has shapes of plain numbers."""
     plan = out.plan
-    specs = [("value", v.id, v.spec) for v in plan.values.values()]
+    specs = [("value", id, spec) for id, (spec, _) in kinds(plan.values).items()]
     specs += [("parameter", p.name, p.spec) for p in plan.params] + [("buffer", b.name, b.spec) for b in plan.buffers]
+    good: set[int] = set()  # by identity: microbatches share specs, objects that the plan keeps alive
     for what, name, spec in specs:
-        if not all(isinstance(size, int) and size >= 0 for size in spec.shape):
+        if id(spec) in good:
+            continue
+        if all(isinstance(size, int) and size >= 0 for size in spec.shape):
+            good.add(id(spec))
+        else:
             out.add("R07-signature", f"{what} {name} is a {spec}; in a plan all sizes are integers from 0")
 
 
@@ -181,14 +188,15 @@ def _channel_problem(plan: Plan, channel: Channel) -> str:
     )
 
 
-def _unknown(plan: Plan, instr: Instr) -> Iterable[str]:
+def _unknown(plan: Plan, known: set[str], instr: Instr) -> Iterable[str]:
+    """`known`: the plan's values."""
     for value in (*instr.frees_before, *instr.allocs_after):
-        if value not in plan.values:
+        if value not in known:
             yield f"value {value}"
     for part in instr.parts:
-        for value in (*part.reads, *part.writes, *part.frees):
-            if value not in plan.values:
-                yield f"value {value}"
+        for values in (part.reads, part.writes, part.frees):
+            if not known.issuperset(values):
+                yield from (f"value {v}" for v in values if v not in known)
         yield from _unknown_in_op(plan, part.op)
 
 
@@ -254,7 +262,7 @@ class _Signatures:
     """R07. What the parts of a plan must read and write."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+        self._plan, self._kinds = plan, kinds(plan.values)
         self._batch = {b.name: b.spec.bind(plan.rows) for b in plan.batch}
         self._steps: dict[tuple[str, str], tuple[list[TensorSpec], list[TensorSpec]]] = {}
 
@@ -276,10 +284,11 @@ class _Signatures:
         if len(values) != len(expected):
             yield f"it {verb} {len(values)} values; {len(expected)} are expected"
             return
-        for value, spec in zip(values, expected, strict=True):
-            found = self._plan.values[value].spec
-            if found is not spec and found != spec:
-                yield f"it {verb} {value}, a {found}; {spec} is expected"
+        found = [self._kinds[v][0] for v in values]
+        if found != expected:  # equal objects first, of which microbatches have the same
+            for value, is_a, spec in zip(values, found, expected, strict=True):
+                if is_a != spec:
+                    yield f"it {verb} {value}, a {is_a}; {spec} is expected"
 
     def _step(self, op: Compute) -> tuple[list[TensorSpec], list[TensorSpec]]:
         key = (op.chunk, op.step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from piper_ir.plan import COMPUTE, Instr, RolePlan
@@ -63,7 +63,10 @@ class _Life:
 def check_values(out: Findings, orders: dict[str, Order]) -> None:
     """R11 to R16 for plans whose form is right."""
     home: dict[str, str] = {}
-    lives = {role.role: _lives(role) for role in out.plan.roles}
+    plain = _plain_values(out.plan.roles)
+    for name, values in plain.items():
+        home.update(dict.fromkeys(values, name))
+    lives = {role.role: _lives(role, plain[role.role]) for role in out.plan.roles}
     for role in out.plan.roles:
         for value, life in lives[role.role].items():
             if life.writes:
@@ -81,26 +84,72 @@ def check_values(out: Findings, orders: dict[str, Order]) -> None:
                 out.add("R11-written-once", f"it uses {value}, which lives on role {home[value]}", role, index)
 
 
-def _lives(role: RolePlan) -> dict[str, _Life]:
+def _plain_values(roles: Sequence[RolePlan]) -> dict[str, set[str]]:
+    """By role the values whose life keeps R11 to R16 for sure, as nearly all do: no communication and no other role touches
+    them, and the one stream that computes writes them once, reads them afterwards and frees them once, at last."""
+    found = {role.role: _plain(role) for role in roles}
+    seen, shared = set[str](), set[str]()
+    for values in (values for both in found.values() for values in both):
+        shared |= seen & values
+        seen |= values
+    return {name: plain - shared for name, (plain, _) in found.items()}
+
+
+def _plain(role: RolePlan) -> tuple[set[str], set[str]]:
+    """The values of a role that are plain by what it does itself, and the others. Found with sets, for there are very many."""
+    odd, alive, gone = set(role.allocs_first), set[str](), set[str]()
+    for instr in role.program:
+        odd.update(instr.frees_before, instr.allocs_after)
+        for part in instr.parts:
+            if instr.stream != COMPUTE:
+                odd.update(part.reads, part.writes, part.frees)
+                continue
+            if not alive.issuperset(part.reads):
+                odd.update(part.reads)
+            if not gone.isdisjoint(part.writes):
+                odd.update(part.writes)
+            before = len(alive)
+            alive.update(part.writes)
+            if len(alive) != before + len(part.writes):
+                odd.update(part.writes)
+            if part.frees:
+                before = len(alive)
+                alive.difference_update(part.frees)
+                if len(alive) != before - len(part.frees):
+                    odd.update(part.frees)
+                gone.update(part.frees)
+    odd |= alive
+    return gone - odd, odd
+
+
+def _lives(role: RolePlan, plain: set[str]) -> dict[str, _Life]:
+    """Of all values that are not plain, in the order in which the role first names them."""
     lives: dict[str, _Life] = {}
 
-    def life(value: str) -> _Life:
-        return lives.setdefault(value, _Life())
+    def of(values: Iterable[str]) -> Iterator[_Life]:
+        for value in values:
+            if value not in plain:
+                found = lives.get(value)
+                if found is None:
+                    found = lives[value] = _Life()
+                yield found
 
-    for v in role.allocs_first:
-        life(v).allocs.append(FIRST)
+    for life in of(role.allocs_first):
+        life.allocs.append(FIRST)
     for i, instr in enumerate(role.program):
-        for v in instr.frees_before:
-            life(v).frees.append((i, -1))
+        for life in of(instr.frees_before):
+            life.frees.append((i, -1))
         for p, part in enumerate(instr.parts):
-            for v in part.reads:
-                life(v).reads.append((i, p))
-            for v in part.writes:
-                life(v).writes.append((i, p))
-            for v in part.frees:
-                life(v).frees.append((i, p))
-        for v in instr.allocs_after:
-            life(v).allocs.append((i, LAST))
+            if plain.issuperset(part.reads) and plain.issuperset(part.writes) and plain.issuperset(part.frees):
+                continue
+            for life in of(part.reads):
+                life.reads.append((i, p))
+            for life in of(part.writes):
+                life.writes.append((i, p))
+            for life in of(part.frees):
+                life.frees.append((i, p))
+        for life in of(instr.allocs_after):
+            life.allocs.append((i, LAST))
     return lives
 
 
