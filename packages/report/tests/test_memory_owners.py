@@ -10,7 +10,7 @@ from piper_ir.ops import Compute
 from piper_ir.plan import Instr, Part, Plan, RolePlan, Value
 from piper_ir.program import Chunk, Input, Liveness, Output, Signature
 from piper_ir.sizes import TensorSpec
-from piper_report.owners import owners
+from piper_ir.memory_owners import owners
 
 PLANS = {
     "by hand": good_plan(),
