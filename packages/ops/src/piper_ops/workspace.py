@@ -1,8 +1,9 @@
 """Bytes that the kernels of ops hold on a CUDA device beside their arguments and results, where they are worth counting.
 
-The bytes of the loss are those of reductions "mean" and "sum", which keep some bytes per row that "none" does not. Attention's gradient is that of the lowering that takes more of those that a device from sm80 on may
-choose. Not here: what an op of aten's allocates inside beside that, such as the sorted indices of an embedding's gradient and
-the buffers of reductions that are split over blocks.
+The bytes of the loss are those of reductions "mean" and "sum", which keep some bytes per row that "none" does not. Attention's
+gradient is that of the lowering that takes more, of those that a device from sm80 on may choose. Not here: what an op of aten's
+allocates inside beside that, such as the sorted indices of an embedding's gradient, and the buffers of reductions that are split
+over blocks.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def _most(call: Call, of: Callable[[LoweringName], int]) -> int:
     q, k, v = (call.tensor(name) for name in "qkv")
     mask, causal = call.args["mask"] is not None, call.args["is_causal"]
     shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
-    chosen = {attention_lowering("cuda", q.dtype, *shapes, masked=mask, is_causal=causal, capability=c).name for c in CAPABILITIES}
-    return max(map(of, chosen))
+    lowerings = [attention_lowering("cuda", q.dtype, *shapes, masked=mask, is_causal=causal, capability=c) for c in CAPABILITIES]
+    return max(of(name) for name in {lowering.name for lowering in lowerings})
 
 
 def _fused_dgrad(call: Call, name: LoweringName) -> int:

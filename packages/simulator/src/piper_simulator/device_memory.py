@@ -15,15 +15,15 @@ of a node)."""
 NCCL_SIMPLE = 4 * MIB
 NCCL_LL = 8 * 512 * 8 * 16
 NCCL_LL128 = 120 * 640 * 8 * 8
-"""Bytes of a connection's buffer by protocol (NCCL: src/init.cc, DEFAULT_BUFFSIZE; DEFAULT_LL_BUFFSIZE: lines per thread, threads,
-steps, bytes of a line; DEFAULT_LL128_BUFFSIZE: elements per thread, threads, steps, bytes of an element)."""
+"""Bytes of a connection's buffer by protocol (NCCL: src/init.cc, DEFAULT_BUFFSIZE; DEFAULT_LL_BUFFSIZE: lines per thread,
+threads, steps, bytes of a line; DEFAULT_LL128_BUFFSIZE: elements per thread, threads, steps, bytes of an element)."""
 RECEIVED = 4
 """Connections of a channel from which a rank receives: one of the ring, and of its tree the parent and two children."""
 
 
 def communicator_bytes(channels: int = NCCL_CHANNELS, received: int = RECEIVED) -> int:
     """Buffers of a communicator of several ranks, by NCCL's defaults: each connection has one for each protocol where it
-    receives. `Cluster.group_bytes` of the built-in devices is what was measured instead: 1.27 GiB on an A100, 1.15 GiB by this."""
+    receives. `Cluster.group_bytes` of the built-in devices is what was measured instead: 1.27 GiB on an A100; this is 1.15."""
     return channels * received * (NCCL_SIMPLE + NCCL_LL + NCCL_LL128)
 
 
@@ -35,7 +35,7 @@ def pair_bytes(channels: int = NCCL_CHANNELS) -> int:
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """Bytes at the peak of a role. `allocated`: tensors and what kernels hold inside, as torch's `max_memory_requested`;
-    `reserve`: what the allocator takes from the device beyond, rounding and unused blocks; `context`: of CUDA, with kernels loaded;
+    `reserve`: what the allocator takes from the device beyond, rounding and unused blocks; `context`: of CUDA, with its kernels;
     `groups`, `pairs`: communicators of groups and of neighbours. Costs that were measured count these two in `context`."""
 
     allocated: int

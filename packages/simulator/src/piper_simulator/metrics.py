@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from piper_ir.ops import Compute
-from piper_ir.plan import COMPUTE, Plan, RolePlan
+from piper_ir.plan import COMPUTE, Plan
 from piper_ir.sizes import bind
 from piper_ir.timing import Prepared, Times
 

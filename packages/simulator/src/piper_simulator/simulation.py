@@ -271,9 +271,7 @@ class _Run:
         spans = [(self.times.start[n] - origin, self.times.end[n] - origin) for n in range(first, first + count)]
         return snapshot(self.counted, self.counted.roles[r], spans)
 
-    def verdicts(
-        self, cluster: Cluster, allocator: AllocatorCosts | None, peaks: Sequence[Usage], times: Times
-    ) -> Iterator[Oom]:
+    def verdicts(self, cluster: Cluster, allocator: AllocatorCosts | None, peaks: Sequence[Usage], times: Times) -> Iterator[Oom]:
         """Of the roles that need more than their devices have. `times`: of the first step."""
         origin, limit = min(times.start, default=0.0), cluster.memory_bytes
         for r, (role, most, held) in enumerate(zip(self.counted.roles, peaks, self.held)):

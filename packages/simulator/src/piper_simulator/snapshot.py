@@ -111,21 +111,23 @@ class _Log:
 
 def _segment(first: Block, live: Mapping[int, Frames]) -> dict[str, Any]:
     blocks = []
+    total = used = requested = 0
     block: Block | None = first
     while block is not None:
         state = "active_allocated" if block.requested else "inactive"
         frames = live.get(block.address, [])
         found = {"address": block.address, "size": block.size, "requested_size": block.requested, "state": state}
         blocks.append(found | {"frames": frames})
+        total, requested = total + block.size, requested + block.requested
+        used += block.size if block.requested else 0
         block = block.after
-    used = sum(b["size"] for b in blocks if b["requested_size"])
     return {
         "device": 0,
         "address": first.address,
-        "total_size": sum(b["size"] for b in blocks),
+        "total_size": total,
         "allocated_size": used,
         "active_size": used,
-        "requested_size": sum(b["requested_size"] for b in blocks),
+        "requested_size": requested,
         "stream": 0,
         "segment_type": "small" if first.small else "large",
         "segment_pool_id": (0, 0),
