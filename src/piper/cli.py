@@ -31,6 +31,7 @@ from piper.options import (
     Log,
     Lowered,
     MemoryLimit,
+    MemorySnapshot,
     Microbatches,
     Nodes,
     Other,
@@ -82,6 +83,7 @@ def simulate(
     cluster: ClusterName = "cpu-local",
     costs: CostsFile = None,
     out: Out = None,
+    memory_snapshot: MemorySnapshot = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict step time and memory of a strategy without running it; say why; or compare two strategies.
@@ -93,14 +95,14 @@ def simulate(
         from piper.predicting import Target, predict, predict_two
 
         given, changes = pairs(params), pairs(versus, "--versus")
-        if (other or changes) and (why or out):
-            raise JobError("--why and --out are for one strategy; simulate the two one after the other")
+        if (other or changes) and (why or out or memory_snapshot):
+            raise JobError("--why, --out and --memory-snapshot are for one strategy; simulate the two one after the other")
         recipe = load_file(file, given, strategy)
         target = Target(cluster, costs)
         if other or changes:
             predict_two(recipe, other, target, params=given, changes=changes, as_json=as_json)
         else:
-            predict(recipe, target, out=out, explained=why, as_json=as_json)
+            predict(recipe, target, out=out, explained=why, as_json=as_json, snapshots=memory_snapshot)
 
 
 @app.command()

@@ -74,6 +74,12 @@ ProfileLauncher = Annotated[
 CostsOut = Annotated[Path, typer.Option("--out", metavar="FILE.json", help="the costs file")]
 Timeout = Annotated[float, typer.Option("--timeout-s", help="seconds without progress after which a rank counts as hung")]
 Steps = Annotated[int | None, typer.Option(min=1, help="optimizer steps (default: the file's `steps`, else 3)")]
+MemorySnapshot = Annotated[
+    Path | None,
+    typer.Option(
+        "--memory-snapshot", metavar="DIR", help="write predicted memory by rank for torch's visualiser (pytorch.org/memory_viz)"
+    ),
+]
 Trials = Annotated[int, typer.Option(min=1, help="candidates that are compiled and scored")]
 Confirm = Annotated[int, typer.Option(min=0, help="run so many of the best on this machine, predicted beside measured")]
 MemoryLimit = Annotated[str | None, typer.Option(help="per device, e.g. 20GiB (default: what the cluster's devices have)")]

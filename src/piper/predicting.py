@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,14 +14,15 @@ from piper.display import show
 from piper.frontdoor import Compiled, compile
 from piper.loading import Recipe, load_file
 from piper.reporting import report_at_end
-from piper.results import new_folder, save_plan, save_prediction
+from piper.results import new_folder, save_plan, save_prediction, save_snapshots
 from piper.session import device_named
 from piper.why_tables import comparison_tables, why_tables
-from piper_compiler import load_strategy
+from piper_compiler import Options, load_strategy
 from piper_ir.costs import Costs
 from piper_ir.errors import JobError, PiperError
-from piper_report.summary import prediction_table
+from piper_report.summary import memory_table, prediction_table
 from piper_simulator import Cluster, compare, simulate, why
+from piper_simulator.device_memory import kind_of
 from piper_simulator.whatif import WhatIf
 
 ONE_MORE = "one microbatch more"
@@ -42,12 +44,14 @@ class Target:
         return load_costs(self.file) if self.file is not None else None
 
     def compiled(self, recipe: Recipe) -> Compiled:
-        return compile(recipe.job, recipe.strategy, costs=self.costs)
+        return compile(recipe.job, recipe.strategy, costs=self.costs, options=Options(device=kind_of(self.cluster)))
 
 
-def predict(recipe: Recipe, target: Target, *, out: Path | None, explained: bool, as_json: bool) -> None:
+def predict(
+    recipe: Recipe, target: Target, *, out: Path | None, explained: bool, as_json: bool, snapshots: Path | None = None
+) -> None:
     """Simulate a strategy and print the headline, with `explained` also why; with `out`, results and a report go to a new folder
-    below it."""
+    below it; with `snapshots`, the memory of each rank to that folder."""
     name = recipe.path.stem
     cluster, compiled = target.cluster, target.compiled(recipe)
     folder = new_folder(out, name) if out is not None else None
@@ -60,9 +64,13 @@ def predict(recipe: Recipe, target: Target, *, out: Path | None, explained: bool
         print(json.dumps(result.summary() | ({"why": found.as_dict()} if found else {})))
     else:
         show(prediction_table(result, title=f"{name} on {cluster.name}"))
+        print()
+        show(memory_table(result))
         for table in why_tables(found) if found else ():
             print()
             show(table)
+    if snapshots is not None:
+        print(save_snapshots(snapshots, compiled.plan, result), file=sys.stderr)
     if folder is not None:
         save_plan(folder, compiled.plan, recipe.strategy)
         save_prediction(folder, result)

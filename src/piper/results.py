@@ -9,6 +9,7 @@ tuning and of a profile. A folder holds what its command made; `piper report` sh
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,6 +68,19 @@ def _by_rank(prediction: Simulation) -> list[dict[str, Any]]:
     return [dict(zip(names, (b, p, d, dict(c)))) for b, p, d, c in columns]
 
 
+def save_snapshots(folder: Path, plan: Plan, prediction: Simulation) -> str:
+    """The predicted memory of ranks as rank0.pickle, ... in a folder, for torch's memory visualiser; of ranks that run the same
+    program, the first. Returns where, for the user. OutputError when a file cannot be written."""
+    with _writing(folder, "--memory-snapshot"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for role in plan.roles:
+            blob = pickle.dumps(prediction.memory_snapshot(role.ranks[0]), protocol=4)  # which the visualiser reads
+            (folder / f"rank{role.ranks[0]}.pickle").write_bytes(blob)
+    ranks = ", ".join(f"rank{r.ranks[0]}" + (f" (and {len(r.ranks) - 1} like it)" if r.ranks[1:] else "") for r in plan.roles[:4])
+    more = f" and {len(plan.roles) - 4} more" if plan.roles[4:] else ""
+    return f"memory of {ranks}{more} is in {folder}: drop a file onto pytorch.org/memory_viz"
+
+
 def save_run(folder: Path, run: Run, tokens_per_step: int | None = None) -> None:
     """measured.json, and spans-measured.json and trace-measured.json when spans were recorded. OutputError when a file cannot be
     written."""
@@ -99,8 +113,8 @@ def hang_report(folder: Path | None) -> Iterator[None]:
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def _writing(folder: Path, flag: str = "--out") -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        raise OutputError(f"cannot write results to {folder}: {e.strerror}; choose another folder with --out") from None
+        raise OutputError(f"cannot write results to {folder}: {e.strerror}; choose another folder with {flag}") from None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,11 @@ from piper.reporting import report_at_end
 from piper.results import new_folder, save_plan, save_prediction
 from piper_compiler import Strategy
 from piper_ir.costs import Costs
+from piper_ir.memory import on_device
 from piper_report.summary import beside_table
 from piper_simulator import Cluster, Simulation, load_cluster, simulate
 from piper_simulator.clusters import CPU
+from piper_simulator.device_memory import kind_of
 
 if TYPE_CHECKING:
     from piper_runtime import Job, Run
@@ -76,6 +78,7 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
     if folder is None and settings.out is not None:
         folder = new_folder(settings.out, settings.name)
     cluster = devices_of_runs(compiled.plan.mesh.world)
+    compiled = replace(compiled, plan=on_device(compiled.plan, kind_of(cluster)))
     prediction = simulate(compiled.plan, cluster, costs=costs)
     if folder is not None:
         save_plan(folder, compiled.plan, strategy)

@@ -12,7 +12,7 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
 
-from piper_compiler import Strategy, Training
+from piper_compiler import Options, Strategy, Training
 from piper_ir.costs import Costs
 from piper_ir.errors import PiperError, TuneError
 from piper_ir.plan import Bucket
@@ -20,6 +20,7 @@ from piper_ir.program import Program
 from piper_ir.sizes import bind
 from piper_simulator import Cluster
 from piper_simulator.clusters import CPU
+from piper_simulator.device_memory import kind_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,11 @@ class Problem:
     costs: Costs | None = None
     memory_limit: int | None = None
     one_role: str = ""
+
+    @property
+    def options(self) -> Options:
+        """Of the compiler: memory is counted with the kernels of the cluster's devices."""
+        return Options(device=kind_of(self.cluster))
 
     def facts(self) -> tuple[object, ...]:
         """What scores depend on, the same in another process. This machine is itself, however fast it was just measured."""

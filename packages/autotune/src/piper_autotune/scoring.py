@@ -22,8 +22,9 @@ from piper_ir.timing import Prepared, prepare, step_and_period
 from piper_ir.units import size_text
 from piper_ir.verify import verify
 from piper_simulator import Cluster, simulate
-from piper_simulator.metrics import device_bytes
+from piper_simulator.device_memory import device_memory
 from piper_simulator.model import CostModel
+from piper_simulator.oom import SHOWN, too_much
 
 
 @dataclass(frozen=True)
@@ -85,15 +86,17 @@ class _Compiling:
     def plan(self) -> Plan:
         of = self.problem
         lowered = compile_program(
-            of.program, self.strategy, global_batch=of.global_batch, training=of.training, costs=of.costs, at_rows=self.at_rows
-        )
+            of.program, self.strategy, global_batch=of.global_batch, training=of.training, costs=of.costs, at_rows=self.at_rows,
+            options=of.options,
+        )  # fmt: skip
         return lowered.plan
 
     def outline(self) -> Outline | None:
         of = self.problem
         return outline_program(
-            of.program, self.strategy, global_batch=of.global_batch, training=of.training, costs=of.costs, at_rows=self.at_rows
-        )
+            of.program, self.strategy, global_batch=of.global_batch, training=of.training, costs=of.costs, at_rows=self.at_rows,
+            options=of.options,
+        )  # fmt: skip
 
     def at_rows(self, rows: int) -> Program:
         if rows not in self.variants:
@@ -152,7 +155,7 @@ def _predicted(problem: Problem, plan: Plan, prepared: Prepared | None) -> Score
         model = CostModel(plan, cluster, problem.costs)
         step_s, period_s = step_and_period(prepared, seconds_of(model, plan), latency=plan.hop, issue=model.issue_s)
     allocator = None if problem.costs is None else problem.costs.allocator
-    held = [(device_bytes(plan, role, role.peak_bytes, cluster, allocator), role) for role in plan.roles]
+    held = [(device_memory(plan, role, role.peak_bytes, cluster, allocator).total, role) for role in plan.roles]
     most, fullest = max(held, key=lambda h: h[0])
     reason = _reason(problem.memory_limit, most, fullest)
     peak_bytes = max(role.peak_bytes for role in plan.roles)
@@ -163,9 +166,6 @@ def _reason(limit: int | None, held: int, role: RolePlan) -> str:
     """Why a plan does not fit: which rank, by how much, at which instruction, and what fills it."""
     if limit is None or held <= limit:
         return ""
-    owners = sorted(role.peak_by_category.items(), key=lambda o: -o[1])[:3]
+    largest = sorted(role.peak_by_category.items(), key=lambda o: -o[1])[:SHOWN]
     instr = f"instruction {role.peak_at} {role.program[role.peak_at].name}" if role.program else "its start"
-    return (
-        f"rank {role.ranks[0]} ({role.role}) needs {size_text(held)}, {size_text(held - limit)} more than the limit of "
-        f"{size_text(limit)}; fullest in {instr}: {', '.join(f'{c} {size_text(b)}' for c, b in owners)}"
-    )
+    return too_much(role.ranks[0], role.role, held, limit, instr, (f"{c} {size_text(b)}" for c, b in largest))

@@ -27,7 +27,7 @@ from piper_ir.ops import Compute
 from piper_ir.plan import COMPUTE, Bucket, Instr, Part, Plan, RolePlan
 from piper_ir.program import Chunk, Program, Step
 from piper_ir.sizes import bind
-from piper_simulator.metrics import device_bytes
+from piper_simulator.device_memory import device_memory
 from piper_simulator.model import CostModel
 
 _OWN = (Partition, Split, SplitBackward, Place, Replicate, Order, Stream)
@@ -131,7 +131,7 @@ class Sketches:
     def on_device(self, strategy: Strategy, nbytes: int) -> int:
         """Bytes gone on a device when the plan holds `nbytes`, without communicators."""
         bare, costs = _bare(self._problem.program, strategy.mesh, 1, ()), self._problem.costs
-        return device_bytes(bare, _NOBODY, nbytes, self._problem.cluster, None if costs is None else costs.allocator)
+        return device_memory(bare, _NOBODY, nbytes, self._problem.cluster, None if costs is None else costs.allocator).total
 
     def _graph(self, strategy: Strategy) -> Graph | None:
         """The graph of one microbatch with everything placed, without orders."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from piper_ir.errors import PlanError
 from piper_ir.ops import Compute
-from piper_ir.plan import CATEGORIES, COMPUTE, Category, Instr, Part, Plan, RolePlan, part_peak
+from piper_ir.plan import CATEGORIES, COMPUTE, Category, Device, Instr, Part, Plan, RolePlan, part_peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,11 @@ def with_peaks(plan: Plan) -> Plan:
         most = peak(plan, role)
         roles.append(replace(role, peak_bytes=most.total, peak_at=most.instr, peak_by_category=most.bytes))
     return replace(plan, roles=tuple(roles))
+
+
+def on_device(plan: Plan, device: Device) -> Plan:
+    """The plan with the peaks that it has on a kind of device; itself when they are those already."""
+    return plan if plan.device == device else with_peaks(replace(plan, device=device))
 
 
 class _Totals:

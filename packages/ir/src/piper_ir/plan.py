@@ -31,6 +31,9 @@ PLAN_VERSION = 1
 COMPUTE = "compute"
 """The one stream of a role that computes, allocates and frees."""
 
+Device = Literal["", "cpu", "cuda"]
+"""Whose kernels the memory of a plan counts. "cuda": with what they hold inside; the others: tensors alone."""
+
 Category = Literal["param", "grad", "optim", "buffer", "activation", "gradient", "batch", "scalar", "workspace"]
 """Owners of memory. States: param, grad (buckets), optim, buffer. Values: activation (outputs and saved tensors of F),
 gradient (of activations), batch, scalar. workspace: what a running instruction holds beyond its values."""
@@ -189,7 +192,8 @@ class RolePlan:
 class Plan:
     """`rows` is the row count of one microbatch on one rank; `replicas` the data-parallel width D (the product of the axes in
     `replicated`); global batch = rows * microbatches * D. `chunks` are bound to rows. `hop`: seconds of latency between
-    devices, of synthetic programs. `tokens_per_row`: for tokens per second; None when unknown."""
+    devices, of synthetic programs. `tokens_per_row`: for tokens per second; None when unknown. `device`: the kind of device that
+    peaks are for; a plan runs on any."""
 
     program_key: str
     mesh: Mesh
@@ -208,6 +212,7 @@ class Plan:
     hop: float = 0.0
     recv_ahead: int = 2
     tokens_per_row: int | None = None
+    device: Device = ""
     version: int = PLAN_VERSION
     _chunks: dict[str, Chunk] = field(init=False, repr=False, compare=False)
     _roles: dict[str, RolePlan] = field(init=False, repr=False, compare=False)
@@ -309,7 +314,7 @@ def part_peak(plan: Plan, part: Part, nbytes: Mapping[str, int]) -> int:
             ports.items(), key=lambda p: sig.liveness.consumed.index(p[0]) if p[0] in sig.liveness.consumed else -1
         )
     }
-    return sig.liveness.peak({dying[v]: nbytes[v] for v in part.frees if v in dying})
+    return sig.liveness.peak({dying[v]: nbytes[v] for v in part.frees if v in dying}, plan.device)
 
 
 def value_ports(chunk: Chunk, part: Part) -> dict[int, str]:

@@ -70,6 +70,19 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
+class Inside:
+    """Bytes held while one op runs whose kernel allocates memory of its own on a CUDA device: `held` + min(`own`, `most`), for
+    what a kernel makes in slices does not grow beyond a slice."""
+
+    held: Dim
+    own: Dim = 0
+    most: int = 0
+
+    def bytes(self, rows: int) -> int:
+        return bind(self.held, rows) + min(bind(self.own, rows), self.most)
+
+
+@dataclass(frozen=True, slots=True)
 class Liveness:
     """Bytes that a step's code holds beyond its inputs while it runs: temporaries plus the outputs made so far.
 
@@ -77,21 +90,29 @@ class Liveness:
     including the last use of consumed[i] (the final segment: the rest); it holds the Affines whose maximum is the most bytes
     held there (a maximum of affine functions is not affine, hence several). An input that dies in this step is freed right
     after its last use, so segment i runs without those of consumed[:i] that die.
+
+    `inside` has the same segments, with the ops whose kernels hold memory of their own on a CUDA device; empty where none does.
     """
 
     consumed: tuple[int, ...] = ()
     segments: tuple[tuple[Dim, ...], ...] = ((),)
+    inside: tuple[tuple[Inside, ...], ...] = ()
 
     def bind(self, rows: int) -> Liveness:
-        return Liveness(self.consumed, tuple((max((bind(d, rows) for d in s), default=0),) for s in self.segments))
+        segments = tuple((max((bind(d, rows) for d in s), default=0),) for s in self.segments)
+        inside = tuple((Inside(max(i.bytes(rows) for i in s)),) if s else () for s in self.inside)
+        return Liveness(self.consumed, segments, inside)
 
-    def peak(self, dying: Mapping[int, int]) -> int:
+    def peak(self, dying: Mapping[int, int], device: str = "") -> int:
         """Most bytes above those held before the step (bound sizes). `dying`: index into reads -> bytes, for inputs that die
-        here."""
+        here. `device` "cuda": with what kernels hold inside there."""
         freed = 0
         peak = 0
         for i, segment in enumerate(self.segments):
-            peak = max(peak, max((bind(d, 0) for d in segment), default=0) - freed)
+            held = max((bind(d, 0) for d in segment), default=0)
+            if device == "cuda" and self.inside:
+                held = max((held, *(k.bytes(0) for k in self.inside[i])))
+            peak = max(peak, held - freed)
             if i < len(self.consumed):
                 freed += dying.get(self.consumed[i], 0)
         return peak

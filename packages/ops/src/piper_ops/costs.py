@@ -47,7 +47,7 @@ def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: 
         return KernelInfo("other", (), 0, 0, _dtype([*_tensors(out_meta)]))
     if not isinstance(op, torch._ops.OpOverload):
         raise TypeError(f"{op!r} is no OpOverload; trace the function with AOTAutograd first and pass the node's target")
-    call = Call(_bound(op, args_meta, kwargs_meta or {}), tuple(_tensors(out_meta)))
+    call = call_of(op, args_meta, out_meta, kwargs_meta or {})
     operands = [*_tensors([call.args[a.name] for a in op._schema.arguments if a.name in call.args and not _is_out(a)])]
     moved = sum(map(_nbytes, operands)) + sum(map(_nbytes, call.outs))
     dtype = _dtype([*call.outs, *operands])
@@ -100,6 +100,11 @@ def op_cost(
     if packet is None:
         raise ValueError(f"op_cost({op!r}): no such op; register it first with @torch.library.custom_op({op!r}, mutates_args=())")
     _OWN[packet.default] = _Own(flops, bytes, kind)
+
+
+def call_of(op: torch._ops.OpOverload, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any]) -> Call:
+    """A call of an op as formulas read it."""
+    return Call(_bound(op, args_meta, kwargs_meta), tuple(_tensors(out_meta)))
 
 
 def _bound(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

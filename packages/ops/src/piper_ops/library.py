@@ -16,8 +16,9 @@ LIBRARY = torch.library.Library("piper", "DEF")
 Kernel = Callable[..., Any]
 DIRECT: dict[torch._ops.OpOverload, Kernel] = {}
 """Ops whose kernel generated code may call as a function: what torch's dispatcher and its Python registration cost (about 15 us)
-is most of a small call. Only kernels that hold nothing but their arguments and results while they run are here, because a plan
-counts no more than that."""
+is most of a small call."""
+KERNELS: dict[torch._ops.OpOverload, Kernel] = {}
+"""Every op's kernel, so that what it holds while it runs can be counted (`piper_ops.workspace` says how much that is on CUDA)."""
 
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float64, torch.float32, *HALF)
@@ -47,6 +48,7 @@ def define(
     formula = backward or _no_double_backward(qualified)
     torch.library.register_autograd(qualified, formula, setup_context=setup_context, lib=LIBRARY)
     overload: torch._ops.OpOverload = getattr(torch.ops.piper, name).default
+    KERNELS[overload] = kernel
     if direct:
         DIRECT[overload] = kernel
     return overload

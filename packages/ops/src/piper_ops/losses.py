@@ -15,11 +15,12 @@ from piper_ops.library import FLOATS, HALF, accumulate_dtype, contiguous_empty, 
 
 SLICE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
 """Logits per slice: 1 MiB of float32, which stays in a core's cache (a third of the time of 16 MiB, measured), or 64 MiB, which
-fills a GPU (not yet measured)."""
+fills a GPU (not yet measured). `piper_ops.workspace` counts on the latter."""
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 """Accepted reductions -> aten's number for each."""
 _nll_loss = torch.ops.aten.nll_loss_forward.default
+_softmax = torch.ops.aten._softmax.out
 
 
 def _check(logits: Tensor, target: Tensor, reduction: str) -> None:
@@ -35,9 +36,14 @@ def _check(logits: Tensor, target: Tensor, reduction: str) -> None:
         raise UnsupportedVariant(f"cross_entropy: reduction {reduction!r}; accepted are {', '.join(REDUCTIONS)}")
 
 
+def rows_per_slice(device: str, classes: int) -> int:
+    """Rows of logits that a kernel works on at once on this type of device: at least one."""
+    return max(1, SLICE_ELEMENTS[device] // max(1, classes))
+
+
 def _slices(logits: Tensor) -> list[slice]:
     """At least one, so that no rows at all have torch's own result."""
-    rows = max(1, SLICE_ELEMENTS[logits.device.type] // max(1, logits.shape[1]))
+    rows = rows_per_slice(logits.device.type, logits.shape[1])
     return [slice(start, start + rows) for start in range(0, max(1, logits.shape[0]), rows)]
 
 
@@ -94,18 +100,17 @@ def _dgrad_kernel(
     scale = grad_loss.to(dtype)
     scale = torch.where(counted, scale / counted.sum() if reduction == "mean" else scale, 0.0).unsqueeze(1)
     index = target.clamp(0, logits.shape[1] - 1).unsqueeze(1)
-    slices = _slices(logits)
-    if len(slices) == 1:
-        return _slice_dgrad(logits, scale, index, dtype).to(logits.dtype)
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     write = _write_half_dgrad if logits.dtype in HALF else _write_dgrad
-    for rows in slices:
+    for rows in _slices(logits):
         write(grad[rows], logits[rows], logsumexp[rows], scale[rows], index[rows])
     return grad
 
 
 def _write_dgrad(grad: Tensor, logits: Tensor, logsumexp: Tensor, scale: Tensor, index: Tensor) -> None:
-    grad.copy_(_slice_dgrad(logits, scale, index, logsumexp.dtype))
+    """The softmax in place, so that no second copy of the slice is live."""
+    _softmax(logits, 1, False, out=grad)
+    grad.mul_(scale).scatter_add_(1, index, -scale)
 
 
 def _write_half_dgrad(grad: Tensor, logits: Tensor, logsumexp: Tensor, scale: Tensor, index: Tensor) -> None:
@@ -114,10 +119,6 @@ def _write_half_dgrad(grad: Tensor, logits: Tensor, logsumexp: Tensor, scale: Te
     probabilities = torch.sub(logits, logsumexp.unsqueeze(1)).exp_()
     probabilities.scatter_add_(1, index, probabilities.new_full((), -1.0).expand_as(index))
     torch.mul(probabilities, scale, out=grad)
-
-
-def _slice_dgrad(logits: Tensor, scale: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.softmax(logits, 1, dtype).mul_(scale).scatter_add_(1, index, -scale)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

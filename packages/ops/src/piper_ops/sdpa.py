@@ -107,6 +107,13 @@ def _attention_kernel(
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor]:
     forward, _ = _kernels(q, k, v, mask, is_causal)
+    return run_forward(forward, q, k, v, mask, is_causal, scale)
+
+
+def run_forward(
+    forward: Forward, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """piper::attention by one of `sdpa_kernels.KERNELS`."""
     options = Options(_additive(mask, q), is_causal, _default_scale(q, scale))
     out, lse = forward(_heads_first(q), _heads_first(k), _heads_first(v), options)
     return out.transpose(1, 2).contiguous(), lse.contiguous()
@@ -150,6 +157,22 @@ def _dgrad_kernel(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _, backward = _kernels(q, k, v, mask, is_causal)
+    return run_backward(backward, grad_out, q, k, v, out, logsumexp, mask, is_causal, scale)
+
+
+def run_backward(
+    backward: Backward,
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """piper::attention_dgrad by one of `sdpa_kernels.KERNELS`."""
     options = Options(_additive(mask, q), is_causal, _default_scale(q, scale))
     grad, q, k, v, out = (_heads_first(t) for t in (grad_out.contiguous(), q, k, v, out.contiguous()))
     gq, gk, gv = (g.transpose(1, 2).contiguous() for g in backward(grad, q, k, v, out, logsumexp.contiguous(), options))

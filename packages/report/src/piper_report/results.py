@@ -45,6 +45,34 @@ class RankPrediction:
 
 
 @dataclass(frozen=True)
+class OomOwner:
+    """Who holds memory where a plan does not fit."""
+
+    owner: str
+    category: str
+    microbatches: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Oom:
+    """Why a plan does not fit; `text` is all of it in one line."""
+
+    ranks: tuple[int, ...]
+    role: str
+    needs_bytes: int
+    limit_bytes: int
+    over_bytes: int
+    instruction: int
+    at: str
+    time_s: float
+    fullest: str
+    owners: tuple[OomOwner, ...]
+    beside_bytes: int
+    text: str
+
+
+@dataclass(frozen=True)
 class Predicted:
     """predicted.json: `Simulation.summary()` and `ranks`."""
 
@@ -58,6 +86,8 @@ class Predicted:
     span_bubble_s: float
     peak_bytes: int
     device_bytes: int
+    memory: Mapping[str, int] = field(default_factory=dict)
+    oom: Oom | None = None
     sources: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     ranks: tuple[RankPrediction, ...] = ()

@@ -80,7 +80,23 @@ def prediction_table(prediction: Prediction, *, title: str) -> Table:
         ("peak memory, device", size_text(s["device_bytes"])),
         ("durations from", sources(s["sources"])),
     )
-    return Table(title, ("", "worst device"), rows, _warnings(s))
+    return Table(title, ("", "worst device"), rows, (*_verdict(s), *_warnings(s)))
+
+
+def memory_table(prediction: Prediction) -> Table:
+    """What the memory of the fullest device is gone for at its peak: tensors by what they are, and what is there beside them."""
+    s = prediction.summary()
+    lines: Mapping[str, int] = s["memory"]
+    total = sum(lines.values()) or 1
+    rows = [(name.replace("_", " "), size_text(b), percent(b / total)) for name, b in lines.items() if b]
+    rows += [("allocated", size_text(s["peak_bytes"]), ABSENT), ("device", size_text(s["device_bytes"]), percent(1.0))]
+    return Table("memory of the fullest device at its peak", ("", "size", "share"), tuple(rows))
+
+
+def _verdict(summary: Mapping[str, Any]) -> tuple[str, ...]:
+    """One line where the plan does not fit."""
+    oom = summary.get("oom")
+    return (f"DOES NOT FIT: {oom['text']}",) if oom else ()
 
 
 def beside_table(prediction: Prediction, measured: Measured, *, title: str) -> Table:
@@ -95,7 +111,7 @@ def beside_table(prediction: Prediction, measured: Measured, *, title: str) -> T
     held = measured.peak_bytes
     rows += [_compared(f"peak memory, rank {r}", peaks[r], held.get(r), size_text) for r in _ranks(peaks)]
     s = prediction.summary()
-    notes = (f"predicted durations from: {sources(s['sources'])}", *_warnings(s))
+    notes = (*_verdict(s), f"predicted durations from: {sources(s['sources'])}", *_warnings(s))
     return Table(title, ("", "predicted", "measured", "predicted / measured"), tuple(rows), notes)
 
 

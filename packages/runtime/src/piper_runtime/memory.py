@@ -13,6 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from piper_ops.library import KERNELS
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
@@ -38,12 +40,13 @@ class MemoryCounter(TorchDispatchMode):
     """Counts the bytes of every storage on one device that an operator returns while a `during` block is open, until the
     storage dies.
 
-    It sees temporaries of composed operators but not what a kernel allocates inside. `points` has one entry per block, in
-    order; `base` is the bytes that were given to `track`."""
+    It sees temporaries of composed operators but not what a kernel allocates inside; with `inside` it looks into the kernels of
+    piper's ops, which are made of torch's. `points` has one entry per block, in order; `base` is the bytes that were given to
+    `track`."""
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = "cpu", inside: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
-        self._device = device
+        self._device, self._inside = device, inside
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._paused = False
         self.live = 0
@@ -88,7 +91,11 @@ class MemoryCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._paused:
             self._note()  # what an instruction frees before its first operator is gone now
-        out = func(*args, **(kwargs or {}))
+        if self._inside and func in KERNELS:
+            with self:
+                out = KERNELS[func](*args, **(kwargs or {}))
+        else:
+            out = func(*args, **(kwargs or {}))
         if not self._paused:
             for leaf in (out,) if isinstance(out, torch.Tensor) else tree_leaves(out):
                 if isinstance(leaf, torch.Tensor):

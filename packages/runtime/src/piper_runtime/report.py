@@ -102,8 +102,10 @@ def measured_step(steps: int) -> int:
 
 
 def measured_counter(rank: Rank, *, alone: bool = False) -> Counter:
-    """A counter that already holds the states of a rank. alone: no other rank is in this process."""
-    counter = AllocatorCounter(rank.device) if alone and rank.device.type == "cuda" else MemoryCounter(rank.device.type)
+    """A counter that already holds the states of a rank. alone: no other rank is in this process. On CUDA it counts what the
+    kernels of piper's ops hold inside, as plans for CUDA do (`Plan.device`)."""
+    cuda = rank.device.type == "cuda"
+    counter = AllocatorCounter(rank.device) if alone and cuda else MemoryCounter(rank.device.type, inside=cuda)
     counter.track([*rank.store.state_tensors(), *rank.optimizer.state_tensors()])
     rank.untracked = counter.paused
     return counter

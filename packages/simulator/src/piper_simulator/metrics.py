@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from piper_ir.costs import AllocatorCosts
 from piper_ir.ops import Compute
-from piper_ir.plan import COMPUTE, Plan, RolePlan
+from piper_ir.plan import COMPUTE, Plan
 from piper_ir.sizes import bind
 from piper_ir.timing import Prepared, Times
-from piper_simulator.clusters import Cluster
 
 Interval = tuple[float, float]
 
@@ -91,22 +89,3 @@ def main_dtype(plan: Plan) -> str:
             if kernel.kind == "matmul":
                 weight[kernel.dtype] = weight.get(kernel.dtype, 0) + bind(kernel.flops, 0) * kernel.count
     return max(weight, key=lambda d: weight[d], default="float32")
-
-
-def device_bytes(plan: Plan, role: RolePlan, peak: int, cluster: Cluster | None, allocator: AllocatorCosts | None = None) -> int:
-    """Bytes gone on a device at the peak: reserved by the allocator, the context, and a communicator per channel of its role
-    (of more than one rank). `allocator`: as measured, its context with its communicators. The plan's own bytes when neither is
-    given."""
-    if allocator is not None:
-        return allocator.context_bytes + round(peak * allocator.factor)
-    if cluster is None:
-        return peak
-    total = cluster.context_bytes + round(peak * cluster.allocator_factor)
-    for channel in plan.channels:
-        if role.role not in channel.roles:
-            continue
-        if channel.kind == "p2p":
-            total += cluster.p2p_bytes
-        elif len(plan.peers(channel, role.ranks[0])) > 1:
-            total += cluster.group_bytes
-    return total

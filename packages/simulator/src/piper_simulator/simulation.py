@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from piper_ir.collector import no_garbage_collection
-from piper_ir.costs import Costs
+from piper_ir.costs import AllocatorCosts, Costs
 from piper_ir.errors import PlanError
 from piper_ir.memory import Usage, peak, scan
-from piper_ir.plan import Plan
+from piper_ir.memory_owners import owners
+from piper_ir.plan import Plan, RolePlan
 from piper_ir.timing import Prepared, Times, prepare
 from piper_ir.trace import MemSample, Span, Trace
 from piper_simulator.clusters import Cluster, load_cluster
-from piper_simulator.metrics import device_bytes, executed_flops, idle, main_dtype, model_flops
+from piper_simulator.device_memory import DeviceMemory, device_memory, kind_of
+from piper_simulator.footprint import footprint
+from piper_simulator.metrics import executed_flops, idle, main_dtype, model_flops
 from piper_simulator.model import CostModel, Work
+from piper_simulator.oom import KEPT, Oom, first_of
+from piper_simulator.snapshot import Snapshot, snapshot
 from piper_simulator.timed import shared_flows, time_steps
 
 
@@ -28,9 +33,10 @@ class Simulation:
     `tokens_per_s`, `mfu` (model FLOPs over peak): None without tokens_per_row or peak; `hfu` (FLOPs that run over peak): None
     without peak. `global_bubble_s`: step_s - busy compute; `span_bubble_s`: last end - first start - busy; `exposed_comm_s`:
     compute is idle while the rank communicates; each the maximum over ranks. `bubble_s[rank]`: the global one. `peak_bytes`:
-    allocated; `device_bytes`: with allocator, context and communicators. `slowed_s`: how much longer the compute of a rank took
-    because of messages beside it, None where contention was not simulated; the maximum over ranks. `notes`: warnings, see
-    `summary`."""
+    allocated, with what the kernels of the cluster's devices hold inside; `device_bytes`: with allocator, context and
+    communicators. `slowed_s`: how much longer the compute of a rank took because of messages beside it, None where contention was
+    not simulated; the maximum over ranks. `ooms`: a verdict for each role that needs more than its devices have, see `oom`.
+    `notes`: warnings, see `summary`."""
 
     step_s: float
     period_s: float
@@ -46,7 +52,29 @@ class Simulation:
     peak_by_category: tuple[Mapping[str, int], ...]
     slowed_s: float | None
     notes: tuple[str, ...]
+    ooms: tuple[Oom, ...]
     _run: _Run = field(repr=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has the memory that it needs; true without a cluster."""
+        return not self.ooms
+
+    @property
+    def oom(self) -> Oom | None:
+        """The verdict on the role that runs out of memory first; None when all fit."""
+        return first_of(self.ooms)
+
+    def memory(self, rank: int) -> dict[str, int]:
+        """What is gone on a rank's device at its peak, by lines that add up to its `device_bytes`: those of
+        `piper_simulator.footprint.LINES` to its `peak_bytes`, and what is there beside tensors. IndexError for a rank that is not
+        there."""
+        return self._run.footprint(rank)
+
+    def memory_snapshot(self, rank: int) -> Snapshot:
+        """The memory of a rank through the last step in the format of `torch.cuda.memory._snapshot()`, for torch's memory
+        visualiser. IndexError for a rank that is not there."""
+        return self._run.snapshot(rank)
 
     @cached_property
     def trace(self) -> Trace:
@@ -55,8 +83,10 @@ class Simulation:
             return self._run.trace()
 
     def summary(self) -> dict[str, Any]:
-        """The headline as plain numbers, of the worst rank where there is one per rank; `sources`: the share that each source has
-        in the seconds of all instructions; `notes`: what of the cluster's constants is assumed, not calibrated or guessed."""
+        """The headline as plain numbers, of the worst rank where there is one per rank; `memory`: that of the fullest device, see
+        `memory`; `oom`: the first verdict, None when all fits; `sources`: the share that each source has in the seconds of all
+        instructions; `notes`: what of the cluster's constants is assumed, not calibrated or guessed."""
+        fullest = max(range(len(self.device_bytes)), key=lambda r: self.device_bytes[r], default=None)
         return {
             "step_s": self.step_s,
             "period_s": self.period_s,
@@ -68,6 +98,8 @@ class Simulation:
             "span_bubble_s": self.span_bubble_s,
             "peak_bytes": max(self.peak_bytes, default=0),
             "device_bytes": max(self.device_bytes, default=0),
+            "memory": {} if fullest is None else self.memory(fullest),
+            "oom": None if self.oom is None else self.oom.as_dict() | {"text": self.oom.text},
             "slowed_s": self.slowed_s,
             "sources": self._run.sources(),
             "notes": list(self.notes),
@@ -121,12 +153,14 @@ def _simulate(
     role_of = {rank: r for r, role in enumerate(plan.roles) for rank in role.ranks}
     order = tuple(role_of[rank] for rank in range(plan.mesh.world))
     gaps = idle(plan, prepared, timed.first, timed.durations, plan.hop)
-    usages = [list(scan(plan, role)) for role in plan.roles]
-    peaks = [max(u, key=lambda x: x.total) if u else peak(plan, role) for u, role in zip(usages, plan.roles)]
+    counted = plan if target is None else replace(plan, device=kind_of(target))
+    usages = [list(scan(counted, role)) for role in plan.roles]
+    peaks = [max(u, key=lambda x: x.total) if u else peak(counted, role) for u, role in zip(usages, plan.roles)]
     allocator = costs.allocator if costs is not None else None
-    held = [device_bytes(plan, role, p.total, target, allocator) for role, p in zip(plan.roles, peaks)]
+    held = [device_memory(plan, role, p.total, target, allocator) for role, p in zip(plan.roles, peaks)]
     rates = _rates(plan, target, timed.period_s, tokens_per_row, model_flops_per_step)
     notes = tuple(dict.fromkeys((*model.notes, *rates.notes)))
+    run = _Run(plan, counted, prepared, timed.last, work, usages, held, order, steps - 1, _of_trace(target, notes))
     return Simulation(
         step_s=step_s,
         period_s=timed.period_s,
@@ -138,11 +172,12 @@ def _simulate(
         span_bubble_s=max((g.span for g in gaps), default=0.0),
         bubble_s=tuple(step_s - gaps[r].busy for r in order),
         peak_bytes=tuple(peaks[r].total for r in order),
-        device_bytes=tuple(held[r] for r in order),
+        device_bytes=tuple(held[r].total for r in order),
         peak_by_category=tuple(peaks[r].bytes for r in order),
         slowed_s=timed.slowed_s,
         notes=notes,
-        _run=_Run(plan, prepared, timed.last, work, usages, order, steps - 1, _of_trace(target, notes)),
+        ooms=() if target is None else tuple(run.verdicts(target, allocator, peaks, timed.first)),
+        _run=run,
     )
 
 
@@ -182,15 +217,28 @@ def _rate(amount: float | None, per_second: float | None, top: float = 1.0) -> f
     return None if not amount or per_second is None else amount * per_second / top
 
 
+def _gone(plan: Plan, role: RolePlan, usage: Usage, cluster: Cluster, allocator: AllocatorCosts | None) -> int:
+    """Bytes gone on a device when a role holds as much as there."""
+    return device_memory(plan, role, usage.total, cluster, allocator).total
+
+
+def _named(role: RolePlan, instr: int) -> str:
+    """An instruction for people."""
+    return f"instruction {instr} {role.program[instr].name}" if 0 <= instr < len(role.program) else "its start"
+
+
 @dataclass(frozen=True)
 class _Run:
-    """What a trace is made of; `order[rank]` is the index of a rank's role."""
+    """What a trace is made of; `order[rank]` is the index of a rank's role; `counted`: the plan whose memory is that of the
+    cluster's devices."""
 
     plan: Plan
+    counted: Plan
     prepared: Prepared
     times: Times
     work: Sequence[Work]
     usages: Sequence[Sequence[Usage]]
+    held: Sequence[DeviceMemory]
     order: tuple[int, ...]
     step: int
     notes: Mapping[str, str]
@@ -211,6 +259,39 @@ class _Run:
                 spans.append(Span(rank, instr.stream, i, names[r][i], start, end, ready, w.bytes, w.flops, w.source))
             memory.extend(MemSample(rank, u.instr, times.start[first + u.instr] - origin, u.bytes) for u in self.usages[r])
         return Trace(self.plan.key, "simulated", tuple(spans), tuple(memory), step=self.step, notes=self.notes)
+
+    def footprint(self, rank: int) -> dict[str, int]:
+        r = self.order[rank]
+        return footprint(self.counted, self.counted.roles[r], self.held[r])
+
+    def snapshot(self, rank: int) -> Snapshot:
+        r = self.order[rank]
+        first, count = self.prepared.offsets[r], len(self.plan.roles[r].program)
+        origin = min(self.times.start, default=0.0)
+        spans = [(self.times.start[n] - origin, self.times.end[n] - origin) for n in range(first, first + count)]
+        return snapshot(self.counted, self.counted.roles[r], spans)
+
+    def verdicts(self, cluster: Cluster, allocator: AllocatorCosts | None, peaks: Sequence[Usage], times: Times) -> Iterator[Oom]:
+        """Of the roles that need more than their devices have. `times`: of the first step."""
+        origin, limit = min(times.start, default=0.0), cluster.memory_bytes
+        for r, (role, most, held) in enumerate(zip(self.counted.roles, peaks, self.held)):
+            if held.total <= limit:
+                continue
+            start = Usage(-1, sum(s.nbytes for s in role.states), {})
+            too_full = (u for u in (start, *self.usages[r], most) if _gone(self.plan, role, u, cluster, allocator) > limit)
+            at = next(too_full).instr
+            yield Oom(
+                ranks=role.ranks,
+                role=role.role,
+                needs=held.total,
+                limit=limit,
+                fullest=_named(role, most.instr),
+                at=_named(role, at),
+                instr=at,
+                time_s=times.start[self.prepared.offsets[r] + at] - origin if at >= 0 else 0.0,
+                owners=tuple(owners(self.counted, role)[:KEPT]),
+                beside=held.total - held.allocated,
+            )
 
     def sources(self) -> dict[str, float]:
         seconds: dict[str, float] = {}

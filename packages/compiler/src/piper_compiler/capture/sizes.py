@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from piper_compiler.capture.joint import TracedChunk
 from piper_ir.errors import CaptureError
-from piper_ir.program import Cost, Kernel, Liveness, Signature, Step
+from piper_ir.program import Cost, Inside, Kernel, Liveness, Signature, Step
 from piper_ir.sizes import Affine, Dim, TensorSpec, affine, bind
 
 
@@ -70,7 +70,18 @@ class Fitter:
             _maximal([self._fit(f"memory of step {step}", sizes) for sizes in zip(*group, strict=True)])
             for group in zip(*(x.segments for x in liveness), strict=True)
         )
-        return Liveness(first.consumed, segments)
+        inside = tuple(
+            tuple(self._inside(step, kernels) for kernels in zip(*group, strict=True))
+            for group in zip(*(x.inside for x in liveness), strict=True)
+        )
+        return Liveness(first.consumed, segments, inside)
+
+    def _inside(self, step: Step, kernels: Sequence[Inside]) -> Inside:
+        what = f"memory inside a kernel of step {step}"
+        if len({k.most for k in kernels}) != 1:
+            raise NotAffine(f"{what}: {', '.join(str(k.most) for k in kernels)} bytes per slice")
+        held, own = (self._fit(what, [getattr(k, name) for k in kernels]) for name in ("held", "own"))
+        return Inside(held, own, kernels[0].most)
 
     def _fit(self, what: str, sizes: Sequence[Dim]) -> Dim:
         (r0, r1, r2), (y0, y1, y2) = self._rows, [bind(s, 0) for s in sizes]

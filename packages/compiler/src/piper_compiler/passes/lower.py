@@ -21,7 +21,7 @@ from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, PlanError
 from piper_ir.graph import Graph
 from piper_ir.memory import with_peaks
-from piper_ir.plan import COMPUTE, Instr, Plan, RolePlan, State, Values
+from piper_ir.plan import COMPUTE, Device, Instr, Plan, RolePlan, State, Values
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, bind
 from piper_ir.timing import Prepared, Times, prepare_orders, sweep
@@ -30,10 +30,11 @@ from piper_ir.timing import Prepared, Times, prepare_orders, sweep
 @dataclass(frozen=True)
 class Options:
     """`fuse`: join neighbours into one instruction. `recv_ahead`: how many compute instructions before its first reader a
-    receive is posted."""
+    receive is posted. `device`: the kind of device that peaks of memory are for; the program is the same for all."""
 
     fuse: bool = True
     recv_ahead: int = 2
+    device: Device = ""
 
 
 def lower(graph: Graph, rows: int, training: Training, options: Options, costs: Costs | None = None) -> tuple[Graph, Plan]:
@@ -130,6 +131,7 @@ def plan_of(graph: Graph, chunks: dict[str, Chunk], rows: int, microbatches: int
         program.hop,
         options.recv_ahead,
         training.tokens_per_row,
+        options.device,
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from piper_ir.memory import peak
 from piper_ir.plan import COMPUTE, Plan, RolePlan, part_peak
+from piper_ir.units import size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,29 +21,51 @@ class Owner:
     mbs: tuple[int, ...]
     bytes: int
 
+    @property
+    def text(self) -> str:
+        """As in "layers.3: activation 12.1 GiB of 4 microbatches"."""
+        count = len(self.mbs)
+        return f"{self.name}: {self.category} {size_text(self.bytes)}" + (
+            f" of {count} microbatch{'es' if count > 1 else ''}" if count else ""
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A state or value at the peak: its id (of workspace the node that runs), its chunk ("" for states), microbatch (-1 for
+    none) and bytes."""
+
+    category: str
+    name: str
+    mb: int
+    bytes: int
+    value: str
+    chunk: str = ""
+
 
 def owners(plan: Plan, role: RolePlan) -> list[Owner]:
     """Largest first; their bytes add up to the role's peak as `piper_ir.memory.peak` counts it. "workspace" belongs to the chunk
     that runs at the peak; inputs that it has given back by then are left out, as there."""
-    found: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for category, name, mb, nbytes in _held(plan, role):
-        found.setdefault((category, name), []).append((mb, nbytes))
+    found: dict[tuple[str, str], list[Held]] = {}
+    for held in held_at_peak(plan, role):
+        found.setdefault((held.category, held.name), []).append(held)
     out = [
-        Owner(category, name, len(held), tuple(sorted({mb for mb, _ in held if mb >= 0})), sum(b for _, b in held))
+        Owner(category, name, len(held), tuple(sorted({h.mb for h in held if h.mb >= 0})), sum(h.bytes for h in held))
         for (category, name), held in found.items()
     ]
     return sorted((o for o in out if o.bytes), key=lambda o: (-o.bytes, o.category, o.name))
 
 
-def _held(plan: Plan, role: RolePlan) -> Iterator[tuple[str, str, int, int]]:
-    """Category, owner, microbatch (-1 for none) and bytes of everything at the peak."""
+def held_at_peak(plan: Plan, role: RolePlan) -> Iterator[Held]:
+    """Everything at the peak."""
     for state in role.states:
-        yield state.category, _state_owner(plan, state.id), -1, state.nbytes
+        yield Held(state.category, _state_owner(plan, state.id), -1, state.nbytes, state.id)
     alive, extra, running = _at_peak(plan, role)
     for v, nbytes in alive.items():
-        yield plan.values[v].category, v.partition("@")[0].partition(":")[0], _microbatch(v), nbytes
+        chunk = v.partition("@")[0].partition(":")[0]
+        yield Held(plan.values[v].category, chunk, _microbatch(v), nbytes, v, chunk)
     if extra:
-        yield "workspace", running, -1, extra
+        yield Held("workspace", running, -1, extra, running, running.partition("@")[0].rpartition(".")[0])
 
 
 def _at_peak(plan: Plan, role: RolePlan) -> tuple[dict[str, int], int, str]:

@@ -5,12 +5,12 @@ import pytest
 from packages.ir.tests.plans_for_tests import good_plan
 from packages.report.tests import samples
 from piper_ir.memory import peak
+from piper_ir.memory_owners import owners
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Compute
 from piper_ir.plan import Instr, Part, Plan, RolePlan, Value
 from piper_ir.program import Chunk, Input, Liveness, Output, Signature
 from piper_ir.sizes import TensorSpec
-from piper_report.owners import owners
 
 PLANS = {
     "by hand": good_plan(),

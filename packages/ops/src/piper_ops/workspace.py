@@ -1,0 +1,163 @@
+"""Bytes that the kernels of ops hold on a CUDA device beside their arguments and results, where they are worth counting.
+
+The bytes of the loss are those of reductions "mean" and "sum", which keep some bytes per row that "none" does not. Attention's
+gradient is that of the lowering that takes more, of those that a device from sm80 on may choose. Not here: what an op of aten's
+allocates inside beside that, such as the sorted indices of an embedding's gradient, and the buffers of reductions that are split
+over blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from piper_ops import losses, sdpa
+from piper_ops.costs import call_of
+from piper_ops.library import accumulate_dtype
+from piper_ops.lowering import LoweringName, attention_lowering
+from piper_ops.registry import Call
+from piper_ops.sdpa_kernels import KERNELS, LSE_ALIGNMENT
+
+CAPABILITIES = ((8, 0), (9, 0))
+"""Devices whose lowerings are looked at: the later ones choose as one of these does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """`always` + min(`sliced`, `most`) bytes; both parts are affine in the rows of a batch."""
+
+    always: int
+    sliced: int = 0
+    most: int = 0
+
+    @property
+    def bytes(self) -> int:
+        return self.always + min(self.sliced, self.most)
+
+
+def own_on_cuda(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> Own | None:
+    """What the kernel of `op(*args_meta, **kwargs_meta) -> out_meta` holds of its own; None where nothing is counted. Tensors are
+    fake or real, with concrete shapes."""
+    rule = _RULES.get(op)
+    return None if rule is None else rule(call_of(op, args_meta, out_meta, kwargs_meta or {}))
+
+
+def _cross_entropy(call: Call) -> Own:
+    """A slice of log-probabilities and what is picked from it; bfloat16 logits are converted to float32 before (CUDA's softmax
+    converts float16 only), and then the conversion is the fullest moment. Losses of the slices are kept until the end."""
+    logits = call.tensor("logits")
+    tokens, classes = logits.shape
+    item = accumulate_dtype(logits.dtype).itemsize
+    if logits.dtype == torch.bfloat16:
+        rows = 2 * item * classes - 8  # less what is not there yet: the slice's losses and logsumexps
+        return _in_slices(logits, 4 * tokens - 2, rows)
+    return _in_slices(logits, item * tokens, item * classes + 8 + item, item)
+
+
+def _cross_entropy_dgrad(call: Call) -> Own:
+    """Per row its scale, whether it counts, and its index; in half precision a slice of probabilities in float32, else the
+    negated scales of a slice."""
+    logits = call.tensor("logits")
+    tokens, classes = logits.shape
+    item = accumulate_dtype(logits.dtype).itemsize
+    half = logits.element_size() < item
+    return _in_slices(logits, (item + 1 + 8) * tokens + (item if half else 0), item * (classes if half else 1))
+
+
+def _in_slices(logits: Tensor, always: int, row: int, more: int = 0) -> Own:
+    """`row` bytes for each row of a slice, and `more`."""
+    return Own(always, row * logits.shape[0] + more, row * losses.rows_per_slice("cuda", logits.shape[1]) + more)
+
+
+def _attention(call: Call) -> Own:
+    """The fused kernels hold nothing worth counting."""
+    names = ("q", "k", "v", "mask", "is_causal", "scale")
+    return Own(_most(call, lambda name: _math(call, sdpa.run_forward, 0, names) if name == "math" else 0))
+
+
+def _attention_dgrad(call: Call) -> Own:
+    names = ("grad_out", "q", "k", "v", "out", "logsumexp", "mask", "is_causal", "scale")
+    return Own(_most(call, lambda name: _math(call, sdpa.run_backward, 1, names) if name == "math" else _fused_dgrad(call, name)))
+
+
+def _most(call: Call, of: Callable[[LoweringName], int]) -> int:
+    q, k, v = (call.tensor(name) for name in "qkv")
+    mask, causal = call.args["mask"] is not None, call.args["is_causal"]
+    shapes = tuple(q.shape), tuple(k.shape), tuple(v.shape)
+    lowerings = [attention_lowering("cuda", q.dtype, *shapes, masked=mask, is_causal=causal, capability=c) for c in CAPABILITIES]
+    return max(of(name) for name in {lowering.name for lowering in lowerings})
+
+
+def _fused_dgrad(call: Call, name: LoweringName) -> int:
+    """cuDNN and FlashAttention-2 sum the gradient of the queries in float32, beside a float32 per row (cudnn-frontend,
+    scaled_dot_product_flash_attention.h: dQ_accum and softmax_sum; torch's flash_api.cpp: dq_accum and softmax_d, of lengths
+    rounded up to 128 and head_dims to 32 or 64). The efficient kernel does so in half precision; in float32 it first makes the
+    product of the output and its gradient (torch's attention_backward.cu: delta). Gradients of grouped heads are made for each
+    query head, by the efficient kernel of keys and values that were repeated."""
+    q, k, v = (call.tensor(name) for name in "qkv")
+    batch, queries, heads, dim = q.shape
+    item, rows = q.element_size(), batch * heads
+    repeated = batch * k.shape[1] * heads * (k.shape[3] + v.shape[3]) * item if heads != k.shape[2] else 0
+    if name == "cuda_cudnn":
+        return 4 * rows * queries * (dim + 1)
+    if name == "cuda_flash":
+        return 4 * rows * _up(queries, 128) * (_up(dim, 32 if dim <= 128 else 64) + 1) + repeated
+    summed = 4 * rows * queries * (v.shape[3] if item == 4 else dim)
+    return summed + 4 * rows * (queries + _up(queries, LSE_ALIGNMENT)) + 2 * repeated
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _math(call: Call, run: Callable[..., Any], kernel: int, names: Sequence[str]) -> int:
+    """The written-out form is Python, and is counted while it runs on meta tensors."""
+    return held_inside(run, KERNELS["math"][kernel], *[_on_meta(call.args[name]) for name in names])
+
+
+def _on_meta(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def held_inside(function: Callable[..., Any], *args: Any) -> int:
+    """Most bytes of tensors that `function(*args)` holds while it runs, beside its arguments and less its results. It sees what
+    the dispatcher sees: not what an operator of torch's allocates inside."""
+    with _Live(tree_leaves(args)) as live:
+        results = function(*args)
+    mine = {t.untyped_storage() for t in tree_leaves(results) if isinstance(t, Tensor)}
+    return live.most - sum(s.nbytes() for s in mine)
+
+
+class _Live(TorchDispatchMode):
+    """The most bytes of storages that operators returned and that were alive at once; of those given none count."""
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
+        self._given = {t.untyped_storage()._cdata for t in given if isinstance(t, Tensor)}
+        self._alive: WeakSet[Any] = WeakSet()
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._given:
+                self._alive.add(leaf.untyped_storage())
+        self.most = max(self.most, sum(s.nbytes() for s in self._alive))
+        return out
+
+
+_RULES: dict[object, Callable[[Call], Own]] = {
+    losses.cross_entropy: _cross_entropy,
+    losses.cross_entropy_dgrad: _cross_entropy_dgrad,
+    sdpa.attention: _attention,
+    sdpa.attention_dgrad: _attention_dgrad,
+}

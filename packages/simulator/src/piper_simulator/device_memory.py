@@ -1,0 +1,70 @@
+"""What is gone on a device beside the tensors of a plan: what torch's allocator reserves, the context, communicators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from piper_ir.costs import AllocatorCosts
+from piper_ir.plan import Device, Plan, RolePlan
+from piper_simulator.cluster import Cluster
+
+MIB = 1 << 20
+NCCL_CHANNELS = 32
+"""At most so many (NCCL: MAXCHANNELS, src/include/device.h, until 2.18; later versions may have more and use no more between GPUs
+of a node)."""
+NCCL_SIMPLE = 4 * MIB
+NCCL_LL = 8 * 512 * 8 * 16
+NCCL_LL128 = 120 * 640 * 8 * 8
+"""Bytes of a connection's buffer by protocol (NCCL: src/init.cc, DEFAULT_BUFFSIZE; DEFAULT_LL_BUFFSIZE: lines per thread,
+threads, steps, bytes of a line; DEFAULT_LL128_BUFFSIZE: elements per thread, threads, steps, bytes of an element)."""
+RECEIVED = 4
+"""Connections of a channel from which a rank receives: one of the ring, and of its tree the parent and two children."""
+
+
+def communicator_bytes(channels: int = NCCL_CHANNELS, received: int = RECEIVED) -> int:
+    """Buffers of a communicator of several ranks, by NCCL's defaults: each connection has one for each protocol where it
+    receives. `Cluster.group_bytes` of the built-in devices is what was measured instead: 1.27 GiB on an A100; this is 1.15."""
+    return channels * received * (NCCL_SIMPLE + NCCL_LL + NCCL_LL128)
+
+
+def pair_bytes(channels: int = NCCL_CHANNELS) -> int:
+    """Buffers of a communicator of two ranks that send and receive: that of the one protocol of such messages per channel."""
+    return channels * NCCL_SIMPLE
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes at the peak of a role. `allocated`: tensors and what kernels hold inside, as torch's `max_memory_requested`;
+    `reserve`: what the allocator takes from the device beyond, rounding and unused blocks; `context`: of CUDA, with its kernels;
+    `groups`, `pairs`: communicators of groups and of neighbours. Costs that were measured count these two in `context`."""
+
+    allocated: int
+    reserve: int = 0
+    context: int = 0
+    groups: int = 0
+    pairs: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.allocated + self.reserve + self.context + self.groups + self.pairs
+
+
+def kind_of(cluster: Cluster | None) -> Device:
+    """Whose kernels run on a cluster, as `Plan.device`: those of a CPU hold next to nothing inside."""
+    return "" if cluster is None or cluster.synchronous else "cuda"
+
+
+def device_memory(
+    plan: Plan, role: RolePlan, peak: int, cluster: Cluster | None, allocator: AllocatorCosts | None = None
+) -> DeviceMemory:
+    """What is gone on a device when the plan holds `peak` bytes: a communicator per channel of the role (of more than one rank).
+    `allocator`: as measured. The plan's own bytes when neither that nor a cluster is given."""
+    if allocator is not None:
+        return DeviceMemory(peak, round(peak * allocator.factor) - peak, allocator.context_bytes)
+    if cluster is None:
+        return DeviceMemory(peak)
+    mine = [c for c in plan.channels if role.role in c.roles]
+    pairs = sum(c.kind == "p2p" for c in mine)
+    groups = sum(c.kind == "group" and len(plan.peers(c, role.ranks[0])) > 1 for c in mine)
+    reserve = round(peak * cluster.allocator_factor) - peak
+    return DeviceMemory(peak, reserve, cluster.context_bytes, groups * cluster.group_bytes, pairs * cluster.p2p_bytes)
