@@ -18,6 +18,7 @@ from functools import cached_property
 from math import exp, log, prod, sqrt
 from typing import Literal
 
+from piper_ir.errors import ClusterError
 from piper_ir.interpolate import log_log, within
 from piper_ir.program import Kernel
 from piper_ir.sizes import ITEM_BYTES, bind
@@ -42,7 +43,8 @@ Formula = Callable[[Kernel], float]
 @dataclass(frozen=True, slots=True)
 class KernelDuration:
     """Seconds that a kernel took. `op`: the operator (`piper_ir.program.Kernel.op`), "" for any of this kind; `axis`: what `size`
-    is: the shape (see SHAPES), or one number, bytes read and written or FLOPs, as plans count them."""
+    is: the shape (see SHAPES), or one number, bytes read and written or FLOPs, as plans count them. ClusterError for what is not
+    positive."""
 
     kind: str
     op: str
@@ -51,6 +53,11 @@ class KernelDuration:
     size: Size
     seconds: float
     source: str
+
+    def __post_init__(self) -> None:
+        if not self.size or not all(n > 0 for n in (*self.size, self.seconds)):
+            what = f"{self.kind} kernel, {self.axis} {self.size} in {self.seconds!r} s ({self.source})"
+            raise ClusterError(f"{what}; positive numbers are needed")
 
     @property
     def key(self) -> tuple[str, str, str, Axis, Size]:

@@ -53,20 +53,20 @@ def launched_by_torch(kernel: Kernel) -> Launched:
 
 
 def _cross_entropy(rows: int, classes: int, dtype: str) -> Launched:
-    """Per slice: log-softmax; loss and its sum of weights, clamp, two gathers, difference. Then two cat, two sums, comparison,
-    division and conversion; a single slice needs the last only."""
+    """Per slice: log-softmax; loss, clamp, two gathers, difference. Of several slices, whose losses are not reduced, each also
+    sets the sum of weights to zero; then two cat, two sums, comparison and division. In 16 bit the loss is converted."""
     slices = _slices(rows, classes)
-    small = 6 * len(slices) + (7 if len(slices) > 1 else 1)
+    small = (6 * len(slices) + 6 if len(slices) > 1 else 5) + (ITEM_BYTES[dtype] == 2)
     return _over(slices, classes, _softmax(classes, dtype), small)
 
 
 def _cross_entropy_dgrad(rows: int, classes: int, dtype: str) -> Launched:
-    """First comparison, sum, division, conversion, choice and clamp, of one number per row. A slice in 16 bit: difference to the
-    logsumexp, exp, one subtracted at the target (two small kernels), product with the scale. Else, and where there is one slice
-    only: softmax, product, the scale subtracted at the target (two), copy or conversion."""
+    """First comparison, sum, division, a zero, choice, clamp and in 16 bit a conversion, of one number per row. A slice in 16 bit:
+    difference to the logsumexp, exp, one subtracted at the target (two small kernels), product with the scale. Else, and where
+    there is one slice only: softmax, product, the scale subtracted at the target (two), copy or conversion."""
     item, wide = _items(dtype)
     slices = _slices(rows, classes)
-    small = 6 + 2 * len(slices)
+    small = 6 + (item == 2) + 2 * len(slices)
     if len(slices) > 1 and item == 2:
         return _over(slices, classes, (item + wide, 2 * wide, wide + item), small)
     written = () if len(slices) == 1 and item == wide else (wide + item,)
