@@ -42,7 +42,7 @@ def test_one_slice_has_other_kernels() -> None:
     assert per_logit(one) == (2 + 4) + 16 + 8 + (4 + 2) and per_logit(two) == 20
     assert len(launched_by_torch(one).moved) == 4, "conversion, softmax, product, conversion"
     assert [b for b, _ in launched_by_torch(two).moved][::2] == [each * SLICE for each in (6, 8, 6)], "the last slice has one row"
-    assert launched_by_torch(one).count == 4 + 6 + 2 and launched_by_torch(two).count == 6 + 6 + 4
+    assert launched_by_torch(one).count == 4 + 7 + 2 and launched_by_torch(two).count == 6 + 7 + 4
 
 
 def test_its_time_is_that_of_its_bytes() -> None:

@@ -61,9 +61,9 @@ def _cross_entropy(rows: int, classes: int, dtype: str) -> Launched:
 
 
 def _cross_entropy_dgrad(rows: int, classes: int, dtype: str) -> Launched:
-    """First comparison, sum, division, a zero, choice, clamp and in 16 bit a conversion, of one number per row. A slice in 16 bit:
-    difference to the logsumexp, exp, one subtracted at the target (two small kernels), product with the scale. Else, and where
-    there is one slice only: softmax, product, the scale subtracted at the target (two), copy or conversion."""
+    """First comparison, sum, division, a zero, choice, clamp and in 16 bit a conversion, of one number per row. A slice in 16
+    bit: difference to the logsumexp, exp, one subtracted at the target (two small kernels), product with the scale. Else, and
+    where there is one slice only: softmax, product, the scale subtracted at the target (two), copy or conversion."""
     item, wide = _items(dtype)
     slices = _slices(rows, classes)
     small = 6 + (item == 2) + 2 * len(slices)
