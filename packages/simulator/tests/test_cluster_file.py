@@ -38,6 +38,14 @@ factor = 1.2
 nodes = [0, 3]
 factor = 2.5
 """
+ROW = """
+[[kernel]]
+kind = "matmul"
+dtype = "bfloat16"
+seconds = 1e-4
+source = "here"
+shape = [64, 64, 32]
+"""
 WHOLE = """
 [device]
 name = "toy"
@@ -138,6 +146,29 @@ WRONG = {
     "slow rank without a factor": (LAB.replace("factor = 1.2", ""), r"slow_ranks\[0\]: factor is missing"),
     "link between nodes that are not there": (LAB.replace("[0, 3]", "[0, 4]"), "node 4 is not there; the nodes are 0 to 3"),
     "link of three nodes": (LAB.replace("[0, 3]", "[0, 3, 1]"), r"slow_links\[0\].nodes: 3 of them; 2 are needed"),
+    "kernel without seconds": (LAB + ROW.replace("seconds = 1e-4", ""), r"kernel\[0\]: seconds missing"),
+    "kernel of no size": (
+        LAB + ROW.replace("shape = [64, 64, 32]", ""),
+        r"kernel\[0\]: no size given; exactly one of shape, bytes",
+    ),
+    "kernel of two sizes": (LAB + ROW + "bytes = 7\n", r"kernel\[0\]: shape and bytes given; exactly one of shape, bytes, flops"),
+    "kernel of two dimensions": (
+        LAB + ROW.replace("64, 64", "64"),
+        r"kernel\[0\].shape: \[64, 32\] stands here, of kind 'matmul'; \[M, N",
+    ),
+    "shape of a norm": (
+        LAB + ROW.replace("matmul", "norm"),
+        r"of kind 'norm'; give bytes or flops; only matmul, attention, loss have",
+    ),
+    "no such kind of kernel": (LAB + ROW.replace("matmul", "gemm"), r"kernel\[0\].kind: 'gemm' stands here; one of 'matmul', "),
+    "dtype of a kernel": (LAB + ROW.replace("bfloat16", "bf16"), r"kernel\[0\].dtype: 'bf16' stands here; one of 'float64', "),
+    "kernel in no time": (LAB + ROW.replace("1e-4", "0"), r"kernel\[0\].seconds: 0 stands here; a number above 0 is needed"),
+    "kernel of a negative shape": (
+        LAB + ROW.replace("32]", "-1]"),
+        r"kernel\[0\].shape\[2\]: -1 stands here; a whole number from 1",
+    ),
+    "key of a kernel": (LAB + ROW + "time = 1\n", r"kernel\[0\].time: no such key; known here: kind, op, dtype"),
+    "kernel twice": (LAB + ROW + ROW, r"kernel\[1\]: measured in kernel\[0\] already; one of them is needed"),
     "link twice": (LAB + "[[slow_links]]\nnodes = [3, 0]\nfactor = 2\n", "the link of nodes 3 and 0 is there twice"),
     "unknown model": ('device = "h100-80g-sxm"\n[communication]\nmodel = "fast"\n', "communication.model: 'fast' stands here"),
     "missing table": ('device = "h100-80g-sxm"\n[communication]\nmessages = "no.csv"\n', "communication.messages: cannot read"),

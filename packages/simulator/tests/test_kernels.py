@@ -102,12 +102,14 @@ def test_every_stack_has_its_source_and_its_kernel() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('[stacks.mine]\nattention = "flash-2"\n', "stacks.mine: fused, saved, overlap, source missing"),
+        ('[stacks.mine]\nattention = "flash-2"\n', "stacks.mine: lowering, optimizer, fused, saved, overlap, source missing"),
         (
-            '[stacks.mine]\nattention = "own"\nfused = []\nsaved = "all"\noverlap = []\nsource = "me"\n',
+            '[stacks.mine]\nattention = "own"\nfused = []\nsaved = "all"\noverlap = []\nsource = "me"\n'
+            'lowering = "torch"\noptimizer = "fused"\n',
             "stacks.mine.attention: no kernel 'own'; known: flash-2",
         ),
         ('[stacks.mine]\nfused = ["gemm"]\n', r"stacks.mine.fused\[0\]: 'gemm' stands here; one of 'matmul', 'attention'"),
+        ('[stacks.mine]\nlowering = "jax"\n', "lowering: 'jax' stands here; one of 'torch', 'one kernel' is needed"),
         ("[attention.flash-2]\nhopper = [0.3]\n", "attention.flash-2.hopper: 1 of them; 2 are needed"),
     ],
 )

@@ -33,7 +33,8 @@ KernelKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", 
 class Kernel:
     """`count` equal kernels. flops and bytes (read plus written) are per kernel; dims is (M, N, K) for a matmul (batch
     folded into M when the right operand is shared, else (batch, M, N, K)), (batch, heads, T_q, T_k, head_dim) for attention,
-    else empty. `lowering`: which implementation flops and bytes assume where the op has several that differ in them, else ""."""
+    (rows, classes) for cross-entropy, else empty. `lowering`: which implementation flops and bytes assume where the op has
+    several that differ in them, else "". `op`: the operator's name, without the namespace if that is aten's or Piper's."""
 
     kind: KernelKind
     dims: tuple[Dim, ...]
@@ -42,10 +43,12 @@ class Kernel:
     bytes: Dim
     count: int = 1
     lowering: str = ""
+    op: str = ""
 
     def bind(self, rows: int) -> Kernel:
         dims = tuple(bind(d, rows) for d in self.dims)
-        return Kernel(self.kind, dims, self.dtype, bind(self.flops, rows), bind(self.bytes, rows), self.count, self.lowering)
+        flops, moved = bind(self.flops, rows), bind(self.bytes, rows)
+        return Kernel(self.kind, dims, self.dtype, flops, moved, self.count, self.lowering, self.op)
 
 
 @dataclass(frozen=True, slots=True)

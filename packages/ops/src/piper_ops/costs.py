@@ -26,9 +26,10 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class KernelInfo:
-    """`dims`: (M, N, K) or (batch, M, N, K) of a matmul, (batch, heads, T_q, T_k, head_dim) of an attention, else empty.
-    `dtype`: of the arithmetic, torch's name without `torch.`. Kind "other" with no bytes is a view: no kernel is launched.
-    `lowering`: which one flops and bytes assume where an op has several that differ in them."""
+    """`dims`: (M, N, K) or (batch, M, N, K) of a matmul, (batch, heads, T_q, T_k, head_dim) of an attention, (rows, classes) of a
+    cross-entropy, else empty. `dtype`: of the arithmetic, torch's name without `torch.`. Kind "other" with no bytes is a view: no
+    kernel is launched. `lowering`: which one flops and bytes assume where an op has several that differ in them. `op`: the op's
+    name, without the namespace if that is aten's or Piper's."""
 
     kind: Kind
     dims: tuple[int, ...]
@@ -36,6 +37,7 @@ class KernelInfo:
     bytes: int
     dtype: str
     lowering: str = ""
+    op: str = ""
 
 
 def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> KernelInfo:
@@ -50,30 +52,31 @@ def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: 
     call = call_of(op, args_meta, out_meta, kwargs_meta or {})
     operands = [*_tensors([call.args[a.name] for a in op._schema.arguments if a.name in call.args and not _is_out(a)])]
     moved = sum(map(_nbytes, operands)) + sum(map(_nbytes, call.outs))
-    dtype = _dtype([*call.outs, *operands])
+    dtype, name = _dtype([*call.outs, *operands]), _name(op)
     own = _OWN.get(op)
     if own is not None:
-        return KernelInfo(own.kind, (), own.flops(call), moved if own.bytes is None else own.bytes(call), dtype)
+        return KernelInfo(own.kind, (), own.flops(call), moved if own.bytes is None else own.bytes(call), dtype, op=name)
     portable = _FORMULAS.get(op)
     if portable is not None:
         record, formula = portable
-        return KernelInfo(record.kind, formula.dims(call), formula.flops(call), moved, dtype, record.lowering)
+        return KernelInfo(record.kind, formula.dims(call), formula.flops(call), moved, dtype, record.lowering, name)
     if _is_view(op):
         return KernelInfo("other", (), 0, 0, dtype)
     packet = op.overloadpacket
     if packet in _MATMULS:
         dims = _MATMULS[packet](call)
-        return KernelInfo("matmul", dims, 2 * prod(dims), moved, dtype)
+        return KernelInfo("matmul", dims, 2 * prod(dims), moved, dtype, op=name)
     if packet is aten.convolution_backward:
-        return KernelInfo("matmul", (), _convolution_backward_flops(call), moved, dtype)
+        return KernelInfo("matmul", (), _convolution_backward_flops(call), moved, dtype, op=name)
     if packet in _GATHERS:
         # only the rows that are picked are read, not the whole table
         indices = sum(_nbytes(t) for t in operands[1:])
-        return KernelInfo(_GATHERS[packet], (), 0, indices + 2 * sum(map(_nbytes, call.outs)), dtype)
+        return KernelInfo(_GATHERS[packet], (), 0, indices + 2 * sum(map(_nbytes, call.outs)), dtype, op=name)
     if packet is aten.embedding_dense_backward:
-        return KernelInfo("embedding", (), operands[0].numel(), moved, dtype)
+        # the whole table is set to zero, then the rows that were picked are written
+        return KernelInfo("embedding", (), operands[0].numel(), moved + _nbytes(operands[0]), dtype, op=name)
     flops = 0 if packet in _MOVES else max((t.numel() for t in (*operands, *call.outs)), default=0)
-    return KernelInfo("elementwise", (), flops, moved, dtype)
+    return KernelInfo("elementwise", (), flops, moved, dtype, op=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,11 @@ def op_cost(
 def call_of(op: torch._ops.OpOverload, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any]) -> Call:
     """A call of an op as formulas read it."""
     return Call(_bound(op, args_meta, kwargs_meta), tuple(_tensors(out_meta)))
+
+
+def _name(op: torch._ops.OpOverload) -> str:
+    namespace, _, name = op._schema.name.partition("::")
+    return name if namespace in ("aten", "piper") else op._schema.name
 
 
 def _bound(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -75,6 +75,11 @@ def attention_dims(call: Call) -> tuple[int, ...]:
     return q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.shape[3]
 
 
+def loss_dims(call: Call) -> tuple[int, ...]:
+    """(rows, classes)."""
+    return tuple(call.tensor("logits").shape)
+
+
 def attention_flops(call: Call) -> int:
     """4 B H T_q T_k D: q k^T and p v, 2 B H T_q T_k D each (FlashAttention-2, arXiv 2307.08691, section 4.1).
 
@@ -187,8 +192,8 @@ PORTABLE: Mapping[str, PortableOp] = {
             "loss",
             outputs=("loss", "logsumexp"),
             saved=("logsumexp",),
-            forward=Formula(losses.cross_entropy, _per_element("logits", cross_entropy_flops)),
-            dgrad=Formula(losses.cross_entropy_dgrad, _per_element("logits", cross_entropy_dgrad_flops)),
+            forward=Formula(losses.cross_entropy, _per_element("logits", cross_entropy_flops), loss_dims),
+            dgrad=Formula(losses.cross_entropy_dgrad, _per_element("logits", cross_entropy_dgrad_flops), loss_dims),
         ),
     )
 }

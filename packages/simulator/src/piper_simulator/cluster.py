@@ -9,6 +9,7 @@ from typing import Literal
 
 from piper_ir.costs import CommDuration, Costs
 from piper_ir.errors import ClusterError
+from piper_simulator.kernel_table import KernelDuration, KernelTable
 from piper_simulator.nccl import Nccl
 from piper_simulator.stacks import GENERATIONS, Stack
 
@@ -59,7 +60,8 @@ class Cluster:
     built in.
 
     `stack`: whose kernels run the model; without one all kernels reach the same fractions. With one these count as well:
-    `generation` of the device, and `memory_steps`: (bytes from which on, fraction of the memory bandwidth), largest first."""
+    `generation` of the device, and `memory_steps`: (bytes from which on, fraction of the memory bandwidth), largest first.
+    `kernels`: measured kernels, which come before any formula."""
 
     device: str
     peak_flops: Mapping[str, float]
@@ -94,6 +96,7 @@ class Cluster:
     stack: Stack | None = None
     generation: str = ""
     memory_steps: tuple[tuple[float, float], ...] = ()
+    kernels: tuple[KernelDuration, ...] = ()
     label: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -184,3 +187,8 @@ class Cluster:
     def table(self) -> Costs:
         """`messages`, to be looked up."""
         return Costs(comm=self.messages)
+
+    @cached_property
+    def kernel_table(self) -> KernelTable:
+        """`kernels`, to be looked up."""
+        return KernelTable(self.kernels)

@@ -42,6 +42,8 @@ from piper_simulator.checks import (
 )
 from piper_simulator.cluster import INTER, INTRA, MODELS, Cluster, SlowLink
 from piper_simulator.communication import OPS
+from piper_simulator.kernel_rows import SCHEMA as KERNELS
+from piper_simulator.kernel_rows import read_kernels
 from piper_simulator.nccl import Nccl
 from piper_simulator.stacks import GENERATIONS, STACKS
 
@@ -75,6 +77,7 @@ SCHEMA = table(
         "communication": table({"model": one_of(*MODELS), "messages": TEXT, "nccl": table(_NCCL)}),
         "slow_ranks": list_of(table({"rank": INDEX, "factor": FACTOR})),
         "slow_links": list_of(table({"nodes": list_of_n(2, INDEX), "factor": FACTOR})),
+        "kernel": KERNELS,
     }
 )
 """What a file may hold."""
@@ -91,6 +94,7 @@ def read_cluster(path: Path, devices: Mapping[str, Cluster]) -> Cluster:
     numbers = _device(found) | _places(found, where, base) | _slow(found, where) | _communication(found, where, path, base)
     numbers |= {"label": found.get("name", path.stem), "device": name}
     numbers |= {"notes": found["notes"]} if "notes" in found else {}
+    numbers |= {"kernels": read_kernels(found["kernel"], where.at("kernel"))} if "kernel" in found else {}
     try:
         if base is not None:
             return replace(base, **numbers)

@@ -7,16 +7,24 @@ With a stack (`piper_simulator.stacks`), by kind of kernel:
     matmul      2 M N K FLOPs / (peak x matmul_fraction x tiles / (waves x SMs)), cost-model.md 2: pieces of the result of a size
                 of TILES, as many at once as there are SMs, the last wave as long as any; K in whole steps of STEP
     attention   in 16 bit FLOPs / (peak x what the stack's kernel reaches forward or backward)
-    the others  bytes at the part of the bandwidth that so many bytes reach (`memory_steps`)
-each never shorter than its bytes or its FLOPs allow; together a smooth maximum of the device's time and the launches."""
+    the others  bytes at the part of the bandwidth that so many bytes reach (`memory_steps`); where the stack runs an operator as
+                several kernels (`piper_simulator.passes`), each with its own bytes
+each never shorter than its bytes or its FLOPs allow; together a smooth maximum of the device's time and the launches.
+
+Kernels that the cluster's table knows (`piper_simulator.kernel_table`) take what was measured."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from math import ceil
 
 from piper_ir.program import Cost, Kernel, Step
 from piper_ir.sizes import bind
+from piper_ir.trace import Source
 from piper_simulator.cluster import Cluster
+from piper_simulator.kernel_table import SOURCES, Found, How
+from piper_simulator.passes import Launched, launched_by_torch
 
 _AT_PEAK = frozenset({"matmul", "attention"})
 TILES = ((128, 128), (128, 256), (256, 128))
@@ -29,15 +37,47 @@ other."""
 HALF = frozenset({"bfloat16", "float16"})
 
 
+@dataclass(frozen=True, slots=True)
+class Took:
+    """Seconds of a step of a chunk. `source`: of its least trusted kernel; `parts`: seconds of its kernels by where they come
+    from."""
+
+    seconds: float
+    source: Source = "formula"
+    parts: Mapping[How, float] = field(default_factory=dict)
+
+
+def step_took(cluster: Cluster, cost: Cost, step: Step) -> Took:
+    """How long one step of a chunk takes."""
+    parts: dict[How, float] = {}
+    for kernel in cost.kernels:
+        found = kernel_seconds(cluster, kernel, backward=step != "F")
+        parts[found.how] = parts.get(found.how, 0.0) + kernel.count * found.seconds
+    seconds = launched(cluster, sum(parts.values()), launches(cluster, cost))
+    least: How = max(parts, key=[*SOURCES].index, default="formula")
+    return Took(seconds, SOURCES[least], parts)
+
+
 def step_seconds(cluster: Cluster, cost: Cost, step: Step) -> float:
     """Seconds of one step of a chunk."""
-    kernels = cost.kernels
+    return step_took(cluster, cost, step).seconds
+
+
+def launches(cluster: Cluster, cost: Cost) -> int:
+    """Kernels that the host launches for a step of a chunk."""
     if cluster.stack is None:
-        return launched(cluster, sum(k.count * plain(cluster, k) for k in kernels), sum(k.count for k in kernels))
-    busy = sum(k.count * by_kind(cluster, k, backward=step != "F") for k in kernels)
-    fused = cluster.stack.fused
-    launches = sum(k.count for k in kernels if k.kind not in fused) + len({k.kind for k in kernels if k.kind in fused})
-    return launched(cluster, busy, launches)
+        return sum(k.count for k in cost.kernels)
+    fused = {k.kind for k in cost.kernels if k.kind in cluster.stack.fused}
+    return len(fused) + sum(k.count * _launched(cluster, k).count for k in cost.kernels if k.kind not in fused)
+
+
+def kernel_seconds(cluster: Cluster, kernel: Kernel, *, backward: bool) -> Found:
+    """Seconds of a kernel on the device: from the cluster's table, else by formula."""
+
+    def formula(k: Kernel) -> float:
+        return plain(cluster, k) if cluster.stack is None else by_kind(cluster, k, backward=backward)
+
+    return cluster.kernel_table.find(kernel, formula) if cluster.kernels else Found(formula(kernel), "formula")
 
 
 def launched(cluster: Cluster, busy: float, kernels: int) -> float:
@@ -64,8 +104,15 @@ def by_kind(cluster: Cluster, kernel: Kernel, *, backward: bool) -> float:
         computing /= filled(tuple(bind(d, 0) for d in kernel.dims), cluster.sms)
     elif kernel.kind == "attention" and kernel.dtype in HALF:
         computing *= cluster.matmul_fraction / _attention_fraction(cluster, backward)
-    nbytes = bind(kernel.bytes, 0)
-    return max(computing, nbytes / (cluster.memory_bandwidth * memory_fraction(cluster, nbytes)))
+    moving = sum(n * b / (cluster.memory_bandwidth * memory_fraction(cluster, b)) for b, n in _launched(cluster, kernel).moved)
+    return max(computing, moving)
+
+
+def _launched(cluster: Cluster, kernel: Kernel) -> Launched:
+    """The kernels that the cluster's stack runs for one of a plan."""
+    if cluster.stack is not None and cluster.stack.lowering == "torch":
+        return launched_by_torch(kernel)
+    return Launched(((bind(kernel.bytes, 0), 1),))
 
 
 def filled(dims: tuple[int, ...], sms: int) -> float:

@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 
 from piper_ir.costs import Costs, Duration
 from piper_ir.errors import ClusterError
-from piper_ir.ops import COMM, Comm, Compute, Load
+from piper_ir.ops import COMM, Comm, Compute, Load, Update
 from piper_ir.plan import Channel, Instr, Part, Plan, RolePlan
 from piper_ir.trace import Source
 from piper_ir.traffic import Traffic
 from piper_simulator.cluster import Cluster
 from piper_simulator.communication import Group, Op, duration, group
-from piper_simulator.kernels import is_guess, launched, step_seconds
+from piper_simulator.kernels import is_guess, launched, step_took
 from piper_simulator.provenance import Provenance
+from piper_simulator.updates import Updated, update_seconds, updated
 
 _TRUST: tuple[Source, ...] = ("formula", "interpolated", "table", "measured", "given")
 """Least to most: an instruction of several parts is labelled by the least trusted of its durations."""
@@ -69,7 +70,7 @@ class CostModel:
         self._groups: dict[str, frozenset[Group]] = {}
         self._slowest: dict[str, float] = {}
         self._messages: dict[tuple[str, int], Work] = {}
-        self._others: dict[tuple[str, int], Work] = {}
+        self._others: dict[tuple[str, int, Updated | None], Work] = {}
         self._busy_s: dict[tuple[str, int], float] = {}
         self._beside: dict[str, dict[int, float]] = {}
         self._calls: dict[str, set[int]] = {}
@@ -146,19 +147,22 @@ class CostModel:
             return self._steps[part.op]
         if self.given:
             return Work(0.0, "given")
-        key = (type(part.op).__name__, self._traffic.touched(role, part))
+        update = updated(self.plan, role, part.op) if isinstance(part.op, Update) else None
+        key = (type(part.op).__name__, self._traffic.touched(role, part), update)
         if key not in self._others:
             self._others[key] = self._other(*key, part.node)
         found = self._others[key]
         called = self._batch_s(role, part) if isinstance(part.op, Load) else 0.0
         return Work(found.seconds + called, found.source) if called else found
 
-    def _other(self, op: str, touched: int, node: str) -> Work:
+    def _other(self, op: str, touched: int, update: Updated | None, node: str) -> Work:
         known = self.costs.of_part(op, touched)
         if known is not None:
             return Work(known.seconds, known.source)
         cluster = self._need(node)
         self._provenance.computed()
+        if update is not None and cluster.stack is not None:
+            return Work(update_seconds(cluster, update), "formula")
         return Work(launched(cluster, touched / (cluster.memory_bandwidth * cluster.memory_fraction), 1), "formula")
 
     def _batch_s(self, role: RolePlan, part: Part) -> float:
@@ -185,8 +189,9 @@ class CostModel:
             self._provenance.looked_up(chunk, op.step)
             return Work(known.seconds, known.source, flops=cost.flops)
         cluster = self._need(f"step {op.step} of chunk {op.chunk}")
-        self._provenance.computed_step(chunk, op.step, [k.dtype for k in cost.kernels if is_guess(cluster, k)])
-        return Work(step_seconds(cluster, cost, op.step), "formula", flops=cost.flops)
+        took = step_took(cluster, cost, op.step)
+        self._provenance.computed_step(chunk, op.step, [k.dtype for k in cost.kernels if is_guess(cluster, k)], took.parts)
+        return Work(took.seconds, took.source, flops=cost.flops)
 
     def _need(self, what: str) -> Cluster:
         if self.cluster is None:

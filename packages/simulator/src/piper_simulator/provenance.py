@@ -10,7 +10,14 @@ from piper_ir.machine import machine_name
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Step
 from piper_simulator.cluster import CPU, Cluster
+from piper_simulator.kernel_table import REACH, How
 
+_KERNELS: Mapping[How, str] = {
+    "table": "as measured",
+    "interpolated": "between measured sizes",
+    "scaled": f"up to {REACH:g} times outside of them, by formula times measured / formula of the nearest",
+    "formula": "by formula",
+}
 NAMED = 3
 """Of many, as many are named."""
 
@@ -27,6 +34,7 @@ class Provenance:
         self._beyond: dict[str, None] = {}  # interpolated outside of what was measured
         self._messages: dict[str, None] = {}  # that the costs do not know
         self._slow: dict[str, None] = {}
+        self._kernels: dict[How, float] = dict.fromkeys(_KERNELS, 0.0)  # seconds, each step of a chunk once
         self._computed = False
         known = {s.code for s in costs.steps}
         if known and not costs.compute and not any(c.code in known for c in plan.chunks):
@@ -42,9 +50,12 @@ class Provenance:
         if measured and not measured[0] <= rows <= measured[-1] and chunk.id not in self._costs.compute:
             self._beyond[f"{rows} rows (measured {measured[0]} to {measured[-1]})"] = None
 
-    def computed_step(self, chunk: Chunk, step: Step, guessed: Iterable[str]) -> None:
-        """The duration of a step was computed; `guessed`: dtypes for whose rate another's stands."""
+    def computed_step(self, chunk: Chunk, step: Step, guessed: Iterable[str], parts: Mapping[How, float]) -> None:
+        """The duration of a step was computed; `guessed`: dtypes for whose rate another's stands; `parts`: seconds of its kernels
+        by where they come from."""
         self._computed = True
+        for how, seconds in parts.items():
+            self._kernels[how] += seconds
         self._dtypes.update(dict.fromkeys(guessed))
         (self._far if self._costs.rows_of(chunk.code, step) else self._unknown)[chunk.id] = None
 
@@ -76,7 +87,15 @@ class Provenance:
         assumed = cluster.warnings if cluster is not None and (self._computed or host is None) else ()
         guesses = () if cluster is None else tuple(cluster.guess(d) for d in self._dtypes)
         slow = (f"slow ranks; all of a role take as long as its slowest: {_some(self._slow)}",) if self._slow else ()
-        return (*assumed, *guesses, *slow, *self._of_machine(), *self._of_chunks())
+        return (*assumed, *guesses, *slow, *self._of_machine(), *self._of_kernels(), *self._of_chunks())
+
+    def _of_kernels(self) -> list[str]:
+        """How much of the kernels' time a table gave, where there is one."""
+        total = sum(self._kernels.values())
+        if self._cluster is None or not self._cluster.kernels or not total:
+            return []
+        shares = (f"{seconds / total:.0%} {_KERNELS[how]}" for how, seconds in self._kernels.items() if seconds)
+        return [f"{self._cluster.name}: of the time of kernels {', '.join(shares)}"]
 
     def _of_machine(self) -> list[str]:
         """Costs of another cluster or machine, or of another number of ranks at once."""

@@ -15,19 +15,29 @@ KINDS = ("matmul", "attention", "norm", "elementwise", "embedding", "loss", "oth
 GENERATIONS = ("ampere", "hopper", "blackwell")
 _FRACTION = number(whole=False, least=0, above=True)
 _ATTENTION = table({"source": TEXT} | dict.fromkeys(GENERATIONS, list_of_n(2, _FRACTION)))
-_STACK = table({"attention": TEXT, "fused": list_of(one_of(*KINDS)), "saved": TEXT, "overlap": list_of(TEXT), "source": TEXT})
+LOWERINGS = ("torch", "one kernel")
+OPTIMIZERS = ("fused", "foreach")
+_STACK = table(
+    {"attention": TEXT, "fused": list_of(one_of(*KINDS)), "saved": TEXT, "overlap": list_of(TEXT), "source": TEXT}
+    | {"lowering": one_of(*LOWERINGS), "optimizer": one_of(*OPTIMIZERS)}
+)
+_NEEDED = ("attention", "lowering", "optimizer", "fused", "saved", "overlap", "source")
 SCHEMA = table({"attention": mapping(_ATTENTION), "stacks": mapping(_STACK)})
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
     """`attention`: name of the kernel; `attention_fraction`: generation of devices -> what it reaches of the 16-bit peak, forward
-    and backward. `fused`: kinds of kernels of which those of one step are launched as one. `saved`: what a forward keeps for its
-    backward, and `overlap`: what communicates beside computation, by default; for people, a plan has its own."""
+    and backward. `lowering`: an operator that is one node of a plan is "one kernel", or what eager "torch" launches for it
+    (`piper_simulator.passes`). `optimizer`: how it updates (`piper_simulator.updates`). `fused`: kinds of kernels of which those
+    of one step are launched as one. `saved`: what a forward keeps for its backward, and `overlap`: what communicates beside
+    computation, by default; for people, a plan has its own."""
 
     name: str
     attention: str
     attention_fraction: Mapping[str, tuple[float, float]]
+    lowering: str
+    optimizer: str
     fused: tuple[str, ...]
     saved: str
     overlap: tuple[str, ...]
@@ -41,15 +51,14 @@ def read_stacks(path: Path) -> dict[str, Stack]:
     return {name: _stack(name, entry, found["attention"], where.at("stacks").at(name)) for name, entry in found["stacks"].items()}
 
 
-def _stack(name: str, entry: Mapping[str, Any], kernels: Mapping[str, Any], where: Where) -> Stack:
-    if missing := [k for k in ("attention", "fused", "saved", "overlap", "source") if k not in entry]:
+def _stack(name: str, entry: dict[str, Any], kernels: Mapping[str, Any], where: Where) -> Stack:
+    if missing := [k for k in _NEEDED if k not in entry]:
         raise where.error(f"{', '.join(missing)} missing")
     if entry["attention"] not in kernels:
         raise where.at("attention").error(f"no kernel {entry['attention']!r}; known: {', '.join(kernels)}")
     reached = {g: tuple(f) for g, f in kernels[entry["attention"]].items() if g in GENERATIONS}
-    return Stack(
-        name, entry["attention"], reached, tuple(entry["fused"]), entry["saved"], tuple(entry["overlap"]), entry["source"]
-    )
+    lists = {k: tuple(entry[k]) for k in ("fused", "overlap")}
+    return Stack(**(entry | lists | {"name": name, "attention_fraction": reached}))
 
 
 STACKS: Mapping[str, Stack] = read_stacks(Path(__file__).parent / "data" / "stacks.toml")

@@ -25,8 +25,9 @@ from piper_compiler.capture import _torch, _torch_joint
 from piper_compiler.capture.codegen import StepCode
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.joint import Interpreter, JointInput, TracedChunk, constants_of
+from piper_compiler.capture.kernels import counted
 from piper_ir.errors import CaptureError
-from piper_ir.program import Cost, Kernel, Liveness, Signature, Step
+from piper_ir.program import Cost, Liveness, Signature, Step
 from piper_ir.sizes import TensorSpec, bind
 from piper_ops import kernel_of
 from piper_ops.opaque import backward_step, forward_step, storage_key
@@ -126,7 +127,7 @@ class _Observed:
     held: list[int] = field(default_factory=list)
 
     def cost(self) -> Cost:
-        return Cost(tuple(Kernel(k.kind, k.dims, k.dtype, k.flops, k.bytes, n, k.lowering) for k, n in self.kernels.items()))
+        return counted(self.kernels)
 
     def liveness(self) -> Liveness:
         return Liveness((), (tuple(self.held),))

@@ -49,8 +49,8 @@ class Fitter:
 
     def _cost(self, step: Step, costs: Sequence[Cost]) -> Cost:
         first = costs[0].kernels
-        shape = [(k.kind, k.dtype, len(k.dims), k.count, k.lowering) for k in first]
-        if any([(k.kind, k.dtype, len(k.dims), k.count, k.lowering) for k in c.kernels] != shape for c in costs):
+        shape = [(k.kind, k.dtype, len(k.dims), k.count, k.lowering, k.op) for k in first]
+        if any([(k.kind, k.dtype, len(k.dims), k.count, k.lowering, k.op) for k in c.kernels] != shape for c in costs):
             raise NotAffine(f"step {step} launches other kernels")
         return Cost(tuple(self._kernel(step, kernels) for kernels in zip(*(c.kernels for c in costs), strict=True)))
 
@@ -60,7 +60,7 @@ class Fitter:
         flops = self._fit(f"{what}: flops", [k.flops for k in kernels])
         moved = self._fit(f"{what}: bytes", [k.bytes for k in kernels])
         first = kernels[0]
-        return Kernel(first.kind, dims, first.dtype, flops, moved, first.count, first.lowering)
+        return Kernel(first.kind, dims, first.dtype, flops, moved, first.count, first.lowering, first.op)
 
     def _liveness(self, step: Step, liveness: Sequence[Liveness]) -> Liveness:
         first = liveness[0]
