@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.zero_bubble_search import CASES, case, named
@@ -17,7 +17,8 @@ from packages.compiler.tests.recipe_orders import orders_of_directives
 from packages.compiler.tests.test_recipes_formulas import swept
 from piper_compiler import Directive, Strategy, compile_program, recipes, synthetic
 from piper_compiler.recipes import search
-from piper_compiler.recipes.search import find_orders
+from piper_compiler.recipes.search import Search, find_orders
+from piper_compiler.recipes.zb_greedy import Rules
 from piper_compiler.recipes.zb_problem import Problem, Stages, Value
 from piper_compiler.recipes.zero_bubble import v_frontier
 from piper_ir.errors import DirectiveError
@@ -133,6 +134,29 @@ def test_the_same_arguments_give_the_same_orders() -> None:
         first, again, other = (find_orders.__wrapped__(stages, 6, (units,) * 3) for units in (5.0, 5.0, 4.0))
     assert again == first
     assert other != first, "negative control"
+
+
+class Thorough(Search):
+    """Carries out every rule to its end."""
+
+    def _cut(self, reach: float, wanted: float) -> None:  # type: ignore[override]  # Greedy takes None for: to the end
+        self.worth.clear()
+        self.tight.clear()
+
+    def _plain(self, rules: Rules) -> Rules:
+        return rules
+
+
+@settings(max_examples=EXAMPLES)
+@example(dict(pp=4, microbatches=8, chunks=1, F=[3] * 4, I=[4] * 4, W=[2] * 4, hop=0, activation=[1] * 4, memory_limit=None))
+@given(problems())
+def test_what_is_not_carried_out_would_have_changed_nothing(given: dict[str, Any]) -> None:
+    limit = (inf if given["memory_limit"] is None else float(given["memory_limit"]),) * given["pp"]
+    problem = Problem(stages_of(given), given["microbatches"], limit)
+    with little_effort():
+        searches = Search(problem), Thorough(problem)
+        assert searches[0].run() == searches[1].run()
+    assert searches[0].effort == searches[1].effort
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (3, 4, 2)])

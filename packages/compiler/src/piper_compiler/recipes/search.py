@@ -5,8 +5,8 @@
 2. Descent: one entry of the best policy is changed at a time.
 3. Annealing of the best order (`zb_anneal`).
 
-Effort is counted in operations scheduled, never in seconds, and the random numbers are seeded: the same arguments give the same
-orders everywhere. The search ends early at an order that a lower bound shows to be the best.
+Effort is counted in operations, never in seconds, and the random numbers are seeded: the same arguments give the same orders
+everywhere. The search ends early at an order that a lower bound shows to be the best.
 
 Sources: zero-bubble pipelines, Qi et al. 2023 (arXiv 2401.10241); the V placement and its limits of memory, Qi et al. 2024
 (arXiv 2405.15362).
@@ -14,21 +14,26 @@ Sources: zero-bubble pipelines, Qi et al. 2023 (arXiv 2401.10241); the V placeme
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import permutations, product
+from math import inf
 from random import Random
 from typing import TypeVar
 
 from piper_compiler.actions import Action, Phase, Slot
 from piper_compiler.recipes.zb_anneal import Anneal
-from piper_compiler.recipes.zb_greedy import Greedy, Justify, Policy, Rules
+from piper_compiler.recipes.zb_greedy import Cut, Greedy, Justify, Policy, Rules
 from piper_compiler.recipes.zb_problem import FORWARD, INPUT, Problem, Queue, Stages, Value
 
 T = TypeVar("T")
 
+NOTHING = Value(inf, inf, inf)
+
 EFFORT = 1_000_000
-"""Operations that list scheduling places in one search; about 3 us each."""
+"""Operations that list scheduling places in one search: at most 2.5 us each, most of them at no cost, since rules that are known
+already or can be of no use are not carried out, but counted."""
 SWEEPS = 1_000_000
 """Operations that annealing sweeps in one search; about 0.6 us each."""
 SAMPLES, CHANGES, MOVES = 300, 1200, 6000
@@ -60,13 +65,17 @@ class Search:
 
     def __init__(self, problem: Problem, goal: Value | None = None) -> None:
         self.problem, self.random = problem, Random(0).random
-        self.best = Value(float("inf"), float("inf"), float("inf"))
+        self.best = NOTHING
         self.orders: list[Queue] = []
         self.rules, self.tightened = Rules((), 0), False
         """What gave the best, and whether it was tightened from the end."""
+        self.worth: dict[Rules, tuple[Value, bytes]] = {}
+        """What rules are known to be worth, and when their operations end."""
+        self.tight: dict[bytes, Value] = {}
+        """What they are worth when tightened from the end."""
         self.effort = 0
-        bound = problem.bound()
-        self.goal = goal or Value(bound, 0.0, 0.0)
+        self.bound = problem.bound()
+        self.goal = goal or Value(self.bound, 0.0, 0.0)
         """The search ends when the best meets this."""
 
     @property
@@ -75,7 +84,7 @@ class Search:
 
     def run(self) -> list[Queue]:
         for rules in self._known():
-            self._try(rules, float("inf"))
+            self._try(rules, inf)
         for _ in range(SAMPLES):
             if self.effort < 0.2 * EFFORT:
                 self._try(self._sample(), 1.0)
@@ -84,25 +93,58 @@ class Search:
             self._anneal()
         return self.orders
 
-    def _try(self, rules: Rules, reach: float) -> Value:
+    def _try(self, rules: Rules, reach: float, wanted: float = 0.0) -> Value:
         """What orders under these rules are worth, as they are or tightened from the end, which is tried when they end at most
-        `reach` times the best bubble after the best ones."""
-        problem = self.problem
+        `reach` times the best bubble after the best ones. NOTHING for a run given up because it was to be none of: better than
+        the best, within that reach, of a makespan and span of `wanted` in sum."""
         if self.done:
             return self.best
-        orders, swept = Greedy(problem, rules).run()
-        self.effort += problem.count
-        value = problem.value(swept)
-        self._consider(value, orders, rules, False)
-        if value.makespan <= self.best.makespan + reach * (self.best.makespan - min(problem.busy)):
-            orders = Justify(problem, swept.end).run()
-            self.effort += problem.count
-            again = problem.sweep(orders)
-            if again is not None:
-                tight = problem.value(again)
-                self._consider(tight, orders, rules, True)
-                value = min(value, tight)
+        self.effort += self.problem.count
+        known = self._plain(rules)
+        if known not in self.worth:
+            found = Greedy(self.problem, rules).run(self._cut(reach, wanted))
+            if found is None:
+                return NOTHING
+            orders, swept = found
+            self.worth[known] = self.problem.value(swept), array("d", swept.end).tobytes()
+            self._consider(self.worth[known][0], orders, rules, False)
+        value, times = self.worth[known]
+        if value.makespan <= self._latest(reach):
+            self.effort += self.problem.count
+            value = min(value, self._tightened(rules, times))
         return value
+
+    def _tightened(self, rules: Rules, times: bytes) -> Value:
+        """The worth of what these rules gave, the `times` at which its operations end, when tightened from the end."""
+        if times not in self.tight:
+            orders = Justify(self.problem, array("d", times).tolist()).run()
+            swept = self.problem.sweep(orders)
+            self.tight[times] = NOTHING if swept is None else self.problem.value(swept)
+            self._consider(self.tight[times], orders, rules, True)
+        return self.tight[times]
+
+    def _plain(self, rules: Rules) -> Rules:
+        """The same for rules that differ in nothing that can matter: with one stage per device there is no last one and no second
+        `ahead`, and without a limit there is nothing to yield to."""
+        one, free = self.problem.stages.chunks == 1, min(self.problem.limit) == inf
+        if not one and not free:
+            return rules
+        policies = [
+            q._replace(yields=q.yields and not free, last=q.last and not one, ahead=q.ahead[:1] * 2 if one else q.ahead)
+            for q in rules.policies
+        ]
+        return rules._replace(policies=tuple(policies))
+
+    def _latest(self, reach: float) -> float:
+        """Up to which makespan orders are tightened."""
+        return self.best.makespan + reach * (self.best.makespan - min(self.problem.busy))
+
+    def _cut(self, reach: float, wanted: float) -> Cut:
+        """Where list scheduling may end early because its result would be of no use. Rounding forgiven."""
+        best, bound, close = self.best, self.bound, 1e-9 * self.best.makespan
+        makespan = max(best.makespan, self._latest(reach))
+        tied = best.makespan <= bound + close and self._latest(reach) < bound - close  # only the span can become better
+        return Cut(makespan + close, best.span + close if tied else inf, wanted + close, bound - close)
 
     def _consider(self, value: Value, orders: list[Queue], rules: Rules, tightened: bool) -> None:
         if value < self.best and all(map(self.problem.fits, orders, self.problem.limit)):
@@ -156,7 +198,7 @@ class Search:
             change = self._change()
             policies = tuple([change(q) if start <= r < stop else q for r, q in enumerate(current.policies)])
             trial = current._replace(policies=policies)
-            result = self._try(trial, 0.5 if self.tightened else -1.0)
+            result = self._try(trial, 0.5 if self.tightened else -1.0, _steer(value)[0])
             if _steer(result) <= _steer(value):
                 current, value = trial, result
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from piper_compiler.recipes.zb_problem import FORWARD, INPUT, WEIGHT, Problem, Queue, Swept
+from piper_compiler.recipes.zb_problem import FORWARD, INPUT, WEIGHT, Problem, Queue, Stages, Swept
 
 NEVER = float("inf")
 
@@ -39,108 +39,156 @@ class Rules(NamedTuple):
     lead: int
 
 
+class Cut(NamedTuple):
+    """A run is given up when what it can still become has a makespan above `makespan` or a span above `span`, and a sum of both
+    above `both`. `least`: no makespan is smaller."""
+
+    makespan: float
+    span: float
+    both: float
+    least: float
+
+    def hopeless(self, makespan: float, span: float) -> bool:
+        """Given lower bounds of both."""
+        makespan = max(makespan, self.least)
+        return (makespan > self.makespan or span > self.span) and makespan + span > self.both
+
+
+class _Move(NamedTuple):
+    """What a device may do next: the operations of one `kind`, which is phase + 3 stage. Of forwards: how far ahead of the next
+    I the next one may be (`ahead`, as a difference of numbers; 0 for I), what one keeps, and, for the first of two stages, the
+    kind of the second one's forwards and what one of those keeps."""
+
+    kind: int
+    ahead: int
+    keeps: float
+    second: int
+    reserve: float
+
+
 class Greedy:
     """One run of a problem under one policy per device."""
 
     def __init__(self, problem: Problem, rules: Rules) -> None:
         given = problem.stages
-        p, n = given.devices, len(given.seconds)
-        self.problem, self.policies = problem, rules.policies
-        self.home, self.width = given.home, n
-        self.of = [[s for s in range(n) if self.home[s] == r] for r in range(p)]
-        self.next = [[0, 0, 0] for _ in range(n)]
-        """Per stage and phase the next microbatch."""
-        self.moves = [
-            [(phase, chunk, self.of[r][chunk], self.next[self.of[r][chunk]]) for phase, chunk in rules.policies[r].prefer]
-            for r in range(p)
-        ]
+        self.problem, self.policies, self.width = problem, rules.policies, 3 * len(given.seconds)
+        of = given.of_devices()
+        self.next = list(range(self.width))
+        """The next operation of each kind."""
+        self.moves = [[self._move(mine, q, *x) for x in q.prefer] for mine, q in zip(of, rules.policies, strict=True)]
         """Per device what it may do next, as it prefers it."""
-        self.waiting = [0] * p
+        self.weights = [
+            [3 * s + WEIGHT for s in mine[:: -1 if q.last else 1]] for mine, q in zip(of, rules.policies, strict=True)
+        ]
+        """Per device the kinds of its W, as it prefers them."""
+        self.waiting = [0] * given.devices
         """Per device how many W wait."""
-        self.arrives = [NEVER] * problem.count
         enter = [max(0, k - rules.lead) * problem.pace for k in range(problem.microbatches)]
-        self.arrives[:: 3 * n] = enter
-        self.used, self.free = [0.0] * p, [0.0] * p
-        self.first, self.end = [0.0] * p, [-1.0] * problem.count
-        self.orders: list[Queue] = [[] for _ in range(p)]
-        self.events = [*((0.0, r) for r in range(p)), *((at, 0) for at in enter if at)]
-        """Times at which a device may have something new to do."""
+        self.arrives = [NEVER] * (problem.count + self.width)
+        """When what an operation needs is there, and after the last of each kind one that never comes."""
+        self.arrives[: problem.count : self.width] = enter
+        self.used = [0.0] * given.devices
 
-    def run(self) -> tuple[list[Queue], Swept]:
-        while self.events:
-            now, r = heappop(self.events)
-            if self.free[r] <= now:
-                op = self._choose(r, now)
-                if op >= 0:
-                    self._start(op, r, now)
-        return self.orders, Swept(self.end, self.first, self.free)
+    def _move(self, stages: list[int], policy: Policy, phase: int, chunk: int) -> _Move:
+        ahead = policy.ahead[chunk] * self.width - INPUT if phase == FORWARD else 0
+        return _Move(3 * stages[chunk] + phase, ahead, *_keeps(self.problem.stages, stages, chunk))
 
-    def _choose(self, r: int, now: float) -> int:
-        """The operation that device r starts now, or -1."""
-        policy, m, arrives = self.policies[r], self.problem.microbatches, self.arrives
-        best, soon, blocked = -1, NEVER, False
-        for phase, chunk, stage, done in self.moves[r]:
-            k = done[phase]
-            if k >= (done[FORWARD] if phase else m):
+    def run(self, cut: Cut | None = None) -> tuple[list[Queue], Swept] | None:
+        """The orders and their times; None when the run was cut. A search spends most of its time here, hence local names."""
+        problem, width, policies, moves = self.problem, self.width, self.policies, self.moves
+        upcoming, arrives, waiting, used = self.next, self.arrives, self.waiting, self.used
+        seconds, memory, after, lag, device, limits = (
+            problem.seconds, problem.memory, problem.after, problem.lag, problem.device, problem.limit,
+        )  # fmt: skip
+        p = len(policies)
+        end, first, free, idle = [-1.0] * problem.count, [0.0] * p, [0.0] * p, [0.0] * p
+        orders: list[Queue] = [[] for _ in range(p)]
+        wake = [0.0] * p  # when a device may have something new to do
+        events = [(0.0, r) for r in range(p)]
+        while events:
+            now, r = heappop(events)
+            if wake[r] != now:
                 continue
-            op = 3 * (stage + self.width * k) + phase
-            at = arrives[op]
-            if at == NEVER:
-                continue
-            if not phase:
-                if k - done[INPUT] >= policy.ahead[chunk]:
+            best, blocked, later = -1, False, NEVER
+            for kind, ahead, keeps, second, reserve in moves[r]:
+                op = upcoming[kind]
+                at = arrives[op]
+                if at > now:
+                    if at < later:
+                        later = at
                     continue
-                if self._full(r, chunk):
-                    blocked |= at <= now
-                    continue
-            if at <= now:
+                if ahead:
+                    if op - upcoming[kind + INPUT] >= ahead:
+                        continue
+                    need = used[r] + keeps
+                    if second >= 0 and upcoming[second] + WEIGHT == upcoming[second + WEIGHT]:
+                        need += reserve
+                    if need > limits[r]:
+                        blocked = True
+                        continue
                 best = op
                 break
-            if at < soon:
-                soon = at
-        if not self.waiting[r] or (best >= 0 and not (blocked and policy.yields) and self.waiting[r] < policy.pending):
-            return best
-        return self._weight(r, now, best, soon, blocked)
+            if waiting[r]:
+                policy = policies[r]
+                if best < 0 or waiting[r] >= policy.pending or (blocked and policy.yields):
+                    best = self._weight(r, now, best, blocked, later)
+            if best < 0:
+                wake[r] = later
+                if later < NEVER:
+                    heappush(events, (later, r))
+                continue
+            if now > free[r]:
+                if orders[r]:
+                    idle[r] += now - free[r]
+                else:
+                    first[r] = now
+                if cut is not None and cut.hopeless(first[r] + idle[r] + problem.busy[r], idle[r]):
+                    return None
+            orders[r].append(best)
+            kind = best % width
+            upcoming[kind] += width
+            if kind % 3:
+                waiting[r] += 1 if kind % 3 == INPUT else -1
+            used[r] += memory[best]
+            done = now + seconds[best]
+            end[best] = free[r] = wake[r] = done
+            heappush(events, (done, r))
+            op = after[best]
+            if op >= 0:
+                r = device[op]
+                arrives[op] = done = done + lag[op]
+                if free[r] <= done < wake[r]:
+                    wake[r] = done
+                    heappush(events, (done, r))
+        return orders, Swept(end, first, free)
 
-    def _weight(self, r: int, now: float, best: int, soon: float, blocked: bool) -> int:
-        """The next W of device r where it comes before `best`, or fits before what arrives `soon`."""
-        policy, problem = self.policies[r], self.problem
-        stages = [s for s in self.of[r] if self.next[s][WEIGHT] < self.next[s][INPUT]]
-        stage = stages[-1 if policy.last else 0]
+    def _weight(self, r: int, now: float, best: int, blocked: bool, later: float) -> int:
+        """The next W of device r where it comes before `best`, or fits before what arrives; nothing arrives before `later`."""
+        policy, upcoming, kinds = self.policies[r], self.next, self.weights[r]
+        kind = kinds[0]
+        if upcoming[kind] > upcoming[kind - 1]:
+            kind = kinds[1]  # none of the first stage waits
         if best >= 0:
-            more = any([self.next[s][FORWARD] < problem.microbatches for s in self.of[r]])
-            instead = (blocked and policy.yields) or (self.waiting[r] >= policy.pending and more)
-        else:
-            instead = blocked or now + problem.stages.seconds[stage][WEIGHT] * (1 - policy.wait) <= soon
-        return 3 * (stage + self.width * self.next[stage][WEIGHT]) + WEIGHT if instead else best
+            if not (blocked and policy.yields) and not any([upcoming[x - WEIGHT] < self.problem.count for x in kinds]):
+                return best
+        elif not blocked:
+            done = now + self.problem.seconds[kind] * (1 - policy.wait)
+            if done > later and any([self._comes(r, done, *move) for move in self.moves[r]]):
+                return best
+        return upcoming[kind]
 
-    def _full(self, r: int, chunk: int) -> bool:
-        """Whether the memory of device r has no room for one more microbatch of a chunk."""
-        of, keeps = self.of[r], self.problem.stages.activation
-        need = self.used[r] + keeps[of[chunk]]
-        if chunk == 0 and len(of) > 1 and self.next[of[1]][FORWARD] == self.next[of[1]][WEIGHT]:
-            need += keeps[of[1]]
-        return need > self.problem.limit[r]
-
-    def _start(self, op: int, r: int, now: float) -> None:
-        problem, n = self.problem, self.width
-        stage, phase = op // 3 % n, op % 3
-        if not self.orders[r]:
-            self.first[r] = now
-        self.orders[r].append(op)
-        self.next[stage][phase] += 1
-        if phase:
-            self.waiting[r] += 1 if phase == INPUT else -1
-        self.used[r] += problem.memory[op]
-        end = now + problem.seconds[op]
-        self.end[op] = self.free[r] = end
-        heappush(self.events, (end, r))
-        after = problem.after[op]
-        if after >= 0:
-            at, to = end + problem.lag[after], problem.device[after]
-            self.arrives[after] = at
-            if self.free[to] <= at:  # else it looks again when it is free
-                heappush(self.events, (at, to))
+    def _comes(self, r: int, by: float, kind: int, ahead: int, keeps: float, second: int, reserve: float) -> bool:
+        """Whether something arrives before that time that is held up by no limit."""
+        upcoming = self.next
+        op = upcoming[kind]
+        if self.arrives[op] >= by:
+            return False
+        if not ahead:
+            return True
+        need = self.used[r] + keeps
+        if second >= 0 and upcoming[second] + WEIGHT == upcoming[second + WEIGHT]:
+            need += reserve
+        return op - upcoming[kind + INPUT] < ahead and need <= self.problem.limit[r]
 
 
 class Justify:
@@ -148,66 +196,74 @@ class Justify:
     a schedule as tight as `Greedy` makes its start. Counted from the end, W takes a unit's memory and F gives it back."""
 
     def __init__(self, problem: Problem, key: Sequence[float]) -> None:
-        given = problem.stages
-        p, n = given.devices, len(given.seconds)
-        self.problem, self.key, self.home, self.width = problem, key, given.home, n
-        self.of = [[s for s in range(n) if self.home[s] == r] for r in range(p)]
-        self.left = [[problem.microbatches] * 3 for _ in range(n)]
-        """Per stage and phase the microbatches to come, the last ones being done."""
-        self.arrives = [NEVER] * problem.count
-        self.arrives[INPUT :: 3 * n] = [0.0] * problem.microbatches
-        self.used, self.free = [0.0] * p, [0.0] * p
-        self.orders: list[Queue] = [[] for _ in range(p)]
-        self.events = [(0.0, r) for r in range(p)]
+        given, count = problem.stages, problem.count
+        self.problem, self.key, self.width = problem, key, 3 * len(given.seconds)
+        of = given.of_devices()
+        self.moves = [[(3 * s + x, x, *_keeps(given, mine, c)) for c, s in enumerate(mine) for x in range(3)] for mine in of]
+        """Per device what it may do next: kind, phase, and what W takes, as in `_Move`."""
+        self.next = list(range(count - self.width, count))
+        """The next operation of each kind."""
+        self.arrives = [NEVER] * (count + self.width)
+        """When what needs an operation is there; under negative numbers, after the last of each kind, never."""
+        self.arrives[INPUT : count : self.width] = [0.0] * problem.microbatches
+        self.arrives[WEIGHT:count:3] = [0.0] * (count // 3)
 
     def run(self) -> list[Queue]:
-        while self.events:
-            now, r = heappop(self.events)
-            if self.free[r] <= now:
-                op = self._choose(r, now)
-                if op >= 0:
-                    self._start(op, r, now)
-        return [queue[::-1] for queue in self.orders]
-
-    def _choose(self, r: int, now: float) -> int:
-        best, largest = -1, -1.0
-        for chunk, stage in enumerate(self.of[r]):
-            forward, back, weight = self.left[stage]
-            base = 3 * stage - 3 * self.width
-            for op in (
-                base + 3 * self.width * forward + FORWARD if back < forward else -1,
-                base + 3 * self.width * back + INPUT if weight < back else -1,
-                base + 3 * self.width * weight + WEIGHT if weight else -1,
-            ):
-                if op < 0 or self.key[op] <= largest:
+        problem, key, width, moves, upcoming, arrives = self.problem, self.key, self.width, self.moves, self.next, self.arrives
+        p, activation = len(moves), problem.stages.activation
+        used, free, wake = [0.0] * p, [0.0] * p, [0.0] * p
+        orders: list[Queue] = [[] for _ in range(p)]
+        events = [(0.0, r) for r in range(p)]
+        while events:
+            now, r = heappop(events)
+            if wake[r] != now:
+                continue
+            best, largest, later = -1, -1.0, NEVER
+            for kind, phase, keeps, second, reserve in moves[r]:
+                op = upcoming[kind]
+                at = arrives[op]
+                if at > now:
+                    if at < later:
+                        later = at
                     continue
-                ready = self._admits(r, chunk) if op % 3 == WEIGHT else self.arrives[op] <= now
-                if ready:
-                    best, largest = op, self.key[op]
-        return best
+                if key[op] <= largest or (phase == INPUT and op < upcoming[kind + 1]):
+                    continue
+                if phase == WEIGHT:
+                    need = used[r] + keeps
+                    if second >= 0 and upcoming[second] + WEIGHT == upcoming[second + WEIGHT]:
+                        need += reserve
+                    if need > problem.limit[r]:
+                        continue
+                best, largest = op, key[op]
+            if best < 0:
+                wake[r] = later
+                if later < NEVER:
+                    heappush(events, (later, r))
+                continue
+            orders[r].append(best)
+            kind = best % width
+            upcoming[kind] -= width
+            done = free[r] = wake[r] = now + problem.seconds[best]
+            heappush(events, (done, r))
+            if kind % 3 == WEIGHT:
+                used[r] += activation[kind // 3]
+                continue
+            if kind % 3 == FORWARD:
+                used[r] -= activation[kind // 3]
+            op = problem.needs[best]
+            if op >= 0:
+                arrives[op] = at = done + problem.lag[best]
+                r = problem.device[op]
+                if free[r] <= at < wake[r]:
+                    wake[r] = at
+                    heappush(events, (at, r))
+        return [queue[::-1] for queue in orders]
 
-    def _admits(self, r: int, chunk: int) -> bool:
-        of, stages = self.of[r], self.problem.stages
-        need = self.used[r] + stages.activation[of[chunk]]
-        if chunk == 0 and len(of) > 1 and self.left[of[1]][FORWARD] == self.left[of[1]][WEIGHT]:
-            need += stages.activation[of[1]]
-        return need <= self.problem.limit[r]
 
-    def _start(self, op: int, r: int, now: float) -> None:
-        problem, n = self.problem, self.width
-        stage, phase = op // 3 % n, op % 3
-        self.orders[r].append(op)
-        self.left[stage][phase] -= 1
-        self.free[r] = end = now + problem.seconds[op]
-        heappush(self.events, (end, r))
-        if phase == WEIGHT:
-            self.used[r] += problem.stages.activation[stage]
-            return
-        if phase == FORWARD:
-            self.used[r] -= problem.stages.activation[stage]
-        before = problem.needs[op]
-        if before >= 0:
-            at, to = end + problem.lag[op], problem.device[before]
-            self.arrives[before] = at
-            if self.free[to] <= at:
-                heappush(self.events, (at, to))
+def _keeps(stages: Stages, mine: Sequence[int], chunk: int) -> tuple[float, int, float]:
+    """What one microbatch of a chunk keeps; if the device has a second stage that comes after it, the kind of that one's forwards
+    and what they keep, which has to fit as well while the second stage has nothing to give back; else -1 and nothing."""
+    keeps = stages.activation[mine[chunk]]
+    if chunk or len(mine) == 1:
+        return keeps, -1, 0.0
+    return keeps, 3 * mine[1], stages.activation[mine[1]]

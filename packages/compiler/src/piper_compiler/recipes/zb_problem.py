@@ -36,6 +36,11 @@ class Stages:
         p = self.devices
         return [s if s < p else 2 * p - 1 - s for s in range(len(self.seconds))]
 
+    def of_devices(self) -> list[list[int]]:
+        """The stages of each device, in order."""
+        home = self.home
+        return [[s for s, device in enumerate(home) if device == r] for r in range(self.devices)]
+
     def least(self) -> list[float]:
         """Per device the smallest memory limit under which a step can run: one microbatch on all of its stages."""
         need = [0.0] * self.devices
