@@ -1,8 +1,12 @@
-"""Steps by formula, before any profile, held against those that an H200 took (benchmarks/measured/gpu-h200.json).
+"""Steps by formula, before any profile, held against those that an H200 took.
 
-Nothing runs here: the plans of `benchmarks.gpu` are compiled again and simulated on `CLUSTER`, without and with a kernel stack.
-The goal is for plans whose step waits for the device and for the formula with a stack. Where the host decides, its speed does,
-and no built-in device knows it.
+Nothing runs here: the plans are compiled again and simulated on `CLUSTER` without and with a kernel stack, and with the kernels
+and the launch cost that were measured on that machine (`benchmarks/kernel_table.py`).
+
+    GPTs of benchmarks/gpu.py               benchmarks/measured/gpu-h200.json; three wait for the host and are not judged
+    blocks of benchmarks/gpu_check.py       benchmarks/measured/gpu-check-h200-last.txt
+
+The goal is for the formula with a stack.
 """
 
 from __future__ import annotations
@@ -12,14 +16,19 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import piper
+from benchmarks import gpu_check, kernel_table
 from benchmarks.gpu import REGIMES, SMALL, name_of, with_microbatches
 from benchmarks.measure import Goal, Row
+from piper import models
+from piper_ir.plan import Plan
 from piper_simulator import load_cluster, simulate
 
 CLUSTER, STACK = "h200x1", "eager"
 GOAL = Goal("below", 25)
 MICROBATCHES = (4, 8, 16)
 FILE = Path(__file__).parent / "measured" / "gpu-h200.json"
+BLOCKS_FILE = Path(__file__).parent / "measured" / "gpu-check-h200-last.txt"
 
 
 def measured() -> dict[str, float]:
@@ -33,22 +42,52 @@ def measured() -> dict[str, float]:
     return out
 
 
+def measured_blocks() -> dict[str, float]:
+    """The same of the blocks, from the table as it was printed."""
+    lines = BLOCKS_FILE.read_text(encoding="utf-8").splitlines()
+    found = (re.match(r"predicted (.+): step, by formula .*measured ([\d.]+);", line) for line in lines)
+    return {f[1]: float(f[2]) / 1e3 for f in found if f}
+
+
 def rows(quick: bool) -> Iterator[Row]:
-    """Two rows per plan, then the goal. A plan that the file does not have is left out."""
-    known, judged = measured(), []
+    """Three rows per plan, then the goals. A plan that the files do not have is left out."""
+    for title, goal, found in (
+        ("6 plans that wait for the device", GOAL, gpts(quick)),
+        ("6 plans of blocks", GOAL, blocks(quick)),
+    ):
+        judged = []
+        for name, plan, taken, counts in found:
+            for cluster in (CLUSTER, f"{CLUSTER}@{STACK}", kernel_table.OUT):
+                row = _row(f"{name}, {getattr(cluster, 'name', cluster)}", simulate(plan, load_cluster(cluster)).period_s, taken)
+                judged += [abs(row.value)] if counts and "@" in str(cluster) else []
+                yield row
+        note = f"of {len(judged)} on {CLUSTER}@{STACK}"
+        name = f"step before a profile, {title}: largest error"
+        yield Row("formula", name, max(judged), "%", min(judged), max(judged), goal, note)
+
+
+def gpts(quick: bool) -> Iterator[tuple[str, Plan, float, bool]]:
+    """Name, plan, measured seconds, and whether the step waits for the device."""
+    known = measured()
     for regime, precision, _ in REGIMES:
         for m in MICROBATCHES[1:2] if quick else MICROBATCHES:
             setup = with_microbatches(regime, precision, m)
             name = name_of(setup.regime, precision)
-            if name not in known:
-                continue
-            for cluster in (CLUSTER, f"{CLUSTER}@{STACK}"):
-                row = _row(f"{name}, {cluster}", simulate(setup.plan, load_cluster(cluster)).period_s, known[name])
-                if "@" in cluster and regime is not SMALL:
-                    judged.append(abs(row.value))
-                yield row
-    note = f"of {len(judged)} plans that wait for the device, on {CLUSTER}@{STACK}"
-    yield Row("formula", "step before a profile: largest error", max(judged), "%", min(judged), max(judged), GOAL, note)
+            if name in known:
+                yield name, setup.plan, known[name], regime is not SMALL
+
+
+def blocks(quick: bool) -> Iterator[tuple[str, Plan, float, bool]]:
+    """The same of the blocks; of the first alone when it must be quick."""
+    known = measured_blocks()
+    for name, config in [*gpu_check.BLOCKS.items()][: 1 if quick else None]:
+        work = models.job(config, global_batch=gpu_check.ROWS)
+        for m in gpu_check.MICROBATCHES:
+            strategy = piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=m),))
+            plan = piper.compile(work, strategy).plan
+            title = f"bfloat16, {name}, {plan.rows} x {config.length} tokens, m={m}"
+            if title in known:
+                yield title, plan, known[title], True
 
 
 def _row(name: str, predicted: float, taken: float) -> Row:

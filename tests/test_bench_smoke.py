@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import math
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -25,6 +26,7 @@ from benchmarks import (
     gpu_check,
     gpu_sides,
     host_cost,
+    kernel_table,
     noop,
     plan_rates,
     prediction,
@@ -104,12 +106,45 @@ def test_steps_by_formula_are_held_against_an_h200(monkeypatch: pytest.MonkeyPat
         return SimpleNamespace(plan=None, regime=replace(regime, rows=regime.rows * regime.microbatches // m, microbatches=m))
 
     monkeypatch.setattr(formula, "with_microbatches", setup)
-    monkeypatch.setattr(formula, "simulate", lambda plan, cluster: SimpleNamespace(period_s=0.1))
+    monkeypatch.setattr(formula, "simulate", lambda plan, cluster: SimpleNamespace(period_s=0.1 if cluster.stack else 0.01))
+    monkeypatch.setattr(formula, "blocks", lambda quick: [("a block", None, 0.2, True)])
     known = formula.measured()
     assert len(known) == 9 and all(0.01 < s < 0.2 for s in known.values())
-    *rows, goal = formula.rows(False)
-    assert [r.name.endswith("@eager") for r in rows] == [False, True] * len(known)
-    assert goal.value == pytest.approx(100 * (1 - 0.1 / 0.14257))
+    *rows, goal, a, b, c, block = formula.rows(False)
+    assert [r.name.rpartition(", ")[2] for r in rows] == ["h200x1", "h200x1@eager", "h200-eager.toml"] * len(known)
+    assert goal.value == pytest.approx(100 * (1 - 0.1 / 0.14257)) and block.value == pytest.approx(50)
+    assert [r.value for r in (a, b, c)] == pytest.approx([-95, -50, -50])
+
+
+def test_the_blocks_of_a_gpu_check_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = {"GPT": [80.30, 77.58], "Llama": [91.97, 87.19], "MoE": [85.48, 75.51]}
+    rows = [gpu_check.ROWS // m for m in gpu_check.MICROBATCHES]
+    known = formula.measured_blocks()
+    assert known == {
+        f"bfloat16, {name}, {n} x 1024 tokens, m={m}": pytest.approx(ms / 1e3)
+        for name in gpu_check.BLOCKS
+        for n, m, ms in zip(rows, gpu_check.MICROBATCHES, taken[name.partition(",")[0]])
+    }
+    monkeypatch.setattr(
+        formula.piper, "compile", lambda work, s: SimpleNamespace(plan=SimpleNamespace(rows=32 // s.directives[0].microbatches))
+    )
+    assert [name for name, *_ in formula.blocks(False)] == [*known]
+    assert [name for name, *_ in formula.blocks(True)] == [*known][:2]
+
+
+def test_the_committed_table_of_kernels_is_what_the_script_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the launch cost, whose plan is small here: 30.3 ms of issuing over what it launches."""
+    found = load_cluster(kernel_table.OUT)
+    said = tomllib.loads(kernel_table.OUT.read_text())["sources"]["launch_s"]
+    assert kernel_table.text(found.launch_s, said) == kernel_table.OUT.read_text()
+    assert {k.op for k in found.kernels if k.kind == "loss"} == {"cross_entropy"} and len(found.kernels) == 17
+    assert found.stack is not None and replace(found, kernels=(), launch_s=5e-6) == load_cluster("h200x1@eager")
+    monkeypatch.setattr(kernel_table, "prepared", lambda regime, precision: SimpleNamespace(plan="plan"))
+    monkeypatch.setattr(kernel_table, "launched", lambda plan, cluster: (1000, 2000))
+    seconds, where = kernel_table.launch_seconds()
+    assert seconds == pytest.approx((30.3e-3 - 1000 * 1.1e-6) / 2000, rel=1e-2) and "1000 instructions, 2000 kernels" in where
+    with pytest.raises(ValueError, match="no kernel is known as 'sort, 7'"):
+        kernel_table.kernel("sort, 7")
 
 
 def test_what_is_judged_was_not_fitted(monkeypatch: pytest.MonkeyPatch) -> None:

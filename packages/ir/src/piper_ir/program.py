@@ -34,7 +34,8 @@ class Kernel:
     """`count` equal kernels. flops and bytes (read plus written) are per kernel; dims is (M, N, K) for a matmul (batch
     folded into M when the right operand is shared, else (batch, M, N, K)), (batch, heads, T_q, T_k, head_dim) for attention,
     (rows, classes) for cross-entropy, else empty. `lowering`: which implementation flops and bytes assume where the op has
-    several that differ in them, else "". `op`: the operator's name, without the namespace if that is aten's or Piper's."""
+    several that differ in them, else "". `op`: the operator's name, without the namespace if that is aten's or Piper's, and
+    without the _ of what works in place."""
 
     kind: KernelKind
     dims: tuple[Dim, ...]

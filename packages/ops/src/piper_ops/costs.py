@@ -29,7 +29,7 @@ class KernelInfo:
     """`dims`: (M, N, K) or (batch, M, N, K) of a matmul, (batch, heads, T_q, T_k, head_dim) of an attention, (rows, classes) of a
     cross-entropy, else empty. `dtype`: of the arithmetic, torch's name without `torch.`. Kind "other" with no bytes is a view: no
     kernel is launched. `lowering`: which one flops and bytes assume where an op has several that differ in them. `op`: the op's
-    name, without the namespace if that is aten's or Piper's."""
+    name, without the namespace if that is aten's or Piper's, and without the _ of what works in place."""
 
     kind: Kind
     dims: tuple[int, ...]
@@ -111,8 +111,10 @@ def call_of(op: torch._ops.OpOverload, args_meta: Sequence[Any], out_meta: Any, 
 
 
 def _name(op: torch._ops.OpOverload) -> str:
+    """In place or not, it is the same kernel."""
     namespace, _, name = op._schema.name.partition("::")
-    return name if namespace in ("aten", "piper") else op._schema.name
+    name = name if name.endswith("__") else name.removesuffix("_")
+    return name if namespace in ("aten", "piper") else f"{namespace}::{name}"
 
 
 def _bound(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
