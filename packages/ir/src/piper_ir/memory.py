@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from piper_ir.errors import PlanError
 from piper_ir.ops import Compute
 from piper_ir.plan import CATEGORIES, COMPUTE, Category, Device, Instr, Part, Plan, RolePlan, part_peak
+from piper_ir.sizes import bind
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class _Totals:
     """How many bytes are alive; `nbytes` says which."""
 
     def __init__(self, plan: Plan, role: RolePlan, first: Iterable[str] | None = None) -> None:
-        self.plan, self.role = plan, role.role
+        self.plan, self.role, self.kinds = plan, role.role, plan.kinds
         self.total = sum(state.nbytes for state in role.states)
         self.nbytes: dict[str, int] = {}
         self.written: dict[tuple[str, str], tuple[tuple[int, ...], int]] = {}
@@ -135,10 +136,10 @@ class _Totals:
 
     def size(self, value: str) -> int:
         """Bytes of a value. Microbatches share specs: objects that the plan keeps alive."""
-        found = self.plan.values[value]
-        size = self.sizes.get(id(found.spec), -1)
+        spec, _ = self.kinds[value]
+        size = self.sizes.get(id(spec), -1)
         if size < 0:
-            size = self.sizes[id(found.spec)] = found.nbytes
+            size = self.sizes[id(spec)] = bind(spec.nbytes, 0)
         return size
 
     def held(self, part: Part) -> int:
@@ -181,14 +182,14 @@ class _Scan(_Totals):
     def allocate(self, values: Iterable[str]) -> None:
         super().allocate(values)
         for v in values:
-            self.live[self.plan.values[v].category] += self.nbytes[v]
+            self.live[self.kinds[v][1]] += self.nbytes[v]
 
     def write(self, part: Part) -> None:
         self.allocate(part.writes)
 
     def free(self, values: Sequence[str], index: int, instr: Instr) -> None:
         for v in values:
-            self.live[self.plan.values[v].category] -= self.nbytes.get(v, 0)
+            self.live[self.kinds[v][1]] -= self.nbytes.get(v, 0)
         super().free(values, index, instr)
 
     def split(self) -> dict[str, int]:
@@ -204,6 +205,6 @@ class _Scan(_Totals):
         gone = self.total - total
         for v in part.frees:
             early = min(gone, self.nbytes[v])
-            live[self.plan.values[v].category] -= early
+            live[self.kinds[v][1]] -= early
             gone -= early
         return {c: b for c, b in live.items() if b}

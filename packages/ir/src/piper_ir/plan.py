@@ -64,7 +64,7 @@ class Values(Mapping[str, Value]):
 
     @property
     def kinds(self) -> Mapping[str, tuple[TensorSpec, Category]]:
-        """id -> (spec, category), for who asks for very many and needs no Value."""
+        """What they are made of."""
         return self._kinds
 
     def __getitem__(self, id: str) -> Value:
@@ -81,11 +81,6 @@ class Values(Mapping[str, Value]):
 
     def __repr__(self) -> str:
         return repr(dict(self))
-
-
-def kinds(values: Mapping[str, Value]) -> Mapping[str, tuple[TensorSpec, Category]]:
-    """id -> (spec, category) of a plan's values, without making a Value of each where that can be avoided."""
-    return values.kinds if isinstance(values, Values) else {id: (v.spec, v.category) for id, v in values.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +231,12 @@ class Plan:
 
     def bucket(self, id: str) -> Bucket:
         return self._buckets[id]
+
+    @cached_property
+    def kinds(self) -> Mapping[str, tuple[TensorSpec, Category]]:
+        """Of each value its spec and category, for who asks for very many and needs no Value."""
+        values = self.values
+        return values.kinds if isinstance(values, Values) else {id: (v.spec, v.category) for id, v in values.items()}
 
     @property
     def replicas(self) -> int:

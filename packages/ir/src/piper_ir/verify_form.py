@@ -8,7 +8,7 @@ from re import compile as regex
 from typing import assert_never
 
 from piper_ir.ops import COMM, Add, AllReduce, Compute, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros
-from piper_ir.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan, Values, is_state, kinds
+from piper_ir.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan, Values, is_state
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, TensorSpec, bind
 from piper_ir.verify_rules import Findings, part_name
@@ -135,7 +135,7 @@ def _is_param(chunk: Chunk, index: int) -> bool:
 def _sizes(out: Findings) -> None:
     """R07: what a plan holds has shapes of plain numbers."""
     plan = out.plan
-    specs = [("value", id, spec) for id, (spec, _) in kinds(plan.values).items()]
+    specs = [("value", id, spec) for id, (spec, _) in plan.kinds.items()]
     specs += [("parameter", p.name, p.spec) for p in plan.params] + [("buffer", b.name, b.spec) for b in plan.buffers]
     good: set[int] = set()  # by identity: microbatches share specs, objects that the plan keeps alive
     for what, name, spec in specs:
@@ -262,7 +262,7 @@ class _Signatures:
     """R07. What the parts of a plan must read and write."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan, self._kinds = plan, kinds(plan.values)
+        self._plan, self._kinds = plan, plan.kinds
         self._batch = {b.name: b.spec.bind(plan.rows) for b in plan.batch}
         self._steps: dict[tuple[str, str], tuple[list[TensorSpec], list[TensorSpec]]] = {}
 

@@ -105,7 +105,7 @@ def _plain(role: RolePlan) -> tuple[set[str], set[str]]:
                 odd.update(part.reads, part.writes, part.frees)
                 continue
             if not alive.issuperset(part.reads):
-                odd.update(part.reads)
+                odd.update([v for v in part.reads if v not in alive])
             if not gone.isdisjoint(part.writes):
                 odd.update(part.writes)
             before = len(alive)
