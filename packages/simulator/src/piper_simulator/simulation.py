@@ -17,7 +17,8 @@ from piper_ir.trace import MemSample, Span, Trace
 from piper_simulator.clusters import Cluster, load_cluster
 from piper_simulator.metrics import device_bytes, executed_flops, idle, main_dtype, model_flops
 from piper_simulator.model import CostModel, Work
-from piper_simulator.timed import shared_flows, time_steps
+from piper_simulator.splitting import Split, split
+from piper_simulator.timed import shared_flows, shares, time_steps
 
 
 @dataclass(frozen=True)
@@ -112,19 +113,18 @@ def _simulate(
     model_flops_per_step: float | None,
     contention: bool,
 ) -> Simulation:
-    model = CostModel(plan, target, costs)
-    prepared = prepare(plan)
-    work = [model.work(role, instr) for role, _, instr in plan.instructions()]
+    parts = split(plan, target, shared=contention and shares(plan, target))
+    model = CostModel(parts.plan, target, costs)
+    prepared = prepare(parts.plan)
+    work = [model.work(role, instr) for role, _, instr in parts.plan.instructions()]
     flows = shared_flows(model, prepared, work) if contention else None
     timed = time_steps(prepared, work, flows, latency=plan.hop, issue=model.issue_s, steps=steps)
     step_s = timed.first.makespan
-    role_of = {rank: r for r, role in enumerate(plan.roles) for rank in role.ranks}
-    order = tuple(role_of[rank] for rank in range(plan.mesh.world))
-    gaps = idle(plan, prepared, timed.first, timed.durations, plan.hop)
+    gaps = idle(parts.plan, prepared, timed.first, timed.durations, plan.hop)
+    order, whole = parts.role_of, tuple(parts.of[r] for r in parts.role_of)
     usages = [list(scan(plan, role)) for role in plan.roles]
     peaks = [max(u, key=lambda x: x.total) if u else peak(plan, role) for u, role in zip(usages, plan.roles)]
-    allocator = costs.allocator if costs is not None else None
-    held = [device_bytes(plan, role, p.total, target, allocator) for role, p in zip(plan.roles, peaks)]
+    held = _held(plan, [p.total for p in peaks], target, costs, whole)
     rates = _rates(plan, target, timed.period_s, tokens_per_row, model_flops_per_step)
     notes = tuple(dict.fromkeys((*model.notes, *rates.notes)))
     return Simulation(
@@ -137,13 +137,29 @@ def _simulate(
         global_bubble_s=max((step_s - g.busy for g in gaps), default=0.0),
         span_bubble_s=max((g.span for g in gaps), default=0.0),
         bubble_s=tuple(step_s - gaps[r].busy for r in order),
-        peak_bytes=tuple(peaks[r].total for r in order),
-        device_bytes=tuple(held[r] for r in order),
-        peak_by_category=tuple(peaks[r].bytes for r in order),
+        peak_bytes=tuple(peaks[r].total for r in whole),
+        device_bytes=held,
+        peak_by_category=tuple(peaks[r].bytes for r in whole),
         slowed_s=timed.slowed_s,
         notes=notes,
-        _run=_Run(plan, prepared, timed.last, work, usages, order, steps - 1, _of_trace(target, notes)),
+        _run=_Run(plan, parts, prepared, timed.last, work, usages, steps - 1, _of_trace(target, notes)),
     )
+
+
+def _held(
+    plan: Plan, peaks: Sequence[int], target: Cluster | None, costs: Costs | None, role_of: Sequence[int]
+) -> tuple[int, ...]:
+    """Per rank `device_bytes`, on its own kind of device. `peaks`: per role."""
+    allocator = costs.allocator if costs is not None else None
+    known: dict[tuple[int, int], int] = {}
+    out = []
+    for rank, r in enumerate(role_of):
+        kind = target.kind_of(rank) if target is not None else 0
+        if (r, kind) not in known:
+            known[r, kind] = device_bytes(plan, plan.roles[r], peaks[r], None if target is None else target.of(rank), allocator)
+        out.append(known[r, kind])
+    return tuple(out)
+
 
 
 def _of_trace(target: Cluster | None, notes: tuple[str, ...]) -> dict[str, str]:
@@ -171,10 +187,10 @@ def _rates(
     if model_flops_per_step is None and tokens_per_row is not None:
         model_flops_per_step = model_flops(plan, tokens_per_row)
     dtype = main_dtype(plan)
-    top = plan.mesh.world * target.peak(dtype)
+    top = target.peak_of(plan.mesh.world, dtype)
     mfu, hfu = _rate(model_flops_per_step, per_second, top), _rate(executed_flops(plan), per_second, top)
-    guessed = dtype not in target.peak_flops and (mfu is not None or hfu is not None)
-    return _Rates(tokens_per_s, mfu, hfu, (target.guess(dtype),) if guessed else ())
+    guesses = [kind.guess(dtype) for kind in target.kinds if dtype not in kind.peak_flops]
+    return _Rates(tokens_per_s, mfu, hfu, tuple(guesses) if mfu is not None or hfu is not None else ())
 
 
 def _rate(amount: float | None, per_second: float | None, top: float = 1.0) -> float | None:
@@ -184,14 +200,14 @@ def _rate(amount: float | None, per_second: float | None, top: float = 1.0) -> f
 
 @dataclass(frozen=True)
 class _Run:
-    """What a trace is made of; `order[rank]` is the index of a rank's role."""
+    """What a trace is made of; `prepared`, `times` and `work` are of the plan of `parts`, `usages` of the roles of `plan`."""
 
     plan: Plan
+    parts: Split
     prepared: Prepared
     times: Times
     work: Sequence[Work]
     usages: Sequence[Sequence[Usage]]
-    order: tuple[int, ...]
     step: int
     notes: Mapping[str, str]
 
@@ -199,23 +215,25 @@ class _Run:
         """Spans and memory by rank, then in program order. A memory sample stands at its instruction's start: only the stream
         "compute" allocates and frees, in program order, so the peak in program order is the peak in time."""
         times, origin = self.times, min(self.times.start, default=0.0)
-        names = [[instr.name for instr in role.program] for role in self.plan.roles]
+        roles = self.parts.plan.roles
+        names = [[instr.name for instr in role.program] for role in roles]
         spans: list[Span] = []
         memory: list[MemSample] = []
-        for rank, r in enumerate(self.order):
+        for rank, r in enumerate(self.parts.role_of):
             first = self.prepared.offsets[r]
-            for i, instr in enumerate(self.plan.roles[r].program):
+            for i, instr in enumerate(roles[r].program):
                 node = first + i
                 w = self.work[node]
                 start, end, ready = times.start[node] - origin, times.end[node] - origin, times.ready[node] - origin
                 spans.append(Span(rank, instr.stream, i, names[r][i], start, end, ready, w.bytes, w.flops, w.source))
-            memory.extend(MemSample(rank, u.instr, times.start[first + u.instr] - origin, u.bytes) for u in self.usages[r])
+            usages = self.usages[self.parts.of[r]]
+            memory.extend(MemSample(rank, u.instr, times.start[first + u.instr] - origin, u.bytes) for u in usages)
         return Trace(self.plan.key, "simulated", tuple(spans), tuple(memory), step=self.step, notes=self.notes)
 
     def sources(self) -> dict[str, float]:
         seconds: dict[str, float] = {}
         first = 0
-        for role in self.plan.roles:
+        for role in self.parts.plan.roles:
             for work in self.work[first : first + len(role.program)]:
                 seconds[work.source] = seconds.get(work.source, 0.0) + work.seconds * len(role.ranks)
             first += len(role.program)
