@@ -62,15 +62,20 @@ class Wiring:
 
     def capacity(self, resource: Resource) -> float:
         """Bytes/s."""
-        what, number, far = resource
-        cluster = self.cluster
+        what, _, far = resource
+        node, device = self.node_of(resource), self.cluster.kinds[self.kind_of(resource)]
         if what.startswith("port"):
-            device = cluster.of(number)
-            return device.intra_bandwidth / self.factors.get((number // cluster.per_node,) * 2, 1.0)
-        node = number // self.nics
-        through_spine = cluster.rails == 1 or "spine" in what
-        bandwidth = cluster.of(node * cluster.per_node).inter_bandwidth / (cluster.oversubscription if through_spine else 1.0)
+            return device.intra_bandwidth / self.factors.get((node, node), 1.0)
+        through_spine = device.rails == 1 or "spine" in what
+        bandwidth = device.inter_bandwidth / (device.oversubscription if through_spine else 1.0)
         return bandwidth / self.factors[node, far] if far >= 0 else bandwidth
+
+    def node_of(self, resource: Resource) -> int:
+        return resource[1] // (self.cluster.per_node if resource[0].startswith("port") else self.nics)
+
+    def kind_of(self, resource: Resource) -> int:
+        """The kind of device that it belongs to."""
+        return self.cluster.kind_of(self.node_of(resource) * self.cluster.per_node)
 
 
 def wiring(cluster: Cluster) -> Wiring:

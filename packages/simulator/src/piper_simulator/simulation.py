@@ -161,7 +161,6 @@ def _held(
     return tuple(out)
 
 
-
 def _of_trace(target: Cluster | None, notes: tuple[str, ...]) -> dict[str, str]:
     cluster = {} if target is None else {"cluster": target.name}
     return cluster | ({"warnings": "; ".join(notes)} if notes else {})

@@ -15,15 +15,16 @@ classes are a channel. It is for timing: memory, buckets and what runs are those
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from piper_ir.ops import COMM
 from piper_ir.plan import Channel, Instr, Part, Plan, RolePlan
 from piper_simulator.cluster import Cluster
 from piper_simulator.communication import group
-from piper_simulator.contention import passes, wiring
+from piper_simulator.contention import Resource, Wiring, passes, wiring
 from piper_simulator.instances import instances
+from piper_simulator.refinement import refined
 
 
 @dataclass(frozen=True)
@@ -74,69 +75,55 @@ def _meetings(plan: Plan) -> list[_Meeting]:
 
 def _refined(plan: Plan, cluster: Cluster, meetings: Sequence[_Meeting], shared: bool) -> list[int]:
     """Per rank its colour."""
-    role_of = _whole(plan).role_of
-    ranks = _colours((role_of[r], cluster.kind_of(r), cluster.slow_ranks.get(r, 1.0)) for r in range(plan.mesh.world))
-    met = _colours((m.channel, group(cluster, m.members)) for m in meetings)
-    p2p = [plan.channels[m.channel].kind == "p2p" for m in meetings]
-    of_rank: list[list[int]] = [[] for _ in ranks]
-    for i, m in enumerate(meetings):
-        for rank in m.members:
-            of_rank[rank].append(i)
-    links = _Links(cluster, meetings, p2p) if shared else None
-    before = 0
-    while (now := len(set(ranks)) + len(set(met)) + (len(set(links.colours)) if links else 0)) > before:
-        before = now
-        if links:
-            links.recolour(met)
-        met = _colours(
-            (met[i], _members(ranks, m.members, p2p[i]), links.of(i) if links else ()) for i, m in enumerate(meetings)
-        )
-        ranks = _colours((ranks[r], tuple([met[i] for i in own])) for r, own in enumerate(of_rank))
-    return ranks
+    graph = _Graph(plan, cluster, meetings)
+    if shared:
+        graph.add_links(wiring(cluster))
+    return refined(graph.first, graph.neighbours, graph.seen)[: plan.mesh.world]
 
 
-def _members(ranks: Sequence[int], members: tuple[int, ...], p2p: bool) -> Hashable:
-    """The colours of who meets: a transfer has ends, the others wait for the last of each class."""
-    return (ranks[members[0]], ranks[members[1]]) if p2p else frozenset([ranks[m] for m in members])
+class _Graph:
+    """Nodes: the ranks, the instances of channels, and the links that these pass through, each beside those that it touches."""
 
+    def __init__(self, plan: Plan, cluster: Cluster, meetings: Sequence[_Meeting]) -> None:
+        world, role_of = plan.mesh.world, _whole(plan).role_of
+        self._world, self._meetings = world, meetings
+        self._p2p = [plan.channels[m.channel].kind == "p2p" for m in meetings]
+        self.first: list[Hashable] = [(role_of[r], cluster.kind_of(r), cluster.slow_ranks.get(r, 1.0)) for r in range(world)]
+        self.first += [(m.channel, group(cluster, m.members)) for m in meetings]
+        self.neighbours: list[list[int]] = [[] for _ in range(world)]
+        self.neighbours += [list(m.members) for m in meetings]
+        self._times: list[list[float]] = [[] for _ in self.first]  # per link of an instance, or per user of a link
+        for node, m in enumerate(meetings, world):
+            for rank in m.members:
+                self.neighbours[rank].append(node)
 
-class _Links:
-    """Ports, NICs and slow links, each with what passes through it."""
+    def add_links(self, wires: Wiring) -> None:
+        number: dict[Resource, int] = {}
+        for node, (m, p2p) in enumerate(zip(self._meetings, self._p2p, strict=True), self._world):
+            for resource, times in passes(wires, m.members, p2p).items():
+                link = number.get(resource)
+                if link is None:
+                    link = number[resource] = len(self.first)
+                    self.first.append((resource[0], wires.capacity(resource), wires.kind_of(resource)))
+                    self.neighbours.append([])
+                    self._times.append([])
+                self.neighbours[node].append(link)
+                self.neighbours[link].append(node)
+                self._times[node].append(times)
+                self._times[link].append(times)
 
-    def __init__(self, cluster: Cluster, meetings: Sequence[_Meeting], p2p: Sequence[bool]) -> None:
-        wires = wiring(cluster)
-        number: dict[Hashable, int] = {}
-        first: list[Hashable] = []
-        self._users: list[list[tuple[int, float]]] = []
-        self._passed: list[list[tuple[int, float]]] = []
-        for i, m in enumerate(meetings):
-            passed = []
-            for resource, times in passes(wires, m.members, p2p[i]).items():
-                if resource not in number:
-                    number[resource] = len(number)
-                    first.append((resource[0], wires.capacity(resource)))
-                    self._users.append([])
-                link = number[resource]
-                self._users[link].append((i, times))
-                passed.append((link, times))
-            self._passed.append(passed)
-        self.colours = _colours(first)
-
-    def recolour(self, met: Sequence[int]) -> None:
-        self.colours = _colours(
-            (colour, frozenset(Counter([(met[i], times) for i, times in users]).items()))
-            for colour, users in zip(self.colours, self._users, strict=True)
-        )
-
-    def of(self, meeting: int) -> Hashable:
-        """The colours of what an instance passes through."""
-        return frozenset(Counter([(self.colours[link], times) for link, times in self._passed[meeting]]).items())
-
-
-def _colours(things: Iterable[Hashable]) -> list[int]:
-    """The same number for equal things, in the order in which they first come."""
-    known: dict[Hashable, int] = {}
-    return [known.setdefault(thing, len(known)) for thing in things]
+    def seen(self, node: int, colours: Sequence[int]) -> Hashable:
+        """A transfer has two ends. The others wait for the last of their members: how many there are of a class does not
+        matter, but where they share links it is seen there."""
+        around = [colours[n] for n in self.neighbours[node]]
+        if node < self._world:
+            return tuple(sorted(around))
+        k = node - self._world
+        if k >= len(self._meetings):
+            return tuple(sorted(zip(around, self._times[node], strict=True)))
+        n = len(self._meetings[k].members)
+        ends: Hashable = tuple(around[:n]) if self._p2p[k] else frozenset(around[:n])
+        return ends, tuple(sorted(zip(around[n:], self._times[node], strict=True)))
 
 
 def _by_colours(plan: Plan, meetings: Sequence[_Meeting], ranks: Sequence[int]) -> Split:
