@@ -12,12 +12,13 @@ from piper_ir.costs import Costs
 from piper_ir.errors import PlanError
 from piper_ir.memory import Usage, peak, scan
 from piper_ir.plan import Plan
-from piper_ir.timing import Prepared, Times, prepare
+from piper_ir.timing import Times, prepare
 from piper_ir.trace import MemSample, Span, Trace
 from piper_simulator.clusters import Cluster, load_cluster
+from piper_simulator.jitter import Distribution, Held, distribution
 from piper_simulator.metrics import device_bytes, executed_flops, idle, main_dtype, model_flops
 from piper_simulator.model import CostModel, Work
-from piper_simulator.splitting import Split, split
+from piper_simulator.splitting import split
 from piper_simulator.timed import shared_flows, shares, time_steps
 
 
@@ -54,6 +55,13 @@ class Simulation:
         """The last of the steps, in seconds from its first start; made when it is first asked for."""
         with no_garbage_collection():
             return self._run.trace()
+
+    def distribution(self, jitter: float, *, seed: int = 0, repetitions: int = 200) -> Distribution:
+        """How the step is spread when every instruction and message takes its duration times a lognormal number of its own, with
+        mean 1 and `jitter` as coefficient of variation, in each of so many repetitions; see `piper_simulator.jitter`. PlanError: a
+        negative jitter, no repetitions."""
+        with no_garbage_collection():
+            return distribution(self._run.held, jitter, seed=seed, repetitions=repetitions)
 
     def summary(self) -> dict[str, Any]:
         """The headline as plain numbers, of the worst rank where there is one per rank; `sources`: the share that each source has
@@ -142,7 +150,10 @@ def _simulate(
         peak_by_category=tuple(peaks[r].bytes for r in whole),
         slowed_s=timed.slowed_s,
         notes=notes,
-        _run=_Run(plan, parts, prepared, timed.last, work, usages, steps - 1, _of_trace(target, notes)),
+        _run=_Run(
+            Held(plan, parts, prepared, timed.durations, plan.hop, model.issue_s),
+            timed.last, work, usages, steps - 1, _of_trace(target, notes),
+        ),
     )
 
 
@@ -199,11 +210,9 @@ def _rate(amount: float | None, per_second: float | None, top: float = 1.0) -> f
 
 @dataclass(frozen=True)
 class _Run:
-    """What a trace is made of; `prepared`, `times` and `work` are of the plan of `parts`, `usages` of the roles of `plan`."""
+    """What a trace is made of; `times` and `work` are of the plan of `held.parts`, `usages` of the roles of `held.plan`."""
 
-    plan: Plan
-    parts: Split
-    prepared: Prepared
+    held: Held
     times: Times
     work: Sequence[Work]
     usages: Sequence[Sequence[Usage]]
@@ -214,25 +223,25 @@ class _Run:
         """Spans and memory by rank, then in program order. A memory sample stands at its instruction's start: only the stream
         "compute" allocates and frees, in program order, so the peak in program order is the peak in time."""
         times, origin = self.times, min(self.times.start, default=0.0)
-        roles = self.parts.plan.roles
+        parts, roles = self.held.parts, self.held.parts.plan.roles
         names = [[instr.name for instr in role.program] for role in roles]
         spans: list[Span] = []
         memory: list[MemSample] = []
-        for rank, r in enumerate(self.parts.role_of):
-            first = self.prepared.offsets[r]
+        for rank, r in enumerate(parts.role_of):
+            first = self.held.prepared.offsets[r]
             for i, instr in enumerate(roles[r].program):
                 node = first + i
                 w = self.work[node]
                 start, end, ready = times.start[node] - origin, times.end[node] - origin, times.ready[node] - origin
                 spans.append(Span(rank, instr.stream, i, names[r][i], start, end, ready, w.bytes, w.flops, w.source))
-            usages = self.usages[self.parts.of[r]]
+            usages = self.usages[parts.of[r]]
             memory.extend(MemSample(rank, u.instr, times.start[first + u.instr] - origin, u.bytes) for u in usages)
-        return Trace(self.plan.key, "simulated", tuple(spans), tuple(memory), step=self.step, notes=self.notes)
+        return Trace(self.held.plan.key, "simulated", tuple(spans), tuple(memory), step=self.step, notes=self.notes)
 
     def sources(self) -> dict[str, float]:
         seconds: dict[str, float] = {}
         first = 0
-        for role in self.parts.plan.roles:
+        for role in self.held.parts.plan.roles:
             for work in self.work[first : first + len(role.program)]:
                 seconds[work.source] = seconds.get(work.source, 0.0) + work.seconds * len(role.ranks)
             first += len(role.program)
