@@ -310,7 +310,7 @@ def test_links_carry_no_more_than_they_can_and_nothing_is_earlier(seed: int) -> 
 @given(seed=st.integers(0, 1 << 30))
 def test_a_message_alone_takes_as_long_as_its_links(seed: int) -> None:
     """Without latency: what `communication` computes of oversubscription, rails, slow links and kinds of devices is what the
-    tightest of the links lets pass. A ring over unequal numbers per node, or over a slow link that not all use, may take longer."""
+    tightest of the links lets pass. A ring of unequal numbers per node, or with a slow link that not all use, may take longer."""
     rng = Random(seed)
     kinds = (Nodes(1, rng.randint(1, 3), replace(TOY, intra_bandwidth=4.0, inter_bandwidth=3.0)),) if rng.random() < 0.5 else ()
     slow = (SlowLink(0, rng.randint(0, 3), 3.0),) if rng.random() < 0.5 else ()
@@ -358,8 +358,8 @@ def test_two_flows_over_what_narrows_a_link(change: dict[str, Any], alone: float
 
 
 def test_what_changes_rails_shares_the_spine_and_leaves_the_rail_free() -> None:
-    """Eight rails, half a spine: rank 0 sends to 9 on another rail, alone in 100 s with all of its spine and half of its NIC; and to
-    8 on its own, alone in 50 s. Together both get two thirds of what they want most: 75 s, and 125 s for the other."""
+    """Eight rails, half a spine: rank 0 sends to 9 on another rail, alone in 100 s with all of its spine and half of its NIC;
+    and to 8 on its own, alone in 50 s. Together both get two thirds of what they want most: 75 s, and 125 s for the other."""
     build = PlanBuilder(10)
     build.transfer(0, 9, nbytes=100)
     build.transfer(0, 8, nbytes=100)

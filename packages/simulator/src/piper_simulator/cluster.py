@@ -52,8 +52,8 @@ class Nodes:
 @dataclass(frozen=True)
 class Cluster:
     """Devices, `per_node` on each of `nodes` nodes; rank r of a plan is on node r // per_node, so the mesh's rank order (tp
-    fastest, pp slowest) decides what crosses nodes. All are equal, as described here, but for those of the nodes in `others`: what
-    depends on the device asks `of(rank)`.
+    fastest, pp slowest) decides what crosses nodes. All are equal, as described here, but for those of the nodes in `others`:
+    what depends on the device asks `of(rank)`.
 
     `peak_flops`: FLOP/s by dtype, dense; `matmul_fraction` of it is reached by matmul and attention. `memory_bandwidth` in
     bytes/s; `memory_fraction` of it is reached by kernels bound by memory. `launch_s`: host seconds per kernel;
@@ -262,7 +262,7 @@ class Cluster:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """`notes` with the cluster's name, of several kinds those that differ with theirs; none when there is nothing to warn of."""
+        """`notes` with the cluster's name, of kinds that differ in them with theirs; none when there is nothing to warn of."""
         if len({kind.notes for kind in self.kinds}) == 1:
             return (f"{self.name}: {self.notes}",) if self.notes else ()
         return tuple(f"{kind.name}: {kind.notes}" for kind in self.kinds if kind.notes)

@@ -40,7 +40,7 @@ PORT_SMS, NIC_SMS = 10, 2
 """Fraction of the SMs that a message takes; SMs that saturate its link. Sources: see the module."""
 
 Resource = tuple[str, int, int]
-"""Kind of link with its direction; number of the device (port) or of the NIC; of a slow link the node at its other end, else -1."""
+"""Kind of link with its direction; number of the device (port) or NIC; of a slow link the node at its other end, else -1."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """How a step is spread when durations vary from one time to the next.
 
-Law: each time that it runs, an instruction of the compute stream and a message take their duration times a number of their own,
-lognormal with mean 1 and the given coefficient of variation c: exp(N(-s^2 / 2, s^2)) with s^2 = ln(1 + c^2). Healthy clusters show
-steps whose c is 0.05 to 0.5 % (cost-model.md 6).
+Law: each time that it runs, an instruction of the compute stream, or a message, takes its duration times a number of its own,
+lognormal with mean 1 and the given coefficient of variation c: exp(N(-s^2 / 2, s^2)) with s^2 = ln(1 + c^2). Healthy clusters
+show steps whose c is 0.05 to 0.5 % (cost-model.md 6).
 
 Every rank draws for itself, also where a role stands for many: what they meet for waits for the latest of them, which is why more
 replicas make a step longer. So ranks are timed apart, by the sweep of `piper_ir.timing`: twice per repetition, once for a step

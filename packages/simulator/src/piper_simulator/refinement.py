@@ -10,10 +10,10 @@ def refined(
 ) -> list[int]:
     """Per node its colour, the same for nodes that cannot be told apart. `first`: what each node is by itself. `neighbours`: the
     nodes that it looks at, which look at it. `seen(node, colours)`: what it sees there; it must differ where a neighbour's colour
-    is one that it did not see before, and must not depend on the order of neighbours beyond what each node is.
+    is one that it did not see before, and must not depend on the order of neighbours of equal colour.
 
-    A round looks at the neighbours of what got a new colour. Of a class that falls apart those that saw nothing new, else the most
-    numerous, keep the colour: their neighbours need not be looked at again."""
+    A round looks at the neighbours of what got a new colour. Of a class that falls apart those that saw nothing new, else the
+    most numerous, keep the colour: their neighbours need not be looked at again."""
     known: dict[Hashable, int] = {}
     colours = [known.setdefault(thing, len(known)) for thing in first]
     size = [0] * len(known)

@@ -58,8 +58,8 @@ class Simulation:
 
     def distribution(self, jitter: float, *, seed: int = 0, repetitions: int = 200) -> Distribution:
         """How the step is spread when every instruction and message takes its duration times a lognormal number of its own, with
-        mean 1 and `jitter` as coefficient of variation, in each of so many repetitions; see `piper_simulator.jitter`. PlanError: a
-        negative jitter, no repetitions."""
+        mean 1 and `jitter` as coefficient of variation, in each of so many repetitions; see `piper_simulator.jitter`.
+        PlanError: a negative jitter, no repetitions."""
         with no_garbage_collection():
             return distribution(self._run.held, jitter, seed=seed, repetitions=repetitions)
 
@@ -152,7 +152,11 @@ def _simulate(
         notes=notes,
         _run=_Run(
             Held(plan, parts, prepared, timed.durations, plan.hop, model.issue_s),
-            timed.last, work, usages, steps - 1, _of_trace(target, notes),
+            timed.last,
+            work,
+            usages,
+            steps - 1,
+            _of_trace(target, notes),
         ),
     )
 
