@@ -27,12 +27,15 @@ from piper.options import (
     Devices,
     Emulate,
     File,
+    Jitter,
+    JitterSeed,
     Launcher,
     Log,
     Lowered,
     MemoryLimit,
     MemorySnapshot,
     Microbatches,
+    NoContention,
     Nodes,
     Other,
     Out,
@@ -43,6 +46,7 @@ from piper.options import (
     RecipeFile,
     RecipeName,
     Repeats,
+    Repetitions,
     Rows,
     Searchers,
     Seed,
@@ -82,6 +86,10 @@ def simulate(
     why: Why = False,
     cluster: ClusterName = "cpu-local",
     costs: CostsFile = None,
+    no_contention: NoContention = False,
+    jitter: Jitter = None,
+    repetitions: Repetitions = None,
+    seed: JitterSeed = None,
     out: Out = None,
     memory_snapshot: MemorySnapshot = None,
     as_json: AsJson = False,
@@ -91,18 +99,12 @@ def simulate(
     Example: piper simulate FILE.py --cluster h100x8 --why; piper simulate FILE.py --versus microbatches=16
     """
     with user_errors():
-        from piper.loading import load_file
-        from piper.predicting import Target, predict, predict_two
+        from piper.predicting import Noise, Shown, Target, simulated
 
+        target, noise = Target(cluster, costs, not no_contention), Noise.of(jitter, repetitions, seed)
         given, changes = pairs(params), pairs(versus, "--versus")
-        if (other or changes) and (why or out or memory_snapshot):
-            raise JobError("--why, --out and --memory-snapshot are for one strategy; simulate the two one after the other")
-        recipe = load_file(file, given, strategy)
-        target = Target(cluster, costs)
-        if other or changes:
-            predict_two(recipe, other, target, params=given, changes=changes, as_json=as_json)
-        else:
-            predict(recipe, target, out=out, explained=why, as_json=as_json, snapshots=memory_snapshot)
+        shown = Shown(out, why, as_json, noise, memory_snapshot)
+        simulated(file, strategy, other, given, changes, target, shown)
 
 
 @app.command()

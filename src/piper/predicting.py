@@ -20,8 +20,9 @@ from piper.why_tables import comparison_tables, why_tables
 from piper_compiler import Options, load_strategy
 from piper_ir.costs import Costs
 from piper_ir.errors import JobError, PiperError
-from piper_report.summary import memory_table, prediction_table
-from piper_simulator import Cluster, compare, simulate, why
+from piper_ir.units import time_text
+from piper_report.summary import Table, memory_table, prediction_table
+from piper_simulator import Cluster, Distribution, compare, simulate, why
 from piper_simulator.device_memory import kind_of
 from piper_simulator.whatif import WhatIf
 
@@ -30,10 +31,11 @@ ONE_MORE = "one microbatch more"
 
 @dataclass(frozen=True)
 class Target:
-    """What is simulated on: the name of a cluster, and a file of costs."""
+    """What is simulated on: the name of a cluster, and a file of costs; and whether what runs at the same time shares."""
 
     name: str
     file: Path | None
+    contention: bool = True
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -47,34 +49,90 @@ class Target:
         return compile(recipe.job, recipe.strategy, costs=self.costs, options=Options(device=kind_of(self.cluster)))
 
 
-def predict(
-    recipe: Recipe, target: Target, *, out: Path | None, explained: bool, as_json: bool, snapshots: Path | None = None
-) -> None:
-    """Simulate a strategy and print the headline, with `explained` also why; with `out`, results and a report go to a new folder
-    below it; with `snapshots`, the memory of each rank to that folder."""
+@dataclass(frozen=True)
+class Noise:
+    """See `Simulation.distribution`."""
+
+    jitter: float
+    repetitions: int
+    seed: int
+
+    @staticmethod
+    def of(jitter: float | None, repetitions: int | None, seed: int | None) -> Noise | None:
+        """As on the command line; None without --jitter. JobError for what belongs to it and stands alone."""
+        if jitter is not None:
+            return Noise(jitter, 200 if repetitions is None else repetitions, seed or 0)
+        if repetitions is not None or seed is not None:
+            raise JobError("--repetitions and --seed belong to --jitter: say how much durations vary, e.g. --jitter 0.05")
+        return None
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a command prints and writes of a prediction. `out`: results and a report go to a new folder below it; `explained`:
+    also why the step takes its time; `noise`: how it is spread; `snapshots`: the folder for the memory of each rank."""
+
+    out: Path | None = None
+    explained: bool = False
+    as_json: bool = False
+    noise: Noise | None = None
+    snapshots: Path | None = None
+
+
+def simulated(
+    file: Path, strategy: Path | None, other: Path | None, params: Mapping[str, str], changes: Mapping[str, str], target: Target,
+    shown: Shown,
+) -> None:  # fmt: skip
+    """The command: one strategy, or two beside each other."""
+    two = other is not None or bool(changes)
+    if two and shown != Shown(as_json=shown.as_json):
+        raise JobError("--why, --jitter, --memory-snapshot and --out are for one strategy; simulate the two one after the other")
+    recipe = load_file(file, params, strategy)
+    if two:
+        predict_two(recipe, other, target, params=params, changes=changes, as_json=shown.as_json)
+    else:
+        predict(recipe, target, shown)
+
+
+def predict(recipe: Recipe, target: Target, shown: Shown) -> None:
+    """Simulate a strategy and print the headline and what else is to be shown."""
     name = recipe.path.stem
     cluster, compiled = target.cluster, target.compiled(recipe)
-    folder = new_folder(out, name) if out is not None else None
-    result = simulate(compiled.plan, cluster, costs=target.costs)
+    folder = new_folder(shown.out, name) if shown.out is not None else None
+    result = simulate(compiled.plan, cluster, costs=target.costs, contention=target.contention)
+    noise = shown.noise
+    spread = noise and result.distribution(noise.jitter, seed=noise.seed, repetitions=noise.repetitions)
     found = None
-    if explained:
-        found = why(compiled.plan, cluster, costs=target.costs)
+    if shown.explained:
+        found = why(compiled.plan, cluster, costs=target.costs, contention=target.contention)
         found = replace(found, what_if=(*found.what_if, one_more(recipe, compiled, target, found.step_s)))
-    if as_json:
-        print(json.dumps(result.summary() | ({"why": found.as_dict()} if found else {})))
+    if shown.as_json:
+        more = {"distribution": spread.as_dict()} if spread else {}
+        print(json.dumps(result.summary() | more | ({"why": found.as_dict()} if found else {})))
     else:
         show(prediction_table(result, title=f"{name} on {cluster.name}"))
         print()
         show(memory_table(result))
-        for table in why_tables(found) if found else ():
+        for table in ([distribution_table(spread)] if spread else []) + list(why_tables(found) if found else ()):
             print()
             show(table)
-    if snapshots is not None:
-        print(save_snapshots(snapshots, compiled.plan, result), file=sys.stderr)
+    if shown.snapshots is not None:
+        print(save_snapshots(shown.snapshots, compiled.plan, result), file=sys.stderr)
     if folder is not None:
         save_plan(folder, compiled.plan, recipe.strategy)
         save_prediction(folder, result)
         report_at_end(folder)
+
+
+def distribution_table(found: Distribution) -> Table:
+    """Percentiles of the step."""
+    rows = []
+    for name, of in (("step alone", found.step_s), ("step in steady state", found.period_s)):
+        rows.append((name, *map(time_text, (of.p5, of.median, of.p95, of.mean, of.std))))
+    drew = f"{found.repetitions} repetitions, seed {found.seed}; {found.ranks} of {found.world} ranks drew durations of their own"
+    notes = (f"{drew}, each held as it lasts in the step alone", *([f"warning: {found.note}"] if found.note else []))
+    columns = ("", "5 %", "median", "95 %", "mean", "standard deviation")
+    return Table(f"durations that vary by {found.jitter:g} (lognormal)", columns, tuple(rows), notes)
 
 
 def one_more(recipe: Recipe, compiled: Compiled, target: Target, now_s: float) -> WhatIf:
@@ -93,7 +151,7 @@ def one_more(recipe: Recipe, compiled: Compiled, target: Target, now_s: float) -
             continue
         if (more.microbatches, more.rows, more.replicas) != (m + 1, plan.rows, plan.replicas):
             continue
-        step_s = simulate(more, target.cluster, costs=target.costs).step_s
+        step_s = simulate(more, target.cluster, costs=target.costs, contention=target.contention).step_s
         rate = f"{((m + 1) / m * now_s / step_s - 1) * 100:+.1f} % rows per second" if step_s else ""
         return WhatIf(ONE_MORE, step_s, rate)
     return WhatIf(ONE_MORE, None, reason)
@@ -107,7 +165,7 @@ def predict_two(
     second, names = _second(recipe, other, params, changes)
     found = []
     for side in (recipe, second):
-        found.append(why(target.compiled(side).plan, target.cluster, costs=target.costs))
+        found.append(why(target.compiled(side).plan, target.cluster, costs=target.costs, contention=target.contention))
     result = compare(*found)
     if as_json:
         print(json.dumps({"a": names[0], "b": names[1], **result.as_dict()}))

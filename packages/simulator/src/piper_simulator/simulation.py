@@ -13,16 +13,18 @@ from piper_ir.errors import PlanError
 from piper_ir.memory import Usage, peak, scan
 from piper_ir.memory_owners import owners
 from piper_ir.plan import Plan, RolePlan
-from piper_ir.timing import Prepared, Times, prepare
+from piper_ir.timing import Times, prepare
 from piper_ir.trace import MemSample, Span, Trace
 from piper_simulator.clusters import Cluster, load_cluster
 from piper_simulator.device_memory import DeviceMemory, device_memory, kind_of
 from piper_simulator.footprint import footprint
+from piper_simulator.jitter import Distribution, Held, distribution
 from piper_simulator.metrics import executed_flops, idle, main_dtype, model_flops
 from piper_simulator.model import CostModel, Work
 from piper_simulator.oom import KEPT, Oom, first_of
 from piper_simulator.snapshot import Snapshot, snapshot
-from piper_simulator.timed import shared_flows, time_steps
+from piper_simulator.splitting import split
+from piper_simulator.timed import shared_flows, shares, time_steps
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,13 @@ class Simulation:
         """The last of the steps, in seconds from its first start; made when it is first asked for."""
         with no_garbage_collection():
             return self._run.trace()
+
+    def distribution(self, jitter: float, *, seed: int = 0, repetitions: int = 200) -> Distribution:
+        """How the step is spread when every instruction and message takes its duration times a lognormal number of its own, with
+        mean 1 and `jitter` as coefficient of variation, in each of so many repetitions; see `piper_simulator.jitter`.
+        PlanError: a negative jitter, no repetitions."""
+        with no_garbage_collection():
+            return distribution(self._run.held, jitter, seed=seed, repetitions=repetitions)
 
     def summary(self) -> dict[str, Any]:
         """The headline as plain numbers, of the worst rank where there is one per rank; `memory`: that of the fullest device, see
@@ -144,23 +153,24 @@ def _simulate(
     model_flops_per_step: float | None,
     contention: bool,
 ) -> Simulation:
-    model = CostModel(plan, target, costs)
-    prepared = prepare(plan)
-    work = [model.work(role, instr) for role, _, instr in plan.instructions()]
+    parts = split(plan, target, shared=contention and shares(plan, target))
+    model = CostModel(parts.plan, target, costs)
+    prepared = prepare(parts.plan)
+    work = [model.work(role, instr) for role, _, instr in parts.plan.instructions()]
     flows = shared_flows(model, prepared, work) if contention else None
     timed = time_steps(prepared, work, flows, latency=plan.hop, issue=model.issue_s, steps=steps)
     step_s = timed.first.makespan
-    role_of = {rank: r for r, role in enumerate(plan.roles) for rank in role.ranks}
-    order = tuple(role_of[rank] for rank in range(plan.mesh.world))
-    gaps = idle(plan, prepared, timed.first, timed.durations, plan.hop)
+    gaps = idle(parts.plan, prepared, timed.first, timed.durations, plan.hop)
+    order, whole = parts.role_of, tuple(parts.of[r] for r in parts.role_of)
     counted = plan if target is None else replace(plan, device=kind_of(target))
     usages = [list(scan(counted, role)) for role in plan.roles]
     peaks = [max(u, key=lambda x: x.total) if u else peak(counted, role) for u, role in zip(usages, plan.roles)]
-    allocator = costs.allocator if costs is not None else None
-    held = [device_memory(plan, role, p.total, target, allocator) for role, p in zip(plan.roles, peaks)]
+    held = Held(plan, parts, prepared, timed.durations, plan.hop, model.issue_s)
+    devices = _Devices(held, target, costs.allocator if costs is not None else None)
+    memory = [devices.memory(k, peaks[r].total) for k, r in enumerate(parts.of)]
     rates = _rates(plan, target, timed.period_s, tokens_per_row, model_flops_per_step)
     notes = tuple(dict.fromkeys((*model.notes, *rates.notes)))
-    run = _Run(plan, counted, prepared, timed.last, work, usages, held, order, steps - 1, _of_trace(target, notes))
+    run = _Run(held, counted, timed.last, work, usages, memory, steps - 1, _of_trace(target, notes))
     return Simulation(
         step_s=step_s,
         period_s=timed.period_s,
@@ -171,12 +181,12 @@ def _simulate(
         global_bubble_s=max((step_s - g.busy for g in gaps), default=0.0),
         span_bubble_s=max((g.span for g in gaps), default=0.0),
         bubble_s=tuple(step_s - gaps[r].busy for r in order),
-        peak_bytes=tuple(peaks[r].total for r in order),
-        device_bytes=tuple(held[r].total for r in order),
-        peak_by_category=tuple(peaks[r].bytes for r in order),
+        peak_bytes=tuple(peaks[r].total for r in whole),
+        device_bytes=tuple(memory[k].total for k in order),
+        peak_by_category=tuple(peaks[r].bytes for r in whole),
         slowed_s=timed.slowed_s,
         notes=notes,
-        ooms=() if target is None else tuple(run.verdicts(target, allocator, peaks, timed.first)),
+        ooms=tuple(run.verdicts(devices, peaks, timed.first)),
         _run=run,
     )
 
@@ -206,10 +216,10 @@ def _rates(
     if model_flops_per_step is None and tokens_per_row is not None:
         model_flops_per_step = model_flops(plan, tokens_per_row)
     dtype = main_dtype(plan)
-    top = plan.mesh.world * target.peak(dtype)
+    top = target.peak_of(plan.mesh.world, dtype)
     mfu, hfu = _rate(model_flops_per_step, per_second, top), _rate(executed_flops(plan), per_second, top)
-    guessed = dtype not in target.peak_flops and (mfu is not None or hfu is not None)
-    return _Rates(tokens_per_s, mfu, hfu, (target.guess(dtype),) if guessed else ())
+    guesses = [kind.guess(dtype) for kind in target.kinds if dtype not in kind.peak_flops]
+    return _Rates(tokens_per_s, mfu, hfu, tuple(guesses) if mfu is not None or hfu is not None else ())
 
 
 def _rate(amount: float | None, per_second: float | None, top: float = 1.0) -> float | None:
@@ -217,9 +227,26 @@ def _rate(amount: float | None, per_second: float | None, top: float = 1.0) -> f
     return None if not amount or per_second is None else amount * per_second / top
 
 
-def _gone(plan: Plan, role: RolePlan, usage: Usage, cluster: Cluster, allocator: AllocatorCosts | None) -> int:
-    """Bytes gone on a device when a role holds as much as there."""
-    return device_memory(plan, role, usage.total, cluster, allocator).total
+@dataclass(frozen=True, slots=True)
+class _Devices:
+    """The device of each role of `held.parts`, whose ranks are all on one kind."""
+
+    held: Held
+    cluster: Cluster | None
+    allocator: AllocatorCosts | None
+
+    def _of(self, k: int) -> Cluster | None:
+        return None if self.cluster is None else self.cluster.of(self.held.parts.plan.roles[k].ranks[0])
+
+    def limit(self, k: int) -> int | None:
+        """Bytes that it has."""
+        device = self._of(k)
+        return None if device is None else device.memory_bytes
+
+    def memory(self, k: int, nbytes: int) -> DeviceMemory:
+        """What is gone there when the role holds so much."""
+        plan = self.held.plan
+        return device_memory(plan, plan.roles[self.held.parts.of[k]], nbytes, self._of(k), self.allocator)
 
 
 def _named(role: RolePlan, instr: int) -> str:
@@ -229,17 +256,15 @@ def _named(role: RolePlan, instr: int) -> str:
 
 @dataclass(frozen=True)
 class _Run:
-    """What a trace is made of; `order[rank]` is the index of a rank's role; `counted`: the plan whose memory is that of the
-    cluster's devices."""
+    """What a trace is made of; `times` and `work` are of the plan of `held.parts`, `usages` of the roles of `held.plan`, and
+    `memory` of those of `held.parts`; `counted`: the plan whose memory is that of the cluster's devices."""
 
-    plan: Plan
+    held: Held
     counted: Plan
-    prepared: Prepared
     times: Times
     work: Sequence[Work]
     usages: Sequence[Sequence[Usage]]
-    held: Sequence[DeviceMemory]
-    order: tuple[int, ...]
+    memory: Sequence[DeviceMemory]
     step: int
     notes: Mapping[str, str]
 
@@ -247,56 +272,60 @@ class _Run:
         """Spans and memory by rank, then in program order. A memory sample stands at its instruction's start: only the stream
         "compute" allocates and frees, in program order, so the peak in program order is the peak in time."""
         times, origin = self.times, min(self.times.start, default=0.0)
-        names = [[instr.name for instr in role.program] for role in self.plan.roles]
+        parts, roles = self.held.parts, self.held.parts.plan.roles
+        names = [[instr.name for instr in role.program] for role in roles]
         spans: list[Span] = []
         memory: list[MemSample] = []
-        for rank, r in enumerate(self.order):
-            first = self.prepared.offsets[r]
-            for i, instr in enumerate(self.plan.roles[r].program):
+        for rank, r in enumerate(parts.role_of):
+            first = self.held.prepared.offsets[r]
+            for i, instr in enumerate(roles[r].program):
                 node = first + i
                 w = self.work[node]
                 start, end, ready = times.start[node] - origin, times.end[node] - origin, times.ready[node] - origin
                 spans.append(Span(rank, instr.stream, i, names[r][i], start, end, ready, w.bytes, w.flops, w.source))
-            memory.extend(MemSample(rank, u.instr, times.start[first + u.instr] - origin, u.bytes) for u in self.usages[r])
-        return Trace(self.plan.key, "simulated", tuple(spans), tuple(memory), step=self.step, notes=self.notes)
+            usages = self.usages[parts.of[r]]
+            memory.extend(MemSample(rank, u.instr, times.start[first + u.instr] - origin, u.bytes) for u in usages)
+        return Trace(self.held.plan.key, "simulated", tuple(spans), tuple(memory), step=self.step, notes=self.notes)
 
     def footprint(self, rank: int) -> dict[str, int]:
-        r = self.order[rank]
-        return footprint(self.counted, self.counted.roles[r], self.held[r])
+        k = self.held.parts.role_of[rank]
+        return footprint(self.counted, self.counted.roles[self.held.parts.of[k]], self.memory[k])
 
     def snapshot(self, rank: int) -> Snapshot:
-        r = self.order[rank]
-        first, count = self.prepared.offsets[r], len(self.plan.roles[r].program)
+        held, k = self.held, self.held.parts.role_of[rank]
+        role, first = self.counted.roles[held.parts.of[k]], held.prepared.offsets[k]
         origin = min(self.times.start, default=0.0)
-        spans = [(self.times.start[n] - origin, self.times.end[n] - origin) for n in range(first, first + count)]
-        return snapshot(self.counted, self.counted.roles[r], spans)
+        nodes = range(first, first + len(role.program))
+        return snapshot(self.counted, role, [(self.times.start[n] - origin, self.times.end[n] - origin) for n in nodes])
 
-    def verdicts(self, cluster: Cluster, allocator: AllocatorCosts | None, peaks: Sequence[Usage], times: Times) -> Iterator[Oom]:
+    def verdicts(self, devices: _Devices, peaks: Sequence[Usage], times: Times) -> Iterator[Oom]:
         """Of the roles that need more than their devices have. `times`: of the first step."""
-        origin, limit = min(times.start, default=0.0), cluster.memory_bytes
-        for r, (role, most, held) in enumerate(zip(self.counted.roles, peaks, self.held)):
-            if held.total <= limit:
+        parts, origin = self.held.parts, min(times.start, default=0.0)
+        for k, (part, r, needs) in enumerate(zip(parts.plan.roles, parts.of, self.memory)):
+            limit = devices.limit(k)
+            if limit is None or needs.total <= limit:
                 continue
+            role, most = self.counted.roles[r], peaks[r]
             start = Usage(-1, sum(s.nbytes for s in role.states), {})
-            too_full = (u for u in (start, *self.usages[r], most) if _gone(self.plan, role, u, cluster, allocator) > limit)
+            too_full = (u for u in (start, *self.usages[r], most) if devices.memory(k, u.total).total > limit)
             at = next(too_full).instr
             yield Oom(
-                ranks=role.ranks,
-                role=role.role,
-                needs=held.total,
+                ranks=part.ranks,
+                role=part.role,
+                needs=needs.total,
                 limit=limit,
                 fullest=_named(role, most.instr),
                 at=_named(role, at),
                 instr=at,
-                time_s=times.start[self.prepared.offsets[r] + at] - origin if at >= 0 else 0.0,
+                time_s=times.start[self.held.prepared.offsets[k] + at] - origin if at >= 0 else 0.0,
                 owners=tuple(owners(self.counted, role)[:KEPT]),
-                beside=held.total - held.allocated,
+                beside=needs.total - needs.allocated,
             )
 
     def sources(self) -> dict[str, float]:
         seconds: dict[str, float] = {}
         first = 0
-        for role in self.plan.roles:
+        for role in self.held.parts.plan.roles:
             for work in self.work[first : first + len(role.program)]:
                 seconds[work.source] = seconds.get(work.source, 0.0) + work.seconds * len(role.ranks)
             first += len(role.program)
