@@ -96,6 +96,16 @@ class Route:
             self.port = self.port or resource[0].startswith("port")
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """Where a message meets a role. `named`: the SMs that its stream names there, None for none, 0 for copy engines; `sms`, and
+    bytes/s of `memory`, of the device."""
+
+    named: int | None
+    sms: int
+    memory: float
+
+
 def flows(plan: Plan, prepared: Prepared, work: Sequence[Work], wires: Wiring) -> list[Flow]:
     """Per group of `prepared` what it asks for; `work` per node. ClusterError for a stream that takes as many SMs as a device
     has, or where the cluster does not say how many that are."""
@@ -132,7 +142,10 @@ class _Demands:
         return self.known[key]
 
     def _flow(self, id: int, channel: Channel, work: Work) -> Flow:
-        ends = {self.index[role]: self._sms_at(channel, k) for k, role in enumerate(channel.roles)}
+        ends = {
+            self.index[role]: End(self._sms_at(channel, k), self.wires.sms, self.wires.memory)
+            for k, role in enumerate(channel.roles)
+        }
         return demand(id, self.routes[channel.id], work.bytes, work.seconds, ends, self.wires, self.shared)
 
     def _sms_at(self, channel: Channel, k: int) -> int | None:
@@ -146,23 +159,25 @@ def demand(
     route: Route,
     nbytes: int,
     seconds: float,
-    ends: Mapping[int, int | None],
+    ends: Mapping[int, End],
     wires: Wiring,
     shared: Mapping[Resource, int],
 ) -> Flow:
-    """What a message of `nbytes` per rank asks for that takes `seconds` alone. `ends`: role that takes part -> the SMs that it
-    names, None for none, 0 for copy engines. `shared`: numbers of the resources that count (`shared_resources`)."""
+    """What a message of `nbytes` per rank asks for that takes `seconds` alone. `ends`: by role. `shared`: numbers of the resources
+    that count (`shared_resources`)."""
     wire = route.wire * nbytes
     needed = PORT_SMS if route.port else NIC_SMS
-    fewest = min((n for n in ends.values() if n), default=needed)
+    fewest = min((end.named for end in ends.values() if end.named), default=needed)
     seconds += min(seconds, wire * route.slowest) * max(0.0, needed / fewest - 1)
     if not seconds or not wire or not route.slowest:
         return Flow(id, seconds, {}, 0.0)
     rate = min(wire / seconds, 1 / route.slowest)
     shares = {shared[r]: n * rate / wires.capacity(r) for r, n in route.passes.items() if r in shared}
     usual = PORT_SM_SHARE if route.port else NIC_SM_SHARE
-    memory = route.touched * rate / wires.memory
-    takes = {role: (usual if n is None else n / wires.sms if n else 0.0, memory) for role, n in ends.items()}
+    takes = {}
+    for role, end in ends.items():
+        f_sm = usual if end.named is None else end.named / end.sms if end.named else 0.0
+        takes[role] = f_sm, route.touched * rate / end.memory
     return Flow(id, seconds, shares, rate * route.slowest, takes)
 
 

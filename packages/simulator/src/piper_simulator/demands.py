@@ -20,7 +20,7 @@ from itertools import permutations
 
 from piper_ir.errors import ClusterError
 from piper_simulator.communication import Op
-from piper_simulator.contention import Resource, Route, Wiring, demand, passes, shared_resources
+from piper_simulator.contention import End, Resource, Route, Wiring, demand, passes, shared_resources
 from piper_simulator.rates import Flow
 
 
@@ -28,8 +28,8 @@ from piper_simulator.rates import Flow
 class Message:
     """`channel`: messages of one follow each other, those of different ones may run at the same time. `nbytes`: on each rank
     (all_gather, reduce_scatter: of the whole tensor). `seconds`: alone. `instances`: the ranks of each group that does this at
-    the same time, all of one size. `ends`: role that takes part, by its place in `Prepared.roles` -> the SMs that it names
-    (None: none, 0: copy engines)."""
+    the same time, all of one size. `ends`: role that takes part, by its place in `Prepared.roles` -> the SMs that its stream
+    names (None: none, 0: copy engines)."""
 
     channel: str
     op: Op
@@ -56,7 +56,8 @@ def demands(messages: Sequence[Message], wires: Wiring) -> list[Flow]:
     for m in messages:
         key = m.channel, m.nbytes, m.seconds
         if key not in known:
-            known[key] = demand(len(known), routes[m.channel], m.nbytes, m.seconds, m.ends, wires, shared)
+            ends = {role: End(named, wires.sms, wires.memory) for role, named in m.ends.items()}
+            known[key] = demand(len(known), routes[m.channel], m.nbytes, m.seconds, ends, wires, shared)
         out.append(known[key])
     return out
 
