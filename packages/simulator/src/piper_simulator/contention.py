@@ -163,8 +163,8 @@ def demand(
     wires: Wiring,
     shared: Mapping[Resource, int],
 ) -> Flow:
-    """What a message of `nbytes` per rank asks for that takes `seconds` alone. `ends`: by role. `shared`: numbers of the resources
-    that count (`shared_resources`)."""
+    """What a message of `nbytes` per rank asks for that takes `seconds` alone. `ends`: by role. `shared`: numbers of the
+    resources that count (`shared_resources`)."""
     wire = route.wire * nbytes
     needed = PORT_SMS if route.port else NIC_SMS
     fewest = min((end.named for end in ends.values() if end.named), default=needed)
