@@ -183,10 +183,19 @@ WRONG = {
     "no nodes": ('device = "h100-80g-sxm"\nnodes = []\n', "nodes: none stand here"),
     "nodes of nothing": ("[[nodes]]\ncount = 2\n", r"nodes\[0\]: device is missing, here or for the whole file"),
     "nodes of an unknown device": (MIXED.replace("a100-80g-sxm", "a1"), r"nodes\[0\].device: no device 'a1'; known: a100-80g"),
-    "nodes with unknown keys": (MIXED.replace("latency", "delay"), r"nodes\[1\].links.inter.delay: no such key; known here: kind"),
+    "nodes with unknown keys": (
+        MIXED.replace("latency", "delay"),
+        r"nodes\[1\].links.inter.delay: no such key; known here: kind",
+    ),
     "nodes with rails": (MIXED.replace("latency", "rails"), r"nodes\[1\].links.inter.rails: no such key"),
-    "nodes of several sizes": (MIXED.replace("devices = 4", "devices = 8", 1), "4 devices per node of h100-80g-sxm and 8 of a100"),
-    "one table for two devices": (MIXED + '[communication]\nmessages = "m.csv"\n', "messages: a table holds for one kind of device"),
+    "nodes of several sizes": (
+        MIXED.replace("devices = 4", "devices = 8", 1),
+        "4 devices per node of h100-80g-sxm and 8 of a100",
+    ),
+    "one table for two devices": (
+        MIXED + '[communication]\nmessages = "m.csv"\n',
+        "messages: a table holds for one kind of device",
+    ),
     "devices beside a CPU": (MIXED.replace("h100-80g-sxm", "cpu-local"), "no device 'cpu-local'"),
     "not TOML": ("device = \n", "not TOML"),
     "empty name": ('name = " "\ndevice = "h100-80g-sxm"\n', "name: ' ' stands here; text is needed"),
