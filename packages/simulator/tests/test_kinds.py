@@ -108,10 +108,10 @@ def test_costs_hold_for_the_type_on_which_they_were_taken() -> None:
     steps = {c.id: {k: Duration(1.0) for k in c.steps} for c in plan.chunks}
     model = CostModel(plan, MIXED, Costs(compute=steps, origin=origin))
     computes = [[model.work(r, i) for i in r.program if not i.comm] for r in plan.roles]
-    assert [{w.source for w in of if w.flops} for of in computes] == [{"formula"}, {"measured"}]
+    assert [any(w.source == "measured" for w in of) for of in computes] == [False, True]
     elsewhere = CostModel(plan, MIXED, Costs(compute=steps, origin=replace(origin, cluster="b200-sxm:1")))
     computes = [[elsewhere.work(r, i) for i in r.program if not i.comm] for r in plan.roles]
-    assert [{w.source for w in of if w.flops} for of in computes] == [{"measured"}, {"measured"}]
+    assert [any(w.source == "measured" for w in of) for of in computes] == [True, True]
 
 
 def test_what_if_and_sensitivities_reach_every_type() -> None:
