@@ -27,11 +27,14 @@ from piper.options import (
     Devices,
     Emulate,
     File,
+    Jitter,
+    JitterSeed,
     Launcher,
     Log,
     Lowered,
     MemoryLimit,
     Microbatches,
+    NoContention,
     Nodes,
     Other,
     Out,
@@ -42,6 +45,7 @@ from piper.options import (
     RecipeFile,
     RecipeName,
     Repeats,
+    Repetitions,
     Rows,
     Searchers,
     Seed,
@@ -81,6 +85,10 @@ def simulate(
     why: Why = False,
     cluster: ClusterName = "cpu-local",
     costs: CostsFile = None,
+    no_contention: NoContention = False,
+    jitter: Jitter = None,
+    repetitions: Repetitions = None,
+    seed: JitterSeed = None,
     out: Out = None,
     as_json: AsJson = False,
 ) -> None:
@@ -89,18 +97,11 @@ def simulate(
     Example: piper simulate FILE.py --cluster h100x8 --why; piper simulate FILE.py --versus microbatches=16
     """
     with user_errors():
-        from piper.loading import load_file
-        from piper.predicting import Target, predict, predict_two
+        from piper.predicting import Noise, Target, simulated
 
+        target, noise = Target(cluster, costs, not no_contention), Noise.of(jitter, repetitions, seed)
         given, changes = pairs(params), pairs(versus, "--versus")
-        if (other or changes) and (why or out):
-            raise JobError("--why and --out are for one strategy; simulate the two one after the other")
-        recipe = load_file(file, given, strategy)
-        target = Target(cluster, costs)
-        if other or changes:
-            predict_two(recipe, other, target, params=given, changes=changes, as_json=as_json)
-        else:
-            predict(recipe, target, out=out, explained=why, as_json=as_json)
+        simulated(file, strategy, other, given, changes, target, noise=noise, explained=why, out=out, as_json=as_json)
 
 
 @app.command()

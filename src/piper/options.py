@@ -39,6 +39,17 @@ Versus = Annotated[
 Why = Annotated[
     bool, typer.Option("--why", help="explain it: critical path, idle gaps, what if, sensitivities, costs from formulas")
 ]
+NoContention = Annotated[
+    bool, typer.Option("--no-contention", help="what runs at the same time takes nothing from each other: links, SMs, memory")
+]
+Jitter = Annotated[
+    float | None,
+    typer.Option(
+        "--jitter", metavar="C", help="every duration varies with this coefficient of variation, e.g. 0.05: 5, 50, 95 %"
+    ),
+]
+Repetitions = Annotated[int | None, typer.Option("--repetitions", min=1, help="of --jitter (default 200)")]
+JitterSeed = Annotated[int | None, typer.Option("--seed", help="of --jitter; the same seed gives the same (default 0)")]
 StrategyFile = Annotated[
     Path | None,
     typer.Option("--strategy", metavar="FILE.json", help="use this saved strategy, such as a best.json, instead of the file's"),

@@ -19,8 +19,9 @@ from piper.why_tables import comparison_tables, why_tables
 from piper_compiler import load_strategy
 from piper_ir.costs import Costs
 from piper_ir.errors import JobError, PiperError
-from piper_report.summary import prediction_table
-from piper_simulator import Cluster, compare, simulate, why
+from piper_ir.units import time_text
+from piper_report.summary import Table, prediction_table
+from piper_simulator import Cluster, Distribution, compare, simulate, why
 from piper_simulator.whatif import WhatIf
 
 ONE_MORE = "one microbatch more"
@@ -28,10 +29,11 @@ ONE_MORE = "one microbatch more"
 
 @dataclass(frozen=True)
 class Target:
-    """What is simulated on: the name of a cluster, and a file of costs."""
+    """What is simulated on: the name of a cluster, and a file of costs; and whether what runs at the same time shares."""
 
     name: str
     file: Path | None
+    contention: bool = True
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -45,28 +47,76 @@ class Target:
         return compile(recipe.job, recipe.strategy, costs=self.costs)
 
 
-def predict(recipe: Recipe, target: Target, *, out: Path | None, explained: bool, as_json: bool) -> None:
-    """Simulate a strategy and print the headline, with `explained` also why; with `out`, results and a report go to a new folder
-    below it."""
+@dataclass(frozen=True)
+class Noise:
+    """See `Simulation.distribution`."""
+
+    jitter: float
+    repetitions: int
+    seed: int
+
+    @staticmethod
+    def of(jitter: float | None, repetitions: int | None, seed: int | None) -> Noise | None:
+        """As on the command line; None without --jitter. JobError for what belongs to it and stands alone."""
+        if jitter is not None:
+            return Noise(jitter, 200 if repetitions is None else repetitions, seed or 0)
+        if repetitions is not None or seed is not None:
+            raise JobError("--repetitions and --seed belong to --jitter: say how much durations vary, e.g. --jitter 0.05")
+        return None
+
+
+def simulated(
+    file: Path, strategy: Path | None, other: Path | None, params: Mapping[str, str], changes: Mapping[str, str], target: Target,
+    *, noise: Noise | None, explained: bool, out: Path | None, as_json: bool,
+) -> None:  # fmt: skip
+    """The command: one strategy, or two beside each other."""
+    two = other is not None or bool(changes)
+    if two and (explained or out is not None or noise is not None):
+        raise JobError("--why, --jitter and --out are for one strategy; simulate the two one after the other")
+    recipe = load_file(file, params, strategy)
+    if two:
+        predict_two(recipe, other, target, params=params, changes=changes, as_json=as_json)
+    else:
+        predict(recipe, target, out=out, explained=explained, noise=noise, as_json=as_json)
+
+
+def predict(
+    recipe: Recipe, target: Target, *, out: Path | None, explained: bool, noise: Noise | None = None, as_json: bool
+) -> None:
+    """Simulate a strategy and print the headline, with `noise` how it is spread, with `explained` also why; with `out`, results
+    and a report go to a new folder below it."""
     name = recipe.path.stem
     cluster, compiled = target.cluster, target.compiled(recipe)
     folder = new_folder(out, name) if out is not None else None
-    result = simulate(compiled.plan, cluster, costs=target.costs)
+    result = simulate(compiled.plan, cluster, costs=target.costs, contention=target.contention)
+    spread = noise and result.distribution(noise.jitter, seed=noise.seed, repetitions=noise.repetitions)
     found = None
     if explained:
-        found = why(compiled.plan, cluster, costs=target.costs)
+        found = why(compiled.plan, cluster, costs=target.costs, contention=target.contention)
         found = replace(found, what_if=(*found.what_if, one_more(recipe, compiled, target, found.step_s)))
     if as_json:
-        print(json.dumps(result.summary() | ({"why": found.as_dict()} if found else {})))
+        more = {"distribution": spread.as_dict()} if spread else {}
+        print(json.dumps(result.summary() | more | ({"why": found.as_dict()} if found else {})))
     else:
         show(prediction_table(result, title=f"{name} on {cluster.name}"))
-        for table in why_tables(found) if found else ():
+        for table in ([distribution_table(spread)] if spread else []) + list(why_tables(found) if found else ()):
             print()
             show(table)
     if folder is not None:
         save_plan(folder, compiled.plan, recipe.strategy)
         save_prediction(folder, result)
         report_at_end(folder)
+
+
+def distribution_table(found: Distribution) -> Table:
+    """Percentiles of the step."""
+    rows = []
+    for name, of in (("step alone", found.step_s), ("step in steady state", found.period_s)):
+        rows.append((name, *map(time_text, (of.p5, of.median, of.p95, of.mean, of.std))))
+    drew = f"{found.repetitions} repetitions, seed {found.seed}; {found.ranks} of {found.world} ranks drew durations of their own"
+    notes = (f"{drew}, each held as it lasts in the step alone", *([f"warning: {found.note}"] if found.note else []))
+    columns = ("", "5 %", "median", "95 %", "mean", "standard deviation")
+    return Table(f"durations that vary by {found.jitter:g} (lognormal)", columns, tuple(rows), notes)
 
 
 def one_more(recipe: Recipe, compiled: Compiled, target: Target, now_s: float) -> WhatIf:
@@ -85,7 +135,7 @@ def one_more(recipe: Recipe, compiled: Compiled, target: Target, now_s: float) -
             continue
         if (more.microbatches, more.rows, more.replicas) != (m + 1, plan.rows, plan.replicas):
             continue
-        step_s = simulate(more, target.cluster, costs=target.costs).step_s
+        step_s = simulate(more, target.cluster, costs=target.costs, contention=target.contention).step_s
         rate = f"{((m + 1) / m * now_s / step_s - 1) * 100:+.1f} % rows per second" if step_s else ""
         return WhatIf(ONE_MORE, step_s, rate)
     return WhatIf(ONE_MORE, None, reason)
@@ -99,7 +149,7 @@ def predict_two(
     second, names = _second(recipe, other, params, changes)
     found = []
     for side in (recipe, second):
-        found.append(why(target.compiled(side).plan, target.cluster, costs=target.costs))
+        found.append(why(target.compiled(side).plan, target.cluster, costs=target.costs, contention=target.contention))
     result = compare(*found)
     if as_json:
         print(json.dumps({"a": names[0], "b": names[1], **result.as_dict()}))

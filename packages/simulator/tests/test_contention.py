@@ -1,18 +1,23 @@
 """Contention from a plan and a cluster to times, on plans of a few instructions where every number can be told by hand."""
 
 from dataclasses import replace
+from random import Random
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from piper_ir import timing
 from piper_ir.errors import ClusterError
+from piper_ir.ops import Recv, Send
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Cost, Kernel
 from piper_ir.timing import Times, prepare, sweep
 from piper_simulator import Cluster, Simulation, engine, simulate
-from piper_simulator.contention import Wiring, contends, flows, wiring
+from piper_simulator.cluster import Nodes, SlowLink
+from piper_simulator.communication import by_formula, group
+from piper_simulator.contention import Wiring, contends, flows, passes, wiring
 from piper_simulator.model import Work
 from piper_simulator.rates import Flow, fair_rates
 from tests.random_plans import PlanBuilder, random_plan
@@ -299,3 +304,91 @@ def test_links_carry_no_more_than_they_can_and_nothing_is_earlier(seed: int) -> 
             for b in (x for x in moments if x > a):
                 inside = sum(f.shares[resource] * f.seconds for m, f in users if a <= times.start[m] and times.end[m] <= b)
                 assert inside <= b - a + 1e-6, "what begins and ends within a span fits through the link in that span"
+
+
+@settings(max_examples=200)
+@given(seed=st.integers(0, 1 << 30))
+def test_a_message_alone_takes_as_long_as_its_links(seed: int) -> None:
+    """Without latency: what `communication` computes of oversubscription, rails, slow links and kinds of devices is what the
+    tightest of the links lets pass. A ring of unequal numbers per node, or with a slow link that not all use, may take longer."""
+    rng = Random(seed)
+    kinds = (Nodes(1, rng.randint(1, 3), replace(TOY, intra_bandwidth=4.0, inter_bandwidth=3.0)),) if rng.random() < 0.5 else ()
+    slow = (SlowLink(0, rng.randint(0, 3), 3.0),) if rng.random() < 0.5 else ()
+    on = replace(
+        TOY,
+        per_node=4,
+        nodes=4,
+        rails=rng.choice((1, 2, 4)),
+        oversubscription=rng.choice((1.0, 2.5)),
+        slow_links=slow,
+        others=kinds,
+    )
+    p2p = rng.random() < 0.5
+    members = tuple(sorted(rng.sample(range(16), 2 if p2p else rng.randint(1, 16))))
+    where = group(on, members)
+    wires = wiring(on)
+    slowest = max((n / wires.capacity(r) for r, n in passes(wires, members, p2p).items()), default=0.0)
+    wire = 1.0 if p2p else 2 * (len(members) - 1) / len(members)
+    seconds = by_formula(on, "p2p" if p2p else "all_reduce", 1000, where)
+    if p2p or (where.least == where.most and not (slow and kinds)):
+        assert seconds == pytest.approx(1000 * wire * slowest)
+    else:
+        assert seconds >= 1000 * wire * slowest * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("change", "alone"),
+    [
+        ({}, 50.0),
+        ({"oversubscription": 2.0}, 100.0),
+        ({"oversubscription": 2.0, "rails": 8}, 50.0),
+        ({"slow_links": (SlowLink(0, 1, 3.0),)}, 150.0),
+    ],
+)
+def test_two_flows_over_what_narrows_a_link(change: dict[str, Any], alone: float) -> None:
+    """Rank 0 sends 100 bytes to rank 8, on the other node, and after it another: on two streams they take as long as one after
+    the other. Device 8 is on the same rail."""
+    build = TwoStreams(9)
+    build.transfer(0, 8, nbytes=100)
+    on = replace(TOY, **change)
+    assert ends(build, "0>8.recv@0", on=on) == [pytest.approx(alone)]
+    build.second = "again"
+    build.transfer(0, 8, nbytes=100)
+    assert simulate(captured(build), on).step_s == pytest.approx(2 * alone)
+
+
+def test_what_changes_rails_shares_the_spine_and_leaves_the_rail_free() -> None:
+    """Eight rails, half a spine: rank 0 sends to 9 on another rail, alone in 100 s with all of its spine and half of its NIC;
+    and to 8 on its own, alone in 50 s. Together both get two thirds of what they want most: 75 s, and 125 s for the other."""
+    build = PlanBuilder(10)
+    build.transfer(0, 9, nbytes=100)
+    build.transfer(0, 8, nbytes=100)
+    on = replace(TOY, oversubscription=2.0, rails=8)
+    assert ends(build, "0>9.recv@0", "0>8.recv@0", on=on) == [pytest.approx(125.0), pytest.approx(75.0)]
+
+
+def test_a_slow_link_within_a_node() -> None:
+    build = PlanBuilder(3)
+    build.transfer(0, 1, nbytes=100)
+    build.transfer(0, 2, nbytes=100)
+    on = replace(TOY, slow_links=(SlowLink(0, 0, 4.0),))
+    assert ends(build, "0>1.recv@0", "0>2.recv@0", on=on) == [pytest.approx(80.0), pytest.approx(80.0)]
+
+
+class TwoStreams(PlanBuilder):
+    """A second channel between two roles, once `second` names it."""
+
+    second = ""
+
+    def transfer(self, source: int, target: int, waits: Any = (), to: Any = (), nbytes: int = 0) -> None:
+        before = dict(self.channels)
+        super().transfer(source, target, waits, to, nbytes)
+        if not self.second:
+            return
+        name, again = f"{source}>{target}", f"{source}>{target}{self.second}"
+        self.channels = {**before, again: replace(self.channels[name], id=again, streams=(again, again))}
+        for r in (source, target):
+            last = self.programs[r].pop()
+            part = last.parts[0]
+            assert isinstance(part.op, Send | Recv)
+            self.programs[r].append(replace(last, stream=again, parts=(replace(part, op=replace(part.op, channel=again)),)))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Literal
 
 from piper_ir.costs import CommDuration, Costs
@@ -38,10 +39,21 @@ class SlowLink:
     factor: float
 
 
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The `count` nodes from `first` on have devices of another kind: those of the cluster `device`, of which the constants of a
+    device, its links and its messages count."""
+
+    first: int
+    count: int
+    device: Cluster
+
+
 @dataclass(frozen=True)
 class Cluster:
-    """Equal devices, `per_node` on each of `nodes` nodes; rank r of a plan is on node r // per_node, so the mesh's rank
-    order (tp fastest, pp slowest) decides what crosses nodes.
+    """Devices, `per_node` on each of `nodes` nodes; rank r of a plan is on node r // per_node, so the mesh's rank order (tp
+    fastest, pp slowest) decides what crosses nodes. All are equal, as described here, but for those of the nodes in `others`:
+    what depends on the device asks `of(rank)`.
 
     `peak_flops`: FLOP/s by dtype, dense; `matmul_fraction` of it is reached by matmul and attention. `memory_bandwidth` in
     bytes/s; `memory_fraction` of it is reached by kernels bound by memory. `launch_s`: host seconds per kernel;
@@ -95,6 +107,7 @@ class Cluster:
     generation: str = ""
     memory_steps: tuple[tuple[float, float], ...] = ()
     label: str = field(default="", compare=False)
+    others: tuple[Nodes, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.peak_flops:
@@ -116,7 +129,23 @@ class Cluster:
             kind = getattr(self, name)
             if kind not in known:
                 raise self._error(f"{name} is {kind!r}; one of {', '.join(filter(None, known))} is needed")
+        self._check_others()
         self._check_slower()
+
+    def _check_others(self) -> None:
+        """ClusterError for nodes of another kind that are not there, are there twice, or cannot be beside the first."""
+        reached = 0
+        for other in self.others:
+            last = other.first + other.count - 1
+            if not reached <= other.first <= last < self.nodes:
+                raise self._error(
+                    f"others: nodes {other.first} to {last} are not there, or not in order; the nodes are 0 to {self.nodes - 1}"
+                )
+            reached = last + 1
+            if other.device.others:
+                raise self._error("others: the device of some nodes is a cluster of several kinds; one kind is needed")
+            if other.device.synchronous != self.synchronous:
+                raise self._error(f"others: {other.device.device} and {self.device}: devices beside a CPU are not simulated")
 
     def _check_slower(self) -> None:
         """ClusterError for what slows a rank, a link or a memory and is not there or impossible."""
@@ -157,8 +186,73 @@ class Cluster:
         """As `load_cluster` reads it, unless the cluster is described in a file."""
         if self.label or self.device == CPU:
             return self.label or CPU
-        nodes = f"*{self.nodes}" if self.nodes > 1 else ""
-        return f"{self.device}:{self.per_node}{nodes}" + (f"@{self.stack.name}" if self.stack is not None else "")
+        runs = [(device, len(list(of))) for device, of in groupby(self.kinds[k].device for k in self._kind_of_node)]
+        parts = [f"{device}:{self.per_node}" + (f"*{nodes}" if nodes > 1 else "") for device, nodes in runs]
+        return "+".join(parts) + (f"@{self.stack.name}" if self.stack is not None else "")
+
+    @cached_property
+    def kinds(self) -> tuple[Cluster, ...]:
+        """A cluster of one kind of device for each that is here, the first one's first: as many nodes and the same network, and
+        nothing of slow ranks. Nodes of equal devices are of one kind."""
+        if not self.others:
+            return (self,)
+        return tuple(self._kinds_and_nodes[0])
+
+    @cached_property
+    def _kind_of_node(self) -> tuple[int, ...]:
+        return (0,) * self.nodes if not self.others else tuple(self._kinds_and_nodes[1])
+
+    @cached_property
+    def _kinds_and_nodes(self) -> tuple[list[Cluster], list[int]]:
+        kinds, of_node = [self._as_kind(self)], [0] * self.nodes
+        for other in self.others:
+            kind = self._as_kind(other.device)
+            if kind not in kinds:
+                kinds.append(kind)
+            of_node[other.first : other.first + other.count] = [kinds.index(kind)] * other.count
+        return kinds, of_node
+
+    def _as_kind(self, device: Cluster) -> Cluster:
+        """A device in this cluster, as if there were no others."""
+        return replace(
+            device,
+            per_node=self.per_node,
+            nodes=self.nodes,
+            rails=self.rails,
+            oversubscription=self.oversubscription,
+            slow_links=self.slow_links,
+            slow_ranks={},
+            others=(),
+            label=device.device,
+        )
+
+    @staticmethod
+    def joined(parts: Sequence[Cluster]) -> Cluster:
+        """The nodes of several clusters in a row as one, with the network, and what is slow, of the first. ClusterError unless
+        all have as many devices per node."""
+        first, at, others = parts[0], parts[0].nodes, []
+        for part in parts[1:]:
+            if part.per_node != first.per_node:
+                raise first._error(
+                    f"{part.per_node} devices per node of {part.device} and {first.per_node} of {first.device}; the same number "
+                    "is needed everywhere"
+                )
+            others.append(Nodes(at, part.nodes, part))
+            at += part.nodes
+        return replace(first, nodes=at, others=tuple(others))
+
+    def kind_of(self, rank: int) -> int:
+        """The index in `kinds` of a rank's device."""
+        return self._kind_of_node[rank // self.per_node] if self.others else 0
+
+    def of(self, rank: int) -> Cluster:
+        """The kind of a rank's device: its constants are those of this one."""
+        return self.kinds[self.kind_of(rank)]
+
+    def each(self, change: Callable[[Cluster], Cluster]) -> Cluster:
+        """The same change to every kind of device: to their constants, which are fields of a cluster, and to what is common."""
+        changed = change(replace(self, others=()))
+        return replace(changed, others=tuple(replace(o, device=change(o.device)) for o in self.others))
 
     def node_of(self, rank: int) -> int:
         return rank // self.per_node
@@ -170,6 +264,12 @@ class Cluster:
         """FLOP/s in a dtype; that of the slowest one known when it is not known (see `guess`)."""
         return self.peak_flops.get(dtype) or min(self.peak_flops.values())
 
+    def peak_of(self, world: int, dtype: str) -> float:
+        """FLOP/s of the first `world` ranks together."""
+        if not self.others:
+            return world * self.peak(dtype)
+        return sum(self.of(rank).peak(dtype) for rank in range(world))
+
     def guess(self, dtype: str) -> str:
         """What `peak` takes for a dtype that it does not know, as a warning."""
         slowest = min(self.peak_flops, key=lambda d: self.peak_flops[d])
@@ -177,8 +277,10 @@ class Cluster:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """`notes` with the cluster's name; none when there is nothing to warn of."""
-        return (f"{self.name}: {self.notes}",) if self.notes else ()
+        """`notes` with the cluster's name, of kinds that differ in them with theirs; none when there is nothing to warn of."""
+        if len({kind.notes for kind in self.kinds}) == 1:
+            return (f"{self.name}: {self.notes}",) if self.notes else ()
+        return tuple(f"{kind.name}: {kind.notes}" for kind in self.kinds if kind.notes)
 
     @cached_property
     def table(self) -> Costs:

@@ -22,7 +22,8 @@ OPS: tuple[str, ...] = get_args(Op)
 @dataclass(frozen=True, slots=True)
 class Group:
     """Where the members of a message are: how many, on how many nodes, the fewest and the most on one of them. `factor`: of the
-    slowest link between any two of their nodes, and within one (`slow_links`); `changes_rail`: of two members on two nodes."""
+    slowest link between any two of their nodes, and within one (`slow_links`); `changes_rail`: of two members on two nodes;
+    `kinds`: the kinds of their devices, by index in `Cluster.kinds`."""
 
     ranks: int
     nodes: int
@@ -31,6 +32,7 @@ class Group:
     inter_factor: float = 1.0
     intra_factor: float = 1.0
     changes_rail: bool = False
+    kinds: tuple[int, ...] = (0,)
 
     @property
     def slowed(self) -> bool:
@@ -45,22 +47,29 @@ def group(cluster: Cluster, members: Sequence[int]) -> Group:
     rails = {cluster.rail_of(r) for r in members}
     return Group(
         len(members), len(count), min(count.values()), max(count.values()), max(inter, default=1.0), max(intra, default=1.0),
-        len(count) > 1 and len(rails) > 1,
+        len(count) > 1 and len(rails) > 1, tuple(sorted({cluster.kind_of(r) for r in members})) if cluster.others else (0,),
     )  # fmt: skip
 
 
 def duration(cluster: Cluster, op: Op, nbytes: int, of: Group, imbalance: float = 1.0) -> Duration:
     """Of a message of `nbytes` on each rank (all_gather, reduce_scatter: of the whole tensor). `imbalance`: the most that a rank
-    of an all-to-all receives over the mean. The table is for links as they should be, so slowed ones are computed."""
-    if cluster.messages and not of.slowed and of.least == of.most and imbalance == 1:
-        known = cluster.table.of_comm(op, nbytes, of.ranks, of.nodes)
+    of an all-to-all receives over the mean. The table is for links as they should be, so slowed ones are computed; it is that of
+    the members' kind of device, so messages between two kinds are computed too."""
+    kind = cluster.kinds[of.kinds[0]]
+    if kind.messages and len(of.kinds) == 1 and not of.slowed and of.least == of.most and imbalance == 1:
+        known = kind.table.of_comm(op, nbytes, of.ranks, of.nodes)
         if known is not None:
             return Duration(known.seconds, known.source)
     return Duration(by_formula(cluster, op, nbytes, of, imbalance), "formula")
 
 
 def by_formula(cluster: Cluster, op: Op, nbytes: float, of: Group, imbalance: float = 1.0) -> float:
-    """Seconds, by the cluster's model."""
+    """Seconds, by the cluster's model; between two kinds of devices as long as the slower one takes among its like: the slowest
+    link of a ring, or the slower end of a transfer, decides."""
+    return max([_of_kind(cluster.kinds[k], op, nbytes, of, imbalance) for k in of.kinds])
+
+
+def _of_kind(cluster: Cluster, op: Op, nbytes: float, of: Group, imbalance: float) -> float:
     if of.ranks == 1:
         return 0.0
     if op == "p2p":

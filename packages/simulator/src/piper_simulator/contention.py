@@ -5,8 +5,11 @@ link on its way the part (wire bytes / duration) / (link's bytes/s) while it run
 rate of its links is latency, in which others use them; a message that was measured faster than that takes all of its link.
 
 Links are one-way. A *port* of a device carries what stays on its node, a *NIC* what leaves or enters the node. A ring passes out
-of and into the port of each member; at a node's border it is spread over the NICs of its members there. A role stands for its
-ranks: the instances of a channel run at the same time, and a resource counts all of them that pass through it.
+of and into the port of each member that is not alone on its node; at a node's border it is spread over the NICs of its members
+there. A NIC's part of the *spine*, 1 / `oversubscription` of it, carries what changes rails; with one rail all does, and the NIC
+carries no more than that. What goes between two nodes whose link is *slow* shares the NIC's part of that link, 1 / factor of it.
+So a message that is alone takes as long as `piper_simulator.communication` says, apart from latency. A role stands for its ranks:
+the instances of a channel run at the same time, and a resource counts all of them that pass through it.
 
 Compute loses SMs and memory bandwidth to messages. f_sm: 0.15 of the SMs beside NVLink and 0.02 beside a NIC (Calculon's
 `processor_usage`, cost-model.md 4), or the SMs that `stream(..., sms=)` names. f_memory: bytes that the message reads and writes
@@ -21,12 +24,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from piper_ir.errors import ClusterError
 from piper_ir.ops import COMM
 from piper_ir.plan import Channel, Plan
 from piper_ir.timing import Prepared
 from piper_simulator.cluster import Cluster
+from piper_simulator.instances import instances
 from piper_simulator.model import Work
 from piper_simulator.rates import Flow
 
@@ -34,46 +39,48 @@ PORT_SM_SHARE, NIC_SM_SHARE = 0.15, 0.02
 PORT_SMS, NIC_SMS = 10, 2
 """Fraction of the SMs that a message takes; SMs that saturate its link. Sources: see the module."""
 
-Resource = tuple[str, int]
-"""Kind of link with its direction; number of the device (port) or of the NIC."""
+Resource = tuple[str, int, int]
+"""Kind of link with its direction; number of the device (port) or NIC; of a slow link the node at its other end, else -1."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Wiring:
-    """All that contention reads of a cluster. `port`, `nic`: bytes/s per direction of a device's port and of a NIC; `nics`: of
-    those on a node; `memory`: bytes/s; `sms` of a device, 0 where unknown."""
+    """What contention reads of a cluster. `nics` are on a node: the devices of a node are spread over them in order."""
 
-    name: str
-    per_node: int
-    port: float
-    nic: float
+    cluster: Cluster
     nics: int
-    memory: float
-    sms: int
-
-    def node_of(self, rank: int) -> int:
-        return rank // self.per_node
 
     def nic_of(self, rank: int) -> int:
-        """The devices of a node are spread over its NICs in order."""
-        node, local = divmod(rank, self.per_node)
-        return node * self.nics + local * self.nics // self.per_node
+        node, local = divmod(rank, self.cluster.per_node)
+        return node * self.nics + local * self.nics // self.cluster.per_node
+
+    @cached_property
+    def factors(self) -> Mapping[tuple[int, int], float]:
+        """(node, other) -> how many times as long the slow link between them takes; (node, node): those within it."""
+        both = {(x.a, x.b): x.factor for x in self.cluster.slow_links}
+        return both | {(b, a): factor for (a, b), factor in both.items()}
 
     def capacity(self, resource: Resource) -> float:
-        return self.port if resource[0].startswith("port") else self.nic
+        """Bytes/s."""
+        what, _, far = resource
+        node, device = self.node_of(resource), self.cluster.kinds[self.kind_of(resource)]
+        if what.startswith("port"):
+            return device.intra_bandwidth / self.factors.get((node, node), 1.0)
+        through_spine = device.rails == 1 or "spine" in what
+        bandwidth = device.inter_bandwidth / (device.oversubscription if through_spine else 1.0)
+        return bandwidth / self.factors[node, far] if far >= 0 else bandwidth
+
+    def node_of(self, resource: Resource) -> int:
+        return resource[1] // (self.cluster.per_node if resource[0].startswith("port") else self.nics)
+
+    def kind_of(self, resource: Resource) -> int:
+        """The kind of device that it belongs to."""
+        return self.cluster.kind_of(self.node_of(resource) * self.cluster.per_node)
 
 
 def wiring(cluster: Cluster) -> Wiring:
     """Each device has a NIC of its own."""
-    return Wiring(
-        name=cluster.name,
-        per_node=cluster.per_node,
-        port=cluster.intra_bandwidth,
-        nic=cluster.inter_bandwidth,
-        nics=cluster.per_node,
-        memory=cluster.memory_bandwidth,
-        sms=cluster.sms,
-    )
+    return Wiring(cluster, cluster.per_node)
 
 
 @dataclass(slots=True)
@@ -129,6 +136,7 @@ class _Demands:
 
     def __init__(self, plan: Plan, roles: Sequence[str], wires: Wiring) -> None:
         self.wires = wires
+        self.plan = plan
         self.index = {role: r for r, role in enumerate(roles)}
         self.routes = {c.id: _route(plan, c, wires) for c in plan.channels}
         self.shared = shared_resources(self.routes, wires)
@@ -142,11 +150,12 @@ class _Demands:
         return self.known[key]
 
     def _flow(self, id: int, channel: Channel, work: Work) -> Flow:
-        ends = {
-            self.index[role]: End(self._sms_at(channel, k), self.wires.sms, self.wires.memory)
-            for k, role in enumerate(channel.roles)
-        }
+        ends = {self.index[role]: self._end(channel, k) for k, role in enumerate(channel.roles)}
         return demand(id, self.routes[channel.id], work.bytes, work.seconds, ends, self.wires, self.shared)
+
+    def _end(self, channel: Channel, k: int) -> End:
+        device = self.wires.cluster.of(self.plan.role(channel.roles[k]).ranks[0])
+        return End(self._sms_at(channel, k), device.sms, device.memory_bandwidth)
 
     def _sms_at(self, channel: Channel, k: int) -> int | None:
         """What the stream of an end names. Copy engines cannot add, so a reduction does without them."""
@@ -189,54 +198,54 @@ def _sms(plan: Plan, wires: Wiring) -> dict[tuple[str, str], int]:
             if n is None:
                 continue
             out[role, stream] = n
-            if n and n >= wires.sms:
-                has = f"has {wires.sms} per device, and compute needs some" if wires.sms else "does not say how many a device has"
-                raise ClusterError(f"stream {stream} of role {role} takes {n} SMs; {wires.name} {has}; name fewer, or none")
+            sms = min(wires.cluster.of(rank).sms for rank in plan.role(role).ranks)
+            if n and n >= sms:
+                name = wires.cluster.name
+                has = f"has {sms} per device, and compute needs some" if sms else "does not say how many a device has"
+                raise ClusterError(f"stream {stream} of role {role} takes {n} SMs; {name} {has}; name fewer, or none")
     return out
 
 
 def _route(plan: Plan, channel: Channel, wires: Wiring) -> Route:
     """Through what all instances of a channel pass."""
-    instances, p2p = _instances(plan, channel), channel.kind == "p2p"
-    n = len(instances[0])
+    found, p2p = instances(plan, channel), channel.kind == "p2p"
+    n = len(found[0])
     route = Route(1.0, 1) if p2p else Route(2 * (n - 1) / n, 2)
-    for members in instances:
+    for members in found:
         route.add(passes(wires, members, p2p), wires)
     return route
 
 
-def _instances(plan: Plan, channel: Channel) -> list[tuple[int, ...]]:
-    """`Plan.peers` of each instance, in time linear in its ranks."""
-    mesh, first = plan.mesh, plan.role(channel.roles[0])
-    if channel.kind == "p2p":
-        there = plan.role(channel.roles[1]).placed
-        return [(rank, mesh.rank({**mesh.coords(rank), **there})) for rank in first.ranks]
-    free = [axis for axis in mesh.axes if axis not in channel.over and axis not in first.placed]
-    found: dict[tuple[int, ...], list[int]] = {}
-    for role in channel.roles:
-        for rank in plan.role(role).ranks:
-            coords = mesh.coords(rank)
-            found.setdefault(tuple([coords[axis] for axis in free]), []).append(rank)
-    return [tuple(sorted(members)) for members in found.values()]
-
-
 def passes(wires: Wiring, members: Sequence[int], p2p: bool) -> dict[Resource, float]:
     """How often the wire bytes of one instance pass through each resource. A ring with one rank on each node uses no port; one of
-    one rank moves nothing."""
+    one rank moves nothing. It stays on its rails, and may go between any two of its nodes."""
+    cluster = wires.cluster
     if p2p:
         source, destination = members
-        if wires.node_of(source) == wires.node_of(destination):
-            return {("port out", source): 1.0, ("port in", destination): 1.0}
-        return {("nic out", wires.nic_of(source)): 1.0, ("nic in", wires.nic_of(destination)): 1.0}
-    count = Counter(wires.node_of(rank) for rank in members)
-    out: dict[Resource, float] = {}
+        here, there = cluster.node_of(source), cluster.node_of(destination)
+        if here == there:
+            return {("port out", source, -1): 1.0, ("port in", destination, -1): 1.0}
+        changes_rail = cluster.rails > 1 and cluster.rail_of(source) != cluster.rail_of(destination)
+        kinds = ["nic", *(["spine"] if changes_rail else [])]
+        out = {(f"{kind} out", wires.nic_of(source), -1): 1.0 for kind in kinds}
+        out |= {(f"{kind} in", wires.nic_of(destination), -1): 1.0 for kind in kinds}
+        if (here, there) in wires.factors:
+            out[f"slow {kinds[-1]} out", wires.nic_of(source), there] = 1.0
+            out[f"slow {kinds[-1]} in", wires.nic_of(destination), here] = 1.0
+        return out
+    count = Counter(cluster.node_of(rank) for rank in members)
+    found: dict[Resource, float] = {}
     for rank in members if len(members) > 1 else ():
-        if max(count.values()) > 1:
-            out["port out", rank] = out["port in", rank] = 1.0
+        node = cluster.node_of(rank)
+        if count[node] > 1:
+            found["port out", rank, -1] = found["port in", rank, -1] = 1.0
         if len(count) > 1:
-            for nic in (("nic out", wires.nic_of(rank)), ("nic in", wires.nic_of(rank))):
-                out[nic] = out.get(nic, 0.0) + 1 / count[wires.node_of(rank)]
-    return out
+            slow = [far for far in count if far != node and (node, far) in wires.factors] if wires.factors else ()
+            for direction in ("out", "in"):
+                for way in (("nic", -1), *(("slow nic", far) for far in slow)):
+                    resource = f"{way[0]} {direction}", wires.nic_of(rank), way[1]
+                    found[resource] = found.get(resource, 0.0) + 1 / count[node]
+    return found
 
 
 def shared_resources(routes: Mapping[str, Route], wires: Wiring) -> dict[Resource, int]:

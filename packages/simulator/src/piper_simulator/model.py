@@ -1,13 +1,15 @@
 """The simple device model: how long each instruction of a plan takes, and where that number comes from.
 
 Compute: `piper_simulator.kernels`. Messages: `piper_simulator.communication`. Everything else is one kernel that moves bytes of
-memory. A role's instructions take as long as on the slowest of its ranks (`slow_ranks`).
+memory. A role's instructions take as long as on the slowest of its ranks, and its messages as the slowest instance of their
+channel; `simulate` asks for roles whose ranks are alike (`piper_simulator.splitting`).
 
 Where the host is the device (a CPU), what a message costs the processor is taken from the computation that is issued next, unless
 that waits for the message anyway: one core per rank does both, however many threads share it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from piper_ir.costs import Costs, Duration
@@ -18,6 +20,7 @@ from piper_ir.trace import Source
 from piper_ir.traffic import Traffic
 from piper_simulator.cluster import Cluster
 from piper_simulator.communication import Group, Op, duration, group
+from piper_simulator.instances import instances
 from piper_simulator.kernels import is_guess, launched, step_seconds
 from piper_simulator.provenance import Provenance
 
@@ -47,6 +50,8 @@ class CostModel:
     ClusterError: a duration must be computed and there is no cluster; the plan has more ranks than the cluster has devices; the
     costs were taken at another number of rows per microbatch. CostsError: the costs hold for none of the plan's chunks.
 
+    On a cluster of several kinds of devices costs hold for the kind on which they were taken, for all where that is not here.
+
     `issue_s`: host seconds per instruction, beside the device; where the host is the device they are part of the instruction."""
 
     def __init__(self, plan: Plan, cluster: Cluster | None, costs: Costs | None) -> None:
@@ -58,18 +63,21 @@ class CostModel:
             raise ClusterError(
                 f"the costs hold for {self.costs.rows} rows per microbatch; the plan has {plan.rows}: measure them at {plan.rows}"
             )
+        self._kinds: Sequence[Cluster | None] = cluster.kinds if cluster is not None else (None,)
+        self._known = _known(self._kinds, self.costs)
         self._provenance = Provenance(plan, cluster, self.costs)
         self._inline = cluster is not None and cluster.synchronous
-        issue = 0.0 if cluster is None or self.given else cluster.host_issue_s
+        issue = 0.0 if cluster is None or self.given else max(kind.host_issue_s for kind in cluster.kinds)
         if self.costs.host is not None and not self.given:
             issue = self.costs.host.issue_s
         self.issue_s, self._inline_s = (0.0, issue) if self._inline else (issue, 0.0)
         self._traffic = Traffic(plan)
-        self._steps: dict[Compute, Work] = {}
+        self._steps: dict[tuple[Compute, int], Work] = {}
         self._groups: dict[str, frozenset[Group]] = {}
         self._slowest: dict[str, float] = {}
         self._messages: dict[tuple[str, int], Work] = {}
-        self._others: dict[tuple[str, int], Work] = {}
+        self._others: dict[tuple[str, int, int], Work] = {}
+        self._kinds_of: dict[str, tuple[int, ...]] = {}
         self._busy_s: dict[tuple[str, int], float] = {}
         self._beside: dict[str, dict[int, float]] = {}
         self._calls: dict[str, set[int]] = {}
@@ -79,12 +87,23 @@ class CostModel:
         op = instr.parts[0].op
         if isinstance(op, COMM):
             return self._comm(op, instr.parts[0])
-        done, factor = self._computed(role, instr), self._slower(role)
+        kinds, factor = self._kinds_in(role), self._slower(role)
+        done = self._computed(role, instr, kinds[0])
+        if len(kinds) > 1:
+            done = max([done, *(self._computed(role, instr, k) for k in kinds[1:])], key=lambda w: w.seconds)
         return done if factor == 1 else replace(done, seconds=done.seconds * factor)
 
-    def _computed(self, role: RolePlan, instr: Instr) -> Work:
-        """An instruction of the compute stream, on a rank that is not slow."""
-        parts = [self._part(role, part) for part in instr.parts]
+    def _kinds_in(self, role: RolePlan) -> tuple[int, ...]:
+        """The kinds of devices that a role runs on."""
+        if len(self._kinds) == 1 or self.cluster is None:
+            return (0,)
+        if role.role not in self._kinds_of:
+            self._kinds_of[role.role] = tuple(sorted({self.cluster.kind_of(rank) for rank in role.ranks}))
+        return self._kinds_of[role.role]
+
+    def _computed(self, role: RolePlan, instr: Instr, kind: int) -> Work:
+        """An instruction of the compute stream, on a rank of one kind that is not slow."""
+        parts = [self._part(role, part, kind) for part in instr.parts]
         if instr.seconds is not None:
             return Work(instr.seconds, "given", flops=sum([p.flops for p in parts]))
         more = self._inline_s + self._taken(role, instr)
@@ -139,25 +158,25 @@ class CostModel:
             self._busy_s[key] = self.costs.busy_s(*self._comm_key(self.plan.channel(op.channel), key[1]))
         return self._busy_s[key]
 
-    def _part(self, role: RolePlan, part: Part) -> Work:
+    def _part(self, role: RolePlan, part: Part, kind: int) -> Work:
         if isinstance(part.op, Compute):
-            if part.op not in self._steps:
-                self._steps[part.op] = self._step(part.op)
-            return self._steps[part.op]
+            if (part.op, kind) not in self._steps:
+                self._steps[part.op, kind] = self._step(part.op, kind)
+            return self._steps[part.op, kind]
         if self.given:
             return Work(0.0, "given")
-        key = (type(part.op).__name__, self._traffic.touched(role, part))
+        key = (type(part.op).__name__, self._traffic.touched(role, part), kind)
         if key not in self._others:
             self._others[key] = self._other(*key, part.node)
         found = self._others[key]
         called = self._batch_s(role, part) if isinstance(part.op, Load) else 0.0
         return Work(found.seconds + called, found.source) if called else found
 
-    def _other(self, op: str, touched: int, node: str) -> Work:
-        known = self.costs.of_part(op, touched)
+    def _other(self, op: str, touched: int, kind: int, node: str) -> Work:
+        known = self._known[kind].of_part(op, touched)
         if known is not None:
             return Work(known.seconds, known.source)
-        cluster = self._need(node)
+        cluster = self._need(node, kind)
         self._provenance.computed()
         return Work(launched(cluster, touched / (cluster.memory_bandwidth * cluster.memory_fraction), 1), "formula")
 
@@ -174,24 +193,25 @@ class CostModel:
             self._calls[role.role] = set(first.values())
         return id(part) in self._calls[role.role]
 
-    def _step(self, op: Compute) -> Work:
+    def _step(self, op: Compute, kind: int) -> Work:
         assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
         chunk = self.plan.chunk(op.chunk)
         cost = chunk.steps[op.step].cost
-        known = self.costs.of_compute(op.chunk, op.step, chunk.code, self.plan.rows)
+        known = self._known[kind].of_compute(op.chunk, op.step, chunk.code, self.plan.rows)
         if cost.seconds is not None:
             known = Duration(cost.seconds, "given")
         if known is not None:
             self._provenance.looked_up(chunk, op.step)
             return Work(known.seconds, known.source, flops=cost.flops)
-        cluster = self._need(f"step {op.step} of chunk {op.chunk}")
+        cluster = self._need(f"step {op.step} of chunk {op.chunk}", kind)
         self._provenance.computed_step(chunk, op.step, [k.dtype for k in cost.kernels if is_guess(cluster, k)])
         return Work(step_seconds(cluster, cost, op.step), "formula", flops=cost.flops)
 
-    def _need(self, what: str) -> Cluster:
-        if self.cluster is None:
+    def _need(self, what: str, kind: int) -> Cluster:
+        cluster = self._kinds[kind]
+        if cluster is None:
             raise ClusterError(f"{what} has no given duration; name a cluster to simulate on, e.g. simulate(plan, 'h100x8')")
-        return self.cluster
+        return cluster
 
     def _comm(self, op: Comm, part: Part) -> Work:
         key = (op.channel, self._traffic.message(op, part))
@@ -208,26 +228,34 @@ class CostModel:
     def _message(self, channel: Channel, nbytes: int) -> Work:
         p2p = channel.kind == "p2p"
         key = self._comm_key(channel, nbytes)
-        known = self.costs.of_comm(*key) if self.costs.comm else None
+        known = self.costs.of_comm(*key) if self.costs.comm and self._all_known(channel) else None
         if known is not None:
             self._provenance.sent(*key)
             return Work(known.seconds, known.source, bytes=nbytes)
         if self.given:
             return Work(0.0, "given", bytes=nbytes)
-        cluster = self._need(f"a message on channel {channel.id}")
+        self._need(f"a message on channel {channel.id}", 0)
+        cluster = self.cluster
+        assert cluster is not None, "needed"
         op: Op = "p2p" if p2p else "all_reduce"
         found = max((duration(cluster, op, nbytes, g) for g in self._instances(channel, cluster)), key=lambda d: d.seconds)
         if found.source == "formula":
             self._provenance.sent_unknown(*key)
         return Work(found.seconds, found.source, bytes=nbytes)
 
+    def _all_known(self, channel: Channel) -> bool:
+        """Whether the costs hold for all kinds of devices on a channel."""
+        return all(self._known[k] is self.costs for role in channel.roles for k in self._kinds_in(self.plan.role(role)))
+
     def _instances(self, channel: Channel, cluster: Cluster) -> frozenset[Group]:
         """Where the members of a channel's instances are; the slowest instance gives the duration."""
         if channel.id not in self._groups:
-            left, found = set(self.plan.role(channel.roles[0]).ranks), set()
-            while left:
-                members = self.plan.peers(channel, min(left))
-                left -= set(members)
-                found.add(group(cluster, members))
-            self._groups[channel.id] = frozenset(found)
+            self._groups[channel.id] = frozenset([group(cluster, members) for members in instances(self.plan, channel)])
         return self._groups[channel.id]
+
+
+def _known(kinds: Sequence[Cluster | None], costs: Costs) -> list[Costs]:
+    """Per kind of device the costs that hold for it."""
+    device = costs.origin.cluster.partition(":")[0] if costs.origin is not None else ""
+    taken_here = [kind is not None and kind.device == device for kind in kinds]
+    return [costs if here or not any(taken_here) else Costs() for here in taken_here]

@@ -53,7 +53,7 @@ class Provenance:
         self._computed = True
 
     def slowed(self, role: str, ranks: Mapping[int, float]) -> None:
-        """A role takes as long as the slowest of these ranks."""
+        """These ranks of a role are slow; a role takes as long as the slowest of its ranks."""
         for rank, factor in sorted(ranks.items()):
             self._slow[f"rank {rank} of {role}, {factor:g} times as long"] = None
 
@@ -75,7 +75,7 @@ class Provenance:
         cluster, host = self._cluster, self._costs.host
         assumed = cluster.warnings if cluster is not None and (self._computed or host is None) else ()
         guesses = () if cluster is None else tuple(cluster.guess(d) for d in self._dtypes)
-        slow = (f"slow ranks; all of a role take as long as its slowest: {_some(self._slow)}",) if self._slow else ()
+        slow = (f"slow ranks: {_some(self._slow)}",) if self._slow else ()
         return (*assumed, *guesses, *slow, *self._of_machine(), *self._of_chunks())
 
     def _of_machine(self) -> list[str]:

@@ -12,12 +12,14 @@ from piper_ir.costs import Costs
 from piper_ir.errors import PlanError
 from piper_ir.memory import Usage, peak, scan
 from piper_ir.plan import Plan
-from piper_ir.timing import Prepared, Times, prepare
+from piper_ir.timing import Times, prepare
 from piper_ir.trace import MemSample, Span, Trace
 from piper_simulator.clusters import Cluster, load_cluster
+from piper_simulator.jitter import Distribution, Held, distribution
 from piper_simulator.metrics import device_bytes, executed_flops, idle, main_dtype, model_flops
 from piper_simulator.model import CostModel, Work
-from piper_simulator.timed import shared_flows, time_steps
+from piper_simulator.splitting import split
+from piper_simulator.timed import shared_flows, shares, time_steps
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,13 @@ class Simulation:
         """The last of the steps, in seconds from its first start; made when it is first asked for."""
         with no_garbage_collection():
             return self._run.trace()
+
+    def distribution(self, jitter: float, *, seed: int = 0, repetitions: int = 200) -> Distribution:
+        """How the step is spread when every instruction and message takes its duration times a lognormal number of its own, with
+        mean 1 and `jitter` as coefficient of variation, in each of so many repetitions; see `piper_simulator.jitter`.
+        PlanError: a negative jitter, no repetitions."""
+        with no_garbage_collection():
+            return distribution(self._run.held, jitter, seed=seed, repetitions=repetitions)
 
     def summary(self) -> dict[str, Any]:
         """The headline as plain numbers, of the worst rank where there is one per rank; `sources`: the share that each source has
@@ -112,19 +121,18 @@ def _simulate(
     model_flops_per_step: float | None,
     contention: bool,
 ) -> Simulation:
-    model = CostModel(plan, target, costs)
-    prepared = prepare(plan)
-    work = [model.work(role, instr) for role, _, instr in plan.instructions()]
+    parts = split(plan, target, shared=contention and shares(plan, target))
+    model = CostModel(parts.plan, target, costs)
+    prepared = prepare(parts.plan)
+    work = [model.work(role, instr) for role, _, instr in parts.plan.instructions()]
     flows = shared_flows(model, prepared, work) if contention else None
     timed = time_steps(prepared, work, flows, latency=plan.hop, issue=model.issue_s, steps=steps)
     step_s = timed.first.makespan
-    role_of = {rank: r for r, role in enumerate(plan.roles) for rank in role.ranks}
-    order = tuple(role_of[rank] for rank in range(plan.mesh.world))
-    gaps = idle(plan, prepared, timed.first, timed.durations, plan.hop)
+    gaps = idle(parts.plan, prepared, timed.first, timed.durations, plan.hop)
+    order, whole = parts.role_of, tuple(parts.of[r] for r in parts.role_of)
     usages = [list(scan(plan, role)) for role in plan.roles]
     peaks = [max(u, key=lambda x: x.total) if u else peak(plan, role) for u, role in zip(usages, plan.roles)]
-    allocator = costs.allocator if costs is not None else None
-    held = [device_bytes(plan, role, p.total, target, allocator) for role, p in zip(plan.roles, peaks)]
+    held = _held(plan, [p.total for p in peaks], target, costs, whole)
     rates = _rates(plan, target, timed.period_s, tokens_per_row, model_flops_per_step)
     notes = tuple(dict.fromkeys((*model.notes, *rates.notes)))
     return Simulation(
@@ -137,13 +145,35 @@ def _simulate(
         global_bubble_s=max((step_s - g.busy for g in gaps), default=0.0),
         span_bubble_s=max((g.span for g in gaps), default=0.0),
         bubble_s=tuple(step_s - gaps[r].busy for r in order),
-        peak_bytes=tuple(peaks[r].total for r in order),
-        device_bytes=tuple(held[r] for r in order),
-        peak_by_category=tuple(peaks[r].bytes for r in order),
+        peak_bytes=tuple(peaks[r].total for r in whole),
+        device_bytes=held,
+        peak_by_category=tuple(peaks[r].bytes for r in whole),
         slowed_s=timed.slowed_s,
         notes=notes,
-        _run=_Run(plan, prepared, timed.last, work, usages, order, steps - 1, _of_trace(target, notes)),
+        _run=_Run(
+            Held(plan, parts, prepared, timed.durations, plan.hop, model.issue_s),
+            timed.last,
+            work,
+            usages,
+            steps - 1,
+            _of_trace(target, notes),
+        ),
     )
+
+
+def _held(
+    plan: Plan, peaks: Sequence[int], target: Cluster | None, costs: Costs | None, role_of: Sequence[int]
+) -> tuple[int, ...]:
+    """Per rank `device_bytes`, on its own kind of device. `peaks`: per role."""
+    allocator = costs.allocator if costs is not None else None
+    known: dict[tuple[int, int], int] = {}
+    out = []
+    for rank, r in enumerate(role_of):
+        kind = target.kind_of(rank) if target is not None else 0
+        if (r, kind) not in known:
+            known[r, kind] = device_bytes(plan, plan.roles[r], peaks[r], None if target is None else target.of(rank), allocator)
+        out.append(known[r, kind])
+    return tuple(out)
 
 
 def _of_trace(target: Cluster | None, notes: tuple[str, ...]) -> dict[str, str]:
@@ -171,10 +201,10 @@ def _rates(
     if model_flops_per_step is None and tokens_per_row is not None:
         model_flops_per_step = model_flops(plan, tokens_per_row)
     dtype = main_dtype(plan)
-    top = plan.mesh.world * target.peak(dtype)
+    top = target.peak_of(plan.mesh.world, dtype)
     mfu, hfu = _rate(model_flops_per_step, per_second, top), _rate(executed_flops(plan), per_second, top)
-    guessed = dtype not in target.peak_flops and (mfu is not None or hfu is not None)
-    return _Rates(tokens_per_s, mfu, hfu, (target.guess(dtype),) if guessed else ())
+    guesses = [kind.guess(dtype) for kind in target.kinds if dtype not in kind.peak_flops]
+    return _Rates(tokens_per_s, mfu, hfu, tuple(guesses) if mfu is not None or hfu is not None else ())
 
 
 def _rate(amount: float | None, per_second: float | None, top: float = 1.0) -> float | None:
@@ -184,14 +214,12 @@ def _rate(amount: float | None, per_second: float | None, top: float = 1.0) -> f
 
 @dataclass(frozen=True)
 class _Run:
-    """What a trace is made of; `order[rank]` is the index of a rank's role."""
+    """What a trace is made of; `times` and `work` are of the plan of `held.parts`, `usages` of the roles of `held.plan`."""
 
-    plan: Plan
-    prepared: Prepared
+    held: Held
     times: Times
     work: Sequence[Work]
     usages: Sequence[Sequence[Usage]]
-    order: tuple[int, ...]
     step: int
     notes: Mapping[str, str]
 
@@ -199,23 +227,25 @@ class _Run:
         """Spans and memory by rank, then in program order. A memory sample stands at its instruction's start: only the stream
         "compute" allocates and frees, in program order, so the peak in program order is the peak in time."""
         times, origin = self.times, min(self.times.start, default=0.0)
-        names = [[instr.name for instr in role.program] for role in self.plan.roles]
+        parts, roles = self.held.parts, self.held.parts.plan.roles
+        names = [[instr.name for instr in role.program] for role in roles]
         spans: list[Span] = []
         memory: list[MemSample] = []
-        for rank, r in enumerate(self.order):
-            first = self.prepared.offsets[r]
-            for i, instr in enumerate(self.plan.roles[r].program):
+        for rank, r in enumerate(parts.role_of):
+            first = self.held.prepared.offsets[r]
+            for i, instr in enumerate(roles[r].program):
                 node = first + i
                 w = self.work[node]
                 start, end, ready = times.start[node] - origin, times.end[node] - origin, times.ready[node] - origin
                 spans.append(Span(rank, instr.stream, i, names[r][i], start, end, ready, w.bytes, w.flops, w.source))
-            memory.extend(MemSample(rank, u.instr, times.start[first + u.instr] - origin, u.bytes) for u in self.usages[r])
-        return Trace(self.plan.key, "simulated", tuple(spans), tuple(memory), step=self.step, notes=self.notes)
+            usages = self.usages[parts.of[r]]
+            memory.extend(MemSample(rank, u.instr, times.start[first + u.instr] - origin, u.bytes) for u in usages)
+        return Trace(self.held.plan.key, "simulated", tuple(spans), tuple(memory), step=self.step, notes=self.notes)
 
     def sources(self) -> dict[str, float]:
         seconds: dict[str, float] = {}
         first = 0
-        for role in self.plan.roles:
+        for role in self.held.parts.plan.roles:
             for work in self.work[first : first + len(role.program)]:
                 seconds[work.source] = seconds.get(work.source, 0.0) + work.seconds * len(role.ranks)
             first += len(role.program)

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from piper_ir import timing
+from piper_ir.plan import Plan
 from piper_ir.timing import Prepared, Times
 from piper_simulator import contention, engine
-from piper_simulator.model import CostModel, Work
+from piper_simulator.cluster import Cluster
+from piper_simulator.model import CostModel, Work, given_only
 from piper_simulator.rates import Flow
 
 
@@ -26,10 +28,16 @@ class Timed:
     slowed_s: float | None
 
 
+def shares(plan: Plan, cluster: Cluster | None) -> bool:
+    """Whether contention counts: nothing is shared where all durations are given or there is no cluster, and on a CPU the cost
+    model has counted it already."""
+    return cluster is not None and not cluster.synchronous and not given_only(plan)
+
+
 def shared_flows(model: CostModel, prepared: Prepared, work: Sequence[Work]) -> list[Flow] | None:
-    """What messages ask for; None where nothing is shared (given durations, no cluster, no message that slows anything down) or
-    the model has counted it already (on a CPU). `work`: per node. Errors: `piper_simulator.contention.flows`."""
-    if model.given or model.cluster is None or model.cluster.synchronous:
+    """What messages ask for; None where contention does not count (`shares`) or no message slows anything down. `work`: per node.
+    Errors: `piper_simulator.contention.flows`."""
+    if model.cluster is None or not shares(model.plan, model.cluster):
         return None
     found = contention.flows(model.plan, prepared, work, contention.wiring(model.cluster))
     return found if contention.contends(found) else None

@@ -15,7 +15,8 @@ from piper_ir.timing import Prepared, Times, prepare, sweep
 from piper_simulator import engine
 from piper_simulator.clusters import Cluster
 from piper_simulator.model import CostModel, Work
-from piper_simulator.timed import shared_flows
+from piper_simulator.splitting import split
+from piper_simulator.timed import shared_flows, shares
 
 STEP = 0.01
 """By how much a constant is raised to see how the step follows."""
@@ -40,15 +41,17 @@ class Sensitivity:
 
 
 class Case:
-    """A plan on a cluster, timed as often as wanted. `work`: per node, where nothing runs beside it; `issue`: host seconds per
+    """A plan on a cluster, timed as often as wanted. `plan`: with roles split by what differs on the cluster; no change here makes
+    more differ (`piper_simulator.splitting`). `work`: per node, where nothing runs beside it; `issue`: host seconds per
     instruction; `durations`: seconds per node as they were in `times`, with `contention` as far as there is any (`interferes`).
 
     ClusterError, CostsError, PlanError as `simulate` raises them."""
 
     def __init__(self, plan: Plan, cluster: Cluster | None, costs: Costs | None, *, contention: bool = True) -> None:
-        self.plan, self.cluster, self.costs, self.contention = plan, cluster, costs, contention
-        self.prepared: Prepared = prepare(plan)
-        model = CostModel(plan, cluster, costs)
+        self.cluster, self.costs, self.contention = cluster, costs, contention
+        self.plan = split(plan, cluster, shared=contention and shares(plan, cluster)).plan
+        self.prepared: Prepared = prepare(self.plan)
+        model = CostModel(self.plan, cluster, costs)
         self.work: Sequence[Work] = _work(model)
         self.issue = model.issue_s
         self.times, self.interferes = self._timed(self.work, self.issue, model)
@@ -76,8 +79,8 @@ class Case:
     def on(self, cluster: Cluster) -> float:
         """Seconds of the step on a changed cluster. What was measured, of the plan or of the cluster's messages, changes by the
         factor by which its formula does."""
-        measured = self.costs is not None or bool(cluster.messages)
-        model = CostModel(self.plan, replace(cluster, messages=()), None)
+        measured = self.costs is not None or any(kind.messages for kind in cluster.kinds)
+        model = CostModel(self.plan, cluster.each(_without_table), None)
         work, issue = _work(model), model.issue_s
         if measured:
             before, issue_before = self._before()
@@ -89,7 +92,7 @@ class Case:
     def _before(self) -> tuple[list[float], float]:
         """What formulas give on the cluster as it is."""
         if self._formula is None:
-            plain = self.cluster and replace(self.cluster, messages=())
+            plain = None if self.cluster is None else self.cluster.each(_without_table)
             model = CostModel(self.plan, plain, None)
             self._formula = [w.seconds for w in _work(model)], model.issue_s
         return self._formula
@@ -109,6 +112,10 @@ class Case:
         return max(self.run(durations, self.issue, latency=0.0).makespan, *messages, 0.0)
 
 
+def _without_table(cluster: Cluster) -> Cluster:
+    return replace(cluster, messages=())
+
+
 def _work(model: CostModel) -> list[Work]:
     return [model.work(role, instr) for role, _, instr in model.plan.instructions()]
 
@@ -121,7 +128,8 @@ Change = Callable[[Cluster], Cluster]
 
 
 def changes(cluster: Cluster) -> Iterator[tuple[str, Change]]:
-    """The conditions of the table that are a change of the cluster: a name, and what to change. Latencies stay as they are."""
+    """The conditions of the table that are a change of the cluster: a name, and what to change, of each kind of device. Latencies
+    stay as they are."""
     links = {"intra_bandwidth": "twice the bandwidth within nodes"}
     if cluster.nodes > 1:
         links["inter_bandwidth"] = "twice the bandwidth between nodes"
@@ -138,7 +146,11 @@ def _doubled(field: str) -> Change:
 
 def what_if(case: Case) -> list[WhatIf]:
     """The table; of a plan whose durations are all given, what does not need a cluster."""
-    rows = [] if case.cluster is None else [WhatIf(name, case.on(change(case.cluster))) for name, change in changes(case.cluster)]
+    rows = (
+        []
+        if case.cluster is None
+        else [WhatIf(name, case.on(case.cluster.each(change))) for name, change in changes(case.cluster)]
+    )
     if case.interferes:
         rows.append(WhatIf("no interference", case.alone()))
     return [*rows, WhatIf("perfect overlap", case.perfect_overlap())]
@@ -149,11 +161,40 @@ def sensitivities(case: Case) -> list[Sensitivity]:
     if case.cluster is None or not case.step_s:
         return []
     out = []
-    for name, value, put in constants(case.cluster):
+    for name, value, put in cluster_constants(case.cluster):
         changed = case.on(put(value * (1 + STEP)))
         if changed != case.step_s:
             out.append(Sensitivity(name, value, (changed / case.step_s - 1) / STEP))
     return sorted(out, key=lambda s: (-abs(s.per_percent), s.name))
+
+
+def cluster_constants(cluster: Cluster) -> Iterator[tuple[str, float, Callable[[float], Cluster]]]:
+    """Those of the first kind of device and of what is common; of each other kind with its name. Ranks that are equally slow stay
+    so: their factor is one constant."""
+    for name, value, put in constants(replace(cluster, slow_ranks={})):
+        yield name, value, _common(cluster, put)
+    for factor in dict.fromkeys(cluster.slow_ranks.values()):
+        yield f"slow_ranks[{factor:g}]", factor, _slower(cluster, factor)
+    for device in {id(o.device): o.device for o in cluster.others}.values():
+        for name, value, put in constants(device):
+            yield f"{device.device}.{name}", value, _of_others(cluster, device, put)
+
+
+def _common(cluster: Cluster, put: Callable[[float], Any]) -> Callable[[float], Cluster]:
+    return lambda new: replace(put(new), slow_ranks=cluster.slow_ranks)
+
+
+def _slower(cluster: Cluster, old: float) -> Callable[[float], Cluster]:
+    slow = cluster.slow_ranks
+    return lambda new: replace(cluster, slow_ranks={rank: new if f == old else f for rank, f in slow.items()})
+
+
+def _of_others(cluster: Cluster, old: Cluster, put: Callable[[float], Any]) -> Callable[[float], Cluster]:
+    def changed(new: float) -> Cluster:
+        device = put(new)
+        return replace(cluster, others=tuple([replace(o, device=device) if o.device is old else o for o in cluster.others]))
+
+    return changed
 
 
 def constants(thing: Any, prefix: str = "") -> Iterator[tuple[str, float, Callable[[float], Any]]]:
