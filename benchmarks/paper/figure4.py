@@ -209,8 +209,9 @@ strategy can do about it. Written by `python benchmarks/paper/figure4.py --write
   may still not be the paper's.
 - On one stream an all-to-all waits for the bucket before it: that is worse than sharing wherever a bucket is longer than an
   all-to-all.
-- Pieces let it wait for one of them at most. They help only when a piece is shorter than the all-to-all: its wait is then below
-  what sharing costs. Small pieces cost latency, which the reduction's end pays.
+- Pieces let it wait for one of them at most. Where one has just begun (the pair), that costs less than sharing only if a piece is
+  shorter than the all-to-all; in a step, pieces also find room beside compute, where nothing meets them, if there is enough of
+  it. Small pieces cost latency, which the end of the reduction pays.
 
 {reached}
 

@@ -164,7 +164,7 @@ def problem_of(
 def _limit(given: int | str | None, cluster: Cluster | None) -> int | None:
     """Bytes. TuneError for what is neither a positive number of bytes nor text with a unit."""
     if given is None:
-        return None if cluster is None else cluster.memory_bytes
+        return None if cluster is None else max(kind.memory_bytes for kind in cluster.kinds)
     number: float = given if isinstance(given, int) and not isinstance(given, bool) else 0
     if isinstance(given, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", given)

@@ -18,10 +18,11 @@ from piper_ir.costs import AllocatorCosts, Costs, Duration, PartDuration
 from piper_ir.errors import PlanError
 from piper_ir.mesh import Mesh
 from piper_ir.plan import Plan
-from piper_simulator import load_cluster
+from piper_simulator import Cluster, load_cluster
 
 SLOW = replace(load_cluster("h100x1*8"), slow_ranks={0: 3.0})
-CLUSTERS = (None, load_cluster("h100x8"), load_cluster("a100x1*8"), load_cluster("cpu-local"), SLOW)
+MIXED = load_cluster("a100x1*3+h100x1*5")
+CLUSTERS = (None, MIXED, load_cluster("h100x8"), load_cluster("a100x1*8"), load_cluster("cpu-local"), SLOW)
 
 
 def both(of: Problem, chosen: Strategy, rows: int, monkeypatch: pytest.MonkeyPatch) -> tuple[object, object]:
@@ -96,3 +97,15 @@ def test_negative_control_an_outline_with_another_peak_scores_differently(monkey
     monkeypatch.setattr(scoring, "outline_program", wrong)
     quick, plain = both(problem(), Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=2)), 1, monkeypatch)
     assert quick != plain
+
+
+def test_each_rank_must_fit_its_own_type_of_device() -> None:
+    chosen = Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=2))
+    large, small = load_cluster("h100x1"), replace(load_cluster("a100x1"), memory_bytes=1000)
+    for rank, cluster in enumerate((Cluster.joined((small, large)), Cluster.joined((large, small)))):
+        for limit in (None, large.memory_bytes):
+            found = score(replace(problem(limit), cluster=cluster), chosen, {1: None})
+            assert isinstance(found, Scored) and found.reason.startswith(f"rank {rank} (pp{rank}) needs ")
+            assert "more than the limit of 1000 B" in found.reason
+    fits = score(replace(problem(large.memory_bytes), cluster=load_cluster("h100x1+a100x1")), chosen, {1: None})
+    assert isinstance(fits, Scored) and fits.reason == ""

@@ -4,6 +4,7 @@ import json
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -61,6 +62,27 @@ inter = { bandwidth = 1e9, latency = 1e-5 }
 """
 
 
+MIXED = """
+name = "mixed"
+[links.inter]
+bandwidth = 20e9
+[[nodes]]
+count = 2
+devices = 4
+device = "a100-80g-sxm"
+[[nodes]]
+count = 3
+devices = 4
+device = { base = "h100-80g-sxm", memory_bytes = 1000 }
+[nodes.links.inter]
+nics_per_node = 2
+latency = 1e-5
+[[slow_ranks]]
+rank = 19
+factor = 2
+"""
+
+
 def written(folder: Path, text: str, name: str = "c.toml") -> Path:
     path = folder / name
     path.write_text(text)
@@ -80,6 +102,17 @@ def test_a_file_on_a_built_in_device(tmp_path: Path) -> None:
         "slow_links": (SlowLink(0, 3, 2.5),),
     }
     assert cluster == replace(h100, **changed)  # type: ignore[arg-type]  # fields by name
+
+
+def test_nodes_of_two_devices(tmp_path: Path) -> None:
+    cluster = load_cluster(written(tmp_path, MIXED))
+    a100, h100 = DEVICES["a100-80g-sxm"], DEVICES["h100-80g-sxm"]
+    assert (cluster.name, cluster.nodes, cluster.devices, cluster.slow_ranks) == ("mixed", 5, 20, {19: 2})
+    assert [cluster.kind_of(rank) for rank in (0, 7, 8, 19)] == [0, 0, 1, 1]
+    places: dict[str, Any] = {"per_node": 4, "nodes": 5, "messages": ()}
+    assert cluster.of(0) == replace(a100, inter_bandwidth=20e9, **places)
+    assert cluster.of(8) == replace(h100, inter_bandwidth=10e9, inter_latency=1e-5, memory_bytes=1000, **places)
+    assert load_cluster(written(tmp_path, json.dumps(tomllib.loads(MIXED)), "c.json")) == cluster
 
 
 def test_json_says_the_same(tmp_path: Path) -> None:
@@ -178,6 +211,24 @@ WRONG = {
         "memory_steps: the fraction from 10 bytes on is 0",
     ),
     "unknown generation": (WHOLE.replace("sms = 10", 'generation = "fermi"'), "device.generation: 'fermi' stands here; one of"),
+    "no nodes": ('device = "h100-80g-sxm"\nnodes = []\n', "nodes: none stand here"),
+    "nodes of nothing": ("[[nodes]]\ncount = 2\n", r"nodes\[0\]: device is missing, here or for the whole file"),
+    "nodes of an unknown device": (MIXED.replace("a100-80g-sxm", "a1"), r"nodes\[0\].device: no device 'a1'; known: a100-80g"),
+    "nodes with unknown keys": (
+        MIXED.replace("latency", "delay"),
+        r"nodes\[1\].links.inter.delay: no such key; known here: kind",
+    ),
+    "nodes with rails": (MIXED.replace("latency", "rails"), r"nodes\[1\].links.inter.rails: no such key"),
+    "nodes of several sizes": (
+        MIXED.replace("devices = 4", "devices = 8", 1),
+        "4 devices per node of h100-80g-sxm and 8 of a100",
+    ),
+    "one table for two devices": (
+        MIXED + '[communication]\nmessages = "m.csv"\n',
+        "messages: a table holds for one kind of device",
+    ),
+    "one table of kernels for two devices": (MIXED + ROW, "kernel: a table holds for one kind of device"),
+    "devices beside a CPU": (MIXED.replace("h100-80g-sxm", "cpu-local"), "no device 'cpu-local'"),
     "not TOML": ("device = \n", "not TOML"),
     "empty name": ('name = " "\ndevice = "h100-80g-sxm"\n', "name: ' ' stands here; text is needed"),
 }

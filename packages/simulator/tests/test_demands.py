@@ -107,9 +107,9 @@ def test_the_route_of_an_all_to_all_agrees_with_its_formula(per_node: int, nodes
     found = route("all_to_all", [everyone], wiring(on))
     assert found.wire * nbytes * found.slowest == pytest.approx(by_formula(on, "all_to_all", nbytes, group(on, everyone)))
     for link in ("port", "nic"):
-        out, into = (sum(n for (kind, _, _), n in found.passes.items() if kind == f"{link} {way}") for way in ("out", "in"))
+        out, into = (sum(n for (kind, *_), n in found.passes.items() if kind == f"{link} {way}") for way in ("out", "in"))
         assert out == pytest.approx(into)
-    total = sum(n for (kind, _, _), n in found.passes.items() if kind.endswith("out"))
+    total = sum(n for (kind, *_), n in found.passes.items() if kind.endswith("out"))
     assert total == pytest.approx(len(everyone) if len(everyone) > 1 else 0)
 
 

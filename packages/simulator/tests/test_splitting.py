@@ -170,7 +170,7 @@ def test_a_slow_rank_delays_its_own_pipeline_until_the_reduction() -> None:
 
 
 def test_a_slow_link_delays_who_sends_over_it() -> None:
-    """Four replicas, a rank per node: stage 0 on nodes 0 to 3, 1 on 4 to 7. 20 bytes at 2 bytes/s, a link thrice as slow."""
+    """Four replicas, a rank per node: stage 0 on nodes 0 to 3, stage 1 on 4 to 7. 20 bytes at 2 bytes/s, on one link thrice."""
     on = replace(FLAT, per_node=1, nodes=8, slow_links=(SlowLink(1, 5, 3.0),))
     s = simulate(replicas(4, nbytes=20), on)
     assert starts(s, "b") == [13.0, 33.0, 13.0, 13.0]

@@ -155,17 +155,35 @@ def _predicted(problem: Problem, plan: Plan, prepared: Prepared | None) -> Score
         model = CostModel(plan, cluster, problem.costs)
         step_s, period_s = step_and_period(prepared, seconds_of(model, plan), latency=plan.hop, issue=model.issue_s)
     allocator = None if problem.costs is None else problem.costs.allocator
-    held = [(device_memory(plan, role, role.peak_bytes, cluster, allocator).total, role) for role in plan.roles]
-    most, fullest = max(held, key=lambda h: h[0])
-    reason = _reason(problem.memory_limit, most, fullest)
+    held = [
+        (device_memory(plan, role, role.peak_bytes, kind, allocator).total, role, rank, _limit(problem, kind))
+        for role in plan.roles
+        for rank, kind in _kinds(cluster, role)
+    ]
+    most = max(nbytes for nbytes, *_ in held)
+    reason = _reason(*max(held, key=lambda h: h[0] - (h[3] or 0)))
     peak_bytes = max(role.peak_bytes for role in plan.roles)
     return Scored(period_s, step_s, peak_bytes, most, "engine" if prepared is None else "sweep", reason)
 
 
-def _reason(limit: int | None, held: int, role: RolePlan) -> str:
+def _kinds(cluster: Cluster | None, role: RolePlan) -> list[tuple[int, Cluster | None]]:
+    """The kinds of devices that a role runs on, each with the first rank there."""
+    if cluster is None or not cluster.others:
+        return [(role.ranks[0], cluster)]
+    return [(rank, cluster.kinds[k]) for k, rank in {cluster.kind_of(rank): rank for rank in reversed(role.ranks)}.items()]
+
+
+def _limit(problem: Problem, kind: Cluster | None) -> int | None:
+    """Bytes of a device: where there are several kinds never more than it has."""
+    if kind is None or problem.cluster is None or not problem.cluster.others:
+        return problem.memory_limit
+    return min(problem.memory_limit or kind.memory_bytes, kind.memory_bytes)
+
+
+def _reason(held: int, role: RolePlan, rank: int, limit: int | None) -> str:
     """Why a plan does not fit: which rank, by how much, at which instruction, and what fills it."""
     if limit is None or held <= limit:
         return ""
     largest = sorted(role.peak_by_category.items(), key=lambda o: -o[1])[:SHOWN]
     instr = f"instruction {role.peak_at} {role.program[role.peak_at].name}" if role.program else "its start"
-    return too_much(role.ranks[0], role.role, held, limit, instr, (f"{c} {size_text(b)}" for c, b in largest))
+    return too_much(rank, role.role, held, limit, instr, (f"{c} {size_text(b)}" for c, b in largest))

@@ -131,7 +131,9 @@ class Sketches:
     def on_device(self, strategy: Strategy, nbytes: int) -> int:
         """Bytes gone on a device when the plan holds `nbytes`, without communicators."""
         bare, costs = _bare(self._problem.program, strategy.mesh, 1, ()), self._problem.costs
-        return device_memory(bare, _NOBODY, nbytes, self._problem.cluster, None if costs is None else costs.allocator).total
+        kinds = (None,) if self._problem.cluster is None else self._problem.cluster.kinds
+        allocator = None if costs is None else costs.allocator
+        return min(device_memory(bare, _NOBODY, nbytes, kind, allocator).total for kind in kinds)
 
     def _graph(self, strategy: Strategy) -> Graph | None:
         """The graph of one microbatch with everything placed, without orders."""
@@ -163,13 +165,13 @@ class Sketches:
     def _timed(self, program: Program, mesh: Mesh, rows: int) -> Mapping[str, float] | None:
         chunks = [c.bind(rows) for c in program.chunks]
         cluster, costs = self._problem.cluster, self._problem.costs
-        if cluster is not None:  # what an instruction costs the host is paid once for all steps that it joins
-            cluster = replace(cluster, host_issue_s=0.0)
-        if costs is not None:
+        if costs is not None:  # what an instruction costs the host is paid once for all steps that it joins
             costs = replace(costs, host=None)
-        try:
-            model = CostModel(_bare(program, mesh, rows, chunks), cluster, costs)
-            return {c.id: sum(_step_seconds(model, c, step) for step in c.steps) for c in chunks}
+        kinds = (None,) if cluster is None else [replace(kind, host_issue_s=0.0, slow_ranks={}) for kind in cluster.kinds]
+        bare = _bare(program, mesh, rows, chunks)
+        try:  # nobody knows yet where a chunk runs: on the fastest kind at best, and on a rank that is not slow
+            models = [CostModel(bare, kind, costs) for kind in kinds]
+            return {c.id: sum(min(_step_seconds(m, c, step) for m in models) for step in c.steps) for c in chunks}
         except PiperError:  # no durations for this number of rows: scoring says so
             return None
 

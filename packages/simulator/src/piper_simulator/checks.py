@@ -76,6 +76,11 @@ def text_or(other: Check) -> Check:
     return lambda value, where: value if isinstance(value, str) else other(value, where)
 
 
+def list_or(many: Check, other: Check) -> Check:
+    """A list, or something else."""
+    return lambda value, where: many(value, where) if isinstance(value, list) else other(value, where)
+
+
 def one_of(*accepted: str | bool) -> Check:
     """One of a few values."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -228,6 +228,21 @@ class Cluster:
             others=(),
             label=device.device,
         )
+
+    @staticmethod
+    def joined(parts: Sequence[Cluster]) -> Cluster:
+        """The nodes of several clusters in a row as one, with the network, and what is slow, of the first. ClusterError unless
+        all have as many devices per node."""
+        first, at, others = parts[0], parts[0].nodes, []
+        for part in parts[1:]:
+            if part.per_node != first.per_node:
+                raise first._error(
+                    f"{part.per_node} devices per node of {part.device} and {first.per_node} of {first.device}; the same number "
+                    "is needed everywhere"
+                )
+            others.append(Nodes(at, part.nodes, part))
+            at += part.nodes
+        return replace(first, nodes=at, others=tuple(others))
 
     def kind_of(self, rank: int) -> int:
         """The index in `kinds` of a rank's device."""

@@ -11,14 +11,15 @@
     factor = 1.2
 
 `[device]` with `base = "h100-80g-sxm"` changes single constants of a built-in device, links and communication model included;
-without `base` it gives all that have no default. A key that is not known is an error.
+without `base` it gives all that have no default. Where nodes differ `nodes` is a list of tables, one for each run of nodes, with
+a `device` and `[nodes.links]` of its own, which go before those of the file. A key that is not known is an error.
 """
 
 from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from piper_simulator.checks import (
     Where,
     list_of,
     list_of_n,
+    list_or,
     mapping,
     one_of,
     table,
@@ -56,18 +58,20 @@ _DEVICE = (
 )
 _INTRA = {"kind": one_of(*INTRA), "bandwidth": POSITIVE, "latency": NOT_NEGATIVE}
 _INTER = {"kind": one_of(*INTER), "bandwidth": POSITIVE, "latency": NOT_NEGATIVE}
+_COUNTS = {"count": COUNT, "devices": COUNT}
 _NCCL = (
     {"ll_max": list_of_n(3, POSITIVE)}
     | dict.fromkeys(("ll_fraction", "hop_factor", "net_hop_factor", "pass_bandwidth"), POSITIVE)
     | dict.fromkeys(("nvls_bandwidth", "start_s"), NOT_NEGATIVE)
 )
+_OF_NODES = table({"intra": table(_INTRA), "inter": table(_INTER | {"nics_per_node": COUNT})})
 SCHEMA = table(
     {
         **dict.fromkeys(("name", "notes"), TEXT),
         "stack": one_of(*STACKS),
         "sources": mapping(TEXT),
         "device": text_or(table(_DEVICE)),
-        "nodes": table({"count": COUNT, "devices": COUNT}),
+        "nodes": list_or(list_of(table(_COUNTS | {"device": text_or(table(_DEVICE)), "links": _OF_NODES})), table(_COUNTS)),
         "links": table(
             {
                 "intra": table(_INTRA),
@@ -90,18 +94,48 @@ def read_cluster(path: Path, devices: Mapping[str, Cluster]) -> Cluster:
     """The cluster of a file; `devices`: the built-in ones, on which it may rest. ClusterError with file and keys."""
     where = Where(str(path))
     found = SCHEMA(_parsed(path), where)
+    nodes = found.get("nodes", {})
+    try:
+        if isinstance(nodes, list):
+            cluster = Cluster.joined([_one_kind(*of, path, devices) for of in _runs(found, nodes, where)])
+        else:
+            cluster = _one_kind(found, where, path, devices)
+        return replace(cluster, **_slow(found, where))
+    except ClusterError as e:
+        text = str(e)
+        raise ClusterError(text if text.startswith(f"{path}: ") else f"{path}: {text}") from None
+
+
+def _runs(found: dict[str, Any], nodes: Sequence[Mapping[str, Any]], where: Where) -> Iterator[tuple[dict[str, Any], Where]]:
+    """A file for each run of nodes, and where its device stands."""
+    if not nodes:
+        raise where.at("nodes").error("none stand here; at least one is needed")
+    tables = [where.at("communication").at("messages")] if "messages" in found.get("communication", {}) else []
+    tables += [where.at("kernel")] if "kernel" in found else []
+    for at in tables:
+        raise at.error("a table holds for one kind of device; leave it out where `nodes` is a list")
+    for k, run in enumerate(nodes):
+        at = where.at(f"nodes[{k}]")
+        if "device" not in run and "device" not in found:
+            raise at.error("device is missing, here or for the whole file")
+        links = {
+            which: found.get("links", {}).get(which, {}) | run.get("links", {}).get(which, {}) for which in ("intra", "inter")
+        }
+        one = found | {"nodes": run} | ({"links": links} if "links" in found or "links" in run else {})
+        yield one | ({"device": run["device"]} if "device" in run else {}), at if "device" in run else where
+
+
+def _one_kind(found: Mapping[str, Any], where: Where, path: Path, devices: Mapping[str, Cluster]) -> Cluster:
+    """Without what is slow. `where`: of the device."""
     base, name = _base(found, where, devices)
-    numbers = _device(found) | _places(found, where, base) | _slow(found, where) | _communication(found, where, path, base)
+    numbers = _device(found) | _places(found, Where(str(path)), base) | _communication(found, Where(str(path)), path, base)
     numbers |= {"label": found.get("name", path.stem), "device": name}
     numbers |= {"notes": found["notes"]} if "notes" in found else {}
     numbers |= {"kernels": read_kernels(found["kernel"], where.at("kernel"))} if "kernel" in found else {}
-    try:
-        if base is not None:
-            return replace(base, **numbers)
-        _complete(numbers, where)
-        return Cluster(**numbers)
-    except ClusterError as e:
-        raise ClusterError(f"{path}: {e}") from None
+    if base is not None:
+        return replace(base, **numbers)
+    _complete(numbers, where)
+    return Cluster(**numbers)
 
 
 def _parsed(path: Path) -> Any:

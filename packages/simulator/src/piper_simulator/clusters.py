@@ -1,7 +1,8 @@
 """Built-in clusters by name, this machine, and clusters from files.
 
 A built-in cluster is named `<device>:<per node>[*<nodes>][@<stack>]`, e.g. `h100-80g-sxm:8*4`; `h100x8` and `h100x8*4` are short.
-`h100x8@eager`: with what is published of eager PyTorch's kernels.
+`a100x8*2+h100x8*2`: two nodes of one device and then two of another. `h100x8@eager`: with what is published of eager PyTorch's
+kernels.
 Devices are files in the folder data/, in the format of `piper_simulator.cluster_file`, each constant with its source.
 """
 
@@ -107,13 +108,22 @@ def load_cluster(name: str | Path) -> Cluster:
     text = name.strip().lower()
     if text == CPU:
         return cpu_local()
-    match = re.fullmatch(r"([a-z][a-z0-9-]*?)[:x]([1-9]\d*)(?:\*([1-9]\d*))?(?:@([a-z-]+))?", text)
-    if match is not None:
-        device, per_node, nodes, stack = ALIASES.get(match[1], match[1]), int(match[2]), int(match[3] or 1), match[4]
-        if device in DEVICES and (stack is None or stack in STACKS):
-            return replace(DEVICES[device], per_node=per_node, nodes=nodes, stack=STACKS[stack] if stack else None)
+    places, _, stack = text.partition("@")
+    parts = [_nodes(place, stack) for place in places.split("+")]
+    if (not stack or stack in STACKS) and None not in parts and not text.endswith("@"):
+        return Cluster.joined([part for part in parts if part is not None])
     short = ", ".join([*(f"{a}x8" for a in ALIASES), "h100x8*4"])
     raise ClusterError(
         f"unknown cluster {name!r}; a cluster is <device>:<per node>[*<nodes>][@<stack>] with a device of {', '.join(DEVICES)} "
-        f"(short: {short}) and a stack of {', '.join(STACKS)}; or {CPU}, or a file that ends in {' or '.join(FILES)}"
+        f"(short: {short}; of two kinds: a100x8*2+h100x8*2) and a stack of {', '.join(STACKS)}; or {CPU}, or a file that ends in "
+        f"{' or '.join(FILES)}"
     )
+
+
+def _nodes(text: str, stack: str) -> Cluster | None:
+    """Nodes of one built-in device by name; None for what is not known."""
+    match = re.fullmatch(r"([a-z][a-z0-9-]*?)[:x]([1-9]\d*)(?:\*([1-9]\d*))?", text)
+    device = ALIASES.get(match[1], match[1]) if match is not None else ""
+    if match is None or device not in DEVICES:
+        return None
+    return replace(DEVICES[device], per_node=int(match[2]), nodes=int(match[3] or 1), stack=STACKS.get(stack))

@@ -103,6 +103,16 @@ class Route:
             self.port = self.port or resource[0].startswith("port")
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """Where a message meets a role. `named`: the SMs that its stream names there, None for none, 0 for copy engines; `sms`, and
+    bytes/s of `memory`, of the device."""
+
+    named: int | None
+    sms: int
+    memory: float
+
+
 def flows(plan: Plan, prepared: Prepared, work: Sequence[Work], wires: Wiring) -> list[Flow]:
     """Per group of `prepared` what it asks for; `work` per node. ClusterError for a stream that takes as many SMs as a device
     has, or where the cluster does not say how many that are."""
@@ -140,25 +150,17 @@ class _Demands:
         return self.known[key]
 
     def _flow(self, id: int, channel: Channel, work: Work) -> Flow:
-        ends = {self.index[role]: self._end(role, self._sms_at(channel, k)) for k, role in enumerate(channel.roles)}
+        ends = {self.index[role]: self._end(channel, k) for k, role in enumerate(channel.roles)}
         return demand(id, self.routes[channel.id], work.bytes, work.seconds, ends, self.wires, self.shared)
 
-    def _end(self, role: str, sms: int | None) -> End:
-        return End(self.wires.cluster.of(self.plan.role(role).ranks[0]), sms)
+    def _end(self, channel: Channel, k: int) -> End:
+        device = self.wires.cluster.of(self.plan.role(channel.roles[k]).ranks[0])
+        return End(self._sms_at(channel, k), device.sms, device.memory_bandwidth)
 
     def _sms_at(self, channel: Channel, k: int) -> int | None:
         """What the stream of an end names. Copy engines cannot add, so a reduction does without them."""
         named = self.sms.get((channel.roles[k], channel.streams[k]))
         return None if channel.kind == "group" and not named else named
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """Who takes part in a message: the kind of its device, and the SMs that its stream names, None for none, 0 for copy
-    engines."""
-
-    device: Cluster
-    sms: int | None = None
 
 
 def demand(
@@ -174,18 +176,17 @@ def demand(
     resources that count (`shared_resources`)."""
     wire = route.wire * nbytes
     needed = PORT_SMS if route.port else NIC_SMS
-    fewest = min((end.sms for end in ends.values() if end.sms), default=needed)
+    fewest = min((end.named for end in ends.values() if end.named), default=needed)
     seconds += min(seconds, wire * route.slowest) * max(0.0, needed / fewest - 1)
     if not seconds or not wire or not route.slowest:
         return Flow(id, seconds, {}, 0.0)
     rate = min(wire / seconds, 1 / route.slowest)
     shares = {shared[r]: n * rate / wires.capacity(r) for r, n in route.passes.items() if r in shared}
     usual = PORT_SM_SHARE if route.port else NIC_SM_SHARE
-    touched = route.touched * rate
     takes = {}
     for role, end in ends.items():
-        f_sm = usual if end.sms is None else end.sms / end.device.sms if end.sms else 0.0
-        takes[role] = f_sm, touched / end.device.memory_bandwidth
+        f_sm = usual if end.named is None else end.named / end.sms if end.named else 0.0
+        takes[role] = f_sm, route.touched * rate / end.memory
     return Flow(id, seconds, shares, rate * route.slowest, takes)
 
 

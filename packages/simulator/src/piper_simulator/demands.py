@@ -28,8 +28,8 @@ from piper_simulator.rates import Flow
 class Message:
     """`channel`: messages of one follow each other, those of different ones may run at the same time. `nbytes`: on each rank
     (all_gather, reduce_scatter: of the whole tensor). `seconds`: alone. `instances`: the ranks of each group that does this at
-    the same time, all of one size. `ends`: role that takes part, by its place in `Prepared.roles` -> the SMs that it names
-    (None: none, 0: copy engines); all are on the kind of device of the first member."""
+    the same time, all of one size. `ends`: role that takes part, by its place in `Prepared.roles` -> the SMs that its stream
+    names (None: none, 0: copy engines); their device is that of the first member."""
 
     channel: str
     op: Op
@@ -56,7 +56,8 @@ def demands(messages: Sequence[Message], wires: Wiring) -> list[Flow]:
     for m in messages:
         key = m.channel, m.nbytes, m.seconds
         if key not in known:
-            ends = {role: End(wires.cluster.of(m.instances[0][0]), sms) for role, sms in m.ends.items()}
+            device = wires.cluster.of(m.instances[0][0])
+            ends = {role: End(named, device.sms, device.memory_bandwidth) for role, named in m.ends.items()}
             known[key] = demand(len(known), routes[m.channel], m.nbytes, m.seconds, ends, wires, shared)
         out.append(known[key])
     return out

@@ -157,9 +157,11 @@ class Pool:
         """What is tied to a message by resources that are short of capacity: no others matter to their rates."""
         crowd = {message.flow.id: message}
         queue = [message]
+        seen: set[int] = set()
         while queue:
             for r in queue.pop().flow.shares:
-                if self._load[r] > _FULL:
+                if r not in seen and self._load[r] > _FULL:
+                    seen.add(r)
                     more = {i: m for i, m in self._users[r].items() if i not in crowd}
                     crowd.update(more)
                     queue.extend(more.values())

@@ -1,0 +1,142 @@
+"""Two types of devices in one mesh: times, memory, rates and what-if, each rank by its own device."""
+
+from dataclasses import replace
+
+import pytest
+
+from piper_compiler import Strategy, compile_program, recipes, synthetic
+from piper_ir.costs import Costs, Duration, Origin
+from piper_ir.errors import ClusterError
+from piper_ir.mesh import Mesh
+from piper_ir.plan import Plan
+from piper_ir.program import Chunk, Cost, Kernel
+from piper_simulator import Cluster, load_cluster, simulate, why
+from piper_simulator.cluster import Nodes
+from piper_simulator.communication import by_formula, duration, group
+from piper_simulator.model import CostModel
+from piper_simulator.whatif import cluster_constants
+from tests.random_plans import PlanBuilder
+
+MIXED = load_cluster("a100x4+h100x4*2")
+A100, H100 = load_cluster("a100x4"), load_cluster("h100x4*2")
+GIB = 1 << 30
+
+
+def test_names() -> None:
+    assert MIXED.name == "a100-80g-sxm:4+h100-80g-sxm:4*2"
+    assert load_cluster("h100x8+a100x8@eager").name == "h100-80g-sxm:8+a100-80g-sxm:8@eager"
+    assert load_cluster(MIXED.name) == MIXED
+    assert load_cluster("h100x4+h100x4").name == "h100-80g-sxm:4*2" and len(load_cluster("h100x4+h100x4").kinds) == 1
+    assert [k.device for k in MIXED.kinds] == ["a100-80g-sxm", "h100-80g-sxm"]
+    assert [MIXED.of(rank).device[:4] for rank in (0, 3, 4, 11)] == ["a100", "a100", "h100", "h100"]
+    for wrong in ("a100x8+", "a100x8+h900x8", "a100x8@eager+h100x8", "h100x8@"):
+        with pytest.raises(ClusterError, match="unknown cluster"):
+            load_cluster(wrong)
+    with pytest.raises(ClusterError, match="8 devices per node of h100-80g-sxm and 4 of a100"):
+        load_cluster("a100x4+h100x8")
+
+
+def test_what_cannot_be_beside_each_other() -> None:
+    for first, count in ((0, 4), (3, 1), (-1, 1), (1, 0)):
+        with pytest.raises(ClusterError, match="are not there, or not in order; the nodes are 0 to 2"):
+            replace(H100, nodes=3, others=(Nodes(first, count, A100),))
+    with pytest.raises(ClusterError, match="a cluster of several kinds"):
+        replace(H100, others=(Nodes(0, 1, MIXED),))
+    with pytest.raises(ClusterError, match="devices beside a CPU"):
+        replace(H100, others=(Nodes(0, 1, load_cluster("cpu-local")),))
+
+
+def test_messages_between_two_types_take_what_the_slower_one_takes() -> None:
+    near, far, between = group(MIXED, (0, 1)), group(MIXED, (4, 8)), group(MIXED, (3, 4))
+    assert between.kinds == (0, 1)
+    assert by_formula(MIXED, "p2p", 1e9, near) == by_formula(A100, "p2p", 1e9, group(A100, (0, 1)))
+    assert by_formula(MIXED, "p2p", 1e9, far) == by_formula(H100, "p2p", 1e9, group(H100, (0, 4)))
+    assert by_formula(MIXED, "p2p", 1e9, between) == pytest.approx(4e-6 + 1 / 23.5), "an A100's NIC"
+    ring = by_formula(MIXED, "all_reduce", 1e9, group(MIXED, range(8)))
+    assert ring == by_formula(load_cluster("a100x4*2"), "all_reduce", 1e9, group(H100, range(8)))
+
+
+def test_a_table_holds_for_its_own_type() -> None:
+    both = load_cluster("h100x8+a100-40gx8")
+    assert duration(both, "all_reduce", 1 << 20, group(both, range(8, 16))).source in ("table", "interpolated")
+    assert duration(both, "all_reduce", 1 << 20, group(both, range(8))).source == "formula"
+    assert duration(both, "all_reduce", 1 << 20, group(both, range(16))).source == "formula"
+
+
+def pipeline(dp: int = 4, nbytes: int = 0) -> Plan:
+    """Two stages of 1e12 FLOPs in bfloat16 on each of dp replicas; with states of so many bytes."""
+    program = synthetic(stages=2, F=1.0, I=1.0, W=1.0, params=nbytes)
+    made = (*recipes.gpipe(pp=2, microbatches=2), *recipes.data_parallel(over=("dp",)))
+    plan = compile_program(program, Strategy(Mesh(pp=2, dp=dp), made)).plan
+    return replace(plan, chunks=tuple(map(computed, plan.chunks)))
+
+
+def computed(chunk: Chunk) -> Chunk:
+    cost = Cost((Kernel("matmul", (1, 1, 1), "bfloat16", 10**12, 0),))
+    return replace(chunk, steps={k: replace(s, cost=cost) for k, s in chunk.steps.items()})
+
+
+def test_stages_on_two_types() -> None:
+    """Stage 0 on the A100s, stage 1 on H100s: each computes at its own peak; both steps of a role count."""
+    s = simulate(pipeline(), MIXED, contention=False)
+    busy = [s.step_s - idle for idle in s.bubble_s]
+    each = [6e12 / (k.peak("bfloat16") * k.matmul_fraction) for k in (A100, H100)]
+    assert busy[:4] == pytest.approx([each[0]] * 4, rel=3e-3)
+    assert busy[4:] == pytest.approx([each[1]] * 4, rel=3e-3)
+
+
+def test_utilisation_is_of_the_sum_of_peaks() -> None:
+    s = simulate(pipeline(), MIXED)
+    flops = 4 * 2 * 6e12
+    assert s.hfu == pytest.approx(flops / s.period_s / (4 * 312e12 + 4 * 989e12))
+    assert MIXED.peak_of(8, "bfloat16") == pytest.approx(4 * 312e12 + 4 * 989e12)
+
+
+def test_memory_is_that_of_each_ranks_own_device() -> None:
+    small = replace(A100, context_bytes=7 * GIB, allocator_factor=1.5)
+    mixed = Cluster.joined((small, H100))
+    s, plain = simulate(pipeline(nbytes=GIB), mixed), simulate(pipeline(nbytes=GIB), load_cluster("h100x4*3"))
+    assert s.peak_bytes == plain.peak_bytes and s.device_bytes[4:] == plain.device_bytes[4:]
+    communicators = plain.device_bytes[0] - H100.context_bytes - round(plain.peak_bytes[0] * H100.allocator_factor)
+    assert s.device_bytes[0] == 7 * GIB + round(s.peak_bytes[0] * 1.5) + communicators
+    assert [mixed.of(rank).memory_bytes for rank in (0, 11)] == [A100.memory_bytes, H100.memory_bytes]
+
+
+def test_costs_hold_for_the_type_on_which_they_were_taken() -> None:
+    plan = pipeline()
+    origin = Origin("an H100", "h100-80g-sxm:1", "nccl", "processes", 8, 1, "3", "2", plan.program_key, "2026-11-20", 3)
+    steps = {c.id: {k: Duration(1.0) for k in c.steps} for c in plan.chunks}
+    model = CostModel(plan, MIXED, Costs(compute=steps, origin=origin))
+    computes = [[model.work(r, i) for i in r.program if not i.comm] for r in plan.roles]
+    assert [any(w.source == "measured" for w in of) for of in computes] == [False, True]
+    elsewhere = CostModel(plan, MIXED, Costs(compute=steps, origin=replace(origin, cluster="b200-sxm:1")))
+    computes = [[elsewhere.work(r, i) for i in r.program if not i.comm] for r in plan.roles]
+    assert [any(w.source == "measured" for w in of) for of in computes] == [True, True]
+
+
+def test_what_if_and_sensitivities_reach_every_type() -> None:
+    plan, slow = pipeline(), replace(MIXED, slow_ranks={1: 1.5, 2: 1.5})
+    found = why(plan, slow)
+    by_name = {w.name: w.step_s for w in found.what_if}
+    faster = slow.each(lambda c: replace(c, peak_flops={k: 2 * v for k, v in c.peak_flops.items()}))
+    assert by_name["twice the peak FLOP/s"] == pytest.approx(simulate(plan, faster).step_s)
+    assert found.step_s == pytest.approx(simulate(plan, slow).step_s)
+    parts = {s.name: s.per_percent for s in found.sensitivities}
+    for name in ("peak_flops[bfloat16]", "h100-80g-sxm.peak_flops[bfloat16]"):
+        assert parts[name] < -0.05, "the path goes through both stages"
+    assert parts["slow_ranks[1.5]"] > 0.1
+    for name, value, put in cluster_constants(slow):
+        assert put(value) == slow, name
+    assert [len(role.ranks) for role in found.plan.roles] == [2, 2, 2, 2]
+    assert sum(p.seconds for p in found.path) == pytest.approx(found.step_s)
+
+
+def test_a_role_of_two_types_takes_as_long_as_the_slower_one() -> None:
+    """For those who time a plan that is not split, such as a search."""
+    build = PlanBuilder(1, dp=12)
+    build.compute(0, 1.0)
+    plan = replace(build.plan(), chunks=tuple(map(computed, build.plan().chunks)))
+    role = plan.roles[0]
+    assert CostModel(plan, MIXED, None).work(role, role.program[0]).seconds == pytest.approx(
+        1e12 / (312e12 * A100.matmul_fraction)
+    )
