@@ -125,6 +125,11 @@ def test_measured_kernels_label_a_step_and_are_said() -> None:
     assert (found.seconds, found.source) == (pytest.approx(7.0 + 3 * 1.0), "formula")
     (note,) = [n for n in model.notes if "kernels" in n]
     assert note.startswith(f"{some.name}: of the time of kernels 70% as measured, 30% up to 2 times outside of them, by formula")
+    twice = plan(chunk("c", MATMUL, ADD), chunk("d", MATMUL))
+    model = CostModel(twice, some, None)
+    for name in ("c", "d", "c"):
+        model.work(twice.roles[0], Instr("x", (Part("node", Compute(name, "F")),)))
+    assert any("82% as measured, 18%" in n for n in model.notes), "7 + 7 of 17 s, each step of a chunk once"
     exact = replace(some, kernels=(rows[0], replace(rows[1], size=(160,))))
     found = CostModel(CAPTURED, exact, None).work(CAPTURED.roles[0], Instr("x", (Part("node", Compute("c", "F")),)))
     assert (found.seconds, found.source) == (7.0 + 3 * 2.0, "table")
