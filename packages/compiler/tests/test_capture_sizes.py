@@ -56,6 +56,16 @@ def test_the_cost_of_attention_names_the_lowering_it_assumes() -> None:
     assert [k.lowering for k in bound.kernels if k.kind == "attention"] == ["flash"]
 
 
+def test_kernels_name_their_operators() -> None:
+    """In place or not: the sum of a residual and that of gradients are both `add`."""
+    steps = [sig for chunk in captured("gpt").program.chunks for sig in chunk.steps.values()]
+    found = {k.op: k.kind for sig in steps for k in sig.cost.bind(ROWS).kernels}
+    expected = {"add": "elementwise", "gelu": "elementwise", "mm": "matmul", "layer_norm": "norm", "embedding": "embedding"}
+    expected |= {"cross_entropy": "loss", "cross_entropy_dgrad": "loss", "attention": "attention", "attention_dgrad": "attention"}
+    assert expected.items() <= found.items(), found
+    assert all(op and not op.endswith("_") and "::" not in op for op in found)
+
+
 def test_rows_below_one_are_refused() -> None:
     found = captured("gpt")
     with pytest.raises(CaptureError, match="at least one"):

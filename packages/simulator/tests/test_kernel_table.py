@@ -1,6 +1,7 @@
 """Measured kernels: what is exact, interpolated, scaled by the nearest, or left to the formula; and that predictions say so."""
 
 from dataclasses import replace
+from math import exp, log
 from pathlib import Path
 
 import pytest
@@ -65,8 +66,11 @@ def test_a_shape_between_its_neighbours() -> None:
     table = KernelTable((row((64, 64, 64), 2 * simple(a)), row((256, 64, 64), 8 * simple(b))))
     found = table.find(x, simple)
     assert found.seconds == pytest.approx(4 * simple(x)) and found.how == "interpolated"
-    nearer = table.find(matmul(127, 64, 64), simple)
-    assert nearer.seconds < 4 * simple(matmul(127, 64, 64)), "the nearer weighs more"
+    closer = KernelTable((row((64, 64, 64), 2 * simple(a)), row((144, 64, 64), 8 * simple(matmul(144, 64, 64)))))
+    weights = log(80 / 64) ** -2, log(144 / 80) ** -2
+    mean = (weights[0] * log(2) + weights[1] * log(8)) / sum(weights)
+    at_80 = closer.find(matmul(80, 64, 64), simple)
+    assert at_80.seconds == pytest.approx(exp(mean) * simple(matmul(80, 64, 64))), "the nearer weighs more"
     wider = table.find(matmul(128, 128, 64), simple)
     assert wider.how == "scaled", "no neighbour is as wide"
     assert table.find(matmul(128, 256, 64), simple).how == "formula", "too wide to be a neighbour"

@@ -14,7 +14,10 @@ from piper_ir.program import Chunk, Cost, Kernel, Signature
 from piper_ir.sizes import TensorSpec
 from piper_simulator import Cluster
 from piper_simulator.cluster import SlowLink
+from piper_simulator.kernel_table import KernelDuration
 from piper_simulator.model import CostModel
+from piper_simulator.stacks import STACKS
+from piper_simulator.updates import Updated, update_bytes, update_seconds
 
 MACHINE = Cluster(
     device="toy",
@@ -97,6 +100,40 @@ def test_memory_ops_move_their_bytes() -> None:
     assert seconds(CAPTURED, Add(), reads=("u", "s")) == 120 / rate
     assert seconds(CAPTURED, SquaredNorm(("b",), "float32"), reads=()) == 80 / rate
     assert seconds(CAPTURED, Update(("b",)), reads=()) == 2 * (40 + 80) / rate, "the bucket's gradient is no state of this role"
+
+
+def test_with_a_stack_an_update_is_what_its_optimizer_launches() -> None:
+    """Bucket b: 40 bytes of parameters, 80 of states, no gradient on this role."""
+    of = Updated(40, 0, 80, 4, 1, False)
+    for name, tensors in (("eager", 2 * 40 + 2 * 80), ("inductor", 20 * 40)):
+        stack = replace(MACHINE, stack=STACKS[name], launch_s=0.0)
+        assert sum(update_bytes(of, fused=name == "eager")) == tensors
+        assert seconds(CAPTURED, Update(("b",)), on=stack, reads=()) == pytest.approx(tensors / 80)
+    scaled = seconds(CAPTURED, Update(("b",), clip=1.0), on=replace(MACHINE, stack=STACKS["eager"]), reads=())
+    assert scaled == pytest.approx(update_seconds(replace(MACHINE, stack=STACKS["eager"]), replace(of, scaled=True)))
+
+
+def test_measured_kernels_label_a_step_and_are_said() -> None:
+    """7 s of the product are measured; an addition took 2 s at twice its bytes, half of the formula's 4: half of its own 2."""
+    rows = (
+        KernelDuration("matmul", "", "float32", "shape", (1, 1, 1), 7.0, "here"),
+        KernelDuration("elementwise", "", "float32", "bytes", (320,), 2.0, "here"),
+    )
+    some = replace(MACHINE, kernels=rows)
+    model = CostModel(CAPTURED, some, None)
+    found = model.work(CAPTURED.roles[0], Instr("x", (Part("node", Compute("c", "F")),)))
+    assert (found.seconds, found.source) == (pytest.approx(7.0 + 3 * 1.0), "formula")
+    (note,) = [n for n in model.notes if "kernels" in n]
+    assert note.startswith(f"{some.name}: of the time of kernels 70% as measured, 30% up to 2 times outside of them, by formula")
+    twice = plan(chunk("c", MATMUL, ADD), chunk("d", MATMUL))
+    model = CostModel(twice, some, None)
+    for name in ("c", "d", "c"):
+        model.work(twice.roles[0], Instr("x", (Part("node", Compute(name, "F")),)))
+    assert any("82% as measured, 18%" in n for n in model.notes), "7 + 7 of 17 s, each step of a chunk once"
+    exact = replace(some, kernels=(rows[0], replace(rows[1], size=(160,))))
+    found = CostModel(CAPTURED, exact, None).work(CAPTURED.roles[0], Instr("x", (Part("node", Compute("c", "F")),)))
+    assert (found.seconds, found.source) == (7.0 + 3 * 2.0, "table")
+    assert not any("kernels" in n for n in CostModel(CAPTURED, MACHINE, None).notes)
 
 
 def test_point_to_point() -> None:

@@ -1,4 +1,4 @@
-"""An optimizer's update: bytes per parameter against cost-model.md 2, kernels, and that a simulation uses it."""
+"""An optimizer's update: bytes per parameter against cost-model.md 2, and kernels."""
 
 import pytest
 

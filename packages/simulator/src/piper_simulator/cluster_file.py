@@ -10,6 +10,8 @@
     rank = 5
     factor = 1.2
 
+Measured kernels, `[[kernel]]`: `piper_simulator.kernel_rows`.
+
 `[device]` with `base = "h100-80g-sxm"` changes single constants of a built-in device, links and communication model included;
 without `base` it gives all that have no default. Where nodes differ `nodes` is a list of tables, one for each run of nodes, with
 a `device` and `[nodes.links]` of its own, which go before those of the file. A key that is not known is an error.
