@@ -29,10 +29,12 @@ def test_a_recipe_is_drawn_with_its_numbers(tmp_path: Path) -> None:
     done = command("show", "--recipe", "zbv", "--pp", 2, "--microbatches", 4, "--times", "1,1,1", "--png", png)
     assert done.exit_code == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "rank 0  F0 F1 F2 F0 I0 W0 F1 I1 W1 F3 I0 W0 F2 I2 W2 I1 W1 F3 I3 W3 I2 W2 I3 W3 .",
-        "rank 1  .  F0 F0 F1 F1 I0 W0 F2 I0 W0 F2 I1 W1 F3 I1 W1 F3 I2 W2 I2 I3 I3 W2 W3 W3",
+        "rank 0  F0 F1 F2 f0 i0 w0 f1 i1 w1 F3 I0 W0 f2 i2 w2 I1 W1 f3 i3 w3 I2 W2 I3 W3 .",
+        "rank 1  .  F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 F3 I1 W1 f3 i2 w2 I2 i3 I3 W2 w3 W3",
         "",
-        "F forward; I input gradient; W weight gradient; the number is the microbatch; = goes on; . idle; a column is 1 s",
+        "F forward; I input gradient; W weight gradient; the number is the microbatch; lower case: the device's second chunk; "
+        "= goes on; . idle",
+        "a column is 1 s",
         "",
         "zbv: makespan 25 s, bubble 1 s (4.0%), 0 s of it between a device's first and last instruction",
         "peak 4 activations of a chunk on every device",

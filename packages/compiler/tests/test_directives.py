@@ -383,7 +383,7 @@ class TestUsersDirective:
 def test_the_example_of_the_language_document_runs() -> None:
     text = (Path(__file__).resolve().parents[3] / "docs" / "language.md").read_text(encoding="utf-8")
     blocks = [b.split("```")[0] for b in text.split("```python\n")[1:]]
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     names: dict[str, Any] = {"__name__": __name__}
     exec(compile(blocks[0], "language.md", "exec"), names)
     assert compile_program(layered(4), names["strategy"], global_batch=16).plan.replicas == 2
@@ -392,6 +392,9 @@ def test_the_example_of_the_language_document_runs() -> None:
     assert RECIPES.pop("one_at_a_time").make is names["one_at_a_time"]
     own = compile_program(layered(4), Strategy(Mesh(pp=2), names["one_at_a_time"](pp=2, microbatches=3))).plan
     assert makespan(own) == 3 * 4 * 9, "3 microbatches through 4 layers, F = 3, B = 6"
+    stages = synthetic(stages=4, F=(3, 3, 4, 6), I=(3, 3, 4, 6), W=(2, 3, 3, 4), hop=0.5)
+    plan = compile_program(stages, Strategy(Mesh(pp=4), names["uneven"])).plan
+    assert max(role.peak_bytes for role in plan.roles) == 5
     trial = SimpleNamespace(suggest_categorical=lambda name, choices: choices[1], suggest_int=lambda name, low, high: high)
     assert names["strategy"](trial).mesh == Mesh(pp=2)
     last_first = names["LastFirst"](where())

@@ -71,6 +71,36 @@ def test_an_overlapped_pair_is_told_apart(tmp_path: Path) -> None:
     assert (tmp_path / "pair.png").read_bytes().startswith(b"\x89PNG")
 
 
+def tabulated(chunks: int, width: int, microbatches: int = 2) -> str:
+    """Interleaved on two ranks."""
+    program = synthetic(stages=2 * chunks, **UNITS)
+    strategy = Strategy(Mesh(pp=2), recipes.interleaved(pp=2, microbatches=microbatches, chunks=chunks))
+    plan = compile_program(program, strategy).plan
+    return schedule_table(simulate(plan).trace, plan, width=width)
+
+
+def test_the_second_chunk_is_in_lower_case() -> None:
+    lines = tabulated(2, 120).splitlines()
+    assert lines[0] == "rank 0  F0 F1 f0 f1 .  .  b0==  .  b1==  B0==  B1=="
+    assert "lower case: the device's second chunk" in lines[3]
+    narrow = tabulated(2, 40, microbatches=4).splitlines()
+    assert narrow[1] == "rank 1  .FFfb=fb=FB=FB=fb=fb=B=B=.." and "lower case: the device's second" in "".join(narrow)
+
+
+def test_of_more_chunks_each_has_a_letter() -> None:
+    lines = tabulated(3, 150).splitlines()
+    assert lines[0].startswith("rank 0  F0a F1a F0b F1b F0c F1c .   .   B0c==   .")
+    assert "a, b, ...: the chunk of the device" in lines[3]
+    narrow = tabulated(3, 45).splitlines()
+    assert narrow[0].startswith("rank 0  FFffFF..B=.B=b=") and "lower case: every other chunk of the device" in "".join(narrow)
+
+
+def test_the_halves_of_a_pair_are_of_their_own_chunks() -> None:
+    plan = compile_program(synthetic(stages=4, **UNITS), Strategy(Mesh(pp=2), recipes.dualpipe_v(pp=2, microbatches=4))).plan
+    text = schedule_table(simulate(plan).trace, plan, width=200)
+    assert re.search(r"F\d&b\d", text) and re.search(r"f\d&B\d", text)
+
+
 @pytest.mark.parametrize(("start", "shown"), [(16.0, "rank 0  F0 .  F1="), (14.0, "rank 0  F0 F1===")])
 def test_a_column_shows_what_fills_most_of_it(start: float, shown: str) -> None:
     """Ten columns of 10.07 s: the second is idle for more than half of its time, or not."""

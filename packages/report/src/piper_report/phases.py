@@ -1,11 +1,14 @@
-"""What a span is: its phase and microbatch, taken from the plan where that is at hand, else guessed from the span's name."""
+"""What a span is: its phase and microbatch, taken from the plan where that is at hand, else guessed from the span's name; and
+which of its device's chunks it is of, which only the plan knows."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
+from piper_ir.ops import Compute
 from piper_ir.phases import Kind, of_instr
-from piper_ir.plan import COMPUTE, Plan
+from piper_ir.plan import COMPUTE, Instr, Plan
 from piper_ir.trace import Span, Trace
 
 _NAME = re.compile(r"(?:\.(?P<step>[FBIW]))?@(?P<mb>\d+)")
@@ -41,3 +44,32 @@ def _guess(span: Span) -> Kind:
         case "W":
             return Kind((("W", mb),))
     return Kind((("other", mb),))
+
+
+def chunks_of(plan: Plan) -> dict[str, list[int]]:
+    """Role -> the stages that it computes, ascending: its chunks."""
+    out = {}
+    for role in plan.roles:
+        found = {_stage(plan, instr, forward) for instr in role.program for forward in (True, False)}
+        out[role.role] = sorted(stage for stage in found if stage is not None)
+    return out
+
+
+def chunk_numbers(work: Mapping[Span, Kind], plan: Plan, chunks: Mapping[str, list[int]]) -> dict[Span, tuple[int | None, ...]]:
+    """For each half of an instruction the place of its stage among the `chunks` of its role (see `chunks_of`); None for what is
+    of no stage."""
+    out = {}
+    for span, kind in work.items():
+        role = plan.role_of(span.rank)
+        stages = [_stage(plan, role.program[span.instr], phase == "F") for phase, _ in kind.halves]
+        out[span] = tuple([None if stage is None else chunks[role.role].index(stage) for stage in stages])
+    return out
+
+
+def _stage(plan: Plan, instr: Instr, forward: bool) -> int | None:
+    """The stage of an instruction's first part of one direction; None where there is none."""
+    for part in instr.parts:
+        if isinstance(part.op, Compute) and (part.op.step == "F") == forward:
+            stage = plan.chunk(part.op.chunk).coords.get("stage")
+            return stage if isinstance(stage, int) else None
+    return None

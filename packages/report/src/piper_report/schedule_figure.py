@@ -10,12 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from piper_ir.errors import OutputError
-from piper_ir.ops import Compute
 from piper_ir.phases import PHASES, Kind
-from piper_ir.plan import COMPUTE, Instr, Plan
+from piper_ir.plan import COMPUTE, Plan
 from piper_ir.trace import Span, Trace
 from piper_report.idle import makespan
-from piper_report.phases import kinds
+from piper_report.phases import chunk_numbers, chunks_of, kinds
 from piper_report.style import (
     GREY,
     INK,
@@ -83,7 +82,7 @@ def _drawn(drawings: Sequence[Drawing]) -> bytes:
     halves = {h[0] for found in work for k in found.values() for h in k.halves}
     handles = [Patch(facecolor=PHASE_COLOURS[p], edgecolor=GREY, linewidth=0.4, label=PHASES[p]) for p in PHASES if p in halves]
     handles.append(Patch(facecolor=IDLE, edgecolor=GREY, linewidth=0.4, label="idle"))
-    if any(len(c) > 1 for d in drawings if d.plan is not None for c in _chunks(d.plan).values()):
+    if any(len(c) > 1 for d in drawings if d.plan is not None for c in chunks_of(d.plan).values()):
         pale = tint(PHASE_COLOURS["F"], PALEST)
         handles.append(Patch(facecolor=pale, edgecolor=GREY, linewidth=0.4, label="paler: a later chunk of the device"))
     figure.legend(handles=handles, loc="outside lower center", ncols=min(len(handles), max(2, int(width / 2.2))), frameon=False)
@@ -127,33 +126,12 @@ def _strengths(drawing: Drawing, work: Mapping[Span, Kind]) -> dict[Span, tuple[
     plan = drawing.plan
     if plan is None:
         return {s: (1.0,) * len(k.halves) for s, k in work.items()}
-    chunks = _chunks(plan)
-    out = {}
-    for span, kind in work.items():
-        role = plan.role_of(span.rank)
-        mine = chunks[role.role]
-        step = (1 - PALEST) / max(1, len(mine) - 1)
-        stages = [_stage(plan, role.program[span.instr], phase == "F") for phase, _ in kind.halves]
-        out[span] = tuple(1.0 if stage is None else 1 - step * mine.index(stage) for stage in stages)
-    return out
-
-
-def _chunks(plan: Plan) -> dict[str, list[int]]:
-    """Role -> the stages that it computes, ascending."""
-    out = {}
-    for role in plan.roles:
-        found = {_stage(plan, instr, forward) for instr in role.program for forward in (True, False)}
-        out[role.role] = sorted(stage for stage in found if stage is not None)
-    return out
-
-
-def _stage(plan: Plan, instr: Instr, forward: bool) -> int | None:
-    """The stage of an instruction's first part of one direction; None where there is none."""
-    for part in instr.parts:
-        if isinstance(part.op, Compute) and (part.op.step == "F") == forward:
-            stage = plan.chunk(part.op.chunk).coords.get("stage")
-            return stage if isinstance(stage, int) else None
-    return None
+    chunks = chunks_of(plan)
+    steps = {role: (1 - PALEST) / max(1, len(mine) - 1) for role, mine in chunks.items()}
+    return {
+        span: tuple(1 - steps[plan.role_of(span.rank).role] * (number or 0) for number in numbers)
+        for span, numbers in chunk_numbers(work, plan, chunks).items()
+    }
 
 
 def _cell(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
+from string import ascii_lowercase
 
 from piper_ir.phases import PHASES, Kind, Phase
 from piper_ir.plan import COMPUTE, Plan
 from piper_ir.trace import Span, Trace
 from piper_ir.units import time_text
 from piper_report.idle import makespan
-from piper_report.phases import kinds
+from piper_report.phases import chunk_numbers, chunks_of, kinds
 
 IDLE, GOES_ON = ".", "="
 NARROWEST = 40
@@ -27,19 +28,21 @@ TERMINAL = {"F": 75, "B": 214, "I": 36, "W": 175, "pair": 228, "U": 246}
 def schedule_table(trace: Trace, plan: Plan | None = None, *, width: int | None = None, colour: bool = False) -> str:
     """What each rank computes when, at most `width` characters wide (default: the terminal's). Each column is the same time:
     the common unit of all durations where they have one and it fits, else what makes the step fill the width; it shows what
-    runs for most of it. Where too few microbatches' numbers would fit, a column is one letter. The plan tells I fused with I
-    from I fused with W; without it the latter is assumed. colour: in the colours of a terminal that has 256."""
+    runs for most of it. Where too few microbatches' numbers would fit, a column is one letter. The plan tells the chunks
+    (stages) of a device apart, and I fused with I from I fused with W; without it the latter is assumed. colour: in the colours
+    of a terminal that has 256."""
     width = max(NARROWEST, width or shutil.get_terminal_size().columns)
     found = kinds(trace, plan)
     work = {s: k for s, k in found.items() if s.stream == COMPUTE and k.phase != "other" and s.end > s.start}
     if not work:
         return "nothing is computed in this trace"
+    marks = _Marks(work, plan)
     by_rank: dict[int, list[Span]] = {s.rank: [] for s in sorted(trace.spans, key=lambda s: s.rank)}
     for s in sorted(work, key=lambda s: (s.start, s.end)):
         by_rank[s.rank].append(s)
     origin, length = min(s.start for s in trace.spans), makespan(trace)
     indent = len(f"rank {max(by_rank)}") + 2
-    letters = max(len(k.label) for k in work.values())
+    letters = max(len(marks.label(s)) for s in work)
     for cell in _cell_widths(letters, _unit(work, origin, length), length, width - indent):
         slots, slot = _grid(work, origin, length, (width - indent) // cell)
         rows = {rank: _row(spans, origin, slot, slots) for rank, spans in by_rank.items()}
@@ -48,11 +51,52 @@ def schedule_table(trace: Trace, plan: Plan | None = None, *, width: int | None 
             break
     lines = []
     for rank, row in rows.items():
-        cells = [*_cells(row, work, cell)]
+        cells = [*_cells(row, marks, cell)]
         if colour:
             cells = [_coloured(text, work[span].phase) if span else text for text, span in zip(cells, row, strict=True)]
         lines.append(f"rank {rank}".ljust(indent) + "".join(cells).rstrip())
-    return "\n".join([*lines, "", *_legend(work.values(), slot, cell > 1, missed, width)])
+    return "\n".join([*lines, "", *_legend(work.values(), slot, cell > 1, missed, width, marks)])
+
+
+class _Marks:
+    """What stands for an instruction. Of two chunks per device the second one is in lower case; of more, each has its letter, or
+    every other one is in lower case where there is room for one letter only."""
+
+    def __init__(self, work: Mapping[Span, Kind], plan: Plan | None) -> None:
+        self.work = work
+        chunks = {} if plan is None else chunks_of(plan)
+        self.numbers = {} if plan is None else chunk_numbers(work, plan, chunks)
+        self.most = max(map(len, chunks.values()), default=1)
+
+    def label(self, span: Span) -> str:
+        """With the numbers of microbatches."""
+        halves = self.work[span].halves
+        texts = [Kind((half,)).label for half in halves]
+        return "&".join(map(self._marked, texts, self.numbers.get(span, (None,) * len(halves))))
+
+    def _marked(self, text: str, number: int | None) -> str:
+        if number is None or self.most == 1:
+            return text
+        if self.most == 2:
+            return text.lower() if number else text
+        return text + (ascii_lowercase[number] if self.most <= len(ascii_lowercase) else f".{number}")
+
+    def letter(self, span: Span) -> str:
+        """One letter."""
+        phase = self.work[span].phase
+        if phase == "pair":
+            return "&"
+        (number,) = self.numbers.get(span, (0,))
+        return phase.lower() if (number or 0) % 2 else phase
+
+    def legend(self, numbered: bool) -> list[str]:
+        """What tells chunks apart."""
+        if self.most == 1:
+            return []
+        if self.most == 2:
+            return ["lower case: the device's second chunk"]
+        names = "a, b, ..." if self.most <= len(ascii_lowercase) else ".0, .1, ..."
+        return [f"{names}: the chunk of the device" if numbered else "lower case: every other chunk of the device"]
 
 
 def _cell_widths(letters: int, unit: float | None, length: float, room: int) -> tuple[int, ...]:
@@ -108,15 +152,14 @@ def _row(spans: Sequence[Span], origin: float, slot: float, slots: int) -> list[
     return out
 
 
-def _cells(row: Sequence[Span | None], work: Mapping[Span, Kind], cell: int) -> Iterable[str]:
+def _cells(row: Sequence[Span | None], marks: _Marks, cell: int) -> Iterable[str]:
     before = None
     for i, span in enumerate(row):
         if span is None:
             yield IDLE.ljust(cell)
         else:
             after = row[i + 1] if i + 1 < len(row) else None
-            kind = work[span]
-            label = kind.label if cell > 1 else "&" if kind.phase == "pair" else kind.phase
+            label = marks.label(span) if cell > 1 else marks.letter(span)
             text = label if span is not before else GOES_ON
             yield text.ljust(cell, GOES_ON if span is after else " ")
         before = span
@@ -128,12 +171,13 @@ def _coloured(text: str, phase: Phase) -> str:
     return f"\x1b[30;48;5;{TERMINAL.get(phase, 250)}m{letters}\x1b[0m{text[len(letters) :]}"
 
 
-def _legend(found: Iterable[Kind], slot: float, numbered: bool, missed: int, width: int) -> list[str]:
+def _legend(found: Iterable[Kind], slot: float, numbered: bool, missed: int, width: int, marks: _Marks) -> list[str]:
     phases = {p for k in found for p, _ in k.halves} | {k.phase for k in found}
     words = [f"{p} {PHASES[p]}" for p in PHASES if p in phases and p != "pair"]
     if "pair" in phases:
         words.append(f"{'F1&B0' if numbered else '&'} {PHASES['pair']}")
     words += ["the number is the microbatch"] if numbered else []
+    words += marks.legend(numbered)
     words += [f"{GOES_ON} goes on", f"{IDLE} idle", f"a column is {time_text(slot)}"]
     if missed:
         words.append(f"too short to show: {missed} instructions")
