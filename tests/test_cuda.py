@@ -10,14 +10,15 @@ import torch
 
 import piper
 from benchmarks.step_model import Regime, job
+from piper import models
 from piper_ir.errors import ExecutionError
-from piper_ir.memory import peak
+from piper_ir.memory import on_device, peak
 from piper_runtime.device import NO_CUDA, using
 from piper_runtime.processes import Pool
 from piper_simulator.clusters import product_cluster
 from tests import compositions, parity
 from tests.compositions import Composition, fitted
-from tests.test_memory_truth import PEAK, lies, measure
+from tests.test_memory_truth import asked_for, lies, measure
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA),
@@ -58,23 +59,40 @@ def test_parity_in_float64(c: Composition, launcher: str, pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("c", [Composition("gpt", 2, 1, 8, "1f1b"), Composition("skip", 1, 2, 2)], ids=str)
-def test_memory_is_what_the_plan_says(c: Composition, pool: Pool) -> None:
-    """Storages as the dispatcher shows them, in one process; kernels for attention without a mask differ from the CPU's in what
-    they allocate inside, which neither counts."""
-    found = lies(*measure(c))
+def test_memory_is_what_the_plan_says(c: Composition) -> None:
+    """Storages as the dispatcher shows them, in one process, those inside the kernels of piper's ops too. In float64 attention is
+    written out. What an operator of torch's allocates inside is not seen, so nothing is allowed for it."""
+    plan, records = measure(c)
+    found = lies(on_device(plan, "cuda"), records)
     assert not found, "\n".join(found[:6])
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_the_allocator_is_asked_for_the_peak_of_the_plan(precision: str, pool: Pool) -> None:
-    """In a process of its own, where what a kernel allocates inside counts too: in half precision cuDNN's backward of attention
-    sums the gradient of the queries in float32."""
-    work = replace(job(SIZES, 16), precision=piper.Precision(params=precision))
+    """In a process of its own, where all that kernels allocate inside counts."""
+    planned, asked = planned_and_asked(SIZES, precision, pool)
+    assert not (wrong := asked_for(planned, asked)), wrong
+
+
+def test_the_allocator_is_asked_for_a_slice_of_the_loss(pool: Pool) -> None:
+    """At 32,768 classes the peak is within the gradient of the loss, which holds 64 MiB of logits in float32: planned, and as
+    many bytes are asked for, on an H200 to the byte (benchmarks/measured/gpu-check-h200-last.txt)."""
+    config = models.GPTConfig(layers=1, width=256, heads=4, vocab=32_768, length=1024)
+    work = models.job(config, global_batch=4)
+    compiled = piper.compile(work, piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=2),)))
+    tensors, role = peak(compiled.plan, compiled.plan.roles[0]).total, on_device(compiled.plan, "cuda").roles[0]
+    assert 64 << 20 <= role.peak_bytes - tensors < 65 << 20
+    run = piper.execute(compiled, steps=2, launcher="processes", pool=pool)
+    assert not (wrong := asked_for(role.peak_bytes, run.peak_bytes[0])), wrong
+
+
+def planned_and_asked(sizes: Regime, precision: str, pool: Pool) -> tuple[int, int]:
+    """Bytes at the peak of a plan for CUDA, and those that the allocator of the device was asked for."""
+    work = replace(job(sizes, 16), precision=piper.Precision(params=precision))
     strategy = piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=4),))
     compiled = piper.compile(work, strategy)
     run = piper.execute(compiled, steps=2, launcher="processes", pool=pool)
-    planned, inside = peak(compiled.plan, compiled.plan.roles[0]).total, 4 * SIZES.rows * SIZES.context * SIZES.width
-    assert planned <= run.peak_bytes[0] <= planned * (1 + PEAK) + (inside if precision == "bfloat16" else 0)
+    return on_device(compiled.plan, "cuda").roles[0].peak_bytes, run.peak_bytes[0]
 
 
 def test_a_profile_is_of_the_device(pool: Pool) -> None:

@@ -73,7 +73,7 @@ def compile(
         captured.program,
         strategy,
         global_batch=source.global_batch,
-        training=Training(spec.group_of, spec.state_bytes, source.clip_norm, source.tokens_per_row),
+        training=Training(spec.group_of, spec.state_bytes, source.clip_norm, source.tokens_per_row, spec.update_bytes),
         costs=costs,
         options=options,
         at_rows=lambda rows: program_at(captured, rows),

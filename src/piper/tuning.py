@@ -154,7 +154,7 @@ def problem_of(
         raise CompileError("tune: global_batch is given with a Program only; a Job has its own")
     captured = captured_job(source)
     spec = optimizer.optimizer_spec(source, captured.program.params)
-    training = Training(spec.group_of, spec.state_bytes, source.clip_norm, source.tokens_per_row)
+    training = Training(spec.group_of, spec.state_bytes, source.clip_norm, source.tokens_per_row, spec.update_bytes)
     one_role = "" if spec.separable else f"Job.optimizer returned {spec.kind}, which needs all parameters on one role"
     problem = Problem(captured.program, source.global_batch, training, cluster, costs, limit, one_role)
     modules: tuple[ModuleType, ...] = (optimizer,)  # by value: a worker that imported it would import torch

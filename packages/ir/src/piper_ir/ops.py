@@ -65,9 +65,11 @@ class AllReduce:  # sums over the channel's members: the bucket's gradient in pl
 class Update:
     # steps the optimizer on these buckets, then zeroes their gradients. Gradients are first divided by the value read
     # as weight (if any), then scaled so that the global norm is at most `clip` (if any; reads the squared norm).
+    # Meanwhile the optimizer holds `workspace` bytes of temporaries.
     buckets: tuple[str, ...]
     weighted: bool = False
     clip: float | None = None
+    workspace: int = 0
 
 
 Op = Load | Seed | Compute | Add | Zeros | SquaredNorm | Send | Recv | AllReduce | Update

@@ -23,7 +23,7 @@ from math import prod
 from typing import Literal
 
 from piper_ir.mesh import Mesh
-from piper_ir.ops import COMM, Compute, Op
+from piper_ir.ops import COMM, Compute, Op, Update
 from piper_ir.program import BatchTensor, Buffer, Chunk, Param
 from piper_ir.sizes import TensorSpec, bind
 
@@ -302,7 +302,7 @@ def part_peak(plan: Plan, part: Part, nbytes: Mapping[str, int]) -> int:
     inputs give back early (hence it can be below the bytes of its writes). `nbytes`: bytes of each value."""
     writes = sum(nbytes[v] for v in part.writes)
     if not isinstance(part.op, Compute):
-        return writes
+        return writes + (part.op.workspace if isinstance(part.op, Update) else 0)
     chunk = plan.chunk(part.op.chunk)
     assert part.op.step != "B", "a plan holds I and W parts; B exists in graphs only"
     sig = chunk.steps[part.op.step]

@@ -1,9 +1,9 @@
 """Bytes that the kernels of ops hold on a CUDA device beside their arguments and results, where they are worth counting.
 
-The bytes of the loss are those of reductions "mean" and "sum", which keep some bytes per row that "none" does not. Attention's
-gradient is that of the lowering that takes more, of those that a device from sm80 on may choose. Not here: what an op of aten's
-allocates inside beside that, such as the sorted indices of an embedding's gradient, and the buffers of reductions that are split
-over blocks.
+The bytes of the loss are those of reductions "mean" and "sum", which keep some bytes per row that "none" does not; in bfloat16 an
+H200's allocator was asked for as many, to the byte (benchmarks/measured/gpu-check-h200-last.txt). Attention's gradient is that
+of the lowering that takes more, of those that a device from sm80 on may choose. Not here: what an op of aten's allocates inside
+beside that, such as the sorted indices of an embedding's gradient, and the buffers of reductions that are split over blocks.
 """
 
 from __future__ import annotations
@@ -96,17 +96,20 @@ def _most(call: Call, of: Callable[[LoweringName], int]) -> int:
 
 
 def _fused_dgrad(call: Call, name: LoweringName) -> int:
-    """cuDNN and FlashAttention-2 sum the gradient of the queries in float32, beside a float32 per row (cudnn-frontend,
-    scaled_dot_product_flash_attention.h: dQ_accum and softmax_sum; torch's flash_api.cpp: dq_accum and softmax_d, of lengths
-    rounded up to 128 and head_dims to 32 or 64). The efficient kernel does so in half precision; in float32 it first makes the
-    product of the output and its gradient (torch's attention_backward.cu: delta). Gradients of grouped heads are made for each
-    query head, by the efficient kernel of keys and values that were repeated."""
+    """FlashAttention-2 sums the gradient of the queries in float32, beside a float32 per row (torch's flash_api.cpp: dq_accum and
+    softmax_d, of lengths rounded up to 128 and head_dims to 32 or 64). The efficient kernel does so in half precision; in float32
+    it first makes the product of the output and its gradient (torch's attention_backward.cu: delta). Gradients of grouped heads
+    are made for each query head, by the efficient kernel of keys and values that were repeated.
+
+    cuDNN is asked how much it needs (torch's MHA.cpp: get_workspace_size). An upper bound of what was seen: all three gradients
+    in float32 (an H200, cuDNN 9.19, 8 heads of 64, 256 tokens: of the 6,144 bytes per token by this, 6,104 with 4 and with 8
+    sequences, at most 4,100 with 2; benchmarks/measured/gpu-h200.json)."""
     q, k, v = (call.tensor(name) for name in "qkv")
     batch, queries, heads, dim = q.shape
     item, rows = q.element_size(), batch * heads
     repeated = batch * k.shape[1] * heads * (k.shape[3] + v.shape[3]) * item if heads != k.shape[2] else 0
     if name == "cuda_cudnn":
-        return 4 * rows * queries * (dim + 1)
+        return 4 * rows * (queries * dim + k.shape[1] * (dim + v.shape[3]))
     if name == "cuda_flash":
         return 4 * rows * _up(queries, 128) * (_up(dim, 32 if dim <= 128 else 64) + 1) + repeated
     summed = 4 * rows * queries * (v.shape[3] if item == 4 else dim)

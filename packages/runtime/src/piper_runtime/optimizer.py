@@ -19,6 +19,7 @@ from piper_ir.plan import Bucket, Plan
 from piper_ir.program import Param
 from piper_ir.sizes import ITEM_BYTES, bind
 from piper_ir.usercode import user_code
+from piper_ops.workspace import held_inside
 from piper_runtime.job import Job, NamedParameters
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ STEP_COUNTER_BYTES = 4
 class OptimizerSpec:
     """`kind`: the optimizer's class name. `group_of`: trained parameter -> index of its group. `flat`: whether it runs on whole
     buckets. `state_copies`: per group, how many values it keeps per element of a bucket (flat only). `param_bytes`: state per
-    parameter, of optimizers that are not flat. `separable`: known to update each parameter by itself."""
+    parameter, of optimizers that are not flat. `separable`: known to update each parameter by itself. `update_bytes`: most bytes
+    of temporaries in a step over all parameters, which a rank that holds a part of them may not reach; 0 where it is flat, for
+    the fused kernels hold none."""
 
     kind: str
     group_of: Mapping[str, int]
@@ -56,6 +59,7 @@ class OptimizerSpec:
     param_bytes: Mapping[str, int] = field(default_factory=dict)
     counters: int = 0
     separable: bool = True
+    update_bytes: int = 0
 
     def state_bytes(self, bucket: Bucket) -> int:
         """Bytes of optimizer state that a holder of the bucket keeps."""
@@ -86,8 +90,19 @@ def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
     if type(optimizer) in ELEMENTWISE:
         copies = tuple(_state_copies(optimizer, group) for group in optimizer.param_groups)
         return OptimizerSpec(kind, group_of, True, copies, counters=0 if type(optimizer) is SGD else STEP_COUNTER_BYTES)
+    _one_by_one(optimizer)
     state = _dry_state_bytes(optimizer, named, trained)
-    return OptimizerSpec(kind, group_of, False, param_bytes=state, separable=type(optimizer) in SEPARABLE)
+    held = _dry_update_bytes(optimizer, named)
+    separable = type(optimizer) in SEPARABLE
+    return OptimizerSpec(kind, group_of, False, param_bytes=state, separable=separable, update_bytes=held)
+
+
+def _one_by_one(optimizer: Optimizer) -> None:
+    """Choose the kernels that go from parameter to parameter, where the user has not: torch's choice on CUDA takes them all at
+    once, with temporaries as large as all of them."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = False
 
 
 def meta_parameters(params: Iterable[Param], dtype: torch.dtype) -> NamedParameters:
@@ -169,6 +184,18 @@ def _dry_state_bytes(optimizer: Optimizer, named: NamedParameters, trained: set[
     }
 
 
+def _dry_update_bytes(optimizer: Optimizer, named: NamedParameters) -> int:
+    """Bytes of temporaries in a step on meta that makes no state, after `_dry_state_bytes`."""
+    known = [*(p.grad for _, p in named), *(t for of in optimizer.state.values() for t in of.values())]
+    try:
+        return held_inside(lambda *_: optimizer.step(), *(p for _, p in named), *known)
+    except Exception as e:  # an optimizer of the user's may fail in any way
+        raise JobError(
+            f"Job.optimizer: {type(optimizer).__name__} cannot take a second step on meta tensors, so what it holds in one has "
+            f"no known size: {e}"
+        ) from e
+
+
 class RankOptimizer:
     """The optimizer of one rank over the buckets that it holds, with the user's groups in the user's order and its
     learning-rate schedule."""
@@ -219,6 +246,7 @@ class RankOptimizer:
             self._members[bucket.id] = [(self._store.flat_params[bucket.id], self._store.flat_grads[bucket.id])]
 
     def _use_views(self, optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> None:
+        _one_by_one(optimizer)
         for group in optimizer.param_groups:
             group.pop("param_names", None)
             group["params"] = [p for p in group["params"] if not p.is_meta]

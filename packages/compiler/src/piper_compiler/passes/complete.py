@@ -24,12 +24,14 @@ EVERYWHERE = "all"
 @dataclass(frozen=True)
 class Training:
     """What the compiler needs to know of the job. `group_of`: parameter -> index of the optimizer's parameter group (default
-    0); `state_bytes`: bytes of optimizer state that a holder of a bucket keeps; `clip`: bound of the global gradient norm."""
+    0); `state_bytes`: bytes of optimizer state that a holder of a bucket keeps; `clip`: bound of the global gradient norm;
+    `update_bytes`: of temporaries that the optimizer holds in an update."""
 
     group_of: Mapping[str, int] = field(default_factory=dict)
     state_bytes: Callable[[Bucket], int] = lambda bucket: 0
     clip: float | None = None
     tokens_per_row: int | None = None
+    update_bytes: int = 0
 
 
 def complete(graph: Graph, training: Training) -> Graph:
@@ -48,9 +50,8 @@ def complete(graph: Graph, training: Training) -> Graph:
     for role in edit.roles:
         held = tuple(b.id for b in edit.buckets.values() if role in b.roles)
         reads = tuple(v[role] for v in (total, norm) if v)
-        edit.add(
-            Node(f"update#{role}", Update(held, bool(total), training.clip), {"phase": "U", "op": "update"}, reads, (), role)
-        )
+        update = Update(held, bool(total), training.clip, training.update_bytes if held else 0)
+        edit.add(Node(f"update#{role}", update, {"phase": "U", "op": "update"}, reads, (), role))
     _order_buffers(edit)
     return edit.done()
 
