@@ -41,8 +41,8 @@ class Sensitivity:
 
 
 class Case:
-    """A plan on a cluster, timed as often as wanted. `plan`: with roles split by what differs on the cluster; no change here makes
-    more differ (`piper_simulator.splitting`). `work`: per node, where nothing runs beside it; `issue`: host seconds per
+    """A plan on a cluster, timed as often as wanted. `plan`: with roles split by what differs on the cluster; no change here
+    makes more differ (`piper_simulator.splitting`). `work`: per node, where nothing runs beside it; `issue`: host seconds per
     instruction; `durations`: seconds per node as they were in `times`, with `contention` as far as there is any (`interferes`).
 
     ClusterError, CostsError, PlanError as `simulate` raises them."""
