@@ -200,6 +200,11 @@ def test_unknown_cluster_and_flag(recipe: Path) -> None:
         ('device = "h100-80g-sxm"\n[links.intra]\nlatency = -1\n', ["links.intra.latency", "from 0 on"]),
         ('device = "h100-80g-sxm"\nslow_links = [{ nodes = [0, 1], factor = 2 }]\n', ["node 1 is not there"]),
         ('device = "h100-80g-sxm"\nsize = 2\n', ["size: no such key", "known here"]),
+        ('device = "h900"\n', ["device: no device 'h900'", "h100-80g-sxm"]),
+        ('device = "h100-80g-sxm"\nslow_ranks = [{ rank = 1, factor = 2 }]\n', ["rank 1 is not there", "0 to 0"]),
+        ('device = "h100-80g-sxm"\n[links.inter]\noversubscription = 0\n', ["oversubscription: 0", "from 1 on"]),
+        ("[[nodes]]\ncount = 2\n", ["nodes[0]: device is missing"]),
+        ('device = "h100-80g-sxm"\n[[nodes]]\ndevices = 8\n[[nodes]]\ndevices = 4\n', ["4 devices per node", "the same number"]),
     ],
 )
 def test_cluster_files_that_are_not_right(recipe: Path, tmp_path: Path, text: str, words: list[str]) -> None:

@@ -115,6 +115,50 @@ def test_what_cannot_be_compared_is_said(file: Path, args: tuple[str, ...], word
     fails(piper("simulate", file, *args), *words)
 
 
+def test_without_contention(file: Path) -> None:
+    both = [json.loads(piper("simulate", file, *ON, *args, "--json").stdout) for args in ((), ("--no-contention",))]
+    assert both[0]["slowed_s"] is not None and both[1]["slowed_s"] is None
+    found = json.loads(piper("simulate", file, *ON, "--no-contention", "--why", "--json").stdout)["why"]
+    assert found["slowed_s"] == 0 and "no interference" not in [row["name"] for row in found["what_if"]]
+    apart = json.loads(piper("simulate", file, "--versus", "microbatches=2", *ON, "--no-contention", "--json").stdout)
+    assert apart["step_s"]["a"] == both[1]["step_s"]
+
+
+def test_jitter_prints_percentiles(file: Path) -> None:
+    args = ("simulate", file, *ON, "--jitter", "0.05", "--repetitions", "20", "--seed", "3")
+    text = piper(*args).stdout
+    assert "\ndurations that vary by 0.05 (lognormal)" in text and "20 repetitions, seed 3; 2 of 2 ranks drew" in text
+    found = json.loads(piper(*args, "--json").stdout)["distribution"]
+    for of in ("step_s", "period_s"):
+        assert found[of]["p5"] < found[of]["median"] < found[of]["p95"]
+    assert json.loads(piper(*args, "--json").stdout)["distribution"] == found
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("--jitter", "-0.1"), ("jitter is -0.1", "from 0 on")),
+        (("--jitter", "nan"), ("jitter is nan",)),
+        (("--jitter", "much"), ("--jitter", "valid number")),
+        (("--jitter", "0.1", "--repetitions", "0"), ("--repetitions", "greater than or equal to 1")),
+        (("--repetitions", "9"), ("--repetitions and --seed belong to --jitter",)),
+        (("--jitter", "0.1", "--versus", "microbatches=2"), ("--jitter", "one strategy")),
+    ],
+)
+def test_jitter_that_cannot_be(file: Path, args: tuple[str, ...], words: tuple[str, ...]) -> None:
+    fails(piper("simulate", file, *ON, *args), *words)
+
+
+def test_a_slow_rank_and_two_types_are_explained(file: Path, tmp_path: Path) -> None:
+    """pp=2: stage 0 on an A100 that is slow besides, stage 1 on an H100."""
+    nodes = "".join(f'[[nodes]]\ndevice = "{device}"\ncount = 1\n' for device in ("a100-80g-sxm", "h100-80g-sxm"))
+    (tmp_path / "two.toml").write_text(f"{nodes}[[slow_ranks]]\nrank = 0\nfactor = 3\n")
+    text = piper("simulate", file, "--cluster", tmp_path / "two.toml", "--why").stdout
+    for part in ("recipe on two", "slow ranks: rank 0 of pp0, 3 times as long", "slow_ranks[3]", "h100-80g-sxm."):
+        assert part in text, part
+    assert "recipe on a100-80g-sxm:1+h100-80g-sxm:1" in piper("simulate", file, "--cluster", "a100x1+h100x1").stdout
+
+
 def test_tables_of_many_devices_stay_short() -> None:
     gpipe, other = (why(shown(name, pp=16, microbatches=16).compiled.plan) for name in ("gpipe", "one_f_one_b"))
     path, order, ranks, gaps, _ = why_tables(gpipe)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import nullcontext, redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ from piper_runtime.emulate import Durations, Emulation
 from piper_runtime.emulate import emulate as run
 from piper_simulator import Cluster, Simulation, load_cluster, simulate
 from piper_simulator.model import CostModel, given_only
+from piper_simulator.splitting import split
 
 if TYPE_CHECKING:
     from piper.loading import Recipe
@@ -47,9 +49,13 @@ def emulate(
     from piper_ir.verify import verify
 
     verify(compiled.plan)
-    durations = durations_on(compiled.plan, target(compiled.plan, cluster), costs)
+    device = target(compiled.plan, cluster)
+    plan = split(compiled.plan, device, shared=False).plan  # slow ranks sleep longer than others of their role
+    durations = durations_on(plan, device, costs)
     folder = new_folder(Path(out), "emulated") if out is not None else None
-    result = run(compiled.plan, durations, steps=steps, timeout_s=timeout_s, trace=trace, pool=pool)
+    result = run(plan, durations, steps=steps, timeout_s=timeout_s, trace=trace, pool=pool)
+    if plan is not compiled.plan:
+        result = replace(result, trace=replace(result.trace, plan_key=compiled.plan.key))
     if folder is not None:
         save_run(folder, result, compiled.plan.tokens_per_step)
     return result

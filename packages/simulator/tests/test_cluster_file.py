@@ -282,3 +282,7 @@ def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     written(tmp_path, "op,ranks,nodes,bytes,seconds\n", "all_reduce.csv")
     cluster = load_cluster(written(tmp_path, text.split("```toml\n")[1].split("```")[0]))
     assert (cluster.name, cluster.devices, cluster.slow_ranks, cluster.stack) == ("lab", 32, {5: 1.2}, STACKS["eager"])
+    two = load_cluster(written(tmp_path, text.split("```toml\n")[2].split("```")[0]))
+    assert [(k.device, k.inter_bandwidth, two.of(rank) == k) for k, rank in zip(two.kinds, (0, 64), strict=True)] == [
+        ("a100-80g-sxm", 23.5e9, True), ("h100-80g-sxm", 25e9, True),
+    ]  # fmt: skip

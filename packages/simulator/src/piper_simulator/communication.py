@@ -6,7 +6,6 @@ and NVLS in three protocols (`piper_simulator.nccl`)."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -41,13 +40,17 @@ class Group:
 
 def group(cluster: Cluster, members: Sequence[int]) -> Group:
     """Of these ranks."""
-    count = Counter(cluster.node_of(r) for r in members)
+    per_node = cluster.per_node
+    count: dict[int, int] = {}
+    for rank in members:
+        node = rank // per_node
+        count[node] = count.get(node, 0) + 1
     inter = [x.factor for x in cluster.slow_links if x.a != x.b and x.a in count and x.b in count]
     intra = [x.factor for x in cluster.slow_links if x.a == x.b and count.get(x.a, 0) > 1]
-    rails = {cluster.rail_of(r) for r in members}
+    rails = {cluster.rail_of(r) for r in members} if len(count) > 1 and cluster.rails > 1 else ()
     return Group(
         len(members), len(count), min(count.values()), max(count.values()), max(inter, default=1.0), max(intra, default=1.0),
-        len(count) > 1 and len(rails) > 1, tuple(sorted({cluster.kind_of(r) for r in members})) if cluster.others else (0,),
+        len(rails) > 1, tuple(sorted({cluster.kind_of(r) for r in members})) if cluster.others else (0,),
     )  # fmt: skip
 
 

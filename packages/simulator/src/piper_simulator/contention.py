@@ -60,10 +60,22 @@ class Wiring:
         both = {(x.a, x.b): x.factor for x in self.cluster.slow_links}
         return both | {(b, a): factor for (a, b), factor in both.items()}
 
+    @cached_property
+    def _known(self) -> dict[Resource, float]:
+        return {}
+
     def capacity(self, resource: Resource) -> float:
         """Bytes/s."""
         what, _, far = resource
-        node, device = self.node_of(resource), self.cluster.kinds[self.kind_of(resource)]
+        node = self.node_of(resource)
+        key = what, node, far
+        if key not in self._known:
+            self._known[key] = self._capacity(what, node, far)
+        return self._known[key]
+
+    def _capacity(self, what: str, node: int, far: int) -> float:
+        """Of what belongs to a node: all its ports are alike, and all its NICs."""
+        device = self.cluster.of(node * self.cluster.per_node)
         if what.startswith("port"):
             return device.intra_bandwidth / self.factors.get((node, node), 1.0)
         through_spine = device.rails == 1 or "spine" in what
@@ -233,10 +245,11 @@ def passes(wires: Wiring, members: Sequence[int], p2p: bool) -> dict[Resource, f
             out[f"slow {kinds[-1]} out", wires.nic_of(source), there] = 1.0
             out[f"slow {kinds[-1]} in", wires.nic_of(destination), here] = 1.0
         return out
-    count = Counter(cluster.node_of(rank) for rank in members)
+    per_node = cluster.per_node
+    count = Counter(rank // per_node for rank in members)
     found: dict[Resource, float] = {}
     for rank in members if len(members) > 1 else ():
-        node = cluster.node_of(rank)
+        node = rank // per_node
         if count[node] > 1:
             found["port out", rank, -1] = found["port in", rank, -1] = 1.0
         if len(count) > 1:

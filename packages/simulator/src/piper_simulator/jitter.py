@@ -27,7 +27,7 @@ from piper_ir.timing import Prepared, Times, prepare, sweep
 from piper_simulator.instances import instances
 from piper_simulator.splitting import Split, each_rank
 
-MOST = 4_000_000
+MOST = 2_000_000
 """Instructions that are timed, in all repetitions together: some seconds. At least two replicas are timed."""
 WARM_UP = 3
 """Steps before those whose seconds count as of steady state."""
