@@ -189,6 +189,10 @@ def test_two_kinds_of_devices() -> None:
     assert (starts(s, "1.reduce"), s.step_s) == ([4.0] * 8, 4.0)
     across = simulate(replicas(4), replace(mixed, per_node=2, nodes=4))
     assert (starts(across, "b"), across.step_s) == ([3.0, 3.0, 1.5, 1.5], 5.0)
+    build = PlanBuilder(1, dp=4)
+    build.compute(0, 3.0)
+    alone = simulate(computed(build.plan()), replace(mixed, per_node=2, nodes=4))
+    assert [x.end for x in alone.trace.spans] == [3.0, 3.0, 1.5, 1.5], "without a message"
 
 
 def test_what_is_not_different_is_not_split() -> None:
