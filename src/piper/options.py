@@ -57,7 +57,9 @@ StrategyFile = Annotated[
 ClusterName = Annotated[
     str,
     typer.Option(
-        "--cluster", help="e.g. h100x8, h100-80g-sxm:8*4, h100x8@eager, a file lab.toml, cpu-local (this machine, measured now)"
+        "--cluster",
+        help="e.g. h100x8, h100-80g-sxm:8*4, a100x8*2+h100x8*2, h100x8@eager, a file lab.toml, cpu-local (this machine, measured "
+        "now)",
     ),
 ]
 CostsFile = Annotated[

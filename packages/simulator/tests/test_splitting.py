@@ -12,7 +12,7 @@ from piper_ir.ops import COMM, AllReduce
 from piper_ir.plan import Channel, Instr, Plan, RolePlan, Value
 from piper_ir.program import Chunk, Cost, Kernel
 from piper_ir.sizes import TensorSpec
-from piper_simulator import Cluster, Simulation, simulate
+from piper_simulator import Cluster, Simulation, simulate, why
 from piper_simulator.cluster import Nodes, SlowLink
 from piper_simulator.refinement import refined
 from piper_simulator.splitting import each_rank, split
@@ -189,6 +189,10 @@ def test_two_kinds_of_devices() -> None:
     assert (starts(s, "1.reduce"), s.step_s) == ([4.0] * 8, 4.0)
     across = simulate(replicas(4), replace(mixed, per_node=2, nodes=4))
     assert (starts(across, "b"), across.step_s) == ([3.0, 3.0, 1.5, 1.5], 5.0)
+    build = PlanBuilder(1, dp=4)
+    build.compute(0, 3.0)
+    alone = simulate(computed(build.plan()), replace(mixed, per_node=2, nodes=4))
+    assert [x.end for x in alone.trace.spans] == [3.0, 3.0, 1.5, 1.5], "without a message"
 
 
 def test_what_is_not_different_is_not_split() -> None:
@@ -234,3 +238,21 @@ def test_refinement_on_a_path() -> None:
     near = [[n for n in (k - 1, k + 1) if 0 <= n < 7] for k in range(7)]
     colours = refined([0] * 7, near, lambda node, now: tuple(sorted(now[n] for n in near[node])))
     assert [colours[k] == colours[6 - k] for k in range(7)] == [True] * 7 and len(set(colours[:4])) == 4
+
+
+@settings(max_examples=15)
+@given(seed=st.integers(0, 1 << 30), contention=st.booleans())
+def test_the_explanation_is_that_of_the_split_simulation(seed: int, contention: bool) -> None:
+    """Its path fills the step, its roles are all ranks, and what they do adds up."""
+    rng = Random(seed)
+    plan = random_work(rng)
+    cluster = random_cluster(rng, plan.mesh.world)
+    found = why(plan, cluster, contention=contention, draws=1)
+    s = simulate(plan, cluster, contention=contention)
+    assert found.step_s == s.step_s
+    assert sum(p.seconds for p in found.path) == pytest.approx(s.step_s)
+    assert sorted(rank for role in found.plan.roles for rank in role.ranks) == list(range(plan.mesh.world))
+    for role, share in zip(found.plan.roles, found.shares, strict=True):
+        assert share.bubble + share.waiting + share.host + share.computing == pytest.approx(s.step_s)
+        for rank in role.ranks:
+            assert s.step_s - s.bubble_s[rank] == pytest.approx(share.computing)
