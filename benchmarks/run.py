@@ -29,6 +29,7 @@ from benchmarks.measure import Machine, Row, machine
 SECTIONS = {
     "compile": "compile_rates:rows",
     "capture": "capture_rates:rows",
+    "scale": "scale:rows",
     "simulate": "plan_rates:simulate_rows",
     "sweep": "plan_rates:sweep_rows",
     "recipes": "recipe_rates:rows",

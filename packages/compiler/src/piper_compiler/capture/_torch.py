@@ -75,6 +75,25 @@ def compile_once(function: Callable[..., Any], backend: Backend) -> Callable[...
     return torch.compile(function, backend=backend, fullgraph=True)
 
 
+INVOKE = torch.ops.higher_order.invoke_subgraph
+"""What a call of a nested compile region is in Dynamo's graph: (the region's graph, its name, *inputs) -> tuple of results."""
+
+
+@contextmanager
+def nested_forward(module: type[torch.nn.Module]) -> Iterator[None]:
+    """Calls of modules of this class are nested compile regions."""
+    own = "forward" in vars(module)
+    before = module.forward
+    module.forward = torch.compiler.nested_compile_region(before)
+    try:
+        yield
+    finally:
+        if own:
+            module.forward = before
+        else:
+            del module.forward
+
+
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
     """The frames of the user's code that Dynamo was tracing when it raised, outermost first."""
     stack = getattr(error, "real_stack", None)

@@ -24,6 +24,7 @@ from piper_compiler.capture.model import (
     flatten_batch,
     named_tensors,
 )
+from piper_compiler.capture.repeated import Modules, as_regions, flatten, repeated_layers
 from piper_compiler.capture.tags import is_opaque
 from piper_ir.errors import CaptureError
 from piper_ops import UnsupportedVariant, replace_portable
@@ -69,7 +70,7 @@ class Forward:
     buffers: tuple[TensorInfo, ...]
     batch: Mapping[str, Tensor]
     model: nn.Module
-    modules: Mapping[str, nn.Module]
+    modules: Modules
     guards: tuple[_torch.RowGuard, ...]
 
 
@@ -95,12 +96,14 @@ class _Recorder:
     """The backend handed to torch.compile: keeps the graph and answers with its fake outputs."""
 
     batch: Collection[int]
+    modules: Modules
     module: fx.GraphModule | None = None
     inputs: Sequence[Any] = ()
     outputs: list[Any] = field(default_factory=list)
     problem: CaptureError | None = None
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        flatten(module, self.modules)
         self.module, self.inputs = module, inputs
         self.problem = _specialised(module, inputs, self.batch)
         if self.problem:
@@ -131,17 +134,18 @@ def capture_forward(
         _torch.mark_rows(tensor)
 
     numbers = _numbers(module)
-    recorder = _Recorder(batch={id(t) for t in tensors.values()})
+    modules = {str(id(m)): m for m in module.modules()}
+    recorder = _Recorder({id(t) for t in tensors.values()}, modules)
     result = _run(recorder, module, loss, inputs, targets)
     gm = recorder.module
     if gm is None:
         raise CaptureError("the loss does not depend on any tensor operation; nothing was captured")
     changed = {place: value for place, value in _numbers(module).items() if numbers.get(place, value) != value}
     if changed:
-        again = _Recorder(batch=recorder.batch)
-        _run(again, _with_numbers(fake_model(model, _torch.fake_cpu(), dtype), changed), loss, inputs, targets)
+        other = _with_numbers(fake_model(model, _torch.fake_cpu(), dtype), changed)
+        again = _Recorder(recorder.batch, {str(id(m)): m for m in other.modules()})
+        _run(again, other, loss, inputs, targets)
         _check_steady(gm, again.module, changed)
-    modules = {str(id(m)): m for m in module.modules()}
     try:
         replace_portable(gm, lambda node: is_opaque(node, modules))
     except UnsupportedVariant as error:
@@ -192,10 +196,20 @@ def _manifest(
 
 def _run(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> tuple[Any, ...]:
     with _torch.own_settings(), torch.enable_grad():
+        if repeated := repeated_layers(model):
+            try:
+                with as_regions(repeated):
+                    return _traced(recorder, model, loss, inputs, targets)
+            except Exception:  # of whatever kind: the plain trace gives a graph, or says what is wrong in the user's terms
+                recorder.problem = None
         try:
-            result = _torch.compile_once(step, recorder)(model, loss, inputs, targets)
+            return _traced(recorder, model, loss, inputs, targets)
         except _torch.CAPTURE_ERRORS as error:
             raise recorder.problem or _as_capture_error(error) from error
+
+
+def _traced(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> tuple[Any, ...]:
+    result = _torch.compile_once(step, recorder)(model, loss, inputs, targets)
     assert isinstance(result, tuple)
     return result
 
@@ -213,6 +227,9 @@ def _with_numbers(model: nn.Module, numbers: dict[tuple[str, str], int | float])
 
 def _check_steady(first: fx.GraphModule, second: fx.GraphModule | None, changed: dict[tuple[str, str], int | float]) -> None:
     """A number that forward changes (a counter) may not decide what forward computes: it would be captured as it was at first."""
+    for module in (first, second):
+        if module is not None:
+            module.recompile()  # flattened since its code was made
     if second is None or first.code != second.code:
         names = ", ".join(".".join(filter(None, place)) for place in changed)
         raise CaptureError(

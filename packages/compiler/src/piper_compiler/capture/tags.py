@@ -153,13 +153,13 @@ def layer_indexes(model: nn.Module) -> dict[int, int]:
     The entries of all outermost lists are numbered consecutively, in the order of `named_modules`: with encoder.layers of 2
     entries registered first, decoder.layers starts at 2. A list or entry that is registered twice keeps its first numbers."""
     found: dict[int, int] = {}
-    for number, entry in enumerate(_outermost_entries(model, set())):
+    for number, entry in enumerate(outermost_entries(model, set())):
         for inner in entry.modules():
             found.setdefault(id(inner), number)
     return found
 
 
-def _outermost_entries(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
+def outermost_entries(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
     """Entries of the ModuleLists that are in no other one; `seen`: ids of modules that are done."""
     for child in module.children():
         if id(child) in seen:
@@ -168,7 +168,7 @@ def _outermost_entries(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]
         if isinstance(child, nn.ModuleList):
             yield from child
         else:
-            yield from _outermost_entries(child, seen)
+            yield from outermost_entries(child, seen)
 
 
 def module_coords(module: nn.Module) -> dict[str, int]:

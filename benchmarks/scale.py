@@ -1,0 +1,153 @@
+"""Scale: GPT-3 175B on 1,024 devices and Llama-3 405B on 16,384, and how the cost grows with each size of a problem alone."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import log
+from pathlib import Path
+from typing import Any
+
+import piper
+from benchmarks.compile_rates import GROWTH_GOAL, layered
+from benchmarks.measure import Goal, Row
+from benchmarks.scale_cell import PHASES
+from piper import models
+from piper.frontdoor import captured_job
+from piper_compiler import Strategy, compile_program, recipes
+from piper_ir.mesh import Mesh
+from piper_ir.verify import verify
+
+SECONDS_GOAL, MEMORY_GOAL = Goal("below", 20.0), Goal("below", 2.0)
+DEADLINE_S = 600.0
+CELLS = (
+    ("GPT-3 175B on 1,024 devices", "gpt3-175b", 16, 64, 128, "h100x8*128"),
+    ("Llama-3 405B on 16,384 devices", "llama3-405b", 16, 1024, 128, "h100x8*2048"),
+)
+"""Title; preset, stages, replicas, microbatches, cluster."""
+
+LAYERS, DEVICES, REPLICAS, MICROBATCHES = 32, 8, 16, 64
+"""Where the series cross: each varies one of the four and leaves the others."""
+SERIES = {
+    "microbatches": (32, 64, 128, 256),
+    "stages": (4, 8, 16, 32),
+    "layers": (16, 32, 64, 128),
+    "replicas": (4, 16, 64, 256, 1024),
+}
+PARTS = ("compile", "verify", "simulate")
+NODES = (410, 820, 1640, 3280, 6560)
+"""Microbatches of 24 layers on 8 devices, 1F1B: 31,168 to 498,568 nodes."""
+
+
+def rows(quick: bool) -> Iterator[Row]:
+    """The cells (`quick`: the first), the growth along each size, and the growth up to half a million nodes."""
+    for title, *arguments in CELLS[: 1 if quick else None]:
+        yield from cell_rows(title, cell(arguments))
+    for name, sizes in SERIES.items():
+        yield from growth_rows(name, sizes[:2] if quick else sizes, 1 if quick else 3)
+    yield from node_rows(NODES[:2] if quick else NODES)
+
+
+def cell(arguments: Sequence[Any]) -> dict[str, Any]:
+    """What `benchmarks.scale_cell` prints when it runs alone. Raises RuntimeError with its output when it fails."""
+    root = Path(__file__).resolve().parent.parent
+    command = [sys.executable, "-m", "benchmarks.scale_cell", *map(str, arguments)]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def cell_rows(title: str, found: dict[str, Any]) -> list[Row]:
+    """All of it and each phase in CPU seconds, which is one thread that waits for nothing, and the memory."""
+    size = f"{found['roles']} roles, {found['nodes']:,} nodes, {found['instructions']:,} instructions"
+    total, wall = sum(found["cpu_s"].values()), sum(found["wall_s"].values())
+    note = f"{size}; {wall:.1f} s of wall time; step of {found['step_s']:.1f} s, MFU {found['mfu'] or 0:.1%}"
+    return [
+        Row("scale", f"{title}: model to simulated step", total, "CPU s", goal=SECONDS_GOAL, note=note),
+        *(Row("scale", f"{title}: {phase}", found["cpu_s"][phase], "CPU s") for phase in PHASES),
+        Row("scale", f"{title}: peak memory", found["peak_gib"], "GiB", goal=MEMORY_GOAL, note="of the process, torch included"),
+    ]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A GPT of small layers in rows of 64 tokens: what is planned is the same, and a capture takes little."""
+
+    layers: int = LAYERS
+    stages: int = DEVICES
+    replicas: int = REPLICAS
+    microbatches: int = MICROBATCHES
+
+    def seconds(self) -> tuple[int, dict[str, float]]:
+        """Instructions, and CPU seconds by part, with contention. Capture is done before."""
+        config = models.GPTConfig(layers=self.layers, width=64, heads=4, vocab=256, length=64)
+        job = models.job(config, global_batch=self.microbatches * self.replicas)
+        captured_job(job)
+        directives = (
+            *recipes.one_f_one_b(pp=self.stages, microbatches=self.microbatches),
+            *recipes.data_parallel(over=("dp",)),
+        )
+        strategy = Strategy(Mesh(pp=self.stages, dp=self.replicas), directives)
+        nodes = -(-self.stages * self.replicas // 8)
+        took = {}
+        compiled, took["compile"] = _timed(lambda: piper.compile(job, strategy))
+        _, took["verify"] = _timed(lambda: verify(compiled.plan))
+        _, took["simulate"] = _timed(lambda: piper.simulate(compiled.plan, f"h100x8*{nodes}"))
+        return sum(len(role.program) for role in compiled.plan.roles), took
+
+
+def growth_rows(name: str, sizes: Sequence[int], repeats: int) -> Iterator[Row]:
+    """Worst growth per doubling of one size. The fastest of the repetitions counts: what else ran is not in it."""
+    best: dict[int, dict[str, float]] = {}
+    counts: dict[int, int] = {}
+    for _ in range(repeats):  # in turn: a machine that is slow for a while is so for all of them
+        for size in sizes:
+            counts[size], took = Size(**{name: size}).seconds()
+            best[size] = {p: min(s, best.get(size, took)[p]) for p, s in took.items()}
+    for part in PARTS:
+        ratios = [per_doubling(a, b, best[a][part], best[b][part]) for a, b in pairwise(sizes)]
+        seconds = ", ".join(f"{best[size][part]:.2f}" for size in sizes)
+        note = f"{seconds} s; {counts[sizes[0]]:,} to {counts[sizes[-1]]:,} instructions; low and high: of the doublings"
+        title = f"{part}, worst growth per doubling of {name}, {sizes[0]} to {sizes[-1]}"
+        yield Row("scale", title, max(ratios), "x", min(ratios), max(ratios), GROWTH_GOAL, note)
+
+
+def node_rows(microbatches: Sequence[int]) -> Iterator[Row]:
+    """Compile and verify of ever larger graphs."""
+    program = layered(24)
+    nodes: list[int] = []
+    took: dict[str, list[float]] = {"compile": [], "verify": []}
+    for m in microbatches:
+        strategy = Strategy(Mesh(pp=8), recipes.one_f_one_b(pp=8, microbatches=m))
+        lowered, seconds = _timed(lambda strategy=strategy: compile_program(program, strategy))
+        took["compile"].append(seconds)
+        nodes.append(len(lowered.graph.nodes))
+        _, seconds = _timed(lambda lowered=lowered: verify(lowered.plan))
+        took["verify"].append(seconds)
+        del lowered
+    for part, found in took.items():
+        ratios = [per_doubling(*n, *s) for n, s in zip(pairwise(nodes), pairwise(found), strict=True)]
+        note = f"{', '.join(f'{s:.2f}' for s in found)} CPU s; low and high: of the doublings"
+        title = f"{part}, worst growth per doubling of nodes, {nodes[0]:,} to {nodes[-1]:,}"
+        yield Row("scale", title, max(ratios), "x", min(ratios), max(ratios), GROWTH_GOAL, note)
+
+
+def per_doubling(size: float, larger: float, seconds: float, more: float) -> float:
+    """Growth of the time, where sizes are not just doubled, as if it were a power of the size."""
+    return float(2 ** (log(more / seconds) / log(larger / size)))
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    """CPU seconds: all of this is one thread that waits for nothing."""
+    gc.collect()
+    begin = time.process_time()
+    found = call()
+    return found, time.process_time() - begin

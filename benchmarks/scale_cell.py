@@ -1,0 +1,76 @@
+"""One large model on many devices, from the model to the simulated step, in this process:
+
+python -m benchmarks.scale_cell gpt3-175b 16 64 128 h100x8*128
+
+Arguments: a preset of `piper.models`, pipeline stages, replicas, microbatches of one row, a cluster. Prints one JSON object: CPU and
+wall seconds of each phase, the most memory that the process took, and facts of the plan. Simulated is with contention.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+PHASES = ("import", "capture", "compile", "verify", "simulate")
+
+
+class Clock:
+    """CPU and wall seconds of named phases."""
+
+    def __init__(self) -> None:
+        self.cpu: dict[str, float] = {}
+        self.wall: dict[str, float] = {}
+
+    def time(self, phase: str, call: Callable[[], T]) -> T:
+        cpu, wall = time.process_time(), time.perf_counter()
+        found = call()
+        self.cpu[phase] = round(time.process_time() - cpu, 3)
+        self.wall[phase] = round(time.perf_counter() - wall, 3)
+        return found
+
+
+def measure(model: str | Any, pp: int, dp: int, microbatches: int, cluster: str) -> dict[str, Any]:
+    """`model`: a preset's name, or sizes. Captures anew unless this process has captured a job of the same sizes."""
+    clock = Clock()
+
+    def imported() -> Any:
+        import torch._dynamo
+
+        import piper
+
+        return piper, torch._dynamo
+
+    piper, _ = clock.time("import", imported)
+    from piper import models
+    from piper.frontdoor import captured_job
+    from piper_ir.verify import verify
+
+    job = models.job(model, global_batch=microbatches * dp)
+    directives = piper.recipes.one_f_one_b(pp=pp, microbatches=microbatches), piper.recipes.data_parallel(over=("dp",))
+    strategy = piper.Strategy(piper.Mesh(pp=pp, dp=dp), [d for part in directives for d in part])
+    clock.time("capture", lambda: captured_job(job))
+    compiled = clock.time("compile", lambda: piper.compile(job, strategy))
+    clock.time("verify", lambda: verify(compiled.plan))
+    found = clock.time("simulate", lambda: piper.simulate(compiled.plan, cluster))
+    return {
+        "cpu_s": clock.cpu,
+        "wall_s": clock.wall,
+        "peak_gib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3),
+        "ranks": compiled.plan.mesh.world,
+        "roles": len(compiled.plan.roles),
+        "nodes": len(compiled.graph.nodes),
+        "instructions": sum(len(role.program) for role in compiled.plan.roles),
+        "step_s": found.step_s,
+        "mfu": found.mfu,
+        "peak_bytes": max(found.peak_bytes),
+    }
+
+
+if __name__ == "__main__":
+    name, *sizes, where = sys.argv[1:]
+    print(json.dumps(measure(name, *(int(n) for n in sizes), where)))

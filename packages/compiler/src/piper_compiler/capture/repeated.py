@@ -1,0 +1,123 @@
+"""Equal layers are traced once.
+
+Dynamo's time for a model is the time for its operations, and in a large one nearly all are in layers that are equal but for their
+weights. Each class of such layers is therefore a nested compile region while Dynamo runs: after the first layer, Dynamo only checks
+that tracing the next one would give the same (the guards of the first, evaluated on the next one's attributes and inputs), and
+calls the graph of the first with other weights. Afterwards these calls are replaced by copies of what they call, with the module
+stacks of the layers that make them. What comes out is the graph that a plain trace gives.
+
+Where Dynamo cannot do so, or where a region's coordinates are written in the code (they are no part of what Dynamo checks), the
+model is traced plainly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import fx, nn
+
+from piper_compiler.capture import _torch
+from piper_compiler.capture.tags import outermost_entries
+
+FEWEST = 16
+"""Layers of a class from which on it is worth the check."""
+
+Modules = Mapping[str, nn.Module]
+"""Modules by id, as in nn_module_stack."""
+
+
+class NotFlat(Exception):
+    """Calls of nested regions that cannot be replaced by what they call."""
+
+
+def repeated_layers(model: nn.Module) -> list[type[nn.Module]]:
+    """Classes of the user's of which there are many layers in outermost ModuleLists, and none anywhere else."""
+    layers = Counter(type(entry) for entry in outermost_entries(model, set()))
+    everywhere = Counter(map(type, model.modules()))
+    return [c for c, n in layers.items() if n >= FEWEST and everywhere[c] == n and not c.__module__.startswith("torch.")]
+
+
+@contextmanager
+def as_regions(classes: list[type[nn.Module]]) -> Iterator[None]:
+    """Each call of a layer of these classes is a nested region."""
+    with ExitStack() as stack:
+        for layer in classes:
+            stack.enter_context(_torch.nested_forward(layer))
+        yield
+
+
+def flatten(module: fx.GraphModule, modules: Modules) -> None:
+    """Replace the calls of nested regions in a graph by copies of what they call. NotFlat where a copy would not be what a plain
+    trace gives."""
+    graph = module.graph
+    calls = graph.find_nodes(op="call_function", target=_torch.INVOKE)
+    if not calls:
+        return
+    first: dict[str, nn.Module] = {}
+    for call in calls:
+        name = call.args[0].target
+        body: fx.Graph = getattr(module, name).graph
+        if any("custom" in node.meta for node in (call, *body.nodes)):
+            raise NotFlat("coordinates are written in the code")
+        layer = _innermost(call, modules)
+        _inline(graph, call, body, _moved(first.setdefault(name, layer), layer))
+    for node in graph.find_nodes(op="get_attr"):
+        if not node.users and isinstance(getattr(module, str(node.target), None), fx.GraphModule):
+            graph.erase_node(node)
+    if any("custom" in node.meta for node in graph.nodes):
+        raise NotFlat("coordinates are written in the code")
+
+
+def _innermost(call: fx.Node, modules: Modules) -> nn.Module:
+    stack = call.meta.get("nn_module_stack") or {}
+    found = modules.get(next(reversed(stack), "").partition("@")[0])
+    if found is None:
+        raise NotFlat("a region outside of the model")
+    return found
+
+
+def _moved(source: nn.Module, layer: nn.Module) -> dict[str, tuple[str, str, type]]:
+    """Of each module in `source`, by id: the id of the one in its place in `layer`, its name there, and its class."""
+    there = dict(layer.named_modules(remove_duplicate=False))
+    found: dict[str, tuple[str, str, type]] = {}
+    for name, inner in source.named_modules(remove_duplicate=False):
+        other = there.get(name)
+        if other is None or type(other) is not type(inner):
+            raise NotFlat(f"{name} is another module")
+        found.setdefault(str(id(inner)), (str(id(other)), name, type(other)))
+    return found
+
+
+def _stack(node: fx.Node, around: Mapping[str, Any], moved: Mapping[str, tuple[str, str, type]]) -> dict[str, Any]:
+    """The module stack of a copy: that of the call, then the modules inside of the layer."""
+    (path, _) = next(reversed(around.values()))
+    out = dict(around)
+    for key in node.meta.get("nn_module_stack") or {}:
+        place = moved.get(key.partition("@")[0])
+        if place is not None and place[1]:
+            out[place[0]] = f"{path}.{place[1]}", place[2]
+    return out
+
+
+def _inline(graph: fx.Graph, call: fx.Node, body: fx.Graph, moved: Mapping[str, tuple[str, str, type]]) -> None:
+    inputs = body.find_nodes(op="placeholder")
+    copies: dict[fx.Node, Any] = dict(zip(inputs, call.args[2:], strict=True))
+    around: dict[str, Any] = call.meta["nn_module_stack"]
+    results: Any = ()
+    with graph.inserting_before(call):
+        for node in body.nodes:
+            if node.op == "output":
+                results = fx.node.map_arg(node.args[0], copies.__getitem__)
+            elif node.op in ("call_function", "call_method"):
+                copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+                copy.meta = {**node.meta, "nn_module_stack": _stack(node, around, moved)}
+            elif node.op != "placeholder":
+                raise NotFlat(f"a region with a node of kind {node.op}")
+    for user in list(call.users):
+        if getattr(user.target, "__name__", "") != "getitem":
+            raise NotFlat("a region's results are used as one")
+        user.replace_all_uses_with(results[user.args[1]])
+        graph.erase_node(user)
+    graph.erase_node(call)
