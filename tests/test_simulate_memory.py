@@ -51,7 +51,13 @@ def test_a_plan_that_does_not_fit_is_a_result(file: Path, small: Path, tmp_path:
     done = piper("simulate", file, "--cluster", small, "--out", tmp_path / "runs")
     assert done.exit_code == 0
     (line,) = [x for x in done.stdout.splitlines() if x.startswith("DOES NOT FIT: ")]
-    for part in ("out of memory ", " into the step, in ", "rank 0 (pp0) needs ", "more than the limit of 572.2 MiB", "fullest in "):
+    for part in (
+        "out of memory ",
+        " into the step, in ",
+        "rank 0 (pp0) needs ",
+        "more than the limit of 572.2 MiB",
+        "fullest in ",
+    ):
         assert part in line, part
     found = load(next((tmp_path / "runs").iterdir())).predicted
     assert found is not None and found.oom is not None and found.oom.text == line.removeprefix("DOES NOT FIT: ")

@@ -14,7 +14,7 @@ from piper_ir.ops import Compute, Update
 from piper_ir.plan import Plan, RolePlan, part_peak
 from piper_ir.program import Inside, Liveness
 from piper_ir.sizes import Affine, bind
-from piper_ir.text import parse_plan, format_plan
+from piper_ir.text import format_plan, parse_plan
 
 LOSS = Liveness((0,), ((Affine(0, 10),), ()), ((Inside(Affine(2, 10), Affine(0, 4), 20),), ()))
 """10 bytes per row; on CUDA 2 more, and 4 for each row up to five."""
@@ -59,7 +59,9 @@ def test_peaks_for_a_kind_of_device() -> None:
     for before, after in zip(plan.roles, found.roles, strict=True):
         if runs(before, chunk):
             assert after.peak_bytes >= 10**6 and after.peak_by_category["workspace"] >= 10**6
-            assert sum(h.bytes for h in held_at_peak(found, after)) == after.peak_bytes == max(u.total for u in scan(found, after))
+            assert (
+                sum(h.bytes for h in held_at_peak(found, after)) == after.peak_bytes == max(u.total for u in scan(found, after))
+            )
             extra = next(o for o in owners(found, after) if o.category == "workspace")
             assert extra.name.startswith(f"{chunk}.I@")
         else:

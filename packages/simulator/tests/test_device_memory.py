@@ -86,7 +86,9 @@ def test_a_verdict_says_where_when_and_how_much() -> None:
     span = next(x for x in s.trace.spans if x.rank == 1 and x.instr == verdict.instr)
     assert verdict.time_s == span.start == 3.0 and span.name == "b.F@0" and span.name in verdict.at
     assert verdict.owners[0].category == "param" and sum(o.bytes for o in verdict.owners) == s.peak_bytes[1]
-    assert verdict.text.startswith(f"out of memory {verdict.time_s:g} s into the step, in instruction {verdict.instr} {span.name}")
+    assert verdict.text.startswith(
+        f"out of memory {verdict.time_s:g} s into the step, in instruction {verdict.instr} {span.name}"
+    )
     assert "rank 1" in verdict.text and "1 B more than the limit" in verdict.text and "w: param" in verdict.text
     data = s.summary()["oom"]
     assert data["over_bytes"] == 1 and data["owners"][0]["category"] == "param" and data["text"] == verdict.text
