@@ -3,7 +3,8 @@
 
 Sizes are the bytes that are asked for, as torch records them; together they are at most the peak of the plan, at its fullest
 moment. Addresses are those of `CachingAllocator`. A block's frames say what it is: the value or state with its category, then the
-node that makes it, with the index of its instruction as the line. Not there: context and communicators, which are no memory of the allocator's.
+node that makes it, with the index of its instruction as the line. Not there: context and communicators, which are no memory of
+the allocator's.
 """
 
 from __future__ import annotations
