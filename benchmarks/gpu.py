@@ -31,6 +31,7 @@ from benchmarks.gpu_predicted import Case, Goals
 from benchmarks.gpu_sides import Ours, Setup, Side, Torch, engine_of, prepared
 from benchmarks.measure import Goal, Row, machine, median_interval
 from benchmarks.step_model import Regime, job
+from piper_ir.memory import on_device
 from piper_ir.ops import Compute
 from piper_ir.plan import Plan
 from piper_ops.lowering import LoweringName
@@ -158,7 +159,7 @@ def settled(side: type[Ours] | type[Torch], setup: Setup, device: torch.device, 
     note = "torch.cuda.max_memory_allocated above what was there before, kept workspaces of libraries included"
     if not isinstance(made, Ours):
         return made, [Row("memory", f"{title}: torch, allocated", allocated / 2**20, "MiB", note=note)]
-    planned, counted = made.bound.role.peak_bytes, made.counted()
+    planned, counted = on_device(made.bound.plan, "cuda").roles[0].peak_bytes, made.counted()
     error = 100 * (planned / counted.peak - 1)
     asked = f"planned {planned} bytes, {counted.peak} were asked for at the peak, {counted.states} of them states"
     return made, [

@@ -33,9 +33,9 @@ SPARE = 0.001
 """As much less may be asked for: cuDNN's gradient of attention has an upper bound in `piper_ops.workspace`."""
 REDUCTIONS = 1 << 20
 """Of buffers that no plan counts: torch's reductions that are split over blocks stage a partial result per block and column in
-memory of the allocator's (aten/src/ATen/native/cuda/Reduce.cuh: global_memory_size, semaphore_size). An H200 has 132 x 4 blocks of 512
-threads at once; a block stages at most 32 columns of 4 numbers of 8 bytes: 0.52 MiB, and twice that where the last wave is not
-full."""
+memory of the allocator's (aten/src/ATen/native/cuda/Reduce.cuh: global_memory_size, semaphore_size). An H200 has 132 x 4 blocks
+of 512 threads at once; a block stages at most 32 columns of 4 numbers of 8 bytes: 0.52 MiB, and twice that where the last wave is
+not full."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from piper_ir.memory_owners import Owner, held_at_peak, owners
 from piper_ir.ops import Compute, Update
 from piper_ir.plan import Plan, RolePlan, part_peak
 from piper_ir.program import Inside, Liveness
-from piper_ir.sizes import Affine
-from piper_ir.text import parse_plan, format_plan
+from piper_ir.sizes import Affine, bind
+from piper_ir.text import format_plan, parse_plan
 
 LOSS = Liveness((0,), ((Affine(0, 10),), ()), ((Inside(Affine(2, 10), Affine(0, 4), 20),), ()))
 """10 bytes per row; on CUDA 2 more, and 4 for each row up to five."""
@@ -34,13 +34,11 @@ def test_an_input_that_dies_before_gives_its_bytes_back() -> None:
 def with_inside(plan: Plan, chunk: str, nbytes: int) -> Plan:
     """The plan, where step I of a chunk holds so many bytes more on CUDA."""
 
-    def changed(sig: Liveness) -> Liveness:
-        most = [max(s, default=0) for s in sig.segments]
-        return replace(sig, inside=tuple((Inside(int(m), nbytes, nbytes),) for m in most))
-
     chunks = []
     for c in plan.chunks:
-        steps = {s: replace(sig, liveness=changed(sig.liveness)) if s == "I" else sig for s, sig in c.steps.items()}
+        made = sum(bind(c.ports[port].nbytes, 0) for port in c.steps["I"].writes) if "I" in c.steps else 0
+        known = Liveness((), ((made,),), ((Inside(made, nbytes, nbytes),),))
+        steps = {s: replace(sig, liveness=known) if s == "I" else sig for s, sig in c.steps.items()}
         chunks.append(replace(c, steps=steps) if c.id == chunk else c)
     return replace(plan, chunks=tuple(chunks))
 
@@ -61,7 +59,9 @@ def test_peaks_for_a_kind_of_device() -> None:
     for before, after in zip(plan.roles, found.roles, strict=True):
         if runs(before, chunk):
             assert after.peak_bytes >= 10**6 and after.peak_by_category["workspace"] >= 10**6
-            assert sum(h.bytes for h in held_at_peak(found, after)) == after.peak_bytes == max(u.total for u in scan(found, after))
+            assert (
+                sum(h.bytes for h in held_at_peak(found, after)) == after.peak_bytes == max(u.total for u in scan(found, after))
+            )
             extra = next(o for o in owners(found, after) if o.category == "workspace")
             assert extra.name.startswith(f"{chunk}.I@")
         else:

@@ -63,8 +63,8 @@ def test_a_loss_in_slices_does_not_grow_with_its_rows_beyond_a_few_bytes_each() 
 
 
 def test_the_gradient_of_the_loss_took_as_much_on_an_h200() -> None:
-    """Each of six models of `make gpu-check` asked the allocator for so much more than the plan that knew tensors alone; they have
-    4,096 or 8,192 tokens per microbatch and 32,768 classes."""
+    """Each of six models of `make gpu-check` asked the allocator for so much more than the plan that knew tensors alone; they
+    have 4,096 or 8,192 tokens per microbatch and 32,768 classes."""
     found = re.findall(
         r"(\d) x 1024 tokens.*: peak memory .* predicted (\d+) bytes, the allocator was asked for (\d+)", MEASURED.read_text()
     )

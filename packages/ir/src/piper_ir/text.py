@@ -42,7 +42,7 @@ _TABLES: dict[str, tuple[str, Any]] = {
 }
 _STEPS = ("F", "B", "I", "W")
 _CLAUSES = ("node", "reads", "writes", "frees", "waits", "allocs", "takes")
-_FLAGS = ("weighted", "clip", "workspace")
+_FLAGS = ("weighted", "clip", "holds")
 _RESERVED = {"+", "|", *_CLAUSES, *_FLAGS}
 _BARE = re.compile(r'[^\s"@#|+{\[][^\s"]*\Z')
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s"]+')
@@ -113,7 +113,7 @@ def _op(op: Op) -> list[str]:
             return [name, _word(channel), *([_word(bucket)] if bucket else [])]
         case Update(buckets=buckets, weighted=weighted, clip=clip, workspace=held):
             flags = ["weighted"] * weighted + ([] if clip is None else ["clip", json.dumps(clip)])
-            flags += ["workspace", str(held)] if held else []
+            flags += ["holds", str(held)] if held else []
             return [name, *map(_word, buckets), *flags]
         case _:
             assert_never(op)
@@ -356,7 +356,7 @@ def _parse_op(words: _Words) -> Op:
         case "Update":
             buckets, weighted = words.names(), bool(words.accept("weighted"))
             clip = _float(words.next("a number")) if words.accept("clip") else None
-            return Update(buckets, weighted, clip, _int(words.next("bytes"), "bytes") if words.accept("workspace") else 0)
+            return Update(buckets, weighted, clip, _int(words.next("bytes"), "bytes") if words.accept("holds") else 0)
         case _:
             known = ", ".join((*_STEPS, *(o.__name__ for o in get_args(Op) if o is not Compute)))
             raise FormatError(f"{name} is no op; the ops are {known}")

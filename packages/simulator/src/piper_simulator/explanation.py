@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from piper_ir.plan import Plan
 from piper_ir.trace import Source
 from piper_simulator.clusters import Cluster, load_cluster
 from piper_simulator.critical import Chains, Piece
+from piper_simulator.device_memory import kind_of
 from piper_simulator.gaps import Gap, Share, idle_gaps, shares
 from piper_simulator.interval import Interval, interval
 from piper_simulator.owners import Owner, Owners
@@ -178,7 +179,8 @@ def why(
         case = Case(plan, load_cluster(cluster) if isinstance(cluster, str) else cluster, costs, contention=contention)
         chains = Chains(case.prepared, case.times, latency=plan.hop, issue=case.issue)
         gaps = idle_gaps(case.prepared, case.times, chains)
-        peaks = [peak(plan, role) for role in plan.roles]
+        counted = plan if case.cluster is None else replace(plan, device=kind_of(case.cluster))
+        peaks = [peak(counted, role) for role in plan.roles]
         return Why(
             step_s=case.step_s,
             path=chains.critical_path(),

@@ -3,7 +3,8 @@
 
 Sizes are the bytes that are asked for, as torch records them; together they are at most the peak of the plan, at its fullest
 moment. Addresses are those of `CachingAllocator`. A block's frames say what it is: the value or state with its category, then the
-instruction that makes it. Not there: context and communicators, which are no memory of the allocator's.
+node that makes it, with the index of its instruction as the line. Not there: context and communicators, which are no memory of
+the allocator's.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _run_part(log: _Log, plan: Plan, index: int, instr: Instr, part: Part) -> No
             log.free((v,))
             beside += sizes[v]
     for v in part.writes:
-        log.value(plan, v, instr.name, index)
+        log.value(plan, v, part.node, index)
     if beside > 0:
         log.allocate("workspace", beside, "workspace", part.node, index)
         log.free(("workspace",))

@@ -1,0 +1,106 @@
+"""What is gone on a device beside tensors, and the verdict on what does not fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from packages.simulator.tests.test_simulation import two_devices
+from piper_ir.costs import AllocatorCosts
+from piper_ir.memory import with_peaks
+from piper_ir.plan import COMPUTE, Plan, State
+from piper_simulator import load_cluster, simulate
+from piper_simulator.cluster import GIB
+from piper_simulator.clusters import DEVICES
+from piper_simulator.device_memory import DeviceMemory, communicator_bytes, device_memory, kind_of, pair_bytes
+from piper_simulator.footprint import BESIDE, LINES
+
+H100 = load_cluster("h100x8")
+
+
+def heavy(nbytes: int, role: int = 0) -> Plan:
+    """Two devices, one of them with a parameter of so many bytes. The second makes a buffer of 16 bytes in its one computation,
+    at 3 s."""
+    plan = two_devices().plan()
+    first, second = plan.roles
+    program = [replace(i, allocs_after=("v0>1@0",)) if i.stream == COMPUTE else i for i in second.program]
+    roles = (first, replace(second, program=tuple(program)))
+    state = State("param:w", "param", nbytes)
+    return with_peaks(replace(plan, roles=tuple(replace(r, states=(state,) * (k == role)) for k, r in enumerate(roles))))
+
+
+def test_communicators_by_nccls_defaults() -> None:
+    """4 MiB, 512 KiB and 4.7 MiB per connection; 32 channels; and they are near what the built-in devices have."""
+    assert communicator_bytes(1, 1) == 4_194_304 + 524_288 + 4_915_200
+    assert pair_bytes() == 128 << 20
+    for device in DEVICES.values():
+        assert device.p2p_bytes == pair_bytes()
+        assert communicator_bytes() == pytest.approx(device.group_bytes, rel=0.1), "measured: 1.27 GiB"
+
+
+def test_the_totals_apart() -> None:
+    plan, kib = heavy(1000), 1000
+    assert device_memory(plan, plan.roles[0], kib, None) == DeviceMemory(1000)
+    of = device_memory(plan, plan.roles[0], kib, H100)
+    assert of == DeviceMemory(1000, 50, H100.context_bytes, 0, 2 * H100.p2p_bytes)
+    assert of.total == 1050 + H100.context_bytes + 2 * H100.p2p_bytes
+    assert device_memory(plan, plan.roles[0], kib, H100, AllocatorCosts(77, 1.5)) == DeviceMemory(1000, 500, 77)
+
+
+def test_a_memory_has_a_line_for_everything() -> None:
+    s = simulate(heavy(1000), H100)
+    for rank in range(2):
+        found = s.memory(rank)
+        assert tuple(found) == (*LINES, *BESIDE)
+        assert sum(found[line] for line in LINES) == s.peak_bytes[rank] and sum(found.values()) == s.device_bytes[rank]
+    assert s.memory(0)["parameters"] == 1000 and s.memory(1)["activations"] == 16
+    assert s.summary()["memory"] == s.memory(0) and s.summary()["oom"] is None
+    with pytest.raises(IndexError):
+        s.memory(2)
+
+
+def test_whose_kernels_hold_memory() -> None:
+    assert (kind_of(None), kind_of(load_cluster("cpu-local")), kind_of(H100)) == ("", "", "cuda")
+
+
+def test_what_fits_to_the_byte_fits() -> None:
+    cluster = replace(H100, allocator_factor=1.0)
+    room = cluster.memory_bytes - simulate(heavy(0), cluster).device_bytes[0]
+    most = simulate(heavy(room), cluster)
+    assert most.device_bytes[0] == cluster.memory_bytes and most.fits and most.oom is None
+    over = simulate(heavy(room + 1), cluster).oom
+    assert over is not None and over.over == 1
+
+
+def test_a_verdict_says_where_when_and_how_much() -> None:
+    """Rank 1 has room for its parameter, and not for the buffer beside it."""
+    cluster = replace(H100, allocator_factor=1.0)
+    fixed = simulate(heavy(0, role=1), cluster)
+    plan = heavy(cluster.memory_bytes - fixed.device_bytes[1] + fixed.peak_bytes[1] - 15, role=1)
+    s = simulate(plan, cluster)
+    verdict = s.oom
+    assert not s.fits and verdict is not None and s.ooms == (verdict,)
+    assert (verdict.ranks, verdict.role, verdict.over) == ((1,), plan.roles[1].role, 1)
+    assert (verdict.needs, verdict.limit) == (s.device_bytes[1], cluster.memory_bytes)
+    span = next(x for x in s.trace.spans if x.rank == 1 and x.instr == verdict.instr)
+    assert verdict.time_s == span.start == 3.0 and span.name == "b.F@0" and span.name in verdict.at
+    assert verdict.owners[0].category == "param" and sum(o.bytes for o in verdict.owners) == s.peak_bytes[1]
+    assert verdict.text.startswith(
+        f"out of memory {verdict.time_s:g} s into the step, in instruction {verdict.instr} {span.name}"
+    )
+    assert "rank 1" in verdict.text and "1 B more than the limit" in verdict.text and "w: param" in verdict.text
+    data = s.summary()["oom"]
+    assert data["over_bytes"] == 1 and data["owners"][0]["category"] == "param" and data["text"] == verdict.text
+
+
+def test_what_is_there_before_the_step_is_too_much_at_its_start() -> None:
+    verdict = simulate(heavy(100 * GIB), H100).oom
+    assert verdict is not None and (verdict.instr, verdict.time_s, verdict.at) == (-1, 0.0, "its start")
+
+
+def test_of_several_roles_the_first_in_time_is_the_headline() -> None:
+    cluster = replace(H100, memory_bytes=H100.context_bytes)
+    s = simulate(heavy(1000), cluster)
+    assert len(s.ooms) == 2 and s.oom is not None and s.oom.time_s == min(v.time_s for v in s.ooms)
+    assert simulate(heavy(1000)).fits, "without a cluster there is no limit"
