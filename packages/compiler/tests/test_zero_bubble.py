@@ -18,7 +18,7 @@ from packages.compiler.tests.test_recipes_formulas import swept
 from piper_compiler import Directive, Strategy, compile_program, recipes, synthetic
 from piper_compiler.recipes import search
 from piper_compiler.recipes.search import Search, find_orders
-from piper_compiler.recipes.zb_greedy import Rules
+from piper_compiler.recipes.zb_greedy import Greedy, Rules
 from piper_compiler.recipes.zb_problem import Problem, Stages, Value
 from piper_compiler.recipes.zero_bubble import v_frontier
 from piper_ir.errors import DirectiveError
@@ -242,6 +242,23 @@ def test_less_kept_after_I_leaves_room_for_more() -> None:
     kept = ran(recipes.zero_bubble(**common), 4, **times)[0].makespan
     freed = ran(recipes.zero_bubble(**common, kept_after_I=1), 4, **times)[0].makespan
     assert freed < kept
+
+
+def test_what_I_frees_is_not_promised_twice() -> None:
+    """On the V placement a device's second stage can always get the memory for one more microbatch: what it holds itself counts
+    for that only as far as it comes back, and after I that is `kept_after_I`."""
+    given: dict[str, Any] = dict(
+        F=(5, 2, 1, 4), I=(3, 2, 3, 5), W=(5, 4, 2, 3), activation=(4, 4, 1, 2), kept_after_I=(0, 1, 1, 0)
+    )
+    given |= dict(pp=2, microbatches=3, chunks=2, memory_limit=9, hop=0)
+    problem = Problem(stages_of(given), 3, (9.0, 9.0))
+    search_ = Search(problem)
+    for rules in [*search_._known(), *(search_._sample() for _ in range(50))]:
+        found = Greedy(problem, rules).run()
+        assert found is not None and problem.sweep(found[0]) is not None, "every operation runs"
+    plan = planned(given, recipes.zero_bubble(**given))
+    validate(orders_of(plan), 4, 3)
+    assert all(r.peak_bytes <= 9 for r in plan.roles)
 
 
 def test_a_limit_per_device() -> None:

@@ -1,8 +1,9 @@
 """List scheduling of zero-bubble pipelines: forwards in time under a policy, and backwards in time by given keys.
 
 Both run the microbatches of a stage in order, and admit a microbatch to the first of a device's two stages only while its
-second one has, or can still get, the memory for one. So the oldest microbatch can always go on: no policy and no keys end in a
-deadlock, from the smallest limit that holds one microbatch.
+second one has, or can still get, the memory for one: what the second stage's microbatches hold comes back to it, what they have
+freed at their I may be gone. So the oldest microbatch can always go on: no policy and no keys end in a deadlock, from the
+smallest limit that holds one microbatch.
 """
 
 from __future__ import annotations
@@ -57,13 +58,14 @@ class Cut(NamedTuple):
 class _Move(NamedTuple):
     """What a device may do next: the operations of one `kind`, which is phase + 3 stage. Of forwards: how far ahead of the next
     I the next one may be (`ahead`, as a difference of numbers; 0 for I), what one keeps, and, for the first of two stages, the
-    kind of the second one's forwards and what one of those keeps."""
+    kind of the second one's forwards, what one of those keeps, and what after I. The last three as `_keeps` gives them."""
 
     kind: int
     ahead: int
     keeps: float
     second: int
     reserve: float
+    after: float
 
 
 class Greedy:
@@ -110,7 +112,7 @@ class Greedy:
             if wake[r] != now:
                 continue
             best, blocked, later = -1, False, NEVER
-            for kind, ahead, keeps, second, reserve in moves[r]:
+            for kind, ahead, keeps, second, reserve, held in moves[r]:
                 op = upcoming[kind]
                 at = arrives[op]
                 if at > now:
@@ -121,8 +123,8 @@ class Greedy:
                     if op - upcoming[kind + INPUT] >= ahead:
                         continue
                     need = used[r] + keeps
-                    if second >= 0 and upcoming[second] + WEIGHT == upcoming[second + WEIGHT]:
-                        need += reserve
+                    if second >= 0 and upcoming[second] + INPUT == upcoming[second + INPUT]:
+                        need += self._missing(second, reserve, held)
                     if need > limits[r]:
                         blocked = True
                         continue
@@ -160,6 +162,7 @@ class Greedy:
                 if free[r] <= done < wake[r]:
                     wake[r] = done
                     heappush(events, (done, r))
+        assert sum(map(len, orders)) == problem.count, "no policy ends in a deadlock"
         return orders, Swept(end, first, free)
 
     def _weight(self, r: int, now: float, best: int, blocked: bool, later: float) -> int:
@@ -177,7 +180,12 @@ class Greedy:
                 return best
         return upcoming[kind]
 
-    def _comes(self, r: int, by: float, kind: int, ahead: int, keeps: float, second: int, reserve: float) -> bool:
+    def _missing(self, second: int, reserve: float, held: float) -> float:
+        """What the second stage of a device lacks for one microbatch when all that it has are done with I."""
+        waiting = (self.next[second + INPUT] - self.next[second + WEIGHT] + 1) // self.width
+        return max(0.0, reserve - waiting * held)
+
+    def _comes(self, r: int, by: float, kind: int, ahead: int, keeps: float, second: int, reserve: float, held: float) -> bool:
         """Whether something arrives before that time that is held up by no limit."""
         upcoming = self.next
         op = upcoming[kind]
@@ -186,8 +194,8 @@ class Greedy:
         if not ahead:
             return True
         need = self.used[r] + keeps
-        if second >= 0 and upcoming[second] + WEIGHT == upcoming[second + WEIGHT]:
-            need += reserve
+        if second >= 0 and upcoming[second] + INPUT == upcoming[second + INPUT]:
+            need += self._missing(second, reserve, held)
         return op - upcoming[kind + INPUT] < ahead and need <= self.problem.limit[r]
 
 
@@ -219,7 +227,7 @@ class Justify:
             if wake[r] != now:
                 continue
             best, largest, later = -1, -1.0, NEVER
-            for kind, phase, keeps, second, reserve in moves[r]:
+            for kind, phase, keeps, second, reserve, _ in moves[r]:
                 op = upcoming[kind]
                 at = arrives[op]
                 if at > now:
@@ -260,10 +268,11 @@ class Justify:
         return [queue[::-1] for queue in orders]
 
 
-def _keeps(stages: Stages, mine: Sequence[int], chunk: int) -> tuple[float, int, float]:
+def _keeps(stages: Stages, mine: Sequence[int], chunk: int) -> tuple[float, int, float, float]:
     """What one microbatch of a chunk keeps; if the device has a second stage that comes after it, the kind of that one's forwards
-    and what they keep, which has to fit as well while the second stage has nothing to give back; else -1 and nothing."""
+    and what they keep, which has to fit as well while the second stage has nothing to give back, and what of it after I; else -1
+    and nothing."""
     keeps = stages.activation[mine[chunk]]
     if chunk or len(mine) == 1:
-        return keeps, -1, 0.0
-    return keeps, 3 * mine[1], stages.activation[mine[1]]
+        return keeps, -1, 0.0, 0.0
+    return keeps, 3 * mine[1], stages.activation[mine[1]], stages.kept[mine[1]]
