@@ -1,7 +1,7 @@
 """GPT-3 175B on 1,024 H100s, predicted on any machine; no GPU, and no memory for its weights.
 
-piper simulate examples/gpt3_175b.py --cluster h100x8*128          step time, bubbles, memory by category; --why explains it
-piper simulate examples/gpt3_175b.py --cluster h100x8*128 -p pp=32 another number of stages
+piper simulate examples/gpt3_175b.py --cluster h100x8*128             step time, bubbles, memory by category; --why explains it
+piper simulate examples/gpt3_175b.py --cluster h100x8*128 -p pp=32    another number of stages
 """
 
 from __future__ import annotations

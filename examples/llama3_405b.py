@@ -1,7 +1,7 @@
 """Llama-3 405B on 16,384 H100s, predicted on any machine; no GPU, and no memory for its weights.
 
-piper simulate examples/llama3_405b.py --cluster h100x8*2048         step time, bubbles, memory by category; --why explains it
-piper simulate examples/llama3_405b.py --cluster h100x8*2048 -p pp=32 another number of stages
+piper simulate examples/llama3_405b.py --cluster h100x8*2048             step time, bubbles, memory by category; --why explains it
+piper simulate examples/llama3_405b.py --cluster h100x8*2048 -p pp=32    another number of stages
 """
 
 from __future__ import annotations

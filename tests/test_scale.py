@@ -1,4 +1,4 @@
-"""Cost grows with roles and instructions, not with devices. What is counted here is work; `benchmarks/scale.py` counts seconds."""
+"""Cost grows with roles and instructions, not with devices: work is counted here, seconds by `benchmarks/scale.py`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import cProfile
 import pstats
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -63,13 +64,13 @@ def test_a_plan_does_not_grow_with_replicas() -> None:
 
 
 def test_compile_and_verify_do_little_per_rank() -> None:
-    _, base, more = (calls(lambda dp=dp: plan_of(dp=dp)) for dp in (4, 4, 260))  # the first one also fills caches
+    _, base, more = (calls(partial(plan_of, dp=dp)) for dp in (4, 4, 260))  # the first one also fills caches
     assert more - base < 10 * 4 * 256, "calls per added rank"
 
 
 def test_simulate_does_little_per_rank() -> None:
     plans = {dp: plan_of(dp=dp) for dp in (4, 36, 68)}
-    done = {dp: calls(lambda dp=dp: simulate(plan, f"h100x8*{plan.mesh.world // 8 + 1}")) for dp, plan in plans.items()}
+    done = {dp: calls(partial(simulate, plan, f"h100x8*{plan.mesh.world // 8 + 1}")) for dp, plan in plans.items()}
     assert done[68] - done[36] < 1.2 * (done[36] - done[4]) + 2000, "linear in the ranks"
     assert (done[68] - done[4]) / (4 * 64) < 1500, "calls per added rank"
 
@@ -78,7 +79,7 @@ def test_simulate_does_little_per_rank() -> None:
 def test_work_doubles_when_a_size_does(size: str) -> None:
     sizes = {"layers": (16, 32), "pp": (4, 8), "microbatches": (32, 64)}[size]
     kept = {"layers": 8, "pp": 4, "microbatches": 16}
-    base, more = (calls(lambda n=n: plan_of(**{**kept, size: n})) for n in sizes)
+    base, more = (calls(partial(plan_of, **{**kept, size: n})) for n in sizes)
     assert more < 2.2 * base
 
 
