@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import log
 from pathlib import Path
@@ -86,10 +86,12 @@ class Size:
     replicas: int = REPLICAS
     microbatches: int = MICROBATCHES
 
+    def config(self) -> models.GPTConfig:
+        return models.GPTConfig(layers=self.layers, width=64, heads=4, vocab=256, length=64)
+
     def seconds(self) -> tuple[int, dict[str, float]]:
         """Instructions, and CPU seconds by part, with contention. Capture is done before."""
-        config = models.GPTConfig(layers=self.layers, width=64, heads=4, vocab=256, length=64)
-        job = models.job(config, global_batch=self.microbatches * self.replicas)
+        job = models.job(self.config(), global_batch=self.microbatches * self.replicas)
         captured_job(job)
         directives = (
             *recipes.one_f_one_b(pp=self.stages, microbatches=self.microbatches),
@@ -104,13 +106,13 @@ class Size:
         return sum(len(role.program) for role in compiled.plan.roles), took
 
 
-def growth_rows(name: str, sizes: Sequence[int], repeats: int) -> Iterator[Row]:
+def growth_rows(name: str, sizes: Sequence[int], repeats: int, base: Size = Size()) -> Iterator[Row]:
     """Worst growth per doubling of one size. The fastest of the repetitions counts: what else ran is not in it."""
     best: dict[int, dict[str, float]] = {}
     counts: dict[int, int] = {}
     for _ in range(repeats):  # in turn: a machine that is slow for a while is so for all of them
         for size in sizes:
-            counts[size], took = Size(**{name: size}).seconds()
+            counts[size], took = replace(base, **{name: size}).seconds()
             best[size] = {p: min(s, best.get(size, took)[p]) for p, s in took.items()}
     for part in PARTS:
         ratios = [per_doubling(a, b, best[a][part], best[b][part]) for a, b in pairwise(sizes)]

@@ -2,8 +2,8 @@
 
 python -m benchmarks.scale_cell gpt3-175b 16 64 128 h100x8*128
 
-Arguments: a preset of `piper.models`, pipeline stages, replicas, microbatches of one row, a cluster. Prints one JSON object: CPU and
-wall seconds of each phase, the most memory that the process took, and facts of the plan. Simulated is with contention.
+Arguments: a preset of `piper.models`, pipeline stages, replicas, microbatches of one row, a cluster. Prints one JSON object: CPU
+and wall seconds of each phase, the most memory that the process took, and facts of the plan. Simulated is with contention.
 """
 
 from __future__ import annotations

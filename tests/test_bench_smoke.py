@@ -32,6 +32,8 @@ from benchmarks import (
     prediction,
     recipe_rates,
     run,
+    scale,
+    scale_cell,
     score_rates,
     step_kinds,
     step_model,
@@ -177,6 +179,24 @@ def test_rows_of_a_large_capture() -> None:
     found |= {"parameters": 175e9, "saved_gib_per_layer_and_row": 0.8}
     seconds, memory, _ = capture_rates.gpt3_rows(found)
     assert seconds.met is True and memory.met is False
+
+
+def test_scale_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = models.GPTConfig(layers=4, width=16, heads=2, vocab=32, length=8)
+    found = scale_cell.measure(tiny, 2, 2, 2, "h100x8")
+    assert (found["ranks"], found["roles"]) == (4, 2) and found["peak_bytes"] > 0
+    total, *phases, memory = scale.cell_rows("tiny", found)
+    assert len(phases) == len(scale_cell.PHASES) and total.value == pytest.approx(sum(row.value for row in phases))
+    assert (total.goal, memory.goal) == (scale.SECONDS_GOAL, scale.MEMORY_GOAL)
+    monkeypatch.setattr(scale.Size, "config", lambda self: tiny)
+    small = scale.Size(layers=4, stages=2, replicas=2, microbatches=2)
+    assert all(row.value > 0 for row in scale.growth_rows("microbatches", (2, 4), 1, small))
+    assert [row.value > 0 for row in scale.node_rows((2, 4))] == [True, True]
+
+
+def test_growth_per_doubling() -> None:
+    assert scale.per_doubling(10, 20, 1.0, 2.0) == pytest.approx(2)
+    assert scale.per_doubling(10, 40, 1.0, 9.0) == pytest.approx(3)
 
 
 def test_scoring_takes_each_of_its_stages_some_time() -> None:

@@ -1,10 +1,10 @@
 """Equal layers are traced once.
 
-Dynamo's time for a model is the time for its operations, and in a large one nearly all are in layers that are equal but for their
-weights. Each class of such layers is therefore a nested compile region while Dynamo runs: after the first layer, Dynamo only checks
-that tracing the next one would give the same (the guards of the first, evaluated on the next one's attributes and inputs), and
-calls the graph of the first with other weights. Afterwards these calls are replaced by copies of what they call, with the module
-stacks of the layers that make them. What comes out is the graph that a plain trace gives.
+Dynamo's time for a model is the time for its operations, and in a large one nearly all are in layers that are equal but for
+their weights. Each class of such layers is therefore a nested compile region while Dynamo runs: after the first layer, Dynamo
+only checks that tracing the next one would give the same (the guards of the first, evaluated on the next one's attributes and
+inputs), and calls the graph of the first with other weights. Afterwards these calls are replaced by copies of what they call,
+with the module stacks of the layers that make them. What comes out is the graph that a plain trace gives.
 
 Where Dynamo cannot do so, or where a region's coordinates are written in the code (they are no part of what Dynamo checks), the
 model is traced plainly."""
