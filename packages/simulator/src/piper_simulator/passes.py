@@ -62,15 +62,14 @@ def _cross_entropy(rows: int, classes: int, dtype: str) -> Launched:
 
 def _cross_entropy_dgrad(rows: int, classes: int, dtype: str) -> Launched:
     """First comparison, sum, division, a zero, choice, clamp and in 16 bit a conversion, of one number per row. A slice in 16
-    bit: difference to the logsumexp, exp, one subtracted at the target (two small kernels), product with the scale. Else, and
-    where there is one slice only: softmax, product, the scale subtracted at the target (two), copy or conversion."""
+    bit: difference to the logsumexp, exp, one subtracted at the target (two small kernels), product with the scale. Else softmax,
+    product, the scale subtracted at the target (two)."""
     item, wide = _items(dtype)
     slices = _slices(rows, classes)
     small = 6 + (item == 2) + 2 * len(slices)
-    if len(slices) > 1 and item == 2:
+    if item == 2:
         return _over(slices, classes, (item + wide, 2 * wide, wide + item), small)
-    written = () if len(slices) == 1 and item == wide else (wide + item,)
-    return _over(slices, classes, (*_softmax(classes, dtype), 2 * wide, *written), small)
+    return _over(slices, classes, (*_softmax(classes, dtype), 2 * wide), small)
 
 
 def _softmax(classes: int, dtype: str) -> tuple[int, ...]:
