@@ -92,7 +92,7 @@ def _moved(source: nn.Module, layer: nn.Module) -> dict[str, tuple[str, str, typ
 
 def _stack(node: fx.Node, around: Mapping[str, Any], moved: Mapping[str, tuple[str, str, type]]) -> dict[str, Any]:
     """The module stack of a copy: that of the call, then the modules inside of the layer."""
-    (path, _) = next(reversed(around.values()))
+    path, _ = list(around.values())[-1]
     out = dict(around)
     for key in node.meta.get("nn_module_stack") or {}:
         place = moved.get(key.partition("@")[0])
