@@ -21,15 +21,15 @@ from piper_ir.timing import prepare
 
 
 def facts(plan: Plan) -> list[object]:
-    """What is the same in an outline: everything but what parts read, write and free, and the place of the peak."""
+    """What is the same in an outline: everything but waits, which `prepared` has, and what parts read, write and free."""
     roles = []
     for role in plan.roles:
-        program = [(i.stream, i.waits, [(p.op, len(p.reads), len(p.writes)) for p in i.parts]) for i in role.program]
+        program = [(i.stream, [(p.op, len(p.reads), len(p.writes)) for p in i.parts]) for i in role.program]
         first = len(role.allocs_first)
         peak = (role.peak_bytes, role.peak_at, role.peak_by_category, role.program[role.peak_at].name)
         roles.append((role.role, role.placed, role.ranks, program, role.streams, role.states, first, peak))
     bare = replace(plan, roles=(), values={})
-    return [bare, roles, prepare(plan), *([v.spec, v.category] for v in sent(plan))]
+    return [bare, roles, *([v.spec, v.category] for v in sent(plan))]
 
 
 def sent(plan: Plan) -> list[Any]:

@@ -119,21 +119,19 @@ def _in_outline(problem: Problem, compiling: _Compiling) -> Scored | None:
 
 
 def alike(cluster: Cluster | None, costs: Costs | None) -> bool:
-    """Whether instructions of an outline that share their parts take the same time: not where the host is the device, so that
+    """Whether all occurrences of an instruction of an outline take the same time: not where the host is the device, so that
     messages delay what is issued next, nor where the first load of a microbatch calls the batch function."""
     return not (cluster is not None and cluster.synchronous) and (costs is None or all(p.op != "Batch" for p in costs.parts))
 
 
 def seconds_of(model: CostModel, plan: Plan) -> list[float]:
-    """The duration of each instruction. Those of an outline share their parts, and are looked up once for each."""
-    known: dict[int, float] = {}
-    out = []
-    shared = alike(model.cluster, model.costs)
-    for role, _, instr in plan.instructions():
-        seconds = known.get(id(instr.parts)) if shared else None
-        if seconds is None:
-            seconds = known[id(instr.parts)] = model.work(role, instr).seconds
-        out.append(seconds)
+    """The duration of each instruction. An outline has the same one many times, which is looked up once."""
+    if not alike(model.cluster, model.costs):
+        return [model.work(role, instr).seconds for role, _, instr in plan.instructions()]
+    out: list[float] = []
+    for role in plan.roles:
+        known = {id(i): model.work(role, i).seconds for i in {id(i): i for i in role.program}.values()}
+        out += [known[id(i)] for i in role.program]
     return out
 
 

@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 
 from piper_autotune.problem import Problem
 from piper_autotune.scoring import score
+from piper_ir.collector import no_garbage_collection
 from piper_ir.program import Program
 
 READY = "ready"
@@ -23,8 +24,10 @@ def serve(descriptor: int) -> None:
         problem: Problem = pickle.loads(connection.recv_bytes())
         connection.send(READY)
         while True:
-            strategy, engine, more = pickle.loads(connection.recv_bytes())
-            variants.update(more)
-            connection.send(score(problem, pickle.loads(strategy), variants, engine))
+            with no_garbage_collection():
+                strategy, engine, more = pickle.loads(connection.recv_bytes())
+                variants.update(more)
+                found = score(problem, pickle.loads(strategy), variants, engine)
+            connection.send(found)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return

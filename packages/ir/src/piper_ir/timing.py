@@ -13,8 +13,8 @@ for all their ranks (data-parallel replicas behave alike). The rules, which the 
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, repeat, zip_longest
 
@@ -121,21 +121,19 @@ def with_waits(prepared: Prepared, orders: Sequence[IssueOrder]) -> Prepared:
     streams = iter(prepared.streams)
     waits: list[tuple[int, ...]] = []
     for order in orders:
-        waits.extend(_waits(order, {name: next(streams) for name in dict.fromkeys(order.streams)}))
-    of = prepared
-    steps = _order(orders, of.offsets, of.streams, waits, of.groups, of.group_of, of.p2p)
-    return replace(prepared, waits=tuple(waits), order=steps)
+        waits += _waits(order, {name: next(streams) for name in dict.fromkeys(order.streams)})
+    return replace(prepared, waits=tuple(waits), order=_order(orders, prepared, waits))
 
 
-def _waits(order: IssueOrder, own: Mapping[str, Sequence[int]]) -> Iterator[tuple[int, ...]]:
+def _waits(order: IssueOrder, own: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
     """Per instruction of a role the nodes that it waits for; `own`: the role's nodes by stream."""
-    for i, waits in enumerate(order.waits):
-        try:
-            yield tuple([own[stream][n - 1] for stream, n in waits if n > 0]) if waits else ()
-        except (KeyError, IndexError):
-            stream, n = next((s, n) for s, n in waits if n > len(own.get(s, ())))
-            where = f"role {order.role}, instruction {i} {order.label(i)}"
-            raise PlanError(f"{where}: waits for {n} of stream {stream!r}, which has {len(own.get(stream, ()))}") from None
+    try:
+        return [tuple([own[stream][n - 1] for stream, n in waits if n > 0]) if waits else () for waits in order.waits]
+    except (KeyError, IndexError):
+        wrong = ((i, s, n) for i, waits in enumerate(order.waits) for s, n in waits if n > len(own.get(s, ())))
+        i, stream, n = next(wrong)
+        where = f"role {order.role}, instruction {i} {order.label(i)}"
+        raise PlanError(f"{where}: waits for {n} of stream {stream!r}, which has {len(own.get(stream, ()))}") from None
 
 
 def sweep(
@@ -278,75 +276,69 @@ def _groups(
     return tuple(groups), tuple(p2p)
 
 
-def _order(
-    orders: Sequence[IssueOrder],
-    offsets: Sequence[int],
-    streams: Sequence[tuple[int, ...]],
-    waits: Sequence[tuple[int, ...]],
-    groups: Sequence[tuple[int, ...]],
-    group_of: Sequence[int],
-    p2p: Sequence[bool],
-) -> tuple[Step, ...]:
-    """A fixed topological order, the members of a group next to each other. PlanError with the cycle when there is none."""
-    n = offsets[-1]
-    before, after, missing = _edges(streams, waits)
-    leader = list(range(n))
-    for members in groups:  # the slot of its first member counts what the whole group misses
-        for m in members[1:]:
-            leader[m] = members[0]
-            missing[members[0]] += missing[m]
-    queue = deque(node for node in range(n) if leader[node] == node and not missing[node])
+def _order(orders: Sequence[IssueOrder], of: Prepared, waits: Sequence[tuple[int, ...]]) -> tuple[Step, ...]:
+    """A fixed topological order, the members of a group next to each other: each stream in turn goes as far as it can. PlanError
+    with the cycle when there is none."""
+    streams, stream_of, groups, group_of = of.streams, of.stream_of, of.groups, of.group_of
+    n = len(stream_of)
+    at = [0] * len(streams)  # of each stream, how many of its nodes are done
+    held: list[list[int]] = [[] for _ in range(n)]  # of each node, the streams that wait for it
+    arrived = [0] * len(groups)
+    done = bytearray(n)
     order: list[Step] = []
-    while queue:
-        node = queue.popleft()
-        g = group_of[node]
-        if g < 0:
-            order.append((node, before[node], waits[node], (), False))
-            freed = after[node]
-        else:
-            members = groups[g]
-            order.extend([(m, before[m], waits[m], None, p2p[g]) for m in members[:-1]])
-            order.append((members[-1], before[members[-1]], waits[members[-1]], members, p2p[g]))
-            freed = [x for m in members for x in after[m]]
-        for x in freed:
-            first = leader[x]
-            left = missing[first] = missing[first] - 1
-            if not left:
-                queue.append(first)
+    ready = list(reversed(range(len(streams))))  # streams: each is here, or held by a node, or by its group
+    while ready:
+        s = ready.pop()
+        nodes, k = streams[s], at[s]
+        before = nodes[k - 1] if k else n + s
+        while k < len(nodes):
+            node = nodes[k]
+            mine = waits[node]
+            for w in mine:
+                if not done[w]:
+                    held[w].append(s)
+                    break
+            else:
+                g = group_of[node]
+                if g < 0:
+                    order.append((node, before, mine, (), False))
+                    done[node] = 1
+                    if held[node]:
+                        ready += held[node]
+                    before = node
+                    k += 1
+                    continue
+                arrived[g] += 1
+                members = groups[g]
+                if arrived[g] == len(members):
+                    at[s] = k
+                    for m in members:
+                        own = stream_of[m]
+                        i = at[own]
+                        at[own] = i + 1
+                        slot = streams[own][i - 1] if i else n + own
+                        order.append((m, slot, waits[m], members if m == members[-1] else None, of.p2p[g]))
+                        done[m] = 1
+                        ready += held[m]
+                        if own != s:
+                            ready.append(own)
+                    before = node
+                    k += 1
+                    continue
+            break
+        at[s] = k
     if len(order) < n:
-        raise PlanError(_cycle(orders, offsets, {step[0] for step in order}, before, waits, groups, group_of))
+        raise PlanError(_cycle(orders, of, waits, {step[0] for step in order}))
     return tuple(order)
 
 
-def _edges(streams: Sequence[tuple[int, ...]], waits: Sequence[tuple[int, ...]]) -> tuple[list[int], list[list[int]], list[int]]:
-    """Per node: the slot of its stream predecessor, the nodes that come after it, and how many come before it."""
-    n = len(waits)
-    before = [0] * n
-    after: list[list[int]] = [[] for _ in range(n)]
-    missing = [len(w) + 1 for w in waits]
-    for s, nodes in enumerate(streams):
-        before[nodes[0]] = n + s
-        missing[nodes[0]] -= 1
-        for a, b in pairwise(nodes):
-            before[b] = a
-            after[a] = [b]
-    for node, targets in enumerate(waits):
-        for t in targets:
-            after[t].append(node)
-    return before, after, missing
-
-
-def _cycle(
-    orders: Sequence[IssueOrder],
-    offsets: Sequence[int],
-    ran: set[int],
-    before: Sequence[int],
-    waits: Sequence[tuple[int, ...]],
-    groups: Sequence[tuple[int, ...]],
-    group_of: Sequence[int],
-) -> str:
+def _cycle(orders: Sequence[IssueOrder], of: Prepared, waits: Sequence[tuple[int, ...]], ran: set[int]) -> str:
     """The message of a deadlock: each line waits for the next, the last for the first."""
-    n = offsets[-1]
+    offsets, groups, group_of, n = of.offsets, of.groups, of.group_of, len(waits)
+    before = [0] * n
+    for s, nodes in enumerate(of.streams):
+        for a, b in pairwise((n + s, *nodes)):
+            before[b] = a
     path: list[tuple[int, str]] = []
     seen: dict[int, int] = {}
     node = min(set(range(n)) - ran)

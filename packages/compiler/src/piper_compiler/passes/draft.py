@@ -5,47 +5,64 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from piper_ir.ops import COMM, Op
+from piper_ir.ops import Op
 from piper_ir.plan import COMPUTE, Instr, Part
 from piper_ir.timing import IssueOrder
 
 DraftPart = tuple[str, Op, int, tuple[str, ...], tuple[str, ...]]
 """The fields of a Part without its frees: node, op, microbatch, reads, writes."""
-Waits = tuple[tuple[str, int], ...]
-NOTHING: Mapping[str, int] = {}
+Place = tuple[str, int]
+"""A stream, and how many of its instructions stand up to this one: what a wait for it names."""
+Waits = tuple[Place, ...]
 
 
 @dataclass(slots=True)
 class Releases:
     """What a role frees. `frees`: number of a part, counted over the whole program -> values that die after it; `before`:
-    instruction -> values that die before it; `waits`: instruction -> stream -> how many of its instructions must be done."""
+    instruction -> values that die before it; `waits`: instruction -> what must be done."""
 
     frees: Mapping[int, Sequence[str]] = field(default_factory=dict)
     before: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    waits: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    waits: Mapping[int, Sequence[Place]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class RoleDraft:
     """One role's instructions in program order, an entry of each list per instruction. `waits`: none that an earlier instruction
-    of the same stream has waited for; `seconds`: canonical durations; `allocs_after`: instruction -> receive buffers; `given`:
-    instruction -> the seconds of a span."""
+    of the same stream has waited for; `channels`: "" for compute; `seconds`: canonical durations. `compute`: the instructions
+    that compute; `allocs_after`: instruction -> receive buffers; `given`: instruction -> the seconds of a span."""
 
     role: str
     streams: list[str] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+    channels: list[str] = field(default_factory=list)
     parts: list[list[DraftPart]] = field(default_factory=list)
     waits: list[Waits] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
+    compute: list[int] = field(default_factory=list)
     allocs_after: dict[int, list[str]] = field(default_factory=dict)
     allocs_first: list[str] = field(default_factory=list)
     given: dict[int, float] = field(default_factory=dict)
 
-    def issue_order(self) -> IssueOrder:
-        ops = [parts[0][1] for parts in self.parts]
-        channels = [op.channel if isinstance(op, COMM) else "" for op in ops]
-        return IssueOrder(
-            self.role, self.streams, self.waits, channels, lambda k: f"{self.parts[k][0][0]} ({type(ops[k]).__name__})"
-        )
+    def append(self, place: Place, channel: str, parts: list[DraftPart], waits: Waits, seconds: float) -> None:
+        """One more instruction, at its place on its stream."""
+        if not channel:
+            self.compute.append(len(self.streams))
+        self.streams.append(place[0])
+        self.places.append(place)
+        self.channels.append(channel)
+        self.parts.append(parts)
+        self.waits.append(waits)
+        self.seconds.append(seconds)
+
+    def issue_order(self, waits: Sequence[Waits]) -> IssueOrder:
+        """With the waits of the draft, or those which it has in the end."""
+
+        def label(k: int) -> str:
+            node, op, *_ = self.parts[k][0]
+            return f"{node} ({type(op).__name__})"
+
+        return IssueOrder(self.role, self.streams, waits, self.channels, label)
 
     def instructions(self, releases: Releases) -> tuple[Instr, ...]:
         """The program, with its frees and the waits that they need."""
@@ -66,30 +83,27 @@ class RoleDraft:
 
     def final_waits(self, releases: Releases) -> list[Waits]:
         """The waits of each instruction with those that frees need, again without repeated ones."""
-        more, seen = releases.waits, dict[str, int]()
-        out = []
-        for k, waits in enumerate(self.waits):
-            if self.streams[k] == COMPUTE and (waits or k in more):  # other streams free nothing, so their waits stay
-                waits = unseen(merged(waits, more.get(k, NOTHING)), seen)
-            out.append(waits)
+        out, seen = list(self.waits), dict[str, int]()  # other streams than compute free nothing, so their waits stay
+        more = releases.waits
+        for k in self.compute:
+            if k in more:
+                out[k] = unseen([*out[k], *more[k]], seen)
+            elif out[k]:
+                out[k] = unseen(out[k], seen)
         return out
 
 
-def merged(waits: Waits, more: Mapping[str, int]) -> dict[str, int]:
-    """Both waits as one."""
-    out = dict(waits)
-    for stream, n in more.items():
-        if n > out.get(stream, 0):
-            out[stream] = n
-    return out
-
-
-def unseen(waits: Mapping[str, int], known: dict[str, int]) -> Waits:
-    """The waits, sorted, without those that `known`, the earlier waits of the same stream, covers; they are added to it."""
-    fresh = [wait for wait in waits.items() if wait[1] > known.get(wait[0], 0)]
-    if not fresh:
-        return ()
-    if len(fresh) > 1:
-        fresh.sort()
-    known.update(fresh)
-    return tuple(fresh)
+def unseen(waits: Sequence[Place], known: dict[str, int]) -> Waits:
+    """The last place of each stream, sorted, without those that `known`, the earlier waits of the same stream, covers; they are
+    added to it."""
+    if len(waits) == 1:
+        stream, n = waits[0]
+        if n <= known.get(stream, 0):
+            return ()
+        known[stream] = n
+        return (waits[0],)
+    fresh: dict[str, int] = {}
+    for stream, n in waits:
+        if n > known.get(stream, 0):
+            known[stream] = fresh[stream] = n
+    return tuple(sorted(fresh.items()))

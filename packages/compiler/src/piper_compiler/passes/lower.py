@@ -10,7 +10,7 @@ from typing import Literal
 from piper_compiler.durations import InstructionSeconds
 from piper_compiler.passes.complete import Training
 from piper_compiler.passes.dependencies import Dependencies, dependencies
-from piper_compiler.passes.draft import DraftPart, Releases, RoleDraft, unseen
+from piper_compiler.passes.draft import Place, Releases, RoleDraft, unseen
 from piper_compiler.passes.fuse import Task, tasks
 from piper_compiler.passes.overlap import interleavings, span_seconds
 from piper_compiler.passes.parts import Maker, PartMaker
@@ -21,6 +21,7 @@ from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, PlanError
 from piper_ir.graph import Graph
 from piper_ir.memory import with_peaks
+from piper_ir.ops import COMM, Op
 from piper_ir.plan import COMPUTE, Device, Instr, Plan, RolePlan, State, Values
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, bind
@@ -100,7 +101,7 @@ def draft_roles(
 
 def run_of(graph: Graph, drafts: list[RoleDraft]) -> Timed:
     """A run without frees under canonical durations."""
-    prepared = prepare_orders([draft.issue_order() for draft in drafts], graph.channels.values())
+    prepared = prepare_orders([draft.issue_order(draft.waits) for draft in drafts], graph.channels.values())
     return prepared, sweep(prepared, [s for draft in drafts for s in draft.seconds], latency=graph.program.hop)
 
 
@@ -156,74 +157,65 @@ def _draft(
     role: str, deps: Dependencies, work: list[Task], where: Positions, maker: Maker, given: Mapping[int, float]
 ) -> RoleDraft:
     builder = _RoleBuilder(role, deps, maker, given)
-    pending = iter([*where.comm[role], (-1, 1 << 60)])
-    node, at = next(pending)
+    comm = where[role]
+    at = 0
     for k, task in enumerate(work):
-        while at <= k:
-            builder.comm(node)
-            node, at = next(pending)
+        while at < len(comm) and comm[at][1] <= k:
+            builder.comm(comm[at][0])
+            at += 1
         builder.compute(task)
-    assert node == -1, "communication after the Update"
+    assert at == len(comm), "communication after the Update"
     return builder.draft
 
 
 class _RoleBuilder:
     """Appends instructions in program order and derives their waits from the edges of the graph. `given`: first node of each
-    span -> the seconds of its instruction."""
+    span -> the seconds of its instruction. `done`: where the nodes of the role stand; those of other roles are not waited for
+    (a receive needs its send, which is a rendezvous)."""
 
     def __init__(self, role: str, deps: Dependencies, maker: Maker, given: Mapping[int, float]) -> None:
         self.deps, self.maker, self.given = deps, maker, given
         self.draft = RoleDraft(role)
-        self.count: dict[str, int] = {COMPUTE: 0}
+        self.count: dict[str, int] = {}
+        self.computed: dict[str, int] = {}
+        """What the compute stream has waited for."""
         self.seen: dict[str, dict[str, int]] = defaultdict(dict)
-        self.done: dict[int, tuple[str, int]] = {}
-        self.last_compute = -1
+        """And the others."""
+        self.done: dict[int, Place] = {}
 
     def compute(self, task: Task) -> None:
-        waits, comm, before = dict[str, int](), self.deps.comm, self.deps.before
-        for i in task:
-            for j in before[i]:
-                if comm[j]:
-                    self._wait(j, waits)
+        draft, done, comm, before = self.draft, self.done, self.deps.comm, self.deps.before
+        waits = [done[j] for i in task for j in before[i] if comm[j] and j in done]
         parts, seconds = self.maker.task(self.deps, task)
-        self.last_compute = len(self.draft.streams)
         if task[0] in self.given:
-            seconds = self.draft.given[self.last_compute] = self.given[task[0]]
-        self._append(COMPUTE, parts, waits, seconds, task)
+            seconds = draft.given[len(draft.streams)] = self.given[task[0]]
+        place = COMPUTE, len(draft.compute) + 1
+        draft.append(place, "", parts, unseen(waits, self.computed) if waits else (), seconds)
+        for i in task:
+            done[i] = place
 
     def comm(self, i: int) -> None:
-        stream = self.deps.node(i).stream
-        part, seconds = self.maker.comm(self.deps, i)
-        waits = dict[str, int]()
-        for j in self.deps.before[i]:
-            self._wait(j, waits)
-        waits.pop(stream, None)
-        if written := part[4]:  # its buffer is made right after the latest compute instruction
-            if self.last_compute >= 0:
-                self.draft.allocs_after.setdefault(self.last_compute, []).extend(written)
-                waits[COMPUTE] = self.count[COMPUTE]
+        draft, done = self.draft, self.done
+        node = self.deps.node(i)
+        stream = node.stream
+        parts, seconds = self.maker.comm(self.deps, i)
+        waits = [done[j] for j in self.deps.before[i] if j in done]
+        if waits:
+            waits = [wait for wait in waits if wait[0] != stream]
+        if written := parts[0][4]:  # its buffer is made right after the latest compute instruction
+            if draft.compute:
+                draft.allocs_after.setdefault(draft.compute[-1], []).extend(written)
+                waits.append((COMPUTE, len(draft.compute)))
             else:
-                self.draft.allocs_first.extend(written)
-        self._append(stream, [part], waits, seconds, [i])
-
-    def _append(self, stream: str, parts: list[DraftPart], waits: dict[str, int], seconds: float, nodes: Task) -> None:
+                draft.allocs_first.extend(written)
         n = self.count[stream] = self.count.get(stream, 0) + 1
-        draft = self.draft
-        draft.streams.append(stream)
-        draft.parts.append(parts)
-        draft.waits.append(unseen(waits, self.seen[stream]) if waits else ())
-        draft.seconds.append(seconds)
-        done = stream, n
-        for i in nodes:
-            self.done[i] = done
+        place = done[i] = stream, n
+        draft.append(place, _channel(node.op), parts, unseen(waits, self.seen[stream]) if waits else (), seconds)
 
-    def _wait(self, j: int, waits: dict[str, int]) -> None:
-        """Wait for a node, where it is of this role, of which alone `done` knows. (A receive needs its send, which is on another
-        role: a rendezvous.)"""
-        if j in self.done:
-            stream, n = self.done[j]
-            if n > waits.get(stream, 0):
-                waits[stream] = n
+
+def _channel(op: Op) -> str:
+    assert isinstance(op, COMM)
+    return op.channel
 
 
 def states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:

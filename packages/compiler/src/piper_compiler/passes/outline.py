@@ -1,8 +1,8 @@
 """Outlines: plans for their times and peaks of memory alone, which is what a search asks for.
 
-The instructions of an outline, their streams, waits and order are those of the plan, and so are the peaks. But their parts are
-those of microbatch 0, shared by the instructions of all microbatches, and say nothing of what is freed: names take most of the
-time of lowering. An outline can be timed, and not be verified, run or shown.
+The instructions of an outline, their streams and order are those of the plan, and so are the peaks. But they are those of
+microbatch 0, shared by all microbatches, and say nothing of what is freed: names take most of the time of lowering. Waits are in
+`prepared` alone. An outline can be timed, and not be verified, run or shown.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import repeat
 from piper_compiler.durations import InstructionSeconds
 from piper_compiler.passes.complete import Training
 from piper_compiler.passes.dependencies import Dependencies, dependencies
-from piper_compiler.passes.draft import DraftPart, Releases, RoleDraft, Waits
+from piper_compiler.passes.draft import DraftPart, Releases, RoleDraft
 from piper_compiler.passes.fuse import Task
 from piper_compiler.passes.lower import Options, bound_chunks, draft_roles, plan_of, release_all, role_plan, run_of, states
 from piper_compiler.passes.parts import PartMaker
@@ -66,39 +66,39 @@ def outline(uniform: Uniform, graph: Graph, rows: int, training: Training, optio
     roles, orders = [], []
     for draft, freed in zip(drafts, release_all(drafts, timed), strict=True):
         mine = [next(kinds) for _ in draft.streams]
-        waits = draft.final_waits(freed)
-        roles.append(_role(graph, plan, _Run(draft, freed, waits, mine, maker), held[draft.role]))
-        orders.append(replace(draft.issue_order(), waits=waits))
+        roles.append(_role(graph, plan, _Run(draft, freed, mine, maker), held[draft.role]))
+        orders.append(draft.issue_order(draft.final_waits(freed)))
     return Outline(replace(plan, roles=tuple(roles), values=Values(maker.maker.kinds)), with_waits(timed[0], orders))
 
 
 @dataclass(frozen=True)
 class _Run:
-    """The instructions of a role, with their `waits` and `kinds`."""
+    """The instructions of a role, with their `kinds`."""
 
     draft: RoleDraft
     freed: Releases
-    waits: list[Waits]
     kinds: list[_Kind]
     maker: _OutlineMaker
 
 
 def _role(graph: Graph, plan: Plan, run: _Run, held: tuple[State, ...]) -> RolePlan:
     """One role, with its peak: a walk over its instructions as `piper_ir.memory` does it."""
-    program: list[Instr] = []
-    draft, freed, maker = run.draft, run.freed, run.maker
+    draft, freed, maker, kinds = run.draft, run.freed, run.maker, run.kinds
     memory = _Memory(maker, held, draft.allocs_first)
     nothing: tuple[str, ...] = ()
-    frees, like, q = freed.frees, maker.like, 0
-    for k, (stream, waits, kind) in enumerate(zip(draft.streams, run.waits, run.kinds, strict=True)):
-        program.append(Instr(stream, kind.parts, waits) if waits else kind.free(stream))
-        after = q + len(kind.parts)
-        if stream == COMPUTE:
-            dying = tuple([tuple([like[v] for v in frees[p]]) if p in frees else nothing for p in range(q, after)])
-            effect = kind.effects.get(dying) or kind.effect(plan, maker, dying)
-            memory.run(k, freed.before.get(k, nothing), effect, draft.allocs_after.get(k, nothing))
-        q = after
+    frees, before, after, like = freed.frees, freed.before, draft.allocs_after, maker.like
+    q = 0
+    for k, (kind, channel) in enumerate(zip(kinds, draft.channels, strict=True)):
+        if channel:
+            q += 1
+            continue
+        end = q + len(kind.instr.parts)
+        dying: Dying = tuple([tuple([like[v] for v in frees[p]]) if p in frees else nothing for p in range(q, end)])
+        q = end
+        effect = kind.effects.get(dying) or kind.effect(plan, maker, dying)
+        memory.run(k, before.get(k, nothing), effect, after.get(k, nothing))
     at = max(memory.at, 0)
+    program = [kind.instr for kind in kinds]
     parts = [replace(p, node=named[0]) for p, named in zip(program[at].parts, draft.parts[at], strict=True)]
     program[at] = replace(program[at], parts=tuple(parts))  # which messages name
     first = tuple([like[v] for v in draft.allocs_first])
@@ -198,21 +198,18 @@ def _freed(run: _Run, at: int, part: int) -> list[str]:
 
 @dataclass(slots=True)
 class _Kind:
-    """The instructions that differ in their microbatch only. `parts`: of microbatch 0; `seconds`: of each; `drafts`: by
+    """The instructions that differ in their microbatch only. `instr`: of microbatch 0; `seconds`: of each; `drafts`: by
     microbatch, with the values alone that another node may read; `inside`: per part the other values that die after it."""
 
-    parts: tuple[Part, ...]
+    instr: Instr
     seconds: float
     drafts: list[list[DraftPart]]
     inside: list[tuple[str, ...]]
     effects: dict[Dying, _Effect] = field(default_factory=dict)
-    _free: Instr | None = None
 
-    def free(self, stream: str) -> Instr:
-        """Such an instruction that waits for nothing."""
-        if self._free is None:
-            self._free = Instr(stream, self.parts, ())
-        return self._free
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self.instr.parts
 
     def effect(self, plan: Plan, maker: _OutlineMaker, dying: Dying) -> _Effect:
         """What such an instruction does to memory, given the values that die in it."""
@@ -266,25 +263,24 @@ class _OutlineMaker:
         if kind is None:
             for v in fresh:  # another kind may have loaded it for its microbatch 0
                 self.maker.kinds.pop(v, None)
-            kind = kinds[fresh] = self._kind(*self.maker.task(self.one, list(like)))
+            kind = kinds[fresh] = self._kind(COMPUTE, *self.maker.task(self.one, list(like)))
         self.used.append(kind)
         return kind.drafts[mb], kind.seconds
 
-    def comm(self, deps: Dependencies, i: int) -> tuple[DraftPart, float]:
+    def comm(self, deps: Dependencies, i: int) -> tuple[list[DraftPart], float]:
         k = deps.of[i]
         kind = self._transfers.get(k)
         if kind is None:
-            part, seconds = self.maker.comm(self.one, k)
-            kind = self._transfers[k] = self._kind([part], seconds)
+            kind = self._transfers[k] = self._kind(self.one.nodes[k].stream, *self.maker.comm(self.one, k))
         self.used.append(kind)
-        return kind.drafts[deps.mb[i]][0], kind.seconds
+        return kind.drafts[deps.mb[i]], kind.seconds
 
     def _sources_of(self, nodes: tuple[int, ...]) -> tuple[str, ...]:
         """The batch tensors and gradients of the loss that nodes read, as they are called on their role."""
         read = [(v, self.one.nodes[k].role) for k in nodes for v in self.one.nodes[k].reads]
         return tuple(dict.fromkeys([f"{v}#{role}" for v, role in read if v not in self.graph.writer]))
 
-    def _kind(self, drafts: list[DraftPart], seconds: float) -> _Kind:
+    def _kind(self, stream: str, drafts: list[DraftPart], seconds: float) -> _Kind:
         parts = tuple([Part(*draft) for draft in drafts])
         made = {v for p in parts if not isinstance(p.op, Compute) for v in p.writes}
         shared = self.graph.values.keys() | made | self._names.keys()
@@ -295,7 +291,7 @@ class _OutlineMaker:
                 self._drafts[p.node] = list(zip(ids, repeat(p.op, len(reads)), mbs, reads, writes, strict=True))
         inside = [tuple([v for v in _dies_in(p, self.maker.chunks) if v not in shared]) for p in parts]
         named = [list(row) for row in zip(*[self._drafts[p.node] for p in parts], strict=True)]
-        return _Kind(parts, seconds, named, inside)
+        return _Kind(Instr(stream, parts), seconds, named, inside)
 
     def _by_microbatch(self, values: list[str], mb: int) -> list[tuple[str, ...]]:
         """The names of some values in each microbatch; only once for those of the whole step."""

@@ -29,8 +29,8 @@ class Maker(Protocol):
     def task(self, deps: Dependencies, task: Task) -> tuple[list[DraftPart], float]:
         """Of one compute instruction."""
 
-    def comm(self, deps: Dependencies, i: int) -> tuple[DraftPart, float]:
-        """Of a communication instruction."""
+    def comm(self, deps: Dependencies, i: int) -> tuple[list[DraftPart], float]:
+        """The part of a communication instruction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +73,14 @@ class PartMaker:
                 out.append((node.id, node.op, node.mb, reads, node.writes))
         return out, self.seconds.compute([part[1] for part in out])
 
-    def comm(self, deps: Dependencies, i: int) -> tuple[DraftPart, float]:
+    def comm(self, deps: Dependencies, i: int) -> tuple[list[DraftPart], float]:
         node = deps.node(i)
         self._declare(node.writes)
         if isinstance(node.op, AllReduce):
             seconds = self.seconds.reduction(self.graph.buckets[node.op.bucket] if node.op.bucket else None)
         else:
             seconds = self.seconds.transfer(self.nbytes((*node.reads, *node.writes)[0]))
-        return (node.id, node.op, node.mb, node.reads, node.writes), seconds
+        return [(node.id, node.op, node.mb, node.reads, node.writes)], seconds
 
     def nbytes(self, value: str) -> int:
         """Bytes of a value that has been made."""

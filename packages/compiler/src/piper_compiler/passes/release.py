@@ -10,35 +10,30 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from piper_compiler.passes.draft import Releases, RoleDraft
-from piper_ir.plan import COMPUTE
+from piper_compiler.passes.draft import Place, Releases, RoleDraft
 from piper_ir.timing import Times
 
 
 def releases(draft: RoleDraft, offset: int, times: Times) -> Releases:
     """The frees of a role, and the waits that they need. `offset`: number of the role's first node in `times`."""
-    compute = [k for k, stream in enumerate(draft.streams) if stream == COMPUTE]
+    compute = draft.compute
     starts = [times.start[offset + k] for k in compute]
     last, instr_of, sent = _readers(draft)
     frees: dict[int, list[str]] = {}
     before: dict[int, list[str]] = {}
-    waits: dict[int, dict[str, int]] = {}
-    order = _stream_order(draft)
+    waits: dict[int, list[Place]] = {}
+    done, places = times.done, draft.places
     for value, readers in sent.items():
-        end = max([times.done[offset + k] for k in readers])
-        after = max(readers)
+        end = max([done[offset + k] for k in readers])
         # Nothing may start that late: then the Update, which ends every role's program, waits for it.
-        k = compute[min(max(bisect_left(starts, end), bisect_left(compute, after)), len(compute) - 1)]
+        k = compute[min(max(bisect_left(starts, end), bisect_left(compute, readers[-1])), len(compute) - 1)]
         own = last.pop(value, None)
         if own is not None and instr_of[own] >= k:
             k = instr_of[own]
             frees.setdefault(own, []).append(value)
         else:
             before.setdefault(k, []).append(value)
-        mine = waits.setdefault(k, {})
-        for reader in readers:
-            stream = draft.streams[reader]
-            mine[stream] = max(mine.get(stream, 0), order[reader] + 1)
+        waits.setdefault(k, []).extend([places[reader] for reader in readers])
     for value, own in last.items():
         if own in frees:
             frees[own].append(value)
@@ -53,27 +48,17 @@ def _readers(draft: RoleDraft) -> tuple[dict[str, int], list[int], dict[str, lis
     last: dict[str, int] = {}
     instr_of: list[int] = []
     sent: dict[str, list[int]] = {}
-    for k, parts in enumerate(draft.parts):
-        if draft.streams[k] == COMPUTE:
-            for _, _, _, reads, writes in parts:
-                q = len(instr_of)
-                for v in writes:
-                    last[v] = q
-                for v in reads:
-                    last[v] = q
-                instr_of.append(k)
-        else:
+    for k, (parts, channel) in enumerate(zip(draft.parts, draft.channels, strict=True)):
+        if channel:
             instr_of.append(k)
             for v in parts[0][3]:
                 sent.setdefault(v, []).append(k)
+            continue
+        for _, _, _, reads, writes in parts:
+            q = len(instr_of)
+            for v in writes:
+                last[v] = q
+            for v in reads:
+                last[v] = q
+            instr_of.append(k)
     return last, instr_of, sent
-
-
-def _stream_order(draft: RoleDraft) -> list[int]:
-    """Per instruction, how many of its stream stand before it."""
-    counts = dict.fromkeys(draft.streams, 0)
-    out = []
-    for stream in draft.streams:
-        out.append(counts[stream])
-        counts[stream] += 1
-    return out

@@ -24,13 +24,14 @@ def repeated(uniform: Uniform, one: Dependencies) -> Dependencies:
             mb[span] = range(len(mine))
         before[span] = _edges(mine, [numbers[j] for j in one.before[k]])
         after[span] = _edges(mine, [numbers[j] for j in one.after[k]])
-    place = {n.id: k for k, n in enumerate(one.nodes)}
+    likes = {n.id.removesuffix("@0"): numbers[k] for k, n in enumerate(one.nodes)}
     ordered = set[int]()
     for (first, i), (then, j) in uniform.edges:
-        edge = numbers[place[f"{first}@0"]][i], numbers[place[f"{then}@0"]][j]
-        before[edge[1]].append(edge[0])
-        insort(after[edge[0]], edge[1])
-        ordered.update(edge)
+        a, b = likes[first][i], likes[then][j]
+        before[b].append(a)
+        insort(after[a], b)
+        ordered.add(a)
+        ordered.add(b)
     adds = {key: [i for k in mine for i in numbers[k]] for key, mine in one.accumulators.items()}
     comm = [one.comm[k] for k in of]
     return Dependencies(one.nodes, of, mb, comm, before, after, ordered, adds, {})

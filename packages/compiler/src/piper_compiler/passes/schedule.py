@@ -27,9 +27,9 @@ from piper_ir.sizes import ITEM_BYTES, bind
 
 BACKWARD, FORWARD, WEIGHT, UPDATE = 0, 1, 2, 3
 """Ranks of the phases: what goes first where there is a choice."""
-Group = tuple[int, int, int]
-"""Rank of the phase, microbatch, number of the stage: nodes that run without a break when
-they can."""
+Group = int
+"""Nodes of a role that run without a break when they can: those of one phase, microbatch and stage, as one number, by which
+groups are taken in turn: the phase first, then the microbatch, then the stage."""
 
 
 @dataclass
@@ -37,7 +37,10 @@ class _Role:
     ready: dict[Group, list[tuple[int, int]]] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     gated: dict[int, list[Group]] = field(default_factory=dict)
-    current: Group | None = None
+    admitted: set[Group] = field(default_factory=set)
+    open: dict[int, int] = field(default_factory=dict)  # microbatches in flight by stage
+    left: dict[int, int] = field(default_factory=dict)  # backward nodes still to run, by microbatch and stage
+    current: Group = -1
     busy: bool = False
 
 
@@ -61,20 +64,20 @@ class Scheduler:
         for i, seconds in given.items():
             self.seconds[i] = seconds
         kinds = _kinds(nodes)
-        self.group: list[Group] = [(kinds[k][0], mb, kinds[k][1]) for k, mb in zip(deps.of, deps.mb, strict=True)]
+        self.stages = 1 + max([stage for _, stage in kinds], default=0)
+        self.each = self.stages * (max(deps.mb, default=0) + 2)  # groups of a phase
+        heads = [rank * self.each + self.stages + stage for rank, stage in kinds]
+        self.group: list[Group] = [heads[k] + self.stages * mb for k, mb in zip(deps.of, deps.mb, strict=True)]
         self.along = deps.column(_along(graph, nodes, kinds))
         self.reductions = {k: n.op for k, n in enumerate(nodes) if isinstance(n.op, AllReduce)}
-        self.limited = {group for group in self.group if group[0] == FORWARD}
-        self.limited -= {self.group[i] for i in deps.ordered if self.group[i][0] == FORWARD}
+        self.free = {self.group[i] for i in deps.ordered if kinds[deps.of[i]][0] == FORWARD}
+        """Forwards that an order mentions."""
         self.limit = _limits(graph, nodes, kinds)
-        self.open: dict[tuple[str, int], int] = {}
         self.backward = deps.column([isinstance(n.op, Compute) and k[0] != FORWARD for n, k in zip(nodes, kinds, strict=True)])
-        self.backward_left: dict[tuple[str, int, int], int] = {}  # by role, microbatch and stage
         for i, backward in enumerate(self.backward):
             if backward:
-                key = (self.role_of[i], *self.group[i][1:])
-                self.backward_left[key] = self.backward_left.get(key, 0) + 1
-        self.admitted: set[tuple[str, Group]] = set()
+                left, key = self.roles[self.role_of[i]].left, self.group[i] % self.each
+                left[key] = left.get(key, 0) + 1
         self.events: list[tuple[float, int, int]] = []
         self.sequence: list[int] = []
         self.arrived: dict[tuple[str, str], list[int]] = {}
@@ -82,12 +85,12 @@ class Scheduler:
 
     def run(self) -> list[int]:
         waiting = [len(b) for b in self.deps.before]
-        after, events, role_of, comm, ready = self.deps.after, self.events, self.role_of, self.deps.comm, self._ready
+        after, events, role_of, comm = self.deps.after, self.events, self.role_of, self.deps.comm
         now, done = 0.0, 0
         dirty = set(self.roles)
         for i, n in enumerate(waiting):
             if n == 0:
-                self._ready(i, now)
+                self._communicate(i, now) if comm[i] else self._ready(i)
         while True:
             if dirty:
                 self._start(dirty, now)
@@ -100,92 +103,101 @@ class Scheduler:
                 i = heappop(events)[2]
                 done += 1
                 if not comm[i]:
-                    self._finish(i, dirty)
+                    self._finish(i)
+                    dirty.add(role_of[i])
                 for j in after[i]:
                     left = waiting[j] = waiting[j] - 1
-                    if not left:
-                        ready(j, now)
-                        if not comm[j]:  # communication needs no processor
-                            dirty.add(role_of[j])
+                    if left:
+                        continue
+                    if comm[j]:
+                        self._communicate(j, now)
+                    else:
+                        self._ready(j)
+                        dirty.add(role_of[j])
         if done < len(waiting):
             raise cycle_error(self.graph, self.deps, {i for i, n in enumerate(waiting) if n})
         return self.sequence
 
-    def _complete_at(self, time: float, i: int) -> None:
+    def _run(self, i: int, end: float) -> None:
         self.counter += 1
-        heappush(self.events, (time, self.counter, i))
+        self.sequence.append(i)
+        heappush(self.events, (end, self.counter, i))
 
-    def _ready(self, i: int, now: float) -> None:
-        if not self.deps.comm[i]:
-            if i in self.deps.spans and self.deps.spans[i][0] != i:
-                return  # the first node of a span stands for it
-            role, group = self.roles[self.role_of[i]], self.group[i]
-            if group in role.ready:
-                heappush(role.ready[group], (self.along[i], i))
-            else:
-                role.ready[group] = [(self.along[i], i)]
-                heappush(role.groups, group)
-            return
+    def _ready(self, i: int) -> None:
+        """A node that computes may start when its role has nothing better to do."""
+        spans = self.deps.spans
+        if i in spans and spans[i][0] != i:
+            return  # the first node of a span stands for it
+        role, group = self.roles[self.role_of[i]], self.group[i]
+        waiting = role.ready.get(group)
+        if waiting is None:
+            role.ready[group] = [(self.along[i], i)]
+            heappush(role.groups, group)
+        else:
+            heappush(waiting, (self.along[i], i))
+
+    def _communicate(self, i: int, now: float) -> None:
+        """Communication needs no processor: it starts at once, a reduction when the last of its members can."""
         op = self.reductions.get(self.deps.of[i])
         if op is None:
-            self.sequence.append(i)
-            self._complete_at(now + self.seconds[i], i)
+            self._run(i, now + self.seconds[i])
             return
         members = self.arrived.setdefault((op.channel, op.bucket), [])
         members.append(i)
         if len(members) == len(self.graph.channels[op.channel].roles):
             for j in sorted(members):
-                self.sequence.append(j)
-                self._complete_at(now + self.seconds[j], j)
+                self._run(j, now + self.seconds[j])
 
     def _start(self, dirty: set[str], now: float) -> None:
         for name in sorted(dirty) if len(dirty) > 1 else dirty:
             role = self.roles[name]
-            while not role.busy and (group := self._choose(name, role)) is not None:
-                heap = role.ready[group]
-                i = heappop(heap)[1]
-                if not heap:
-                    del role.ready[group]
-                role.current = group
-                role.busy = True
-                for j in self.deps.spans.get(i, (i,)):
-                    self.sequence.append(j)
-                    self._complete_at(now + self.seconds[i], j)
+            if role.busy or (group := self._choose(role)) is None:
+                continue
+            heap = role.ready[group]
+            i = heappop(heap)[1]
+            if not heap:
+                del role.ready[group]
+            role.current = group
+            role.busy = True
+            end = now + self.seconds[i]
+            for j in self.deps.spans.get(i, (i,)):
+                self._run(j, end)
         dirty.clear()
 
-    def _choose(self, name: str, role: _Role) -> Group | None:
+    def _choose(self, role: _Role) -> Group | None:
         if role.current in role.ready:
             return role.current
         while role.groups:
             group = role.groups[0]
             if group in role.ready:
-                if self._admit(name, group):
+                if self._admit(role, group):
                     return group
-                heappush(role.gated.setdefault(group[2], []), group)
+                heappush(role.gated.setdefault(group % self.stages, []), group)
             heappop(role.groups)
         return None
 
-    def _admit(self, role: str, group: Group, force: bool = False) -> bool:
+    def _admit(self, role: _Role, group: Group, force: bool = False) -> bool:
         """Whether the group may start; a forward that may is counted as in flight until its backward is done."""
-        if group[0] != FORWARD or (role, group) in self.admitted:
+        if group // self.each != FORWARD or group in role.admitted:
             return True
-        key = (role, group[2])
-        if not force and group in self.limited and self.open.get(key, 0) >= self.limit.get(group[2], 1):
+        stage = group % self.stages
+        in_flight = role.open.get(stage, 0)
+        if not force and in_flight >= self.limit.get(stage, 1) and group not in self.free:
             return False
-        self.admitted.add((role, group))
-        if (role, group[1], group[2]) in self.backward_left:
-            self.open[key] = self.open.get(key, 0) + 1
+        role.admitted.add(group)
+        if group % self.each in role.left:
+            role.open[stage] = in_flight + 1
         return True
 
     def _force(self, dirty: set[str]) -> bool:
         """Nothing runs and something is held back by its limit: an order elsewhere needs more in flight, so let the first one
         go."""
-        held = [(gated[0][1], name, gated[0]) for name, role in self.roles.items() for gated in role.gated.values() if gated]
+        held = [(g[0] // self.stages, name, g[0]) for name, role in self.roles.items() for g in role.gated.values() if g]
         if not held:
             return False
         _, name, group = min(held)
-        self._admit(name, group, force=True)
-        self._ungate(self.roles[name], group[2])
+        self._admit(self.roles[name], group, force=True)
+        self._ungate(self.roles[name], group % self.stages)
         dirty.add(name)
         return True
 
@@ -194,16 +206,15 @@ class Scheduler:
         if role.gated.get(stage):
             heappush(role.groups, heappop(role.gated[stage]))
 
-    def _finish(self, i: int, dirty: set[str]) -> None:
-        name, group = self.role_of[i], self.group[i]
-        self.roles[name].busy = False
-        dirty.add(name)
+    def _finish(self, i: int) -> None:
+        role = self.roles[self.role_of[i]]
+        role.busy = False
         if self.backward[i]:
-            key = (name, group[1], group[2])
-            self.backward_left[key] -= 1
-            if not self.backward_left[key]:
-                self.open[(name, group[2])] -= 1
-                self._ungate(self.roles[name], group[2])
+            key = self.group[i] % self.each
+            left = role.left[key] = role.left[key] - 1
+            if not left:
+                role.open[key % self.stages] -= 1
+                self._ungate(role, key % self.stages)
 
 
 def _kinds(nodes: tuple[Node, ...]) -> list[tuple[int, int]]:
