@@ -19,7 +19,7 @@ from piper_compiler.passes.draft import DraftPart, Releases, RoleDraft
 from piper_compiler.passes.fuse import Task
 from piper_compiler.passes.lower import Options, bound_chunks, draft_roles, plan_of, release_all, role_plan, run_of, states
 from piper_compiler.passes.parts import PartMaker
-from piper_compiler.passes.repeat import by_microbatch, repeated
+from piper_compiler.passes.repeat import by_microbatch, in_microbatch, repeated
 from piper_compiler.ports import BACKWARD, signatures
 from piper_compiler.uniform import Uniform
 from piper_ir.costs import Costs
@@ -99,8 +99,10 @@ def _role(graph: Graph, plan: Plan, run: _Run, held: tuple[State, ...]) -> RoleP
         memory.run(k, before.get(k, nothing), effect, after.get(k, nothing))
     at = max(memory.at, 0)
     program = [kind.instr for kind in kinds]
-    parts = [replace(p, node=named[0]) for p, named in zip(program[at].parts, draft.parts[at], strict=True)]
-    program[at] = replace(program[at], parts=tuple(parts))  # which messages name
+    mb = draft.parts[at][0][2]
+    if mb > 0:  # messages name it
+        parts = [replace(p, node=in_microbatch(p.node, mb)) for p in program[at].parts]
+        program[at] = replace(program[at], parts=tuple(parts))
     first = tuple([like[v] for v in draft.allocs_first])
     role = role_plan(graph, draft.role, tuple(program), held, first)
     return replace(role, peak_bytes=memory.peak, peak_at=at, peak_by_category=memory.by_category(run))
@@ -199,7 +201,8 @@ def _freed(run: _Run, at: int, part: int) -> list[str]:
 @dataclass(slots=True)
 class _Kind:
     """The instructions that differ in their microbatch only. `instr`: of microbatch 0; `seconds`: of each; `drafts`: by
-    microbatch, with the values alone that another node may read; `inside`: per part the other values that die after it."""
+    microbatch, with the node of microbatch 0 and the values alone that another node may read; `inside`: per part the other
+    values that die after it."""
 
     instr: Instr
     seconds: float
@@ -287,8 +290,8 @@ class _OutlineMaker:
         for p in parts:
             if p.node not in self._drafts:
                 reads, writes = (self._by_microbatch([v for v in vs if v in shared], p.mb) for vs in (p.reads, p.writes))
-                ids, mbs = ([p.node], [-1]) if p.mb < 0 else (by_microbatch(p.node, self.count), range(self.count))
-                self._drafts[p.node] = list(zip(ids, repeat(p.op, len(reads)), mbs, reads, writes, strict=True))
+                n, mbs = len(reads), [-1] if p.mb < 0 else range(self.count)
+                self._drafts[p.node] = list(zip(repeat(p.node, n), repeat(p.op, n), mbs, reads, writes, strict=True))
         inside = [tuple([v for v in _dies_in(p, self.maker.chunks) if v not in shared]) for p in parts]
         named = [list(row) for row in zip(*[self._drafts[p.node] for p in parts], strict=True)]
         return _Kind(Instr(stream, parts), seconds, named, inside)

@@ -66,6 +66,12 @@ def _numbers(uniform: Uniform, one: Dependencies) -> Iterator[range]:
 
 
 def by_microbatch(name: str, count: int) -> list[str]:
-    """The ids of the likes of a value of microbatch 0."""
+    """The ids of the likes of a value or node of microbatch 0."""
     head, _, tail = name.rpartition("@0")
     return [f"{head}@{mb}{tail}" for mb in range(count)]
+
+
+def in_microbatch(name: str, mb: int) -> str:
+    """One of them."""
+    head, _, tail = name.rpartition("@0")
+    return f"{head}@{mb}{tail}"
