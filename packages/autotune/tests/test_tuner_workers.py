@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any
 
 import pytest
@@ -14,13 +17,14 @@ from optuna.trial import FixedTrial
 from packages.autotune.tests.tuner_spaces import points, problem, strategy
 from piper_autotune import evaluators, tune
 from piper_autotune.evaluators import Here, Processes
-from piper_autotune.problem import Problem, Programs, packed
+from piper_autotune.problem import Problem, Programs, packed, packed_strategy
 from piper_autotune.scoring import Refused, Scored
-from piper_compiler import Strategy, directive, recipes, site_field, synthetic
+from piper_compiler import Strategy, directive, place, recipes, site_field, synthetic
 from piper_ir.errors import CaptureError, TuneError
 from piper_ir.graph import Graph
 from piper_ir.mesh import Mesh
 from piper_ir.program import Program
+from piper_ir.select import where
 
 TIMEOUT_S = 10.0
 
@@ -142,6 +146,15 @@ def test_a_worker_that_cannot_start_is_one_message(monkeypatch: pytest.MonkeyPat
 def test_what_cannot_be_sent_is_named() -> None:
     with pytest.raises(TuneError, match="cannot send a generator to worker processes"):
         packed(x for x in range(3))
+
+
+def test_what_a_script_defines_travels_with_its_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = IntEnum("Stages", ["FIRST", "SECOND"], module="__main__", start=0)
+    monkeypatch.setattr(sys.modules["__main__"], "Stages", stages, raising=False)
+    made = Strategy(Mesh(pp=2), (place(where(stage=stages(1)), on=dict(pp=1)),))
+    code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).directives[0].selection)"
+    told = subprocess.run([sys.executable, "-c", code], input=packed_strategy(made), capture_output=True, check=True)
+    assert b"where(stage=<Stages.SECOND: 1>)" in told.stdout
 
 
 def test_no_process_is_left_behind() -> None:
