@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from piper_ir.ops import Op
 from piper_ir.plan import COMPUTE, Instr, Part
 from piper_ir.timing import IssueOrder
 
-DraftPart = tuple[str, Op, int, tuple[str, ...], tuple[str, ...]]
+Name = TypeVar("Name", bound=str | int)
+"""What a value is called: its id, or in an outline a number."""
+DraftPart = tuple[str, Op, int, tuple[Name, ...], tuple[Name, ...]]
 """The fields of a Part without its frees: node, op, microbatch, reads, writes."""
 Place = tuple[str, int]
 """A stream, and how many of its instructions stand up to this one: what a wait for it names."""
@@ -17,17 +20,17 @@ Waits = tuple[Place, ...]
 
 
 @dataclass(slots=True)
-class Releases:
+class Releases(Generic[Name]):
     """What a role frees. `frees`: number of a part, counted over the whole program -> values that die after it; `before`:
     instruction -> values that die before it; `waits`: instruction -> what must be done."""
 
-    frees: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    before: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    frees: Mapping[int, Sequence[Name]] = field(default_factory=dict)
+    before: Mapping[int, Sequence[Name]] = field(default_factory=dict)
     waits: Mapping[int, Sequence[Place]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
-class RoleDraft:
+class RoleDraft(Generic[Name]):
     """One role's instructions in program order, an entry of each list per instruction. `waits`: none that an earlier instruction
     of the same stream has waited for; `channels`: "" for compute; `seconds`: canonical durations. `compute`: the instructions
     that compute; `allocs_after`: instruction -> receive buffers; `given`: instruction -> the seconds of a span."""
@@ -36,15 +39,15 @@ class RoleDraft:
     streams: list[str] = field(default_factory=list)
     places: list[Place] = field(default_factory=list)
     channels: list[str] = field(default_factory=list)
-    parts: list[list[DraftPart]] = field(default_factory=list)
+    parts: list[list[DraftPart[Name]]] = field(default_factory=list)
     waits: list[Waits] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     compute: list[int] = field(default_factory=list)
-    allocs_after: dict[int, list[str]] = field(default_factory=dict)
-    allocs_first: list[str] = field(default_factory=list)
+    allocs_after: dict[int, list[Name]] = field(default_factory=dict)
+    allocs_first: list[Name] = field(default_factory=list)
     given: dict[int, float] = field(default_factory=dict)
 
-    def append(self, place: Place, channel: str, parts: list[DraftPart], waits: Waits, seconds: float) -> None:
+    def append(self, place: Place, channel: str, parts: list[DraftPart[Name]], waits: Waits, seconds: float) -> None:
         """One more instruction, at its place on its stream."""
         if not channel:
             self.compute.append(len(self.streams))
@@ -64,7 +67,7 @@ class RoleDraft:
 
         return IssueOrder(self.role, self.streams, waits, self.channels, label)
 
-    def instructions(self, releases: Releases) -> tuple[Instr, ...]:
+    def instructions(self: RoleDraft[str], releases: Releases[str]) -> tuple[Instr, ...]:
         """The program, with its frees and the waits that they need."""
         frees, before, allocs = releases.frees, releases.before, self.allocs_after
         out: list[Instr] = []
@@ -81,9 +84,10 @@ class RoleDraft:
             out.append(Instr(stream, tuple(parts), waits, tuple(before.get(k, ())), tuple(allocs.get(k, ())), self.given.get(k)))
         return tuple(out)
 
-    def final_waits(self, releases: Releases) -> list[Waits]:
+    def final_waits(self, releases: Releases[Name]) -> list[Waits]:
         """The waits of each instruction with those that frees need, again without repeated ones."""
-        out, seen = list(self.waits), dict[str, int]()  # other streams than compute free nothing, so their waits stay
+        out: list[Waits] = list(self.waits)  # other streams than compute free nothing, so their waits stay
+        seen: dict[str, int] = {}
         more = releases.waits
         for k in self.compute:
             if k in more:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Generic, Literal
 
 from piper_compiler.durations import InstructionSeconds
 from piper_compiler.passes.complete import Training
 from piper_compiler.passes.dependencies import Dependencies, dependencies
-from piper_compiler.passes.draft import Place, Releases, RoleDraft, unseen
+from piper_compiler.passes.draft import Name, Place, Releases, RoleDraft, unseen
 from piper_compiler.passes.fuse import Task, tasks
 from piper_compiler.passes.overlap import interleavings, span_seconds
 from piper_compiler.passes.parts import Maker, PartMaker
@@ -52,7 +52,7 @@ def lower(graph: Graph, rows: int, training: Training, options: Options, costs: 
 
 
 Timed = tuple[Prepared, Times]
-_Candidate = tuple[Graph, PartMaker, list[RoleDraft], Timed]
+_Candidate = tuple[Graph, PartMaker, list[RoleDraft[str]], Timed]
 
 
 def _best(graph: Graph, chunks: dict[str, Chunk], rows: int, options: Options, costs: Costs | None) -> _Candidate:
@@ -86,10 +86,10 @@ def draft_roles(
     deps: Dependencies,
     chunks: dict[str, Chunk],
     rows: int,
-    maker: Maker,
+    maker: Maker[Name],
     options: Options,
     costs: Costs | None,
-) -> list[RoleDraft]:
+) -> list[RoleDraft[Name]]:
     """Every role's instructions in program order."""
     spans = set(deps.spans.values())
     given = {span[0]: span_seconds(graph.program, chunks, [deps.node(i) for i in span]) for span in spans}
@@ -99,13 +99,13 @@ def draft_roles(
     return [_draft(role, deps, work[role], where, maker, given) for role in graph.roles]
 
 
-def run_of(graph: Graph, drafts: list[RoleDraft]) -> Timed:
+def run_of(graph: Graph, drafts: Sequence[RoleDraft[Name]]) -> Timed:
     """A run without frees under canonical durations."""
     prepared = prepare_orders([draft.issue_order(draft.waits) for draft in drafts], graph.channels.values())
     return prepared, sweep(prepared, [s for draft in drafts for s in draft.seconds], latency=graph.program.hop)
 
 
-def release_all(drafts: list[RoleDraft], timed: Timed) -> list[Releases]:
+def release_all(drafts: Sequence[RoleDraft[Name]], timed: Timed) -> list[Releases[Name]]:
     """What each role frees, which a run without frees decides."""
     prepared, times = timed
     return [releases(draft, offset, times) for draft, offset in zip(drafts, prepared.offsets, strict=False)]
@@ -154,8 +154,8 @@ def bound_chunks(graph: Graph, rows: int) -> dict[str, Chunk]:
 
 
 def _draft(
-    role: str, deps: Dependencies, work: list[Task], where: Positions, maker: Maker, given: Mapping[int, float]
-) -> RoleDraft:
+    role: str, deps: Dependencies, work: list[Task], where: Positions, maker: Maker[Name], given: Mapping[int, float]
+) -> RoleDraft[Name]:
     builder = _RoleBuilder(role, deps, maker, given)
     comm = where[role]
     at = 0
@@ -168,14 +168,15 @@ def _draft(
     return builder.draft
 
 
-class _RoleBuilder:
+class _RoleBuilder(Generic[Name]):
     """Appends instructions in program order and derives their waits from the edges of the graph. `given`: first node of each
     span -> the seconds of its instruction. `done`: where the nodes of the role stand; those of other roles are not waited for
     (a receive needs its send, which is a rendezvous)."""
 
-    def __init__(self, role: str, deps: Dependencies, maker: Maker, given: Mapping[int, float]) -> None:
-        self.deps, self.maker, self.given = deps, maker, given
-        self.draft = RoleDraft(role)
+    def __init__(self, role: str, deps: Dependencies, maker: Maker[Name], given: Mapping[int, float]) -> None:
+        self.deps, self.given = deps, given
+        self.maker: Maker[Name] = maker
+        self.draft: RoleDraft[Name] = RoleDraft(role)
         self.count: dict[str, int] = {}
         self.computed: dict[str, int] = {}
         """What the compute stream has waited for."""

@@ -19,7 +19,7 @@ from piper_compiler.passes.draft import DraftPart, Releases, RoleDraft
 from piper_compiler.passes.fuse import Task
 from piper_compiler.passes.lower import Options, bound_chunks, draft_roles, plan_of, release_all, role_plan, run_of, states
 from piper_compiler.passes.parts import PartMaker
-from piper_compiler.passes.repeat import by_microbatch, in_microbatch, repeated
+from piper_compiler.passes.repeat import in_microbatch, repeated
 from piper_compiler.ports import BACKWARD, signatures
 from piper_compiler.uniform import Uniform
 from piper_ir.costs import Costs
@@ -29,8 +29,8 @@ from piper_ir.plan import CATEGORIES, COMPUTE, Category, Instr, Part, Plan, Role
 from piper_ir.program import Chunk, Program, Step
 from piper_ir.timing import Prepared, with_waits
 
-Dying = tuple[tuple[str, ...], ...]
-"""Per part of an instruction, the values that die after it, by their names in microbatch 0."""
+Dying = tuple[tuple[int, ...], ...]
+"""Per part of an instruction, the values that die after it, by their places in `_OutlineMaker.names`."""
 
 
 LATER: Mapping[str, tuple[Step, ...]] = {"F": BACKWARD, "I": ("W",), "W": ()}
@@ -75,8 +75,8 @@ def outline(uniform: Uniform, graph: Graph, rows: int, training: Training, optio
 class _Run:
     """The instructions of a role, with their `kinds`."""
 
-    draft: RoleDraft
-    freed: Releases
+    draft: RoleDraft[int]
+    freed: Releases[int]
     kinds: list[_Kind]
     maker: _OutlineMaker
 
@@ -85,15 +85,15 @@ def _role(graph: Graph, plan: Plan, run: _Run, held: tuple[State, ...]) -> RoleP
     """One role, with its peak: a walk over its instructions as `piper_ir.memory` does it."""
     draft, freed, maker, kinds = run.draft, run.freed, run.maker, run.kinds
     memory = _Memory(maker, held, draft.allocs_first)
-    nothing: tuple[str, ...] = ()
-    frees, before, after, like = freed.frees, freed.before, draft.allocs_after, maker.like
+    nothing: tuple[int, ...] = ()
+    frees, before, after, count = freed.frees, freed.before, draft.allocs_after, maker.count
     q = 0
     for k, (kind, channel) in enumerate(zip(kinds, draft.channels, strict=True)):
         if channel:
             q += 1
             continue
         end = q + len(kind.instr.parts)
-        dying: Dying = tuple([tuple([like[v] for v in frees[p]]) if p in frees else nothing for p in range(q, end)])
+        dying: Dying = tuple([tuple([v // count for v in frees[p]]) if p in frees else nothing for p in range(q, end)])
         q = end
         effect = kind.effects.get(dying) or kind.effect(plan, maker, dying)
         memory.run(k, before.get(k, nothing), effect, after.get(k, nothing))
@@ -103,7 +103,7 @@ def _role(graph: Graph, plan: Plan, run: _Run, held: tuple[State, ...]) -> RoleP
     if mb > 0:  # messages name it
         parts = [replace(p, node=in_microbatch(p.node, mb)) for p in program[at].parts]
         program[at] = replace(program[at], parts=tuple(parts))
-    first = tuple([like[v] for v in draft.allocs_first])
+    first = tuple([maker.name(v) for v in draft.allocs_first])
     role = role_plan(graph, draft.role, tuple(program), held, first)
     return replace(role, peak_bytes=memory.peak, peak_at=at, peak_by_category=memory.by_category(run))
 
@@ -124,23 +124,23 @@ class _Effect:
 class _Memory:
     """The bytes of a role, instruction by instruction, and its first fullest moment: in instruction `at`, -1 for its start."""
 
-    def __init__(self, maker: _OutlineMaker, held: tuple[State, ...], first: list[str]) -> None:
+    def __init__(self, maker: _OutlineMaker, held: tuple[State, ...], first: list[int]) -> None:
         self.maker, self.held, self.first = maker, held, first
-        self.total = self.peak = sum(s.nbytes for s in held) + sum([maker.sizes[v] for v in first])
+        self.total = self.peak = sum(s.nbytes for s in held) + sum([maker.nbytes(v) for v in first])
         self.at = -1
-        self.steps: list[tuple[Sequence[str], _Effect, Sequence[str]]] = []
+        self.steps: list[tuple[Sequence[int], _Effect, Sequence[int]]] = []
         self.until = 0
         self.inside = False
 
-    def run(self, k: int, before: Sequence[str], effect: _Effect, after: Sequence[str]) -> None:
+    def run(self, k: int, before: Sequence[int], effect: _Effect, after: Sequence[int]) -> None:
         """`before`, `after`: values freed before it and allocated after it."""
         self.steps.append((before, effect, after))
         if before:
-            self.total -= sum([self.maker.sizes[v] for v in before])
+            self.total -= sum([self.maker.nbytes(v) for v in before])
         fullest = self.total + effect.most
         self.total += effect.more
         if after:
-            self.total += sum([self.maker.sizes[v] for v in after])
+            self.total += sum([self.maker.nbytes(v) for v in after])
         if fullest > self.peak or self.total > self.peak:
             self.peak, self.at, self.until = max(fullest, self.total), k, len(self.steps)
             self.inside = fullest >= self.total
@@ -176,9 +176,9 @@ class _Memory:
             gone -= early
         return out
 
-    def _count(self, held: Counter[Category], values: Sequence[str], sign: int) -> None:
+    def _count(self, held: Counter[Category], values: Sequence[int], sign: int) -> None:
         for v in values:
-            held[self.maker.maker.kinds[self.maker.like[v]][1]] += sign * self.maker.sizes[v]
+            held[self.maker.maker.kinds[self.maker.name(v)][1]] += sign * self.maker.nbytes(v)
 
 
 def _freed(run: _Run, at: int, part: int) -> list[str]:
@@ -194,8 +194,8 @@ def _freed(run: _Run, at: int, part: int) -> list[str]:
         if stream == COMPUTE and parts[0][2] == mb:
             for v in [v for p in kind.parts for v in (*p.writes, *p.reads)]:
                 first.setdefault(v, len(first))
-    others = [*run.kinds[at].inside[part], *[maker.like[v] for v in shared if v not in sent]]
-    return [*[maker.like[v] for v in shared if v in sent], *sorted(others, key=first.__getitem__)]
+    others = [*run.kinds[at].inside[part], *[maker.name(v) for v in shared if v not in sent]]
+    return [*[maker.name(v) for v in shared if v in sent], *sorted(others, key=first.__getitem__)]
 
 
 @dataclass(slots=True)
@@ -206,7 +206,7 @@ class _Kind:
 
     instr: Instr
     seconds: float
-    drafts: list[list[DraftPart]]
+    drafts: list[list[DraftPart[int]]]
     inside: list[tuple[str, ...]]
     effects: dict[Dying, _Effect] = field(default_factory=dict)
 
@@ -221,7 +221,7 @@ class _Kind:
         fullest: dict[Category, int] = {}
         for k, (part, inside, also) in enumerate(zip(self.parts, self.inside, dying, strict=True)):
             nbytes = {v: maker.maker.nbytes(v) for v in (*part.reads, *part.writes)}
-            frees = (*inside, *also)
+            frees = (*inside, *[maker.names[place] for place in also])
             held = more + part_peak(plan, replace(part, frees=frees), nbytes)
             for v in part.writes:
                 live[maker.maker.kinds[v][1]] += nbytes[v]
@@ -239,20 +239,27 @@ class _Kind:
 
 class _OutlineMaker:
     """Makes parts for the first microbatch of each kind of instruction. `used`: the kinds of the instructions made, in order;
-    `like`: value -> its name in microbatch 0; `sizes`: value -> bytes."""
+    `names`: values in microbatch 0, `sizes`: their bytes. The value of place p there is p * count + microbatch."""
 
     def __init__(self, graph: Graph, one: Dependencies, maker: PartMaker, count: int) -> None:
         self.graph, self.one, self.maker, self.count = graph, one, maker, count
         self.used: list[_Kind] = []
-        self.like: dict[str, str] = {}
-        self.sizes: dict[str, int] = {}
-        self._names: dict[str, list[str]] = {}
-        self._drafts: dict[str, list[DraftPart]] = {}
+        self.names: list[str] = []
+        self.sizes: list[int] = []
+        self._places: dict[str, int] = {}
+        self._drafts: dict[str, list[DraftPart[int]]] = {}
         self._tasks: dict[tuple[int, ...], tuple[tuple[str, ...], dict[tuple[str, ...], _Kind]]] = {}
         self._transfers: dict[int, _Kind] = {}
         self._loaded: set[tuple[str, int]] = set()
 
-    def task(self, deps: Dependencies, task: Task) -> tuple[list[DraftPart], float]:
+    def name(self, value: int) -> str:
+        """In microbatch 0."""
+        return self.names[value // self.count]
+
+    def nbytes(self, value: int) -> int:
+        return self.sizes[value // self.count]
+
+    def task(self, deps: Dependencies, task: Task) -> tuple[list[DraftPart[int]], float]:
         mb, like = deps.mb[task[0]], tuple([deps.of[i] for i in task])
         known = self._tasks.get(like)
         if known is None:
@@ -270,7 +277,7 @@ class _OutlineMaker:
         self.used.append(kind)
         return kind.drafts[mb], kind.seconds
 
-    def comm(self, deps: Dependencies, i: int) -> tuple[list[DraftPart], float]:
+    def comm(self, deps: Dependencies, i: int) -> tuple[list[DraftPart[int]], float]:
         k = deps.of[i]
         kind = self._transfers.get(k)
         if kind is None:
@@ -283,10 +290,10 @@ class _OutlineMaker:
         read = [(v, self.one.nodes[k].role) for k in nodes for v in self.one.nodes[k].reads]
         return tuple(dict.fromkeys([f"{v}#{role}" for v, role in read if v not in self.graph.writer]))
 
-    def _kind(self, stream: str, drafts: list[DraftPart], seconds: float) -> _Kind:
+    def _kind(self, stream: str, drafts: list[DraftPart[str]], seconds: float) -> _Kind:
         parts = tuple([Part(*draft) for draft in drafts])
         made = {v for p in parts if not isinstance(p.op, Compute) for v in p.writes}
-        shared = self.graph.values.keys() | made | self._names.keys()
+        shared = self.graph.values.keys() | made | self._places.keys()
         for p in parts:
             if p.node not in self._drafts:
                 reads, writes = (self._by_microbatch([v for v in vs if v in shared], p.mb) for vs in (p.reads, p.writes))
@@ -296,17 +303,19 @@ class _OutlineMaker:
         named = [list(row) for row in zip(*[self._drafts[p.node] for p in parts], strict=True)]
         return _Kind(Instr(stream, parts), seconds, named, inside)
 
-    def _by_microbatch(self, values: list[str], mb: int) -> list[tuple[str, ...]]:
-        """The names of some values in each microbatch; only once for those of the whole step."""
-        names = [self._named(v, mb) for v in values]
-        return list(zip(*names, strict=True)) if names else [()] * (1 if mb < 0 else self.count)
+    def _by_microbatch(self, values: list[str], mb: int) -> list[tuple[int, ...]]:
+        """Some values in each microbatch; only once for those of the whole step."""
+        n = 1 if mb < 0 else self.count
+        firsts = [self.count * self._place(v) for v in values]
+        return list(zip(*[range(first, first + n) for first in firsts], strict=True)) if firsts else [()] * n
 
-    def _named(self, value: str, mb: int) -> list[str]:
-        if value not in self._names:
-            names = self._names[value] = [value] if mb < 0 else by_microbatch(value, self.count)
-            self.like.update(dict.fromkeys(names, value))
-            self.sizes.update(dict.fromkeys(names, self.maker.nbytes(value)))
-        return self._names[value]
+    def _place(self, value: str) -> int:
+        place = self._places.get(value)
+        if place is None:
+            place = self._places[value] = len(self.names)
+            self.names.append(value)
+            self.sizes.append(self.maker.nbytes(value))
+        return place
 
 
 def _dies_in(part: Part, chunks: dict[str, Chunk]) -> list[str]:

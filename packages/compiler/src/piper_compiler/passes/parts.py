@@ -9,7 +9,7 @@ from typing import Protocol
 
 from piper_compiler.durations import InstructionSeconds
 from piper_compiler.passes.dependencies import Dependencies
-from piper_compiler.passes.draft import DraftPart
+from piper_compiler.passes.draft import DraftPart, Name
 from piper_compiler.passes.fuse import Task
 from piper_compiler.ports import kept, port_category, steps_of, value_reads, value_writes
 from piper_ir.graph import Graph, GraphValue, Node
@@ -23,13 +23,13 @@ Kind = tuple[TensorSpec, Category]
 Pick = Callable[[Sequence[str]], tuple[str, ...]]
 
 
-class Maker(Protocol):
+class Maker(Protocol[Name]):
     """Makes the parts of instructions, in program order role by role, and says how long they take (`InstructionSeconds`)."""
 
-    def task(self, deps: Dependencies, task: Task) -> tuple[list[DraftPart], float]:
+    def task(self, deps: Dependencies, task: Task) -> tuple[list[DraftPart[Name]], float]:
         """Of one compute instruction."""
 
-    def comm(self, deps: Dependencies, i: int) -> tuple[list[DraftPart], float]:
+    def comm(self, deps: Dependencies, i: int) -> tuple[list[DraftPart[Name]], float]:
         """The part of a communication instruction."""
 
 
@@ -60,8 +60,8 @@ class PartMaker:
         self.kept: dict[tuple[str, int], list[str]] = {}  # (chunk, microbatch) -> values
         self.templates: dict[int, _Template] = {}  # likewise, of an op
 
-    def task(self, deps: Dependencies, task: Task) -> tuple[list[DraftPart], float]:
-        out: list[DraftPart] = []
+    def task(self, deps: Dependencies, task: Task) -> tuple[list[DraftPart[str]], float]:
+        out: list[DraftPart[str]] = []
         writer = self.graph.writer
         for i in task:
             node = deps.node(i)
@@ -73,7 +73,7 @@ class PartMaker:
                 out.append((node.id, node.op, node.mb, reads, node.writes))
         return out, self.seconds.compute([part[1] for part in out])
 
-    def comm(self, deps: Dependencies, i: int) -> tuple[list[DraftPart], float]:
+    def comm(self, deps: Dependencies, i: int) -> tuple[list[DraftPart[str]], float]:
         node = deps.node(i)
         self._declare(node.writes)
         if isinstance(node.op, AllReduce):
@@ -89,7 +89,7 @@ class PartMaker:
             self.sizes[id(spec)] = bind(spec.nbytes, 0)
         return self.sizes[id(spec)]
 
-    def _source(self, value: str, node: Node, out: list[DraftPart]) -> str:
+    def _source(self, value: str, node: Node, out: list[DraftPart[str]]) -> str:
         """A batch tensor or the gradient of the loss, made on first use on the role."""
         held = self.graph.values[value]
         name = f"{value}#{node.role}"
@@ -101,7 +101,7 @@ class PartMaker:
                 out.append((f"seed.{name}", Seed(self.seed, held.spec.dtype), node.mb, (), (name,)))
         return name
 
-    def _compute(self, node: Node, op: Compute, reads: tuple[str, ...], out: list[DraftPart]) -> None:
+    def _compute(self, node: Node, op: Compute, reads: tuple[str, ...], out: list[DraftPart[str]]) -> None:
         template = self.templates.get(id(op))
         if template is None:
             template = self.templates[id(op)] = _template(self.chunks[op.chunk], op)

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from piper_compiler.passes.draft import Place, Releases, RoleDraft
+from piper_compiler.passes.draft import Name, Place, Releases, RoleDraft
 from piper_ir.timing import Times
 
 
-def releases(draft: RoleDraft, offset: int, times: Times) -> Releases:
+def releases(draft: RoleDraft[Name], offset: int, times: Times) -> Releases[Name]:
     """The frees of a role, and the waits that they need. `offset`: number of the role's first node in `times`."""
     compute = draft.compute
     starts = [times.start[offset + k] for k in compute]
     last, instr_of, sent = _readers(draft)
-    frees: dict[int, list[str]] = {}
-    before: dict[int, list[str]] = {}
+    frees: dict[int, list[Name]] = {}
+    before: dict[int, list[Name]] = {}
     waits: dict[int, list[Place]] = {}
     done, places = times.done, draft.places
     for value, readers in sent.items():
@@ -42,12 +42,12 @@ def releases(draft: RoleDraft, offset: int, times: Times) -> Releases:
     return Releases(frees, before, waits)
 
 
-def _readers(draft: RoleDraft) -> tuple[dict[str, int], list[int], dict[str, list[int]]]:
+def _readers(draft: RoleDraft[Name]) -> tuple[dict[Name, int], list[int], dict[Name, list[int]]]:
     """Value -> the number of the last compute part that reads it (or writes it, when nothing reads it), part -> its instruction,
     and value -> the communications that read it. A value that only communication reads is in the last alone."""
-    last: dict[str, int] = {}
+    last: dict[Name, int] = {}
     instr_of: list[int] = []
-    sent: dict[str, list[int]] = {}
+    sent: dict[Name, list[int]] = {}
     for k, (parts, channel) in enumerate(zip(draft.parts, draft.channels, strict=True)):
         if channel:
             instr_of.append(k)

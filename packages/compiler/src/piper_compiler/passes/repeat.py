@@ -65,13 +65,7 @@ def _numbers(uniform: Uniform, one: Dependencies) -> Iterator[range]:
         at += 1
 
 
-def by_microbatch(name: str, count: int) -> list[str]:
-    """The ids of the likes of a value or node of microbatch 0."""
-    head, _, tail = name.rpartition("@0")
-    return [f"{head}@{mb}{tail}" for mb in range(count)]
-
-
 def in_microbatch(name: str, mb: int) -> str:
-    """One of them."""
+    """The id of the like of a node of microbatch 0."""
     head, _, tail = name.rpartition("@0")
     return f"{head}@{mb}{tail}"
