@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def test_why_prints_every_part(file: Path) -> None:
     for title in (*titles, "sensitivity of the step", "costs from formulas", "no interval: no duration has a spread"):
         assert f"\n{title}" in text, title
     assert "\none microbatch more" in text and "% rows per second" in text
+    assert re.search(r"instructions +time alone +on the critical path", text), "the path's part may be longer: it is slowed"
 
 
 def test_why_for_programs_adds_up(file: Path) -> None:
