@@ -92,7 +92,7 @@ def test_two_files_and_a_saved_strategy(file: Path, tmp_path: Path) -> None:
     text = piper("simulate", file, other, *ON, "-p", "microbatches=2").stdout
     assert "the steps differ in their rows: 8 and 16" in text
     changed = json.loads(piper("simulate", file, other, *ON, "--versus", "recipe=one_f_one_b", "--json").stdout)
-    assert (changed["a"], changed["b"]) == ("recipe.py recipe=gpipe", "other.py recipe=one_f_one_b"), "what differs beside the file"
+    assert (changed["a"], changed["b"]) == ("recipe.py recipe=gpipe", "other.py recipe=one_f_one_b"), "what differs"
     assert piper("simulate", file, *ON, "-p", "recipe=one_f_one_b", "--out", tmp_path / "a").exit_code == 0
     saved = next((tmp_path / "a").glob("*/strategy.json"))
     one, two = (

@@ -19,7 +19,7 @@ from piper_ir.plan import Channel, Instr, Part, Plan, RolePlan
 from piper_ir.trace import Source
 from piper_ir.traffic import Traffic
 from piper_simulator.cluster import Cluster
-from piper_simulator.communication import Group, Op, duration, group
+from piper_simulator.communication import Group, Op, crossed, duration, group
 from piper_simulator.instances import instances
 from piper_simulator.kernels import is_guess, launched, step_took
 from piper_simulator.provenance import Provenance
@@ -256,6 +256,8 @@ class CostModel:
         """Where the members of a channel's instances are; the slowest instance gives the duration."""
         if channel.id not in self._groups:
             self._groups[channel.id] = frozenset([group(cluster, members) for members in instances(self.plan, channel)])
+            if any(g.slowed for g in self._groups[channel.id]):
+                self._provenance.crossed(slow for members in instances(self.plan, channel) for slow in crossed(cluster, members))
         return self._groups[channel.id]
 
 
