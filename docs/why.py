@@ -66,7 +66,8 @@ adds up to the step. Behind its last instruction a rank waits for what the step 
 {real}
 
 Each row of *what if* is a simulation of its own. *No interference*: messages and what runs beside them do not slow each other
-down; the part that they do of the critical path is a note below it. *Perfect overlap*: no computation waits for a message, but
+down; the part that they do of the critical path is a note below it. *Perfect overlap*: no computation waits for a message or is
+slowed by one, but
 the step is never shorter than the messages of the busiest stream. *One microbatch more* has as many rows as the others, so
 that the global batch grows; it needs a strategy that is a function of a trial with the number of microbatches among its
 parameters. A *sensitivity* is how many percent the step changes when one constant of the cluster grows by 1 %; constants
@@ -76,7 +77,8 @@ does.
 
 ## What it rests on
 
-*Costs from formulas* lists what nobody has measured, with the time that it takes and its part of the critical path. Measured
+*Costs from formulas* lists what nobody has measured, with the time that it takes alone and its part of the critical path, which
+is the longer one where something beside it slows it down. Measured
 costs have a spread (the median absolute deviation of the repeats), and the prediction an interval: Monte Carlo with a seed, 100
 draws, each instruction on its own normally distributed with 1.4826 times its spread as standard deviation. Where many
 instructions wait for the latest of several, the median lies above the prediction. A second pair of numbers is for a machine that

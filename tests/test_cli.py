@@ -129,6 +129,7 @@ def test_a_strategy_function_that_fails_and_steps_that_are_none(recipe: Path, tm
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:
     fails(piper("simulate", tmp_path / "nowhere.py"), "nowhere.py", "no such file")
+    fails(piper("simulate", tmp_path), str(tmp_path), "a folder; give a Python file")
     broken = tmp_path / "broken.py"
     broken.write_text("import piper\nx = (\n")
     fails(piper("simulate", broken), "broken.py", "SyntaxError", "line 2")

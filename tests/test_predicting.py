@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def test_why_prints_every_part(file: Path) -> None:
     for title in (*titles, "sensitivity of the step", "costs from formulas", "no interval: no duration has a spread"):
         assert f"\n{title}" in text, title
     assert "\none microbatch more" in text and "% rows per second" in text
+    assert re.search(r"instructions +time alone +on the critical path", text), "the path's part may be longer: it is slowed"
 
 
 def test_why_for_programs_adds_up(file: Path) -> None:
@@ -89,6 +91,8 @@ def test_two_files_and_a_saved_strategy(file: Path, tmp_path: Path) -> None:
     other.write_text(file.read_text().replace("global_batch=8", "global_batch=16"))
     text = piper("simulate", file, other, *ON, "-p", "microbatches=2").stdout
     assert "the steps differ in their rows: 8 and 16" in text
+    changed = json.loads(piper("simulate", file, other, *ON, "--versus", "recipe=one_f_one_b", "--json").stdout)
+    assert (changed["a"], changed["b"]) == ("recipe.py recipe=gpipe", "other.py recipe=one_f_one_b"), "what differs"
     assert piper("simulate", file, *ON, "-p", "recipe=one_f_one_b", "--out", tmp_path / "a").exit_code == 0
     saved = next((tmp_path / "a").glob("*/strategy.json"))
     one, two = (
@@ -113,6 +117,12 @@ def test_two_files_and_a_saved_strategy(file: Path, tmp_path: Path) -> None:
 )
 def test_what_cannot_be_compared_is_said(file: Path, args: tuple[str, ...], words: tuple[str, ...]) -> None:
     fails(piper("simulate", file, *args), *words)
+
+
+@pytest.mark.parametrize("args", [("--cluster", "h100x1"), (*ON, "--jitter", "-1")])
+def test_what_is_refused_leaves_no_folder(file: Path, tmp_path: Path, args: tuple[str, ...]) -> None:
+    assert piper("simulate", file, *args, "--out", tmp_path / "out").exit_code == 2
+    assert not (tmp_path / "out").exists()
 
 
 def test_without_contention(file: Path) -> None:

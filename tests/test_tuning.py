@@ -183,6 +183,13 @@ def test_a_search_that_finds_nothing_ends_with_one_message_and_leaves_its_study(
     assert piper.Study.load(tmp_path / "out" / "recipe-001").best is None
 
 
+@pytest.mark.parametrize("wrong", [("--memory-limit", "20foo"), ("--cluster", "h1000x8")])
+def test_a_search_that_is_refused_leaves_no_folder(recipe: str, tmp_path: Path, wrong: tuple[str, str]) -> None:
+    done = command(recipe, "--trials", "2", "--workers", "0", *wrong, "--out", str(tmp_path / "out"))
+    assert done.exit_code == 2 and wrong[1] in done.stderr
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 def test_a_storage_that_gets_locked_in_mid_search_leaves_its_study(recipe: str, tmp_path: Path) -> None:
     path = Path(recipe)
     path.write_text(LOCKING.format(db=str(tmp_path / "study.db")))

@@ -105,7 +105,8 @@ def _steps(path: Path, module: ModuleType) -> int:
 
 def _run(path: Path) -> ModuleType:
     if not path.is_file():
-        raise JobError(f"{path}: no such file; give a Python file that defines `job` and `strategy`")
+        what = "a folder" if path.is_dir() else "no such file"
+        raise JobError(f"{path}: {what}; give a Python file that defines `job` and `strategy`")
     name = f"piper_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:

@@ -98,7 +98,6 @@ def predict(recipe: Recipe, target: Target, shown: Shown) -> None:
     """Simulate a strategy and print the headline and what else is to be shown."""
     name = recipe.path.stem
     cluster, compiled = target.cluster, target.compiled(recipe)
-    folder = new_folder(shown.out, name) if shown.out is not None else None
     result = simulate(compiled.plan, cluster, costs=target.costs, contention=target.contention)
     noise = shown.noise
     spread = noise and result.distribution(noise.jitter, seed=noise.seed, repetitions=noise.repetitions)
@@ -106,6 +105,7 @@ def predict(recipe: Recipe, target: Target, shown: Shown) -> None:
     if shown.explained:
         found = why(compiled.plan, cluster, costs=target.costs, contention=target.contention)
         found = replace(found, what_if=(*found.what_if, one_more(recipe, compiled, target, found.step_s)))
+    folder = new_folder(shown.out, name) if shown.out is not None else None  # what is refused leaves none
     if shown.as_json:
         more = {"distribution": spread.as_dict()} if spread else {}
         print(json.dumps(result.summary() | more | ({"why": found.as_dict()} if found else {})))
@@ -182,12 +182,13 @@ def _second(
 ) -> tuple[Recipe, tuple[str, str]]:
     """The other side of a comparison, and what to call the two."""
     name = recipe.path.name
+    was = " " * bool(changes) + ", ".join(f"{n}={recipe.params.get(n, '-')}" for n in changes)
+    now = " " * bool(changes) + ", ".join(f"{n}={v}" for n, v in changes.items())
     if other is None:
-        was = ", ".join(f"{n}={recipe.params.get(n, '-')}" for n in changes)
         second = replace(recipe, strategy=recipe.varied(changes, flag="--versus"))
-        return second, (f"{name} {was}", f"{name} {', '.join(f'{n}={v}' for n, v in changes.items())}")
+        return second, (name + was, name + now)
     if other.suffix != ".json":
-        return load_file(other, {**params, **changes}), (name, other.name if other.name != name else str(other))
+        return load_file(other, {**params, **changes}), (name + was, (other.name if other.name != name else str(other)) + now)
     if changes:
         raise JobError(f"--versus changes parameters of a FILE.py; {other} is a saved strategy: leave one of them out")
     return replace(recipe, strategy=load_strategy(other)), (name, other.name)

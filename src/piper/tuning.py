@@ -19,7 +19,7 @@ from piper_autotune import Measured, Problem, Progress, SearchError, Study
 from piper_autotune import tune as search
 from piper_compiler import Strategy, Training
 from piper_ir.costs import Costs
-from piper_ir.errors import CompileError, JobError, TuneError
+from piper_ir.errors import CompileError, JobError, PiperError, TuneError
 from piper_ir.program import Program
 from piper_ir.study import Row
 from piper_ir.units import size_text, time_text
@@ -122,12 +122,16 @@ def _joined(workers: int | str) -> Iterator[None]:
 @contextmanager
 def saved(folder: Path | None) -> Iterator[None]:
     """A search inside that fails, or finds nothing, leaves its study in the folder all the same: it has what was found, and the
-    reasons."""
+    reasons. One that is refused before it begins leaves no folder."""
     try:
         yield
     except SearchError as e:
         if folder is not None:
             e.study.save(folder)
+        raise
+    except PiperError:
+        if folder is not None and not any(folder.iterdir()):
+            folder.rmdir()
         raise
 
 

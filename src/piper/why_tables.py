@@ -113,7 +113,7 @@ def _sensitivities(why: Why) -> Table:
 def _formulas(why: Why) -> Table:
     rows = [(c.owner.text, str(c.count), time_text(c.seconds), time_text(c.on_path)) for c in why.formulas]
     rows, left = _most(rows)
-    return Table("costs from formulas", ("", "instructions", "time", "on the critical path"), rows, _left(left, "owners"))
+    return Table("costs from formulas", ("", "instructions", "time alone", "on the critical path"), rows, _left(left, "owners"))
 
 
 def _interval(why: Why) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from piper_ir.graph import Graph
 from piper_ir.mesh import Mesh
 from piper_ir.program import Cost, Kernel, Program, Signature
 from piper_ir.select import where
-from piper_simulator import cpu_local, load_cluster
+from piper_simulator import Cluster, cpu_local, load_cluster
 
 
 def rules(of: Problem) -> Rules:
@@ -233,6 +233,20 @@ def test_a_limit_that_nothing_fits_names_the_smallest_that_does() -> None:
     assert tune(problem(least), strategy, trials=12, workers=0).best is not None
     with pytest.raises(NothingFoundError):
         tune(problem(least - 1), strategy, trials=12, workers=0)
+
+
+def test_no_limit_is_advised_that_the_smaller_type_of_device_does_not_have() -> None:
+    least = min(s.device_bytes for _, s in exhaustive(problem()))
+    large = replace(load_cluster("h100x1*4"), context_bytes=0, group_bytes=0, p2p_bytes=0, allocator_factor=1.0)
+    for held, advised in ((least // 2, False), (1 << 30, True)):
+        small = replace(large, device="small", memory_bytes=held)
+        of = replace(problem(300 if advised else large.memory_bytes), cluster=Cluster.joined((small, large)))
+        with pytest.raises(NothingFoundError) as caught:
+            tune(of, strategy, trials=12, workers=0)
+        text = str(caught.value)
+        assert ("Set memory_limit to at least" in text) is advised
+        assert (f"whatever the limit: small {held} B, h100-80g-sxm 79.65 GiB. Put" in text) is not advised
+        assert "or offer choices that hold less" in text
 
 
 def test_a_plan_that_does_not_fit_says_which_rank_by_how_much_and_where() -> None:

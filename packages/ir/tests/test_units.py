@@ -15,6 +15,9 @@ from piper_ir.units import flops_text, size_text, time_text
         (0.9999, "999.9 ms"),
         (-2e-3, "-2 ms"),
         (86400, "86400 s"),
+        (6.9e-18, "0 s"),
+        (-2.08e-15, "0 s"),
+        (2e-9, "0.002 us"),
     ],
 )
 def test_seconds(value: float, text: str) -> None:

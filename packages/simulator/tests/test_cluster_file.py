@@ -206,6 +206,19 @@ WRONG = {
     "unknown model": ('device = "h100-80g-sxm"\n[communication]\nmodel = "fast"\n', "communication.model: 'fast' stands here"),
     "missing table": ('device = "h100-80g-sxm"\n[communication]\nmessages = "no.csv"\n', "communication.messages: cannot read"),
     "unknown stack": ('stack = "numpy"\n' + LAB, "stack: 'numpy' stands here; one of 'eager', 'inductor', 'megatron'"),
+    "more than the peak": (
+        WHOLE.replace("sms = 10", "matmul_fraction = 1.5"),
+        "device.matmul_fraction: 1.5 stands here; a fraction,",
+    ),
+    "more than the memory's bandwidth": (
+        WHOLE.replace("sms = 10", "memory_fraction = 90"),
+        "memory_fraction: 90 stands here; a fra",
+    ),
+    "no fraction at all": (WHOLE.replace("sms = 10", "memory_fraction = 0"), "memory_fraction: 0 stands here; a number above 0"),
+    "an allocator that saves": (
+        WHOLE.replace("sms = 10", "allocator_factor = 0.5"),
+        "device.allocator_factor: 0.5 stands here; a number from 1 on",
+    ),
     "memory that reaches nothing": (
         WHOLE.replace("sms = 10", "memory_steps = [[10, 0]]"),
         "memory_steps: the fraction from 10 bytes on is 0",

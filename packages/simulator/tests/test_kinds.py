@@ -11,7 +11,7 @@ from piper_ir.mesh import Mesh
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Cost, Kernel
 from piper_simulator import Cluster, load_cluster, simulate, why
-from piper_simulator.cluster import Nodes
+from piper_simulator.cluster import Nodes, SlowLink
 from piper_simulator.communication import by_formula, duration, group
 from piper_simulator.model import CostModel
 from piper_simulator.whatif import cluster_constants
@@ -129,6 +129,22 @@ def test_what_if_and_sensitivities_reach_every_type() -> None:
         assert put(value) == slow, name
     assert [len(role.ranks) for role in found.plan.roles] == [2, 2, 2, 2]
     assert sum(p.seconds for p in found.path) == pytest.approx(found.step_s)
+
+
+def test_the_step_is_sensitive_to_the_slow_links_that_it_waits_for() -> None:
+    """Ranks 0 and 1 reduce over a slow link, 2 and 3 over a slower one; nobody crosses the third."""
+    plan, one = pipeline(dp=2, nbytes=1 << 28), load_cluster("h100x1*5")
+    links = {SlowLink(0, 1, 2.0): False, SlowLink(2, 3, 8.0): True, SlowLink(3, 4, 9.0): False}
+    slow = replace(one, slow_links=tuple(links))
+    found = why(plan, slow)
+    parts = {s.name: s.per_percent for s in found.sensitivities}
+    for link, matters in links.items():
+        more = replace(slow, slow_links=tuple(replace(x, factor=1.01 * x.factor) if x == link else x for x in links))
+        percent = (simulate(plan, more).step_s / found.step_s - 1) * 100
+        assert (percent > 0.1) is matters
+        assert parts.get(f"slow_links[{link.factor:g}]", 0.0) == pytest.approx(percent, rel=0.05)
+    for name, value, put in cluster_constants(slow):
+        assert put(value) == slow, name
 
 
 def test_a_role_of_two_types_takes_as_long_as_the_slower_one() -> None:

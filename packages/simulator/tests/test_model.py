@@ -168,6 +168,31 @@ def test_the_slowest_instance_of_a_channel_gives_its_time() -> None:
     assert seconds(pairs, Send("p2p"), on=replace(apart, slow_links=(SlowLink(0, 1, 2.0),))) == 3.0 + 40 / 2, "not theirs"
 
 
+def test_a_measured_message_over_a_slow_link_takes_longer_as_its_formula_does() -> None:
+    """Ranks 0 and 2, 1 and 3, each on a node of its own: 3 + 40 / 2 s by formula, 3 + 40 / 0.5 over the slow link."""
+    pairs = plan(chunk("c", MATMUL), mesh=Mesh(pp=2, dp=2))
+    apart = replace(MACHINE, per_node=1, nodes=4)
+    costs = Costs(comm=(CommDuration("p2p", 40, 2, Duration(9.0), nodes=2),))
+    assert seconds(pairs, Send("p2p"), on=apart, costs=costs) == 9.0
+    for link, factor in ((SlowLink(1, 3, 4.0), 83 / 23), (SlowLink(0, 1, 4.0), 1.0)):
+        assert seconds(pairs, Send("p2p"), on=replace(apart, slow_links=(link,)), costs=costs) == pytest.approx(9.0 * factor)
+
+
+def test_slow_links_that_messages_cross_are_named() -> None:
+    pairs = plan(chunk("c", MATMUL), mesh=Mesh(pp=2, dp=2))
+    links = (SlowLink(1, 3, 2.0), SlowLink(0, 1, 3.0), SlowLink(1, 1, 4.0))  # ranks 0 and 2, 1 and 3 are pairs
+    for per_node, named in (
+        (1, ("slow links: nodes 1 and 3, 2 times as long",)),
+        (2, ("slow links: nodes 0 and 1, 3 times as long",)),
+    ):
+        model = CostModel(pairs, replace(MACHINE, per_node=per_node, nodes=4, slow_links=links), None)
+        model.work(pairs.roles[0], Instr("s", (Part("n", Send("p2p"), reads=("u",)),)))
+        assert model.notes == named
+    model = CostModel(CAPTURED, replace(MACHINE, slow_links=(SlowLink(0, 0, 2.0),)), None)
+    model.work(CAPTURED.roles[0], Instr("g", (Part("n", AllReduce("both"), reads=("u",)),)))
+    assert model.notes == ("slow links: within node 0, 2 times as long",)
+
+
 def test_a_role_takes_as_long_as_its_slowest_rank() -> None:
     on = replace(MACHINE, slow_ranks={1: 1.5, 2: 3.0})
     four = plan(chunk("c", MATMUL, ADD), mesh=Mesh(pp=2, dp=2))  # the first role has ranks 0 and 1

@@ -23,14 +23,25 @@ def nothing_found(search: Search, problem: Problem) -> str:
         if least is not None:
             return (
                 f"none of {len(rows)} candidates fits into {size_text(problem.memory_limit)}; the smallest needs "
-                f"{least.device_bytes} bytes ({least.reason}; params {dict(least.params)}). Set memory_limit to at least that, "
-                "or offer choices that hold less: more stages, smaller microbatches, fewer of them in flight"
+                f"{least.device_bytes} bytes ({least.reason}; params {dict(least.params)}). {_way_out(problem, least)} "
+                "choices that hold less: more stages, smaller microbatches, fewer of them in flight"
             )
     if not rows:
         return "the search ended without a candidate: the sampler proposed nothing that could be scored"
     kind, count = Counter(str(r.kind) for r in rows).most_common(1)[0]
     first = next(r for r in rows if r.kind == kind)
     return f"all {len(rows)} candidates were rejected, {count} of them as {kind!r}; the first: {first.reason}"
+
+
+def _way_out(problem: Problem, least: Row) -> str:
+    """No limit helps where a type of device does not have what the least needs: a rank never has more than its own."""
+    kinds = problem.cluster.kinds if problem.cluster is not None and problem.cluster.others else ()
+    if all(least.device_bytes is not None and least.device_bytes <= kind.memory_bytes for kind in kinds):
+        return "Set memory_limit to at least that, or offer"
+    own = ", ".join(f"{kind.device} {size_text(kind.memory_bytes)}" for kind in kinds)
+    return (
+        f"Each rank has the memory of its own device, whatever the limit: {own}. Put types with more where more is held, or offer"
+    )
 
 
 def _smallest(search: Search, rows: list[Row]) -> Row | None:

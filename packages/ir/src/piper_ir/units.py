@@ -8,8 +8,11 @@ _FLOPS = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
 def time_text(seconds: float) -> str:
-    """With four digits and a unit that leaves one to three of them before the point: "1.25 s", "12.34 ms", "5 us"."""
-    if seconds == 0 or abs(seconds) >= 1:
+    """With four digits and a unit that leaves one to three of them before the point: "1.25 s", "12.34 ms", "5 us". Less than a
+    picosecond is what differences of floats leave: "0 s"."""
+    if abs(seconds) < 1e-12:
+        return "0 s"
+    if abs(seconds) >= 1:
         return f"{_digits(seconds)} s"
     return f"{_digits(seconds * 1e3)} ms" if abs(seconds) >= 1e-3 else f"{_digits(seconds * 1e6)} us"
 

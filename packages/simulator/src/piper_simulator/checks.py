@@ -120,6 +120,13 @@ INDEX = number(whole=True, least=0, above=False)
 FACTOR = number(whole=False, least=1, above=False)
 
 
+def FRACTION(value: Any, where: Where) -> Any:
+    """A number above 0, and at most 1."""
+    if POSITIVE(value, where) > 1:
+        raise where.error(f"{value!r} stands here; a fraction, above 0 and at most 1, is needed")
+    return value
+
+
 def _table(value: Any, where: Where) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise where.error(f"{value!r} stands here; a table of keys and values is needed")

@@ -31,6 +31,7 @@ from piper_ir.errors import ClusterError
 from piper_simulator.checks import (
     COUNT,
     FACTOR,
+    FRACTION,
     INDEX,
     NOT_NEGATIVE,
     POSITIVE,
@@ -54,7 +55,8 @@ from piper_simulator.stacks import GENERATIONS, STACKS
 _DEVICE = (
     {"base": TEXT, "name": TEXT, "peak_flops": mapping(POSITIVE), "synchronous": one_of(True, False), "memory_bytes": COUNT}
     | {"generation": one_of(*GENERATIONS), "memory_steps": list_of(list_of_n(2, NOT_NEGATIVE))}
-    | dict.fromkeys(("memory_bandwidth", "matmul_fraction", "memory_fraction", "allocator_factor"), POSITIVE)
+    | {"memory_bandwidth": POSITIVE, "allocator_factor": FACTOR}
+    | dict.fromkeys(("matmul_fraction", "memory_fraction"), FRACTION)
     | dict.fromkeys(("launch_s", "host_issue_s"), NOT_NEGATIVE)
     | dict.fromkeys(("context_bytes", "group_bytes", "p2p_bytes", "sms"), INDEX)
 )

@@ -6,13 +6,14 @@ and NVLS in three protocols (`piper_simulator.nccl`)."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from piper_ir.costs import Duration
 from piper_simulator import nccl
-from piper_simulator.cluster import Cluster
+from piper_simulator.cluster import Cluster, SlowLink
 
 Op = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 OPS: tuple[str, ...] = get_args(Op)
@@ -38,6 +39,12 @@ class Group:
         return self.inter_factor > 1 or self.intra_factor > 1
 
 
+def crossed(cluster: Cluster, members: Sequence[int]) -> list[SlowLink]:
+    """The slow links between any two of these ranks."""
+    count = Counter(r // cluster.per_node for r in members) if cluster.slow_links else {}
+    return [x for x in cluster.slow_links if x.a in count and x.b in count and (x.a != x.b or count[x.a] > 1)]
+
+
 def group(cluster: Cluster, members: Sequence[int]) -> Group:
     """Of these ranks."""
     per_node = cluster.per_node
@@ -45,8 +52,8 @@ def group(cluster: Cluster, members: Sequence[int]) -> Group:
     for rank in members:
         node = rank // per_node
         count[node] = count.get(node, 0) + 1
-    inter = [x.factor for x in cluster.slow_links if x.a != x.b and x.a in count and x.b in count]
-    intra = [x.factor for x in cluster.slow_links if x.a == x.b and count.get(x.a, 0) > 1]
+    slow = crossed(cluster, members)
+    inter, intra = ([x.factor for x in slow if (x.a == x.b) is within] for within in (False, True))
     rails = {cluster.rail_of(r) for r in members} if len(count) > 1 and cluster.rails > 1 else ()
     return Group(
         len(members), len(count), min(count.values()), max(count.values()), max(inter, default=1.0), max(intra, default=1.0),

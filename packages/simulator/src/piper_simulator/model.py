@@ -19,7 +19,7 @@ from piper_ir.plan import Channel, Instr, Part, Plan, RolePlan
 from piper_ir.trace import Source
 from piper_ir.traffic import Traffic
 from piper_simulator.cluster import Cluster
-from piper_simulator.communication import Group, Op, duration, group
+from piper_simulator.communication import Group, Op, by_formula, crossed, duration, group
 from piper_simulator.instances import instances
 from piper_simulator.kernels import is_guess, launched, step_took
 from piper_simulator.provenance import Provenance
@@ -236,7 +236,7 @@ class CostModel:
         known = self.costs.of_comm(*key) if self.costs.comm and self._all_known(channel) else None
         if known is not None:
             self._provenance.sent(*key)
-            return Work(known.seconds, known.source, bytes=nbytes)
+            return Work(known.seconds * self._stretch(channel, nbytes), known.source, bytes=nbytes)
         if self.given:
             return Work(0.0, "given", bytes=nbytes)
         self._need(f"a message on channel {channel.id}", 0)
@@ -248,6 +248,16 @@ class CostModel:
             self._provenance.sent_unknown(*key)
         return Work(found.seconds, found.source, bytes=nbytes)
 
+    def _stretch(self, channel: Channel, nbytes: int) -> float:
+        """How many times as long as measured a message takes over slow links: a measured one changes as its formula does."""
+        cluster = self.cluster
+        if cluster is None or not cluster.slow_links:
+            return 1.0
+        op: Op = "p2p" if channel.kind == "p2p" else "all_reduce"
+        groups = self._instances(channel, cluster)
+        healthy = max(by_formula(cluster, op, nbytes, replace(g, inter_factor=1.0, intra_factor=1.0)) for g in groups)
+        return max(by_formula(cluster, op, nbytes, g) for g in groups) / healthy if healthy else 1.0
+
     def _all_known(self, channel: Channel) -> bool:
         """Whether the costs hold for all kinds of devices on a channel."""
         return all(self._known[k] is self.costs for role in channel.roles for k in self._kinds_in(self.plan.role(role)))
@@ -256,6 +266,8 @@ class CostModel:
         """Where the members of a channel's instances are; the slowest instance gives the duration."""
         if channel.id not in self._groups:
             self._groups[channel.id] = frozenset([group(cluster, members) for members in instances(self.plan, channel)])
+            if any(g.slowed for g in self._groups[channel.id]):
+                self._provenance.crossed(slow for members in instances(self.plan, channel) for slow in crossed(cluster, members))
         return self._groups[channel.id]
 
 

@@ -9,7 +9,7 @@ from piper_ir.errors import CostsError
 from piper_ir.machine import machine_name
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Step
-from piper_simulator.cluster import CPU, Cluster
+from piper_simulator.cluster import CPU, Cluster, SlowLink
 from piper_simulator.kernel_table import REACH, How
 
 _KERNELS: Mapping[How, str] = {
@@ -34,6 +34,7 @@ class Provenance:
         self._beyond: dict[str, None] = {}  # interpolated outside of what was measured
         self._messages: dict[str, None] = {}  # that the costs do not know
         self._slow: dict[str, None] = {}
+        self._links: dict[str, None] = {}  # slow ones that messages cross
         self._kernels: dict[How, float] = dict.fromkeys(_KERNELS, 0.0)  # seconds, each step of a chunk once
         self._computed = False
         known = {s.code for s in costs.steps}
@@ -68,6 +69,12 @@ class Provenance:
         for rank, factor in sorted(ranks.items()):
             self._slow[f"rank {rank} of {role}, {factor:g} times as long"] = None
 
+    def crossed(self, links: Iterable[SlowLink]) -> None:
+        """Messages cross these links."""
+        for x in links:
+            where = f"within node {x.a}" if x.a == x.b else f"nodes {x.a} and {x.b}"
+            self._links[f"{where}, {x.factor:g} times as long"] = None
+
     def sent(self, op: str, nbytes: int, group: int, nodes: int) -> None:
         """The duration of a message came from the costs."""
         measured = self._costs.bytes_of(op, group, nodes)
@@ -86,7 +93,7 @@ class Provenance:
         cluster, host = self._cluster, self._costs.host
         assumed = cluster.warnings if cluster is not None and (self._computed or host is None) else ()
         guesses = () if cluster is None else tuple(cluster.guess(d) for d in self._dtypes)
-        slow = (f"slow ranks: {_some(self._slow)}",) if self._slow else ()
+        slow = [f"slow {what}: {_some(found)}" for what, found in (("ranks", self._slow), ("links", self._links)) if found]
         return (*assumed, *guesses, *slow, *self._of_machine(), *self._of_kernels(), *self._of_chunks())
 
     def _of_kernels(self) -> list[str]:

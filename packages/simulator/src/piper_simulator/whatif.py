@@ -170,11 +170,13 @@ def sensitivities(case: Case) -> list[Sensitivity]:
 
 def cluster_constants(cluster: Cluster) -> Iterator[tuple[str, float, Callable[[float], Cluster]]]:
     """Those of the first kind of device and of what is common; of each other kind with its name. Ranks that are equally slow stay
-    so: their factor is one constant."""
+    so: their factor is one constant. Likewise links."""
     for name, value, put in constants(replace(cluster, slow_ranks={})):
         yield name, value, _common(cluster, put)
     for factor in dict.fromkeys(cluster.slow_ranks.values()):
         yield f"slow_ranks[{factor:g}]", factor, _slower(cluster, factor)
+    for factor in dict.fromkeys(x.factor for x in cluster.slow_links):
+        yield f"slow_links[{factor:g}]", factor, _slower_links(cluster, factor)
     for device in {id(o.device): o.device for o in cluster.others}.values():
         for name, value, put in constants(device):
             yield f"{device.device}.{name}", value, _of_others(cluster, device, put)
@@ -187,6 +189,11 @@ def _common(cluster: Cluster, put: Callable[[float], Any]) -> Callable[[float], 
 def _slower(cluster: Cluster, old: float) -> Callable[[float], Cluster]:
     slow = cluster.slow_ranks
     return lambda new: replace(cluster, slow_ranks={rank: new if f == old else f for rank, f in slow.items()})
+
+
+def _slower_links(cluster: Cluster, old: float) -> Callable[[float], Cluster]:
+    slow = cluster.slow_links
+    return lambda new: replace(cluster, slow_links=tuple([replace(x, factor=new) if x.factor == old else x for x in slow]))
 
 
 def _of_others(cluster: Cluster, old: Cluster, put: Callable[[float], Any]) -> Callable[[float], Cluster]:
