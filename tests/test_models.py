@@ -15,6 +15,7 @@ from piper.models.moe import Experts
 from piper_ir.errors import JobError
 from piper_ir.sizes import bind
 from piper_ir.verify import verify
+from piper_simulator.metrics import model_flops
 from tests import parity
 
 SMALL: dict[str, models.GPTConfig | models.LlamaConfig] = {
@@ -53,6 +54,18 @@ def test_negative_control_twice_the_layers_are_another_count() -> None:
         config = models.preset(name)
         count = models.parameter_count(replace(config, layers=2 * config.layers))
         assert rounded(count, PUBLISHED[name]) != PUBLISHED[name], name
+
+
+def test_model_flops_of_a_mixture_are_those_of_its_active_parameters() -> None:
+    """Half of the numbers of experts: top 2 of 4, with as many places as are taken. The embedding counts, the field's way."""
+    config = SMALL["moe"]
+    assert isinstance(config, models.MoEConfig)
+    work = models.job(config, global_batch=4)
+    plan = piper.compile(work, piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=2),))).plan
+    experts = config.layers * config.experts * 3 * config.width * config.hidden
+    active = models.parameter_count(config) - experts // 2
+    attention = 12 * config.layers * config.heads * 6 * config.length
+    assert model_flops(plan, config.length) == (6 * active + attention) * 4 * config.length
 
 
 def test_counts_by_hand() -> None:

@@ -179,6 +179,19 @@ def test_the_table_comes_before_the_formula() -> None:
     assert duration(cluster, "all_reduce", MIB, group(cluster, range(4, 12))).source == "formula", "8 ranks, and on two nodes"
 
 
+@pytest.mark.parametrize("sizes", [(MIB,), (MIB, 2 * MIB, 8 * MIB)])
+def test_above_the_largest_size_measured_the_formula_is_scaled_to_meet_it(sizes: tuple[int, ...]) -> None:
+    """Links ten times as slow as the constants say stay so for any size; the label does not claim more than is known."""
+    plain = load_cluster("h100x8")
+    eight = group(plain, range(8))
+    table = tuple(CommDuration("all_reduce", n, 8, Duration(10 * by_formula(plain, "all_reduce", n, eight))) for n in sizes)
+    cluster = replace(plain, messages=table)
+    for nbytes in (sizes[-1], sizes[-1] + 1, 3 * sizes[-1], GIB):
+        found = duration(cluster, "all_reduce", nbytes, eight)
+        assert found.seconds == pytest.approx(10 * by_formula(plain, "all_reduce", nbytes, eight))
+        assert (found.source == "formula") is (nbytes > sizes[-1])
+
+
 def test_what_the_table_measured_does_not_hold_for_a_slow_link() -> None:
     table = (CommDuration("all_reduce", MIB, 8, Duration(1.0)),)
     cluster = replace(load_cluster("h100x8"), messages=table)

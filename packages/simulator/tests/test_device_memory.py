@@ -97,6 +97,7 @@ def test_a_verdict_says_where_when_and_how_much() -> None:
 def test_what_is_there_before_the_step_is_too_much_at_its_start() -> None:
     verdict = simulate(heavy(100 * GIB), H100).oom
     assert verdict is not None and (verdict.instr, verdict.time_s, verdict.at) == (-1, 0.0, "its start")
+    assert verdict.text.startswith("out of memory before the step begins: rank 0")
 
 
 def test_of_several_roles_the_first_in_time_is_the_headline() -> None:

@@ -12,7 +12,7 @@ from piper_ir.costs import Costs, Duration
 from piper_ir.errors import ClusterError, PlanError
 from piper_ir.memory import with_peaks
 from piper_ir.plan import State
-from piper_ir.program import Cost, Kernel, Param
+from piper_ir.program import Cost, Input, Kernel, Param
 from piper_ir.sizes import TensorSpec
 from piper_ir.trace import Trace
 from piper_simulator import Cluster, load_cluster, simulate
@@ -129,6 +129,23 @@ def test_utilisation() -> None:
     attention = Kernel("attention", (1, 1, 5, 5, 2), "float32", 0, 0)
     more = replace(chunk, steps={"F": replace(chunk.steps["F"], cost=Cost((kernel, attention)))})
     assert simulate(replace(plan, chunks=(more,)), FLAT, tokens_per_row=3).mfu == pytest.approx((360 + 3 * 4 * 50) / 600)
+
+
+def test_of_experts_model_flops_count_what_a_token_visits() -> None:
+    """2 rows of 3 tokens; 4 experts of 50 numbers, of whose products each has 3 rows; N = 10 + 4 x 50 x 3 / 6. A batched product
+    whose shape no parameter has (attention written out) changes nothing."""
+    build = PlanBuilder(1)
+    build.compute(0, 1.0)
+    plan = build.plan()
+    chunk = plan.chunks[0]
+    sizes = {"w": (10,), "experts": (4, 5, 10)}
+    params = tuple(Param(name, TensorSpec(shape, "float32")) for name, shape in sizes.items())
+    inputs = tuple(Input("param", p.name, p.spec) for p in params)
+    for dims, n in (((4, 3, 10, 5), 110), ((4, 3, 5, 10), 110), ((4, 6, 10, 5), 210), ((4, 3, 10, 6), 210), ((12, 10, 5), 210)):
+        kernel = Kernel("matmul", dims, "float32", 600, 0)
+        changed = replace(chunk, inputs=inputs, steps={"F": replace(chunk.steps["F"], cost=Cost((kernel,)))})
+        s = simulate(replace(plan, chunks=(changed,), params=params, rows=2), FLAT, tokens_per_row=3)
+        assert s.mfu == pytest.approx(6 * n * 6 / 600), dims
 
 
 def test_a_plan_without_given_durations_needs_a_cluster() -> None:

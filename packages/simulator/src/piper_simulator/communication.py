@@ -1,8 +1,8 @@
 """How long a message takes: (op, bytes, members, nodes) on a cluster.
 
 From the cluster's table of measurements where it has this op, number of ranks and number of nodes, with lines on log-log paper
-between its sizes; else by formula. `communication = "ring"`: one ring at full bandwidth. "nccl": NCCL's choice among ring, tree
-and NVLS in three protocols (`piper_simulator.nccl`)."""
+between its sizes, and above them the formula scaled to meet the largest; else by formula. `communication = "ring"`: one ring at
+full bandwidth. "nccl": NCCL's choice among ring, tree and NVLS in three protocols (`piper_simulator.nccl`)."""
 
 from __future__ import annotations
 
@@ -64,13 +64,17 @@ def group(cluster: Cluster, members: Sequence[int]) -> Group:
 def duration(cluster: Cluster, op: Op, nbytes: int, of: Group, imbalance: float = 1.0) -> Duration:
     """Of a message of `nbytes` on each rank (all_gather, reduce_scatter: of the whole tensor). `imbalance`: the most that a rank
     of an all-to-all receives over the mean. The table is for links as they should be, so slowed ones are computed; it is that of
-    the members' kind of device, so messages between two kinds are computed too."""
-    kind = cluster.kinds[of.kinds[0]]
-    if kind.messages and len(of.kinds) == 1 and not of.slowed and of.least == of.most and imbalance == 1:
-        known = kind.table.of_comm(op, nbytes, of.ranks, of.nodes)
+    the members' kind of device, so messages between two kinds are computed too. Above the largest size of the table the formula
+    is scaled to meet it there, and still called one."""
+    kind, formula = cluster.kinds[of.kinds[0]], by_formula(cluster, op, nbytes, of, imbalance)
+    if kind.messages and formula and len(of.kinds) == 1 and not of.slowed and of.least == of.most and imbalance == 1:
+        sizes = kind.table.bytes_of(op, of.ranks, of.nodes)
+        known = kind.table.of_comm(op, min([nbytes, *sizes[-1:]]), of.ranks, of.nodes)
+        if known is not None and sizes and nbytes > sizes[-1]:
+            return Duration(formula * known.seconds / by_formula(cluster, op, sizes[-1], of), "formula")
         if known is not None:
             return Duration(known.seconds, known.source)
-    return Duration(by_formula(cluster, op, nbytes, of, imbalance), "formula")
+    return Duration(formula, "formula")
 
 
 def by_formula(cluster: Cluster, op: Op, nbytes: float, of: Group, imbalance: float = 1.0) -> float:

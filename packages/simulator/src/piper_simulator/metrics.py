@@ -64,11 +64,30 @@ def uncovered(intervals: Sequence[Interval], by: Sequence[Interval]) -> float:
 
 def model_flops(plan: Plan, tokens_per_row: int) -> int:
     """Model FLOPs of one step in the field's convention: 6 N + 12 L h s per token (llm-foundry), N all parameters once,
-    attention without causal discount: three times the full products of F (4 b h s^2 d). No recompute."""
-    n = sum(bind(p.spec.numel, plan.rows) for p in plan.params)
+    attention without causal discount: three times the full products of F (4 b h s^2 d). No recompute. Of experts N has as much
+    as a token visits ("active parameters": Switch, arXiv 2101.03961; torchtitan)."""
+    visited = _visited(plan, plan.rows * tokens_per_row)
+    n = sum(round(bind(p.spec.numel, plan.rows) * visited.get(p.name, 1.0)) for p in plan.params)
     kernels = [k for chunk in plan.chunks if "F" in chunk.steps for k in chunk.steps["F"].cost.kernels if k.kind == "attention"]
     attention = sum(4 * prod(bind(d, plan.rows) for d in k.dims) * k.count for k in kernels)
     return 6 * n * plan.global_batch * tokens_per_row + 3 * attention * plan.microbatches * plan.replicas
+
+
+def _visited(plan: Plan, tokens: int) -> dict[str, float]:
+    """Parameter of experts -> the part of it that a token visits, at so many tokens per microbatch: each of a batch of products
+    [M, K] x [K, N], one per expert, has M of them. Places that no token took are in M: what runs does not know."""
+    shapes = {p.name: tuple(bind(d, plan.rows) for d in p.spec.shape) for p in plan.params}
+    out: dict[str, float] = {}
+    for chunk in plan.chunks:
+        rows: dict[tuple[int, ...], int] = {}
+        for kernel in chunk.steps["F"].cost.kernels if "F" in chunk.steps else ():
+            if kernel.kind == "matmul" and len(kernel.dims) == 4:
+                experts, m, n, k = (bind(d, plan.rows) for d in kernel.dims)
+                rows[experts, n, k] = rows[experts, k, n] = m
+        for name in (i.ref for i in chunk.inputs if i.kind == "param"):
+            if (m := rows.get(shapes[name], 0)) and m < tokens:
+                out[name] = max(out.get(name, 0.0), m / tokens)
+    return out
 
 
 def executed_flops(plan: Plan) -> int:

@@ -59,7 +59,11 @@ class CostModel:
         self.plan, self.cluster, self.costs = plan, cluster, costs or Costs()
         self.given = given_only(plan)
         if cluster is not None and plan.mesh.world > cluster.devices:
-            raise ClusterError(f"the plan runs on {plan.mesh.world} ranks; {cluster.name} has {cluster.devices} devices")
+            world = plan.mesh.world
+            raise ClusterError(
+                f"the plan runs on {world} ranks; {cluster.name} has {cluster.devices} devices; name a cluster of at least {world}, "
+                "or use a smaller mesh"
+            )
         if self.costs.compute and self.costs.rows not in (None, plan.rows):
             raise ClusterError(
                 f"the costs hold for {self.costs.rows} rows per microbatch; the plan has {plan.rows}: measure them at {plan.rows}"

@@ -44,7 +44,8 @@ class Oom:
         if self.beside:
             filled.append(f"{size_text(self.beside)} are no tensors")
         reason = too_much(self.ranks[0], self.role, self.needs, self.limit, self.fullest, filled)
-        return f"out of memory {time_text(self.time_s)} into the step, in {self.at}: {reason}"
+        when = "before the step begins" if self.instr < 0 else f"{time_text(self.time_s)} into the step, in {self.at}"
+        return f"out of memory {when}: {reason}"
 
     def as_dict(self) -> dict[str, Any]:
         """For programs."""
