@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from piper import frontdoor
+from piper import frontdoor, tuning
 from piper.cli import app
 from piper.loading import Recipe, load_file, load_space
 from piper.loop import loop
 from piper.session import Settings
+from piper_autotune import Study
 from piper_ir.codec import dumps, loads
 from piper_ir.costs import Costs, Duration
 from piper_ir.plan import Plan
@@ -110,6 +111,31 @@ def test_tune_finds_reports_and_leaves_a_strategy_to_run(space: Path, costs: Pat
     numbers = json.loads(ran.stdout)
     assert len(numbers["measured"]["losses"]) == 2 and numbers["predicted"]["step_s"] > 0
     assert (Path(numbers["folder"]) / "report" / "report.html").is_file()
+
+
+def test_tune_warns_of_what_its_predictions_rest_on(space: Path, costs: Path, tmp_path: Path) -> None:
+    """As simulate does: predictions from costs of another machine would else look like any others."""
+    theirs = loads(Costs, costs.read_text())
+    assert theirs.origin is not None
+    other = tmp_path / "other.json"
+    other.write_text(dumps(replace(theirs, origin=replace(theirs.origin, device="another CPU"))))
+    result = piper("tune", space, "--costs", other, "--trials", 3, "--workers", 0, "--out", tmp_path / "out")
+    assert "warning: the costs were measured on another machine: another CPU; this is " in result.stdout
+    (folder,) = (tmp_path / "out").iterdir()
+    assert "measured on another machine: another CPU" in (folder / "report" / "report.html").read_text()
+    study = Study.load(folder)
+    assert study.best_row is not None and any("another CPU" in note for note in study.best_row.notes)
+    own = piper("tune", space, "--costs", costs, "--trials", 3, "--workers", 0, "--out", tmp_path / "own")
+    assert own.exit_code == 0 and "another machine" not in own.stdout
+
+
+def test_tune_names_no_strategy_that_it_has_not_written(space: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = Study("cpu-local", None, 0, (), interrupted=True)  # Ctrl-C before the first candidate
+    monkeypatch.setattr(tuning, "tune", lambda *args, **more: nothing)
+    result = piper("tune", space, "--out", tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert result.exit_code == 130 and f"study.json is in {folder}" in result.stderr
+    assert "best.json" not in result.stderr and not (folder / "best.json").exists()
 
 
 def test_every_command_makes_one_plan_of_one_strategy(tmp_path: Path, costs: Path) -> None:

@@ -149,7 +149,8 @@ def tune(
             show_study(study, file.name)
         if folder:
             study.save(folder)
-            print(f"study.json and best.json (for piper run --strategy) are in {folder}", file=sys.stderr)
+            found = "study.json is" if study.best is None else "study.json and best.json (for piper run --strategy) are"
+            print(f"{found} in {folder}", file=sys.stderr)
             report_at_end(folder)
         if study.interrupted:
             raise typer.Exit(INTERRUPTED)
