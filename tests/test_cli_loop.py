@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
-from piper import frontdoor, tuning
+from piper import frontdoor, profiling, tuning
 from piper.cli import app
+from piper.costs_file import save_costs
 from piper.loading import Recipe, load_file, load_space
 from piper.loop import loop
 from piper.session import Settings
 from piper_autotune import Study
 from piper_ir.codec import dumps, loads
 from piper_ir.costs import Costs, Duration
+from piper_ir.errors import OutputError
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk
 from piper_ir.text import parse_plan
@@ -93,6 +98,39 @@ def test_a_profile_is_what_predictions_rest_on(space: Path, costs: Path) -> None
     assert shares["measured"] > 0.5
     assert "measured" not in json.loads(piper("simulate", space, "--json").stdout)["sources"]
     fails(piper("simulate", space, "--costs", space.with_name("none.json")), "none.json", "piper profile")
+
+
+def test_costs_that_cannot_be_written_leave_the_older_file(costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "costs.json"
+    kept.write_bytes(costs.read_bytes())
+    write = Path.write_text
+
+    def full(path: Path, text: str) -> int:
+        write(path, text[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OutputError, match="No space left on device; choose another file with --out"):
+        save_costs(kept, loads(Costs, costs.read_text()))
+    assert kept.read_bytes() == costs.read_bytes() and list(tmp_path.iterdir()) == [kept]
+
+
+def test_costs_go_through_links_and_into_pipes(costs: Path, tmp_path: Path) -> None:
+    measured, real, link = loads(Costs, costs.read_text()), tmp_path / "real.json", tmp_path / "link.json"
+    real.write_text("older")
+    link.symlink_to(real)
+    save_costs(link, measured)
+    assert link.is_symlink() and loads(Costs, real.read_text()) == measured
+    save_costs(Path(os.devnull), measured)
+    assert not Path(os.devnull).is_file()
+
+
+def test_costs_that_can_go_nowhere_are_not_measured(space: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Mock()
+    monkeypatch.setattr(profiling, "profile", measured)
+    fails(piper("profile", space, "--out", tmp_path), str(tmp_path), "it is a folder", "--out")
+    fails(piper("profile", space, "--out", space / "costs.json"), str(space / "costs.json"), "--out")
+    measured.assert_not_called()
 
 
 def test_tune_finds_reports_and_leaves_a_strategy_to_run(space: Path, costs: Path, tmp_path: Path) -> None:

@@ -225,6 +225,12 @@ def show_study(study: Study, name: str) -> None:
     show(Table(title, head, rows, tuple(notes)))
 
 
+def files_text(study: Study, folder: Path) -> str:
+    """What `Study.save` has written, for the user."""
+    found = "study.json is" if study.best is None else "study.json and best.json (for piper run --strategy) are"
+    return f"{found} in {folder}"
+
+
 def _warnings(rows: list[dict[str, Any]]) -> list[str]:
     """What `simulate` warns of, too: costs of another machine, chunks without costs, what is assumed. Each once, with the
     candidates that it is of unless it is of all that the engine scored."""
