@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
-from piper import frontdoor
+from piper import frontdoor, profiling, tuning
 from piper.cli import app
+from piper.costs_file import save_costs
 from piper.loading import Recipe, load_file, load_space
 from piper.loop import loop
 from piper.session import Settings
+from piper_autotune import Study
 from piper_ir.codec import dumps, loads
 from piper_ir.costs import Costs, Duration
+from piper_ir.errors import OutputError
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk
 from piper_ir.text import parse_plan
@@ -94,6 +100,39 @@ def test_a_profile_is_what_predictions_rest_on(space: Path, costs: Path) -> None
     fails(piper("simulate", space, "--costs", space.with_name("none.json")), "none.json", "piper profile")
 
 
+def test_costs_that_cannot_be_written_leave_the_older_file(costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "costs.json"
+    kept.write_bytes(costs.read_bytes())
+    write = Path.write_text
+
+    def full(path: Path, text: str) -> int:
+        write(path, text[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OutputError, match="No space left on device; choose another file with --out"):
+        save_costs(kept, loads(Costs, costs.read_text()))
+    assert kept.read_bytes() == costs.read_bytes() and list(tmp_path.iterdir()) == [kept]
+
+
+def test_costs_go_through_links_and_into_pipes(costs: Path, tmp_path: Path) -> None:
+    measured, real, link = loads(Costs, costs.read_text()), tmp_path / "real.json", tmp_path / "link.json"
+    real.write_text("older")
+    link.symlink_to(real)
+    save_costs(link, measured)
+    assert link.is_symlink() and loads(Costs, real.read_text()) == measured
+    save_costs(Path(os.devnull), measured)
+    assert not Path(os.devnull).is_file()
+
+
+def test_costs_that_can_go_nowhere_are_not_measured(space: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = Mock()
+    monkeypatch.setattr(profiling, "profile", measured)
+    fails(piper("profile", space, "--out", tmp_path), str(tmp_path), "it is a folder", "--out")
+    fails(piper("profile", space, "--out", space / "costs.json"), str(space / "costs.json"), "--out")
+    measured.assert_not_called()
+
+
 def test_tune_finds_reports_and_leaves_a_strategy_to_run(space: Path, costs: Path, tmp_path: Path) -> None:
     result = piper(
         "tune", space, "--costs", costs, "--trials", 3, "--workers", 0, "--confirm", 1, "--launcher", "inline", "--out", tmp_path
@@ -110,6 +149,31 @@ def test_tune_finds_reports_and_leaves_a_strategy_to_run(space: Path, costs: Pat
     numbers = json.loads(ran.stdout)
     assert len(numbers["measured"]["losses"]) == 2 and numbers["predicted"]["step_s"] > 0
     assert (Path(numbers["folder"]) / "report" / "report.html").is_file()
+
+
+def test_tune_warns_of_what_its_predictions_rest_on(space: Path, costs: Path, tmp_path: Path) -> None:
+    """As simulate does: predictions from costs of another machine would else look like any others."""
+    theirs = loads(Costs, costs.read_text())
+    assert theirs.origin is not None
+    other = tmp_path / "other.json"
+    other.write_text(dumps(replace(theirs, origin=replace(theirs.origin, device="another CPU"))))
+    result = piper("tune", space, "--costs", other, "--trials", 3, "--workers", 0, "--out", tmp_path / "out")
+    assert "warning: the costs were measured on another machine: another CPU; this is " in result.stdout
+    (folder,) = (tmp_path / "out").iterdir()
+    assert "measured on another machine: another CPU" in (folder / "report" / "report.html").read_text()
+    study = Study.load(folder)
+    assert study.best_row is not None and any("another CPU" in note for note in study.best_row.notes)
+    own = piper("tune", space, "--costs", costs, "--trials", 3, "--workers", 0, "--out", tmp_path / "own")
+    assert own.exit_code == 0 and "another machine" not in own.stdout
+
+
+def test_tune_names_no_strategy_that_it_has_not_written(space: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nothing = Study("cpu-local", None, 0, (), interrupted=True)  # Ctrl-C before the first candidate
+    monkeypatch.setattr(tuning, "tune", lambda *args, **more: nothing)
+    result = piper("tune", space, "--out", tmp_path)
+    (folder,) = tmp_path.iterdir()
+    assert result.exit_code == 130 and f"study.json is in {folder}" in result.stderr
+    assert "best.json" not in result.stderr and not (folder / "best.json").exists()
 
 
 def test_every_command_makes_one_plan_of_one_strategy(tmp_path: Path, costs: Path) -> None:

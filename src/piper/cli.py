@@ -131,7 +131,7 @@ def tune(
         from piper.loading import load_space
         from piper.reporting import report_at_end
         from piper.results import new_folder
-        from piper.tuning import bar, saved, show_study
+        from piper.tuning import bar, files_text, saved, show_study
         from piper.tuning import tune as search
 
         space = load_space(file)
@@ -149,7 +149,7 @@ def tune(
             show_study(study, file.name)
         if folder:
             study.save(folder)
-            print(f"study.json and best.json (for piper run --strategy) are in {folder}", file=sys.stderr)
+            print(files_text(study, folder), file=sys.stderr)
             report_at_end(folder)
         if study.interrupted:
             raise typer.Exit(INTERRUPTED)
@@ -233,13 +233,14 @@ def profile(
     Example: piper profile examples/gpt_text.py --out costs.json
     """
     with user_errors():
-        from piper.costs_file import costs_table, save_costs
+        from piper.costs_file import check_costs_path, costs_table, save_costs
         from piper.display import show
         from piper.loading import load_file
         from piper.profiling import profile as measure
         from piper_ir.codec import dumps
 
         recipe = load_file(file, pairs(params), strategy)
+        check_costs_path(out)
         costs = measure(recipe.job, recipe.strategy, launcher=launcher, cluster=address, rows=rows, repeats=repeats)
         save_costs(out, costs)
         if as_json:

@@ -219,6 +219,7 @@ def show_study(study: Study, name: str) -> None:
     notes = [f"rejected: {count} {kind}" for kind, count in kinds.most_common()]
     notes.append(f"rules asked before compiling: {', '.join(line.partition(':')[0] for line in study.rules)}")
     notes += [f"rule {line}" for line in study.rules if not line.endswith("(0 candidates)")]
+    notes += _warnings(study.table()[:SHOWN])
     if study.interrupted:
         notes.append("warning: interrupted; this is what was found until then")
     head = ("params", "predicted", "measured", "error", "memory")
@@ -228,10 +229,28 @@ def show_study(study: Study, name: str) -> None:
     show(Table(title, head, rows, tuple(notes)))
 
 
+def files_text(study: Study, folder: Path) -> str:
+    """What `Study.save` has written, for the user."""
+    found = "study.json is" if study.best is None else "study.json and best.json (for piper run --strategy) are"
+    return f"{found} in {folder}"
+
+
+def _warnings(rows: list[dict[str, Any]]) -> list[str]:
+    """What `simulate` warns of, too: costs of another machine, chunks without costs, what is assumed. Each once, with the
+    candidates that it is of unless it is of all that the engine scored."""
+    scored = [r for r in rows if r["source"] == "engine"]
+    of = {note: [_params(r) for r in scored if note in r["notes"]] for r in scored for note in r["notes"]}
+    return [f"warning: {note}" + ("" if len(who) == len(scored) else f" ({'; '.join(who)})") for note, who in of.items()]
+
+
+def _params(row: dict[str, Any]) -> str:
+    return ", ".join(f"{k}={v}" for k, v in row["params"].items())
+
+
 def _shown(row: dict[str, Any]) -> tuple[str, ...]:
     measured, error = row["measured_period_s"], row["error"]
     return (
-        ", ".join(f"{k}={v}" for k, v in row["params"].items()),
+        _params(row),
         time_text(row["period_s"]),
         "" if measured is None else time_text(measured),
         "" if error is None else f"{error:+.1%}",

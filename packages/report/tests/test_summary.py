@@ -69,7 +69,8 @@ def test_predicted_beside_measured() -> None:
     assert row["compute, rank 0"] == ["80 ms", "160 ms", "0.50"]
     assert [c.strip() for c in cells(text, "peak memory, rank 1")] == ["1 KiB", "2 KiB", "0.50"]
     assert text.endswith("predicted durations from: measured 75 %, formula 25 %\nwarning: h100x8: not calibrated")
-    assert len({len(line) for line in text.splitlines()[1:-2]}) == 1, "columns are aligned"
+    assert "compute is of the last step, the one that was traced, which took 200 ms" in text.splitlines()[-3]
+    assert len({len(line) for line in text.splitlines()[1:-3]}) == 1, "columns are aligned"
 
 
 def test_what_was_not_measured_is_a_dash() -> None:

@@ -37,6 +37,7 @@ class Scored:
     device_bytes: int
     source: Literal["sweep", "engine"]
     reason: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,9 +147,10 @@ def _predicted(problem: Problem, plan: Plan, prepared: Prepared | None) -> Score
     if problem.one_role and len(plan.roles) > 1:
         return Refused("illegal", problem.one_role)
     cluster = problem.cluster
+    notes: tuple[str, ...] = ()
     if prepared is None:
         found = simulate(plan, cluster, costs=problem.costs)
-        period_s, step_s = found.period_s, found.step_s
+        period_s, step_s, notes = found.period_s, found.step_s, found.notes
     else:
         model = CostModel(plan, cluster, problem.costs)
         step_s, period_s = step_and_period(prepared, seconds_of(model, plan), latency=plan.hop, issue=model.issue_s)
@@ -161,7 +163,7 @@ def _predicted(problem: Problem, plan: Plan, prepared: Prepared | None) -> Score
     most = max(nbytes for nbytes, *_ in held)
     reason = _reason(*max(held, key=lambda h: h[0] - (h[3] or 0)))
     peak_bytes = max(role.peak_bytes for role in plan.roles)
-    return Scored(period_s, step_s, peak_bytes, most, "engine" if prepared is None else "sweep", reason)
+    return Scored(period_s, step_s, peak_bytes, most, "engine" if prepared is None else "sweep", reason, notes)
 
 
 def _kinds(cluster: Cluster | None, role: RolePlan) -> list[tuple[int, Cluster | None]]:

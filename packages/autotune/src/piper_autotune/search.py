@@ -244,5 +244,6 @@ def _scored(row: Row, found: Scored) -> Row:
         peak_bytes=found.peak_bytes,
         device_bytes=found.device_bytes,
         source=found.source,
+        notes=found.notes,
     )
     return replace(row, state="rejected", reason=found.reason, kind="memory") if found.reason else row

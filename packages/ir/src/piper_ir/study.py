@@ -17,7 +17,8 @@ class Row:
     rule (`piper_autotune.rules`), or "memory", "illegal" (it does not compile), "strategy" (the function raised), "crash",
     "hang", "confirmation" (it failed when it was run). `period_s`, `step_s` in seconds, `peak_bytes` allocated and
     `device_bytes` on the fullest rank, as predicted by `source`; a memory rule gives the `device_bytes` that are needed at
-    least. `error`: predicted over measured period, less 1."""
+    least. `error`: predicted over measured period, less 1. `notes`: what a user should know of the durations that the engine
+    used, as in `Simulation.notes`; the sweep, which scores many, says nothing of them."""
 
     number: int
     state: Literal["complete", "rejected"]
@@ -32,6 +33,7 @@ class Row:
     measured_period_s: float | None = None
     measured_peak_bytes: int | None = None
     error: float | None = None
+    notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
         """As in study.json."""

@@ -111,8 +111,15 @@ def beside_table(prediction: Prediction, measured: Measured, *, title: str) -> T
     held = measured.peak_bytes
     rows += [_compared(f"peak memory, rank {r}", peaks[r], held.get(r), size_text) for r in _ranks(peaks)]
     s = prediction.summary()
-    notes = (*_verdict(s), f"predicted durations from: {sources(s['sources'])}", *_warnings(s))
+    notes = (*_verdict(s), *_traced(measured, bool(did)), f"predicted durations from: {sources(s['sources'])}", *_warnings(s))
     return Table(title, ("", "predicted", "measured", "predicted / measured"), tuple(rows), notes)
+
+
+def _traced(measured: Measured, traced: bool) -> tuple[str, ...]:
+    """What step compute is of: the steady state is a median, and on a shared machine the last step may be far from it."""
+    if not traced or not measured.step_s:
+        return ()
+    return (f"compute is of the last step, the one that was traced, which took {time_text(measured.step_s[-1])}",)
 
 
 def _warnings(summary: Mapping[str, Any]) -> tuple[str, ...]:

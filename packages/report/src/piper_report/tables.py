@@ -282,4 +282,5 @@ def _trials(results: Results) -> Sheet:
                Column("source", "scored by"), Column("reason", "reason")]  # fmt: skip
     order = sorted(results.study.trials, key=lambda t: (t.state == "rejected", t.period_s or float("inf"), t.number))
     rows = [(t.number, t.state, trial_text(t), t.period_s, held(t), t.source, t.reason) for t in order]
-    return sheet("trials", "All candidates", columns, rows)
+    notes = dict.fromkeys(f"warning: {note}" for t in order for note in t.notes)
+    return sheet("trials", "All candidates", columns, rows, tuple(notes)[:MOST_NOTES])
