@@ -61,8 +61,8 @@ class CostModel:
         if cluster is not None and plan.mesh.world > cluster.devices:
             world = plan.mesh.world
             raise ClusterError(
-                f"the plan runs on {world} ranks; {cluster.name} has {cluster.devices} devices; name a cluster of at least {world}, "
-                "or use a smaller mesh"
+                f"the plan runs on {world} ranks; {cluster.name} has {cluster.devices} devices; name a cluster of at least "
+                f"{world}, or use a smaller mesh"
             )
         if self.costs.compute and self.costs.rows not in (None, plan.rows):
             raise ClusterError(
