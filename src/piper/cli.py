@@ -4,7 +4,6 @@ commands, which say how they are used and leave the work to the modules that the
 from __future__ import annotations
 
 import json
-import os
 import sys
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
@@ -13,8 +12,8 @@ from typing import Annotated
 
 import typer
 
+from piper.interrupts import INTERRUPTED, hear, leave
 from piper.options import (
-    INTERRUPTED,
     Address,
     AsJson,
     Chunks,
@@ -388,13 +387,10 @@ def doctor(as_json: AsJson = False) -> None:
 
 def main() -> None:
     """Entry point of the `piper` command."""
+    hear()
     try:
         app()
     except SystemExit as e:
-        if e.code == INTERRUPTED and "ray" in sys.modules:
-            # Workers and Ray are ended by now. Ray's native threads may crash an interpreter whose raylet the same interrupt has
-            # ended, and the shell would hear of a segmentation fault.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(INTERRUPTED)
+        if e.code == INTERRUPTED:
+            leave()
         raise

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from piper.interrupts import INTERRUPTED
 from piper_ir.errors import JobError, PiperError
 
 SpaceFile = Annotated[
@@ -132,10 +133,6 @@ Csv = Annotated[Path | None, typer.Option("--csv", metavar="OUT.csv", help="writ
 Lowered = Annotated[bool, typer.Option("--lowered", help="with --csv: with sends, receives and reductions")]
 Ranges = Annotated[bool, typer.Option("--ranges", help="names of instructions in profilers (record_function, NVTX)")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs, and nothing else")]
-
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it: 128 + SIGINT."""
 
 
 def searchers(workers: str) -> int | str:

@@ -1,0 +1,56 @@
+"""Ctrl-C that is not lost.
+
+Python tells of it by an exception wherever the program happens to be, and there are places which drop exceptions: importing torch
+(where it asks whether NumPy is there, whatever was raised meanwhile counts as no), finalizers, callbacks. The command would go on
+as if nobody had asked it to stop.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from threading import Timer, main_thread
+from types import FrameType
+from typing import Any
+
+INTERRUPTED = 130
+"""Exit code of a command that was interrupted, as shells have it: 128 + SIGINT."""
+AGAIN_S = 0.05
+"""Until an interrupt that was dropped is told of again."""
+
+
+def hear() -> None:
+    """For the main thread of a command. Where interrupts are ignored, as in the background of a shell, they stay so."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupted)
+        sys.unraisablehook = _dropped
+
+
+def leave() -> None:
+    """After an interrupt, when workers and Ray are ended. Ray's native threads may crash an interpreter whose raylet the same
+    interrupt has ended, and the shell would hear of a segmentation fault: then this is the end."""
+    if "ray" in sys.modules:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    if _importing("torch"):  # before there is anything to clean up
+        os.write(2, b"piper: interrupted\n")
+        os._exit(INTERRUPTED)
+    raise KeyboardInterrupt
+
+
+def _importing(name: str) -> bool:
+    return bool(getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False))
+
+
+def _dropped(what: Any) -> None:
+    if not issubclass(what.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(what)
+        return
+    again = Timer(AGAIN_S, signal.pthread_kill, (main_thread().ident, signal.SIGINT))  # the one that may be asleep
+    again.daemon = True
+    again.start()
