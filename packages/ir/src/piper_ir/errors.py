@@ -38,10 +38,6 @@ class ClusterError(PiperError, ValueError):
     """A cluster name or description is not known."""
 
 
-class CostsError(PiperError, ValueError):
-    """Measured costs hold for nothing in a plan."""
-
-
 class JobError(PiperError, ValueError):
     """A job is not usable: the batch does not divide, a callable has the wrong shape, an optimizer is unknown."""
 

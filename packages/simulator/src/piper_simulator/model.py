@@ -49,7 +49,7 @@ class CostModel:
     """Durations of the instructions of one plan: given by the program, else looked up in `costs`, else computed for `cluster`.
 
     ClusterError: a duration must be computed and there is no cluster; the plan has more ranks than the cluster has devices; the
-    costs were taken at another number of rows per microbatch. CostsError: the costs hold for none of the plan's chunks.
+    costs were taken at another number of rows per microbatch.
 
     On a cluster of several kinds of devices costs hold for the kind on which they were taken, for all where that is not here.
 

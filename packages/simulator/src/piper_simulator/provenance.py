@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from piper_ir.costs import Costs
-from piper_ir.errors import CostsError
 from piper_ir.machine import machine_name
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Step
@@ -23,8 +22,7 @@ NAMED = 3
 
 
 class Provenance:
-    """Keeps what a cost model found and did not find, and says it in sentences. CostsError when measured costs know none of the
-    plan's chunks."""
+    """Keeps what a cost model found and did not find, and says it in sentences."""
 
     def __init__(self, plan: Plan, cluster: Cluster | None, costs: Costs) -> None:
         self._plan, self._cluster, self._costs = plan, cluster, costs
@@ -37,13 +35,6 @@ class Provenance:
         self._links: dict[str, None] = {}  # slow ones that messages cross
         self._kernels: dict[How, float] = dict.fromkeys(_KERNELS, 0.0)  # seconds, each step of a chunk once
         self._computed = False
-        known = {s.code for s in costs.steps}
-        if known and not costs.compute and not any(c.code in known for c in plan.chunks):
-            origin = f" (program {costs.origin.program}, {costs.origin.date})" if costs.origin is not None else ""
-            chunks = f"{len(plan.chunks)} chunks of this plan ({_some(c.id for c in plan.chunks)})"
-            raise CostsError(
-                f"the costs{origin} hold for none of the {chunks}: they are of another model; profile this one, or leave them out"
-            )
 
     def looked_up(self, chunk: Chunk, step: Step) -> None:
         """The duration of a step came from the costs."""
@@ -124,7 +115,14 @@ class Provenance:
     def _of_chunks(self) -> list[str]:
         """What the costs do not hold, or not at this size; nothing where there are no measured steps at all."""
         found = []
-        if self._costs.steps and self._unknown:
+        if self._costs.steps and len(self._unknown) == len(self._plan.chunks):
+            origin = self._costs.origin
+            whose = f" (program {origin.program}, {origin.date})" if origin is not None else ""
+            found.append(
+                f"the costs{whose} are of another model: none of the {len(self._unknown)} chunks has a cost, all are computed by "
+                f"formula: {_some(self._unknown)}; profile this model, or leave the costs out"
+            )
+        elif self._costs.steps and self._unknown:
             found.append(
                 f"{len(self._unknown)} of {len(self._plan.chunks)} chunks have no cost and are computed by formula: "
                 f"{_some(self._unknown)}"

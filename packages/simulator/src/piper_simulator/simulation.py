@@ -127,7 +127,7 @@ def simulate(
 ) -> Simulation:
     """Run a plan on a cluster (a name, see `load_cluster`, or a Cluster). `cluster` may be left out only when all compute has
     given durations; these are then all there is, and the rest takes no time. `costs` come before what the device model computes;
-    costs of another machine, and what they do not hold, are named in `notes`.
+    costs of another machine or model, and what they do not hold, are named in `notes`.
     `steps` follow each other without a barrier. `tokens_per_row` (default: the plan's) enables rates; `model_flops_per_step`
     replaces the model FLOPs that the plan's own parameters suggest.
     `contention`: messages that share links slow each other down, and compute beside them (`piper_simulator.contention`). Without
@@ -135,7 +135,7 @@ def simulate(
     and a CPU, on which messages take their processor seconds from compute as it is (`piper_simulator.model`).
 
     ClusterError: unknown cluster, too few devices, or none where a duration must be computed; a stream that takes more SMs than
-    its devices have. CostsError: costs of another model.
+    its devices have.
     PlanError: deadlock, steps < 1."""
     if steps < 1:
         raise PlanError(f"simulate(steps={steps}): at least one step is needed")

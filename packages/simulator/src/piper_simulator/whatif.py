@@ -45,7 +45,7 @@ class Case:
     makes more differ (`piper_simulator.splitting`). `work`: per node, where nothing runs beside it; `issue`: host seconds per
     instruction; `durations`: seconds per node as they were in `times`, with `contention` as far as there is any (`interferes`).
 
-    ClusterError, CostsError, PlanError as `simulate` raises them."""
+    ClusterError, PlanError as `simulate` raises them."""
 
     def __init__(self, plan: Plan, cluster: Cluster | None, costs: Costs | None, *, contention: bool = True) -> None:
         self.cluster, self.costs, self.contention = cluster, costs, contention
