@@ -103,7 +103,7 @@ def exhaustive(problem: Problem, programs: Programs, more: Mapping[str, Any]) ->
         note = "taken now"
     else:
         note = f"kept from an earlier run in {path.name}"
-    outcomes = [Refused(**o) if "kind" in o else Scored(**o) for o in known["outcomes"]]
+    outcomes = [Refused(**o) if "kind" in o else Scored(**{**o, "notes": tuple(o["notes"])}) for o in known["outcomes"]]
     fitting = sum(isinstance(o, Scored) and not o.reason for o in outcomes)
     row = Row("tune", f"all {len(strategies):,} strategies", known["seconds"], "s", note=f"{fitting:,} fit; {note}")
     return dict(zip(strategies, outcomes, strict=True)), row

@@ -52,8 +52,7 @@ def test_a_plan_that_does_not_fit_is_a_result(file: Path, small: Path, tmp_path:
     assert done.exit_code == 0
     (line,) = [x for x in done.stdout.splitlines() if x.startswith("DOES NOT FIT: ")]
     for part in (
-        "out of memory ",
-        " into the step, in ",
+        "out of memory before the step begins: ",
         "rank 0 (pp0) needs ",
         "more than the limit of 572.2 MiB",
         "fullest in ",
