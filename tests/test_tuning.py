@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,40 @@ def test_a_search_that_is_refused_leaves_no_folder(recipe: str, tmp_path: Path, 
     done = command(recipe, "--trials", "2", "--workers", "0", *wrong, "--out", str(tmp_path / "out"))
     assert done.exit_code == 2 and wrong[1] in done.stderr
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--workers", "ray"), ["--workers ray needs Ray", "or use --workers 1"]),
+        (("--workers", "127.0.0.1:1"), ["--workers 127.0.0.1:1 needs Ray", "or use --workers 1"]),
+        (("--confirm", "1"), ['launcher "ray" needs Ray', "or use --launcher processes"]),
+    ],
+)
+def test_without_ray_a_search_that_needs_it_does_not_begin(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, str], words: list[str]
+) -> None:
+    searched = Mock()
+    monkeypatch.setattr(tuning, "search", searched)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = command(recipe, *options, "--out", str(tmp_path / "out"))
+    assert done.exit_code == 2 and all(word in done.stderr for word in words), done.output
+    assert not searched.called and list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_ray_that_does_not_answer_is_said_before_searching(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    searched = Mock()
+    monkeypatch.setattr(tuning, "search", searched)
+    done = command(recipe, "--workers", "127.0.0.1:1", "--out", str(tmp_path / "out"))
+    assert "--workers local starts a Ray for this run only, --workers 1 needs none" in done.stderr
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    done = command(recipe, "--confirm", "1", "--out", str(tmp_path / "out"))
+    assert "no Ray cluster at 127.0.0.1:1" in done.stderr and "--launcher processes needs none" in done.stderr
+    assert not searched.called
 
 
 def test_a_storage_that_gets_locked_in_mid_search_leaves_its_study(recipe: str, tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def tune(
 
     Example: piper tune examples/gpt_text.py --costs costs.json --confirm 2
     """
-    with user_errors(address="--workers"):
+    with user_errors():
         from piper.costs_file import load_costs
         from piper.loading import load_space
         from piper.reporting import report_at_end

@@ -165,13 +165,13 @@ _SETTING = re.compile(rf"""\b({"|".join(ARGUMENTS[:-2])})=(["']?)(\w[\w:.]*)\2""
 _NAME = re.compile(r"\b(memory_limit|timeout_s)\b|(?<=leave )(confirm|storage)(?= out)")
 
 
-def in_flags(message: str, address: str = "--address") -> str:
+def in_flags(message: str) -> str:
     """A message of a Python function as one of the command line: `launcher="ray"` is `--launcher ray` there."""
 
     def flag(name: str, value: str) -> str:
         if (name, value) == ("launcher", "emulated"):
             return "--emulate CLUSTER"
-        return f"{address if name == 'cluster' else '--' + name.replace('_', '-')} {value}".rstrip()
+        return f"{'--address' if name == 'cluster' else '--' + name.replace('_', '-')} {value}".rstrip()
 
     message = _CALL.sub(lambda m: flag(m[1], m[2].strip("\"'")), message)
     message = _SETTING.sub(lambda m: flag(m[1], m[3]), message)
@@ -179,13 +179,12 @@ def in_flags(message: str, address: str = "--address") -> str:
 
 
 @contextmanager
-def user_errors(address: str = "--address") -> Iterator[None]:
-    """A PiperError becomes one message on stderr and exit code 2; nobody wants a traceback for a typing mistake. `address`: see
-    `in_flags`."""
+def user_errors() -> Iterator[None]:
+    """A PiperError becomes one message on stderr and exit code 2; nobody wants a traceback for a typing mistake."""
     try:
         yield
     except PiperError as e:
-        print(f"piper: {in_flags(str(e), address)}", file=sys.stderr)
+        print(f"piper: {in_flags(str(e))}", file=sys.stderr)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         print("piper: interrupted", file=sys.stderr)

@@ -72,7 +72,7 @@ def tune(
     TuneError: arguments, storage, or a space that contradicts itself. SearchError (a TuneError): the storage failed in
     mid-search. NothingFoundError (a SearchError): no candidate can be used; the message says why, or the smallest limit that
     fits one. The `study` of both holds what was found."""
-    from piper_runtime.launchers import check_launcher
+    from piper_runtime.launchers import check_launcher, check_startable
 
     device = _device(cluster)
     problem, more = problem_of(source, device, costs, _limit(memory_limit, device), global_batch)
@@ -84,6 +84,8 @@ def tune(
         measure = _measure(source, costs, launcher, pool, steps, timeout_s)
     folder = new_folder(Path(out), "tune") if out is not None else None
     with saved(folder), _joined(workers):
+        if measure is not None and pool is None:
+            check_startable(launcher)  # before the search, not after it
         study = search(
             problem,
             strategy,
@@ -110,9 +112,10 @@ def _joined(workers: int | str) -> Iterator[None]:
     if not isinstance(workers, str):
         yield
         return
-    from piper_runtime.ray_cluster import connect
+    from piper_runtime.ray_cluster import Asker, connect
 
-    link = connect("auto" if workers == "ray" else workers, os.cpu_count() or 1)
+    asker = Asker(f'workers="{workers}"', "workers", 'workers="ray"', "workers=1")
+    link = connect("auto" if workers == "ray" else workers, os.cpu_count() or 1, asker)
     try:
         yield
     finally:
