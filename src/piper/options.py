@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from piper_ir.errors import JobError, PiperError
+from piper_ir.errors import JobError, PiperError, PiperWarning
 
 SpaceFile = Annotated[
     Path, typer.Argument(metavar="FILE.py", help="defines `job` (a piper.Job) and `strategy`, a function of a trial")
@@ -179,10 +180,29 @@ def in_flags(message: str) -> str:
 
 
 @contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Piper's own warnings are a line each in here, as below tables; whoever sees one has no use for a line of Piper's source."""
+    with warnings.catch_warnings():
+        others = warnings.showwarning
+
+        def shown(
+            message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
+        ) -> None:
+            if issubclass(category, PiperWarning):
+                print(f"warning: {in_flags(str(message))}", file=sys.stderr)
+            else:
+                others(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = shown
+        yield
+
+
+@contextmanager
 def user_errors() -> Iterator[None]:
     """A PiperError becomes one message on stderr and exit code 2; nobody wants a traceback for a typing mistake."""
     try:
-        yield
+        with plain_warnings():
+            yield
     except PiperError as e:
         print(f"piper: {in_flags(str(e))}", file=sys.stderr)
         raise typer.Exit(2) from None

@@ -10,6 +10,7 @@ from typing import Any
 from piper_compiler import Strategy, load_strategy, save_strategy
 from piper_ir.codec import loads
 from piper_ir.errors import FormatError, OutputError, TuneError
+from piper_ir.files import write_whole
 from piper_ir.study import Row, StudyDocument
 
 
@@ -52,7 +53,7 @@ class Study:
         number = None if best is None else best.number
         document = StudyDocument(self.cluster, self.memory_limit, self.seed, self.rows, number, self.rules, self.interrupted)
         try:
-            (Path(folder) / "study.json").write_text(document.dumps())
+            write_whole(Path(folder) / "study.json", document.dumps())
         except OSError as e:
             raise OutputError(f"cannot write the study to {folder}: {e.strerror}; choose a folder that is writable") from None
         if self.best is not None:

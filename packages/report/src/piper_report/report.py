@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from piper_ir.errors import OutputError
+from piper_ir.files import write_whole
 from piper_ir.study import Row
 from piper_ir.trace import Trace
 from piper_ir.units import size_text, time_text
@@ -79,7 +80,7 @@ def _write(target: Path, files: dict[Path, bytes]) -> None:
     try:
         target.mkdir(parents=True, exist_ok=True)
         for path, content in files.items():
-            path.write_bytes(content)
+            write_whole(path, content)
     except OSError as e:
         raise OutputError(
             f"cannot write the report to {target}: {e.strerror}; the results are untouched: "
