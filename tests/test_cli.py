@@ -65,7 +65,7 @@ def with_strategy(path: Path, text: str) -> Path:
 
 
 def test_simulate_prints_and_gives_json(recipe: Path) -> None:
-    assert "step alone" in piper("simulate", recipe, "--cluster", "h100x8").stdout
+    assert "first step, alone" in piper("simulate", recipe, "--cluster", "h100x8").stdout
     numbers = json.loads(piper("simulate", recipe, "--cluster", "h100x8", "--json").stdout)
     assert numbers["step_s"] > 0
 

@@ -37,8 +37,8 @@ DEFINITIONS = (
     "Errors are predicted / measured - 1. Exposed communication: a rank computes nothing while one of its transfers is under "
     "way. Bubble, global: the step's length less the rank's compute; span: from the rank's first to its last compute, less its "
     "compute. Each is that of the worst rank; the measured ones are of the last step, the one that was traced. Step in steady "
-    "state, measured: the median without the first 3 steps. Model FLOP utilisation: 6 N + 12 L h s FLOP per token over the peak "
-    "of the devices."
+    "state, measured: the median without the first 3 steps. Utilisation: FLOPs over the peak of the devices; N are the "
+    "parameters, of experts as many as a token visits."
 )
 
 
