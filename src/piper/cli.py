@@ -131,7 +131,7 @@ def tune(
         from piper.loading import load_space
         from piper.reporting import report_at_end
         from piper.results import new_folder
-        from piper.tuning import bar, files_text, saved, show_study
+        from piper.tuning import as_numbers, bar, files_text, saved, show_study
         from piper.tuning import tune as search
 
         space = load_space(file)
@@ -143,8 +143,7 @@ def tune(
                 workers=searchers(workers), progress=progress,
             )  # fmt: skip
         if as_json:
-            best = study.best_row
-            print(json.dumps(None if best is None else best.as_dict()))
+            print(json.dumps(as_numbers(study, folder)))
         else:
             show_study(study, file.name)
         if folder:

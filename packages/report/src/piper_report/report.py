@@ -8,9 +8,9 @@ from pathlib import Path
 
 from piper_ir.errors import OutputError
 from piper_ir.files import write_whole
-from piper_ir.study import Row
+from piper_ir.study import Row, limit_text
 from piper_ir.trace import Trace
-from piper_ir.units import size_text, time_text
+from piper_ir.units import time_text
 from piper_report.clocks import NOTE, aligned
 from piper_report.gantt import timelines
 from piper_report.memory_figure import memory_figure
@@ -108,7 +108,7 @@ def _facts(results: Results) -> list[tuple[str, str]]:
     if results.measured is not None:
         facts.append(("measured", f"{len(results.measured.step_s)} steps"))
     if study is not None:
-        limit = "none" if study.memory_limit is None else size_text(study.memory_limit)
+        limit = limit_text(study.memory_limit, study.device_limits) or "none"
         ended = "; interrupted, this is what was found until then" if study.interrupted else ""
         text = f"{study.cluster}: {len(study.trials)} candidates, seed {study.seed}, memory limit {limit}{ended}"
         facts.append(("tuned for", text))
