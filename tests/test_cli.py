@@ -65,7 +65,7 @@ def with_strategy(path: Path, text: str) -> Path:
 
 
 def test_simulate_prints_and_gives_json(recipe: Path) -> None:
-    assert "step alone" in piper("simulate", recipe, "--cluster", "h100x8").stdout
+    assert "first step, alone" in piper("simulate", recipe, "--cluster", "h100x8").stdout
     numbers = json.loads(piper("simulate", recipe, "--cluster", "h100x8", "--json").stdout)
     assert numbers["step_s"] > 0
 
@@ -259,3 +259,6 @@ def test_print_launch_prints_lines_and_runs_nothing(recipe: Path, tmp_path: Path
     assert f"{start} -m piper run {recipe} --steps 5 --launcher processes\n" in result.output
     assert "#SBATCH --nodes 2" in result.output and "ray start --head" in result.output
     fails(piper("run", recipe, "--print-launch", "--nodes", 3), "2 ranks do not divide over 3 nodes")
+    lines = json.loads(piper("run", recipe, "--print-launch", "--json").stdout)
+    assert lines.keys() == {"torchrun", "torchrun-nodes", "slurm", "ray"} and lines["torchrun"].startswith(start)
+    fails(piper("run", recipe, "--print-launch", "--address", "h:1", "--emulate", "h100x8"), "leave out --address and --emulate")

@@ -163,6 +163,8 @@ def test_tune_warns_of_what_its_predictions_rest_on(space: Path, costs: Path, tm
     assert "measured on another machine: another CPU" in (folder / "report" / "report.html").read_text()
     study = Study.load(folder)
     assert study.best_row is not None and any("another CPU" in note for note in study.best_row.notes)
+    drawn = piper("show", space, "--costs", other).stdout
+    assert "\nwarning: the costs were measured on another machine: another CPU; this is " in drawn
     own = piper("tune", space, "--costs", costs, "--trials", 3, "--workers", 0, "--out", tmp_path / "own")
     assert own.exit_code == 0 and "another machine" not in own.stdout
 

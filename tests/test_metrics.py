@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import resource
 import sys
 import warnings
@@ -21,6 +22,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import piper
+from piper import frontdoor
 from piper.cli import app
 from piper.loading import load_file
 from piper.metrics import Metrics, log_names, open_metrics, recorded
@@ -270,8 +272,29 @@ def test_a_full_disk_does_not_end_a_run(recipe: Path, tmp_path: Path) -> None:
         warnings.simplefilter("always")
         run = piper.execute(compiled, steps=3, launcher="inline", out=tmp_path / "out")
     assert len(run.losses) == 3 and run.state_dict()
+    (folder,) = (tmp_path / "out").iterdir()
+    assert {p.name for p in folder.iterdir()} == {"metrics.jsonl"}, "half a file would look like a result"
     metrics, report = (str(w.message) for w in found)
     assert "jsonl: 3 steps lost, first step 0: OSError" in metrics and "The run is complete, but its report is not" in report
+
+
+def test_a_disk_that_fills_up_late_is_a_line_at_the_command_line_and_the_rest_is_reported(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = frontdoor.save_run
+
+    def full(*given: Any) -> None:
+        with full_disk(600):  # room for measured.json, not for spans
+            save(*given)
+
+    monkeypatch.setattr(frontdoor, "save_run", full)
+    done = CliRunner().invoke(app, ["run", str(recipe), "--launcher", "inline", "--steps", "2", "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.output
+    warned, reported = done.stderr.splitlines()
+    assert re.fullmatch(r"warning: cannot write results to .*: File too large; .*its report is not", warned)
+    assert reported.startswith("the report is ")
+    (folder,) = (tmp_path / "out").iterdir()
+    assert (folder / "measured.json").is_file() and not list(folder.glob("*-measured.json*"))
 
 
 def test_the_command_takes_names_of_logs(fakes: list[tuple[Any, ...]], recipe: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from piper_ir.errors import JobError
         ("memory_limit='x': bytes", "--memory-limit x: bytes"),
         ("the cluster is a: leave confirm out", "the cluster is a: leave --confirm out"),
         ("in this process (workers=0)", "in this process (--workers 0)"),
+        ('workers="local" starts a Ray, workers=1 needs none', "--workers local starts a Ray, --workers 1 needs none"),
         ("profile(rows=[9]): 9 is no number", "--rows [9]: 9 is no number"),
         ('launcher="emulated" any cluster to imitate', "--emulate CLUSTER any cluster to imitate"),
     ],
@@ -44,7 +45,6 @@ def test_what_is_no_argument_of_a_command_stays(said: str) -> None:
 
 
 def test_tune_takes_addresses_as_workers() -> None:
-    assert in_flags('cluster="local" starts one', "--workers") == "--workers local starts one"
     assert [searchers(w) for w in ("3", "ray", "local", "h:1")] == [3, "ray", "local", "h:1"]
     with pytest.raises(JobError, match="--workers many: a number of processes, ray, local or"):
         searchers("many")

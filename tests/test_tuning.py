@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from piper_autotune.evaluators import Processes
 from piper_autotune.problem import Programs
 from piper_autotune.scoring import Scored
 from piper_ir.errors import CompileError, JobError, TuneError
+from piper_ir.study import Row, limit_text
+from piper_ir.units import size_text
 from piper_simulator import cpu_local, load_cluster
 
 ROWS = 8
@@ -128,7 +131,7 @@ def test_sizes_are_read(text: int | str, number: int) -> None:
 
 @pytest.mark.parametrize("text", ["much", "", "-1GiB", 0, -5, True, "1 gallon"])
 def test_what_is_no_size_is_named(text: Any) -> None:
-    with pytest.raises(TuneError, match="'20GiB' or '512MiB', is accepted"):
+    with pytest.raises(TuneError, match="a positive number of bytes, or text such as '20GiB' or '512MiB', is accepted"):
         tuning._limit(text, None)
 
 
@@ -174,7 +177,30 @@ def test_the_command_prints_the_best_and_writes_a_strategy_that_runs(recipe: str
 
 def test_the_command_gives_json(recipe: str, tmp_path: Path) -> None:
     done = command(recipe, "--trials", "2", "--workers", "0", "--json", "--out", str(tmp_path / "out"))
-    assert json.loads(done.stdout)["state"] == "complete"
+    found = json.loads(done.stdout)
+    assert found["state"] == "complete" and found["number"] in (0, 1) and found["folder"] == str(tmp_path / "out" / "recipe-001")
+    assert (found["candidates"], found["rejected"], found["interrupted"]) == (2, {}, False)
+    assert any("assumed, not measured" in text and not text.startswith("warning") for text in found["warnings"])
+
+
+def test_where_nothing_was_found_json_has_the_reasons() -> None:
+    rows = (Row(0, "rejected", kind="memory"), Row(1, "rejected", kind="memory"), Row(2, "rejected", kind="illegal"))
+    found = tuning.as_numbers(piper.Study("c", None, 0, rows, interrupted=True), None)
+    assert found["number"] is found["state"] is found["folder"] is None and found["interrupted"]
+    assert found["rejected"] == {"memory": 2, "illegal": 1} and found["candidates"] == 3
+
+
+def test_devices_of_several_types_have_limits_of_their_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    program = piper.synthetic(stages=2, F=1, I=1, W=1)
+
+    def own(trial: Any) -> piper.Strategy:
+        return piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=trial.suggest_int("m", 1, 1)))
+
+    study = piper.tune(program, own, cluster="a100-40g-sxm:1+h100-80g-sxm:1", trials=1, workers=0, out=tmp_path)
+    tuning.show_study(piper.Study.load(tmp_path / "tune-001"), "f.py")
+    sizes = [f"{size_text(load_cluster(f'{c}:1').memory_bytes)} per {c}" for c in ("h100-80g-sxm", "a100-40g-sxm")]
+    assert f"within {', '.join(sizes)}: best of" in capsys.readouterr().out
+    assert limit_text(study.memory_limit, {"a": 5, "b": 5}) == f"{size_text(5)} per device", "a smaller one was given"
 
 
 def test_a_search_that_finds_nothing_ends_with_one_message_and_leaves_its_study(recipe: str, tmp_path: Path) -> None:
@@ -188,6 +214,40 @@ def test_a_search_that_is_refused_leaves_no_folder(recipe: str, tmp_path: Path, 
     done = command(recipe, "--trials", "2", "--workers", "0", *wrong, "--out", str(tmp_path / "out"))
     assert done.exit_code == 2 and wrong[1] in done.stderr
     assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--workers", "ray"), ["--workers ray needs Ray", "or use --workers 1"]),
+        (("--workers", "127.0.0.1:1"), ["--workers 127.0.0.1:1 needs Ray", "or use --workers 1"]),
+        (("--confirm", "1"), ['launcher "ray" needs Ray', "or use --launcher processes"]),
+    ],
+)
+def test_without_ray_a_search_that_needs_it_does_not_begin(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, str], words: list[str]
+) -> None:
+    searched = Mock()
+    monkeypatch.setattr(tuning, "search", searched)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = command(recipe, *options, "--out", str(tmp_path / "out"))
+    assert done.exit_code == 2 and all(word in done.stderr for word in words), done.output
+    assert not searched.called and list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_ray_that_does_not_answer_is_said_before_searching(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    searched = Mock()
+    monkeypatch.setattr(tuning, "search", searched)
+    done = command(recipe, "--workers", "127.0.0.1:1", "--out", str(tmp_path / "out"))
+    assert "--workers local starts a Ray for this run only, --workers 1 needs none" in done.stderr
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    done = command(recipe, "--confirm", "1", "--out", str(tmp_path / "out"))
+    assert "no Ray cluster at 127.0.0.1:1" in done.stderr and "--launcher processes needs none" in done.stderr
+    assert not searched.called
 
 
 def test_a_storage_that_gets_locked_in_mid_search_leaves_its_study(recipe: str, tmp_path: Path) -> None:

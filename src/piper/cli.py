@@ -125,12 +125,12 @@ def tune(
 
     Example: piper tune examples/gpt_text.py --costs costs.json --confirm 2
     """
-    with user_errors(address="--workers"):
+    with user_errors():
         from piper.costs_file import load_costs
         from piper.loading import load_space
         from piper.reporting import report_at_end
         from piper.results import new_folder
-        from piper.tuning import bar, files_text, saved, show_study
+        from piper.tuning import as_numbers, bar, files_text, saved, show_study
         from piper.tuning import tune as search
 
         space = load_space(file)
@@ -142,8 +142,7 @@ def tune(
                 workers=searchers(workers), progress=progress,
             )  # fmt: skip
         if as_json:
-            best = study.best_row
-            print(json.dumps(None if best is None else best.as_dict()))
+            print(json.dumps(as_numbers(study, folder)))
         else:
             show_study(study, file.name)
         if folder:
@@ -185,14 +184,14 @@ def run(
 
         recipe = load_file(file, pairs(params), strategy)
         if print_launch:
-            from piper_runtime.launch import launch_lines
+            from piper.launching import print_launch as print_lines
 
-            given = [a for p in params or [] for a in ("-p", p)]
             options = {"--strategy": strategy, "--steps": steps, "--costs": costs, "--log": log if log != LOG else None}
             options |= {"--timeout-s": timeout_s if timeout_s != TIMEOUT_S else None, "--out": out if out != RUNS else None}
-            given += [a for name, value in options.items() if value is not None for a in (name, str(value))]
-            given += ["--ranges"] if ranges else []
-            print(launch_lines(file, recipe.strategy.mesh.world, nodes=nodes, arguments=given), end="")
+            options |= {"--ranges": ranges}
+            refused = {"--address": address != "auto", "--emulate": emulate is not None}
+            world = recipe.strategy.mesh.world
+            print_lines(file, world, nodes=nodes, params=params or (), options=options, refused=refused, as_json=as_json)
             return
         if emulate is not None:
             from piper.emulation import emulated_run

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 from piper_ir.codec import dumps, loads
 from piper_ir.costs import Costs, Duration
 from piper_ir.errors import FormatError, OutputError
+from piper_ir.files import write_whole
 from piper_ir.units import time_text
 from piper_report.summary import Table, percent
 
 
 def save_costs(path: Path, costs: Costs) -> None:
     """Write a costs file. OutputError when it cannot be written."""
-    special = path.exists() and not path.is_file()  # /dev/stdout, a pipe: nothing that could be replaced
-    unfinished = path if special else path.resolve().with_name(f"{path.name}.unfinished")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(dumps(costs, indent=1) + "\n")
-        if not special:  # written as a whole: a full disk must not take an older file with it
-            unfinished.replace(path.resolve())
+        write_whole(path, dumps(costs, indent=1) + "\n")
     except OSError as e:
-        if not special:
-            with suppress(OSError):  # it may not be there; the first error is what matters
-                unfinished.unlink()
         raise OutputError(f"cannot write the costs to {path}: {e.strerror}; choose another file with --out") from None
 
 

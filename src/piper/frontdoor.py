@@ -13,7 +13,7 @@ from piper.metrics import OnStep, recorded
 from piper.results import hang_report, new_folder, save_run
 from piper_compiler import Options, Strategy, Training, compile_program
 from piper_ir.costs import Costs
-from piper_ir.errors import CompileError, JobError, OutputError
+from piper_ir.errors import CompileError, JobError, OutputError, PiperWarning
 from piper_ir.graph import Graph
 from piper_ir.plan import Plan
 from piper_ir.program import Program
@@ -186,5 +186,5 @@ def execute(
         try:
             save_run(folder, result, compiled.plan.tokens_per_step)
         except OutputError as e:  # what was trained is worth more than its report
-            warnings.warn(f"{e}. The run is complete, but its report is not", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{e}. The run is complete, but its report is not", PiperWarning, stacklevel=2)
     return result

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from piper_ir.errors import JobError, MissingPackageError, OutputError
+from piper_ir.errors import JobError, MissingPackageError, OutputError, PiperWarning
 from piper_ir.plan import Plan
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class Metrics:
                 lost.steps += 1
 
     def close(self) -> None:
-        """Close all writers. RuntimeWarning when any of them has lost steps, or could not be closed."""
+        """Close all writers. PiperWarning when any of them has lost steps, or could not be closed."""
         for name, writer in self._writers.items():
             try:
                 writer.close()
@@ -183,7 +183,7 @@ class Metrics:
         self._writers.clear()
         if self._lost:
             found = "; ".join(f"{name}: {x.steps} steps lost, first {x.first}" for name, x in self._lost.items())
-            warnings.warn(f"not all metrics could be written. {found}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"not all metrics could be written. {found}", PiperWarning, stacklevel=2)
             self._lost.clear()
 
     def __enter__(self) -> Self:

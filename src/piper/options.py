@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from piper.interrupts import INTERRUPTED
-from piper_ir.errors import JobError, PiperError
+from piper_ir.errors import JobError, PiperError, PiperWarning
 
 SpaceFile = Annotated[
     Path, typer.Argument(metavar="FILE.py", help="defines `job` (a piper.Job) and `strategy`, a function of a trial")
@@ -162,13 +163,13 @@ _SETTING = re.compile(rf"""\b({"|".join(ARGUMENTS[:-2])})=(["']?)(\w[\w:.]*)\2""
 _NAME = re.compile(r"\b(memory_limit|timeout_s)\b|(?<=leave )(confirm|storage)(?= out)")
 
 
-def in_flags(message: str, address: str = "--address") -> str:
+def in_flags(message: str) -> str:
     """A message of a Python function as one of the command line: `launcher="ray"` is `--launcher ray` there."""
 
     def flag(name: str, value: str) -> str:
         if (name, value) == ("launcher", "emulated"):
             return "--emulate CLUSTER"
-        return f"{address if name == 'cluster' else '--' + name.replace('_', '-')} {value}".rstrip()
+        return f"{'--address' if name == 'cluster' else '--' + name.replace('_', '-')} {value}".rstrip()
 
     message = _CALL.sub(lambda m: flag(m[1], m[2].strip("\"'")), message)
     message = _SETTING.sub(lambda m: flag(m[1], m[3]), message)
@@ -176,13 +177,31 @@ def in_flags(message: str, address: str = "--address") -> str:
 
 
 @contextmanager
-def user_errors(address: str = "--address") -> Iterator[None]:
-    """A PiperError becomes one message on stderr and exit code 2; nobody wants a traceback for a typing mistake. `address`: see
-    `in_flags`."""
-    try:
+def plain_warnings() -> Iterator[None]:
+    """Piper's own warnings are a line each in here, as below tables; whoever sees one has no use for a line of Piper's source."""
+    with warnings.catch_warnings():
+        others = warnings.showwarning
+
+        def shown(
+            message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
+        ) -> None:
+            if issubclass(category, PiperWarning):
+                print(f"warning: {in_flags(str(message))}", file=sys.stderr)
+            else:
+                others(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = shown
         yield
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """A PiperError becomes one message on stderr and exit code 2; nobody wants a traceback for a typing mistake."""
+    try:
+        with plain_warnings():
+            yield
     except PiperError as e:
-        print(f"piper: {in_flags(str(e), address)}", file=sys.stderr)
+        print(f"piper: {in_flags(str(e))}", file=sys.stderr)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         print("piper: interrupted", file=sys.stderr)

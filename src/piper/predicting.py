@@ -21,7 +21,7 @@ from piper_compiler import Options, load_strategy
 from piper_ir.costs import Costs
 from piper_ir.errors import JobError, PiperError
 from piper_ir.units import time_text
-from piper_report.summary import Table, memory_table, prediction_table
+from piper_report.summary import FIRST_STEP, Table, memory_table, prediction_table
 from piper_simulator import Cluster, Distribution, compare, simulate, why
 from piper_simulator.device_memory import kind_of
 from piper_simulator.whatif import WhatIf
@@ -127,10 +127,10 @@ def predict(recipe: Recipe, target: Target, shown: Shown) -> None:
 def distribution_table(found: Distribution) -> Table:
     """Percentiles of the step."""
     rows = []
-    for name, of in (("step alone", found.step_s), ("step in steady state", found.period_s)):
+    for name, of in ((FIRST_STEP, found.step_s), ("step in steady state", found.period_s)):
         rows.append((name, *map(time_text, (of.p5, of.median, of.p95, of.mean, of.std))))
     drew = f"{found.repetitions} repetitions, seed {found.seed}; {found.ranks} of {found.world} ranks drew durations of their own"
-    notes = (f"{drew}, each held as it lasts in the step alone", *([f"warning: {found.note}"] if found.note else []))
+    notes = (f"{drew}, each held as it lasts in the first step", *([f"warning: {found.note}"] if found.note else []))
     columns = ("", "5 %", "median", "95 %", "mean", "standard deviation")
     return Table(f"durations that vary by {found.jitter:g} (lognormal)", columns, tuple(rows), notes)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from piper_ir.errors import HangError, OutputError
+from piper_ir.files import write_whole
 from piper_ir.plan import Plan
 
 if TYPE_CHECKING:
@@ -47,8 +48,8 @@ def save_plan(folder: Path, plan: Plan, strategy: Strategy) -> None:
     from piper_ir.codec import dumps
 
     with _writing(folder):
-        (folder / "plan.json").write_text(dumps(plan))
-        (folder / "strategy.json").write_text(strategy.dumps())
+        write_whole(folder / "plan.json", dumps(plan))
+        write_whole(folder / "strategy.json", strategy.dumps())
 
 
 def save_prediction(folder: Path, prediction: Simulation) -> None:
@@ -57,8 +58,8 @@ def save_prediction(folder: Path, prediction: Simulation) -> None:
     from piper_report.chrome import write_chrome
 
     with _writing(folder):
-        (folder / "predicted.json").write_text(json.dumps(prediction.summary() | {"ranks": _by_rank(prediction)}, indent=1))
-        (folder / "spans-predicted.json").write_text(dumps(prediction.trace))
+        write_whole(folder / "predicted.json", json.dumps(prediction.summary() | {"ranks": _by_rank(prediction)}, indent=1))
+        write_whole(folder / "spans-predicted.json", dumps(prediction.trace))
         write_chrome(prediction.trace, folder / "trace-predicted.json")
 
 
@@ -75,7 +76,7 @@ def save_snapshots(folder: Path, plan: Plan, prediction: Simulation) -> str:
         folder.mkdir(parents=True, exist_ok=True)
         for role in plan.roles:
             blob = pickle.dumps(prediction.memory_snapshot(role.ranks[0]), protocol=4)  # which the visualiser reads
-            (folder / f"rank{role.ranks[0]}.pickle").write_bytes(blob)
+            write_whole(folder / f"rank{role.ranks[0]}.pickle", blob)
     ranks = ", ".join(f"rank{r.ranks[0]}" + (f" (and {len(r.ranks) - 1} like it)" if r.ranks[1:] else "") for r in plan.roles[:4])
     more = f" and {len(plan.roles) - 4} more" if plan.roles[4:] else ""
     return f"memory of {ranks}{more} is in {folder}: drop a file onto pytorch.org/memory_viz"
@@ -90,9 +91,9 @@ def save_run(folder: Path, run: Run, tokens_per_step: int | None = None) -> None
     with _writing(folder):
         rate = tokens_per_step / run.period_s if tokens_per_step and run.period_s else None
         numbers = {"losses": run.losses, "step_s": run.step_s, "period_s": run.period_s, "tokens_per_s": rate}
-        (folder / "measured.json").write_text(json.dumps(numbers | {"peak_bytes": dict(run.peak_bytes)}, indent=1))
+        write_whole(folder / "measured.json", json.dumps(numbers | {"peak_bytes": dict(run.peak_bytes)}, indent=1))
         if run.trace.spans:
-            (folder / "spans-measured.json").write_text(dumps(run.trace))
+            write_whole(folder / "spans-measured.json", dumps(run.trace))
             write_chrome(run.trace, folder / "trace-measured.json")
 
 
@@ -106,7 +107,7 @@ def hang_report(folder: Path | None) -> Iterator[None]:
             raise
         where = f"every rank's last instructions are in {folder / 'hang.txt'}"
         try:
-            (folder / "hang.txt").write_text(e.report)
+            write_whole(folder / "hang.txt", e.report)
         except OSError as full:  # the hang is what matters
             where = f"{folder / 'hang.txt'} cannot be written: {full.strerror}"
         raise HangError(f"{e}; {where}", e.report) from None

@@ -41,9 +41,9 @@ def show_strategy(compiled: Compiled, what: What, *, cluster: str, costs: Costs 
     """Print what was asked for, and write its files; the schedule is that of a simulation on `cluster`."""
     if _printed(compiled, what):
         return
-    trace = simulate(compiled.plan, device_named(cluster), costs=costs).trace
-    table = _drawn(compiled, trace, what)
-    print(dumps(trace) if what.as_json else table)
+    found = simulate(compiled.plan, device_named(cluster), costs=costs)
+    table = _drawn(compiled, found.trace, what)
+    print(dumps(found.trace) if what.as_json else "\n".join([table, *(f"warning: {note}" for note in found.notes)]))
 
 
 def show_recipe(shown: Shown, what: What) -> None:

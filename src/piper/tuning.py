@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -21,7 +22,7 @@ from piper_compiler import Strategy, Training
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, JobError, PiperError, TuneError
 from piper_ir.program import Program
-from piper_ir.study import Row
+from piper_ir.study import Row, limit_text
 from piper_ir.units import size_text, time_text
 from piper_report.summary import Table
 from piper_simulator import Cluster, load_cluster
@@ -72,7 +73,7 @@ def tune(
     TuneError: arguments, storage, or a space that contradicts itself. SearchError (a TuneError): the storage failed in
     mid-search. NothingFoundError (a SearchError): no candidate can be used; the message says why, or the smallest limit that
     fits one. The `study` of both holds what was found."""
-    from piper_runtime.launchers import check_launcher
+    from piper_runtime.launchers import check_launcher, check_startable
 
     device = _device(cluster)
     problem, more = problem_of(source, device, costs, _limit(memory_limit, device), global_batch)
@@ -84,6 +85,8 @@ def tune(
         measure = _measure(source, costs, launcher, pool, steps, timeout_s)
     folder = new_folder(Path(out), "tune") if out is not None else None
     with saved(folder), _joined(workers):
+        if measure is not None and pool is None:
+            check_startable(launcher)  # before the search, not after it
         study = search(
             problem,
             strategy,
@@ -110,9 +113,10 @@ def _joined(workers: int | str) -> Iterator[None]:
     if not isinstance(workers, str):
         yield
         return
-    from piper_runtime.ray_cluster import connect
+    from piper_runtime.ray_cluster import Asker, connect
 
-    link = connect("auto" if workers == "ray" else workers, os.cpu_count() or 1)
+    asker = Asker(f'workers="{workers}"', "workers", 'workers="ray"', "workers=1")
+    link = connect("auto" if workers == "ray" else workers, os.cpu_count() or 1, asker)
     try:
         yield
     finally:
@@ -175,7 +179,7 @@ def _limit(given: int | str | None, cluster: Cluster | None) -> int | None:
         unit = UNITS.get(match[2].upper()) if match else None
         number = float(match[1]) * unit if match and unit else 0
     if number < 1:
-        raise TuneError(f"memory_limit={given!r}: a number of bytes, or text such as '20GiB' or '512MiB', is accepted")
+        raise TuneError(f"memory_limit={given!r}: a positive number of bytes, or text such as '20GiB' or '512MiB', is accepted")
     return int(number)
 
 
@@ -215,18 +219,30 @@ SHOWN = 10
 
 def show_study(study: Study, name: str) -> None:
     """Print the best candidates, how many were rejected for what, and the rules."""
-    kinds = Counter(str(r["kind"]) for r in study.rejected())
-    notes = [f"rejected: {count} {kind}" for kind, count in kinds.most_common()]
+    notes = [f"rejected: {count} {kind}" for kind, count in _rejected(study).items()]
     notes.append(f"rules asked before compiling: {', '.join(line.partition(':')[0] for line in study.rules)}")
     notes += [f"rule {line}" for line in study.rules if not line.endswith("(0 candidates)")]
-    notes += _warnings(study.table()[:SHOWN])
+    notes += [f"warning: {text}" for text in _warnings(study.table()[:SHOWN])]
     if study.interrupted:
         notes.append("warning: interrupted; this is what was found until then")
     head = ("params", "predicted", "measured", "error", "memory")
     rows = tuple(_shown(row) for row in study.table()[:SHOWN])
-    limit = "" if study.memory_limit is None else f" within {size_text(study.memory_limit)} per device"
-    title = f"{name} on {study.cluster}{limit}: best of {len(study.rows)} candidates, s/step"
+    limit = limit_text(study.memory_limit, study.device_limits)
+    title = f"{name} on {study.cluster}{f' within {limit}' if limit else ''}: best of {len(study.rows)} candidates, s/step"
     show(Table(title, head, rows, tuple(notes)))
+
+
+def as_numbers(study: Study, folder: Path | None) -> dict[str, Any]:
+    """For programs: the best row, its values None where there is none, and what is said of the search."""
+    best = study.best_row
+    row = dict.fromkeys(f.name for f in fields(Row)) if best is None else best.as_dict()
+    search = {"candidates": len(study.rows), "rejected": _rejected(study), "interrupted": study.interrupted}
+    return row | {"folder": str(folder) if folder else None} | search | {"warnings": _warnings(study.table()[:SHOWN])}
+
+
+def _rejected(study: Study) -> dict[str, int]:
+    """How many by kind, the most first."""
+    return dict(Counter(str(r["kind"]) for r in study.rejected()).most_common())
 
 
 def files_text(study: Study, folder: Path) -> str:
@@ -240,7 +256,7 @@ def _warnings(rows: list[dict[str, Any]]) -> list[str]:
     candidates that it is of unless it is of all that the engine scored."""
     scored = [r for r in rows if r["source"] == "engine"]
     of = {note: [_params(r) for r in scored if note in r["notes"]] for r in scored for note in r["notes"]}
-    return [f"warning: {note}" + ("" if len(who) == len(scored) else f" ({'; '.join(who)})") for note, who in of.items()]
+    return [note + ("" if len(who) == len(scored) else f" ({'; '.join(who)})") for note, who in of.items()]
 
 
 def _params(row: dict[str, Any]) -> str:

@@ -30,6 +30,16 @@ def test_the_headline_compares_like_with_like(results: Results) -> None:
     assert frame.loc["peak memory, allocated", "error"] == 0
 
 
+def test_the_first_step_has_no_error_and_utilisations_say_what_they_count(results: Results) -> None:
+    assert results.predicted is not None
+    found = headline(replace(results, predicted=replace(results.predicted, hfu=0.5)))
+    first = found.frame.set_index("figure").loc["first step, alone"]
+    assert first["measured"] > 0 and first["error"] is None and "with all warm-up" in first["note"]
+    assert {r[0]: r[3] for r in found.table.rows}["first step, alone"] == "-"
+    counted = ("6 N + 12 L h s", "those that run")
+    assert all(text in note for text, note in zip(("with all warm-up", *counted), found.table.notes, strict=True))
+
+
 def test_the_headline_on_the_page(results: Results) -> None:
     rows = {r[0]: r[1:] for r in headline(results).table.rows}
     assert rows["peak memory, allocated"][2] == "+0.0 %" and rows["peak memory, device"][1:] == ("-", "-")

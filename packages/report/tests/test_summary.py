@@ -58,19 +58,22 @@ def test_the_headline_of_a_prediction() -> None:
     assert cells(text, "hardware FLOP utilisation")[-1].strip() == "-"
     assert cells(text, "peak memory, device")[-1].strip() == "3 MiB"
     assert cells(text, "durations from")[-1].strip() == "measured 75 %, formula 25 %"
-    assert text.splitlines()[-1] == "warning: h100x8: not calibrated"
+    assert text.splitlines()[-2:] == [
+        "model FLOPs: 6 N + 12 L h s per token, causal attention in full",
+        "warning: h100x8: not calibrated",
+    ], "the hardware's is not known"
 
 
 def test_predicted_beside_measured() -> None:
     text = beside_table(Predicted(), Run(), title="t").plain()
     row = {name: [c.strip() for c in cells(text, name)] for name in ("step in steady", "first step", "compute, rank 0")}
     assert row["step in steady"][-3:] == ["100 ms", "200 ms", "0.50"]
-    assert row["first step"][-3:] == ["200 ms", "400 ms", "0.50"]
+    assert row["first step"][-3:] == ["200 ms", "400 ms", "-"] and "with all warm-up, which is not predicted" in text
     assert row["compute, rank 0"] == ["80 ms", "160 ms", "0.50"]
     assert [c.strip() for c in cells(text, "peak memory, rank 1")] == ["1 KiB", "2 KiB", "0.50"]
     assert text.endswith("predicted durations from: measured 75 %, formula 25 %\nwarning: h100x8: not calibrated")
     assert "compute is of the last step, the one that was traced, which took 200 ms" in text.splitlines()[-3]
-    assert len({len(line) for line in text.splitlines()[1:-3]}) == 1, "columns are aligned"
+    assert len({len(line) for line in text.splitlines()[1:-4]}) == 1, "columns are aligned"
 
 
 def test_what_was_not_measured_is_a_dash() -> None:

@@ -19,7 +19,7 @@ from packages.runtime.tests.chains import chain, run
 from piper_ir.errors import ExecutionError, JobError
 from piper_runtime import torchrun
 from piper_runtime.gloo import GlooCommunicators
-from piper_runtime.launch import launch_lines
+from piper_runtime.launch import launch_sections, launch_text
 
 FILE = """
 import atexit, dataclasses, json, os, sys
@@ -174,18 +174,20 @@ ray stop  # on each machine, afterwards
 
 
 def test_launch_lines() -> None:
-    assert launch_lines("my train.py", 8, nodes=2, gpus=True, arguments=["-p", "m=4"]) == LINES
-    odd = launch_lines("f.py", 3)
+    assert launch_text(launch_sections("my train.py", 8, nodes=2, gpus=True, arguments=["-p", "m=4"])) == LINES
+    odd = launch_text(launch_sections("f.py", 3))
     assert "# Ray, 1 machine\n" in odd and "--address" not in odd and "gpus" not in odd
     with pytest.raises(JobError, match="8 ranks do not divide over 3 nodes"):
-        launch_lines("f.py", 8, nodes=3)
+        launch_sections("f.py", 8, nodes=3)
 
 
 def test_the_lines_are_lines_of_a_shell_and_torchrun_knows_its_options() -> None:
     from torch.distributed.run import get_args_parser
 
     known = get_args_parser()
-    lines = [line for line in launch_lines("f.py", 4).splitlines() if "torchrun" in line and not line.startswith("#")]
+    lines = [
+        line for line in launch_text(launch_sections("f.py", 4)).splitlines() if "torchrun" in line and not line.startswith("#")
+    ]
     for line in lines:
         words = shlex.split(line)
         options = known.parse_args(words[words.index("torchrun") + 1 :])

@@ -42,6 +42,19 @@ class Problem:
         """Of the compiler: memory is counted with the kernels of the cluster's devices."""
         return Options(device=kind_of(self.cluster))
 
+    def limit_of(self, kind: Cluster | None) -> int | None:
+        """Bytes that a plan may hold on a device: where there are several kinds never more than it has."""
+        if kind is None or self.cluster is None or not self.cluster.others:
+            return self.memory_limit
+        return min(self.memory_limit or kind.memory_bytes, kind.memory_bytes)
+
+    @property
+    def device_limits(self) -> dict[str, int]:
+        """`limit_of` by type of device, where there are several kinds."""
+        several = self.cluster.kinds if self.cluster is not None and self.cluster.others else ()
+        found = [(kind.device, self.limit_of(kind) or 0) for kind in several]
+        return dict(sorted(found, key=lambda f: -f[1]))
+
     def facts(self) -> tuple[object, ...]:
         """What scores depend on, the same in another process. This machine is itself, however fast it was just measured."""
         cluster = self.cluster.name if self.cluster is not None and self.cluster.device == CPU else self.cluster

@@ -156,7 +156,7 @@ def _predicted(problem: Problem, plan: Plan, prepared: Prepared | None) -> Score
         step_s, period_s = step_and_period(prepared, seconds_of(model, plan), latency=plan.hop, issue=model.issue_s)
     allocator = None if problem.costs is None else problem.costs.allocator
     held = [
-        (device_memory(plan, role, role.peak_bytes, kind, allocator).total, role, rank, _limit(problem, kind))
+        (device_memory(plan, role, role.peak_bytes, kind, allocator).total, role, rank, problem.limit_of(kind))
         for role in plan.roles
         for rank, kind in _kinds(cluster, role)
     ]
@@ -171,13 +171,6 @@ def _kinds(cluster: Cluster | None, role: RolePlan) -> list[tuple[int, Cluster |
     if cluster is None or not cluster.others:
         return [(role.ranks[0], cluster)]
     return [(rank, cluster.kinds[k]) for k, rank in {cluster.kind_of(rank): rank for rank in reversed(role.ranks)}.items()]
-
-
-def _limit(problem: Problem, kind: Cluster | None) -> int | None:
-    """Bytes of a device: where there are several kinds never more than it has."""
-    if kind is None or problem.cluster is None or not problem.cluster.others:
-        return problem.memory_limit
-    return min(problem.memory_limit or kind.memory_bytes, kind.memory_bytes)
 
 
 def _reason(held: int, role: RolePlan, rank: int, limit: int | None) -> str:

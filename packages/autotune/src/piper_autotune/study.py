@@ -10,6 +10,7 @@ from typing import Any
 from piper_compiler import Strategy, load_strategy, save_strategy
 from piper_ir.codec import loads
 from piper_ir.errors import FormatError, OutputError, TuneError
+from piper_ir.files import write_whole
 from piper_ir.study import Row, StudyDocument
 
 
@@ -26,6 +27,8 @@ class Study:
     interrupted: bool = False
     strategies: Mapping[int, Strategy] = field(default_factory=dict, repr=False)
     """Number -> strategy with its params, of complete rows; of a study that was loaded, the best alone."""
+    device_limits: Mapping[str, int] = field(default_factory=dict)
+    """Of a cluster with several types of devices, by type what a rank may hold: never more than its own device has."""
 
     @property
     def best_row(self) -> Row | None:
@@ -50,9 +53,10 @@ class Study:
         """Write study.json and, if there is a best strategy, best.json into a folder that exists. OutputError when that fails."""
         best = self.best_row
         number = None if best is None else best.number
-        document = StudyDocument(self.cluster, self.memory_limit, self.seed, self.rows, number, self.rules, self.interrupted)
+        head = (self.cluster, self.memory_limit, self.seed, self.rows, number, self.rules, self.interrupted)
+        document = StudyDocument(*head, self.device_limits)
         try:
-            (Path(folder) / "study.json").write_text(document.dumps())
+            write_whole(Path(folder) / "study.json", document.dumps())
         except OSError as e:
             raise OutputError(f"cannot write the study to {folder}: {e.strerror}; choose a folder that is writable") from None
         if self.best is not None:
@@ -68,7 +72,8 @@ class Study:
             raise FormatError(f"cannot read the study {path}: {e}") from None
         found = loads(StudyDocument, text, str(path))
         strategies = {} if found.best is None else {found.best: load_strategy(path.with_name("best.json"))}
-        return Study(found.cluster, found.memory_limit, found.seed, found.trials, found.rules, found.interrupted, strategies)
+        head = (found.cluster, found.memory_limit, found.seed, found.trials, found.rules, found.interrupted)
+        return Study(*head, strategies, found.device_limits)
 
 
 def _rank(row: Row) -> tuple[bool, float, int]:

@@ -133,7 +133,7 @@ def _study(search: Search, problem: Problem, programs: Programs, seed: int) -> S
     rows = tuple(search.rows[n] for n in sorted(search.rows))
     kept = {n: s for n, s in search.strategies.items() if search.rows[n].state == "complete"}
     cluster = problem.cluster.name if problem.cluster is not None else "given durations"
-    found = Study(cluster, problem.memory_limit, seed, rows, search.rule_lines(), search.interrupted, kept)
+    found = Study(cluster, problem.memory_limit, seed, rows, search.rule_lines(), search.interrupted, kept, problem.device_limits)
     if found.best is None or found.best_row is None:
         return found
     return replace(found, strategies=kept | {found.best_row.number: _settled(found.best, problem, programs)})

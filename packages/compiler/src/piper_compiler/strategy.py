@@ -11,6 +11,7 @@ from typing import Any
 from piper_compiler.directives import REGISTRY, Directive, describe
 from piper_ir.codec import decode, read_document, tagged
 from piper_ir.errors import DirectiveError, FormatError, OutputError
+from piper_ir.files import write_whole
 from piper_ir.mesh import AXES, Mesh
 
 STRATEGY_VERSION = 1
@@ -110,7 +111,7 @@ def _directive(data: Any, where: str) -> Directive:
 def save_strategy(strategy: Strategy, path: str | Path) -> None:
     """Write a strategy as JSON. OutputError when the file cannot be written."""
     try:
-        Path(path).write_text(strategy.dumps())
+        write_whole(Path(path), strategy.dumps())
     except OSError as e:
         raise OutputError(
             f"cannot write the strategy to {path}: {e.strerror}; choose a folder that exists and is writable"

@@ -66,5 +66,9 @@ class OutputError(PiperError, OSError):
     """A file or folder cannot be written."""
 
 
+class PiperWarning(RuntimeWarning):
+    """What a user should know of work that goes on, or that was done."""
+
+
 class MissingPackageError(PiperError, ImportError):
     """An optional package that was asked for is not installed: names what to install."""

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from piper_ir.codec import FORMAT_VERSION
+from piper_ir.units import size_text
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,18 @@ class Row:
         return asdict(self)
 
 
+def limit_text(limit: int | None, by_device: Mapping[str, int]) -> str | None:
+    """What a plan may hold, for a person; None for any amount. `by_device`: by type of device, where a cluster has several."""
+    if limit is None or len(set(by_device.values())) < 2:
+        return None if limit is None else f"{size_text(min(by_device.values(), default=limit))} per device"
+    return ", ".join(f"{size_text(own)} per {device}" for device, own in by_device.items())
+
+
 @dataclass(frozen=True)
 class StudyDocument:
     """study.json: `trials` by number; `best` is the number of one, None when nothing can be used; `rules` say what was rejected
     before compiling, each with how often. `interrupted`: the search ended before its time, by Ctrl-C or because its storage
-    failed."""
+    failed. `device_limits`: see `limit_text`."""
 
     FORMAT: ClassVar[str] = "Study"
 
@@ -55,6 +63,7 @@ class StudyDocument:
     best: int | None
     rules: tuple[str, ...]
     interrupted: bool = False
+    device_limits: Mapping[str, int] = field(default_factory=dict)
 
     def dumps(self) -> str:
         """As JSON, a line per row."""

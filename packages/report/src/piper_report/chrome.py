@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from piper_ir.files import write_whole
 from piper_ir.plan import COMPUTE
 from piper_ir.trace import Trace
 
@@ -43,7 +44,7 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
 
 def write_chrome(trace: Trace, path: Path) -> None:
     """Write the trace as a .json file. OSError when the path cannot be written."""
-    path.write_text(json.dumps(chrome_trace(trace), separators=(",", ":")), encoding="utf-8")
+    write_whole(path, json.dumps(chrome_trace(trace), separators=(",", ":")))
 
 
 def problems(document: object) -> list[str]:

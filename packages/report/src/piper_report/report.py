@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from piper_ir.errors import OutputError
-from piper_ir.study import Row
+from piper_ir.files import write_whole
+from piper_ir.study import Row, limit_text
 from piper_ir.trace import Trace
-from piper_ir.units import size_text, time_text
+from piper_ir.units import time_text
 from piper_report.clocks import NOTE, aligned
 from piper_report.gantt import timelines
 from piper_report.memory_figure import memory_figure
@@ -36,8 +37,8 @@ DEFINITIONS = (
     "Errors are predicted / measured - 1. Exposed communication: a rank computes nothing while one of its transfers is under "
     "way. Bubble, global: the step's length less the rank's compute; span: from the rank's first to its last compute, less its "
     "compute. Each is that of the worst rank; the measured ones are of the last step, the one that was traced. Step in steady "
-    "state, measured: the median without the first 3 steps. Model FLOP utilisation: 6 N + 12 L h s FLOP per token over the peak "
-    "of the devices."
+    "state, measured: the median without the first 3 steps. Utilisation: FLOPs over the peak of the devices; N are the "
+    "parameters, of experts as many as a token visits."
 )
 
 
@@ -79,7 +80,7 @@ def _write(target: Path, files: dict[Path, bytes]) -> None:
     try:
         target.mkdir(parents=True, exist_ok=True)
         for path, content in files.items():
-            path.write_bytes(content)
+            write_whole(path, content)
     except OSError as e:
         raise OutputError(
             f"cannot write the report to {target}: {e.strerror}; the results are untouched: "
@@ -107,7 +108,7 @@ def _facts(results: Results) -> list[tuple[str, str]]:
     if results.measured is not None:
         facts.append(("measured", f"{len(results.measured.step_s)} steps"))
     if study is not None:
-        limit = "none" if study.memory_limit is None else size_text(study.memory_limit)
+        limit = limit_text(study.memory_limit, study.device_limits) or "none"
         ended = "; interrupted, this is what was found until then" if study.interrupted else ""
         text = f"{study.cluster}: {len(study.trials)} candidates, seed {study.seed}, memory limit {limit}{ended}"
         facts.append(("tuned for", text))

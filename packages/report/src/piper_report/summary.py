@@ -11,6 +11,14 @@ from piper_ir.trace import Trace
 from piper_ir.units import size_text, time_text
 
 ABSENT = "-"
+FIRST_STEP = "first step, alone"
+MFU, HFU = "model FLOP utilisation", "hardware FLOP utilisation"
+WARM_UP = "the measured first step is with all warm-up, which is not predicted: no error is shown"
+COUNTED = {
+    MFU: "model FLOPs: 6 N + 12 L h s per token, causal attention in full",
+    HFU: "hardware FLOPs: those that run, which may be fewer",
+}
+"""What a utilisation counts. Lines of notes begin otherwise than rows, which programs find by their names."""
 WIDEST = 8
 """Ranks that are listed one by one; of more, only the one with the highest prediction."""
 
@@ -68,11 +76,11 @@ def prediction_table(prediction: Prediction, *, title: str) -> Table:
     """The headline figures of a simulation, one per line, where the durations come from, and what is not calibrated."""
     s = prediction.summary()
     rows = (
-        ("step alone", time_text(s["step_s"])),
+        (FIRST_STEP, time_text(s["step_s"])),
         ("step in steady state", time_text(s["period_s"])),
         ("tokens per second", ABSENT if s["tokens_per_s"] is None else f"{s['tokens_per_s']:,.0f}"),
-        ("model FLOP utilisation", percent(s["mfu"])),
-        ("hardware FLOP utilisation", percent(s["hfu"])),
+        (MFU, percent(s["mfu"])),
+        (HFU, percent(s["hfu"])),
         ("exposed communication", time_text(s["exposed_comm_s"])),
         ("bubble, global", time_text(s["global_bubble_s"])),
         ("bubble, span", time_text(s["span_bubble_s"])),
@@ -80,7 +88,8 @@ def prediction_table(prediction: Prediction, *, title: str) -> Table:
         ("peak memory, device", size_text(s["device_bytes"])),
         ("durations from", sources(s["sources"])),
     )
-    return Table(title, ("", "worst device"), rows, (*_verdict(s), *_warnings(s)))
+    counted = [COUNTED[name] for name, known in ((MFU, s["mfu"]), (HFU, s["hfu"])) if known is not None]
+    return Table(title, ("", "worst device"), rows, (*_verdict(s), *counted, *_warnings(s)))
 
 
 def memory_table(prediction: Prediction) -> Table:
@@ -104,15 +113,25 @@ def beside_table(prediction: Prediction, measured: Measured, *, title: str) -> T
     each rank (when it was), with predicted / measured; where the predicted durations come from, and what is not calibrated."""
     rows = [_compared("step in steady state", prediction.period_s, measured.period_s, time_text)]
     if measured.step_s:
-        rows.append(_compared("first step, alone", prediction.step_s, measured.step_s[0], time_text))
+        rows.append((FIRST_STEP, time_text(prediction.step_s), time_text(measured.step_s[0]), ABSENT))
     busy, did = compute_seconds(prediction.trace), compute_seconds(measured.trace)
     rows += [_compared(f"compute, rank {r}", busy[r], did.get(r), time_text) for r in _ranks(busy) if did]
     peaks = dict(enumerate(prediction.peak_bytes))
     held = measured.peak_bytes
     rows += [_compared(f"peak memory, rank {r}", peaks[r], held.get(r), size_text) for r in _ranks(peaks)]
     s = prediction.summary()
-    notes = (*_verdict(s), *_traced(measured, bool(did)), f"predicted durations from: {sources(s['sources'])}", *_warnings(s))
+    notes = (
+        *_verdict(s),
+        *_warm_up(measured),
+        *_traced(measured, bool(did)),
+        f"predicted durations from: {sources(s['sources'])}",
+        *_warnings(s),
+    )
     return Table(title, ("", "predicted", "measured", "predicted / measured"), tuple(rows), notes)
+
+
+def _warm_up(measured: Measured) -> tuple[str, ...]:
+    return (WARM_UP,) if measured.step_s else ()
 
 
 def _traced(measured: Measured, traced: bool) -> tuple[str, ...]:

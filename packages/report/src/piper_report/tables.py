@@ -14,7 +14,7 @@ from piper_ir.study import Row
 from piper_ir.units import size_text, time_text
 from piper_report.idle import Idle, idle
 from piper_report.results import Results
-from piper_report.summary import ABSENT, Table, percent
+from piper_report.summary import ABSENT, COUNTED, FIRST_STEP, HFU, MFU, WARM_UP, Table, percent
 from piper_report.training_figures import steps_of
 from piper_report.tuning_figures import held
 
@@ -74,10 +74,10 @@ def headline(results: Results) -> Sheet:
 
     rows: list[tuple[str, str, Form, float | None, float | None]] = [
         ("step in steady state", "s", time_text, predicted("period_s"), period),
-        ("step alone", "s", time_text, predicted("step_s"), m.step_s[0] if m and m.step_s else None),
+        (FIRST_STEP, "s", time_text, predicted("step_s"), m.step_s[0] if m and m.step_s else None),
         ("tokens per second", "1/s", lambda v: f"{v:,.0f}", predicted("tokens_per_s"), m.tokens_per_s if m else None),
-        ("model FLOP utilisation", "1", percent, predicted("mfu"), mfu),
-        ("hardware FLOP utilisation", "1", percent, predicted("hfu"), hfu),
+        (MFU, "1", percent, predicted("mfu"), mfu),
+        (HFU, "1", percent, predicted("hfu"), hfu),
         ("exposed communication", "s", time_text, predicted("exposed_comm_s"), _worst(gaps, "exposed")),
         ("bubble, global", "s", time_text, predicted("global_bubble_s"), _worst(gaps, "global_bubble")),
         ("bubble, span", "s", time_text, predicted("span_bubble_s"), _worst(gaps, "span_bubble")),
@@ -85,17 +85,18 @@ def headline(results: Results) -> Sheet:
         ("peak memory, device", "B", size_text, predicted("device_bytes"), None),
     ]  # fmt: skip
     shown = [r for r in rows if r[3] is not None or r[4] is not None]
-    text = tuple((name, *(ABSENT if v is None else form(v) for v in (a, b)), _error_text(a, b)) for name, _, form, a, b in shown)
+    errors = [None if r[0] == FIRST_STEP else error_of(r[3], r[4]) for r in shown]
+    notes = {r[0]: COUNTED.get(r[0], WARM_UP if r[0] == FIRST_STEP and r[4] is not None else None) for r in shown}
+    text = tuple(
+        (name, *(ABSENT if v is None else form(v) for v in (a, b)), ABSENT if error is None else signed_percent(error))
+        for (name, _, form, a, b), error in zip(shown, errors)
+    )
     frame = DataFrame(
-        [(name, unit, a, b, error_of(a, b)) for name, unit, _, a, b in shown],
-        columns=["figure", "unit", "predicted", "measured", "error"], dtype=object,
+        [(name, unit, a, b, error, notes[name]) for (name, unit, _, a, b), error in zip(shown, errors)],
+        columns=["figure", "unit", "predicted", "measured", "error", "note"], dtype=object,
     )  # fmt: skip
-    return Sheet("headline", frame, Table("Headline", ("", "predicted", "measured", "error"), text))
-
-
-def _error_text(predicted: float | None, measured: float | None) -> str:
-    error = error_of(predicted, measured)
-    return ABSENT if error is None else signed_percent(error)
+    below = tuple(note for note in notes.values() if note is not None)
+    return Sheet("headline", frame, Table("Headline", ("", "predicted", "measured", "error"), text, below))
 
 
 def _used(results: Results, period: float) -> tuple[float | None, float | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle
 from math import isfinite
 
 from matplotlib.axes import Axes
@@ -74,15 +74,18 @@ def pareto_figure(study: StudyDocument) -> Picture | None:
         ax.plot(*columns(over), "x", color=style.RED, markersize=5, label="rejected")
     front = pareto_front(found)
     ax.step(*columns(front), "o-", where="post", color=style.ORANGE, linewidth=1.6, markersize=4, label="Pareto front")
-    if (limit := study.memory_limit) is not None:
-        ax.axvline(limit / space.scale, color=style.INK, linestyle="--", linewidth=1.2, label=f"limit {size_text(limit)}")
+    if study.memory_limit is not None:
+        limits = study.device_limits or {"": study.memory_limit}  # of several types of devices each has its own
+        for dash, (device, limit) in zip(cycle(("--", ":", "-.")), limits.items()):
+            label = " ".join(["limit", device, size_text(limit)] if device else ["limit", size_text(limit)])
+            ax.axvline(limit / space.scale, color=style.INK, linestyle=dash, linewidth=1.2, label=label)
     best = [(b, p) for t, p in scored(study) if t.number == study.best and (b := held(t)) is not None]
     if best:
         ax.plot(*columns(best), "*", color=style.ORANGE, markeredgecolor=style.INK, markersize=13, label="best")
     _log_if_wide(ax, [p for _, p in found])
     ax.set_xlabel(f"peak memory of the fullest device ({space.name})")
     ax.set_ylabel(f"predicted period ({unit.name})")
-    figure.legend(loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(loc="outside lower center", ncols=3 if study.device_limits else 5, frameon=False)
     alt = f"Predicted period against peak memory of {len(found)} candidates; {len(front)} are on the Pareto front."
     caption = "Left and below is better; on the front nothing is both quicker and smaller."
     return picture(figure, "pareto", "Time against memory", alt, caption, marks=len(study.trials))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from piper_ir.errors import JobError
@@ -11,28 +12,40 @@ from piper_ir.errors import JobError
 PORT, RAY_PORT = 29500, 6379
 
 
-def launch_lines(
+@dataclass(frozen=True, slots=True)
+class Section:
+    """`lines`: of a shell or of a file, as one text; `title`: what they are."""
+
+    title: str
+    lines: str
+
+
+def launch_sections(
     file: str | Path, world: int, *, nodes: int | None = None, gpus: bool = False, arguments: Sequence[str] = ()
-) -> str:
-    """How to run a file's `world` ranks with torchrun on one machine, and with torchrun, Slurm and Ray on `nodes` machines
-    (default: 2 if the ranks divide, else 1), as text. `gpus`: a GPU for each rank; `arguments`: more of `piper run`. HEAD
-    stands for the first machine's name. JobError when the ranks do not divide over the nodes."""
+) -> dict[str, Section]:
+    """How to run a file's `world` ranks with torchrun on one machine ("torchrun"), and with torchrun, Slurm and Ray on `nodes`
+    machines (default: 2 if the ranks divide, else 1; "torchrun-nodes", "slurm", "ray"). `gpus`: a GPU for each rank;
+    `arguments`: more of `piper run`. HEAD stands for the first machine's name. JobError when the ranks do not divide over the
+    nodes."""
     nodes = nodes or (2 if world % 2 == 0 else 1)
     if world % nodes:
         raise JobError(f"{world} ranks do not divide over {nodes} nodes; give a number of nodes that divides {world}")
     each = world // nodes
     text = shlex.join(["run", str(file), *arguments])
     ranks = f"--nproc-per-node {each} -m piper {text} --launcher processes"
-    sections = [
-        ("torchrun, one machine", f"torchrun --standalone --nproc-per-node {world} -m piper {text} --launcher processes"),
-        (
-            f"torchrun, {_count(nodes, 'machine')}, the same line on each",
-            f"torchrun --nnodes {nodes} --rdzv-id piper --rdzv-backend c10d --rdzv-endpoint HEAD:{PORT} {ranks}",
-        ),
-        (f"Slurm, {_count(nodes, 'node')}: a file for `sbatch`", _slurm(nodes, each, gpus, ranks)),
-        (f"Ray, {_count(nodes, 'machine')}", _ray(nodes, each, gpus, text)),
-    ]
-    return "\n\n".join(f"# {title}\n{body}" for title, body in sections) + "\n"
+    alone = f"torchrun --standalone --nproc-per-node {world} -m piper {text} --launcher processes"
+    meet = f"torchrun --nnodes {nodes} --rdzv-id piper --rdzv-backend c10d --rdzv-endpoint HEAD:{PORT} {ranks}"
+    return {
+        "torchrun": Section("torchrun, one machine", alone),
+        "torchrun-nodes": Section(f"torchrun, {_count(nodes, 'machine')}, the same line on each", meet),
+        "slurm": Section(f"Slurm, {_count(nodes, 'node')}: a file for `sbatch`", _slurm(nodes, each, gpus, ranks)),
+        "ray": Section(f"Ray, {_count(nodes, 'machine')}", _ray(nodes, each, gpus, text)),
+    }
+
+
+def launch_text(sections: Mapping[str, Section]) -> str:
+    """All sections below each other, each with its title."""
+    return "\n\n".join(f"# {s.title}\n{s.lines}" for s in sections.values()) + "\n"
 
 
 def _count(n: int, what: str) -> str:

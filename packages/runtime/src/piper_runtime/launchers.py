@@ -48,6 +48,15 @@ def check_launcher(launcher: str) -> None:
         raise ExecutionError(f"launcher {launcher!r} is not known; use {known}")
 
 
+def check_startable(launcher: str) -> None:
+    """ExecutionError when a launcher is not known, or cannot start workers here, as far as that is found out without starting."""
+    check_launcher(launcher)
+    if launcher == "ray":
+        from piper_runtime.ray_cluster import check_ray
+
+        check_ray()
+
+
 def open_pool(launcher: str, world: int, *, cluster: str = "auto") -> Workers:
     """Workers of a launcher other than "inline". `cluster`: for "ray", see `piper_runtime.ray_launcher.RayPool`."""
     check_launcher(launcher)

@@ -24,6 +24,12 @@ from piper_runtime.store import empty_value
 if TYPE_CHECKING:
     from piper_runtime.rank import Rank
 
+NOT_FINITE = (
+    "check the batch and the learning rate, clip gradients (Job.clip_norm), or see whether it is finite in float64 "
+    "(`piper verify FILE.py`)"
+)
+"""What may help where a number is not finite."""
+
 Run = Callable[[], None]
 Operand = Callable[[], torch.Tensor]
 
@@ -227,7 +233,7 @@ def gradient_scale(op: Update, scalars: list[float], where: str) -> float:
         return scale
     if not math.isfinite(scalars[-1]):
         raise NonFiniteLossError(
-            f"{where}: the squared norm of the gradient is {scalars[-1]}, so it cannot be clipped to {op.clip:g}"
+            f"{where}: the squared norm of the gradient is {scalars[-1]}, so it cannot be clipped to {op.clip:g}; {NOT_FINITE}"
         )
     return scale * min(1.0, op.clip / (math.sqrt(scalars[-1]) * abs(scale) + 1e-6))
 

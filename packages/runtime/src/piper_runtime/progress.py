@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 
-from piper_ir.errors import NonFiniteLossError
+from piper_ir.errors import NonFiniteLossError, PiperWarning
 from piper_ir.plan import Plan
 from piper_runtime.rank import step_loss
 from piper_runtime.report import RankReport, StepDone, StepRecord
@@ -62,7 +62,7 @@ class Progress:
             if not self._warned:
                 warnings.warn(
                     f"on_step failed in step {record.step}: {type(e).__name__}: {e}; training goes on, and this is said once",
-                    RuntimeWarning,
+                    PiperWarning,
                     stacklevel=2,
                 )
             self._warned = True

@@ -19,7 +19,7 @@ from piper_runtime.device import CPU, Numbers, numbers_of
 from piper_runtime.feed import Feed
 from piper_runtime.job import Batch, NamedParameters
 from piper_runtime.optimizer import RankOptimizer
-from piper_runtime.parts import Operand, Run, bind_alloc, bind_operand, bind_part
+from piper_runtime.parts import NOT_FINITE, Operand, Run, bind_alloc, bind_operand, bind_part
 from piper_runtime.rng import rng_places
 from piper_runtime.store import Store
 
@@ -140,7 +140,9 @@ class Rank:
     def record(self, kind: str, mb: int, value: float) -> None:
         """Keep a microbatch's loss or weight. NonFiniteLossError when it is NaN or infinite."""
         if not math.isfinite(value):
-            raise NonFiniteLossError(f"the {kind} is {value} in step {self.step} on rank {self.rank}, microbatch {mb}")
+            raise NonFiniteLossError(
+                f"the {kind} is {value} in step {self.step} on rank {self.rank}, microbatch {mb}; {NOT_FINITE}"
+            )
         self.scalars[kind][mb] = value
 
     def states(self) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from piper_ir.errors import ExecutionError
@@ -55,38 +56,62 @@ class RayLink:
             self._undo()
 
 
-def import_ray() -> Any:
+@dataclass(frozen=True)
+class Asker:
+    """Who asks for Ray, for messages: what needs it, the argument that has the address, what takes a Ray that is there,
+    and what does without."""
+
+    what: str = 'launcher "ray"'
+    argument: str = "cluster"
+    present: str = 'cluster="auto"'
+    instead: str = 'launcher="processes"'
+
+
+LAUNCHER = Asker()
+
+
+def import_ray(asker: Asker = LAUNCHER) -> Any:
     """The ray module. ExecutionError when it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when a cluster starts
     try:
         import ray
     except ImportError as e:
         raise ExecutionError(
-            f'launcher "ray" needs Ray, which cannot be imported here ({e}); pip install "piper-runtime[ray]", or use '
-            f'launcher="processes"'
+            f'{asker.what} needs Ray, which cannot be imported here ({e}); pip install "piper-runtime[ray]", or use '
+            f"{asker.instead}"
         ) from None
     return ray
 
 
-def connect(cluster: str, cpus: int) -> RayLink:
+def connect(cluster: str, cpus: int, asker: Asker = LAUNCHER) -> RayLink:
     """`cluster`: an address host:port to join; "local" to start Ray on this machine with `cpus` CPUs; "auto" for a connection
     that this process has, else the cluster that RAY_ADDRESS or an earlier `ray start` on this machine names, else "local".
     ExecutionError when nothing usable answers, within seconds."""
-    ray = import_ray()
+    ray = import_ray(asker)
     if ray.is_initialized():
-        return _present(ray, cluster)
+        return _present(ray, cluster, asker)
+    wanted = _wanted(ray, cluster)
+    return _start(ray, cpus, asker) if wanted == "local" else _join(ray, wanted, asker)
+
+
+def check_ray(cluster: str = "auto") -> None:
+    """ExecutionError when a launcher's `connect` would fail for want of Ray or of an answer; nothing is joined or started."""
+    ray = import_ray()
+    if not ray.is_initialized() and (wanted := _wanted(ray, cluster)) != "local":
+        _check_address(ray, wanted, LAUNCHER)
+
+
+def _wanted(ray: Any, cluster: str) -> str:
     wanted = (os.environ.get("RAY_ADDRESS") or "auto") if cluster == "auto" else cluster
-    if wanted == "auto" and not _started_here(ray):
-        wanted = "local"
-    return _start(ray, cpus) if wanted == "local" else _join(ray, wanted)
+    return "local" if wanted == "auto" and not _started_here(ray) else wanted
 
 
-def _present(ray: Any, cluster: str) -> RayLink:
+def _present(ray: Any, cluster: str, asker: Asker) -> RayLink:
     address = ray.get_runtime_context().gcs_address
     if cluster not in ("auto", address):
         raise ExecutionError(
-            f"this process is already connected to Ray at {address}; cluster={cluster!r} cannot be used beside it: "
-            f'use cluster="auto", or call ray.shutdown() before'
+            f"this process is already connected to Ray at {address}; {asker.argument}={cluster!r} cannot be used beside it: "
+            f"use {asker.present}, or call ray.shutdown() before"
         )
     return RayLink(ray, None)
 
@@ -99,22 +124,25 @@ def _started_here(ray: Any) -> bool:
     return bool(address) and _problem(ray, address) is None
 
 
-def _join(ray: Any, address: str) -> RayLink:
+def _join(ray: Any, address: str, asker: Asker) -> RayLink:
+    _check_address(ray, address, asker)
+    what = f"join Ray at {address} (if it asks for a token: RAY_AUTH_MODE=token and its token are needed here)"
+    _init(ray, what, asker, address=address)
+    return RayLink(ray, ray.shutdown)
+
+
+def _check_address(ray: Any, address: str, asker: Asker) -> None:
     if address.startswith("ray://"):
         raise ExecutionError(
-            f"{address}: Ray Client addresses are not supported; run this on a machine of the cluster with cluster=HOST:PORT, "
-            f"or hand it in with `ray job submit`"
+            f"{address}: Ray Client addresses are not supported; run this on a machine of the cluster with "
+            f"{asker.argument}=HOST:PORT, or hand it in with `ray job submit`"
         )
     problem = None if address == "auto" else _problem(ray, address)
     if problem is not None:
         raise ExecutionError(
-            f'no Ray cluster at {address}: {problem}; `ray start --head` makes one and prints its address, cluster="local" '
-            f'starts a Ray for this run only, launcher="processes" needs none'
+            f"no Ray cluster at {address}: {problem}; `ray start --head` makes one and prints its address, "
+            f'{asker.argument}="local" starts a Ray for this run only, {asker.instead} needs none'
         )
-    _init(
-        ray, f"join Ray at {address} (if it asks for a token: RAY_AUTH_MODE=token and its token are needed here)", address=address
-    )
-    return RayLink(ray, ray.shutdown)
 
 
 def _problem(ray: Any, address: str) -> str | None:
@@ -138,7 +166,7 @@ def _silence(host: str, port: int) -> str | None:
     return None if len(answer) == 9 and answer[3] == 4 else "something else answers there"
 
 
-def _start(ray: Any, cpus: int) -> RayLink:
+def _start(ray: Any, cpus: int, asker: Asker) -> RayLink:
     # A short path: Ray puts sockets below it, whose names may have about 100 characters.
     folder = tempfile.mkdtemp(prefix="piper-", dir="/tmp")
     janitor = subprocess.Popen(
@@ -156,7 +184,8 @@ def _start(ray: Any, cpus: int) -> RayLink:
         shutil.rmtree(folder, ignore_errors=True)
 
     try:
-        _init(ray, "start Ray on this machine", address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=folder)
+        settings: dict[str, Any] = dict(address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=folder)
+        _init(ray, "start Ray on this machine", asker, **settings)
     except BaseException:
         ray.shutdown()
         # What was interrupted while it started, Ray does not know of: the janitor ends it, beside us.
@@ -166,10 +195,10 @@ def _start(ray: Any, cpus: int) -> RayLink:
     return RayLink(ray, end)
 
 
-def _init(ray: Any, what: str, **arguments: Any) -> None:
+def _init(ray: Any, what: str, asker: Asker, **arguments: Any) -> None:
     try:
         ray.init(log_to_driver=False, logging_level="ERROR", **arguments)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as e:
-        raise ExecutionError(f'cannot {what}: {e}; launcher="processes" needs no Ray') from e
+        raise ExecutionError(f"cannot {what}: {e}; {asker.instead} needs no Ray") from e
     # What Ray prints of a worker's death in spite of log_to_driver=False, our own error says in one message.
     ray._private.worker._worker_logs_enabled = False

@@ -1,0 +1,24 @@
+"""Files of results."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file as a whole, or leave what was there: a full disk must neither take an older file with it nor leave half of a
+    new one. Links are followed. OSError when it cannot be written."""
+    special = path.exists() and not path.is_file()  # /dev/stdout, a pipe, a folder: nothing that could be replaced
+    target = path if special else Path(os.path.realpath(path))
+    unfinished = target if special else target.with_name(f"{target.name}.unfinished")
+    try:
+        unfinished.write_text(content) if isinstance(content, str) else unfinished.write_bytes(content)
+        if not special:
+            unfinished.replace(target)
+    except BaseException:  # an interrupt leaves no half either
+        if not special:
+            with suppress(OSError):  # it may not be there; the first error is what matters
+                unfinished.unlink()
+        raise
