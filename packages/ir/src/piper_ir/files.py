@@ -14,7 +14,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
     target = path if special else Path(os.path.realpath(path))
     unfinished = target if special else target.with_name(f"{target.name}.unfinished")
     try:
-        unfinished.write_text(content) if isinstance(content, str) else unfinished.write_bytes(content)
+        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
         if not special:
             unfinished.replace(target)
     except BaseException:  # an interrupt leaves no half either
