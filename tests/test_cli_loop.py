@@ -103,13 +103,13 @@ def test_a_profile_is_what_predictions_rest_on(space: Path, costs: Path) -> None
 def test_costs_that_cannot_be_written_leave_the_older_file(costs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tmp_path / "costs.json"
     kept.write_bytes(costs.read_bytes())
-    write = Path.write_text
+    write = Path.write_bytes
 
-    def full(path: Path, text: str) -> int:
-        write(path, text[:100])
+    def full(path: Path, content: bytes) -> int:
+        write(path, content[:100])
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OutputError, match="No space left on device; choose another file with --out"):
         save_costs(kept, loads(Costs, costs.read_text()))
     assert kept.read_bytes() == costs.read_bytes() and list(tmp_path.iterdir()) == [kept]
