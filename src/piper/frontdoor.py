@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from piper.metrics import OnStep, recorded
 from piper.results import hang_report, new_folder, save_run
 from piper_compiler import Options, Strategy, Training, compile_program
+from piper_ir.collector import no_garbage_collection
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, JobError, OutputError, PiperWarning
 from piper_ir.graph import Graph
@@ -112,7 +113,9 @@ def _capture(job: Job) -> Captured:
     from piper_compiler.capture import capture
     from piper_runtime.job import call_batch
 
-    return capture(job.model, partial(call_batch, job.batch, 0), job.loss, dtype=job.precision.dtype, most=job.global_batch)
+    batch = partial(call_batch, job.batch, 0)
+    with no_garbage_collection():
+        return capture(job.model, batch, job.loss, dtype=job.precision.dtype, most=job.global_batch)
 
 
 def check_same_job(compiled: Compiled, job: Job) -> None:

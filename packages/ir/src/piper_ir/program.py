@@ -113,7 +113,7 @@ class Liveness:
         freed = 0
         peak = 0
         for i, segment in enumerate(self.segments):
-            held = max((bind(d, 0) for d in segment), default=0)
+            held = max([bind(d, 0) for d in segment], default=0)
             if device == "cuda" and self.inside:
                 held = max((held, *(k.bytes(0) for k in self.inside[i])))
             peak = max(peak, held - freed)

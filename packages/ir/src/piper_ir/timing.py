@@ -22,6 +22,8 @@ from piper_ir.errors import PlanError
 from piper_ir.ops import COMM
 from piper_ir.plan import Channel, Plan, RolePlan
 
+Waits = tuple[tuple[str, int], ...]
+"""(stream, n): the first n of its instructions must be done."""
 Step = tuple[int, int, tuple[int, ...], tuple[int, ...] | None, bool]
 """Node, slot of its stream predecessor, nodes that it waits for, the members of its group if it is the last of them (None: a
 group that is still to be completed; empty: a node of its own), whether the group is a point-to-point transfer."""
@@ -71,7 +73,7 @@ class IssueOrder:
 
     role: str
     streams: Sequence[str]
-    waits: Sequence[Iterable[tuple[str, int]]]
+    waits: Sequence[Waits]
     channels: Sequence[str]
     label: Callable[[int], str]
 
@@ -113,25 +115,27 @@ def prepare_orders(orders: Sequence[IssueOrder], channels: Iterable[Channel]) ->
             group_of[m] = g
     roles = tuple([order.role for order in orders])
     bare = Prepared(roles, tuple(offsets), tuple(streams), tuple(stream_of), (), groups, tuple(group_of), p2p, ())
-    return with_waits(bare, orders)
+    return with_waits(bare, orders, [dict(enumerate(order.waits)) for order in orders])
 
 
-def with_waits(prepared: Prepared, orders: Sequence[IssueOrder]) -> Prepared:
-    """The DAG of orders that differ in their waits alone from those that `prepared` was made of. PlanError as in `prepare`."""
+def with_waits(prepared: Prepared, orders: Sequence[IssueOrder], changed: Sequence[Mapping[int, Waits]]) -> Prepared:
+    """The DAG of the orders that `prepared` was made of with other waits. `changed`: by order and instruction. PlanError as in
+    `prepare`."""
     streams = iter(prepared.streams)
-    waits: list[tuple[int, ...]] = []
-    for order in orders:
-        waits += _waits(order, {name: next(streams) for name in dict.fromkeys(order.streams)})
+    waits = list(prepared.waits) or [()] * len(prepared)
+    for order, first, changes in zip(orders, prepared.offsets, changed, strict=False):
+        own = {name: next(streams) for name in dict.fromkeys(order.streams)}
+        for k, nodes in zip(changes, _waits(order, own, changes), strict=True):
+            waits[first + k] = nodes
     return replace(prepared, waits=tuple(waits), order=_order(orders, prepared, waits))
 
 
-def _waits(order: IssueOrder, own: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
-    """Per instruction of a role the nodes that it waits for; `own`: the role's nodes by stream."""
+def _waits(order: IssueOrder, own: Mapping[str, Sequence[int]], of: Mapping[int, Waits]) -> list[tuple[int, ...]]:
+    """Of instructions of a role the nodes that they wait for; `own`: the role's nodes by stream."""
     try:
-        return [tuple([own[stream][n - 1] for stream, n in waits if n > 0]) if waits else () for waits in order.waits]
+        return [tuple([own[stream][n - 1] for stream, n in waits if n > 0]) if waits else () for waits in of.values()]
     except (KeyError, IndexError):
-        wrong = ((i, s, n) for i, waits in enumerate(order.waits) for s, n in waits if n > len(own.get(s, ())))
-        i, stream, n = next(wrong)
+        i, stream, n = next((i, s, n) for i, waits in of.items() for s, n in waits if n > len(own.get(s, ())))
         where = f"role {order.role}, instruction {i} {order.label(i)}"
         raise PlanError(f"{where}: waits for {n} of stream {stream!r}, which has {len(own.get(stream, ()))}") from None
 

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 from piper_ir.ops import Op
 from piper_ir.plan import COMPUTE, Instr, Part
-from piper_ir.timing import IssueOrder
+from piper_ir.timing import IssueOrder, Waits
 
 Name = TypeVar("Name", bound=str | int)
 """What a value is called: its id, or in an outline a number."""
@@ -16,7 +16,6 @@ DraftPart = tuple[str, Op, int, tuple[Name, ...], tuple[Name, ...]]
 """The fields of a Part without its frees: node, op, microbatch, reads, writes."""
 Place = tuple[str, int]
 """A stream, and how many of its instructions stand up to this one: what a wait for it names."""
-Waits = tuple[Place, ...]
 
 
 @dataclass(slots=True)
@@ -58,25 +57,27 @@ class RoleDraft(Generic[Name]):
         self.waits.append(waits)
         self.seconds.append(seconds)
 
-    def issue_order(self, waits: Sequence[Waits]) -> IssueOrder:
-        """With the waits of the draft, or those which it has in the end."""
+    def issue_order(self) -> IssueOrder:
+        """Without the waits that frees need."""
 
         def label(k: int) -> str:
             node, op, *_ = self.parts[k][0]
             return f"{node} ({type(op).__name__})"
 
-        return IssueOrder(self.role, self.streams, waits, self.channels, label)
+        return IssueOrder(self.role, self.streams, self.waits, self.channels, label)
 
     def instructions(self: RoleDraft[str], releases: Releases[str]) -> tuple[Instr, ...]:
         """The program, with its frees and the waits that they need."""
         frees, before, allocs = releases.frees, releases.before, self.allocs_after
         out: list[Instr] = []
         q = 0
-        for k, (stream, waits) in enumerate(zip(self.streams, self.final_waits(releases), strict=True)):
+        computed = self.final_waits(releases)
+        for k, stream in enumerate(self.streams):
             if stream != COMPUTE:
-                out.append(Instr(stream, (Part(*self.parts[k][0]),), waits))
+                out.append(Instr(stream, (Part(*self.parts[k][0]),), self.waits[k]))
                 q += 1
                 continue
+            waits = computed.get(k, ())
             parts = []
             for part in self.parts[k]:
                 parts.append(Part(*part, tuple(frees[q])) if q in frees else Part(*part))
@@ -84,16 +85,17 @@ class RoleDraft(Generic[Name]):
             out.append(Instr(stream, tuple(parts), waits, tuple(before.get(k, ())), tuple(allocs.get(k, ())), self.given.get(k)))
         return tuple(out)
 
-    def final_waits(self, releases: Releases[Name]) -> list[Waits]:
-        """The waits of each instruction with those that frees need, again without repeated ones."""
-        out: list[Waits] = list(self.waits)  # other streams than compute free nothing, so their waits stay
+    def final_waits(self, releases: Releases[Name]) -> dict[int, Waits]:
+        """The waits of instructions that compute, with those that frees need, again without repeated ones; without those that
+        have none before and after. (Other streams free nothing, so their waits stay.)"""
+        out: dict[int, Waits] = {}
         seen: dict[str, int] = {}
-        more = releases.waits
+        own, more = self.waits, releases.waits
         for k in self.compute:
             if k in more:
-                out[k] = unseen([*out[k], *more[k]], seen)
-            elif out[k]:
-                out[k] = unseen(out[k], seen)
+                out[k] = unseen([*own[k], *more[k]], seen)
+            elif own[k]:
+                out[k] = unseen(own[k], seen)
         return out
 
 

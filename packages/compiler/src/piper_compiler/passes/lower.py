@@ -101,7 +101,7 @@ def draft_roles(
 
 def run_of(graph: Graph, drafts: Sequence[RoleDraft[Name]]) -> Timed:
     """A run without frees under canonical durations."""
-    prepared = prepare_orders([draft.issue_order(draft.waits) for draft in drafts], graph.channels.values())
+    prepared = prepare_orders([draft.issue_order() for draft in drafts], graph.channels.values())
     return prepared, sweep(prepared, [s for draft in drafts for s in draft.seconds], latency=graph.program.hop)
 
 

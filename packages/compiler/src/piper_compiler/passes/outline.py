@@ -63,12 +63,13 @@ def outline(uniform: Uniform, graph: Graph, rows: int, training: Training, optio
     held = states(graph, training)
     kinds = iter(maker.used)
     timed = run_of(graph, drafts)
-    roles, orders = [], []
+    roles, waits = [], []
     for draft, freed in zip(drafts, release_all(drafts, timed), strict=True):
         mine = [next(kinds) for _ in draft.streams]
         roles.append(_role(graph, plan, _Run(draft, freed, mine, maker), held[draft.role]))
-        orders.append(draft.issue_order(draft.final_waits(freed)))
-    return Outline(replace(plan, roles=tuple(roles), values=Values(maker.maker.kinds)), with_waits(timed[0], orders))
+        waits.append(draft.final_waits(freed))
+    prepared = with_waits(timed[0], [draft.issue_order() for draft in drafts], waits)
+    return Outline(replace(plan, roles=tuple(roles), values=Values(maker.maker.kinds)), prepared)
 
 
 @dataclass(frozen=True)
