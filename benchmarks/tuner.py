@@ -42,7 +42,7 @@ SIZES = space.SIZES
 def rows(quick: bool) -> Iterator[Row]:
     """How fast, then how well."""
     problem, programs, more = space.problem(SIZES)
-    yield _rate(problem, programs, more, 18 if quick else 108)
+    yield _rate(problem, programs, more, 18 if quick else 148)
     table, row = exhaustive(problem, programs, more)
     yield row
     yield from regrets(problem, programs, table, 3 if quick else SEEDS)
