@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -155,6 +156,8 @@ def test_what_a_script_defines_travels_with_its_strategy(monkeypatch: pytest.Mon
     code = "import pickle, sys; print(pickle.load(sys.stdin.buffer).directives[0].selection)"
     told = subprocess.run([sys.executable, "-c", code], input=packed_strategy(made), capture_output=True, check=True)
     assert b"where(stage=<Stages.SECOND: 1>)" in told.stdout
+    odd = Strategy(Mesh(), (), params={"chosen": lambda: 7})  # for the record, whatever it is
+    assert pickle.loads(packed_strategy(odd)).params["chosen"]() == 7
 
 
 def test_no_process_is_left_behind() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -111,8 +111,10 @@ def packed_strategy(strategy: Strategy) -> bytes:
     """A strategy for another process. Directives of the user's own travel by value: their file may not be importable there."""
     homes = {type(d).__module__ for d in strategy.directives}
     theirs = [h for h in homes if h.partition(".")[0] != "piper_compiler"]
-    if not theirs and b"__main__" not in (plain := pickle.dumps(strategy)):
-        return plain  # the same for a quarter of the time
+    if not theirs:  # then pickle, which is quicker, does as a rule: not for what a script defines, or for a function
+        with suppress(TypeError, AttributeError, pickle.PicklingError):
+            if b"__main__" not in (plain := pickle.dumps(strategy)):
+                return plain
     return packed(strategy, [sys.modules[h] for h in theirs if h in sys.modules])
 
 
