@@ -150,7 +150,7 @@ class Program:
         waits = [tuple(place[name] for name in x.after) for x in self.items]
         uses = ["" if x.kind == "compute" else x.kind for x in self.items]
         channels = [Channel(kind, "group", ("stage",), (self.streams[kind],)) for kind in ("exchange", "reduce") if kind in uses]
-        prepared = prepare_orders([IssueOrder("stage", streams, waits, uses, lambda k: self.items[k].name)], channels)
+        prepared = prepare_orders([IssueOrder("stage", streams, uses, lambda k: self.items[k].name, waits)], channels)
         s = self.setting
         messages = [self._message(self.items[members[0]]) for members in prepared.groups]
         found = demands(messages, wiring(s.cluster))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from packages.compiler.tests.compile_cases import SCHEDULES, RandomProgram, frozen_first, layered, random_case
 from piper_compiler import Options, Strategy, Training, compile_program, outline_program, place, recipes, replicate, split, stream
-from piper_compiler.passes import outline
+from piper_compiler.passes import kinds
 from piper_ir.mesh import Mesh
 from piper_ir.plan import Plan
 from piper_ir.program import Program
@@ -104,6 +104,6 @@ def test_negative_control_a_value_that_never_dies_is_seen(monkeypatch: pytest.Mo
     case.loss_kind = "mean"
     program, strategy = case.build(), Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=4))
     assert compare(program, strategy) is not None
-    monkeypatch.setattr(outline, "_dies_in", lambda part, chunks: [])
+    monkeypatch.setattr(kinds, "_dies_in", lambda part, chunks: [])
     with pytest.raises(AssertionError):
         compare(program, strategy)

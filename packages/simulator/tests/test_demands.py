@@ -36,9 +36,9 @@ def ends(messages: Sequence[Message], after: Sequence[float], on: Cluster = TOY,
     order = IssueOrder(
         "r",
         [stream for name in names for stream in ("compute", name)],
-        [waits for k, _ in enumerate(names) for waits in ((), (("compute", k + 1),))],
         [channel for name in names for channel in ("", name)],
         str,
+        [waits for k, _ in enumerate(names) for waits in ((), (("compute", k + 1),))],
     )
     channels = [Channel(name, "group", ("r",), (name,)) for name in names]
     prepared = prepare_orders([order], channels)

@@ -163,7 +163,7 @@ class Sketches:
         return self._seconds[key]
 
     def _timed(self, program: Program, mesh: Mesh, rows: int) -> Mapping[str, float] | None:
-        chunks = [c.bind(rows) for c in program.chunks]
+        chunks = program.bound(rows)
         cluster, costs = self._problem.cluster, self._problem.costs
         if costs is not None:  # what an instruction costs the host is paid once for all steps that it joins
             costs = replace(costs, host=None)

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from piper_ir.costs import Costs
 from piper_ir.ops import Compute, Op
 from piper_ir.plan import Bucket
-from piper_ir.program import Chunk, Step
+from piper_ir.program import Chunk, Cost, Step
 from piper_ir.sizes import ITEM_BYTES
 
 FLOPS = 3e14
@@ -23,12 +23,21 @@ LINK = 1e11
 
 def chunk_seconds(chunk: Chunk, step: Step, costs: Costs | None = None) -> float:
     """Seconds of one step of a chunk with bound sizes: given, else from `costs`, else nominal."""
-    cost = chunk.steps[step].cost
-    if cost.seconds is not None:
-        return cost.seconds
-    if costs is not None and (known := costs.of_compute(chunk.id, step, chunk.code)) is not None:
-        return known.seconds
+    known = _known(chunk, step, costs)
+    return nominal(chunk.steps[step].cost) if known is None else known
+
+
+def nominal(cost: Cost) -> float:
+    """Seconds of a step whose duration nobody knows."""
     return max(cost.flops / FLOPS, cost.bytes / BANDWIDTH)
+
+
+def _known(chunk: Chunk, step: Step, costs: Costs | None) -> float | None:
+    given = chunk.steps[step].cost.seconds
+    if given is not None or costs is None:
+        return given
+    known = costs.of_compute(chunk.id, step, chunk.code)
+    return None if known is None else known.seconds
 
 
 class InstructionSeconds:
@@ -37,13 +46,22 @@ class InstructionSeconds:
     def __init__(self, chunks: Iterable[Chunk], costs: Costs | None = None) -> None:
         listed = list(chunks)
         self._steps: dict[tuple[str, str], float] = {}
+        unknown: dict[int, float] = {}  # by the id of a cost, which equal layers share
         for chunk in listed:
-            self._steps |= {(chunk.id, step): chunk_seconds(chunk, step, costs) for step in chunk.steps}
+            for step, sig in chunk.steps.items():
+                seconds = _known(chunk, step, costs)
+                if seconds is None and (seconds := unknown.get(id(sig.cost))) is None:
+                    seconds = unknown[id(sig.cost)] = nominal(sig.cost)
+                self._steps[chunk.id, step] = seconds
         self._given = not listed or listed[0].steps["F"].cost.seconds is not None
 
     def compute(self, ops: Iterable[Op]) -> float:
         """Of an instruction with parts of these ops: the sum over its steps of chunks."""
         return sum([self._steps[(op.chunk, op.step)] for op in ops if isinstance(op, Compute)])
+
+    def step(self, chunk: str, step: Step) -> float:
+        """Of one step of a chunk."""
+        return self._steps[chunk, step]
 
     def transfer(self, nbytes: int) -> float:
         """Of a Send or Recv."""

@@ -18,7 +18,7 @@ gradient accumulator per entry of `accumulates`, and return those of `writes` in
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -180,11 +180,25 @@ class Chunk:
     random: bool = False
 
     def bind(self, rows: int) -> Chunk:
-        inputs = tuple(Input(i.kind, i.ref, i.spec.bind(rows), i.needs_grad) for i in self.inputs)
-        outputs = tuple(Output(o.kind, o.spec.bind(rows), o.ref, o.needs_grad, o.varies) for o in self.outputs)
-        ports = {p: s.bind(rows) for p, s in self.ports.items()}
-        steps = {s: sig.bind(rows) for s, sig in self.steps.items()}
-        return Chunk(self.id, self.coords, inputs, outputs, ports, steps, self.code, self.random)
+        return bind_chunks((self,), rows)[0]
+
+
+def bind_chunks(chunks: Iterable[Chunk], rows: int) -> tuple[Chunk, ...]:
+    """Chunks at a number of rows. Equal layers, which share their ports and steps, share the bound ones."""
+    ports: dict[int, Mapping[str, TensorSpec]] = {}
+    steps: dict[int, Signature] = {}
+    out = []
+    for chunk in chunks:
+        inputs = tuple(Input(i.kind, i.ref, i.spec.bind(rows), i.needs_grad) for i in chunk.inputs)
+        outputs = tuple(Output(o.kind, o.spec.bind(rows), o.ref, o.needs_grad, o.varies) for o in chunk.outputs)
+        if id(chunk.ports) not in ports:
+            ports[id(chunk.ports)] = {p: s.bind(rows) for p, s in chunk.ports.items()}
+        for sig in chunk.steps.values():
+            if id(sig) not in steps:
+                steps[id(sig)] = sig.bind(rows)
+        mine = {s: steps[id(sig)] for s, sig in chunk.steps.items()}
+        out.append(Chunk(chunk.id, chunk.coords, inputs, outputs, ports[id(chunk.ports)], mine, chunk.code, chunk.random))
+    return tuple(out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +262,7 @@ class Program:
         if rows not in self._bound:
             if len(self._bound) >= KEPT:
                 self._bound.pop(next(iter(self._bound)))
-            self._bound[rows] = tuple(c.bind(rows) for c in self.chunks)
+            self._bound[rows] = bind_chunks(self.chunks, rows)
         return self._bound[rows]
 
     @cached_property

@@ -24,9 +24,10 @@ from piper_ir.plan import Channel, Plan, RolePlan
 
 Waits = tuple[tuple[str, int], ...]
 """(stream, n): the first n of its instructions must be done."""
-Step = tuple[int, int, tuple[int, ...], tuple[int, ...] | None, bool]
-"""Node, slot of its stream predecessor, nodes that it waits for, the members of its group if it is the last of them (None: a
-group that is still to be completed; empty: a node of its own), whether the group is a point-to-point transfer."""
+Member = tuple[int, int, tuple[int, ...]]
+"""A node, the slot of its predecessor on its stream, the nodes that it waits for."""
+Step = tuple[Member, tuple[tuple[Member, ...], bool] | None]
+"""A node of its own; or the first member of a group, with all members and whether the group is a point-to-point transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +69,14 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class IssueOrder:
-    """One role's program as columns, an entry per instruction: its stream, its waits, the channel that it uses ("" for compute).
+    """One role's program as columns, an entry per instruction: its stream, the channel that it uses ("" for compute), its waits.
     `label` names an instruction in messages."""
 
     role: str
     streams: Sequence[str]
-    waits: Sequence[Waits]
     channels: Sequence[str]
     label: Callable[[int], str]
+    waits: Sequence[Waits] = ()
 
 
 def prepare(plan: Plan) -> Prepared:
@@ -90,14 +91,25 @@ def _issue_order(role: RolePlan) -> IssueOrder:
     return IssueOrder(
         role.role,
         [i.stream for i in program],
-        [i.waits for i in program],
         [op.channel if isinstance(op, COMM) else "" for op in ops],
         lambda k: f"{program[k].name} ({type(ops[k]).__name__})",
+        [i.waits for i in program],
     )
 
 
 def prepare_orders(orders: Sequence[IssueOrder], channels: Iterable[Channel]) -> Prepared:
     """`prepare`, of issue orders that need not be a plan yet. Raises what `prepare` raises."""
+    bare = grouped(orders, channels)
+    streams = iter(bare.streams)
+    waits: list[tuple[int, ...]] = []
+    for order in orders:
+        waits += _waits(order, {name: next(streams) for name in dict.fromkeys(order.streams)})
+    return with_waits(bare, tuple(waits), orders)
+
+
+def grouped(orders: Sequence[IssueOrder], channels: Iterable[Channel]) -> Prepared:
+    """The streams and groups of issue orders, whose waits `with_waits` adds; the latter gives them their order. PlanError for an
+    end of a channel without its other end."""
     offsets, stream_of = [0], list[int]()
     streams: list[tuple[int, ...]] = []
     for order in orders:
@@ -114,28 +126,21 @@ def prepare_orders(orders: Sequence[IssueOrder], channels: Iterable[Channel]) ->
         for m in members:
             group_of[m] = g
     roles = tuple([order.role for order in orders])
-    bare = Prepared(roles, tuple(offsets), tuple(streams), tuple(stream_of), (), groups, tuple(group_of), p2p, ())
-    return with_waits(bare, orders, [dict(enumerate(order.waits)) for order in orders])
+    return Prepared(roles, tuple(offsets), tuple(streams), tuple(stream_of), (), groups, tuple(group_of), p2p, ())
 
 
-def with_waits(prepared: Prepared, orders: Sequence[IssueOrder], changed: Sequence[Mapping[int, Waits]]) -> Prepared:
-    """The DAG of the orders that `prepared` was made of with other waits. `changed`: by order and instruction. PlanError as in
-    `prepare`."""
-    streams = iter(prepared.streams)
-    waits = list(prepared.waits) or [()] * len(prepared)
-    for order, first, changes in zip(orders, prepared.offsets, changed, strict=False):
-        own = {name: next(streams) for name in dict.fromkeys(order.streams)}
-        for k, nodes in zip(changes, _waits(order, own, changes), strict=True):
-            waits[first + k] = nodes
-    return replace(prepared, waits=tuple(waits), order=_order(orders, prepared, waits))
+def with_waits(prepared: Prepared, waits: tuple[tuple[int, ...], ...], orders: Sequence[IssueOrder]) -> Prepared:
+    """The DAG with these waits, an entry per node. `orders`, which it was made of, tell messages what a node is. PlanError for a
+    deadlock."""
+    return replace(prepared, waits=waits, order=_order(orders, prepared, waits))
 
 
-def _waits(order: IssueOrder, own: Mapping[str, Sequence[int]], of: Mapping[int, Waits]) -> list[tuple[int, ...]]:
-    """Of instructions of a role the nodes that they wait for; `own`: the role's nodes by stream."""
+def _waits(order: IssueOrder, own: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
+    """Of the instructions of a role the nodes that they wait for; `own`: the role's nodes by stream."""
     try:
-        return [tuple([own[stream][n - 1] for stream, n in waits if n > 0]) if waits else () for waits in of.values()]
+        return [tuple([own[stream][n - 1] for stream, n in waits if n > 0]) if waits else () for waits in order.waits]
     except (KeyError, IndexError):
-        i, stream, n = next((i, s, n) for i, waits in of.items() for s, n in waits if n > len(own.get(s, ())))
+        i, stream, n = next((i, s, n) for i, waits in enumerate(order.waits) for s, n in waits if n > len(own.get(s, ())))
         where = f"role {order.role}, instruction {i} {order.label(i)}"
         raise PlanError(f"{where}: waits for {n} of stream {stream!r}, which has {len(own.get(stream, ()))}") from None
 
@@ -146,36 +151,41 @@ def sweep(
     """Times of one step. `durations[node]` in seconds, a group taking that of its first member; `latency` of a point-to-point
     transfer and `issue` per instruction, in seconds. `after`: the times of the step before, which this one follows without a
     barrier: each stream, and each host, goes on where it was."""
-    n = len(prepared)
     ready, host = _issued(prepared, issue, after)
-    start, previous = [0.0] * n, [0] * n
+    start = [0.0] * len(prepared)
     end, done = _carried(prepared, after)
-    for node, before, waits, group, p2p in prepared.order:
-        at = ready[node]
-        for w in waits:
-            if done[w] > at:
-                at = done[w]
-        ready[node] = at
-        if end[before] > at:
-            at = end[before]
-        start[node] = at
-        if group == ():
+    for (node, before, waits), group in prepared.order:
+        if group is None:
+            at = ready[node]
+            for w in waits:
+                if done[w] > at:
+                    at = done[w]
+            ready[node] = at
+            if end[before] > at:
+                at = end[before]
+            start[node] = at
             at += durations[node]
             end[node] = at
             done[node] = at if at > done[before] else done[before]
             continue
-        previous[node] = before
-        if group is None:
-            continue
-        for m in group:
-            if start[m] > at:
-                at = start[m]
-        stop = at + durations[group[0]]
+        members, p2p = group
+        at = 0.0
+        for m, before, waits in members:
+            can = ready[m]
+            for w in waits:
+                if done[w] > can:
+                    can = done[w]
+            ready[m] = can
+            if can > at:
+                at = can
+            if end[before] > at:
+                at = end[before]
+        stop = at + durations[node]
         seen = stop + latency if p2p else stop
-        for m in group:
+        for m, before, _ in members:
             start[m], end[m] = at, stop
-            held = done[previous[m]]
-            done[m] = seen if seen > held else held
+            done[m] = seen if seen > done[before] else done[before]
+    n = len(prepared)
     return Times(start, end[:n], done[:n], ready, host)
 
 
@@ -305,7 +315,7 @@ def _order(orders: Sequence[IssueOrder], of: Prepared, waits: Sequence[tuple[int
             else:
                 g = group_of[node]
                 if g < 0:
-                    order.append((node, before, mine, (), False))
+                    order.append(((node, before, mine), None))
                     done[node] = 1
                     if held[node]:
                         ready += held[node]
@@ -316,23 +326,24 @@ def _order(orders: Sequence[IssueOrder], of: Prepared, waits: Sequence[tuple[int
                 members = groups[g]
                 if arrived[g] == len(members):
                     at[s] = k
+                    whole: list[Member] = []
                     for m in members:
                         own = stream_of[m]
                         i = at[own]
                         at[own] = i + 1
-                        slot = streams[own][i - 1] if i else n + own
-                        order.append((m, slot, waits[m], members if m == members[-1] else None, of.p2p[g]))
+                        whole.append((m, streams[own][i - 1] if i else n + own, waits[m]))
                         done[m] = 1
                         ready += held[m]
                         if own != s:
                             ready.append(own)
+                    order.append((whole[0], (tuple(whole), of.p2p[g])))
                     before = node
                     k += 1
                     continue
             break
         at[s] = k
-    if len(order) < n:
-        raise PlanError(_cycle(orders, of, waits, {step[0] for step in order}))
+    if not all(done):
+        raise PlanError(_cycle(orders, of, waits, {i for i, ran in enumerate(done) if ran}))
     return tuple(order)
 
 

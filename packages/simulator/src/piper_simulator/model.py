@@ -16,12 +16,13 @@ from piper_ir.costs import Costs, Duration
 from piper_ir.errors import ClusterError
 from piper_ir.ops import COMM, Comm, Compute, Load, Update
 from piper_ir.plan import Channel, Instr, Part, Plan, RolePlan
+from piper_ir.program import Step
 from piper_ir.trace import Source
 from piper_ir.traffic import Traffic
 from piper_simulator.cluster import Cluster
 from piper_simulator.communication import Group, Op, by_formula, crossed, duration, group
 from piper_simulator.instances import instances
-from piper_simulator.kernels import is_guess, launched, step_took
+from piper_simulator.kernels import Took, is_guess, launched, step_took
 from piper_simulator.provenance import Provenance
 from piper_simulator.updates import Updated, update_seconds, updated
 
@@ -78,6 +79,7 @@ class CostModel:
         self.issue_s, self._inline_s = (0.0, issue) if self._inline else (issue, 0.0)
         self._traffic = Traffic(plan)
         self._steps: dict[tuple[Compute, int], Work] = {}
+        self._took: dict[tuple[int, Step, int], tuple[Took, int, tuple[str, ...]]] = {}
         self._groups: dict[str, frozenset[Group]] = {}
         self._slowest: dict[str, float] = {}
         self._messages: dict[tuple[str, int], Work] = {}
@@ -212,9 +214,13 @@ class CostModel:
             self._provenance.looked_up(chunk, op.step)
             return Work(known.seconds, known.source, flops=cost.flops)
         cluster = self._need(f"step {op.step} of chunk {op.chunk}", kind)
-        took = step_took(cluster, cost, op.step)
-        self._provenance.computed_step(chunk, op.step, [k.dtype for k in cost.kernels if is_guess(cluster, k)], took.parts)
-        return Work(took.seconds, took.source, flops=cost.flops)
+        key = (id(cost), op.step, kind)  # the plan keeps it; equal layers share it
+        if key not in self._took:
+            guessed = tuple(k.dtype for k in cost.kernels if is_guess(cluster, k))
+            self._took[key] = step_took(cluster, cost, op.step), cost.flops, guessed
+        took, flops, guessed = self._took[key]
+        self._provenance.computed_step(chunk, op.step, guessed, took.parts)
+        return Work(took.seconds, took.source, flops=flops)
 
     def _need(self, what: str, kind: int) -> Cluster:
         cluster = self._kinds[kind]

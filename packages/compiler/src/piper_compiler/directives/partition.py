@@ -21,7 +21,7 @@ from piper_compiler.directives.base import directive, fail, site_field
 from piper_compiler.durations import chunk_seconds
 from piper_ir.costs import Costs
 from piper_ir.graph import Graph
-from piper_ir.program import Chunk, Program
+from piper_ir.program import Program
 
 
 @directive
@@ -124,13 +124,9 @@ def stage_of_layers(
 def _layer_seconds(program: Program, layers: list[int], costs: Costs | None) -> list[float]:
     home = chunk_layers(program)
     total = dict.fromkeys(layers, 0.0)
-    for chunk in program.chunks:
-        total[home[chunk.id]] += _seconds(chunk, costs)
+    for chunk in program.bound(1):
+        total[home[chunk.id]] += sum(chunk_seconds(chunk, step, costs) for step in chunk.steps)
     return list(total.values())
-
-
-def _seconds(chunk: Chunk, costs: Costs | None) -> float:
-    return sum(chunk_seconds(chunk.bind(1), step, costs) for step in chunk.steps)
 
 
 def _balanced(seconds: list[float], stages: int) -> list[int]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TypeVar
 
+import numpy as np
+
+from piper_compiler.passes.arrays import Ints, ints
 from piper_compiler.passes.overlap import spans
 from piper_compiler.ports import trains
 from piper_ir.errors import CompileError
@@ -20,15 +23,17 @@ Fact = TypeVar("Fact")
 class Dependencies:
     """Nodes by number, in creation order. `nodes[of[i]]` says what node i is, but for its microbatch `mb[i]` (-1: of the whole
     step): in a graph of all microbatches that is the node itself, in one that stands for all (`piper_compiler.passes.repeat`) its
-    like of microbatch 0. `before[i]` must be done before node i starts, `after` is the inverse. `comm[i]`: whether node i is
+    like of microbatch 0. An edge says that node `source[e]` must be done before node `target[e]` starts; edges stand by target, of
+    a receive that of its send first. `after[i]`: the targets of the edges from node i, ascending. `comm[i]`: whether node i is
     communication. `ordered`: the nodes that directives order. `accumulators`: (bucket, role) -> the nodes that add into its
-    gradient there. `spans`: node -> all nodes of its span, in order, which start together: they have the same `before`."""
+    gradient there. `spans`: node -> all nodes of its span, in order, which start together: they have edges from the same nodes."""
 
     nodes: tuple[Node, ...]
     of: Sequence[int]
     mb: list[int]
     comm: list[bool]
-    before: list[list[int]]
+    source: Ints
+    target: Ints
     after: list[list[int]]
     ordered: set[int]
     accumulators: dict[tuple[str, str], list[int]]
@@ -69,11 +74,17 @@ def dependencies(graph: Graph) -> Dependencies:
     joined = _join(before, [tuple([number[id] for id in span]) for span in spans(graph)])
     ordered = {number[i] for edge, applied in graph.order_edges.items() if applied < len(graph.log) for i in edge}
     ordered |= {number[id] for group in graph.overlaps for id in group.nodes}
-    after: list[list[int]] = [[] for _ in nodes]
-    for i, edges in enumerate(before):
-        for j in edges:
-            after[j].append(i)
-    return Dependencies(nodes, range(len(nodes)), [n.mb for n in nodes], comm, before, after, ordered, accumulators, joined)
+    source, target = ints(chain.from_iterable(before)), np.repeat(np.arange(len(nodes)), ints(map(len, before)))
+    after = targets(source, target, len(nodes))
+    return Dependencies(nodes, range(len(nodes)), [n.mb for n in nodes], comm, source, target, after, ordered, accumulators, joined)
+
+
+def targets(source: Ints, target: Ints, nodes: int) -> list[list[int]]:
+    """Of each of so many nodes, the targets of the edges from it, ascending."""
+    order = np.sort(source * nodes + target)
+    ends = np.cumsum(np.bincount(source, minlength=nodes)).tolist()
+    flat = (order % nodes).tolist() if nodes else []
+    return [flat[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
 
 def _join(before: list[list[int]], found: Iterable[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
@@ -143,7 +154,7 @@ def cycle_error(graph: Graph, deps: Dependencies, stuck: set[int]) -> CompileErr
     while at not in seen:
         seen[at] = len(path)
         path.append(at)
-        at = next(j for j in deps.before[at] if j in stuck)
+        at = next(j for j in deps.source[deps.target == at].tolist() if j in stuck)
     cycle = [*path[seen[at] :], at]
     lines = []
     for later, earlier in pairwise(cycle):

@@ -1,115 +1,137 @@
-"""Drafts: the program of one role while it is being made, as columns, so that every Instr and Part is made once."""
+"""Drafts: the instructions of a plan in program order, before there are names and frees: what each runs, and what it waits for."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 
-from piper_ir.ops import Op
-from piper_ir.plan import COMPUTE, Instr, Part
-from piper_ir.timing import IssueOrder, Waits
+import numpy as np
 
-Name = TypeVar("Name", bound=str | int)
-"""What a value is called: its id, or in an outline a number."""
-DraftPart = tuple[str, Op, int, tuple[Name, ...], tuple[Name, ...]]
-"""The fields of a Part without its frees: node, op, microbatch, reads, writes."""
-Place = tuple[str, int]
-"""A stream, and how many of its instructions stand up to this one: what a wait for it names."""
-
-
-@dataclass(slots=True)
-class Releases(Generic[Name]):
-    """What a role frees. `frees`: number of a part, counted over the whole program -> values that die after it; `before`:
-    instruction -> values that die before it; `waits`: instruction -> what must be done."""
-
-    frees: Mapping[int, Sequence[Name]] = field(default_factory=dict)
-    before: Mapping[int, Sequence[Name]] = field(default_factory=dict)
-    waits: Mapping[int, Sequence[Place]] = field(default_factory=dict)
+from piper_compiler.passes.arrays import Flags, Ints, begins, ints, within
+from piper_compiler.passes.columns import Columns
+from piper_compiler.passes.dependencies import Dependencies
+from piper_compiler.passes.fuse import Tasks
+from piper_compiler.passes.positions import Positions
+from piper_ir.graph import Graph
+from piper_ir.ops import COMM
+from piper_ir.plan import COMPUTE
+from piper_ir.timing import IssueOrder, Prepared, grouped, with_waits
 
 
-@dataclass(slots=True)
-class RoleDraft(Generic[Name]):
-    """One role's instructions in program order, an entry of each list per instruction. `waits`: none that an earlier instruction
-    of the same stream has waited for; `channels`: "" for compute; `seconds`: canonical durations. `compute`: the instructions
-    that compute; `allocs_after`: instruction -> receive buffers; `given`: instruction -> the seconds of a span."""
+@dataclass(frozen=True)
+class Waits:
+    """An entry per wait: instruction `waiter` waits for instruction `target` and all before it on its stream."""
 
-    role: str
-    streams: list[str] = field(default_factory=list)
-    places: list[Place] = field(default_factory=list)
-    channels: list[str] = field(default_factory=list)
-    parts: list[list[DraftPart[Name]]] = field(default_factory=list)
-    waits: list[Waits] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    compute: list[int] = field(default_factory=list)
-    allocs_after: dict[int, list[Name]] = field(default_factory=dict)
-    allocs_first: list[Name] = field(default_factory=list)
-    given: dict[int, float] = field(default_factory=dict)
+    waiter: Ints
+    target: Ints
 
-    def append(self, place: Place, channel: str, parts: list[DraftPart[Name]], waits: Waits, seconds: float) -> None:
-        """One more instruction, at its place on its stream."""
-        if not channel:
-            self.compute.append(len(self.streams))
-        self.streams.append(place[0])
-        self.places.append(place)
-        self.channels.append(channel)
-        self.parts.append(parts)
-        self.waits.append(waits)
-        self.seconds.append(seconds)
+    def __add__(self, more: Waits) -> Waits:
+        return Waits(np.concatenate((self.waiter, more.waiter)), np.concatenate((self.target, more.target)))
 
-    def issue_order(self) -> IssueOrder:
-        """Without the waits that frees need."""
 
-        def label(k: int) -> str:
-            node, op, *_ = self.parts[k][0]
-            return f"{node} ({type(op).__name__})"
+@dataclass(frozen=True)
+class Draft:
+    """Instructions are numbered role by role in program order, as in `Prepared`: those of role r are
+    `offsets[r] : offsets[r + 1]`. `tasks[i]`: the nodes that instruction i runs; `compute`: the instructions that compute, and
+    `computed[i]` how many of its role stand before instruction i; `bare`: their streams and rendezvous; `waits`: what edges ask
+    for, more often than needed."""
 
-        return IssueOrder(self.role, self.streams, self.waits, self.channels, label)
+    roles: tuple[str, ...]
+    offsets: tuple[int, ...]
+    tasks: list[list[int]]
+    compute: Ints
+    computed: Ints
+    orders: list[IssueOrder]
+    bare: Prepared
+    waits: Waits
 
-    def instructions(self: RoleDraft[str], releases: Releases[str]) -> tuple[Instr, ...]:
-        """The program, with its frees and the waits that they need."""
-        frees, before, allocs = releases.frees, releases.before, self.allocs_after
-        out: list[Instr] = []
-        q = 0
-        computed = self.final_waits(releases)
-        for k, stream in enumerate(self.streams):
-            if stream != COMPUTE:
-                out.append(Instr(stream, (Part(*self.parts[k][0]),), self.waits[k]))
-                q += 1
-                continue
-            waits = computed.get(k, ())
-            parts = []
-            for part in self.parts[k]:
-                parts.append(Part(*part, tuple(frees[q])) if q in frees else Part(*part))
-                q += 1
-            out.append(Instr(stream, tuple(parts), waits, tuple(before.get(k, ())), tuple(allocs.get(k, ())), self.given.get(k)))
+    @cached_property
+    def stream_of(self) -> Ints:
+        """Of each instruction, the index of its stream in `bare.streams`."""
+        return ints(self.bare.stream_of)
+
+    def prepared(self, waits: Waits) -> Prepared:
+        """The DAG of the draft with these waits, each said once. PlanError where there is none."""
+        return with_waits(self.bare, self.needed(waits), self.orders)
+
+    def needed(self, waits: Waits) -> tuple[tuple[int, ...], ...]:
+        """Of each instruction the instructions that it waits for, by the names of their streams: the last of each stream, if no
+        earlier instruction of the waiter's stream has waited for it."""
+        stream, waiter, target = self.stream_of, waits.waiter, waits.target
+        pair = stream[waiter] * len(self.bare.streams) + stream[target]
+        order = np.lexsort((-target, waiter, pair))
+        waiter, target, pair = waiter[order], target[order], pair[order]
+        reached = np.maximum.accumulate(pair * len(stream) + target)  # a later pair has reached nothing yet
+        fresh = np.ones(len(pair), np.bool_)
+        fresh[1:] = reached[1:] > reached[:-1]
+        waiter, target = waiter[fresh], target[fresh]
+        order = np.lexsort((self._alphabet[stream[target]], waiter))
+        out: list[tuple[int, ...]] = [()] * len(stream)
+        for i, j in zip(waiter[order].tolist(), target[order].tolist(), strict=True):
+            out[i] = (*out[i], j) if out[i] else (j,)
         return tuple(out)
 
-    def final_waits(self, releases: Releases[Name]) -> dict[int, Waits]:
-        """The waits of instructions that compute, with those that frees need, again without repeated ones; without those that
-        have none before and after. (Other streams free nothing, so their waits stay.)"""
-        out: dict[int, Waits] = {}
-        seen: dict[str, int] = {}
-        own, more = self.waits, releases.waits
-        for k in self.compute:
-            if k in more:
-                out[k] = unseen([*own[k], *more[k]], seen)
-            elif own[k]:
-                out[k] = unseen(own[k], seen)
-        return out
+    @cached_property
+    def _alphabet(self) -> Ints:
+        """The rank of each stream among the names of all."""
+        names = [name for order in self.orders for name in dict.fromkeys(order.streams)]
+        ranks = {name: k for k, name in enumerate(sorted(set(names)))}
+        return ints([ranks[name] for name in names])
 
 
-def unseen(waits: Sequence[Place], known: dict[str, int]) -> Waits:
-    """The last place of each stream, sorted, without those that `known`, the earlier waits of the same stream, covers; they are
-    added to it."""
-    if len(waits) == 1:
-        stream, n = waits[0]
-        if n <= known.get(stream, 0):
-            return ()
-        known[stream] = n
-        return (waits[0],)
-    fresh: dict[str, int] = {}
-    for stream, n in waits:
-        if n > known.get(stream, 0):
-            known[stream] = fresh[stream] = n
-    return tuple(sorted(fresh.items()))
+def draft(graph: Graph, deps: Dependencies, c: Columns, tasks: Tasks, where: Positions) -> Draft:
+    """The program order of every role."""
+    totals = tasks.counts + where.counts
+    offsets = (0, *np.cumsum(totals).tolist())
+    assert np.all(where.before < np.repeat(tasks.counts, where.counts)), "communication after the Update"
+    far = 1 + len(tasks.first)  # more than any place of communication
+    among = np.repeat(np.arange(len(totals)) * far, where.counts) + where.before
+    earlier = np.searchsorted(among, tasks.role * far + within(tasks.counts), side="right") - begins(where.counts)[tasks.role]
+    compute = begins(totals)[tasks.role] + within(tasks.counts) + earlier
+    comm = np.repeat(begins(totals), where.counts) + within(where.counts) + where.before
+
+    at = np.empty(len(c.of), np.int64)
+    at[where.nodes] = comm
+    at[tasks.nodes] = np.repeat(compute, np.diff(tasks.first, append=len(tasks.nodes)))
+    computed = np.zeros(len(compute) + len(comm), np.int64)
+    computed[compute], computed[comm] = within(tasks.counts), where.before
+
+    ran: list[list[int]] = [[]] * len(computed)
+    nodes = tasks.nodes.tolist()
+    for i, (a, b) in zip(compute.tolist(), pairwise([*tasks.first.tolist(), len(nodes)]), strict=True):
+        ran[i] = nodes[a:b]
+    streams, channels = [COMPUTE] * len(computed), [""] * len(computed)
+    uses = [(n.stream, n.op.channel) if isinstance(n.op, COMM) else ("", "") for n in deps.nodes]
+    for i, node in zip(comm.tolist(), where.nodes.tolist(), strict=True):
+        ran[i] = [node]
+        streams[i], channels[i] = uses[deps.of[node]]
+
+    def label(r: int) -> Callable[[int], str]:
+        return lambda k: _label(deps, ran[offsets[r] + k][0])
+
+    roles = tuple(graph.roles)
+    orders = [
+        IssueOrder(role, streams[a:b], channels[a:b], label(r)) for r, (role, (a, b)) in enumerate(zip(roles, pairwise(offsets)))
+    ]
+    bare = grouped(orders, graph.channels.values())
+    waits = _edges(c, at, ints(bare.stream_of))
+    received = comm[c.each(isinstance(n.op, COMM) and bool(n.writes) for n in deps.nodes)[where.nodes] > 0]
+    received = received[computed[received] > 0]
+    latest = compute[np.searchsorted(compute, received) - 1]  # its buffer is made right after that
+    return Draft(roles, offsets, ran, compute, computed, orders, bare, waits + Waits(received, latest))
+
+
+def _label(deps: Dependencies, i: int) -> str:
+    node = deps.node(i)
+    return f"{node.id} ({type(node.op).__name__})"
+
+
+def _edges(c: Columns, at: Ints, stream: Ints) -> Waits:
+    """The waits of the edges within a role (a receive needs its send, which is a rendezvous) and between streams."""
+    source, target = at[c.source], at[c.target]
+    needed: Flags = (c.role[c.source] == c.role[c.target]) & (stream[source] != stream[target]) & (source < target)
+    return Waits(target[needed], source[needed])
+
+

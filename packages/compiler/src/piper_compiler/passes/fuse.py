@@ -7,52 +7,80 @@ order, so results are bit-equal. A span is one instruction, always.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
+
+from piper_compiler.passes.arrays import NEVER, Flags, Ints
+from piper_compiler.passes.columns import Columns
 from piper_compiler.passes.dependencies import Dependencies
 from piper_ir.graph import Graph
 from piper_ir.ops import SquaredNorm, Update
 
-Task = list[int]
-"""Node numbers that one compute instruction runs, in order."""
+
+@dataclass(frozen=True)
+class Tasks:
+    """The compute instructions, role by role in program order: task t runs `nodes[first[t] : first[t + 1]]` in turn on role
+    `role[t]`. `counts`: tasks of each role; `number`: of each node its task, counted within the role, -1 for communication."""
+
+    nodes: Ints
+    first: Ints
+    role: Ints
+    counts: Ints
+    number: Ints
 
 
-def tasks(graph: Graph, deps: Dependencies, sequence: list[int], fuse: bool) -> dict[str, list[Task]]:
-    """Role -> its compute instructions in order; one node each unless `fuse`."""
-    ends = _last_before_reductions(graph, deps, sequence) | _senders(deps)
-    roles = deps.column([n.role for n in deps.nodes])
-    phases = deps.column([n.coords.get("phase") for n in deps.nodes])
-    alone = [isinstance(n.op, Update) for n in deps.nodes]
-    waits = [isinstance(n.op, SquaredNorm | Update) for n in deps.nodes]
-    out: dict[str, list[Task]] = {role: [] for role in graph.roles}
-    received: set[int] = set()
-    of, mb, comm, before, spans = deps.of, deps.mb, deps.comm, deps.before, deps.spans
-    for i in sequence:
-        if comm[i]:
-            continue
-        mine = out[roles[i]]
-        fresh = [j for j in before[i] if comm[j] and j not in received]  # nothing before it on its role has waited for these
-        if fresh:
-            received.update(fresh)
-        if i in spans:
-            if i == spans[i][0]:
-                mine.append(list(spans[i]))
-            continue
-        last = mine[-1][-1] if mine else -1
-        joins = fuse and mine and not fresh and last not in ends and last not in spans
-        if joins and mb[last] == mb[i] and phases[last] == phases[i] and not waits[of[i]] and not alone[of[i]]:
-            mine[-1].append(i)
-        else:
-            mine.append([i])
+def tasks(graph: Graph, deps: Dependencies, c: Columns, fuse: bool) -> Tasks:
+    """The compute instructions of a scheduled graph; one node each unless `fuse`."""
+    computed = np.flatnonzero(~c.comm)
+    nodes = computed[np.lexsort((c.place[computed], c.role[computed]))]
+    begins = np.ones(len(nodes), np.bool_)
+    last, here = nodes[:-1], nodes[1:]
+    phases = {phase: k for k, phase in enumerate(dict.fromkeys(n.coords.get("phase") for n in deps.nodes))}
+    phase = c.each(phases[n.coords.get("phase")] for n in deps.nodes)
+    alone = c.each(isinstance(n.op, SquaredNorm | Update) for n in deps.nodes)
+    if fuse:
+        alike = (c.role[last] == c.role[here]) & (c.mb[last] == c.mb[here]) & (phase[last] == phase[here])
+        between = _first_readers(c)[here] | (_senders(deps, c) | _last_before_reductions(graph, deps, c))[last]
+        begins[1:] = ~alike | between | (alone[here] > 0)
+    if deps.spans:
+        span = np.full(len(c.of), -1)
+        for i, members in deps.spans.items():
+            span[i] = members[0]
+        joined = (span[here] >= 0) & (span[last] == span[here])
+        begins[1:] = (begins[1:] | (span[last] >= 0) | (span[here] >= 0)) & ~joined
+    first = np.flatnonzero(begins)
+    role = c.role[nodes[first]]
+    counts = np.bincount(role, minlength=len(graph.roles))
+    number = np.full(len(c.of), -1)
+    task = np.cumsum(begins) - 1
+    number[nodes] = task - (np.cumsum(counts) - counts)[c.role[nodes]]
+    return Tasks(nodes, first, role, counts, number)
+
+
+def _first_readers(c: Columns) -> Flags:
+    """The nodes before which nothing on their role has waited for a communication that they wait for."""
+    edges = c.comm[c.source] & ~c.comm[c.target]
+    source, target = c.source[edges], c.target[edges]
+    earliest = np.full(len(c.of), NEVER)
+    np.minimum.at(earliest, source, c.place[target])
+    out = np.zeros(len(c.of), np.bool_)
+    out[target[c.place[target] == earliest[source]]] = True
     return out
 
 
-def _senders(deps: Dependencies) -> set[int]:
+def _senders(deps: Dependencies, c: Columns) -> Flags:
     """The nodes of which a communication carries a value."""
-    carry = [bool(n.reads) for n in deps.nodes]
-    return {j for i, comm in enumerate(deps.comm) if comm and carry[deps.of[i]] for j in deps.before[i]}
+    carries = c.each(bool(n.reads) for n in deps.nodes) > 0
+    out = np.zeros(len(c.of), np.bool_)
+    out[c.source[c.comm[c.target] & carries[c.target]]] = True
+    return out
 
 
-def _last_before_reductions(graph: Graph, deps: Dependencies, sequence: list[int]) -> set[int]:
+def _last_before_reductions(graph: Graph, deps: Dependencies, c: Columns) -> Flags:
     """The nodes that are the last of their role to add into a bucket which is then reduced."""
-    reduced = [nodes for (bucket, _), nodes in deps.accumulators.items() if graph.buckets[bucket].channel]
-    place = {i: k for k, i in enumerate(sequence)} if reduced else {}
-    return {max(nodes, key=place.__getitem__) for nodes in reduced}
+    out = np.zeros(len(c.of), np.bool_)
+    for (bucket, _), nodes in deps.accumulators.items():
+        if graph.buckets[bucket].channel:
+            out[nodes[int(np.argmax(c.place[nodes]))]] = True
+    return out

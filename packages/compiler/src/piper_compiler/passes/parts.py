@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Protocol
 
 from piper_compiler.durations import InstructionSeconds
 from piper_compiler.passes.dependencies import Dependencies
-from piper_compiler.passes.draft import DraftPart, Name
-from piper_compiler.passes.fuse import Task
 from piper_compiler.ports import kept, port_category, steps_of, value_reads, value_writes
 from piper_ir.graph import Graph, GraphValue, Node
-from piper_ir.ops import AllReduce, Compute, Load, Seed
+from piper_ir.ops import AllReduce, Compute, Load, Op, Seed
 from piper_ir.plan import Category, is_state
 from piper_ir.program import Chunk
 from piper_ir.program import Step as ChunkStep
@@ -23,33 +20,38 @@ Kind = tuple[TensorSpec, Category]
 Pick = Callable[[Sequence[str]], tuple[str, ...]]
 
 
-class Maker(Protocol[Name]):
-    """Makes the parts of instructions, in program order role by role, and says how long they take (`InstructionSeconds`)."""
-
-    def task(self, deps: Dependencies, task: Task) -> tuple[list[DraftPart[Name]], float]:
-        """Of one compute instruction."""
-
-    def comm(self, deps: Dependencies, i: int) -> tuple[list[DraftPart[Name]], float]:
-        """The part of a communication instruction."""
+DraftPart = tuple[str, Op, int, tuple[str, ...], tuple[str, ...]]
+"""The fields of a Part without its frees: node, op, microbatch, reads, writes."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Template:
-    """How the Compute nodes of one op become parts, for all microbatches. Values are counted through: the reads of the node, its
-    writes, what F keeps (`kept`), what I hands to W (`inner`, whether or not W is a node of its own), the latter two by name.
-    `made`: those that come into being, with their `kinds`; `parts`: name and op of each part, and which values it reads and
-    writes."""
+class _Shape:
+    """How the Compute nodes of a step of equal chunks become parts. Values are counted through: the reads of the node, its writes,
+    what F keeps (`kept`), what I hands to W (`inner`, whether or not W is a node of its own), the latter two by port. `made`:
+    those that come into being, with their `kinds`; `steps`: of each part its step, and which values it reads and writes."""
 
     kept: tuple[str, ...]
     inner: tuple[str, ...]
     made: Pick
     kinds: tuple[Kind, ...]
-    parts: tuple[tuple[str, Compute, Pick, Pick], ...]
+    steps: tuple[tuple[ChunkStep, Pick, Pick], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """A shape with the names of one chunk, for all microbatches."""
+
+    kept: list[str]
+    inner: list[str]
+    made: Pick
+    kinds: tuple[Kind, ...]
+    parts: list[tuple[str, Compute, Pick, Pick]]
 
 
 class PartMaker:
-    """Makes parts and the table of bound values. `rows`: of one microbatch on one rank; `shares`: how many of those a batch has
-    (microbatches times data-parallel width)."""
+    """Makes the parts of instructions, in program order role by role, and the table of bound values; says how long instructions
+    take (`InstructionSeconds`). `rows`: of one microbatch on one rank; `shares`: how many of those a batch has (microbatches
+    times data-parallel width)."""
 
     def __init__(self, graph: Graph, chunks: dict[str, Chunk], rows: int, shares: int, seconds: InstructionSeconds) -> None:
         self.graph, self.chunks, self.rows, self.seconds = graph, chunks, rows, seconds
@@ -59,9 +61,11 @@ class PartMaker:
         self.sizes: dict[int, int] = {}  # likewise, of specs that are kept here
         self.kept: dict[tuple[str, int], list[str]] = {}  # (chunk, microbatch) -> values
         self.templates: dict[int, _Template] = {}  # likewise, of an op
+        self.shapes: dict[tuple[object, ...], _Shape] = {}  # by what equal layers share
 
-    def task(self, deps: Dependencies, task: Task) -> tuple[list[DraftPart[str]], float]:
-        out: list[DraftPart[str]] = []
+    def task(self, deps: Dependencies, task: Sequence[int]) -> tuple[list[DraftPart], float]:
+        """Of one compute instruction, which runs these nodes."""
+        out: list[DraftPart] = []
         writer = self.graph.writer
         for i in task:
             node = deps.node(i)
@@ -73,7 +77,8 @@ class PartMaker:
                 out.append((node.id, node.op, node.mb, reads, node.writes))
         return out, self.seconds.compute([part[1] for part in out])
 
-    def comm(self, deps: Dependencies, i: int) -> tuple[list[DraftPart[str]], float]:
+    def comm(self, deps: Dependencies, i: int) -> tuple[list[DraftPart], float]:
+        """The part of a communication instruction."""
         node = deps.node(i)
         self._declare(node.writes)
         if isinstance(node.op, AllReduce):
@@ -89,7 +94,7 @@ class PartMaker:
             self.sizes[id(spec)] = bind(spec.nbytes, 0)
         return self.sizes[id(spec)]
 
-    def _source(self, value: str, node: Node, out: list[DraftPart[str]]) -> str:
+    def _source(self, value: str, node: Node, out: list[DraftPart]) -> str:
         """A batch tensor or the gradient of the loss, made on first use on the role."""
         held = self.graph.values[value]
         name = f"{value}#{node.role}"
@@ -101,10 +106,10 @@ class PartMaker:
                 out.append((f"seed.{name}", Seed(self.seed, held.spec.dtype), node.mb, (), (name,)))
         return name
 
-    def _compute(self, node: Node, op: Compute, reads: tuple[str, ...], out: list[DraftPart[str]]) -> None:
+    def _compute(self, node: Node, op: Compute, reads: tuple[str, ...], out: list[DraftPart]) -> None:
         template = self.templates.get(id(op))
         if template is None:
-            template = self.templates[id(op)] = _template(self.chunks[op.chunk], op)
+            template = self.templates[id(op)] = self._template(self.chunks[op.chunk], op)
         mb = node.mb
         suffix = f"@{mb}"
         mine = self.kept.get((op.chunk, mb))
@@ -113,6 +118,15 @@ class PartMaker:
         ids = [*reads, *node.writes, *mine, *[name + suffix for name in template.inner]]
         self.kinds.update(zip(template.made(ids), template.kinds, strict=True))
         out += [(name + suffix, step, mb, read(ids), written(ids)) for name, step, read, written in template.parts]
+
+    def _template(self, chunk: Chunk, op: Compute) -> _Template:
+        key = (op.step, id(chunk.ports), *map(id, chunk.steps.values()), *[i.kind for i in chunk.inputs])
+        shape = self.shapes.get(key)
+        if shape is None:
+            shape = self.shapes[key] = _shape(chunk, op)
+        kept, inner = ([f"{chunk.id}:{p}" for p in ports] for ports in (shape.kept, shape.inner))
+        parts = [(f"{chunk.id}.{step}", Compute(chunk.id, step), read, written) for step, read, written in shape.steps]
+        return _Template(kept, inner, shape.made, shape.kinds, parts)
 
     def _declare(self, values: tuple[str, ...]) -> None:
         for v in values:
@@ -126,21 +140,20 @@ class PartMaker:
         return known
 
 
-def _template(chunk: Chunk, op: Compute) -> _Template:
+def _shape(chunk: Chunk, op: Compute) -> _Shape:
     present = steps_of(chunk, op.step)
     given = [*value_writes(chunk, op.step)]
     known = [*value_reads(chunk, op.step), *given, *kept(chunk)]
-    inner = list(dict.fromkeys(p for s in present for p in _ports(chunk, s) if p not in known))
+    inner = tuple(dict.fromkeys(p for s in present for p in _ports(chunk, s) if p not in known))
     at = {port: k for k, port in enumerate((*known, *inner))}
-    parts = []
+    steps = []
     for step in present:
         sig = chunk.steps[step]
         read = _pick([at[p] for p in sig.reads if not is_state(chunk, p)])
-        parts.append((f"{chunk.id}.{step}", Compute(chunk.id, step), read, _pick([at[p] for p in sig.writes])))
+        steps.append((step, read, _pick([at[p] for p in sig.writes])))
     made = [p for s in present for p in chunk.steps[s].writes]
     kinds = tuple((chunk.ports[p], port_category(p)) for p in made)
-    named = [tuple(f"{chunk.id}:{p}" for p in ports) for ports in (kept(chunk), inner)]
-    return _Template(named[0], named[1], _pick([at[p] for p in made]), kinds, tuple(parts))
+    return _Shape(kept(chunk), inner, _pick([at[p] for p in made]), kinds, tuple(steps))
 
 
 def _ports(chunk: Chunk, step: ChunkStep) -> tuple[str, ...]:

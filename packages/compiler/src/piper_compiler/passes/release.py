@@ -8,57 +8,77 @@ a matter of luck.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from dataclasses import dataclass
 
-from piper_compiler.passes.draft import Name, Place, Releases, RoleDraft
+import numpy as np
+
+from piper_compiler.passes.arrays import Flags, Ints
+from piper_compiler.passes.draft import Draft, Waits
 from piper_ir.timing import Times
 
 
-def releases(draft: RoleDraft[Name], offset: int, times: Times) -> Releases[Name]:
-    """The frees of a role, and the waits that they need. `offset`: number of the role's first node in `times`."""
-    compute = draft.compute
-    starts = [times.start[offset + k] for k in compute]
-    last, instr_of, sent = _readers(draft)
-    frees: dict[int, list[Name]] = {}
-    before: dict[int, list[Name]] = {}
-    waits: dict[int, list[Place]] = {}
-    done, places = times.done, draft.places
-    for value, readers in sent.items():
-        end = max([done[offset + k] for k in readers])
-        # Nothing may start that late: then the Update, which ends every role's program, waits for it.
-        k = compute[min(max(bisect_left(starts, end), bisect_left(compute, readers[-1])), len(compute) - 1)]
-        own = last.pop(value, None)
-        if own is not None and instr_of[own] >= k:
-            k = instr_of[own]
-            frees.setdefault(own, []).append(value)
-        else:
-            before.setdefault(k, []).append(value)
-        waits.setdefault(k, []).extend([places[reader] for reader in readers])
-    for value, own in last.items():
-        if own in frees:
-            frees[own].append(value)
-        else:
-            frees[own] = [value]
-    return Releases(frees, before, waits)
+@dataclass(frozen=True)
+class Uses:
+    """What parts do with values; values and parts are numbers. An entry per `value` that a `part` of a compute instruction writes
+    or reads, in program order, of a part the writes first; `instr` is the instruction of each part. An entry per value that a
+    communication instruction reads, in program order: the value `sent`, the instruction `sender`."""
+
+    values: int
+    value: Ints
+    part: Ints
+    instr: Ints
+    sent: Ints
+    sender: Ints
 
 
-def _readers(draft: RoleDraft[Name]) -> tuple[dict[Name, int], list[int], dict[Name, list[int]]]:
-    """Value -> the number of the last compute part that reads it (or writes it, when nothing reads it), part -> its instruction,
-    and value -> the communications that read it. A value that only communication reads is in the last alone."""
-    last: dict[Name, int] = {}
-    instr_of: list[int] = []
-    sent: dict[Name, list[int]] = {}
-    for k, (parts, channel) in enumerate(zip(draft.parts, draft.channels, strict=True)):
-        if channel:
-            instr_of.append(k)
-            for v in parts[0][3]:
-                sent.setdefault(v, []).append(k)
-            continue
-        for _, _, _, reads, writes in parts:
-            q = len(instr_of)
-            for v in writes:
-                last[v] = q
-            for v in reads:
-                last[v] = q
-            instr_of.append(k)
-    return last, instr_of, sent
+@dataclass(frozen=True)
+class Releases:
+    """What is freed. An entry per value that dies after a part, by part: `freed` and `after`; an entry per value that dies before an
+    instruction, by instruction: `early` and `before`. `waits`: of the instructions that free what was sent."""
+
+    freed: Ints
+    after: Ints
+    early: Ints
+    before: Ints
+    waits: Waits
+
+
+def releases(draft: Draft, uses: Uses, times: Times) -> Releases:
+    """The frees of all roles, and the waits that they need. `times`: of a run without frees."""
+    last, first = np.full(uses.values, -1), np.full(uses.values, -1)
+    last[uses.value] = uses.part  # of an index that is there twice, the last assignment counts
+    first[uses.value[::-1]] = np.arange(len(uses.value))[::-1]
+
+    sent, rank, many = np.unique(uses.sent, return_index=True, return_counts=True)
+    by_value = np.argsort(uses.sent, kind="stable")
+    starts = np.cumsum(many) - many
+    ends = np.maximum.reduceat(np.array(times.done)[uses.sender[by_value]], starts) if len(sent) else np.empty(0)
+    latest = uses.sender[by_value][starts + many - 1]
+    dies = _first_after(draft, np.array(times.start), ends, latest)
+    part = last[sent]
+    own = np.where(part >= 0, uses.instr[part], -1)  # the instruction that uses it last
+    kept: Flags = own >= dies
+    dies = np.where(kept, own, dies)
+
+    late, known = sent[~kept], np.ones(uses.values, np.bool_)
+    known[late] = False
+    freed = np.flatnonzero((last >= 0) & known)
+    order = first[freed] + len(uses.value)  # what is sent stands before the others
+    order[np.searchsorted(freed, sent[kept])] = rank[kept] - len(uses.sent)
+    by_part = np.lexsort((order, last[freed]))
+    by_instr = np.lexsort((rank[~kept], dies[~kept]))
+    waits = Waits(np.repeat(dies, many), uses.sender[by_value])
+    return Releases(freed[by_part], last[freed][by_part], late[by_instr], dies[~kept][by_instr], waits)
+
+
+def _first_after(draft: Draft, start: np.ndarray, ends: np.ndarray, latest: Ints) -> Ints:
+    """Of values, the first compute instruction of their role that starts when what sends them has ended, at `ends`, and stands
+    after the last to send it, `latest`. Nothing may start that late: then the Update, which ends every role's program, waits."""
+    out = np.empty(len(latest), np.int64)
+    edges = np.searchsorted(draft.compute, draft.offsets)
+    for a, b, first, end in zip(edges[:-1], edges[1:], draft.offsets[:-1], draft.offsets[1:], strict=True):
+        mine = (latest >= first) & (latest < end)
+        compute = draft.compute[a:b]
+        k = np.maximum(np.searchsorted(start[compute], ends[mine]), np.searchsorted(compute, latest[mine]))
+        out[mine] = compute[np.minimum(k, len(compute) - 1)]
+    return out

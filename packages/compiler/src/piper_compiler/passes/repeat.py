@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterator
-from itertools import repeat
 
-from piper_compiler.passes.dependencies import Dependencies
+import numpy as np
+
+from piper_compiler.passes.arrays import Ints, ints
+from piper_compiler.passes.dependencies import Dependencies, targets
 from piper_compiler.uniform import Uniform
 
 
@@ -15,36 +16,31 @@ def repeated(uniform: Uniform, one: Dependencies) -> Dependencies:
     numbers = list(_numbers(uniform, one))
     total = numbers[-1][-1] + 1  # an Update is last
     of, mb = [0] * total, [-1] * total
-    before: list[list[int]] = [[]] * total
-    after: list[list[int]] = [[]] * total
     for k, mine in enumerate(numbers):
         span = slice(mine.start, mine.stop, mine.step)
         of[span] = [k] * len(mine)
         if one.mb[k] >= 0:
             mb[span] = range(len(mine))
-        before[span] = _edges(mine, [numbers[j] for j in one.before[k]])
-        after[span] = _edges(mine, [numbers[j] for j in one.after[k]])
     likes = {n.id.removesuffix("@0"): numbers[k] for k, n in enumerate(one.nodes)}
-    ordered = set[int]()
-    for (first, i), (then, j) in uniform.edges:
-        a, b = likes[first][i], likes[then][j]
-        before[b].append(a)
-        insort(after[a], b)
-        ordered.add(a)
-        ordered.add(b)
+    pairs = [(likes[first][i], likes[then][j]) for (first, i), (then, j) in uniform.edges]
+    source, target = _edges(one, [np.arange(r.start, r.stop, r.step) for r in numbers], pairs)
     adds = {key: [i for k in mine for i in numbers[k]] for key, mine in one.accumulators.items()}
     comm = [one.comm[k] for k in of]
-    return Dependencies(one.nodes, of, mb, comm, before, after, ordered, adds, {})
+    ordered = {i for pair in pairs for i in pair}
+    return Dependencies(one.nodes, of, mb, comm, source, target, targets(source, target, total), ordered, adds, {})
 
 
-def _edges(mine: range, others: list[range]) -> list[list[int]]:
-    """For each of `mine`, its neighbours: of the same microbatch, or all if it is of the whole step."""
-    if not others:
-        return [[] for _ in mine]
-    if len(mine) == 1:
-        return [[i for them in others for i in them]]
-    same = [them if len(them) > 1 else repeat(them[0], len(mine)) for them in others]
-    return [list(row) for row in zip(*same, strict=True)]
+def _edges(one: Dependencies, numbers: list[Ints], pairs: list[tuple[int, int]]) -> tuple[Ints, Ints]:
+    """The edges by target: from nodes of the same microbatch, to or from all of one of the whole step, and `pairs`."""
+    sources, targets = [ints(i for i, _ in pairs)], [ints(i for _, i in pairs)]
+    for j, k in zip(one.source[::-1].tolist(), one.target[::-1].tolist(), strict=True):
+        them, mine = numbers[j], numbers[k]
+        n = max(len(them), len(mine))
+        sources.append(np.repeat(them, n // len(them)))
+        targets.append(np.repeat(mine, n // len(mine)))
+    source, target = np.concatenate(sources[::-1]), np.concatenate(targets[::-1])
+    order = np.argsort(target, kind="stable")
+    return source[order], target[order]
 
 
 def _numbers(uniform: Uniform, one: Dependencies) -> Iterator[range]:

@@ -16,12 +16,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from piper_compiler.durations import LINK, chunk_seconds
+import numpy as np
+
+from piper_compiler.durations import LINK, InstructionSeconds
 from piper_compiler.passes.dependencies import Dependencies, cycle_error
 from piper_compiler.ports import signatures, steps_of
-from piper_ir.costs import Costs
 from piper_ir.graph import Coord, Graph, Node
-from piper_ir.ops import AllReduce, Compute, ComputeStep, Recv
+from piper_ir.ops import AllReduce, Compute, Recv
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, bind
 
@@ -53,16 +54,16 @@ class Scheduler:
         deps: Dependencies,
         bound: dict[str, Chunk],
         rows: int,
-        costs: Costs | None,
+        seconds: InstructionSeconds,
         given: Mapping[int, float],
     ) -> None:
         nodes = deps.nodes
         self.graph, self.deps = graph, deps
         self.roles = {r: _Role() for r in graph.roles}
         self.role_of = deps.column([n.role for n in nodes])
-        self.seconds = deps.column(node_seconds(graph, nodes, bound, rows, costs))
-        for i, seconds in given.items():
-            self.seconds[i] = seconds
+        self.seconds = deps.column(node_seconds(graph, nodes, bound, rows, seconds))
+        for i, taken in given.items():
+            self.seconds[i] = taken
         kinds = _kinds(nodes)
         self.stages = 1 + max([stage for _, stage in kinds], default=0)
         self.each = self.stages * (max(deps.mb, default=0) + 2)  # groups of a phase
@@ -84,7 +85,7 @@ class Scheduler:
         self.counter = 0
 
     def run(self) -> list[int]:
-        waiting = [len(b) for b in self.deps.before]
+        waiting: list[int] = np.bincount(self.deps.target, minlength=len(self.deps.comm)).tolist()
         after, events, role_of, comm = self.deps.after, self.events, self.role_of, self.deps.comm
         now, done = 0.0, 0
         dirty = set(self.roles)
@@ -241,8 +242,10 @@ def _along(graph: Graph, nodes: tuple[Node, ...], kinds: list[tuple[int, int]]) 
     return [place if rank == FORWARD else -place for place, (rank, _) in zip(places, kinds, strict=True)]
 
 
-def node_seconds(graph: Graph, nodes: tuple[Node, ...], bound: dict[str, Chunk], rows: int, costs: Costs | None) -> list[float]:
-    """Canonical seconds of nodes. `bound`: chunks with int sizes at `rows`."""
+def node_seconds(
+    graph: Graph, nodes: tuple[Node, ...], bound: dict[str, Chunk], rows: int, known: InstructionSeconds
+) -> list[float]:
+    """Canonical seconds of nodes. `bound`: chunks with int sizes at `rows`; `known`: the durations of their steps."""
     steps: dict[int, float] = {}  # by the id of an op, which microbatches share
     sizes: dict[int, float] = {}  # by the id of a spec
     out: list[float] = []
@@ -252,7 +255,7 @@ def node_seconds(graph: Graph, nodes: tuple[Node, ...], bound: dict[str, Chunk],
         if isinstance(op, Compute):
             seconds = steps.get(id(op))
             if seconds is None:
-                seconds = steps[id(op)] = _compute_seconds(bound[op.chunk], op.step, costs)
+                seconds = steps[id(op)] = sum([known.step(op.chunk, s) for s in steps_of(bound[op.chunk], op.step)])
         elif isinstance(op, Recv):
             spec = graph.values[node.writes[0]].spec
             seconds = sizes.get(id(spec))
@@ -264,10 +267,6 @@ def node_seconds(graph: Graph, nodes: tuple[Node, ...], bound: dict[str, Chunk],
             seconds = 0.0
         out.append(seconds)
     return out
-
-
-def _compute_seconds(chunk: Chunk, step: ComputeStep, costs: Costs | None) -> float:
-    return sum([chunk_seconds(chunk, s, costs) for s in steps_of(chunk, step)])
 
 
 def _limits(graph: Graph, nodes: tuple[Node, ...], kinds: list[tuple[int, int]]) -> dict[int, int]:
@@ -289,9 +288,14 @@ def _limits(graph: Graph, nodes: tuple[Node, ...], kinds: list[tuple[int, int]])
 
 
 def schedule(
-    graph: Graph, deps: Dependencies, bound: dict[str, Chunk], rows: int, costs: Costs | None, given: Mapping[int, float]
+    graph: Graph,
+    deps: Dependencies,
+    bound: dict[str, Chunk],
+    rows: int,
+    seconds: InstructionSeconds,
+    given: Mapping[int, float],
 ) -> list[int]:
     """The nodes of a complete graph in one global linear order. `given`: first node of each span -> its seconds. See the
     module's docstring."""
     assert all(signatures(c, "F") for c in bound.values()), "every chunk has a forward"
-    return Scheduler(graph, deps, bound, rows, costs, given).run()
+    return Scheduler(graph, deps, bound, rows, seconds, given).run()

@@ -1,0 +1,29 @@
+"""Columns of numbers: numpy's arrays of 64-bit integers, and what the passes do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+NEVER = 1 << 60
+"""After everything: no position is that large."""
+
+
+def ints(values: Iterable[int]) -> Ints:
+    """A column of numbers."""
+    return np.array(list(values), np.int64)
+
+
+def begins(lengths: Ints) -> Ints:
+    """Where each of some runs of these lengths begins."""
+    return np.cumsum(lengths) - lengths
+
+
+def within(lengths: Ints) -> Ints:
+    """0, 1, ... in each of some runs of these lengths."""
+    return np.arange(int(lengths.sum())) - np.repeat(begins(lengths), lengths)
