@@ -1,4 +1,4 @@
-"""Drafts: the instructions of a plan in program order, before there are names and frees: what each runs, and what it waits for."""
+"""Drafts: the instructions of a plan in program order, before they have names and frees: what each runs and waits for."""
 
 from __future__ import annotations
 
@@ -133,5 +133,3 @@ def _edges(c: Columns, at: Ints, stream: Ints) -> Waits:
     source, target = at[c.source], at[c.target]
     needed: Flags = (c.role[c.source] == c.role[c.target]) & (stream[source] != stream[target]) & (source < target)
     return Waits(target[needed], source[needed])
-
-

@@ -71,7 +71,7 @@ def _best(graph: Graph, chunks: dict[str, Chunk], rows: int, options: Options, c
             if best is None:
                 raise  # nothing is chosen yet here, so it is the strategy's own contradiction
             continue  # this interleaving would wait for itself
-        if best is None or made[-1][1].makespan < best[-1][1].makespan * (1 - 1e-9):
+        if best is None or made[-1].makespan < best[-1].makespan * (1 - 1e-9):
             best = made
     assert best is not None, "there is always the graph as it is"
     return best

@@ -54,8 +54,8 @@ class Named:
         return [tuple(after.get(-1 - r, ())) for r, _ in enumerate(self.draft.roles)]
 
     def _allocs_after(self) -> dict[int, list[str]]:
-        """The receive buffers made after an instruction, or (-1 - r) before the first of role r that computes: right after the latest
-        that computes before the receive is posted."""
+        """The receive buffers made after an instruction, or (-1 - r) before the first of role r that computes: right after the
+        latest that computes before the receive is posted."""
         out: dict[int, list[str]] = {}
         for r, (first, end) in enumerate(pairwise(self.draft.offsets)):
             latest = -1 - r

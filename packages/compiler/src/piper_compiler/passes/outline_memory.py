@@ -25,8 +25,9 @@ class Peak:
 
 
 class Memory:
-    """What the instructions of an outline allocate and free. `buffers` are made after instruction `made`, or (-1) before the first of
-    their role that computes, in instruction order of the receives `received`."""
+    """What the instructions of an outline allocate and free. `effects`: of each that computes. The receive `received[k]` writes
+    into a buffer of place `buffers[k]`, which is made after instruction `made[k]`, or (-1) before the first of its role that computes.
+    `early`, `more`: by instruction, the bytes freed before it and made after it."""
 
     def __init__(self, plan: Plan, kinds: Kinds, draft: Draft, freed: Releases) -> None:
         self.plan, self.kinds, self.draft, self.freed = plan, kinds, draft, freed
@@ -83,8 +84,8 @@ class Memory:
         return Peak(int(most[k]), int(compute[k]) - begin, self._split(r, held, k if inside is not None else k + 1, inside))
 
     def _split(self, r: int, held: tuple[State, ...], steps: int, inside: int | None) -> dict[str, int]:
-        """The bytes by category after so many instructions of role r that compute; or in the next one, number `inside`, at its fullest
-        moment."""
+        """The bytes by category after so many instructions of role r that compute; or in the next one, number `inside`, at its
+        fullest moment."""
         begin, end = self.draft.offsets[r : r + 2]
         a, b = np.searchsorted(self.draft.compute, (begin, end))
         compute, effects = self.draft.compute[a:b], self.effects[a:b]
@@ -124,8 +125,8 @@ class Memory:
         return out
 
     def _freed(self, begin: int, at: int, part: int) -> list[str]:
-        """What dies in a part of instruction `at`, a chunk's step, as the plan lists it (see `releases`): first what is sent, then by
-        its first use; by the names in microbatch 0. `begin`: the first instruction of the role."""
+        """What dies in a part of instruction `at`, a chunk's step, as the plan lists it (see `releases`): first what is sent,
+        then by its first use; by the names in microbatch 0. `begin`: the first instruction of the role."""
         kinds, freed = self.kinds, self.freed
         values = freed.freed[freed.after == kinds.first_part[at] + part]
         sent = np.isin(values, kinds.uses.sent)

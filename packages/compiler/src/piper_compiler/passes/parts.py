@@ -26,9 +26,10 @@ DraftPart = tuple[str, Op, int, tuple[str, ...], tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """How the Compute nodes of a step of equal chunks become parts. Values are counted through: the reads of the node, its writes,
-    what F keeps (`kept`), what I hands to W (`inner`, whether or not W is a node of its own), the latter two by port. `made`:
-    those that come into being, with their `kinds`; `steps`: of each part its step, and which values it reads and writes."""
+    """How the Compute nodes of a step of equal chunks become parts. Values are counted through: the reads of the node, its
+    writes, what F keeps (`kept`), what I hands to W (`inner`, whether or not W is a node of its own), the latter two by port.
+    `made`: those that come into being, with their `kinds`; `steps`: of each part its step, and which values it reads and
+    writes."""
 
     kept: tuple[str, ...]
     inner: tuple[str, ...]

@@ -33,8 +33,8 @@ class Uses:
 
 @dataclass(frozen=True)
 class Releases:
-    """What is freed. An entry per value that dies after a part, by part: `freed` and `after`; an entry per value that dies before an
-    instruction, by instruction: `early` and `before`. `waits`: of the instructions that free what was sent."""
+    """What is freed. An entry per value that dies after a part, by part: `freed` and `after`; an entry per value that dies before
+    an instruction, by instruction: `early` and `before`. `waits`: of the instructions that free what was sent."""
 
     freed: Ints
     after: Ints

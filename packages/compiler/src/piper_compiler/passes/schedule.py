@@ -33,14 +33,18 @@ Group = int
 groups are taken in turn: the phase first, then the microbatch, then the stage."""
 
 
-@dataclass
+@dataclass(slots=True)
 class _Role:
+    """`ready`: what may start, by group, along the program; `groups`: the groups there, but for the `current` one, and what is
+    left of those that were; `gated`: by stage, the groups that its limit holds back; `open`: microbatches in flight by stage;
+    `left`: backward nodes still to run, by microbatch and stage."""
+
     ready: dict[Group, list[tuple[int, int]]] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
     gated: dict[int, list[Group]] = field(default_factory=dict)
     admitted: set[Group] = field(default_factory=set)
-    open: dict[int, int] = field(default_factory=dict)  # microbatches in flight by stage
-    left: dict[int, int] = field(default_factory=dict)  # backward nodes still to run, by microbatch and stage
+    open: dict[int, int] = field(default_factory=dict)
+    left: dict[int, int] = field(default_factory=dict)
     current: Group = -1
     busy: bool = False
 
@@ -59,8 +63,9 @@ class Scheduler:
     ) -> None:
         nodes = deps.nodes
         self.graph, self.deps = graph, deps
-        self.roles = {r: _Role() for r in graph.roles}
-        self.role_of = deps.column([n.role for n in nodes])
+        names = {name: r for r, name in enumerate(sorted(graph.roles))}
+        self.roles = [_Role() for _ in names]  # by name, the order in which roles that can start at the same time do
+        self.role_of = deps.column([names[n.role] for n in nodes])
         self.seconds = deps.column(node_seconds(graph, nodes, bound, rows, seconds))
         for i, taken in given.items():
             self.seconds[i] = taken
@@ -82,27 +87,28 @@ class Scheduler:
         self.events: list[tuple[float, int, int]] = []
         self.sequence: list[int] = []
         self.arrived: dict[tuple[str, str], list[int]] = {}
-        self.counter = 0
 
     def run(self) -> list[int]:
         waiting: list[int] = np.bincount(self.deps.target, minlength=len(self.deps.comm)).tolist()
         after, events, role_of, comm = self.deps.after, self.events, self.role_of, self.deps.comm
         now, done = 0.0, 0
-        dirty = set(self.roles)
+        dirty = set(range(len(self.roles)))
+        over: list[int] = []
         for i, n in enumerate(waiting):
             if n == 0:
-                self._communicate(i, now) if comm[i] else self._ready(i)
+                self._communicate(i, now, over) if comm[i] else self._ready(i)
         while True:
             if dirty:
                 self._start(dirty, now)
-            if not events:
+            if events and not over:
+                now = events[0][0]
+            while events and events[0][0] == now:
+                over.append(heappop(events)[2])
+            if not over:
                 if done == len(waiting) or not self._force(dirty):
                     break
                 continue
-            now = events[0][0]
-            while events and events[0][0] == now:
-                i = heappop(events)[2]
-                done += 1
+            for i in over:  # which grows by what takes no time
                 if not comm[i]:
                     self._finish(i)
                     dirty.add(role_of[i])
@@ -111,18 +117,15 @@ class Scheduler:
                     if left:
                         continue
                     if comm[j]:
-                        self._communicate(j, now)
+                        self._communicate(j, now, over)
                     else:
                         self._ready(j)
                         dirty.add(role_of[j])
+            done += len(over)
+            over.clear()
         if done < len(waiting):
             raise cycle_error(self.graph, self.deps, {i for i, n in enumerate(waiting) if n})
         return self.sequence
-
-    def _run(self, i: int, end: float) -> None:
-        self.counter += 1
-        self.sequence.append(i)
-        heappush(self.events, (end, self.counter, i))
 
     def _ready(self, i: int) -> None:
         """A node that computes may start when its role has nothing better to do."""
@@ -133,25 +136,35 @@ class Scheduler:
         waiting = role.ready.get(group)
         if waiting is None:
             role.ready[group] = [(self.along[i], i)]
-            heappush(role.groups, group)
+            if group != role.current:
+                heappush(role.groups, group)
         else:
             heappush(waiting, (self.along[i], i))
 
-    def _communicate(self, i: int, now: float) -> None:
-        """Communication needs no processor: it starts at once, a reduction when the last of its members can."""
+    def _communicate(self, i: int, now: float, over: list[int]) -> None:
+        """Communication needs no processor: it starts at once, a reduction when the last of its members can. `over`: what is done
+        by now."""
         op = self.reductions.get(self.deps.of[i])
-        if op is None:
-            self._run(i, now + self.seconds[i])
-            return
-        members = self.arrived.setdefault((op.channel, op.bucket), [])
-        members.append(i)
-        if len(members) == len(self.graph.channels[op.channel].roles):
-            for j in sorted(members):
-                self._run(j, now + self.seconds[j])
+        members = [i]
+        if op is not None:
+            members = self.arrived.setdefault((op.channel, op.bucket), [])
+            members.append(i)
+            if len(members) < len(self.graph.channels[op.channel].roles):
+                return
+            members.sort()
+        sequence = self.sequence
+        for j in members:
+            sequence.append(j)
+            end = now + self.seconds[j]
+            if end > now:
+                heappush(self.events, (end, len(sequence), j))
+            else:
+                over.append(j)
 
-    def _start(self, dirty: set[str], now: float) -> None:
-        for name in sorted(dirty) if len(dirty) > 1 else dirty:
-            role = self.roles[name]
+    def _start(self, dirty: set[int], now: float) -> None:
+        sequence = self.sequence
+        for r in sorted(dirty) if len(dirty) > 1 else dirty:
+            role = self.roles[r]
             if role.busy or (group := self._choose(role)) is None:
                 continue
             heap = role.ready[group]
@@ -162,7 +175,8 @@ class Scheduler:
             role.busy = True
             end = now + self.seconds[i]
             for j in self.deps.spans.get(i, (i,)):
-                self._run(j, end)
+                sequence.append(j)
+                heappush(self.events, (end, len(sequence), j))
         dirty.clear()
 
     def _choose(self, role: _Role) -> Group | None:
@@ -190,16 +204,16 @@ class Scheduler:
             role.open[stage] = in_flight + 1
         return True
 
-    def _force(self, dirty: set[str]) -> bool:
+    def _force(self, dirty: set[int]) -> bool:
         """Nothing runs and something is held back by its limit: an order elsewhere needs more in flight, so let the first one
         go."""
-        held = [(g[0] // self.stages, name, g[0]) for name, role in self.roles.items() for g in role.gated.values() if g]
+        held = [(g[0] // self.stages, r, g[0]) for r, role in enumerate(self.roles) for g in role.gated.values() if g]
         if not held:
             return False
-        _, name, group = min(held)
-        self._admit(self.roles[name], group, force=True)
-        self._ungate(self.roles[name], group % self.stages)
-        dirty.add(name)
+        _, r, group = min(held)
+        self._admit(self.roles[r], group, force=True)
+        self._ungate(self.roles[r], group % self.stages)
+        dirty.add(r)
         return True
 
     def _ungate(self, role: _Role, stage: int) -> None:
