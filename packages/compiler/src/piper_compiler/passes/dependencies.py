@@ -21,12 +21,13 @@ Fact = TypeVar("Fact")
 
 @dataclass(frozen=True)
 class Dependencies:
-    """Nodes by number, in creation order. `nodes[of[i]]` says what node i is, but for its microbatch `mb[i]` (-1: of the whole
-    step): in a graph of all microbatches that is the node itself, in one that stands for all (`piper_compiler.passes.repeat`)
-    its like of microbatch 0. An edge says that node `source[e]` must be done before node `target[e]` starts; edges stand by
-    target, of a receive that of its send first. `after[i]`: the targets of the edges from node i, ascending. `comm[i]`: whether
-    node i is communication. `ordered`: the nodes that directives order. `accumulators`: (bucket, role) -> the nodes that add
-    into its gradient there. `spans`: node -> all nodes of its span, in order, which start together: they have edges from the same nodes."""
+    """Nodes by number, in creation order. `nodes[of[i]]` says what node i is, but for its microbatch `mb[i]` (-1: of the
+    whole step): in a graph of all microbatches that is the node itself, in one that stands for all
+    (`piper_compiler.passes.repeat`) its like of microbatch 0. An edge says that node `source[e]` must be done before node
+    `target[e]` starts; edges stand by target, of a receive that of its send first. `after[i]`: the targets of the edges from
+    node i, ascending. `comm[i]`: whether node i is communication. `ordered`: the nodes that directives order. `accumulators`:
+    (bucket, role) -> the nodes that add into its gradient there. `spans`: node -> all nodes of its span, in order, which
+    start together: they have edges from the same nodes."""
 
     nodes: tuple[Node, ...]
     of: Sequence[int]

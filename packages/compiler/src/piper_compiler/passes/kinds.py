@@ -62,10 +62,10 @@ class Kind:
 
 
 class Kinds:
-    """The kinds of the instructions of a draft: `used[i]` is that of instruction i, `mb[i]` its microbatch; `instrs`: the kinds,
-    each with its instructions. `names`: values in microbatch 0, `sizes`: their bytes. The value of place p there is number
-    p * count + microbatch. `uses`: what the instructions do with values. Parts of instructions that compute are counted: `first_part` of each
-    instruction, `instr_of_part`."""
+    """The kinds of the instructions of a draft: `used[i]` is that of instruction i, `mb[i]` its microbatch; `instrs`: the
+    kinds, each with its instructions. `names`: values in microbatch 0, `sizes`: their bytes. The value of place p there is
+    number p * count + microbatch. `uses`: what the instructions do with values. Parts of instructions that compute are
+    counted: `first_part` of each instruction, `instr_of_part`."""
 
     def __init__(self, graph: Graph, one: Dependencies, maker: PartMaker, count: int, draft: Draft, deps: Dependencies) -> None:
         self.graph, self.one, self.maker, self.count = graph, one, maker, count

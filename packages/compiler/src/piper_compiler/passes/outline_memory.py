@@ -25,9 +25,9 @@ class Peak:
 
 
 class Memory:
-    """What the instructions of an outline allocate and free. `effects`: of each that computes. The receive `received[k]` writes
-    into a buffer of place `buffers[k]`, which is made after instruction `made[k]`, or (-1) before the first of its role that computes.
-    `early`, `more`: by instruction, the bytes freed before it and made after it."""
+    """What the instructions of an outline allocate and free. `effects`: of each that computes. The receive `received[k]`
+    writes into a buffer of place `buffers[k]`, which is made after instruction `made[k]`, or (-1) before the first of its
+    role that computes. `early`, `more`: by instruction, the bytes freed before it and made after it."""
 
     def __init__(self, plan: Plan, kinds: Kinds, draft: Draft, freed: Releases) -> None:
         self.plan, self.kinds, self.draft, self.freed = plan, kinds, draft, freed
