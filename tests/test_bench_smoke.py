@@ -191,7 +191,7 @@ def test_scale_of_a_tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale.Size, "config", lambda self: tiny)
     small = scale.Size(layers=4, stages=2, replicas=2, microbatches=2)
     assert all(row.value > 0 for row in scale.growth_rows("microbatches", (2, 4), 1, small))
-    assert [row.value > 0 for row in scale.node_rows((2, 4))] == [True, True]
+    assert [row.value > 0 for row in scale.node_rows((2, 4), 1)] == [True, True]
 
 
 def test_growth_per_doubling() -> None:

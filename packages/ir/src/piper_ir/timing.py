@@ -26,8 +26,8 @@ Waits = tuple[tuple[str, int], ...]
 """(stream, n): the first n of its instructions must be done."""
 Member = tuple[int, int, tuple[int, ...]]
 """A node, the slot of its predecessor on its stream, the nodes that it waits for."""
-Step = tuple[Member, tuple[tuple[Member, ...], bool] | None]
-"""A node of its own; or the first member of a group, with all members and whether the group is a point-to-point transfer."""
+Step = tuple[int, int, tuple[int, ...], tuple[tuple[Member, ...], bool] | None]
+"""A member: a node of its own; or the first of a group, with all members and whether the group is a point-to-point transfer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ def sweep(
     ready, host = _issued(prepared, issue, after)
     start = [0.0] * len(prepared)
     end, done = _carried(prepared, after)
-    for (node, before, waits), group in prepared.order:
+    for node, before, waits, group in prepared.order:
         if group is None:
             at = ready[node]
             for w in waits:
@@ -315,7 +315,7 @@ def _order(orders: Sequence[IssueOrder], of: Prepared, waits: Sequence[tuple[int
             else:
                 g = group_of[node]
                 if g < 0:
-                    order.append(((node, before, mine), None))
+                    order.append((node, before, mine, None))
                     done[node] = 1
                     if held[node]:
                         ready += held[node]
@@ -336,7 +336,7 @@ def _order(orders: Sequence[IssueOrder], of: Prepared, waits: Sequence[tuple[int
                         ready += held[m]
                         if own != s:
                             ready.append(own)
-                    order.append((whole[0], (tuple(whole), of.p2p[g])))
+                    order.append((*whole[0], (tuple(whole), of.p2p[g])))
                     before = node
                     k += 1
                     continue

@@ -20,8 +20,9 @@ Legality
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Literal
 
 from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
@@ -76,9 +77,10 @@ class Order:
 
     def __str__(self) -> str:
         """About as the user wrote it; long lists are cut."""
-        shown = self._items()
-        items = [", ".join(map(str, item)) if len(item) == 1 else f"overlap({', '.join(map(str, item))})" for item in shown[:3]]
-        more = [f"... {len(shown) - 3} more"] if len(shown) > 3 else []
+        shown = islice(self._items(), 3)
+        items = [", ".join(map(str, item)) if len(item) == 1 else f"overlap({', '.join(map(str, item))})" for item in shown]
+        count = len(self.selections) - sum(number - 1 for _, number in self.overlaps)
+        more = [f"... {count - 3} more"] if count > 3 else []
         skip = ["missing='skip'"] if self.missing == "skip" else []
         return f"order({', '.join([*items, *more, *skip])})"
 
@@ -134,15 +136,13 @@ class Order:
                     edit.overlaps.append(OverlapGroup(tuple(members), edit.applied))
         return edit.done()
 
-    def _items(self) -> list[tuple[Where, ...]]:
+    def _items(self) -> Iterator[tuple[Where, ...]]:
         """The places of the order: one selection each, or those of an overlap."""
-        numbers = dict(self.overlaps)
-        out, k = [], 0
+        numbers, k = dict(self.overlaps), 0
         while k < len(self.selections):
             n = numbers.get(k, 1)
-            out.append(self.selections[k : k + n])
+            yield self.selections[k : k + n]
             k += n
-        return out
 
     def _selected(self, graph: Graph) -> list[list[tuple[Where, list[Node]]]]:
         """The items with the nodes of their selections, without those that may be missing and are."""
