@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 import numpy as np
@@ -84,48 +83,54 @@ class Draft:
 def draft(graph: Graph, deps: Dependencies, c: Columns, tasks: Tasks, where: Positions) -> Draft:
     """The program order of every role."""
     totals = tasks.counts + where.counts
-    offsets = (0, *np.cumsum(totals).tolist())
-    assert np.all(where.before < np.repeat(tasks.counts, where.counts)), "communication after the Update"
-    far = 1 + len(tasks.first)  # more than any place of communication
-    among = np.repeat(np.arange(len(totals)) * far, where.counts) + where.before
-    earlier = np.searchsorted(among, tasks.role * far + within(tasks.counts), side="right") - begins(where.counts)[tasks.role]
-    compute = begins(totals)[tasks.role] + within(tasks.counts) + earlier
-    comm = np.repeat(begins(totals), where.counts) + within(where.counts) + where.before
-
-    at = np.empty(len(c.of), np.int64)
+    compute, comm = _places(totals, tasks, where)
+    at = np.empty(len(c.of), np.int64)  # of each node, its instruction
     at[where.nodes] = comm
     at[tasks.nodes] = np.repeat(compute, np.diff(tasks.first, append=len(tasks.nodes)))
-    computed = np.zeros(len(compute) + len(comm), np.int64)
+    computed = np.empty(len(compute) + len(comm), np.int64)
     computed[compute], computed[comm] = within(tasks.counts), where.before
 
     ran: list[list[int]] = [[]] * len(computed)
     nodes = tasks.nodes.tolist()
     for i, (a, b) in zip(compute.tolist(), pairwise([*tasks.first.tolist(), len(nodes)]), strict=True):
         ran[i] = nodes[a:b]
-    streams, channels = [COMPUTE] * len(computed), [""] * len(computed)
-    uses = [(n.stream, n.op.channel) if isinstance(n.op, COMM) else ("", "") for n in deps.nodes]
     for i, node in zip(comm.tolist(), where.nodes.tolist(), strict=True):
         ran[i] = [node]
-        streams[i], channels[i] = uses[deps.of[node]]
-
-    def label(r: int) -> Callable[[int], str]:
-        return lambda k: _label(deps, ran[offsets[r] + k][0])
-
-    roles = tuple(graph.roles)
-    orders = [
-        IssueOrder(role, streams[a:b], channels[a:b], label(r)) for r, (role, (a, b)) in enumerate(zip(roles, pairwise(offsets)))
-    ]
+    offsets = (0, *np.cumsum(totals).tolist())
+    orders = _orders(graph, deps, offsets, ran, comm)
     bare = grouped(orders, graph.channels.values())
-    waits = _edges(c, at, ints(bare.stream_of))
     received = comm[c.each(isinstance(n.op, COMM) and bool(n.writes) for n in deps.nodes)[where.nodes] > 0]
     received = received[computed[received] > 0]
     latest = compute[np.searchsorted(compute, received) - 1]  # its buffer is made right after that
-    return Draft(roles, offsets, ran, compute, computed, orders, bare, waits + Waits(received, latest))
+    waits = _edges(c, at, ints(bare.stream_of)) + Waits(received, latest)
+    return Draft(tuple(graph.roles), offsets, ran, compute, computed, orders, bare, waits)
 
 
-def _label(deps: Dependencies, i: int) -> str:
-    node = deps.node(i)
-    return f"{node.id} ({type(node.op).__name__})"
+def _places(totals: Ints, tasks: Tasks, where: Positions) -> tuple[Ints, Ints]:
+    """The numbers of the instructions that compute and of those that communicate. `totals`: instructions of each role."""
+    assert np.all(where.before < np.repeat(tasks.counts, where.counts)), "communication after the Update"
+    far = 1 + len(tasks.first)  # more than any place of communication
+    among = np.repeat(np.arange(len(totals)) * far, where.counts) + where.before
+    earlier = np.searchsorted(among, tasks.role * far + within(tasks.counts), side="right") - begins(where.counts)[tasks.role]
+    compute = begins(totals)[tasks.role] + within(tasks.counts) + earlier
+    return compute, np.repeat(begins(totals), where.counts) + within(where.counts) + where.before
+
+
+def _orders(graph: Graph, deps: Dependencies, offsets: tuple[int, ...], ran: list[list[int]], comm: Ints) -> list[IssueOrder]:
+    """What each role issues. `ran`: the nodes of each instruction; `comm`: those that communicate."""
+    streams, channels = [COMPUTE] * len(ran), [""] * len(ran)
+    uses = [(n.stream, n.op.channel) if isinstance(n.op, COMM) else ("", "") for n in deps.nodes]
+    for i in comm.tolist():
+        streams[i], channels[i] = uses[deps.of[ran[i][0]]]
+
+    def label(first: int, k: int) -> str:
+        node = deps.node(ran[first + k][0])
+        return f"{node.id} ({type(node.op).__name__})"
+
+    return [
+        IssueOrder(role, streams[a:b], channels[a:b], partial(label, a))
+        for role, (a, b) in zip(graph.roles, pairwise(offsets), strict=True)
+    ]
 
 
 def _edges(c: Columns, at: Ints, stream: Ints) -> Waits:
