@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from piper_ir.errors import OutputError
+from piper_ir.files import write_whole
 from piper_ir.phases import PHASES, Kind
 from piper_ir.plan import COMPUTE, Plan
 from piper_ir.trace import Span, Trace
@@ -62,7 +63,7 @@ def draw_schedules(drawings: Sequence[Drawing], path: str | Path) -> None:
     with house_style():
         png = _drawn(drawings)
     try:
-        Path(path).write_bytes(png)
+        write_whole(Path(path), png)
     except OSError as e:
         raise OutputError(f"cannot write the schedule to {path}: {e.strerror}; choose another path") from None
 

@@ -12,6 +12,7 @@ from piper_compiler.interchange.schedule import Schedule, located, schedule_of
 from piper_compiler.interchange.table import Cell, Fault, parse_cell
 from piper_compiler.strategy import Strategy
 from piper_ir.errors import FormatError, OutputError
+from piper_ir.files import write_whole
 from piper_ir.plan import Plan
 
 if TYPE_CHECKING:
@@ -61,8 +62,7 @@ def write_schedule_csv(source: Source | Lowered | Any, path: str | Path, *, lowe
         if lowered is not None:
             schedule = schedule.with_communication() if lowered else schedule.without_communication()
     try:
-        with open(path, "w", encoding="utf-8", newline="") as file:
-            file.write(schedule.dumps())
+        write_whole(Path(path), schedule.dumps())
     except OSError as e:
         raise OutputError(
             f"cannot write the schedule to {path}: {e.strerror}; choose a folder that exists and is writable"
