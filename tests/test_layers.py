@@ -41,7 +41,7 @@ def layer(name: str, *everywhere: str, within: tuple[str, frozenset[str]] = ("",
 LAYERS = {
     "piper_ir": layer("piper_ir"),
     "piper_ops": layer("piper_ops", "torch"),
-    "piper_compiler": layer("piper_compiler", "piper_ir", within=("capture", frozenset({"torch", "piper_ops"}))),
+    "piper_compiler": layer("piper_compiler", "piper_ir", "numpy", within=("capture", frozenset({"torch", "piper_ops"}))),
     "piper_simulator": layer("piper_simulator", "piper_ir", "simpy"),
     "piper_autotune": layer("piper_autotune", "piper_ir", "piper_compiler", "piper_simulator", "optuna", "cloudpickle", "ray"),
     "piper_runtime": layer(
