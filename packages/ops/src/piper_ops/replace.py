@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
+from piper_ops.examples import Examples
 from piper_ops.refusals import REFUSALS
 from piper_ops.rewrites import REWRITES, Builder, unsupported
 
@@ -19,12 +20,13 @@ def replace_portable(gm: fx.GraphModule, opaque: Callable[[fx.Node], bool] = lam
     there. Raises UnsupportedVariant for a call on the list whose variant has no portable form; the graph
     is then not usable.
     """
+    examples = Examples()
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
-            _replace(module, opaque)
+            _replace(module, opaque, examples)
 
 
-def _replace(gm: fx.GraphModule, opaque: Callable[[fx.Node], bool]) -> None:
+def _replace(gm: fx.GraphModule, opaque: Callable[[fx.Node], bool], examples: Examples) -> None:
     for node in list(gm.graph.nodes):
         if node.op != "call_function":
             continue
@@ -34,7 +36,7 @@ def _replace(gm: fx.GraphModule, opaque: Callable[[fx.Node], bool]) -> None:
         if node.target is torch.amp.autocast_mode._enter_autocast:
             _drop_disabled_autocast(gm.graph, node)
         elif node.target in REWRITES and not kept:
-            _rewrite(gm.graph, node)
+            _rewrite(gm.graph, node, examples)
     gm.graph.lint()
     gm.recompile()
 
@@ -46,13 +48,13 @@ def _drop_disabled_autocast(graph: fx.Graph, enter: fx.Node) -> None:
     graph.erase_node(enter)
 
 
-def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
+def _rewrite(graph: fx.Graph, node: fx.Node, examples: Examples) -> None:
     names, rewrite = REWRITES[node.target]
     bound = dict(zip(names, node.args, strict=False)) | node.kwargs
     unknown = sorted(bound.keys() - set(names)) or node.args[len(names) :]
     if unknown:
         raise unsupported(node, f"unknown arguments {unknown}", f"Known are {', '.join(names)}.")
     with graph.inserting_before(node):
-        result = rewrite(Builder(graph, node), bound)
+        result = rewrite(Builder(graph, node, examples), bound)
     node.replace_all_uses_with(result)
     graph.erase_node(node)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from piper_ops.errors import UnsupportedVariant
+from piper_ops.examples import Examples
 from piper_ops.losses import cross_entropy
 from piper_ops.norms import layer_norm, rms_norm
 from piper_ops.sdpa import attention
@@ -47,11 +48,12 @@ def unsupported(node: fx.Node, variant: str, way_out: str) -> UnsupportedVariant
 
 
 class Builder:
-    """Adds nodes in place of `old`: each has its meta, with an example value of its own."""
+    """Adds nodes in place of `old`: each has its meta, with the example value of its own call."""
 
-    def __init__(self, graph: fx.Graph, old: fx.Node) -> None:
+    def __init__(self, graph: fx.Graph, old: fx.Node, examples: Examples) -> None:
         self.graph = graph
         self.old = old
+        self._examples = examples
 
     def call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
         """A call of `target`; arguments are nodes or constants."""
@@ -85,7 +87,7 @@ class Builder:
         values = fx.map_arg(node.args, self.example)
         try:
             with torch.set_grad_enabled(bool(self.example(self.old).requires_grad)):
-                value = function(*values)
+                value = self._examples.of(node.target, function, *values)
         except UnsupportedVariant as error:
             raise UnsupportedVariant(f"{error} ({user_line(self.old)})") from error
         node.meta = {**self.old.meta, "example_value": value}

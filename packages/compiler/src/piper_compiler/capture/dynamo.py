@@ -24,7 +24,7 @@ from piper_compiler.capture.model import (
     flatten_batch,
     named_tensors,
 )
-from piper_compiler.capture.repeated import Modules, as_regions, flatten, repeated_layers
+from piper_compiler.capture.repeated import Modules, as_regions, complete, flatten, repeated_layers
 from piper_compiler.capture.tags import is_opaque
 from piper_ir.errors import CaptureError
 from piper_ops import UnsupportedVariant, replace_portable
@@ -103,7 +103,6 @@ class _Recorder:
     problem: CaptureError | None = None
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        flatten(module, self.modules)
         self.module, self.inputs = module, inputs
         self.problem = _specialised(module, inputs, self.batch)
         if self.problem:
@@ -112,6 +111,12 @@ class _Recorder:
         assert isinstance(nodes, list | tuple)
         self.outputs = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in nodes]
         return lambda *_: self.outputs
+
+    def flatten(self) -> None:
+        """Replace the calls of regions in the graph, when Dynamo is done with it."""
+        if self.module is not None:
+            self.inputs = complete(self.module, self.inputs)
+            flatten(self.module, self.modules)
 
     def node_of(self, value: Any) -> fx.Node | None:
         """The node whose fake value is this very object."""
@@ -198,7 +203,7 @@ def _run(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets
     with _torch.own_settings(), torch.enable_grad():
         if repeated := repeated_layers(model):
             try:
-                with as_regions(repeated):
+                with as_regions(model, repeated):
                     return _traced(recorder, model, loss, inputs, targets)
             except Exception:  # of whatever kind: the plain trace gives a graph, or says what is wrong in the user's terms
                 recorder.problem = None
@@ -210,6 +215,7 @@ def _run(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets
 
 def _traced(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> tuple[Any, ...]:
     result = _torch.compile_once(step, recorder)(model, loss, inputs, targets)
+    recorder.flatten()
     assert isinstance(result, tuple)
     return result
 

@@ -62,9 +62,9 @@ def _faked(model: nn.Module, mode: _torch.FakeTensorMode, dtype: torch.dtype | N
         if id(tensor) in memo:
             continue
         target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        with mode:
-            fake: Tensor = torch.empty(tuple(tensor.shape), dtype=target)
-            memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        fake = _torch.fake_tensor(mode, tensor.shape, target)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = _torch.fake_parameter(fake, tensor.requires_grad) if is_parameter else fake
     return copy.deepcopy(model, memo)
 
 

@@ -142,14 +142,14 @@ def live_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: Facts) -> list
     """Operations on which the loss, its weight or the new content of a buffer depends."""
     roots = [n for n in (forward.loss, forward.weight, *forward.rewrites.values()) if n is not None]
     needed = set(roots)
-    storages = frozenset().union(*(facts.storages[n] for n in roots if n in facts.storages))
-    storages |= frozenset().union(*(facts.storages[n] for n, o in forward.origins.items() if o.kind != "batch"))
+    storages = set().union(*(facts.storages[n] for n in roots if n in facts.storages))
+    storages.update(*(facts.storages[n] for n, o in forward.origins.items() if o.kind != "batch"))
     kept: list[fx.Node] = []
     for node in reversed(nodes):
-        if node in needed or facts.writes[node] & storages:
+        if node in needed or not storages.isdisjoint(facts.writes[node]):
             kept.append(node)
             needed.update(node.all_input_nodes)
-            storages |= frozenset().union(*(facts.storages[n] for n in node.all_input_nodes if n in facts.storages))
+            storages.update(*(facts.storages[n] for n in node.all_input_nodes if n in facts.storages))
     return kept[::-1]
 
 

@@ -1,10 +1,10 @@
 """Equal layers are traced once.
 
 Dynamo's time for a model is the time for its operations, and in a large one nearly all are in layers that are equal but for
-their weights. Each class of such layers is therefore a nested compile region while Dynamo runs: after the first layer, Dynamo
-only checks that tracing the next one would give the same (the guards of the first, evaluated on the next one's attributes and
-inputs), and calls the graph of the first with other weights. Afterwards these calls are replaced by copies of what they call,
-with the module stacks of the layers that make them. What comes out is the graph that a plain trace gives.
+their weights. Each class of such layers is therefore a nested compile region while Dynamo runs: after the first layer it is only
+checked that tracing the next one would give the same (`_torch_reuse`), and the graph of the first is called again. Afterwards
+these calls get the weights of their own layers and are replaced by copies of what they call, with the module stacks of the
+layers that make them. What comes out is the graph that a plain trace gives.
 
 Where Dynamo cannot do so, or where a region's coordinates are written in the code (they are no part of what Dynamo checks), the
 model is traced plainly."""
@@ -12,13 +12,14 @@ model is traced plainly."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import fx, nn
 
 from piper_compiler.capture import _torch
+from piper_compiler.capture.model import named_tensors
 from piper_compiler.capture.tags import outermost_entries
 
 FEWEST = 16
@@ -40,12 +41,34 @@ def repeated_layers(model: nn.Module) -> list[type[nn.Module]]:
 
 
 @contextmanager
-def as_regions(classes: list[type[nn.Module]]) -> Iterator[None]:
+def as_regions(model: nn.Module, classes: list[type[nn.Module]]) -> Iterator[None]:
     """Each call of a layer of these classes is a nested region."""
-    with ExitStack() as stack:
+    from piper_compiler.capture._torch_reuse import checked_reuse  # may fail: not every version of torch has what it stands on
+
+    with ExitStack() as stack, checked_reuse({id(t) for _, t, _ in named_tensors(model)}):
         for layer in classes:
             stack.enter_context(_torch.nested_forward(layer))
         yield
+
+
+def complete(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """Make the tensors that calls of regions still lack inputs of the graph; returns the inputs."""
+    graph, found = module.graph, list(inputs)
+    placeholders = graph.find_nodes(op="placeholder")
+    nodes = {id(value): node for node, value in zip(placeholders, found, strict=True)}
+    for call in graph.find_nodes(op="call_function", target=_torch.INVOKE):
+        arguments = list(call.args)
+        for position, tensor, example in call.meta.pop(_torch.CAPTURED, ()):
+            node = nodes.get(id(tensor))
+            if node is None:
+                with graph.inserting_after(placeholders[-1]):
+                    node = nodes[id(tensor)] = graph.placeholder(f"captured_{len(found)}")
+                node.meta["example_value"] = example
+                placeholders.append(node)
+                found.append(tensor)
+            arguments.insert(2 + position, node)
+        call.args = tuple(arguments)
+    return found
 
 
 def flatten(module: fx.GraphModule, modules: Modules) -> None:
@@ -86,7 +109,8 @@ def _moved(source: nn.Module, layer: nn.Module) -> dict[str, tuple[str, str, typ
         other = there.get(name)
         if other is None or type(other) is not type(inner):
             raise NotFlat(f"{name} is another module")
-        found.setdefault(str(id(inner)), (str(id(other)), name, type(other)))
+        if found.setdefault(str(id(inner)), (str(id(other)), name, type(other)))[0] != str(id(other)):
+            raise NotFlat(f"{name} is a module of its own")
     return found
 
 

@@ -1,0 +1,274 @@
+"""When one trace of a nested compile region serves another call of it: the door to torch's private API for that.
+
+Dynamo keeps the traces of a region and asks at every call whether one of them serves. Its own answer takes most of a capture of
+many layers: it clones the sources of all that the trace read, and wraps every parameter of the layer. It also leaves out what its
+guards check but once per run: tied weights, the grad mode, what the model changes between two calls. Here a trace serves
+another call only where
+
+1. the function is the same, its arguments have the same structure, kinds, sizes, strides and dtypes, constants are equal, and
+   the same arguments are one tensor;
+2. each guard on what the trace read of its arguments holds for what stands there in the new ones;
+3. of the tensors and modules that it reads, the same ones are one object; tensors have the same sizes and dtypes, modules the
+   same class, hooks and names of attributes;
+4. torch is in the same state (grad mode, autocast, default dtype, function modes), outside of other nested regions;
+5. nothing that existed before the capture changed since the trace, nor anything before that the trace reads of its arguments.
+
+Any other call is traced by itself. A model's tensors that such a call reads become inputs of the graph afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables import ConstantVariable, TensorVariable, UserFunctionVariable, invoke_subgraph
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._dynamo.variables.invoke_subgraph import InputTag
+from torch._dynamo.variables.iter import IteratorVariable
+from torch._guards import ChainedSource
+
+from piper_compiler.capture import _torch
+
+HOOKS = frozenset(name for name, value in vars(nn.Module()).items() if "_hooks" in name and isinstance(value, dict))
+"""Attributes of a module that hold what runs with its forward and backward, and with its state."""
+
+
+@contextmanager
+def checked_reuse(tensors: Collection[int]) -> Iterator[None]:
+    """Dynamo uses traces again as said above. `tensors`: ids of the model's tensors."""
+    reuse = _Reuse(frozenset(tensors), invoke_subgraph.save_reuse_entry, invoke_subgraph.stamp_out_subgraph)
+    with _torch.in_place(invoke_subgraph, reuse.functions()), _torch.in_place(SideEffects, reuse.changes.counted()):
+        yield
+
+
+class _Changes:
+    """Counts the changes of what existed before the capture, and of all else once something new can be reached from there."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._open = False
+        self._sources: dict[Any, None] = {}
+
+    def counted(self) -> dict[str, Callable[..., None]]:
+        """The methods of SideEffects through which every change that Dynamo sees goes, counting."""
+        store, mutate = SideEffects.store_attr, SideEffects.mutation
+
+        def store_attr(effects: SideEffects, item: Any, name: str, value: Any, *rest: Any) -> None:
+            self._count(item, makes_reachable=not isinstance(value, TensorVariable | ConstantVariable))
+            store(effects, item, name, value, *rest)
+
+        def mutation(effects: SideEffects, var: Any) -> None:
+            self._count(var, makes_reachable=True)
+            mutate(effects, var)
+
+        return {"store_attr": store_attr, "mutation": mutation}
+
+    def objects(self, tx: Any) -> list[Any]:
+        """What existed before and changed."""
+        return [_value(tx, source, {}) for source in self._sources]
+
+    def _count(self, var: Any, makes_reachable: bool) -> None:
+        existed = isinstance(var.mutation_type, AttributeMutationExisting | ValueMutationExisting)
+        self.number += existed or (self._open and not isinstance(var, IteratorVariable))
+        self._open |= existed and makes_reachable
+        if existed:
+            self._sources[var.source] = None
+
+
+class _Reuse:
+    """What stands in place of Dynamo's functions, for one capture."""
+
+    def __init__(self, tensors: frozenset[int], save: Callable[..., None], stamp_out: Callable[..., Any]) -> None:
+        self.changes = _Changes()
+        self._tensors, self._save, self._stamp_out = tensors, save, stamp_out
+        self._traces: list[_Trace] = []
+        self._values: _Values | None = None
+
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """By name in Dynamo's module."""
+        return {"find_reuse_match": self.find, "save_reuse_entry": self.save, "stamp_out_subgraph": self.stamp_out}
+
+    def save(self, tx: Any, fn_var: Any, fingerprint: Any, *args: Any, condition: Any, **kwargs: Any) -> None:
+        """Of a trace that has, as Dynamo found, no effects beside its results."""
+        self._save(tx, fn_var, fingerprint, *args, condition=condition, **kwargs)
+        cache = tx.output.tracing_context.hop_dispatch_set_cache.get_cache(_torch.INVOKE)
+        _, entry = cache.subgraph_reuse_cache[invoke_subgraph.get_fn_code(fn_var)][-1]
+        moment = _Moment.now(tx, fn_var, self.changes.number)
+        if moment is not None:
+            self._traces += _trace(tx, fingerprint, condition, entry, moment, self.changes.objects(tx))
+
+    def find(self, tx: Any, fn_var: Any, fingerprint: Any) -> Any:
+        """The trace that serves a call, or None."""
+        moment, changed = _Moment.now(tx, fn_var, self.changes.number), self.changes.objects(tx)
+        arguments = _arguments(fingerprint)
+        for trace in self._traces:
+            if moment == trace.moment and trace.moment.state.check() and arguments == trace.arguments:
+                self._values = values = _Values(tx, trace.elsewhere, zip(trace.sources, fingerprint.arg_sources, strict=True))
+                if trace.holds(values, changed):
+                    return trace.entry
+        return None
+
+    def stamp_out(self, tx: Any, fingerprint: Any, entry: Any) -> Any:
+        """A call of the trace's graph. Of its inputs, those of the model's tensors that the region reads of itself stay in the
+        meta, under CAPTURED."""
+        assert self._values is not None
+        inputs = entry.body_gmod.graph.find_nodes(op="placeholder")
+        kept, captured = [], []
+        for position, (origin, node) in enumerate(zip(entry.subgraph_input_mapping, inputs, strict=True)):
+            value = self._values(origin.source) if isinstance(origin, invoke_subgraph.LiftedCapturedSource) else None
+            if id(value) in self._tensors:
+                captured.append((position, value, node.meta["example_value"]))
+            else:
+                kept.append(origin)
+        result = self._stamp_out(tx, fingerprint, replace(entry, subgraph_input_mapping=kept))
+        first = result if isinstance(result, TensorVariable) else result.items[0]
+        [call] = first.as_proxy().node.all_input_nodes
+        call.meta[_torch.CAPTURED] = captured
+        return result
+
+
+class _Values:
+    """What stands at the sources of a trace if its arguments are those of another call. elsewhere: what does not depend on them;
+    arguments: (source of the trace's argument, of the call's)."""
+
+    def __init__(self, tx: Any, elsewhere: Mapping[Any, Any], arguments: Iterable[tuple[Any, Any]]) -> None:
+        self._tx, self._elsewhere = tx, elsewhere
+        self._found = {**elsewhere, **{own: _value(tx, other, {}) for own, other in arguments if own is not None}}
+
+    def __call__(self, source: Any) -> Any:
+        return _value(self._tx, source, self._found)
+
+    def include(self, objects: Iterable[Any]) -> bool:
+        """Whether one of the objects was met on the way from the arguments to what was asked for."""
+        met = {id(value) for source, value in self._found.items() if source not in self._elsewhere}
+        return any(id(value) in met for value in objects)
+
+
+@dataclass(frozen=True)
+class _Moment:
+    """Where Dynamo is, as far as a trace may depend on it without its knowing. `state` is compared by its `check`."""
+
+    output: Any
+    function: Any
+    changes: int
+    modes: tuple[Any, ...]
+    state: Any = field(compare=False)
+
+    @staticmethod
+    def now(tx: Any, fn_var: Any, changes: int) -> _Moment | None:
+        """None within another region or transformation."""
+        output = tx.output
+        nested = output.current_tracer is not output.root_tracer or torch._C._functorch.peek_interpreter_stack() is not None
+        if nested or not isinstance(fn_var, UserFunctionVariable):
+            return None
+        modes = tuple(tx.symbolic_torch_function_state.mode_stack)
+        return _Moment(output, fn_var.get_function(), changes, modes, torch._C._dynamo.guards.GlobalStateGuard())
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """A trace that may serve other calls. sources: of its arguments; guards: (source, check, expected) on what it read of them;
+    elsewhere: source -> value of what else it read; reads: the sources of both; objects: what `_objects` says of them."""
+
+    entry: Any
+    moment: _Moment
+    arguments: tuple[Any, ...]
+    sources: tuple[Any, ...]
+    elsewhere: Mapping[Any, Any]
+    guards: tuple[tuple[Any, Callable[[Any, Any], bool], Any], ...]
+    reads: tuple[Any, ...]
+    objects: tuple[Any, ...]
+
+    def holds(self, values: _Values, changed: Sequence[Any]) -> bool:
+        """Conditions 2 and 3, and 5 for what changed before."""
+        try:
+            guarded = all(check(values(source), expected) for source, check, expected in self.guards)
+            return guarded and self.objects == _objects(map(values, self.reads)) and not values.include(changed)
+        except Exception:  # of whatever kind, from an attribute that is not there or another thing than a guard expects
+            return False
+
+
+def _trace(tx: Any, fingerprint: Any, condition: Any, entry: Any, moment: _Moment, changed: Sequence[Any]) -> Iterator[_Trace]:
+    """The trace, or nothing where it depends on its arguments in a way that `_Values` does not follow."""
+    sources = tuple(fingerprint.arg_sources)
+    roots = frozenset(s for s in sources if s is not None)
+    guards = [(source, handler.eval_fn, expected) for source, handler, expected, _ in condition.guards]
+    lifted = [o.source for o in entry.subgraph_input_mapping if isinstance(o, invoke_subgraph.LiftedCapturedSource)]
+    reads = tuple(dict.fromkeys([*roots, *condition.traced_sources, *lifted]))
+    depends = {source: _depends(source, roots) for source in (*reads, *(source for source, _, _ in guards))}
+    if None in depends.values() or any(_depends(root, roots - {root}) is not False for root in roots):
+        return
+    elsewhere = {source: _value(tx, source, {}) for source in reads if not depends[source]}
+    values = _Values(tx, elsewhere, zip(sources, sources, strict=True))
+    objects = _objects(map(values, reads))
+    if not values.include(changed):
+        kept = tuple(guard for guard in guards if depends[guard[0]])
+        yield _Trace(entry, moment, _arguments(fingerprint), sources, elsewhere, kept, reads, objects)
+
+
+def _value(tx: Any, source: Any, known: dict[Any, Any]) -> Any:
+    root = tx.output.root_tx
+    return source.get_value({"G": root.f_globals, "L": root.f_locals}, {}, known)
+
+
+def _depends(source: Any, roots: frozenset[Any]) -> bool | None:
+    """Whether a source leads through one of `roots`; None where it names one in another way."""
+    at = source
+    while at not in roots:
+        if not isinstance(at, ChainedSource):
+            return None if any(root.name in source.name for root in roots) else False
+        at = at.base
+    return True
+
+
+def _arguments(fingerprint: Any) -> tuple[Any, ...]:
+    """What of the arguments of a call a trace depends on without a guard. Equal for calls that are alike."""
+    nodes: dict[fx.Node, int] = {}
+    found = [_argument(tag, vt, nodes) for tag, vt in fingerprint.flat_vts]
+    return fingerprint.treespec, fingerprint.has_unknown, tuple(s is not None for s in fingerprint.arg_sources), *found
+
+
+def _argument(tag: Any, vt: Any, nodes: dict[fx.Node, int]) -> tuple[Any, ...]:
+    if tag is InputTag.MODULE:
+        return (tag,)
+    if tag is InputTag.CONSTANT:
+        return tag, type(vt.value), vt.value, repr(vt.value)
+    node = vt.as_proxy().node
+    same = nodes.setdefault(node, len(nodes))
+    if tag is InputTag.SYMNODE:
+        return tag, same, type(vt.sym_num), _size(vt.sym_num)
+    return tag, same, vt.python_type(), _tensor(node.meta["example_value"])
+
+
+def _objects(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Which of the tensors and modules are the same, and what they are as far as no guard says it."""
+    seen: dict[int, int] = {}
+    kept = list(values)  # alive, so that ids are theirs
+    return tuple(
+        (seen.setdefault(id(v), len(seen)), _tensor(v) if isinstance(v, Tensor) else _module(v))
+        if isinstance(v, Tensor | nn.Module)
+        else None
+        for v in kept
+    )
+
+
+def _module(module: nn.Module) -> tuple[Any, ...]:
+    """Its class, the names of its own attributes (it may have a forward of its own), and its hooks."""
+    own = vars(module)
+    hooks = {name: [id(hook) for hook in value.values()] for name, value in own.items() if name in HOOKS}
+    return type(module), frozenset(own), hooks
+
+
+def _tensor(tensor: Tensor) -> tuple[Any, ...]:
+    sizes = (tuple(map(_size, tensor.shape)), tuple(map(_size, tensor.stride())))
+    return type(tensor), *sizes, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _size(size: Any) -> Any:
+    """A number, or the expression of a symbolic one: comparing those themselves would leave guards."""
+    return size.node.expr if hasattr(size, "node") else size
