@@ -17,7 +17,7 @@ from piper_compiler.passes.overlap import interleavings, span_seconds
 from piper_compiler.passes.parts import PartMaker
 from piper_compiler.passes.positions import positions
 from piper_compiler.passes.release import releases
-from piper_compiler.passes.schedule import node_seconds, schedule
+from piper_compiler.passes.schedule import Scheduler, node_seconds
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, PlanError
 from piper_ir.graph import Graph
@@ -96,7 +96,7 @@ def drafted(
     spans: Mapping[int, float],
 ) -> Draft:
     """Every role's instructions in program order. `spans`: first node of each span -> the seconds of its instruction."""
-    nodes = columns(graph, deps, schedule(graph, deps, chunks, rows, seconds, spans))
+    nodes = columns(graph, deps, Scheduler(graph, deps, chunks, rows, seconds, spans).run())
     work = tasks(graph, deps, nodes, options.fuse)
     return draft(graph, deps, nodes, work, positions(graph, deps, nodes, work.number, options.recv_ahead))
 

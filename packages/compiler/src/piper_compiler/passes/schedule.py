@@ -50,7 +50,8 @@ class _Role:
 
 
 class Scheduler:
-    """`run` returns the node numbers in global order. CompileError when the graph has a cycle."""
+    """`run` returns the nodes of a complete graph in one global linear order (see the module's docstring). `given`: first node of
+    each span -> its seconds. CompileError when the graph has a cycle."""
 
     def __init__(
         self,
@@ -61,6 +62,7 @@ class Scheduler:
         seconds: InstructionSeconds,
         given: Mapping[int, float],
     ) -> None:
+        assert all(signatures(c, "F") for c in bound.values()), "every chunk has a forward"
         nodes = deps.nodes
         self.graph, self.deps = graph, deps
         names = {name: r for r, name in enumerate(sorted(graph.roles))}
@@ -299,17 +301,3 @@ def _limits(graph: Graph, nodes: tuple[Node, ...], kinds: list[tuple[int, int]])
                 source = graph.writer[graph.nodes[f"send.{v}"].reads[0]] if moved else writer.id
                 changes[source] = max(changes.get(source, 0), far + moved)
     return out
-
-
-def schedule(
-    graph: Graph,
-    deps: Dependencies,
-    bound: dict[str, Chunk],
-    rows: int,
-    seconds: InstructionSeconds,
-    given: Mapping[int, float],
-) -> list[int]:
-    """The nodes of a complete graph in one global linear order. `given`: first node of each span -> its seconds. See the
-    module's docstring."""
-    assert all(signatures(c, "F") for c in bound.values()), "every chunk has a forward"
-    return Scheduler(graph, deps, bound, rows, seconds, given).run()
