@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -117,7 +117,8 @@ class Kinds:
         for k, (part, inside) in enumerate(zip(kind.parts, kind.inside, strict=True)):
             nbytes = {v: self.maker.nbytes(v) for v in (*part.reads, *part.writes)}
             frees = (*inside, *[self.names[place] for after, place in dying if after == k])
-            held = more + self._above(plan, replace(part, frees=frees), nbytes)
+            dying_here = Part(part.node, part.op, part.mb, part.reads, part.writes, frees)  # `replace` takes twice the time
+            held = more + self._above(plan, dying_here, nbytes)
             for v in part.writes:
                 live[kinds[v][1]] = live.get(kinds[v][1], 0) + nbytes[v]
                 more += nbytes[v]
