@@ -122,6 +122,10 @@ INVOKE = torch.ops.higher_order.invoke_subgraph
 CAPTURED = "piper_captured"
 """In the meta of such a call: (position, tensor, example value) of each input that it still lacks, in the order of positions."""
 
+MODULES = "piper_modules"
+"""In the meta of a call that another call's trace serves: id of a module of the trace's, as in nn_module_stack -> the module that
+stands in its place."""
+
 
 @contextmanager
 def nested_forward(module: type[torch.nn.Module]) -> Iterator[None]:
