@@ -4,6 +4,7 @@ where the modules that run are not the layer's own, the program is that of a pla
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.variables import invoke_subgraph
 
 from packages.compiler.tests.alike_layers import layers
 from packages.compiler.tests.repeated_cases import LAYERS, WIDTH, Layer, Model, Part, Work, captured, pieces, plainly
@@ -281,3 +283,13 @@ def test_the_program_is_that_of_a_plain_trace(name: str, monkeypatch: pytest.Mon
     model, expected = CASES[name]
     found, work = captured(model, monkeypatch, pieces)
     assert (work, found == plainly(model, monkeypatch, pieces)) == (expected, True)
+
+
+def test_threads_leave_classes_as_they_were() -> None:
+    own, found = Layer.forward, invoke_subgraph.find_reuse_match
+    threads = [Thread(target=pieces, args=(lambda: Model(layers()),)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (Layer.forward, invoke_subgraph.find_reuse_match) == (own, found)

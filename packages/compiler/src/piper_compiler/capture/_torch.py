@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,6 +69,10 @@ def mark_rows(tensor: torch.Tensor) -> None:
     torch._dynamo.mark_dynamic(tensor, 0)
 
 
+_CAPTURING = threading.RLock()
+"""What a capture sets in torch and in the user's classes is set for all threads: one captures at a time."""
+
+
 @contextmanager
 def own_settings() -> Iterator[None]:
     """Dynamo's settings that a capture depends on, whatever the user has set."""
@@ -77,6 +82,7 @@ def own_settings() -> Iterator[None]:
         logger.setLevel(logging.CRITICAL)  # what they print is in the exception as well
     try:
         with (
+            _CAPTURING,
             dynamo_config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True, suppress_errors=False),
             _function_names_left_out(),
         ):

@@ -276,7 +276,7 @@ def _depends(source: Any, roots: frozenset[Any]) -> bool | None:
 
 
 def _read_before(tx: Any, roots: frozenset[Any]) -> Iterator[Any]:
-    """What was read of the arguments so far: of what the model read before, Dynamo does not say whether the trace reads it too."""
+    """What was read of the arguments so far: of what the model read before, Dynamo does not say whether the trace reads it."""
     for guard in tx.output.guards:
         if _depends(guard.originating_source, roots - {None}):
             yield guard.originating_source
