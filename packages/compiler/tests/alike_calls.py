@@ -90,7 +90,7 @@ class NoGrad(Model):
 
 CALLS_DIFFER: dict[str, tuple[Callable[[], nn.Module], Work]] = {
     "a number": (lambda: WithIndex(layers(Given)), (4, 2, 2)),
-    "a number of the layer's": (lambda: WithNumber(layers(Given, lambda k: (1.0 + (k == 2),))), (3, 1, 0)),
+    "a number of the layer's": (lambda: WithNumber(layers(Given, lambda k: (1.0 + (k == 2),))), (0, 0, 0)),
     "in nothing, with keywords": (lambda: Keywords(layers()), (4, 1, 3)),
     "the same tensor or two": (lambda: OneTensorTwice(layers(Both)), (4, 2, 2)),
     "whose weight is given": (lambda: FirstWeight(layers(Weighted)), (3, 1, 2)),
@@ -243,14 +243,14 @@ class ReadsWeights(Model):
 
 
 MODELS_CHANGE: dict[str, tuple[Callable[[], nn.Module], Work]] = {
-    "a global number": (lambda: SetsGlobal(layers(Global)), (4, 2, 1)),
-    "a new global list": (lambda: SetsGlobalList(layers(Listed)), (4, 2, 0)),
-    "a number that layers reach": (lambda: SetsNumber(layers(Below)), (4, 2, 1)),
+    "a global number": (lambda: SetsGlobal(layers(Global)), (2, 1, 1)),
+    "a new global list": (lambda: SetsGlobalList(layers(Listed)), (0, 0, 0)),
+    "a number that layers reach": (lambda: SetsNumber(layers(Below)), (2, 1, 1)),
     "a new list that layers reach": (lambda: AddsToList(layers(Below)), (0, 0, 0)),
-    "a layer": (lambda: SetsLater(layers()), (3, 1, 1)),
+    "a layer": (lambda: SetsLater(layers()), (2, 1, 1)),
     "nothing between the layers": (lambda: SetsBefore(layers()), (4, 1, 3)),
     "nothing that layers reach": (lambda: Collects(layers()), (4, 1, 3)),
-    "a list of losses": (lambda: SumsLosses(layers(AddsLoss)), (4, 1, 0)),
+    "a list of losses": (lambda: SumsLosses(layers(AddsLoss)), (0, 0, 0)),
     "nothing, but reads weights": (lambda: ReadsWeights(layers()), (4, 1, 3)),
 }
 """What changes while layers are called that are equal."""

@@ -173,7 +173,7 @@ LAYERS_DIFFER: dict[str, tuple[Callable[[], nn.Module], Work]] = {
     "a tensor or none": (lambda: Model(layers(Held, lambda k: (None if k == 2 else torch.ones(WIDTH),))), (3, 1, 2)),
     "the shape of a tensor": (lambda: Model(layers(Held, lambda k: (torch.ones((1,) * (k % 2) + (WIDTH,)),))), (4, 2, 2)),
     "the dtype of a buffer": (lambda: Model(layers(Buffered, lambda k: ((torch.float32, torch.float64)[k % 2],))), (4, 2, 2)),
-    "an index": (lambda: Model(layers(Indexed, lambda k: (k,))), (3, 1, 0)),
+    "an index": (lambda: Model(layers(Indexed, lambda k: (k,))), (0, 0, 0)),
     "an index that is not read": (lambda: Model(layers(Numbered, lambda k: (k,))), (4, 1, 3)),
     "dropout": (lambda: Model(layers(Dropped, lambda k: (0.1 + 0.1 * (k % 2),))), (4, 2, 2)),
     "train and eval": (lambda: changed(1, nn.Module.eval, lambda: Dropped(0.5)), (3, 1, 2)),

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from piper_compiler.capture import _torch, capture, dynamo
 from piper_compiler.capture.cut import cut
 from piper_compiler.capture.dynamo import capture_forward
-from piper_compiler.capture.repeated import Modules, complete, flatten
+from piper_compiler.capture.repeated import complete, flatten
 from piper_ir.program import Program
 
 T = TypeVar("T")
@@ -109,9 +109,9 @@ def captured(
         served.append(sum(_torch.CAPTURED in call.meta for call in calls))
         return complete(module, inputs)
 
-    def counting(module: fx.GraphModule, modules: Modules) -> None:
+    def counting(module: fx.GraphModule) -> None:
         calls = module.graph.find_nodes(op="call_function", target=_torch.INVOKE)
-        flatten(module, modules)
+        flatten(module)
         work.append((len(calls), len({str(call.args[1]) for call in calls}), served[-1]))
 
     with patch.context() as inner:

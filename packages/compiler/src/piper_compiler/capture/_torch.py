@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -68,6 +69,10 @@ def mark_rows(tensor: torch.Tensor) -> None:
     torch._dynamo.mark_dynamic(tensor, 0)
 
 
+_CAPTURING = threading.RLock()
+"""What a capture sets in torch and in the user's classes is set for all threads: one captures at a time."""
+
+
 @contextmanager
 def own_settings() -> Iterator[None]:
     """Dynamo's settings that a capture depends on, whatever the user has set."""
@@ -77,6 +82,7 @@ def own_settings() -> Iterator[None]:
         logger.setLevel(logging.CRITICAL)  # what they print is in the exception as well
     try:
         with (
+            _CAPTURING,
             dynamo_config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True, suppress_errors=False),
             _function_names_left_out(),
         ):
@@ -121,6 +127,10 @@ INVOKE = torch.ops.higher_order.invoke_subgraph
 
 CAPTURED = "piper_captured"
 """In the meta of such a call: (position, tensor, example value) of each input that it still lacks, in the order of positions."""
+
+MODULES = "piper_modules"
+"""In the meta of a call that another call's trace serves: id of a module of the trace's, as in nn_module_stack -> the module that
+stands in its place."""
 
 
 @contextmanager

@@ -2,18 +2,21 @@
 
 Dynamo keeps the traces of a region and asks at every call whether one of them serves. Its own answer takes most of a capture of
 many layers: it clones the sources of all that the trace read, and wraps every parameter of the layer. It also leaves out what its
-guards check but once per run: tied weights, the grad mode, what the model changes between two calls. Here a trace serves
+guards check but once per run: tied weights, the grad mode, what the model changes between two calls. It also calls two traces
+equal that differ in keywords or in arguments left out (`are_same_graph_modules`): here each has a graph of its own, and serves
 another call only where
 
 1. the function is the same, its arguments have the same structure, kinds, sizes, strides and dtypes, constants are equal, and
    the same arguments are one tensor;
-2. each guard on what the trace read of its arguments holds for what stands there in the new ones;
-3. of the tensors and modules that it reads, the same ones are one object; tensors have the same sizes and dtypes, modules the
-   same class, hooks and names of attributes;
+2. each guard on what the trace read of its arguments holds for what stands there in the new ones, and numbers are of one type
+   and sign;
+3. of the objects that it reads, the same ones are one object; tensors have the same sizes and dtypes, modules the same class and
+   hooks, and they and other objects the same names of attributes in the same order;
 4. torch is in the same state (grad mode, autocast, default dtype, function modes), outside of other nested regions;
 5. nothing that existed before the capture changed since the trace, nor anything before that the trace reads of its arguments.
 
-Any other call is traced by itself. A model's tensors that such a call reads become inputs of the graph afterwards.
+Any other call is traced by itself, and so is one that gives a list, of which Dynamo would make a tuple. A model's tensors that a
+call reads become inputs of the graph afterwards.
 """
 
 from __future__ import annotations
@@ -21,28 +24,53 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.side_effects import SideEffects
-from torch._dynamo.variables import ConstantVariable, TensorVariable, UserFunctionVariable, invoke_subgraph
+from torch._dynamo.variables import (
+    ConstantVariable,
+    ListVariable,
+    TensorVariable,
+    UserFunctionVariable,
+    higher_order_ops,
+    invoke_subgraph,
+)
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._dynamo.variables.invoke_subgraph import InputTag
 from torch._dynamo.variables.iter import IteratorVariable
 from torch._guards import ChainedSource
+from torch.utils._ordered_set import OrderedSet
 
 from piper_compiler.capture import _torch
 
 HOOKS = frozenset(name for name, value in vars(nn.Module()).items() if "_hooks" in name and isinstance(value, dict))
 """Attributes of a module that hold what runs with its forward and backward, and with its state."""
 
+EQUALITIES = frozenset({"BOOL_MATCH", "CONSTANT_MATCH", "DICT_KEYS_MATCH", "EQUALS_MATCH", "MAPPING_KEYS_CHECK"})
+"""Guards that compare by ==, for which 1, 1.0 and True are equal, and 0.0 and -0.0."""
+
+CONSTANTS = (int, float, complex, str, bytes, type(None))
+"""Kinds of values that are the same one where they are equal."""
+
 
 @contextmanager
 def checked_reuse(tensors: Collection[int]) -> Iterator[None]:
     """Dynamo uses traces again as said above. `tensors`: ids of the model's tensors."""
     reuse = _Reuse(frozenset(tensors), invoke_subgraph.save_reuse_entry, invoke_subgraph.stamp_out_subgraph)
-    with _torch.in_place(invoke_subgraph, reuse.functions()), _torch.in_place(SideEffects, reuse.changes.counted()):
+    build = invoke_subgraph.build_reuse_condition
+
+    def condition(tx: Any, fingerprint: Any, sources: Any) -> Any:
+        return build(tx, fingerprint, OrderedSet([*sources, *_read_before(tx, frozenset(fingerprint.arg_sources))]))
+
+    with (
+        _torch.in_place(invoke_subgraph, {"build_reuse_condition": condition}),
+        _torch.in_place(invoke_subgraph, reuse.functions()),
+        _torch.in_place(higher_order_ops, {"are_same_graph_modules": lambda *graphs: False}),
+        _torch.in_place(SideEffects, reuse.changes.counted()),
+    ):
         yield
 
 
@@ -87,7 +115,7 @@ class _Reuse:
         self.changes = _Changes()
         self._tensors, self._save, self._stamp_out = tensors, save, stamp_out
         self._traces: list[_Trace] = []
-        self._values: _Values | None = None
+        self._found: tuple[_Trace, _Values] | None = None
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """By name in Dynamo's module."""
@@ -96,6 +124,8 @@ class _Reuse:
     def save(self, tx: Any, fn_var: Any, fingerprint: Any, *args: Any, condition: Any, **kwargs: Any) -> None:
         """Of a trace that has, as Dynamo found, no effects beside its results."""
         self._save(tx, fn_var, fingerprint, *args, condition=condition, **kwargs)
+        if any(isinstance(argument, ListVariable) for argument in args):  # what the function gives
+            return
         cache = tx.output.tracing_context.hop_dispatch_set_cache.get_cache(_torch.INVOKE)
         _, entry = cache.subgraph_reuse_cache[invoke_subgraph.get_fn_code(fn_var)][-1]
         moment = _Moment.now(tx, fn_var, self.changes.number)
@@ -108,19 +138,21 @@ class _Reuse:
         arguments = _arguments(fingerprint)
         for trace in self._traces:
             if moment == trace.moment and trace.moment.state.check() and arguments == trace.arguments:
-                self._values = values = _Values(tx, trace.elsewhere, zip(trace.sources, fingerprint.arg_sources, strict=True))
+                values = _Values(tx, trace.elsewhere, zip(trace.sources, fingerprint.arg_sources, strict=True))
                 if trace.holds(values, changed):
+                    self._found = trace, values
                     return trace.entry
         return None
 
     def stamp_out(self, tx: Any, fingerprint: Any, entry: Any) -> Any:
         """A call of the trace's graph. Of its inputs, those of the model's tensors that the region reads of itself stay in the
-        meta, under CAPTURED."""
-        assert self._values is not None
+        meta, under CAPTURED; under MODULES, which modules stand in the place of the trace's."""
+        assert self._found is not None
+        trace, values = self._found
         inputs = entry.body_gmod.graph.find_nodes(op="placeholder")
         kept, captured = [], []
         for position, (origin, node) in enumerate(zip(entry.subgraph_input_mapping, inputs, strict=True)):
-            value = self._values(origin.source) if isinstance(origin, invoke_subgraph.LiftedCapturedSource) else None
+            value = values(origin.source) if isinstance(origin, invoke_subgraph.LiftedCapturedSource) else None
             if id(value) in self._tensors:
                 captured.append((position, value, node.meta["example_value"]))
             else:
@@ -129,6 +161,7 @@ class _Reuse:
         first = result if isinstance(result, TensorVariable) else result.items[0]
         [call] = first.as_proxy().node.all_input_nodes
         call.meta[_torch.CAPTURED] = captured
+        call.meta[_torch.MODULES] = {key: values(source) for source, key in trace.modules}
         return result
 
 
@@ -173,7 +206,8 @@ class _Moment:
 @dataclass(frozen=True)
 class _Trace:
     """A trace that may serve other calls. sources: of its arguments; guards: (source, check, expected) on what it read of them;
-    elsewhere: source -> value of what else it read; reads: the sources of both; objects: what `_objects` says of them."""
+    elsewhere: source -> value of what else it read; reads: the sources of both; objects: what `_objects` says of them;
+    modules: (source, id) of those that are modules."""
 
     entry: Any
     moment: _Moment
@@ -183,12 +217,13 @@ class _Trace:
     guards: tuple[tuple[Any, Callable[[Any, Any], bool], Any], ...]
     reads: tuple[Any, ...]
     objects: tuple[Any, ...]
+    modules: tuple[tuple[Any, str], ...]
 
     def holds(self, values: _Values, changed: Sequence[Any]) -> bool:
         """Conditions 2 and 3, and 5 for what changed before."""
         try:
             guarded = all(check(values(source), expected) for source, check, expected in self.guards)
-            return guarded and self.objects == _objects(map(values, self.reads)) and not values.include(changed)
+            return guarded and self.objects == _objects(values, self.reads, self.sources) and not values.include(changed)
         except Exception:  # of whatever kind, from an attribute that is not there or another thing than a guard expects
             return False
 
@@ -197,7 +232,7 @@ def _trace(tx: Any, fingerprint: Any, condition: Any, entry: Any, moment: _Momen
     """The trace, or nothing where it depends on its arguments in a way that `_Values` does not follow."""
     sources = tuple(fingerprint.arg_sources)
     roots = frozenset(s for s in sources if s is not None)
-    guards = [(source, handler.eval_fn, expected) for source, handler, expected, _ in condition.guards]
+    guards = [(source, _check(handler, guard), expected) for source, handler, expected, guard in condition.guards]
     lifted = [o.source for o in entry.subgraph_input_mapping if isinstance(o, invoke_subgraph.LiftedCapturedSource)]
     reads = tuple(dict.fromkeys([*roots, *condition.traced_sources, *lifted]))
     depends = {source: _depends(source, roots) for source in (*reads, *(source for source, _, _ in guards))}
@@ -205,10 +240,24 @@ def _trace(tx: Any, fingerprint: Any, condition: Any, entry: Any, moment: _Momen
         return
     elsewhere = {source: _value(tx, source, {}) for source in reads if not depends[source]}
     values = _Values(tx, elsewhere, zip(sources, sources, strict=True))
-    objects = _objects(map(values, reads))
+    objects = _objects(values, reads, sources)
     if not values.include(changed):
         kept = tuple(guard for guard in guards if depends[guard[0]])
-        yield _Trace(entry, moment, _arguments(fingerprint), sources, elsewhere, kept, reads, objects)
+        modules = tuple((source, str(id(values(source)))) for source in reads if isinstance(values(source), nn.Module))
+        yield _Trace(entry, moment, _arguments(fingerprint), sources, elsewhere, kept, reads, objects, modules)
+
+
+def _check(handler: Any, guard: Any) -> Callable[[Any, Any], bool]:
+    """Whether a guard holds for a value, given what it expects."""
+    if guard.create_fn_name() not in EQUALITIES:
+        check: Callable[[Any, Any], bool] = handler.eval_fn
+        return check
+
+    def exactly(value: Any, expected: Any) -> bool:
+        found = handler.get_metadata_fn(guard, value)
+        return bool(handler.eval_fn(value, expected)) and type(found) is type(expected) and repr(found) == repr(expected)
+
+    return exactly
 
 
 def _value(tx: Any, source: Any, known: dict[Any, Any]) -> Any:
@@ -224,6 +273,13 @@ def _depends(source: Any, roots: frozenset[Any]) -> bool | None:
             return None if any(root.name in source.name for root in roots) else False
         at = at.base
     return True
+
+
+def _read_before(tx: Any, roots: frozenset[Any]) -> Iterator[Any]:
+    """What was read of the arguments so far: of what the model read before, Dynamo does not say whether the trace reads it."""
+    for guard in tx.output.guards:
+        if _depends(guard.originating_source, roots - {None}):
+            yield guard.originating_source
 
 
 def _arguments(fingerprint: Any) -> tuple[Any, ...]:
@@ -245,23 +301,31 @@ def _argument(tag: Any, vt: Any, nodes: dict[fx.Node, int]) -> tuple[Any, ...]:
     return tag, same, vt.python_type(), _tensor(node.meta["example_value"])
 
 
-def _objects(values: Iterable[Any]) -> tuple[Any, ...]:
-    """Which of the tensors and modules are the same, and what they are as far as no guard says it."""
+def _objects(values: _Values, reads: Iterable[Any], arguments: Iterable[Any]) -> tuple[Any, ...]:
+    """Which of the objects are the same, and what they are as far as no guard says it. Of modules that are arguments all inside
+    count: Dynamo does not say which of them it runs that the model read before."""
     seen: dict[int, int] = {}
-    kept = list(values)  # alive, so that ids are theirs
-    return tuple(
-        (seen.setdefault(id(v), len(seen)), _tensor(v) if isinstance(v, Tensor) else _module(v))
-        if isinstance(v, Tensor | nn.Module)
-        else None
-        for v in kept
-    )
+    kept = [values(source) for source in reads]  # alive, so that ids are theirs
+    given = [values(source) for source in arguments if source is not None]
+    kept += (inner for module in given if isinstance(module, nn.Module) for inner in module.modules())
+    return tuple(None if isinstance(v, CONSTANTS) else (seen.setdefault(id(v), len(seen)), _facts(v)) for v in kept)
+
+
+def _facts(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _tensor(value)
+    if isinstance(value, nn.Module):
+        return _module(value)
+    if isinstance(value, type | FunctionType | ModuleType):
+        return None  # these are compared by identity, a function of its own by its code
+    return tuple(getattr(value, "__dict__", ()))
 
 
 def _module(module: nn.Module) -> tuple[Any, ...]:
-    """Its class, the names of its own attributes (it may have a forward of its own), and its hooks."""
+    """Its class, the names of its own attributes (it may have a forward of its own) and of its parts, and its hooks."""
     own = vars(module)
     hooks = {name: [id(hook) for hook in value.values()] for name, value in own.items() if name in HOOKS}
-    return type(module), frozenset(own), hooks
+    return type(module), tuple(own), tuple(module._modules), hooks
 
 
 def _tensor(tensor: Tensor) -> tuple[Any, ...]:

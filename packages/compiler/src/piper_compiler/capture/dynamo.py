@@ -24,7 +24,7 @@ from piper_compiler.capture.model import (
     flatten_batch,
     named_tensors,
 )
-from piper_compiler.capture.repeated import Modules, as_regions, complete, flatten, repeated_layers
+from piper_compiler.capture.repeated import as_regions, complete, flatten, repeated_layers
 from piper_compiler.capture.tags import is_opaque
 from piper_ir.errors import CaptureError
 from piper_ops import UnsupportedVariant, replace_portable
@@ -70,7 +70,7 @@ class Forward:
     buffers: tuple[TensorInfo, ...]
     batch: Mapping[str, Tensor]
     model: nn.Module
-    modules: Modules
+    modules: Mapping[str, nn.Module]
     guards: tuple[_torch.RowGuard, ...]
 
 
@@ -96,7 +96,6 @@ class _Recorder:
     """The backend handed to torch.compile: keeps the graph and answers with its fake outputs."""
 
     batch: Collection[int]
-    modules: Modules
     module: fx.GraphModule | None = None
     inputs: Sequence[Any] = ()
     outputs: list[Any] = field(default_factory=list)
@@ -116,7 +115,7 @@ class _Recorder:
         """Replace the calls of regions in the graph, when Dynamo is done with it."""
         if self.module is not None:
             self.inputs = complete(self.module, self.inputs)
-            flatten(self.module, self.modules)
+            flatten(self.module)
 
     def node_of(self, value: Any) -> fx.Node | None:
         """The node whose fake value is this very object."""
@@ -140,7 +139,7 @@ def capture_forward(
 
     numbers = _numbers(module)
     modules = {str(id(m)): m for m in module.modules()}
-    recorder = _Recorder({id(t) for t in tensors.values()}, modules)
+    recorder = _Recorder({id(t) for t in tensors.values()})
     result = _run(recorder, module, loss, inputs, targets)
     gm = recorder.module
     if gm is None:
@@ -148,7 +147,7 @@ def capture_forward(
     changed = {place: value for place, value in _numbers(module).items() if numbers.get(place, value) != value}
     if changed:
         other = _with_numbers(fake_model(model, _torch.fake_cpu(), dtype), changed)
-        again = _Recorder(recorder.batch, {str(id(m)): m for m in other.modules()})
+        again = _Recorder(recorder.batch)
         _run(again, other, loss, inputs, targets)
         _check_steady(gm, again.module, changed)
     try:

@@ -25,9 +25,6 @@ from piper_compiler.capture.tags import outermost_entries
 FEWEST = 16
 """Layers of a class from which on it is worth the check."""
 
-Modules = Mapping[str, nn.Module]
-"""Modules by id, as in nn_module_stack."""
-
 
 class NotFlat(Exception):
     """Calls of nested regions that cannot be replaced by what they call."""
@@ -71,21 +68,20 @@ def complete(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
     return found
 
 
-def flatten(module: fx.GraphModule, modules: Modules) -> None:
+def flatten(module: fx.GraphModule) -> None:
     """Replace the calls of nested regions in a graph by copies of what they call. NotFlat where a copy would not be what a plain
     trace gives."""
     graph = module.graph
     calls = graph.find_nodes(op="call_function", target=_torch.INVOKE)
     if not calls:
         return
-    first: dict[str, nn.Module] = {}
+    first: dict[str, fx.Node] = {}
     for call in calls:
         name = call.args[0].target
         body: fx.Graph = getattr(module, name).graph
         if any("custom" in node.meta for node in (call, *body.nodes)):
             raise NotFlat("coordinates are written in the code")
-        layer = _innermost(call, modules)
-        _inline(graph, call, body, _moved(first.setdefault(name, layer), layer))
+        _inline(graph, call, body, first.setdefault(name, call))
     for node in graph.find_nodes(op="get_attr"):
         if not node.users and isinstance(getattr(module, str(node.target), None), fx.GraphModule):
             graph.erase_node(node)
@@ -93,42 +89,32 @@ def flatten(module: fx.GraphModule, modules: Modules) -> None:
         raise NotFlat("coordinates are written in the code")
 
 
-def _innermost(call: fx.Node, modules: Modules) -> nn.Module:
-    stack = call.meta.get("nn_module_stack") or {}
-    found = modules.get(next(reversed(stack), "").partition("@")[0])
-    if found is None:
-        raise NotFlat("a region outside of the model")
-    return found
-
-
-def _moved(source: nn.Module, layer: nn.Module) -> dict[str, tuple[str, str, type]]:
-    """Of each module in `source`, by id: the id of the one in its place in `layer`, its name there, and its class."""
-    there = dict(layer.named_modules(remove_duplicate=False))
-    found: dict[str, tuple[str, str, type]] = {}
-    for name, inner in source.named_modules(remove_duplicate=False):
-        other = there.get(name)
-        if other is None or type(other) is not type(inner):
-            raise NotFlat(f"{name} is another module")
-        if found.setdefault(str(id(inner)), (str(id(other)), name, type(other)))[0] != str(id(other)):
-            raise NotFlat(f"{name} is a module of its own")
-    return found
-
-
-def _stack(node: fx.Node, around: Mapping[str, Any], moved: Mapping[str, tuple[str, str, type]]) -> dict[str, Any]:
-    """The module stack of a copy: that of the call, then the modules inside of the layer."""
-    path, _ = list(around.values())[-1]
-    out = dict(around)
-    for key in node.meta.get("nn_module_stack") or {}:
-        place = moved.get(key.partition("@")[0])
-        if place is not None and place[1]:
-            out[place[0]] = f"{path}.{place[1]}", place[2]
+def _stack(node: fx.Node, call: fx.Node, traced: fx.Node) -> dict[str, Any]:
+    """The module stack of the copy of a node for a call: that of the call, then the modules in the place of those inside of the
+    call that was traced. Nothing reads their paths."""
+    own: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
+    if call is traced and _torch.MODULES not in call.meta:
+        return dict(own)
+    if _torch.MODULES in traced.meta:
+        raise NotFlat("nothing uses the results of the call that was traced")
+    around, moved = _around(traced), call.meta.get(_torch.MODULES, {})
+    out = dict(_around(call))
+    for key in own:
+        if key not in around:
+            place = moved.get(key.partition("@")[0])
+            if place is None:
+                raise NotFlat("a region runs a module that Dynamo does not say that it read")
+            out[str(id(place))] = "", type(place)
     return out
 
 
-def _inline(graph: fx.Graph, call: fx.Node, body: fx.Graph, moved: Mapping[str, tuple[str, str, type]]) -> None:
+def _around(call: fx.Node) -> Mapping[str, Any]:
+    return call.meta.get("nn_module_stack") or {}
+
+
+def _inline(graph: fx.Graph, call: fx.Node, body: fx.Graph, traced: fx.Node) -> None:
     inputs = body.find_nodes(op="placeholder")
     copies: dict[fx.Node, Any] = dict(zip(inputs, call.args[2:], strict=True))
-    around: dict[str, Any] = call.meta["nn_module_stack"]
     results: Any = ()
     with graph.inserting_before(call):
         for node in body.nodes:
@@ -136,7 +122,7 @@ def _inline(graph: fx.Graph, call: fx.Node, body: fx.Graph, moved: Mapping[str, 
                 results = fx.node.map_arg(node.args[0], copies.__getitem__)
             elif node.op in ("call_function", "call_method"):
                 copy = copies[node] = graph.node_copy(node, copies.__getitem__)
-                copy.meta = {**node.meta, "nn_module_stack": _stack(node, around, moved)}
+                copy.meta = {**node.meta, "nn_module_stack": _stack(node, call, traced)}
             elif node.op != "placeholder":
                 raise NotFlat(f"a region with a node of kind {node.op}")
     for user in list(call.users):
