@@ -293,3 +293,46 @@ def test_threads_leave_classes_as_they_were() -> None:
     for thread in threads:
         thread.join()
     assert (Layer.forward, invoke_subgraph.find_reuse_match) == (own, found)
+
+
+class Regional(Part):
+    """A part that its author made a nested region; `odd` is an attribute that Dynamo's own reuse of traces sees."""
+
+    def __init__(self, odd: bool) -> None:
+        super().__init__()
+        self.odd = odd
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.within(x)
+
+    def within(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y.clamp(min=0.5) if self.odd else y.clamp(max=0.5)
+
+
+class Own(Regional):
+    @torch.compiler.nested_compile_region
+    def within(self, x: Tensor) -> Tensor:
+        return super().within(x)
+
+
+class Outer(Own):
+    @torch.compiler.nested_compile_region
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [Own, Outer], ids=["a region", "a region in a region"])
+@pytest.mark.parametrize("fewest", [LAYERS, 2 * LAYERS], ids=["in a repeated layer", "in a layer of few"])
+def test_regions_of_the_users_own(kind: type[Regional], fewest: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def model(part: type[Regional]) -> Callable[[], nn.Module]:
+        def made() -> nn.Module:
+            found = Model(layers())
+            for k, layer in enumerate(found.layers):
+                layer.part = part(k % 2 == 1)
+            return found
+
+        return made
+
+    monkeypatch.setattr(repeated, "FEWEST", fewest)
+    assert pieces(model(kind)) == plainly(model(Regional), monkeypatch, pieces)

@@ -134,6 +134,22 @@ stands in its place."""
 
 
 @contextmanager
+def regions_apart() -> Iterator[None]:
+    """Each call of a nested region of the user's own is traced by itself: where Dynamo takes two calls for alike, they need not
+    be (see `_torch_reuse`)."""
+    try:
+        from torch._dynamo.variables import higher_order_ops, invoke_subgraph
+    except ImportError:  # a torch that does not reuse traces
+        yield
+        return
+    with (
+        in_place(invoke_subgraph, {"find_reuse_match": lambda *call: None}),
+        in_place(higher_order_ops, {"are_same_graph_modules": lambda *graphs: False}),
+    ):
+        yield
+
+
+@contextmanager
 def nested_forward(module: type[torch.nn.Module]) -> Iterator[None]:
     """Calls of modules of this class are nested compile regions."""
     own = "forward" in vars(module)

@@ -24,7 +24,7 @@ from piper_compiler.capture.model import (
     flatten_batch,
     named_tensors,
 )
-from piper_compiler.capture.repeated import as_regions, complete, flatten, repeated_layers
+from piper_compiler.capture.repeated import NotFlat, as_regions, complete, flatten, repeated_layers
 from piper_compiler.capture.tags import is_opaque
 from piper_ir.errors import CaptureError
 from piper_ops import UnsupportedVariant, replace_portable
@@ -207,9 +207,15 @@ def _run(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets
             except Exception:  # of whatever kind: the plain trace gives a graph, or says what is wrong in the user's terms
                 recorder.problem = None
         try:
-            return _traced(recorder, model, loss, inputs, targets)
+            with _torch.regions_apart():
+                return _traced(recorder, model, loss, inputs, targets)
         except _torch.CAPTURE_ERRORS as error:
             raise recorder.problem or _as_capture_error(error) from error
+        except NotFlat as error:
+            raise CaptureError(
+                f"a nested compile region of the model's cannot be captured: {error}; leave torch.compiler.nested_compile_region "
+                "out, or use it only around code that calls no other region"
+            ) from error
 
 
 def _traced(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> tuple[Any, ...]:
