@@ -4,6 +4,7 @@ where the modules that run are not the layer's own, the program is that of a pla
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,8 @@ from torch._dynamo.variables import invoke_subgraph
 
 from packages.compiler.tests.alike_layers import layers
 from packages.compiler.tests.repeated_cases import LAYERS, WIDTH, Layer, Model, Part, Work, captured, pieces, plainly
-from piper_compiler.capture import repeated, tag
+from piper_compiler.capture import _torch, repeated, tag
+from piper_ir.errors import CaptureError
 
 
 @pytest.fixture(autouse=True)
@@ -336,3 +338,13 @@ def test_regions_of_the_users_own(kind: type[Regional], fewest: int, monkeypatch
 
     monkeypatch.setattr(repeated, "FEWEST", fewest)
     assert pieces(model(kind)) == plainly(model(Regional), monkeypatch, pieces)
+
+
+def test_regions_of_the_users_own_that_torch_would_merge_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left where a torch has other names for what `regions_apart` patches."""
+    monkeypatch.setattr(_torch, "regions_apart", nullcontext)
+    made = [Layer() for _ in range(LAYERS - 1)]
+    for layer in made:
+        layer.part = Own(odd=False)
+    with pytest.raises(CaptureError, match=r"cannot be captured: .*; leave torch.compiler.nested_compile_region out"):
+        pieces(lambda: Model(made))
