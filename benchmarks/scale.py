@@ -50,7 +50,7 @@ def rows(quick: bool) -> Iterator[Row]:
     for title, *arguments in CELLS[: 1 if quick else None]:
         yield from cell_rows(title, cell(arguments))
     for name, sizes in SERIES.items():
-        yield from growth_rows(name, sizes[:2] if quick else sizes, 1 if quick else 3)
+        yield from growth_rows(name, sizes[:2] if quick else sizes, 1 if quick else 5)
     yield from node_rows(NODES[:2] if quick else NODES, 1 if quick else 3)
 
 
