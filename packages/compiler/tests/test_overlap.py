@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -211,3 +212,9 @@ def test_the_choice_is_no_worse_than_either_order_written_out() -> None:
         ]  # fmt: skip
         chosen, one_way, other = (makespan(plan, costs) for plan in plans)
         assert chosen <= min(one_way, other) + 1e-9, seed
+
+
+def test_an_order_is_the_same_in_another_process() -> None:
+    item = order(where(mb=0, phase="F"), overlap(where(mb=1), where(mb=(2, 3), stage=0)), missing="skip")
+    assert pickle.loads(pickle.dumps(item)) == item
+    assert pickle.loads(pickle.dumps(item)).site == item.site != ""

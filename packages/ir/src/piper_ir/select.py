@@ -33,6 +33,13 @@ class Where:
             given = dict(terms) | given
         object.__setattr__(self, "terms", tuple(sorted(given.items())))
 
+    @staticmethod
+    def of(terms: tuple[tuple[str, Match], ...]) -> Where:
+        """The selection with these terms, which are those of another one: nothing is checked."""
+        found = object.__new__(Where)
+        object.__setattr__(found, "terms", terms)
+        return found
+
     def matches(self, coords: Mapping[str, int | str]) -> bool:
         """Whether a node with these coordinates is selected."""
         for name, wanted in self.terms:

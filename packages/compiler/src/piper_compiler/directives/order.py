@@ -20,10 +20,10 @@ Legality
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
 from piper_ir.errors import SelectorError
@@ -74,6 +74,10 @@ class Order:
         object.__setattr__(self, "missing", missing)
         object.__setattr__(self, "overlaps", tuple(groups))
         object.__setattr__(self, "site", call_site() if site is None else site)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As tuples: an order has thousands of selections, and searches send it to workers."""
+        return _order, (tuple([s.terms for s in self.selections]), self.missing, self.overlaps, self.site)
 
     def __str__(self) -> str:
         """About as the user wrote it; long lists are cut."""
@@ -168,3 +172,7 @@ def has_no_such_phase(graph: Graph, selection: Where) -> bool:
         return False
     there = {n.coords["phase"] for n in graph.matching(Where(tuple(terms.items())))}
     return there == {"F"} or (phase != "B" and there in ({"F", "I"}, {"F", "W"}))
+
+
+def _order(terms: Iterable[Any], missing: Literal["error", "skip"], overlaps: tuple[tuple[int, int], ...], site: str) -> Order:
+    return Order(selections=tuple(map(Where.of, terms)), missing=missing, overlaps=overlaps, site=site)
