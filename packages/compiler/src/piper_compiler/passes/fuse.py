@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from piper_compiler.passes.arrays import NEVER, Flags, Ints
+from piper_compiler.passes.arrays import NEVER, Flags, Ints, begins
 from piper_compiler.passes.columns import Columns
 from piper_compiler.passes.dependencies import Dependencies
 from piper_ir.graph import Graph
@@ -34,7 +34,7 @@ def tasks(graph: Graph, deps: Dependencies, c: Columns, fuse: bool) -> Tasks:
     """The compute instructions of a scheduled graph; one node each unless `fuse`."""
     computed = np.flatnonzero(~c.comm)
     nodes = computed[np.lexsort((c.place[computed], c.role[computed]))]
-    begins = np.ones(len(nodes), np.bool_)
+    opens = np.ones(len(nodes), np.bool_)  # whether a node is the first of its instruction
     last, here = nodes[:-1], nodes[1:]
     phases = {phase: k for k, phase in enumerate(dict.fromkeys(n.coords.get("phase") for n in deps.nodes))}
     phase = c.each(phases[n.coords.get("phase")] for n in deps.nodes)
@@ -42,19 +42,18 @@ def tasks(graph: Graph, deps: Dependencies, c: Columns, fuse: bool) -> Tasks:
     if fuse:
         alike = (c.role[last] == c.role[here]) & (c.mb[last] == c.mb[here]) & (phase[last] == phase[here])
         between = _first_readers(c)[here] | (_senders(deps, c) | _last_before_reductions(graph, deps, c))[last]
-        begins[1:] = ~alike | between | (alone[here] > 0)
+        opens[1:] = ~alike | between | (alone[here] > 0)
     if deps.spans:
         span = np.full(len(c.of), -1)
         for i, members in deps.spans.items():
             span[i] = members[0]
         joined = (span[here] >= 0) & (span[last] == span[here])
-        begins[1:] = (begins[1:] | (span[last] >= 0) | (span[here] >= 0)) & ~joined
-    first = np.flatnonzero(begins)
+        opens[1:] = (opens[1:] | (span[last] >= 0) | (span[here] >= 0)) & ~joined
+    first = np.flatnonzero(opens)
     role = c.role[nodes[first]]
     counts = np.bincount(role, minlength=len(graph.roles))
     number = np.full(len(c.of), -1)
-    task = np.cumsum(begins) - 1
-    number[nodes] = task - (np.cumsum(counts) - counts)[c.role[nodes]]
+    number[nodes] = np.cumsum(opens) - 1 - begins(counts)[c.role[nodes]]
     return Tasks(nodes, first, role, counts, number)
 
 

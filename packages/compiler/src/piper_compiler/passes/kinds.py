@@ -135,8 +135,9 @@ class Kinds:
     def _above(self, plan: Plan, part: Part, nbytes: Mapping[str, int]) -> int:
         """`part_peak`; for a step of equal chunks once for all in which the same inputs die."""
         op = part.op
-        if not isinstance(op, Compute) or op.step == "B":
+        if not isinstance(op, Compute):
             return part_peak(plan, part, nbytes)
+        assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
         chunk = plan.chunk(op.chunk)
         dying = [nbytes[v] if v in part.frees else -1 for v in part.reads]
         key = id(chunk.ports), id(chunk.steps[op.step]), *[i.kind for i in chunk.inputs], *dying
@@ -173,9 +174,7 @@ class Kinds:
         (value, at), (carried, by) = (map(np.concatenate, columns) for columns in (touched, sent))
         order, sending = np.argsort(at), np.argsort(by)
         values = len(self.names) * self.count
-        return Uses(
-            values, value[order], at[order] // far, self.instr_of_part, carried[sending], by[sending] // far
-        )  # fmt: skip
+        return Uses(values, value[order], at[order] // far, self.instr_of_part, carried[sending], by[sending] // far)
 
     def _task(self, like: tuple[int, ...], mb: int) -> Kind:
         """Of an instruction that runs nodes like these; the first that reads a source in its microbatch loads it."""

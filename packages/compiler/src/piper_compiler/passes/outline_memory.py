@@ -32,9 +32,7 @@ class Memory:
     def __init__(self, plan: Plan, kinds: Kinds, draft: Draft, freed: Releases) -> None:
         self.plan, self.kinds, self.draft, self.freed = plan, kinds, draft, freed
         self.effects = self._effects()
-        found = [
-            (i, place) for i, kind in enumerate(kinds.used) if kind.instr.stream != COMPUTE for place in kind.writes[0]
-        ]  # fmt: skip
+        found = [(i, place) for i, kind in enumerate(kinds.used) if kind.instr.stream != COMPUTE for place in kind.writes[0]]
         self.received = ints([i for i, _ in found])
         self.buffers = ints([place for _, place in found])
         before = np.searchsorted(draft.compute, self.received) - 1

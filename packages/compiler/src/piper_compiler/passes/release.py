@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from piper_compiler.passes.arrays import Flags, Ints
+from piper_compiler.passes.arrays import Flags, Ints, begins
 from piper_compiler.passes.draft import Draft, Waits
 from piper_ir.timing import Times
 
@@ -51,7 +51,7 @@ def releases(draft: Draft, uses: Uses, times: Times) -> Releases:
 
     sent, rank, many = np.unique(uses.sent, return_index=True, return_counts=True)
     by_value = np.argsort(uses.sent, kind="stable")
-    starts = np.cumsum(many) - many
+    starts = begins(many)
     ends = np.maximum.reduceat(np.array(times.done)[uses.sender[by_value]], starts) if len(sent) else np.empty(0)
     latest = uses.sender[by_value][starts + many - 1]
     dies = _first_after(draft, np.array(times.start), ends, latest)
