@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import piper
 from benchmarks.step_model import Regime, job
+from packages.runtime.tests.joined import joined_pool
 from piper import models
 from piper_ir.errors import ExecutionError
 from piper_ir.memory import on_device, peak
@@ -49,12 +52,29 @@ def pool() -> Iterator[Pool]:
         yield workers
 
 
-@pytest.mark.parametrize("launcher", ["inline", "processes"])
+@pytest.fixture(scope="module")
+def nccl_pool() -> Iterator[Pool]:
+    """Joined by NCCL, if need be as hosts of their own on one device."""
+    if not dist.is_nccl_available():
+        pytest.skip("torch was built without NCCL")
+    with joined_pool(4, "nccl") as workers:
+        yield workers
+
+
 @pytest.mark.parametrize("c", PARITY, ids=str)
-def test_parity_in_float64(c: Composition, launcher: str, pool: Pool) -> None:
+def test_parity_in_float64(c: Composition, pool: Pool) -> None:
+    assert_parity(c, launcher="processes", pool=pool)
+    assert_parity(c, launcher="inline")
+
+
+@pytest.mark.parametrize("c", PARITY, ids=str)
+def test_parity_in_float64_over_nccl(c: Composition, nccl_pool: Pool) -> None:
+    assert_parity(c, launcher="processes", pool=nccl_pool)
+
+
+def assert_parity(c: Composition, **options: Any) -> None:
     c = fitted(c)
-    plan = compositions.compiled(c).plan
-    run = compositions.run(c, plan, launcher=launcher, **({"pool": pool} if launcher == "processes" else {}))
+    run = compositions.run(c, compositions.compiled(c).plan, **options)
     parity.assert_parity(run, compositions.expected(c), label=repr(c))
 
 
@@ -107,6 +127,23 @@ def test_a_profile_is_of_the_device(pool: Pool) -> None:
     cluster = product_cluster(costs.origin.device, torch.cuda.device_count())
     simulation = piper.simulate(piper.compile(work, strategy).plan, cluster, costs=costs)
     assert set(simulation.summary()["sources"]) == {"measured"} and not simulation.notes
+
+
+def test_messages_over_nccl_are_measured(nccl_pool: Pool) -> None:
+    """And a simulation of two ranks takes them."""
+    work, strategy = job(SIZES, 16), piper.Strategy(piper.Mesh(dp=2), piper.recipes.data_parallel(bucket_mb=1))
+    costs = piper.profile(work, strategy, rows=[4], repeats=3, pool=nccl_pool)
+    assert costs.origin is not None and costs.origin.backend == "nccl" and costs.origin.ranks == 2
+    assert {(c.op, c.group) for c in costs.comm} == {("p2p", 2), ("all_reduce", 2)}
+    for op in ("p2p", "all_reduce"):
+        taken = {c.bytes: c.duration.seconds for c in costs.comm if c.op == op}
+        assert all(s > 0 for s in taken.values()) and taken[max(taken)] > 2 * taken[min(taken)]
+    cluster = product_cluster(costs.origin.device, 2)
+    compiled = piper.compile(work, strategy)
+    simulation = piper.simulate(compiled.plan, cluster, costs=costs)
+    assert set(simulation.summary()["sources"]) == {"measured"}
+    run = piper.execute(compiled, steps=4, launcher="processes", pool=nccl_pool)
+    print(f"predicted {simulation.step_s * 1e3:.2f} ms, measured {min(run.step_seconds) * 1e3:.2f} ms")
 
 
 def test_ranks_that_share_a_device_are_not_profiled(pool: Pool) -> None:

@@ -57,7 +57,7 @@ def profile(
     Per distinct chunk and step (F, I, W) and per other op of the compute stream: seconds at each of `rows` rows per microbatch
     (default: divisors of the global batch from 1/32 to 1/2 of it, a factor of 2 apart; the strategy's own in any case), on the
     job's own batches, with the code and the closures of a run, while all ranks compute. Point-to-point messages and all-reduces
-    over groups of ranks, by size, up to the largest activation and the whole gradient; not on CUDA. Seconds per instruction.
+    over groups of ranks, by size, up to the largest activation and the whole gradient (gloo, NCCL). Seconds per instruction.
     Growth of resident memory. Each is the median over `repeats` passes and all ranks, its spread their median absolute deviation.
 
     launcher: "processes" or "ray"; cluster: for "ray", as of `execute`. timeout_s: seconds without progress after which a rank
@@ -147,10 +147,11 @@ def _sizes(plan: Plan, largest: Plan) -> tuple[int, ...]:
 
 def _origin(report: ProfileReport, plan: Plan, launcher: str, repeats: int) -> Origin:
     on_cuda = bool(report.device)
+    over = "nccl" if on_cuda else "gloo"
     return Origin(
         device=report.device or machine_name(),
         cluster=product_cluster(report.device, report.devices).name if on_cuda else CPU,
-        backend="none" if on_cuda else "gloo",
+        backend=over if report.messages or not on_cuda else "none",
         launcher=launcher,
         ranks=plan.mesh.world,
         threads=1,
@@ -201,7 +202,7 @@ def _messages(reports: Sequence[ProfileReport]) -> list[CommDuration]:
 
 
 def _host(reports: Sequence[ProfileReport]) -> HostCosts:
-    """Per instruction, over all repeats and ranks; none for communication where it was not measured (CUDA)."""
+    """Per instruction, over all repeats and ranks; none for communication on CUDA, whose host is ahead of its device."""
     issue = _duration(max(0.0, s) for r in reports for s in r.issue)
     talk = _duration([max(0.0, s) for r in reports for s in r.talk] or [0.0])
     return HostCosts(issue.seconds, talk.seconds, issue.spread, talk.spread)

@@ -1,5 +1,7 @@
 """The CUDA engine without CUDA: its streams on made-up devices, and what it does on the host."""
 
+import os
+import platform
 import threading
 from array import array
 from collections.abc import Callable
@@ -29,7 +31,7 @@ from piper_runtime.report import RankReport
 from piper_runtime.run import _result, trainee
 from piper_runtime.staging import StagedCommunicators
 from piper_runtime.streams import FIRST_STREAM, ISSUED, PHASE, RUNNING, WAITING
-from piper_runtime.transport import choose_transport
+from piper_runtime.transport import SHARED_DEVICE, choose_transport, nccl_of
 
 STEPS = 2
 SEEDS = 24
@@ -332,6 +334,31 @@ def test_devices_are_chosen_by_rule_and_refused_by_name(monkeypatch: pytest.Monk
     assert [choose_device("auto", r).index for r in range(4)] == [0, 1, 0, 1] and choose_device("cpu", 1) == CPU
     device = torch.device("cuda", 1)
     assert [choose_transport(d, 2) for d in (CPU, device)] == ["gloo", "nccl"] and choose_transport(device, 3) == "staged"
+
+
+def test_the_environment_says_what_joins_ranks_that_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setenv("NCCL_HOSTID", "")  # put back in the end
+    device, hosts = torch.device("cuda", 1), set()
+    monkeypatch.setenv(SHARED_DEVICE, "nccl")
+    assert [choose_transport(d, 3) for d in (CPU, device)] == ["gloo", "nccl"]
+    for rank in range(3):
+        nccl_of(GlooCommunicators(dist.HashStore(), rank), device, 3)
+        hosts.add(os.environ["NCCL_HOSTID"])
+    assert len(hosts) == 3 and all(platform.node() in h for h in hosts), "each rank is a host of its own to NCCL"
+    monkeypatch.setenv("NCCL_HOSTID", "ours")
+    nccl_of(GlooCommunicators(dist.HashStore(), 0), device, 2)
+    assert os.environ["NCCL_HOSTID"] == "ours", "with a device for each nothing is told"
+    for wanted in ("gloo", "nccl"):
+        monkeypatch.setenv(SHARED_DEVICE, wanted)
+        assert choose_transport(device, 2) == "nccl"
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    assert choose_transport(device, 3) == choose_transport(device, 2) == "staged"
+    monkeypatch.setenv(SHARED_DEVICE, "mpi")
+    with pytest.raises(ExecutionError, match="the environment has PIPER_SHARED_DEVICE='mpi'; \"gloo\" and \"nccl\" are accepted"):
+        choose_transport(device, 3)
+    assert choose_transport(CPU, 3) == "gloo"
 
 
 def test_a_device_that_is_not_there_ends_a_run_with_one_line() -> None:

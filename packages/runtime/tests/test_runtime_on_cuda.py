@@ -1,5 +1,9 @@
 """The CUDA engine on CUDA: what only a device can show. Everything here is skipped where there is none."""
 
+import json
+import os
+import signal
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +15,11 @@ from benchmarks import gpu_hazards
 from benchmarks.gpu_hazards import CYCLES, SIZE, communication, compute, step, void
 from packages.runtime.tests.chains import chain, distance, run
 from packages.runtime.tests.handmade import adamw, batch
+from packages.runtime.tests.joined import joined_pool
 from packages.runtime.tests.test_runtime_cuda import CASES
 from piper_ir.errors import ExecutionError, NonFiniteLossError
 from piper_ir.plan import COMPUTE
+from piper_runtime import transport
 from piper_runtime.device import NO_CUDA, LateNumbers, using
 from piper_runtime.feed import upload
 from piper_runtime.gloo import GlooCommunicators
@@ -23,7 +29,8 @@ from piper_runtime.rank import Comm
 from piper_runtime.rng import generator
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)
-two_devices = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+JOINED = ["gloo", "nccl"] if dist.is_nccl_available() else ["gloo"]
+"""What joins ranks that share a device."""
 
 TOLERANCE = 1e-10
 """float64; a device adds in another order than the CPU."""
@@ -79,10 +86,16 @@ def test_issuing_does_not_wait_for_the_device(device: torch.device, staged: bool
     assert seen == [4.0]
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    with Pool(4) as workers:
+@pytest.fixture(scope="module", params=JOINED)
+def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
+    with joined_pool(4, request.param) as workers:
         yield workers
+
+
+@pytest.fixture
+def by_nccl(pool: Pool, request: pytest.FixtureRequest) -> bool:
+    """Whether NCCL joins two ranks of the pool."""
+    return "nccl" in request.node.callspec.id or torch.cuda.device_count() >= 2
 
 
 @pytest.fixture
@@ -100,7 +113,7 @@ MORE = CASES | {
 @pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize("case", MORE.values(), ids=MORE)
 def test_ranks_compute_what_one_device_computes(pool: Pool, case: dict[str, Any]) -> None:
-    """On one device through staged gloo; with a device for each rank through NCCL."""
+    """Through staged gloo and through NCCL."""
     plan, job = chain(**case)
     found = run(plan, job, launcher="processes", pool=pool, trace=True)
     assert distance(found, plan, job) < TOLERANCE
@@ -112,8 +125,6 @@ def test_ranks_compute_what_one_device_computes(pool: Pool, case: dict[str, Any]
 @pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize("case", [CASES["1f1b"], CASES["masked"]], ids=["1f1b", "masked"])
 def test_the_allocator_was_asked_for_what_the_plan_says(pool: Pool, case: dict[str, Any]) -> None:
-    if torch.cuda.device_count() >= 2:
-        pytest.skip("NCCL keeps buffers that it sends until the device is done with them")
     plan, job = chain(**case)
     found = run(plan, job, launcher="processes", pool=pool, memory=True)
     for rank, record in found.memory.items():
@@ -198,9 +209,63 @@ def test_nccl_of_one_rank_reduces_on_our_stream(device: torch.device) -> None:
     assert not communicators._groups
 
 
-@two_devices
 @pytest.mark.usefixtures("on_cuda")
-def test_two_devices_communicate_by_nccl(pool: Pool) -> None:
-    for case in ({"pp": 2}, {"dp": 2, "clip_norm": 0.01}):
-        plan, job = chain(**case)
-        assert distance(run(plan, job, launcher="processes", pool=pool, steps=5), plan, job) < TOLERANCE
+def test_two_ranks_are_joined_as_the_environment_says(pool: Pool, by_nccl: bool) -> None:
+    """So the tests above are of what they say."""
+    plan, job = chain(batch=joined_by_nccl if by_nccl else joined_without)
+    assert distance(run(plan, job, launcher="processes", pool=pool, steps=5), plan, job) < TOLERANCE
+
+
+def joined_by_nccl(step: int, rows: range) -> Any:
+    assert [len(c._groups) > 0 for c in transport._nccl.values()] == [True]
+    return batch(step, rows)
+
+
+def joined_without(step: int, rows: range) -> Any:
+    assert not transport._nccl
+    return batch(step, rows)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_a_rank_that_raises_is_named_while_its_peer_waits_for_it(pool: Pool) -> None:
+    plan, job = chain(batch=raising)
+    with pytest.raises(ExecutionError, match=r"rank 1 failed .*step 1.*ValueError: no such rows"):
+        run(plan, job, launcher="processes", pool=pool)
+
+
+def raising(step: int, rows: range) -> Any:
+    if step == 1 and rows.start == 2 and worker_rank() == 1:
+        raise ValueError("no such rows")
+    return batch(step, rows)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_a_rank_that_is_killed_is_named_while_its_peer_waits_for_it(pool: Pool) -> None:
+    """And none of its processes is left; the next run has new ones."""
+    plan, job = chain(batch=killed)
+    pool.start()
+    before = pool.pids
+    with pytest.raises(ExecutionError, match=r"rank 1 was killed by SIGKILL: rank 1 .* in step 1"):
+        run(plan, job, launcher="processes", pool=pool)
+    assert len(before) == 4 and not any(alive(pid) for pid in before)
+    plan, job = chain()
+    assert distance(run(plan, job, launcher="processes", pool=pool), plan, job) < TOLERANCE
+
+
+def killed(step: int, rows: range) -> Any:
+    if step == 1 and rows.start == 2 and worker_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return batch(step, rows)
+
+
+def worker_rank() -> int:
+    """Of the worker process that calls."""
+    return int(json.loads(sys.argv[1])["rank"])
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,5 +1,8 @@
 """Communicators over NCCL: one process group per channel instance, made of its members only. One rank per CUDA device.
 
+NCCL refuses two ranks of one host on one device. Where a test wants that, each rank tells it that it is a host of its own
+(NCCL_HOSTID), and messages go through sockets: all of this file runs then, slowly, and nothing of NVLink.
+
 What torch does (ProcessGroupNCCL, its source read; a group of one rank was run, never two devices): a reduction with
 asyncOp=False is issued on the stream that is current, and returns nothing. A send or receive goes to a stream of the group's own,
 which is made to wait for the current one; `wait` then makes the current stream wait for it and does not hold the host. So in both
@@ -14,6 +17,7 @@ NCCL needs the union of all ranks' issue orders to have no cycle: R20.
 from __future__ import annotations
 
 import os
+import platform
 from typing import Any
 
 import torch
@@ -27,12 +31,15 @@ from piper_runtime.streams import Work
 
 
 class NcclCommunicators(GlooCommunicators):
-    """The groups that `gloo` would make, over its store. `nbytes`: device memory that they took when they were made."""
+    """The groups that `gloo` would make, over its store. `nbytes`: device memory that they took when they were made. `shared`:
+    whether ranks share a device; known before the first group of the process, for NCCL asks for the host once."""
 
-    def __init__(self, gloo: GlooCommunicators, device: torch.device):
+    def __init__(self, gloo: GlooCommunicators, device: torch.device, *, shared: bool = False):
         super().__init__(dist.PrefixStore("nccl", gloo._store), gloo._rank)
         self._device = device
         self.nbytes = 0
+        if shared:
+            os.environ["NCCL_HOSTID"] = f"{platform.node()} {self._rank}"
         # Sends of a group wait for each other: a channel is one FIFO.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
 

@@ -5,8 +5,8 @@ once. A rank computes the whole model on the job's own batches, part by part in 
 closures that a run binds and a clock around each. Messages go over communicators like those of a run, between ranks that do
 nothing else.
 
-On CUDA every rank needs a device of its own. The host issues a pass behind others that are not measured, so that it is as far
-ahead of the device as between the microbatches of a step. Messages are not measured there.
+On CUDA every rank needs a device of its own, and messages go over NCCL. The host issues a pass behind others that are not
+measured, so that it is as far ahead of the device as between the microbatches of a step.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from piper_runtime import device as devices
 from piper_runtime.code import ShippedCode, missing_operators
 from piper_runtime.gloo import GlooCommunicators
 from piper_runtime.job import Batch, flatten_batch, microbatch_rows
+from piper_runtime.nccl import NcclCommunicators
 from piper_runtime.parts import Run, bind_alloc, bind_operand, bind_part
 from piper_runtime.profiler_clocks import clock_of
 from piper_runtime.profiler_host import host_seconds, issue_seconds
@@ -37,7 +38,7 @@ from piper_runtime.rank import Rank, Trainee
 from piper_runtime.resident import most_on_device, most_resident, reset_most_on_device, reset_most_resident
 from piper_runtime.shipping import Parcel
 from piper_runtime.streams import PHASE, RUNNING, STEP, Heart
-from piper_runtime.transport import take_device
+from piper_runtime.transport import choose_transport, nccl_of, shared, take_device
 
 WARMUP = 1
 """Passes that are not counted: caches are cold, and memory comes from the system for the first time."""
@@ -91,31 +92,35 @@ def profile(
     """Measure all that a request asks for. local_rank: the rank's number among those of its node, at most `local_world`.
     ExecutionError when these share a CUDA device."""
     device = take_device(request.device, local_rank)
-    if device.type == "cuda" and local_world > torch.cuda.device_count():
+    transport = choose_transport(device, local_world)
+    if transport == "staged" and shared(local_world):
         raise ExecutionError(
             f"profile: {local_world} ranks of a node share {torch.cuda.device_count()} CUDA device, and what they take from each "
             "other is not simulated; profile a strategy of at most as many ranks as there are devices"
         )
-    profiler = _Profiler(rank, request, communicators, heart, device)
+    nccl = nccl_of(communicators, device, local_world) if transport == "nccl" else None
+    profiler = _Profiler(rank, request, communicators, heart, device, nccl)
     with torch.no_grad():
         profiler.compute()
-        profiler.messages()
+        if transport != "staged":
+            profiler.messages()
         profiler.instructions()
     return profiler.report
 
 
 class _Profiler:
     def __init__(
-        self, rank: int, request: ProfileRequest, communicators: GlooCommunicators, heart: Heart, device: torch.device
-    ) -> None:
-        self._rank, self._request, self._communicators, self._heart = rank, request, communicators, heart
+        self, rank: int, request: ProfileRequest, communicators: GlooCommunicators, heart: Heart, device: torch.device,
+        nccl: NcclCommunicators | None,
+    ) -> None:  # fmt: skip
+        self._rank, self._request, self._heart = rank, request, heart
         self._device, self._clock = device, clock_of(device)
         self._plan: Plan = pickle.loads(request.plan)
         self.report = ProfileReport(node=platform.node())
         if device.type == "cuda":
             self.report.device, self.report.devices = torch.cuda.get_device_name(device), torch.cuda.device_count()
         heart[PHASE], heart[STEP] = RUNNING, 0
-        self._messages = Messages(rank, self._plan.mesh.world, communicators, self._alive)
+        self._messages = Messages(rank, self._plan.mesh.world, communicators, self._clock, device, self._alive, nccl)
 
     def _alive(self) -> None:
         """Who watches this rank sees that it makes progress."""
@@ -197,8 +202,7 @@ class _Profiler:
 
     def messages(self) -> None:
         """Communication by size and group."""
-        if self._device.type == "cpu":
-            self.report.messages = self._messages.measure(self._request.sizes, self._request.repeats)
+        self.report.messages = self._messages.measure(self._request.sizes, self._request.repeats)
 
     def instructions(self) -> None:
         """What the issuing thread spends on instructions; all ranks at once."""

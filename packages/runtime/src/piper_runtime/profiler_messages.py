@@ -10,6 +10,8 @@ from typing import Any
 import torch
 
 from piper_runtime.gloo import GlooCommunicators
+from piper_runtime.nccl import NcclCommunicators
+from piper_runtime.profiler_clocks import Clock
 from piper_runtime.profiler_plans import channels_plan, group_channel
 from piper_runtime.rank import Comm
 
@@ -21,8 +23,8 @@ FEWEST, MOST = 3, 100
 
 @dataclass(frozen=True)
 class MessageSample:
-    """Blocks of messages of one size. `members` of the group; `seconds` and `busy`, processor seconds of this rank, per message:
-    one entry per block."""
+    """Blocks of messages of one size. `members` of the group; `seconds` and `busy`, processor seconds of this rank (0 on CUDA,
+    where the device carries them), per message: one entry per block."""
 
     op: str
     bytes: int
@@ -34,12 +36,18 @@ class MessageSample:
 class Messages:
     """The communicators over which one rank measures, all ranks taking part."""
 
-    def __init__(self, rank: int, world: int, communicators: GlooCommunicators, alive: Callable[[], None]) -> None:
-        self._rank, self._world, self._communicators, self._alive = rank, world, communicators, alive
+    def __init__(
+        self, rank: int, world: int, gloo: GlooCommunicators, clock: Clock, device: torch.device, alive: Callable[[], None],
+        nccl: NcclCommunicators | None = None,
+    ) -> None:  # fmt: skip
+        """`clock`: for what runs on `device`. `nccl`: what messages between CUDA devices go over; ranks meet over gloo."""
+        self._rank, self._world, self._clock, self._device, self._alive = rank, world, clock, device, alive
+        self._carrier = gloo if nccl is None else nccl
         self._partitions = [_blocks(world, size) for size in range(2, world + 1) if world % size == 0]
-        groups = tuple(dict.fromkeys([tuple(range(world)), *(g for p in self._partitions for g in p)]))
-        communicators.connect(channels_plan(world, groups))
-        self._meeting = self._reduce(tuple(range(world)), torch.zeros(1))
+        everyone = tuple(range(world))
+        self._channels = channels_plan(world, tuple(dict.fromkeys([everyone, *(g for p in self._partitions for g in p)])))
+        gloo.connect(self._channels)
+        self._meeting = gloo.bind(_reduction(everyone, torch.zeros(1)))
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
@@ -48,15 +56,17 @@ class Messages:
     def measure(self, sizes: Sequence[int], repeats: int) -> list[MessageSample]:
         """Every size between the ranks of each pair (2k, 2k + 1), a message there and one back, and over every partition of the
         ranks into groups of equal size; all pairs at once, and all groups of a partition."""
+        self._carrier.connect(self._channels)
         found = []
         for size in sizes:
-            tensor = torch.zeros(max(1, size // 4))
+            tensor = torch.zeros(max(1, size // 4), device=self._device)
             if self._rank ^ 1 < self._world:
                 there, back = self._pair(tensor)
                 found.append(self._blocks("p2p", tensor, (there, back), repeats))
             for partition in self._partitions:
                 members = next(g for g in partition if self._rank in g)
-                found.append(self._blocks("all_reduce", tensor, (self._reduce(members, tensor),), repeats, members))
+                turn = (self._carrier.bind(_reduction(members, tensor)),)
+                found.append(self._blocks("all_reduce", tensor, turn, repeats, members))
         return found
 
     def _blocks(
@@ -64,14 +74,17 @@ class Messages:
     ) -> MessageSample:
         count = min(MOST, max(FEWEST, BLOCK_BYTES // tensor.nbytes))
         seconds, busy = [], []
-        for _ in range(repeats + 1):
-            self.barrier()
-            begin, begin_busy = time.perf_counter(), time.process_time()
+
+        def block() -> None:
             for _ in range(count):
                 for message in turn:
                     _finish(message)
-            seconds.append((time.perf_counter() - begin) / (count * len(turn)))
-            busy.append((time.process_time() - begin_busy) / (count * len(turn)))
+
+        for _ in range(repeats + 1):
+            self.barrier()
+            begin = time.process_time()
+            seconds.append(self._clock.each([block])[0] / (count * len(turn)))
+            busy.append(0.0 if self._clock.ahead else (time.process_time() - begin) / (count * len(turn)))
             self._alive()
         pair = (min(self._rank, self._rank ^ 1), max(self._rank, self._rank ^ 1))
         return MessageSample(op, tensor.nbytes, members or pair, tuple(seconds[1:]), tuple(busy[1:]))
@@ -82,12 +95,13 @@ class Messages:
         kinds = ("send", "recv") if self._rank == low else ("recv", "send")
         ways = ((low, high), (high, low))
         there, back = (
-            self._communicators.bind(Comm(kind, f"{a}>{b}", (a, b), lambda: tensor)) for kind, (a, b) in zip(kinds, ways)
+            self._carrier.bind(Comm(kind, f"{a}>{b}", (a, b), lambda: tensor)) for kind, (a, b) in zip(kinds, ways)
         )
         return there, back
 
-    def _reduce(self, members: tuple[int, ...], tensor: torch.Tensor) -> Callable[[], Any]:
-        return self._communicators.bind(Comm("all_reduce", group_channel(members), members, lambda: tensor))
+
+def _reduction(members: tuple[int, ...], tensor: torch.Tensor) -> Comm:
+    return Comm("all_reduce", group_channel(members), members, lambda: tensor)
 
 
 def _finish(message: Callable[[], Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -9,6 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from piper_ir.errors import ExecutionError
 from piper_ir.plan import COMPUTE
 from piper_runtime.cuda_streams import CudaApi, CudaStreams, StagedStreams
 from piper_runtime.device import choose_device
@@ -21,6 +23,9 @@ from piper_runtime.streams import Backend, CpuStreams, Heart
 
 Name = Callable[[Rank, Communicate], Communicate]
 Transport = Literal["gloo", "nccl", "staged"]
+SHARED_DEVICE = "PIPER_SHARED_DEVICE"
+"""In the environment of every rank: what joins ranks that share a CUDA device. "gloo", the default, on pinned copies; "nccl" for
+tests of it where there are fewer devices than ranks, through sockets; NCCL does not support it (`piper_runtime.nccl`)."""
 
 _nccl: WeakKeyDictionary[GlooCommunicators, NcclCommunicators] = WeakKeyDictionary()
 """A process keeps its NCCL communicators as long as those of gloo, whose store they use."""
@@ -35,11 +40,28 @@ def take_device(kind: str, local_rank: int) -> torch.device:
 
 
 def choose_transport(device: torch.device, local_world: int) -> Transport:
-    """gloo on the CPU. On CUDA, NCCL where every rank has a device of its own, for it joins no two ranks on one; else gloo on
-    pinned copies. local_world: the most ranks on any node, so that all ranks choose alike."""
+    """gloo on the CPU. On CUDA, NCCL where every rank has a device of its own; else gloo on pinned copies, unless the environment
+    says otherwise (`SHARED_DEVICE`; ExecutionError when it says something else). local_world: the most ranks on any node, so that
+    all ranks choose alike."""
     if device.type == "cpu":
         return "gloo"
-    return "nccl" if local_world <= torch.cuda.device_count() and dist.is_nccl_available() else "staged"
+    wanted = os.environ.get(SHARED_DEVICE, "gloo")
+    if wanted not in ("gloo", "nccl"):
+        raise ExecutionError(f'the environment has {SHARED_DEVICE}={wanted!r}; "gloo" and "nccl" are accepted')
+    joins = wanted == "nccl" or not shared(local_world)
+    return "nccl" if joins and dist.is_nccl_available() else "staged"
+
+
+def shared(local_world: int) -> bool:
+    """Whether ranks of a node share a CUDA device. local_world: as above."""
+    return local_world > torch.cuda.device_count()
+
+
+def nccl_of(gloo: GlooCommunicators, device: torch.device, local_world: int) -> NcclCommunicators:
+    """The NCCL communicators of a process, made when they are first asked for. `gloo`: its other ones."""
+    if gloo not in _nccl:
+        _nccl[gloo] = NcclCommunicators(gloo, device, shared=shared(local_world))
+    return _nccl[gloo]
 
 
 def connected(
@@ -60,9 +82,7 @@ def connected(
             hosted = StagedStreams(rank.entries, streams, heart, CudaApi(rank.device))
             return hosted, Engine(rank, hosted, around(staged.bind), heart, trace=trace, clock=hosted.clock)
         case "nccl":
-            if gloo not in _nccl:
-                _nccl[gloo] = NcclCommunicators(gloo, rank.device)
-            nccl = _nccl[gloo]
+            nccl = nccl_of(gloo, rank.device, local_world)
             nccl.connect(rank.plan)
             device = CudaStreams(rank.entries, streams, heart, CudaApi(rank.device))
             return device, Engine(rank, device, around(nccl.bind), heart, trace=trace, clock=device.clock)
