@@ -356,7 +356,7 @@ def test_the_environment_says_what_joins_ranks_that_share_a_device(monkeypatch: 
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert choose_transport(device, 3) == choose_transport(device, 2) == "staged"
     monkeypatch.setenv(SHARED_DEVICE, "mpi")
-    with pytest.raises(ExecutionError, match="the environment has PIPER_SHARED_DEVICE='mpi'; \"gloo\" and \"nccl\" are accepted"):
+    with pytest.raises(ExecutionError, match='the environment has PIPER_SHARED_DEVICE=\'mpi\'; "gloo" and "nccl" are accepted'):
         choose_transport(device, 3)
     assert choose_transport(CPU, 3) == "gloo"
 

@@ -3,13 +3,12 @@
 NCCL refuses two ranks of one host on one device. Where a test wants that, each rank tells it that it is a host of its own
 (NCCL_HOSTID), and messages go through sockets: all of this file runs then, slowly, and nothing of NVLink.
 
-What torch does (ProcessGroupNCCL, its source read; a group of one rank was run, never two devices): a reduction with
-asyncOp=False is issued on the stream that is current, and returns nothing. A send or receive goes to a stream of the group's own,
-which is made to wait for the current one; `wait` then makes the current stream wait for it and does not hold the host. So in both
-cases an event recorded on our stream afterwards is reached when the communication is done. A group that is connected eagerly uses
-that one communicator for sends and receives too; without it torch would make another one at the first send. torch calls
-`record_stream` on what is sent and received: such a buffer is counted as requested until the device has come to its end, and
-peaks of a CUDA run can be above the plan's by buffers in flight.
+What torch does (ProcessGroupNCCL, its source read; run on one H100): a collective with asyncOp=False is issued on the stream
+that is current, and returns nothing, so an event recorded afterwards is reached when it is done. A send or receive is not: it
+goes to a stream of the group's own, and torch calls `record_stream` on its tensor, so that the allocator takes the memory back
+only when the device has come to its end. A host that is a step ahead then keeps all that a step sends and receives (seen: more
+than the plan says after the first free of what was received). So a message from rank to rank is a broadcast on its channel,
+whose members are the two.
 
 NCCL needs the union of all ranks' issue orders to have no cycle: R20.
 """
@@ -23,7 +22,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from piper_ir.errors import ExecutionError
 from piper_ir.plan import Plan
 from piper_runtime.gloo import FOREVER, GlooCommunicators, void
 from piper_runtime.rank import Comm
@@ -40,8 +38,6 @@ class NcclCommunicators(GlooCommunicators):
         self.nbytes = 0
         if shared:
             os.environ["NCCL_HOSTID"] = f"{platform.node()} {self._rank}"
-        # Sends of a group wait for each other: a channel is one FIFO.
-        os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
 
     def connect(self, plan: Plan) -> None:
         """Make what a plan needs, and connect it: the first communication of a step is as fast as the others."""
@@ -49,7 +45,7 @@ class NcclCommunicators(GlooCommunicators):
         super().connect(plan)
         self.nbytes += max(0, before - torch.cuda.mem_get_info(self._device)[0])
 
-    def _group(self, key: str, members: list[int]) -> Any:
+    def group(self, key: str, members: list[int]) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = FOREVER
         group = dist.ProcessGroupNCCL(dist.PrefixStore(key, self._store), members.index(self._rank), len(members), options)
@@ -63,18 +59,14 @@ class NcclCommunicators(GlooCommunicators):
         if len(comm.peers) < 2:
             return lambda: void(operand())
         group = self._groups[self._keys[comm.channel]]
-        members = sorted(comm.peers)
-        match comm.kind:
-            case "send":
-                target = members.index(comm.peers[1])
-                return lambda: join(group.send([operand()], target, 0))
-            case "recv":
-                source = members.index(comm.peers[0])
-                return lambda: join(group.recv([operand()], source, 0))
-            case "all_reduce":
-                options = dist.AllreduceOptions()
-                options.asyncOp = False
-                return lambda: join(group.allreduce([operand()], options))
+        if comm.kind == "all_reduce":
+            reduction = dist.AllreduceOptions()
+            reduction.asyncOp = False
+            return lambda: void(group.allreduce([operand()], reduction))
+        broadcast = dist.BroadcastOptions()
+        broadcast.asyncOp = False
+        broadcast.rootRank = sorted(comm.peers).index(comm.peers[0])
+        return lambda: void(group.broadcast([operand()], broadcast))
 
     def abort(self) -> None:
         """Give up all groups, so that this rank's kernels end and its peers' do not wait for ever. They cannot be used again."""
@@ -82,10 +74,3 @@ class NcclCommunicators(GlooCommunicators):
             group.abort()
         self._groups.clear()
         self._keys.clear()
-
-
-def join(work: Any) -> None:
-    """Make the current stream wait for a piece of communication; None is one that was issued on it. ExecutionError when it has
-    failed already."""
-    if work is not None and not work.wait():
-        raise ExecutionError("the communicator gave up")

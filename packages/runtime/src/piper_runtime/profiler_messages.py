@@ -94,9 +94,7 @@ class Messages:
         low, high = self._rank & ~1, self._rank | 1
         kinds = ("send", "recv") if self._rank == low else ("recv", "send")
         ways = ((low, high), (high, low))
-        there, back = (
-            self._carrier.bind(Comm(kind, f"{a}>{b}", (a, b), lambda: tensor)) for kind, (a, b) in zip(kinds, ways)
-        )
+        there, back = (self._carrier.bind(Comm(kind, f"{a}>{b}", (a, b), lambda: tensor)) for kind, (a, b) in zip(kinds, ways))
         return there, back
 
 
