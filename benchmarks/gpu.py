@@ -24,11 +24,13 @@ if __name__ == "__main__":  # run as a file, sys.path begins with this folder an
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 import torch
+import torch.distributed as dist
 
 import piper
 from benchmarks import noop
 from benchmarks.gpu_predicted import Case, Goals
 from benchmarks.gpu_sides import Ours, Setup, Side, Torch, engine_of, prepared
+from benchmarks.joined import joined_pool
 from benchmarks.measure import Goal, Row, machine, median_interval
 from benchmarks.step_model import Regime, job
 from piper_ir.memory import on_device
@@ -274,7 +276,8 @@ def host() -> Iterator[Row]:
 
 
 def shared() -> Iterator[Row]:
-    """Two ranks on this device through gloo on pinned copies, in float64, against one: losses and parameters of three steps."""
+    """Ranks on this device in float64 against one: losses and parameters of three steps. Through gloo on pinned copies, and
+    through NCCL, which takes each for a host of its own: its sockets say nothing of its speed."""
     recipes, m = piper.recipes, SHARED.microbatches
     size = SHARED.rows * m
     strategies = {
@@ -286,18 +289,23 @@ def shared() -> Iterator[Row]:
     }
     work = replace(job(SHARED, size), precision=piper.Precision(params="float64"))
     one = piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=m),))
-    with using("cuda"), Pool(4) as pool:
+    ways = {"gloo": "staged gloo"} | ({"nccl": "NCCL by sockets"} if dist.is_nccl_available() else {})
+    with using("cuda"):
         alone = piper.execute(piper.compile(work, one), steps=3, launcher="inline", memory=False)
-        wanted = alone.state_dict()
-        for name, strategy in strategies.items():
-            run = piper.execute(piper.compile(work, strategy), steps=3, launcher="processes", memory=False, pool=pool)
-            away = max(abs(a / b - 1) for a, b in zip(run.losses, alone.losses, strict=True))
-            found = run.state_dict()
-            away = max(away, *(float((found[n] - t).norm() / t.norm()) for n, t in wanted.items()))
-            note = f"staged gloo, losses and {len(wanted)} tensors; {median(run.step_s) * 1e3:.1f} ms/step"
-            yield Row(
-                "shared", f"float64, {name} on one device: difference from one rank", away, "relative", goal=EQUAL, note=note
-            )
+        for how, by in ways.items():
+            with joined_pool(4, how) as pool:
+                for name, strategy in strategies.items():
+                    run = piper.execute(piper.compile(work, strategy), steps=3, launcher="processes", memory=False, pool=pool)
+                    title = f"float64, {name} on one device, {by}: difference from one rank"
+                    note = f"losses and {len(alone.state_dict())} tensors; {median(run.step_s) * 1e3:.1f} ms/step"
+                    yield Row("shared", title, apart(run, alone), "relative", goal=EQUAL, note=note)
+
+
+def apart(run: piper.Run, alone: piper.Run) -> float:
+    """The largest relative difference of their losses and of the tensors at their ends."""
+    found, wanted = run.state_dict(), alone.state_dict()
+    losses = [abs(a / b - 1) for a, b in zip(run.losses, alone.losses, strict=True)]
+    return max(*losses, *(float((found[n] - t).norm() / t.norm()) for n, t in wanted.items()))
 
 
 if __name__ == "__main__":

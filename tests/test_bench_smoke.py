@@ -267,10 +267,17 @@ def test_a_comparison_has_its_ratio_its_times_and_a_profile() -> None:
 
 def test_predictions_have_a_row_each_and_three_goals() -> None:
     chosen = {"gpipe": piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=2))}
-    *cases, error, order, memory = prediction.predicted(chosen, step_model.TINY, global_batch=4, rounds=1)
+    *cases, error, single, order, memory = prediction.predicted(chosen, step_model.TINY, global_batch=4, rounds=1)
     assert [r.name for r in cases] == ["gpipe"] and "predicted" in cases[0].note
-    assert error.value == pytest.approx(abs(cases[0].value)) and order.value == 1.0
+    assert error.value == single.value == pytest.approx(abs(cases[0].value)) and order.value == 1.0
     assert memory.met, "plans of this size are exact too"
+
+
+def test_a_prediction_is_judged_by_the_fastest_rounds() -> None:
+    strategy = piper.Strategy(piper.Mesh(pp=1), ())
+    case = prediction.Case("x", piper.compile(step_model.job(step_model.TINY, 2), strategy), [1.1, 1.0, 2.0], [1.25, 1.6, 2.0])
+    assert case.times == (1.0, 1.25) and case.error == pytest.approx(-0.2)
+    assert case.errors == pytest.approx([-0.12, -0.375, 0.0])
 
 
 def test_there_are_a_dozen_strategies_to_predict() -> None:

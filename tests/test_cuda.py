@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 import piper
+from benchmarks.joined import joined_pool
 from benchmarks.step_model import Regime, job
-from packages.runtime.tests.joined import joined_pool
 from piper import models
 from piper_ir.errors import ExecutionError
 from piper_ir.memory import on_device, peak

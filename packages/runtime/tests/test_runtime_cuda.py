@@ -1,5 +1,7 @@
 """The CUDA engine without CUDA: its streams on made-up devices, and what it does on the host."""
 
+from __future__ import annotations
+
 import os
 import platform
 import threading
@@ -25,7 +27,9 @@ from piper_runtime.device import CPU, LateNumbers, choose_device, using
 from piper_runtime.engine import Engine
 from piper_runtime.gloo import GlooCommunicators
 from piper_runtime.job import materialize
+from piper_runtime.nccl import NcclCommunicators
 from piper_runtime.parts import device_scale, gradient_scale
+from piper_runtime.profiler_plans import channels_plan
 from piper_runtime.rank import Comm, Entry, Rank
 from piper_runtime.report import RankReport
 from piper_runtime.run import _result, trainee
@@ -359,6 +363,48 @@ def test_the_environment_says_what_joins_ranks_that_share_a_device(monkeypatch: 
     with pytest.raises(ExecutionError, match='the environment has PIPER_SHARED_DEVICE=\'mpi\'; "gloo" and "nccl" are accepted'):
         choose_transport(device, 3)
     assert choose_transport(CPU, 3) == "gloo"
+
+
+class NcclGroup:
+    """In place of torch's: notes what it is asked for."""
+
+    class Options:
+        _timeout = None
+
+    made: list[NcclGroup] = []
+
+    def __init__(self, store: object, rank: int, size: int, options: Options) -> None:
+        self.rank, self.size, self.asked = rank, size, list[tuple[str, int, bool]]()
+        self.made.append(self)
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.device = device
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> None:
+        self.asked.append(("broadcast", options.rootRank, options.asyncOp))
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
+        self.asked.append(("allreduce", -1, options.asyncOp))
+
+
+def test_over_nccl_a_message_is_a_broadcast_of_its_source_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a group of NCCL's own, and nothing is issued on a stream that is not the plan's."""
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclGroup, raising=False)
+    monkeypatch.setattr(NcclGroup, "made", [])
+    device, tensor = torch.device("cuda", 0), torch.zeros(3)
+    nccl = NcclCommunicators(GlooCommunicators(dist.HashStore(), 1), device)
+    nccl.connect(channels_plan(3, ((0, 1, 2),)))
+    asked = {}
+    for kind, channel, peers in (("send", "1>0", (1, 0)), ("recv", "0>1", (0, 1)), ("all_reduce", "0,1,2", (0, 1, 2))):
+        before = [len(g.asked) for g in NcclGroup.made]
+        nccl.bind(Comm(kind, channel, peers, lambda: tensor))()  # type: ignore[arg-type]  # a string of the three
+        (group,) = (g for g, n in zip(NcclGroup.made, before, strict=True) if len(g.asked) > n)
+        asked[channel] = (group.rank, group.size, group.device, *group.asked[-1])
+    assert asked == {
+        "1>0": (1, 2, device, "broadcast", 1, False),
+        "0>1": (1, 2, device, "broadcast", 0, False),
+        "0,1,2": (1, 3, device, "allreduce", -1, False),
+    }
 
 
 def test_a_device_that_is_not_there_ends_a_run_with_one_line() -> None:

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from benchmarks import gpu_hazards
 from benchmarks.gpu_hazards import CYCLES, SIZE, communication, compute, step, void
+from benchmarks.joined import joined_pool
 from packages.runtime.tests.chains import chain, distance, run
 from packages.runtime.tests.handmade import adamw, batch
-from packages.runtime.tests.joined import joined_pool
 from packages.runtime.tests.test_runtime_cuda import CASES
 from piper_ir.errors import ExecutionError, NonFiniteLossError
 from piper_ir.plan import COMPUTE
@@ -205,8 +205,7 @@ def test_nccl_of_one_rank_reduces_on_our_stream(device: torch.device) -> None:
     assert not done.query(), "the host waited"
     done.synchronize()
     assert bool((tensor == 3.0).all()) and group.size() == 1
-    communicators.abort()
-    assert not communicators._groups
+    communicators.close()
 
 
 @pytest.mark.usefixtures("on_cuda")

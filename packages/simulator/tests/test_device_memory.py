@@ -33,7 +33,7 @@ def heavy(nbytes: int, role: int = 0) -> Plan:
 def test_communicators_by_nccls_defaults() -> None:
     """4 MiB, 512 KiB and 4.7 MiB per connection; 32 channels; and they are near what the built-in devices have."""
     assert communicator_bytes(1, 1) == 4_194_304 + 524_288 + 4_915_200
-    assert pair_bytes() == 128 << 20
+    assert pair_bytes() == 294 << 20
     for device in DEVICES.values():
         assert device.p2p_bytes == pair_bytes()
         assert communicator_bytes() == pytest.approx(device.group_bytes, rel=0.1), "measured: 1.27 GiB"
@@ -45,7 +45,9 @@ def test_the_totals_apart() -> None:
     of = device_memory(plan, plan.roles[0], kib, H100)
     assert of == DeviceMemory(1000, 50, H100.context_bytes, 0, 2 * H100.p2p_bytes)
     assert of.total == 1050 + H100.context_bytes + 2 * H100.p2p_bytes
-    assert device_memory(plan, plan.roles[0], kib, H100, AllocatorCosts(77, 1.5)) == DeviceMemory(1000, 500, 77)
+    measured = AllocatorCosts(77, 1.5)
+    assert device_memory(plan, plan.roles[0], kib, None, measured) == DeviceMemory(1000, 500, 77)
+    assert device_memory(plan, plan.roles[0], kib, H100, measured) == DeviceMemory(1000, 500, 77, 0, 2 * H100.p2p_bytes)
 
 
 def test_a_memory_has_a_line_for_everything() -> None:

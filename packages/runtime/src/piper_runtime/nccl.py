@@ -22,34 +22,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from piper_ir.plan import Plan
 from piper_runtime.gloo import FOREVER, GlooCommunicators, void
 from piper_runtime.rank import Comm
 from piper_runtime.streams import Work
 
 
 class NcclCommunicators(GlooCommunicators):
-    """The groups that `gloo` would make, over its store. `nbytes`: device memory that they took when they were made. `shared`:
-    whether ranks share a device; known before the first group of the process, for NCCL asks for the host once."""
+    """The groups that `gloo` would make, over its store. `shared`: whether ranks share a device; said before the first group of
+    the process, for NCCL asks for the host once."""
 
     def __init__(self, gloo: GlooCommunicators, device: torch.device, *, shared: bool = False):
         super().__init__(dist.PrefixStore("nccl", gloo._store), gloo._rank)
         self._device = device
-        self.nbytes = 0
         if shared:
             os.environ["NCCL_HOSTID"] = f"{platform.node()} {self._rank}"
-
-    def connect(self, plan: Plan) -> None:
-        """Make what a plan needs, and connect it: the first communication of a step is as fast as the others."""
-        before, _ = torch.cuda.mem_get_info(self._device)
-        super().connect(plan)
-        self.nbytes += max(0, before - torch.cuda.mem_get_info(self._device)[0])
 
     def group(self, key: str, members: list[int]) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = FOREVER
         group = dist.ProcessGroupNCCL(dist.PrefixStore(key, self._store), members.index(self._rank), len(members), options)
-        group.eager_connect_single_device(self._device)
+        group.eager_connect_single_device(self._device)  # the first communication of a step is as fast as the others
         return group
 
     def bind(self, comm: Comm) -> Work:
@@ -67,10 +59,3 @@ class NcclCommunicators(GlooCommunicators):
         broadcast.asyncOp = False
         broadcast.rootRank = sorted(comm.peers).index(comm.peers[0])
         return lambda: void(group.broadcast([operand()], broadcast))
-
-    def abort(self) -> None:
-        """Give up all groups, so that this rank's kernels end and its peers' do not wait for ever. They cannot be used again."""
-        for group in self._groups.values():
-            group.abort()
-        self._groups.clear()
-        self._keys.clear()

@@ -28,15 +28,16 @@ def communicator_bytes(channels: int = NCCL_CHANNELS, received: int = RECEIVED) 
 
 
 def pair_bytes(channels: int = NCCL_CHANNELS) -> int:
-    """Buffers of a communicator of two ranks that send and receive: that of the one protocol of such messages per channel."""
-    return channels * NCCL_SIMPLE
+    """Buffers of a communicator of two ranks on which one broadcasts to the other (`piper_runtime.nccl`): a ring alone. Not
+    measured."""
+    return communicator_bytes(channels, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
     """Bytes at the peak of a role. `allocated`: tensors and what kernels hold inside, as torch's `max_memory_requested`;
     `reserve`: what the allocator takes from the device beyond, rounding and unused blocks; `context`: of CUDA, with its kernels;
-    `groups`, `pairs`: communicators of groups and of neighbours. Costs that were measured count these two in `context`."""
+    `groups`, `pairs`: communicators of groups and of neighbours, which a profile does not see: it makes them last, and others."""
 
     allocated: int
     reserve: int = 0
@@ -58,13 +59,15 @@ def device_memory(
     plan: Plan, role: RolePlan, peak: int, cluster: Cluster | None, allocator: AllocatorCosts | None = None
 ) -> DeviceMemory:
     """What is gone on a device when the plan holds `peak` bytes: a communicator per channel of the role (of more than one rank).
-    `allocator`: as measured. The plan's own bytes when neither that nor a cluster is given."""
+    `allocator`: as measured, in place of the cluster's factor and context. The plan's own bytes when neither is given."""
     if allocator is not None:
-        return DeviceMemory(peak, round(peak * allocator.factor) - peak, allocator.context_bytes)
-    if cluster is None:
+        factor, context = allocator.factor, allocator.context_bytes
+    elif cluster is not None:
+        factor, context = cluster.allocator_factor, cluster.context_bytes
+    else:
         return DeviceMemory(peak)
     mine = [c for c in plan.channels if role.role in c.roles]
     pairs = sum(c.kind == "p2p" for c in mine)
     groups = sum(c.kind == "group" and len(plan.peers(c, role.ranks[0])) > 1 for c in mine)
-    reserve = round(peak * cluster.allocator_factor) - peak
-    return DeviceMemory(peak, reserve, cluster.context_bytes, groups * cluster.group_bytes, pairs * cluster.p2p_bytes)
+    each = (cluster.group_bytes, cluster.p2p_bytes) if cluster is not None else (0, 0)
+    return DeviceMemory(peak, round(peak * factor) - peak, context, groups * each[0], pairs * each[1])

@@ -1,11 +1,11 @@
-"""Worker processes for CUDA whose ranks are joined in a given way."""
+"""Worker processes for CUDA whose ranks are joined in a given way, for measurements and tests on fewer devices than ranks."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import pytest
+from unittest.mock import patch
 
 from piper_runtime.processes import Pool
 from piper_runtime.transport import SHARED_DEVICE
@@ -15,7 +15,5 @@ from piper_runtime.transport import SHARED_DEVICE
 def joined_pool(world: int, how: str) -> Iterator[Pool]:
     """`how`: what joins ranks that share a device, "gloo" or "nccl"; with a device for each it is NCCL in any case. Workers that
     are started again inside of the block, after a failure, are joined so too."""
-    with pytest.MonkeyPatch.context() as env:
-        env.setenv(SHARED_DEVICE, how)
-        with Pool(world) as workers:
-            yield workers
+    with patch.dict(os.environ, {SHARED_DEVICE: how}), Pool(world) as workers:
+        yield workers
