@@ -389,6 +389,7 @@ class NcclGroup:
 
 def test_over_nccl_a_message_is_a_broadcast_of_its_source_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a group of NCCL's own, and nothing is issued on a stream that is not the plan's."""
+    assert NcclCommunicators.group is not GlooCommunicators.group, "gloo's would wait here for ranks that do not come"
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclGroup, raising=False)
     monkeypatch.setattr(NcclGroup, "made", [])
     device, tensor = torch.device("cuda", 0), torch.zeros(3)
