@@ -26,6 +26,8 @@ from benchmarks.step_worker import ALIVE, SILENCE_S, Measured, work
 from piper_runtime.code import ShippedCode
 
 PAIRS, QUICK_PAIRS = 40, 6
+DATA_PARALLEL = 4
+"""Times as many pairs: a step is one microbatch there, so a run is soon over and any disturbance is a large part of it."""
 GOAL = Goal("above", 0.98)
 
 
@@ -33,7 +35,8 @@ def rows(quick: bool) -> Iterator[Row]:
     """Every comparison in both regimes."""
     for regime in (LARGE, SMALL):
         for kind in KINDS:
-            yield from compared(kind, regime, QUICK_PAIRS if quick else PAIRS)
+            more = 1 if quick or kind in PIPELINES else DATA_PARALLEL
+            yield from compared(kind, regime, more * (QUICK_PAIRS if quick else PAIRS))
 
 
 def compared(kind: str, regime: Regime, pairs: int) -> list[Row]:
