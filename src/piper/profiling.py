@@ -139,19 +139,18 @@ def _sizes(plan: Plan, largest: Plan) -> tuple[int, ...]:
     }
     gradient = sum(bind(p.spec.numel, 0) * ITEM_BYTES[p.spec.dtype] for p in plan.params if p.trained)
     boundary = max((bind(o.spec.nbytes, 0) for c in largest.chunks for o in c.outputs if o.kind == "value"), default=0)
-    grid = [SMALLEST_MESSAGE]
-    while grid[-1] < max(gradient, boundary):
-        grid.append(grid[-1] * GRID)
+    largest, grid = max(gradient, boundary), [SMALLEST_MESSAGE]
+    while grid[-1] < largest:
+        grid.append(min(grid[-1] * GRID, largest))
     return tuple(sorted({max(4, x // 4 * 4) for x in (*own, *grid)}))
 
 
 def _origin(report: ProfileReport, plan: Plan, launcher: str, repeats: int) -> Origin:
     on_cuda = bool(report.device)
-    over = "nccl" if on_cuda else "gloo"
     return Origin(
         device=report.device or machine_name(),
         cluster=product_cluster(report.device, report.devices).name if on_cuda else CPU,
-        backend=over if report.messages or not on_cuda else "none",
+        backend=report.backend,
         launcher=launcher,
         ranks=plan.mesh.world,
         threads=1,

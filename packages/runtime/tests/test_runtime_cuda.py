@@ -8,6 +8,7 @@ import threading
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,7 +36,7 @@ from piper_runtime.report import RankReport
 from piper_runtime.run import _result, trainee
 from piper_runtime.staging import StagedCommunicators
 from piper_runtime.streams import FIRST_STREAM, ISSUED, PHASE, RUNNING, WAITING
-from piper_runtime.transport import SHARED_DEVICE, choose_transport, nccl_of
+from piper_runtime.transport import SHARED_DEVICE, agreed_transport, choose_transport, nccl_of
 
 STEPS = 2
 SEEDS = 24
@@ -343,26 +344,38 @@ def test_devices_are_chosen_by_rule_and_refused_by_name(monkeypatch: pytest.Monk
 def test_the_environment_says_what_joins_ranks_that_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setenv("NCCL_HOSTID", "")  # put back in the end
+    monkeypatch.setenv("NCCL_HOSTID", "ours")  # put back in the end
     device, hosts = torch.device("cuda", 1), set()
+    for wanted in ("gloo", None):
+        monkeypatch.setenv(SHARED_DEVICE, wanted) if wanted else monkeypatch.delenv(SHARED_DEVICE)
+        assert [choose_transport(device, n) for n in (2, 3)] == ["nccl", "staged"]
+        assert nccl_of(GlooCommunicators(dist.HashStore(), 0), device).name == "nccl"
+        assert os.environ["NCCL_HOSTID"] == "ours", "with a device for each nothing is told"
     monkeypatch.setenv(SHARED_DEVICE, "nccl")
     assert [choose_transport(d, 3) for d in (CPU, device)] == ["gloo", "nccl"]
     for rank in range(3):
-        nccl_of(GlooCommunicators(dist.HashStore(), rank), device, 3)
+        assert nccl_of(GlooCommunicators(dist.HashStore(), rank), device).name == "nccl by sockets"
         hosts.add(os.environ["NCCL_HOSTID"])
     assert len(hosts) == 3 and all(platform.node() in h for h in hosts), "each rank is a host of its own to NCCL"
-    monkeypatch.setenv("NCCL_HOSTID", "ours")
-    nccl_of(GlooCommunicators(dist.HashStore(), 0), device, 2)
-    assert os.environ["NCCL_HOSTID"] == "ours", "with a device for each nothing is told"
-    for wanted in ("gloo", "nccl"):
-        monkeypatch.setenv(SHARED_DEVICE, wanted)
-        assert choose_transport(device, 2) == "nccl"
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     assert choose_transport(device, 3) == choose_transport(device, 2) == "staged"
     monkeypatch.setenv(SHARED_DEVICE, "mpi")
     with pytest.raises(ExecutionError, match='the environment has PIPER_SHARED_DEVICE=\'mpi\'; "gloo" and "nccl" are accepted'):
         choose_transport(device, 3)
     assert choose_transport(CPU, 3) == "gloo"
+
+
+def test_ranks_that_would_communicate_otherwise_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two nodes, one without a device per rank; before that, a run on the CPU, and one of fewer ranks."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    device, file = torch.device("cuda", 0), str(tmp_path / "store")
+    ranks = [GlooCommunicators(dist.FileStore(file, 3), r) for r in range(3)]
+    assert [agreed_transport(r, 3, CPU, 3, ranks[r]) for r in range(3)] == ["gloo"] * 3
+    assert [agreed_transport(r, 2, device, 2, ranks[r]) for r in range(2)] == ["nccl"] * 2
+    assert [agreed_transport(r, 3, device, 2, ranks[r]) for r in (2, 0)] == ["nccl"] * 2
+    with pytest.raises(ExecutionError, match="rank 1 would communicate over staged, another rank over nccl: every node"):
+        agreed_transport(1, 3, device, 3, ranks[1])
 
 
 class NcclGroup:

@@ -216,6 +216,8 @@ def test_two_ranks_are_joined_as_the_environment_says(pool: Pool, by_nccl: bool)
 
 
 def joined_by_nccl(step: int, rows: range) -> Any:
+    """With a device for each, and nothing said, by no sockets."""
+    assert not in_worker() or transport.apart() == ("NCCL_HOSTID" in os.environ)
     assert not in_worker() or [len(c._groups) > 0 for c in transport._nccl.values()] == [True]
     return batch(step, rows)
 

@@ -1,13 +1,18 @@
-"""How closures are timed, on a made-up CUDA device whose time passes by what it is given."""
+"""How closures and messages are timed, on a made-up CUDA device whose time passes by what it is given."""
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from piper_runtime.profiler_clocks import DeviceClock, HostClock, clock_of
+from piper_runtime.device import CPU
+from piper_runtime.gloo import GlooCommunicators
+from piper_runtime.profiler_clocks import CYCLES_PER_S, DeviceClock, HostClock, clock_of
+from piper_runtime.profiler_messages import ISSUE_S, Messages
 
 
 class Device:
@@ -54,3 +59,52 @@ def test_on_the_cpu_the_host_has_the_time() -> None:
     ran: list[int] = []
     assert isinstance(clock, HostClock) and not clock.ahead
     assert all(s >= 0 for s in clock.each([partial(ran.append, k) for k in range(3)])) and ran == [0, 1, 2]
+
+
+def test_a_device_sleeps_at_least_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    cycles: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", cycles.append)
+    DeviceClock(torch.device("cuda", 0)).sleep(0.01)
+    HostClock().sleep(0.01)
+    assert cycles == [22_000_000], "10 ms at 2.2 GHz; no device today is faster"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_messages_between_all_ranks_are_measured(world: int) -> None:
+    """Without a partner for the last rank too, which meets the others all the same. Here between threads."""
+    store, found = dist.HashStore(), {}
+
+    def rank(r: int) -> None:
+        messages = Messages(r, world, GlooCommunicators(store, r), HostClock(), torch.device("cpu"), lambda: None)
+        found[r] = messages.measure([4, 1 << 20], 2)
+
+    threads = [threading.Thread(target=rank, args=(r,), daemon=True) for r in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    pair = {0: (0, 1), 1: (0, 1)}
+    for r in range(world):
+        kinds = [*(["p2p"] if world > 1 and r in pair else []), *(["all_reduce"] if world > 1 else [])]
+        assert [(s.op, s.bytes) for s in found[r]] == [(k, n) for n in (4, 1 << 20) for k in kinds]
+        assert all(len(s.seconds) == len(s.busy) == 2 and min(s.seconds) > 0 for s in found[r])
+        assert all(s.members == (pair[r] if s.op == "p2p" else tuple(range(world))) for s in found[r])
+
+
+def test_on_a_device_the_ranks_have_met_and_the_host_is_ahead_when_messages_are_timed(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages of 0.5 s, which are all the same; the first also waits for the other rank, 10 s."""
+    waited: list[float] = []
+
+    def message() -> None:
+        device.work(0.5 if waited else 10.5)
+        waited.append(1.0)
+
+    asleep: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", asleep.append)
+    messages = Messages(0, 1, GlooCommunicators(dist.HashStore(), 0), clock_of(torch.device("cuda", 0)), CPU, lambda: None)
+    (sample,) = messages._blocks("p2p", (0, 1), torch.zeros(1 << 20), [message], 3)
+    assert sample.seconds == (0.5, 0.5, 0.5) and sample.busy == (0.0, 0.0, 0.0)
+    turns = 4 * (1 + 64)  # 256 MiB of 4 MiB
+    assert len(waited) == turns and asleep == [round(65 * ISSUE_S * CYCLES_PER_S)] * 4

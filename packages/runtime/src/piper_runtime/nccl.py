@@ -28,20 +28,26 @@ from piper_runtime.streams import Work
 
 
 class NcclCommunicators(GlooCommunicators):
-    """The groups that `gloo` would make, over its store. `shared`: whether ranks share a device; said before the first group of
-    the process, for NCCL asks for the host once."""
+    """The groups that `gloo` would make, over its store. `apart`: each rank is a host of its own to NCCL, which asks for the host
+    once per process."""
 
-    def __init__(self, gloo: GlooCommunicators, device: torch.device, *, shared: bool = False):
+    def __init__(self, gloo: GlooCommunicators, device: torch.device, *, apart: bool = False):
         super().__init__(dist.PrefixStore("nccl", gloo._store), gloo._rank)
         self._device = device
-        if shared:
+        self.name = "nccl by sockets" if apart else "nccl"
+        if apart:
             os.environ["NCCL_HOSTID"] = f"{platform.node()} {self._rank}"
+
+    @property
+    def in_use(self) -> bool:
+        """Whether there are groups."""
+        return bool(self._groups)
 
     def group(self, key: str, members: list[int]) -> Any:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = FOREVER
         group = dist.ProcessGroupNCCL(dist.PrefixStore(key, self._store), members.index(self._rank), len(members), options)
-        group.eager_connect_single_device(self._device)  # the first communication of a step is as fast as the others
+        group.eager_connect_single_device(self._device)  # else its first use would make it, and wait for the others
         return group
 
     def bind(self, comm: Comm) -> Work:

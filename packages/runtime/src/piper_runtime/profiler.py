@@ -38,7 +38,7 @@ from piper_runtime.rank import Rank, Trainee
 from piper_runtime.resident import most_on_device, most_resident, reset_most_on_device, reset_most_resident
 from piper_runtime.shipping import Parcel
 from piper_runtime.streams import PHASE, RUNNING, STEP, Heart
-from piper_runtime.transport import choose_transport, nccl_of, shared, take_device
+from piper_runtime.transport import agreed_transport, nccl_of, shared, take_device
 
 WARMUP = 1
 """Passes that are not counted: caches are cold, and memory comes from the system for the first time."""
@@ -73,8 +73,8 @@ class ProfileReport:
     """Seconds, one entry per repeat. `parts`: also one per chunk of a code. `issue`: of the issuing thread per instruction,
     beyond its parts; `talk`: of the same per communication instruction, beyond its message. `resident`: per number of rows,
     ascending, the bytes of tensors at the peak and the most bytes that were resident (on CUDA: taken from the device by this
-    process); empty where the system does not say. `node`: the host's name. `device`: the name of the rank's CUDA device, "" for
-    the CPU; its node has `devices` of them."""
+    process); empty where the system does not say, and where NCCL has taken some before. `node`: the host's name. `backend`: what
+    messages went over. `device`: the name of the rank's CUDA device, "" for the CPU; its node has `devices` of them."""
 
     parts: dict[Key, list[float]] = field(default_factory=dict)
     messages: list[MessageSample] = field(default_factory=list)
@@ -82,6 +82,7 @@ class ProfileReport:
     talk: list[float] = field(default_factory=list)
     resident: list[tuple[int, int]] = field(default_factory=list)
     node: str = ""
+    backend: str = "none"
     device: str = ""
     devices: int = 0
 
@@ -92,18 +93,18 @@ def profile(
     """Measure all that a request asks for. local_rank: the rank's number among those of its node, at most `local_world`.
     ExecutionError when these share a CUDA device."""
     device = take_device(request.device, local_rank)
-    transport = choose_transport(device, local_world)
+    transport = agreed_transport(rank, pickle.loads(request.plan).mesh.world, device, local_world, communicators)
     if transport == "staged" and shared(local_world):
         raise ExecutionError(
             f"profile: {local_world} ranks of a node share {torch.cuda.device_count()} CUDA device, and what they take from each "
             "other is not simulated; profile a strategy of at most as many ranks as there are devices"
         )
-    nccl = nccl_of(communicators, device, local_world) if transport == "nccl" else None
+    nccl = nccl_of(communicators, device) if transport == "nccl" else None
     profiler = _Profiler(rank, request, communicators, heart, device, nccl)
     with torch.no_grad():
-        profiler.compute()
+        profiler.compute(memory=nccl is None or not nccl.in_use)
         if transport != "staged":
-            profiler.messages()
+            profiler.messages("gloo" if nccl is None else nccl.name)
         profiler.instructions()
     return profiler.report
 
@@ -126,8 +127,8 @@ class _Profiler:
         """Who watches this rank sees that it makes progress."""
         self._heart[STEP] += 1
 
-    def compute(self) -> None:
-        """Everything that runs on the compute stream, and the memory that it takes."""
+    def compute(self, memory: bool) -> None:
+        """Everything that runs on the compute stream, and, if asked for, the memory that it takes."""
         trainee = self._trainee()
         plans: list[Plan] = pickle.loads(self._request.plans)
         on_device = self._device.type == "cuda"
@@ -135,7 +136,7 @@ class _Profiler:
             gc.collect()  # a rank and its closures hold each other
             reset_most_on_device(self._device) if on_device else reset_most_resident()
             self._passes(plan, trainee)
-            if (most := most_on_device(self._device) if on_device else most_resident()) is not None:
+            if memory and (most := most_on_device(self._device) if on_device else most_resident()) is not None:
                 self.report.resident.append((plan.roles[0].peak_bytes, most))
         self._updates(trainee)
 
@@ -200,9 +201,13 @@ class _Profiler:
             if key is not None:
                 self.report.parts.setdefault(key, []).append(seconds)
 
-    def messages(self) -> None:
-        """Communication by size and group."""
+    def messages(self, over: str) -> None:
+        """Communication by size and group; `over`: what carries it."""
+        gc.collect()  # what the last rank held makes room for messages
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
         self.report.messages = self._messages.measure(self._request.sizes, self._request.repeats)
+        self.report.backend = over if self.report.messages or over == "gloo" else "none"
 
     def instructions(self) -> None:
         """What the issuing thread spends on instructions; all ranks at once."""

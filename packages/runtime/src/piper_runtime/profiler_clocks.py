@@ -26,6 +26,10 @@ class Clock(Protocol):
         """The seconds of one until the device is done with it."""
         ...
 
+    def sleep(self, seconds: float) -> None:
+        """Let the host get so far ahead of the device, at least."""
+        ...
+
 
 class HostClock:
     """For the CPU, where a closure is done when it returns."""
@@ -39,6 +43,13 @@ class HostClock:
         begin = time.perf_counter()
         run()
         return time.perf_counter() - begin
+
+    def sleep(self, seconds: float) -> None:
+        """A host is never ahead of itself."""
+
+
+CYCLES_PER_S = 2.2e9
+"""More than the clock of any device today."""
 
 
 class DeviceClock:
@@ -69,6 +80,9 @@ class DeviceClock:
         run()
         torch.cuda.synchronize(self._device)
         return time.perf_counter() - begin
+
+    def sleep(self, seconds: float) -> None:
+        torch.cuda._sleep(round(seconds * CYCLES_PER_S))
 
 
 def clock_of(device: torch.device) -> Clock:

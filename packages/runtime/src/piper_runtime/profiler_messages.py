@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from piper_runtime.profiler_clocks import Clock
 from piper_runtime.profiler_plans import channels_plan, group_channel
 from piper_runtime.rank import Comm
 
-BLOCK_BYTES = 1 << 23
+BLOCK_BYTES, BLOCK_BYTES_ON_DEVICE = 1 << 23, 1 << 28
 """About what the messages of one timed block add up to, so that a clock's grain and one bad wake-up do not count."""
+ISSUE_S = 50e-6
+"""More than a host needs to issue a message to a device."""
 FEWEST, MOST = 3, 100
 """Messages in a block."""
 
@@ -58,40 +61,46 @@ class Messages:
         ranks into groups of equal size; all pairs at once, and all groups of a partition."""
         self._carrier.connect(self._channels)
         found = []
+        pair = (self._rank & ~1, self._rank | 1)
         for size in sizes:
             tensor = torch.zeros(max(1, size // 4), device=self._device)
-            if self._rank ^ 1 < self._world:
-                there, back = self._pair(tensor)
-                found.append(self._blocks("p2p", tensor, (there, back), repeats))
+            if self._world > 1:
+                alone = pair[1] == self._world
+                found += self._blocks("p2p", pair, tensor, () if alone else self._pair(pair, tensor), repeats)
             for partition in self._partitions:
                 members = next(g for g in partition if self._rank in g)
                 turn = (self._carrier.bind(_reduction(members, tensor)),)
-                found.append(self._blocks("all_reduce", tensor, turn, repeats, members))
+                found += self._blocks("all_reduce", members, tensor, turn, repeats)
         return found
 
     def _blocks(
-        self, op: str, tensor: torch.Tensor, turn: Sequence[Callable[[], Any]], repeats: int, members: tuple[int, ...] = ()
-    ) -> MessageSample:
-        count = min(MOST, max(FEWEST, BLOCK_BYTES // tensor.nbytes))
+        self, op: str, members: tuple[int, ...], tensor: torch.Tensor, turn: Sequence[Callable[[], Any]], repeats: int
+    ) -> list[MessageSample]:
+        """One sample; none of a rank without a turn, which meets the others all the same."""
+        each = BLOCK_BYTES_ON_DEVICE if self._clock.ahead else BLOCK_BYTES
+        count = min(MOST, max(FEWEST, each // tensor.nbytes))
         seconds, busy = [], []
 
-        def block() -> None:
-            for _ in range(count):
+        def block(times: int = count) -> None:
+            for _ in range(times):
                 for message in turn:
                     _finish(message)
 
+        # On a device the first turn only brings the ranks together, and the host issues all while the device sleeps.
+        sleep = partial(self._clock.sleep, (count + 1) * len(turn) * ISSUE_S)
+        runs = [sleep, partial(block, 1), block] if self._clock.ahead else [block]
         for _ in range(repeats + 1):
             self.barrier()
-            begin = time.process_time()
-            seconds.append(self._clock.each([block])[0] / (count * len(turn)))
-            busy.append(0.0 if self._clock.ahead else (time.process_time() - begin) / (count * len(turn)))
+            if turn:
+                begin = time.process_time()
+                seconds.append(self._clock.each(runs)[-1] / (count * len(turn)))
+                busy.append(0.0 if self._clock.ahead else (time.process_time() - begin) / (count * len(turn)))
             self._alive()
-        pair = (min(self._rank, self._rank ^ 1), max(self._rank, self._rank ^ 1))
-        return MessageSample(op, tensor.nbytes, members or pair, tuple(seconds[1:]), tuple(busy[1:]))
+        return [MessageSample(op, tensor.nbytes, members, tuple(seconds[1:]), tuple(busy[1:]))] if turn else []
 
-    def _pair(self, tensor: torch.Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    def _pair(self, pair: tuple[int, int], tensor: torch.Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """To the other rank of the pair and back, as this rank sees it."""
-        low, high = self._rank & ~1, self._rank | 1
+        low, high = pair
         kinds = ("send", "recv") if self._rank == low else ("recv", "send")
         ways = ((low, high), (high, low))
         there, back = (self._carrier.bind(Comm(kind, f"{a}>{b}", (a, b), lambda: tensor)) for kind, (a, b) in zip(kinds, ways))

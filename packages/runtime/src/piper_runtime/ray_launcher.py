@@ -28,6 +28,7 @@ from piper_runtime.ray_actor import OWN_DEVICE, RankActor, pack
 from piper_runtime.ray_cluster import RayLink, connect
 from piper_runtime.ray_placement import Place, place_ranks
 from piper_runtime.report import aligned
+from piper_runtime.transport import SHARED_DEVICE
 from piper_runtime.watch import LOADING_HEART, STARTUP_S, TICK_S
 
 GONE_S = 5.0
@@ -257,7 +258,8 @@ def _variables(threads: int, gpus: int) -> dict[str, str]:
     paths = [os.path.abspath(p) for p in sys.path]
     ours = [p for p in paths if not p.startswith(installed)]
     variables = {"PYTHONPATH": os.pathsep.join(ours), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    return variables | ({OWN_DEVICE: "1"} if gpus else {})
+    wanted = {SHARED_DEVICE: os.environ[SHARED_DEVICE]} if SHARED_DEVICE in os.environ else {}
+    return variables | wanted | ({OWN_DEVICE: "1"} if gpus else {})
 
 
 def _cause(error: Exception) -> str:
