@@ -16,6 +16,7 @@ from benchmarks.gpu_hazards import CYCLES, SIZE, communication, compute, step, v
 from benchmarks.joined import joined_pool
 from packages.runtime.tests.chains import chain, distance, run
 from packages.runtime.tests.handmade import adamw, batch
+from packages.runtime.tests.instants import pids_alive
 from packages.runtime.tests.test_runtime_cuda import CASES
 from piper_ir.errors import ExecutionError, NonFiniteLossError
 from piper_ir.plan import COMPUTE
@@ -248,7 +249,7 @@ def test_a_rank_that_is_killed_is_named_while_its_peer_waits_for_it(pool: Pool) 
     before = pool.pids
     with pytest.raises(ExecutionError, match=r"rank 1 was killed by SIGKILL: rank 1 .* in step 1"):
         run(plan, job, launcher="processes", pool=pool)
-    assert len(before) == 4 and not any(alive(pid) for pid in before)
+    assert len(before) == 4 and not pids_alive(before)
     plan, job = chain()
     assert distance(run(plan, job, launcher="processes", pool=pool), plan, job) < TOLERANCE
 
@@ -267,11 +268,3 @@ def in_worker() -> bool:
 def worker_rank() -> int:
     """Of the worker process that calls."""
     return int(json.loads(sys.argv[1])["rank"])
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
