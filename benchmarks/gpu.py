@@ -298,10 +298,10 @@ def shared() -> Iterator[Row]:
                     run = piper.execute(piper.compile(work, strategy), steps=3, launcher="processes", memory=False, pool=pool)
                     title = f"float64, {name} on one device, {by}: difference from one rank"
                     note = f"losses and {len(alone.state_dict())} tensors; {median(run.step_s) * 1e3:.1f} ms/step"
-                    yield Row("shared", title, apart(run, alone), "relative", goal=EQUAL, note=note)
+                    yield Row("shared", title, difference(run, alone), "relative", goal=EQUAL, note=note)
 
 
-def apart(run: piper.Run, alone: piper.Run) -> float:
+def difference(run: piper.Run, alone: piper.Run) -> float:
     """The largest relative difference of their losses and of the tensors at their ends."""
     found, wanted = run.state_dict(), alone.state_dict()
     losses = [abs(a / b - 1) for a, b in zip(run.losses, alone.losses, strict=True)]

@@ -13,7 +13,7 @@ from piper_runtime.transport import SHARED_DEVICE
 
 @contextmanager
 def joined_pool(world: int, how: str) -> Iterator[Pool]:
-    """`how`: what joins ranks that share a device, "gloo" or "nccl"; with a device for each it is NCCL in any case. Workers that
-    are started again inside of the block, after a failure, are joined so too."""
+    """`how`: what the environment says that joins ranks that share a device, "gloo" or "nccl" (`SHARED_DEVICE`). It holds for
+    workers too that are started again inside of the block, after a failure."""
     with patch.dict(os.environ, {SHARED_DEVICE: how}), Pool(world) as workers:
         yield workers

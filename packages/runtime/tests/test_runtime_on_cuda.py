@@ -179,7 +179,7 @@ def test_a_device_that_hangs_is_noticed_and_its_instruction_named(pool: Pool) ->
 
 
 def hanging(step: int, rows: range) -> Any:
-    """Puts a sleep of minutes in front of the compute of rank 0."""
+    """Puts a sleep of minutes in front of the compute of rank 0; on one device, of every rank that loads these rows."""
     if step == 1 and rows.start == 2 and torch.cuda.current_device() == 0:
         torch.cuda._sleep(10**12)
     return batch(step, rows)

@@ -88,19 +88,20 @@ class ProfileReport:
 
 
 def profile(
-    rank: int, request: ProfileRequest, communicators: GlooCommunicators, heart: Heart, local_rank: int, local_world: int
+    rank: int, request: ProfileRequest, communicators: GlooCommunicators, heart: Heart, local_rank: int, local_world: int | None
 ) -> ProfileReport:
-    """Measure all that a request asks for. local_rank: the rank's number among those of its node, at most `local_world`.
-    ExecutionError when these share a CUDA device."""
-    device = take_device(request.device, local_rank)
-    transport = agreed_transport(rank, pickle.loads(request.plan).mesh.world, device, local_world, communicators)
+    """Measure all that a request asks for. local_rank: the rank's number among those of its node, at most `local_world`; None:
+    all ranks of the plan. ExecutionError when these share a CUDA device."""
+    device, plan = take_device(request.device, local_rank), pickle.loads(request.plan)
+    local_world = plan.mesh.world if local_world is None else local_world
+    transport = agreed_transport(rank, plan.mesh.world, device, local_world, communicators)
     if transport == "staged" and shared(local_world):
         raise ExecutionError(
             f"profile: {local_world} ranks of a node share {torch.cuda.device_count()} CUDA device, and what they take from each "
             "other is not simulated; profile a strategy of at most as many ranks as there are devices"
         )
     nccl = nccl_of(communicators, device) if transport == "nccl" else None
-    profiler = _Profiler(rank, request, communicators, heart, device, nccl)
+    profiler = _Profiler(rank, request, plan, communicators, heart, device, nccl)
     with torch.no_grad():
         profiler.compute(memory=nccl is None or not nccl.in_use)
         if transport != "staged":
@@ -111,12 +112,12 @@ def profile(
 
 class _Profiler:
     def __init__(
-        self, rank: int, request: ProfileRequest, communicators: GlooCommunicators, heart: Heart, device: torch.device,
-        nccl: NcclCommunicators | None,
+        self, rank: int, request: ProfileRequest, plan: Plan, communicators: GlooCommunicators, heart: Heart,
+        device: torch.device, nccl: NcclCommunicators | None,
     ) -> None:  # fmt: skip
         self._rank, self._request, self._heart = rank, request, heart
         self._device, self._clock = device, clock_of(device)
-        self._plan: Plan = pickle.loads(request.plan)
+        self._plan = plan
         self.report = ProfileReport(node=platform.node())
         if device.type == "cuda":
             self.report.device, self.report.devices = torch.cuda.get_device_name(device), torch.cuda.device_count()

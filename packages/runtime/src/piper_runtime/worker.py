@@ -97,9 +97,8 @@ def perform(seat: Seat, request: object) -> Any:
         case Request():
             return run(seat, request)
         case ProfileRequest():
-            world = pickle.loads(request.plan).mesh.world
             local_rank = seat.rank if seat.local_rank is None else seat.local_rank
-            return profile(seat.rank, request, seat.communicators, seat.heart, local_rank, seat.local_world or world)
+            return profile(seat.rank, request, seat.communicators, seat.heart, local_rank, seat.local_world)
         case EmulationRequest():
             return emulate_rank(seat.rank, request, seat.communicators, seat.heart)
     raise ExecutionError(f"rank {seat.rank} cannot perform a {type(request).__name__}")
