@@ -23,7 +23,7 @@ from piper_ir.plan import COMPUTE, Channel
 from piper_ir.program import Cost, Kernel
 from piper_ir.timing import IssueOrder, Times, prepare_orders
 from piper_simulator import Cluster, engine
-from piper_simulator.communication import Op, by_formula, group
+from piper_simulator.communication import by_formula, group
 from piper_simulator.contention import wiring
 from piper_simulator.demands import Message, demands
 from piper_simulator.kernels import step_seconds
@@ -79,7 +79,7 @@ class Setting:
         """Bytes of the gradients of the head."""
         return ITEM * self.config.vocab * self.config.width
 
-    def seconds(self, op: Op, nbytes: float) -> float:
+    def seconds(self, op: str, nbytes: float) -> float:
         """Of a message alone."""
         found = by_formula(self.cluster, op, nbytes, group(self.cluster, self.members))
         if op != "all_to_all" or self.reached is None:
@@ -159,7 +159,7 @@ class Program:
         return Ran(tuple(self.items), times)
 
     def _message(self, item: Item) -> Message:
-        op: Op = "all_to_all" if item.kind == "exchange" else "all_reduce"
+        op = "all_to_all" if item.kind == "exchange" else "all_reduce"
         return Message(item.kind, op, item.nbytes, item.seconds, (self.setting.members,), {0: None})
 
 

@@ -24,10 +24,11 @@ from packages.ir.tests.plans_for_tests import (
     good_plan,
     lone_plan,
 )
+from packages.ir.tests.test_collective_rules import BREAKS as COLLECTIVE_BREAKS
 from piper_ir.errors import PlanError
 from piper_ir.memory import with_peaks
 from piper_ir.mesh import Mesh
-from piper_ir.ops import AllReduce, Compute, Recv, Seed, SquaredNorm, Update
+from piper_ir.ops import Collective, Compute, Recv, Seed, SquaredNorm, Update
 from piper_ir.plan import Instr, Part, Plan
 from piper_ir.program import Output
 from piper_ir.sizes import Affine, TensorSpec
@@ -223,12 +224,12 @@ def _receives_own(plan: Plan) -> Plan:
 
 @breaks("R10-channel-use", "channel grad is p2p; AllReduce needs group")
 def _reduces_on_p2p(plan: Plan) -> Plan:
-    return change_part(plan, "pp0", "reduce.norm", op=AllReduce("grad"))
+    return change_part(plan, "pp0", "reduce.norm", op=Collective("all_reduce", "grad"))
 
 
 @breaks("R10-channel-use", "channel own joins pp1")
 def _reduces_with_others(plan: Plan) -> Plan:
-    return change_part(plan, "pp0", "reduce.tied", op=AllReduce("own", "tied"))
+    return change_part(plan, "pp0", "reduce.tied", op=Collective("all_reduce", "own", "tied"))
 
 
 @breaks("R10-channel-use", "channel tied uses the stream reduce here")
@@ -322,9 +323,11 @@ def _wrong_shape_sent(plan: Plan) -> Plan:
     return change_instr(kept, "pp1", "update", frees_before=(*update.frees_before, "seed@0"))
 
 
-@breaks("R18-group-match", "number 0 on channel tied is bucket tied on role pp0, bucket own on role pp1")
+@breaks(
+    "R18-group-match", "number 0 on channel tied is AllReduce of bucket tied on role pp0, AllReduce of bucket own on role pp1"
+)
 def _other_bucket(plan: Plan) -> Plan:
-    return change_part(plan, "pp1", "reduce.tied", op=AllReduce("tied", "own"))
+    return change_part(plan, "pp1", "reduce.tied", op=Collective("all_reduce", "tied", "own"))
 
 
 @breaks("R19-deadlock", "pp0[5] embed.F@1+1 on compute waits for pp0[4] recv.gb@0")
@@ -398,7 +401,7 @@ def _tied_on_one_side(plan: Plan) -> Plan:
 
 @breaks("R24-reduction", "bucket own is reduced 0 times; 1 is expected")
 def _reduced_twice(plan: Plan) -> Plan:
-    return change_part(plan, "pp1", "reduce.own", op=AllReduce("own", "tied"))
+    return change_part(plan, "pp1", "reduce.own", op=Collective("all_reduce", "own", "tied"))
 
 
 @breaks("R24-reduction", "is reduced without waiting for instruction 9")
@@ -511,7 +514,7 @@ def test_one_fault_breaks_one_rule(rule: str, message: str, change: Break) -> No
 
 
 def test_every_rule_has_a_negative_control() -> None:
-    assert {rule for rule, _, _ in BREAKS} == set(RULES)
+    assert {rule for rule, _, _ in BREAKS + COLLECTIVE_BREAKS} == set(RULES)
 
 
 def test_verify_names_rule_role_ranks_instruction_and_stream() -> None:

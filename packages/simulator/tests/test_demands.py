@@ -11,9 +11,9 @@ from piper_ir.errors import ClusterError
 from piper_ir.plan import Channel, Plan
 from piper_ir.timing import IssueOrder, prepare, prepare_orders
 from piper_simulator import Cluster, engine
-from piper_simulator.communication import Op, by_formula, group
-from piper_simulator.contention import flows, wiring
-from piper_simulator.demands import Message, demands, route
+from piper_simulator.communication import by_formula, group
+from piper_simulator.contention import flows, route, wiring
+from piper_simulator.demands import Message, demands
 from piper_simulator.model import Work
 from piper_simulator.rates import fair_rates
 from tests.random_plans import PlanBuilder
@@ -23,7 +23,7 @@ TOY = Cluster("toy", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per
 NODE = ((0, 1, 2, 3),)
 
 
-def message(channel: str, op: Op, nbytes: int, instances: tuple[tuple[int, ...], ...] = NODE, on: Cluster = TOY) -> Message:
+def message(channel: str, op: str, nbytes: int, instances: tuple[tuple[int, ...], ...] = NODE, on: Cluster = TOY) -> Message:
     """With the duration that the formula gives it."""
     return Message(channel, op, nbytes, by_formula(on, op, nbytes, group(on, instances[0])), instances, {0: None})
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import isclose
 
-from piper_ir.ops import AllReduce, Compute, Seed, SquaredNorm, Update
+from piper_ir.ops import Collective, Compute, Seed, SquaredNorm, Update
 from piper_ir.plan import Bucket, Part, Plan, RolePlan
 from piper_ir.program import Chunk, Step
 from piper_ir.sizes import ITEM_BYTES, bind
@@ -215,7 +215,7 @@ class _Touched:
             case Update(buckets=buckets):
                 for b in buckets:
                     uses[b].updates.append(place)
-            case AllReduce(bucket=b) if b:
+            case Collective(bucket=b) if b:
                 uses[b].reductions.append(place)
             case _:
                 pass
@@ -242,7 +242,10 @@ class _BucketOnRole:
 
     def _check_reduction(self, index: int) -> bool:
         op = self.role.program[index].parts[0].op
-        assert isinstance(op, AllReduce)
+        assert isinstance(op, Collective)
+        if op.kind != "all_reduce":
+            self.add("R24-reduction", f"is given to {op.law.name}; AllReduce is expected", index)
+            return False
         if op.channel != self.bucket.channel:
             self.add("R24-reduction", f"is reduced on channel {op.channel}; its channel is {self.bucket.channel}", index)
             return False

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from piper_ir.ops import Add, AllReduce, Compute, Load, Recv, Seed, Send, Update
+from piper_ir.ops import COMM, Add, Collective, Compute, Load, Recv, Seed, Send, Update
 from piper_ir.plan import COMPUTE, Instr, Part
 from piper_ir.program import Step
 
@@ -58,7 +58,7 @@ def inject(name: str) -> Iterator[Fault]:
 
 
 def _bucket_reduce(part: Part) -> bool:
-    return isinstance(part.op, AllReduce) and bool(part.op.bucket)
+    return isinstance(part.op, Collective) and bool(part.op.bucket)
 
 
 def _skip_allreduce(part: Part, rank: Rank, bind: BindOperand) -> Operand:
@@ -68,7 +68,7 @@ def _skip_allreduce(part: Part, rank: Rank, bind: BindOperand) -> Operand:
 
 def _double_allreduce(part: Part, rank: Rank, bind: BindOperand) -> Operand:
     operand = bind(part, rank)
-    assert isinstance(part.op, Send | Recv | AllReduce)
+    assert isinstance(part.op, COMM)
     members = len(rank.plan.peers(rank.plan.channel(part.op.channel), rank.rank))
     # A second sum over equal copies multiplies by their number.
     return (lambda: operand().mul_(members)) if _bucket_reduce(part) else operand
@@ -76,7 +76,7 @@ def _double_allreduce(part: Part, rank: Rank, bind: BindOperand) -> Operand:
 
 def _skip_scalar_reduce(part: Part, rank: Rank, bind: BindOperand) -> Operand:
     operand = bind(part, rank)
-    if not isinstance(part.op, AllReduce) or part.op.bucket:
+    if not isinstance(part.op, Collective) or part.op.bucket:
         return operand
     source, target, values = part.reads[0], part.writes[0], rank.store.values
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from piper_ir.ops import AllReduce, Compute, Recv, Send
+from piper_ir.ops import COMM, Compute
 from piper_ir.plan import Instr, Plan
-from piper_ir.sizes import ITEM_BYTES
 from piper_ir.trace import MemSample, Span, Trace
+from piper_ir.traffic import Traffic
 from piper_runtime.memory import MemoryPoint
 
 TimedSpan = tuple[int, float, float]
@@ -61,19 +61,13 @@ class _Sizes:
     """Bytes moved by a communication and FLOPs done by computation; FLOPs of a chunk's step are summed once."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+        self._plan, self._traffic = plan, Traffic(plan)
         self._flops: dict[Compute, int] = {}
 
     def __call__(self, instr: Instr) -> tuple[int, int]:
-        plan = self._plan
-        match instr.parts[0].op:
-            case AllReduce(bucket=bucket) if bucket:
-                held = plan.bucket(bucket)
-                return held.numel * ITEM_BYTES[held.dtype], 0
-            case Send() | AllReduce():
-                return plan.values[instr.parts[0].reads[0]].nbytes, 0
-            case Recv():
-                return plan.values[instr.parts[0].writes[0]].nbytes, 0
+        op = instr.parts[0].op
+        if isinstance(op, COMM):
+            return self._traffic.message(op, instr.parts[0]), 0
         return 0, sum(self._step_flops(p.op) for p in instr.parts if isinstance(p.op, Compute))
 
     def _step_flops(self, op: Compute) -> int:

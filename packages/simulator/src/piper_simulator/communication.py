@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import assert_never
 
+from piper_ir.collectives import COLLECTIVES, law_of
 from piper_ir.costs import Duration
 from piper_simulator import nccl
 from piper_simulator.cluster import Cluster, SlowLink
 
-Op = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
-OPS: tuple[str, ...] = get_args(Op)
+OPS: tuple[str, ...] = ("p2p", *COLLECTIVES)
+"""The names of messages: of transfers, and the kinds of collectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def group(cluster: Cluster, members: Sequence[int]) -> Group:
     )  # fmt: skip
 
 
-def duration(cluster: Cluster, op: Op, nbytes: int, of: Group, imbalance: float = 1.0) -> Duration:
+def duration(cluster: Cluster, op: str, nbytes: int, of: Group, imbalance: float = 1.0) -> Duration:
     """Of a message of `nbytes` on each rank (all_gather, reduce_scatter: of the whole tensor). `imbalance`: the most that a rank
     of an all-to-all receives over the mean. The table is for links as they should be, so slowed ones are computed; it is that of
     the members' kind of device, so messages between two kinds are computed too. Above the largest size of the table the formula
@@ -77,23 +78,28 @@ def duration(cluster: Cluster, op: Op, nbytes: int, of: Group, imbalance: float 
     return Duration(formula, "formula")
 
 
-def by_formula(cluster: Cluster, op: Op, nbytes: float, of: Group, imbalance: float = 1.0) -> float:
+def by_formula(cluster: Cluster, op: str, nbytes: float, of: Group, imbalance: float = 1.0) -> float:
     """Seconds, by the cluster's model; between two kinds of devices as long as the slower one takes among its like: the slowest
     link of a ring, or the slower end of a transfer, decides."""
     return max([_of_kind(cluster.kinds[k], op, nbytes, of, imbalance) for k in of.kinds])
 
 
-def _of_kind(cluster: Cluster, op: Op, nbytes: float, of: Group, imbalance: float) -> float:
+def _of_kind(cluster: Cluster, op: str, nbytes: float, of: Group, imbalance: float) -> float:
     if of.ranks == 1:
         return 0.0
     if op == "p2p":
         return _point_to_point(cluster, nbytes, of)
-    if op == "all_to_all":
-        return _all_to_all(cluster, nbytes, of, imbalance)
-    if cluster.communication == "nccl":
-        ranks = nccl.Ranks(of.ranks, of.nodes, cluster.intra_kind, bus_bandwidth(cluster, of), _network(cluster, of))
-        return nccl.seconds(cluster.nccl, op, nbytes, ranks)
-    return _ring(cluster, op, nbytes, of)
+    law = law_of(op)
+    match law.route:
+        case "pairs":
+            return _all_to_all(cluster, nbytes, of, imbalance)
+        case "ring" if cluster.communication == "nccl":
+            ranks = nccl.Ranks(of.ranks, of.nodes, cluster.intra_kind, bus_bandwidth(cluster, of), _network(cluster, of))
+            return nccl.seconds(cluster.nccl, op, nbytes, ranks)
+        case "ring":
+            return _ring(cluster, law.rounds, nbytes, of)
+        case _:
+            assert_never(law.route)
 
 
 def bus_bandwidth(cluster: Cluster, of: Group) -> float:
@@ -112,9 +118,8 @@ def _network(cluster: Cluster, of: Group) -> float:
     return of.least * per_device
 
 
-def _ring(cluster: Cluster, op: Op, nbytes: float, of: Group) -> float:
-    """2 (n - 1) hops and 2 (n - 1) / n of the bytes in an all-reduce, half of both in an all-gather or a reduce-scatter."""
-    rounds = 2 if op == "all_reduce" else 1
+def _ring(cluster: Cluster, rounds: int, nbytes: float, of: Group) -> float:
+    """Return the seconds of a ring: rounds * (n - 1) hops, and rounds * (n - 1) / n of the bytes over its slowest link."""
     hops, between = rounds * (of.ranks - 1), rounds * (of.nodes - 1)
     latency = (hops - between) * cluster.intra_latency + between * cluster.inter_latency
     share = rounds * (of.ranks - 1) / of.ranks
