@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 import piper
 from piper import Job, Mesh, Precision, Strategy
 from piper.reference import reference
-from piper_ir.errors import PiperWarning
+from piper_ir.errors import JobError, PiperWarning
 from piper_runtime import fused
 
 Named = list[tuple[str, nn.Parameter]]
@@ -123,3 +124,34 @@ def test_kernels_are_tried_once_and_a_failure_is_said_once(monkeypatch: pytest.M
             piper.execute(compiled, steps=1, launcher="inline", memory=False)
     assert tries == [torch.float32]
     assert [str(w.message).partition(" differs")[0] for w in said] == ["torch's fused SGD"]
+
+
+def resumed(kind: type[Optimizer]) -> Callable[[Named], Optimizer]:
+    """An optimizer that goes on from the state that it has after a step."""
+    model = Small().double()
+    before = of(kind)(list(model.named_parameters()))
+    loss(model(batch(9, range(ROWS))[0].double()), torch.zeros(ROWS, WIDTH)).backward()
+    before.step()
+
+    def function(named: Named) -> Optimizer:
+        optimizer = of(kind)(named)
+        optimizer.load_state_dict(deepcopy(before.state_dict()))  # torch takes its tensors as they are
+        return optimizer
+
+    return function
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_loaded_state_that_would_be_dropped_is_refused(kind: type[Optimizer]) -> None:
+    with pytest.raises(JobError, match=f"Job.optimizer returned {kind.__name__} with state that it has loaded"):
+        piper.compile(job(resumed(kind), "float64"), Strategy(Mesh()))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adagrad])
+def test_loaded_state_of_other_optimizers_counts(kind: type[Optimizer]) -> None:
+    trained = job(resumed(kind), "float64")
+    run = piper.execute(piper.compile(trained, Strategy(Mesh())), steps=STEPS, launcher="inline", memory=False)
+    wanted, fresh = reference(trained, steps=STEPS), reference(job(of(kind), "float64"), steps=STEPS)
+    assert not torch.allclose(wanted.parameters["layer.weight"], fresh.parameters["layer.weight"])
+    for name, parameter in wanted.parameters.items():
+        assert torch.allclose(run.state_dict()[name], parameter, rtol=1e-9), name

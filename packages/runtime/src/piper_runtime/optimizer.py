@@ -156,6 +156,11 @@ def call_optimizer(function: Callable[[NamedParameters], Optimizer], named: Name
             f"Job.optimizer returned {kind} with step hooks, which would see the parameters of one rank only; leave them "
             "out (to clip, set Job(clip_norm=...))"
         )
+    if type(optimizer) in ELEMENTWISE and any(optimizer.state.values()):  # torch makes their state in the first step
+        raise JobError(
+            f"Job.optimizer returned {kind} with state that it has loaded, which would be lost: a plan keeps the state of {kind} "
+            "in buckets of its own and starts without any. Leave out load_state_dict, and set the learning rate in the groups"
+        )
     known = {id(p) for _, p in named}
     for index, group in enumerate(optimizer.param_groups):
         if not all(id(p) in known for p in group["params"]):
