@@ -66,6 +66,12 @@ OPTIMIZERS: dict[str, Callable[[Named], Optimizer]] = {
     "adagrad": of(torch.optim.Adagrad),
     "rmsprop": of(torch.optim.RMSprop),
     "nadam": of(torch.optim.NAdam),
+    "radam": of(torch.optim.RAdam),
+    "adamax": of(torch.optim.Adamax),
+    "adadelta": of(torch.optim.Adadelta, lr=1.0, eps=1e-3),
+    "asgd": of(torch.optim.ASGD, weight_decay=0.1),
+    "rprop": of(torch.optim.Rprop),
+    "adafactor": of(torch.optim.Adafactor),
 }
 
 
@@ -87,6 +93,13 @@ def test_parameters_move_as_in_plain_pytorch(name: str, dtype: str) -> None:
     for parameter, step in moved(run.state_dict(), OPTIMIZERS[name], dtype).items():
         assert step.any(), f"{parameter} has not moved"
         assert float((step - wanted[parameter]).norm()) <= TOLERANCE[dtype] * float(wanted[parameter].norm()), parameter
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_holds_what_was_planned(name: str) -> None:
+    compiled = piper.compile(job(OPTIMIZERS[name], "float32"), Strategy(Mesh()))
+    run = piper.execute(compiled, steps=STEPS, launcher="inline")
+    assert run.peak_bytes == {0: compiled.plan.roles[0].peak_bytes}
 
 
 def no_step(kind: type[Optimizer], options: Any, dtype: torch.dtype, device: torch.device) -> str:

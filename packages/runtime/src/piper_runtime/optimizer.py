@@ -19,11 +19,11 @@ from piper_ir.plan import Bucket, Plan
 from piper_ir.program import Param
 from piper_ir.sizes import ITEM_BYTES, bind
 from piper_ir.usercode import user_code
-from piper_ops.workspace import held_inside
 from piper_runtime import device as devices
 from piper_runtime.device import CPU, choose_device
 from piper_runtime.fused import fused_problem, warn_unfused
 from piper_runtime.job import Job, NamedParameters
+from piper_runtime.optimizer_sizes import state_bytes, step_bytes
 
 if TYPE_CHECKING:
     from piper_runtime.store import Store
@@ -97,8 +97,8 @@ def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
         copies = tuple(_state_copies(optimizer, group) for group in optimizer.param_groups)
         return OptimizerSpec(kind, group_of, True, copies, counters=0 if type(optimizer) is SGD else STEP_COUNTER_BYTES)
     _one_by_one(optimizer, fused=not problem)
-    state = _dry_state_bytes(optimizer, named, trained)
-    held = _dry_update_bytes(optimizer, named)
+    state = state_bytes(optimizer, named, trained)
+    held = step_bytes(optimizer, named)
     separable = type(optimizer) in SEPARABLE
     return OptimizerSpec(kind, group_of, False, param_bytes=state, separable=separable, update_bytes=held)
 
@@ -193,35 +193,6 @@ def _state_copies(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
     if type(optimizer) is SGD:
         return int(group["momentum"] != 0)
     return 3 if group["amsgrad"] else 2
-
-
-def _dry_state_bytes(optimizer: Optimizer, named: NamedParameters, trained: set[str]) -> dict[str, int]:
-    """State bytes per parameter after one step on meta, which computes nothing."""
-    for name, p in named:
-        p.grad = torch.empty_like(p) if name in trained else None
-    try:
-        optimizer.step()
-    except Exception as e:  # an optimizer of the user's may fail in any way
-        raise JobError(
-            f"Job.optimizer: {type(optimizer).__name__} cannot take a step on meta tensors, so its state has no known size: {e}"
-        ) from e
-    return {
-        name: sum(t.nbytes for t in optimizer.state[p].values() if isinstance(t, torch.Tensor))
-        for name, p in named
-        if name in trained
-    }
-
-
-def _dry_update_bytes(optimizer: Optimizer, named: NamedParameters) -> int:
-    """Bytes of temporaries in a step on meta that makes no state, after `_dry_state_bytes`."""
-    known = [*(p.grad for _, p in named), *(t for of in optimizer.state.values() for t in of.values())]
-    try:
-        return held_inside(lambda *_: optimizer.step(), *(p for _, p in named), *known)
-    except Exception as e:  # an optimizer of the user's may fail in any way
-        raise JobError(
-            f"Job.optimizer: {type(optimizer).__name__} cannot take a second step on meta tensors, so what it holds in one has "
-            f"no known size: {e}"
-        ) from e
 
 
 class RankOptimizer:
