@@ -36,9 +36,11 @@ CASES: tuple[Composition, ...] = (
     Composition("gpt", 2, 2, 4, "1f1b", "shared", bucket_mb=0.002),
     Composition("gpt", 2, 2, 4, "1f1b", "v", backward="split", bucket_mb=0.002),
     Composition("gpt_untied", 2, 1, 4, "random", "v", backward="mixed", overlap=True, seed=2),
+    Composition("gpt_refilled", 2, 1, 4, "zbv"),
 )
 """Tied weights and many buckets on both axes; uneven weights; values that skip stages; groups, clipping and a schedule;
-dropout; buffers; a stage on two devices; split backwards with two chunks on a device, reduced and alone."""
+dropout; buffers; a stage on two devices; split backwards with two chunks on a device, reduced and alone; a batch function that
+refills its tensors, where a device loads inputs of two microbatches before targets."""
 
 
 @dataclass(frozen=True)

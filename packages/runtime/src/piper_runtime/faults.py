@@ -177,6 +177,15 @@ def _rotate_replica(part: Part, rank: Rank, bind: BindPart) -> Run:
     return load
 
 
+def _keep_references(part: Part, rank: Rank, bind: BindPart) -> Run:
+    rank.feed.kept = _as_it_is  # type: ignore[method-assign]
+    return bind(part, rank)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
 def _accumulators(part: Part, rank: Rank) -> dict[str, torch.Tensor]:
     """The gradients, by parameter, into which a backward part adds."""
     if not isinstance(part.op, Compute) or part.op.step not in ("I", "W"):
@@ -294,6 +303,7 @@ FAULTS: dict[str, Fault] = {
     "swap_microbatches": Fault("inputs of two microbatches are swapped, targets are not", part=_swap_inputs),
     "repeat_microbatch": Fault("every microbatch gets the rows of the first", part=_same_rows),
     "wrong_rank_order": Fault("replicas read each other's inputs", part=_rotate_replica),
+    "refilled_batch": Fault("rows that are loaded later are held by reference, and refilled", part=_keep_references),
     "lose_last_gradient": Fault("the last microbatch's gradient comes after the reduction", part=_lose_last_gradient),
     "lose_tied_gradient": Fault("a second holder's gradient of a tied parameter is lost", part=_lose_tied_gradient),
     "short_add": Fault("a sum of gradients leaves out its last operand", part=_short_add),
