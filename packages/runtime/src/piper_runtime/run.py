@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import torch
 
@@ -52,15 +53,14 @@ class Run:
     memory: Mapping[int, MemoryRecord]
     _initial: InitialState = field(repr=False)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers after the last step: on CPU, full shapes, the user's names, every tied name; without buffers
-        that are not persistent. What no rank holds is as the model made it."""
-        found: dict[str, torch.Tensor] = {**self._initial.params, **self._initial.buffers}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the model's state_dict after the last step: on CPU, full shapes, under the names that the model gives.
+
+        What no rank holds is as the model made it."""
+        trained: dict[str, torch.Tensor] = {}
         for rank in sorted(self.rank_states, reverse=True):  # the lowest rank's copy counts
-            found.update(self.rank_states[rank])
-        out = {n: t.clone() for n, t in found.items() if n not in self._initial.transient}
-        out |= {name: out[first] for name, first in self._initial.tied.items() if first in out}
-        return out
+            trained.update(self.rank_states[rank])
+        return self._initial.state_dict(trained)
 
     @property
     def gradients(self) -> list[dict[str, torch.Tensor]]:
