@@ -139,6 +139,11 @@ class InitialState:
     buffers: dict[str, torch.Tensor]
     model: nn.Module | None = None
 
+    def frozen(self) -> set[str]:
+        """Return the names of parameters that are not to be trained."""
+        tensors = _first_tensors(self.model) if self.model is not None else {}
+        return {n for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
+
     def state_dict(self, trained: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return what the module's own state_dict says when its tensors have the values in `trained`, by first name.
 
