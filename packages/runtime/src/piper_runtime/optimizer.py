@@ -197,7 +197,7 @@ def _state_copies(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
 
 class RankOptimizer:
     """The optimizer of one rank over the buckets that it holds, with the user's groups in the user's order and its
-    learning-rate schedule."""
+    learning-rate schedule. `flat`: it runs on whole buckets, by a fused kernel."""
 
     def __init__(
         self,
@@ -214,12 +214,12 @@ class RankOptimizer:
         problem = _fused_problem(optimizer, dtype, store.device)
         if problem and store.device != CPU:  # of the CPU it was said when the plan was made
             warn_unfused(optimizer, dtype, problem)
-        flat = type(optimizer) in ELEMENTWISE and not problem
-        if not flat:
+        self.flat = type(optimizer) in ELEMENTWISE and not problem
+        if not self.flat:
             named = [(n, store.parameter(n) if n in store.grads else p) for n, p in named]
             optimizer = call_optimizer(function, named)
         self._check_groups(optimizer, named)
-        if flat:
+        if self.flat:
             self._use_flat(optimizer)
         else:
             _one_by_one(optimizer, fused=not problem)
