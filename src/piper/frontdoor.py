@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from piper.results import hang_report, new_folder, save_run
 from piper_compiler import Options, Strategy, Training, compile_program
 from piper_ir.collector import no_garbage_collection
 from piper_ir.costs import Costs
-from piper_ir.errors import CompileError, JobError, OutputError, PiperWarning
+from piper_ir.errors import CompileError, JobError, OutputError, PiperWarning, PlanError
 from piper_ir.graph import Graph
 from piper_ir.plan import Plan
 from piper_ir.program import Program
@@ -22,6 +23,7 @@ from piper_ir.program import Program
 if TYPE_CHECKING:
     from piper_compiler.capture import Captured, CodeStore
     from piper_runtime import Job, Run
+    from piper_runtime.optimizer import OptimizerSpec
     from piper_simulator import Cluster
 
 
@@ -79,13 +81,18 @@ def compile(
         options=options,
         at_rows=lambda rows: program_at(captured, rows),
     )
-    if len(lowered.plan.roles) > 1 and not spec.separable:
+    check_separable(spec, lowered.plan)
+    return Compiled(lowered.graph.program, lowered.graph, lowered.plan, source, captured.code)
+
+
+def check_separable(spec: OptimizerSpec, plan: Plan) -> None:
+    """JobError when an optimizer may couple parameters that a plan puts on several roles."""
+    if len(plan.roles) > 1 and not spec.separable:
         raise JobError(
             f"Job.optimizer returned {spec.kind}, which is not known to update each parameter by itself, while "
-            f"this strategy puts parameters on {len(lowered.plan.roles)} roles; use an optimizer of torch.optim, "
+            f"this strategy puts parameters on {len(plan.roles)} roles; use an optimizer of torch.optim, "
             "or a strategy without place"
         )
-    return Compiled(lowered.graph.program, lowered.graph, lowered.plan, source, captured.code)
 
 
 def program_at(captured: Captured, rows: int) -> Program:
@@ -126,6 +133,41 @@ def check_same_job(compiled: Compiled, job: Job) -> None:
             raise JobError(
                 f"execute: the job's {name} is {theirs!r}, but the strategy was compiled for {ours!r}; compile it with this job"
             )
+    if job is not compiled.job:
+        from piper_runtime.optimizer import optimizer_spec
+
+        check_separable(optimizer_spec(job, compiled.program.params), compiled.plan)
+
+
+def check_same_program(compiled: Compiled) -> None:
+    """PlanError when a plan is not of the program beside it: its rules may hold, and it would compute something else."""
+    plan, program = compiled.plan, compiled.program
+    bound = tuple(replace(b, spec=b.spec.bind(plan.rows)) for b in program.batch)
+    coords = {c.id: c.coords for c in program.chunks}  # directives add coordinates, and change nothing else of a chunk
+    chunks = tuple(replace(c, coords={k: v for k, v in c.coords.items() if k in coords.get(c.id, ())}) for c in plan.chunks)
+    tables: dict[str, tuple[Any, Any]] = {
+        "program_key": (plan.program_key, program.key),
+        "loss_kind": (plan.loss_kind, program.loss_kind),
+        "params": (plan.params, program.params),
+        "buffers": (plan.buffers, program.buffers),
+        "batch": (plan.batch, bound),
+        "chunks": (chunks, program.bound(plan.rows)),
+    }
+    for name, (ours, theirs) in tables.items():
+        if ours != theirs:
+            raise PlanError(f"execute: the plan's {name} {_difference(ours, theirs)}; compile the strategy with this job")
+
+
+def _difference(ours: Any, theirs: Any) -> str:
+    """Say where two tables of a plan and of its program differ."""
+    if not isinstance(ours, tuple):
+        return f"is {ours!r}, that of its program is {theirs!r}"
+    for one, other in zip(ours, theirs, strict=False):
+        if one != other:
+            fields = [f.name for f in dataclass_fields(one) if getattr(one, f.name) != getattr(other, f.name)]
+            name = getattr(one, "id", "") or one.name
+            return f"differ from those of its program: {', '.join(fields)} of {name}"
+    return f"are {len(ours)}, its program has {len(theirs)}"
 
 
 def execute(
@@ -175,6 +217,7 @@ def execute(
             'launcher="emulated" any cluster to imitate'
         )
     check_same_job(compiled, chosen)
+    check_same_program(compiled)
     check_request(compiled.plan, chosen, steps, launcher, timeout_s)
     verify(compiled.plan)  # a directive of the user's may have made a plan that would hang
     if not is_first():  # under torchrun one of the ranks writes for all

@@ -25,14 +25,16 @@ from packages.ir.tests.plans_for_tests import (
     lone_plan,
 )
 from packages.ir.tests.test_collective_rules import BREAKS as COLLECTIVE_BREAKS
+from piper_ir import verify_training
 from piper_ir.errors import PlanError
 from piper_ir.memory import with_peaks
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Collective, Compute, Recv, Seed, SquaredNorm, Update
 from piper_ir.plan import Instr, Part, Plan
-from piper_ir.program import Output
+from piper_ir.program import Input, Output
 from piper_ir.sizes import Affine, TensorSpec
 from piper_ir.verify import RULES, check, verify
+from piper_ir.verify_rules import Findings
 from piper_ir.verify_values import Order
 
 GOOD = good_plan()
@@ -495,6 +497,27 @@ def test_microbatches_may_run_in_any_order_unless_they_update_a_buffer() -> None
     (found,) = check(replace(swapped, chunks=counting))
     assert found.rule == "R21-steps" and found.index == 0
     assert "F of chunk embed, which updates a buffer, for microbatch 1: runs before instruction 3" in found.message
+
+
+def test_a_buffer_is_read_after_its_update_of_the_microbatch_before() -> None:
+    """Two chunks use a buffer on one role: the first reads it, the second updates it."""
+    embed, head = GOOD.chunks
+    read = Input("buffer", "scale", embed.inputs[2].spec)
+    update = Output("buffer", embed.inputs[2].spec, "scale")
+    uses = {("embed", mb): mb * 2 for mb in range(2)} | {("head", mb): mb * 2 + 1 for mb in range(2)}
+    chunks = (embed, replace(head, inputs=(*head.inputs, read), outputs=(*head.outputs, update)))
+
+    def found(places: dict[tuple[str, int], int]) -> list[str]:
+        out = Findings(replace(GOOD, chunks=chunks))
+        role = GOOD.roles[0]
+        verify_training._check_buffers(out, {(c, mb, "F"): [(role, (at, 0))] for (c, mb), at in places.items()})
+        return [v.message for v in out.found]
+
+    assert found(uses) == []
+    (early,) = found({**uses, ("embed", 1): 0, ("embed", 0): -1, ("head", 0): 1})
+    assert "F of chunk embed, which reads the buffer scale, which others update, for microbatch 1: runs before" in early
+    (late,) = found({**uses, ("embed", 0): 1, ("head", 0): 0})
+    assert "F of chunk head, which updates a buffer, for microbatch 0: runs before instruction 1" in late
 
 
 def test_an_update_before_the_last_use_is_found_where_nothing_is_reduced() -> None:

@@ -156,7 +156,7 @@ def _result(plan: Plan, reports: Mapping[int, RankReport], scale: float, trace: 
         rank_states={},
         rank_gradients={},
         memory={},
-        _initial=InitialState({}, {}, {}, set()),
+        _initial=InitialState({}, {}),
     )
 
 

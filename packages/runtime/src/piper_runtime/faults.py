@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from piper_runtime.parts import Operand, Run
     from piper_runtime.rank import Rank
 
+VECTOR = 16
+"""Elements of a vector register in bfloat16."""
 BindPart = Callable[[Part, "Rank"], "Run"]
 BindOperand = Callable[[Part, "Rank"], "Operand"]
 
@@ -149,6 +152,23 @@ def _stale_replica(part: Part, rank: Rank, bind: BindPart) -> Run:
     return update
 
 
+def _dead_kernel(part: Part, rank: Rank, bind: BindPart, *, flat: bool) -> Run:
+    """An update of an optimizer that runs on whole buckets (`flat`), or of another, moves no whole vector of a bucket."""
+    run = bind(part, rank)
+    if not isinstance(part.op, Update) or rank.optimizer.flat != flat:
+        return run
+    flats = [rank.store.flat_params[b] for b in part.op.buckets]
+
+    def update() -> None:
+        whole = [f[: f.numel() // VECTOR * VECTOR] for f in flats]
+        kept = [w.clone() for w in whole]
+        run()
+        for now, old in zip(whole, kept):
+            now.copy_(old)
+
+    return update
+
+
 def _swap_inputs(part: Part, rank: Rank, bind: BindPart) -> Run:
     if isinstance(part.op, Load) and part.op.tensor.startswith("inputs") and rank.plan.microbatches > 1:
         part = replace(part, mb=part.mb ^ 1 if part.mb ^ 1 < rank.plan.microbatches else part.mb)
@@ -175,6 +195,15 @@ def _rotate_replica(part: Part, rank: Rank, bind: BindPart) -> Run:
             feed._staged.clear()
 
     return load
+
+
+def _keep_references(part: Part, rank: Rank, bind: BindPart) -> Run:
+    rank.feed.kept = _as_it_is  # type: ignore[method-assign]
+    return bind(part, rank)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _accumulators(part: Part, rank: Rank) -> dict[str, torch.Tensor]:
@@ -291,9 +320,12 @@ FAULTS: dict[str, Fault] = {
     "omit_clip": Fault("gradients are not clipped", part=_no_clip),
     "omit_loss_scale": Fault("the loss is not averaged over microbatches and replicas", part=_unit_seed),
     "stale_replica": Fault("one replica keeps its old parameters", part=_stale_replica),
+    "dead_fused_kernel": Fault("the fused optimizer does nothing for whole vectors", part=partial(_dead_kernel, flat=True)),
+    "dead_plain_kernel": Fault("an optimizer without a fused kernel does nothing", part=partial(_dead_kernel, flat=False)),
     "swap_microbatches": Fault("inputs of two microbatches are swapped, targets are not", part=_swap_inputs),
     "repeat_microbatch": Fault("every microbatch gets the rows of the first", part=_same_rows),
     "wrong_rank_order": Fault("replicas read each other's inputs", part=_rotate_replica),
+    "refilled_batch": Fault("rows that are loaded later are held by reference, and refilled", part=_keep_references),
     "lose_last_gradient": Fault("the last microbatch's gradient comes after the reduction", part=_lose_last_gradient),
     "lose_tied_gradient": Fault("a second holder's gradient of a tied parameter is lost", part=_lose_tied_gradient),
     "short_add": Fault("a sum of gradients leaves out its last operand", part=_short_add),

@@ -6,10 +6,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import torch
 
 from piper_ir.errors import JobError
+from piper_ir.ops import Update
 from piper_ir.plan import Plan
 from piper_ir.trace import Trace
 from piper_runtime import device as devices
@@ -52,15 +54,14 @@ class Run:
     memory: Mapping[int, MemoryRecord]
     _initial: InitialState = field(repr=False)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers after the last step: on CPU, full shapes, the user's names, every tied name; without buffers
-        that are not persistent. What no rank holds is as the model made it."""
-        found: dict[str, torch.Tensor] = {**self._initial.params, **self._initial.buffers}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the model's state_dict after the last step: on CPU, full shapes, under the names that the model gives.
+
+        What no rank holds is as the model made it."""
+        trained: dict[str, torch.Tensor] = {}
         for rank in sorted(self.rank_states, reverse=True):  # the lowest rank's copy counts
-            found.update(self.rank_states[rank])
-        out = {n: t.clone() for n, t in found.items() if n not in self._initial.transient}
-        out |= {name: out[first] for name, first in self._initial.tied.items() if first in out}
-        return out
+            trained.update(self.rank_states[rank])
+        return self._initial.state_dict(trained)
 
     @property
     def gradients(self) -> list[dict[str, torch.Tensor]]:
@@ -92,6 +93,7 @@ def execute(
     HangError: every rank's last instructions. ExecutionError: rank, node, instruction, peer."""
     check_request(plan, job, steps, launcher, timeout_s)
     initial = materialize(job)
+    check_states(plan, initial)
     if launcher == "inline":
         reports = _run_inline(plan, code, job, initial, steps, trace, memory, gradients, ranges, Progress(plan, on_step))
         return _result(plan, reports, initial, memory)
@@ -116,6 +118,42 @@ def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: fl
             f"the plan was made for a global batch of {plan.global_batch} rows, the job has {job.global_batch}; "
             f"compile the strategy with this job"
         )
+    check_clip(plan, job)
+
+
+def check_clip(plan: Plan, job: Job) -> None:
+    """JobError when a plan clips gradients to another norm than the job asks for."""
+    updates = [p.op for role in plan.roles for i in role.program for p in i.parts if isinstance(p.op, Update)]
+    for update in updates:
+        if update.clip != job.clip_norm:
+            raise JobError(
+                f"the plan clips gradients to {update.clip}, the job's clip_norm is {job.clip_norm}; "
+                "compile the strategy with this job"
+            )
+
+
+def check_states(plan: Plan, initial: InitialState) -> None:
+    """JobError when the model that Job.model made is not the one whose parameters and buffers a plan lists."""
+    for what, listed, made in (("parameter", plan.params, initial.params), ("buffer", plan.buffers, initial.buffers)):
+        for entry in listed:
+            tensor = made.get(entry.name)
+            ours = f"{entry.spec.dtype} {entry.spec.shape}"
+            theirs = "not there" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+            if ours != theirs:
+                raise _other_model(f"{what} {entry.name} is {theirs} now, and {ours} in the plan")
+    if more := sorted(initial.params.keys() - {p.name for p in plan.params}):
+        raise _other_model(f"parameter {more[0]} is in no plan")
+    frozen = initial.frozen()
+    for param in plan.params:
+        if param.trained and param.name in frozen:
+            raise _other_model(f"parameter {param.name} has requires_grad=False now, and the plan trains it")
+
+
+def _other_model(problem: str) -> JobError:
+    return JobError(
+        f"Job.model made another model than the plan is for: {problem}. Compile the strategy with this job, and let the model "
+        "depend on nothing that changes in between"
+    )
 
 
 def check_numbers(steps: int, timeout_s: float) -> None:
