@@ -134,12 +134,14 @@ def _key(entry: Any) -> str:
 @dataclass(frozen=True)
 class InitialState:
     """Full tensors on CPU under their first names. `tied`: every other name -> the first one. `transient`: names of buffers
-    that a state_dict leaves out (registered with persistent=False, or plain attributes)."""
+    that a state_dict leaves out (registered with persistent=False, or plain attributes). `trainable`: names of the parameters
+    with requires_grad."""
 
     params: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     tied: dict[str, str]
     transient: set[str]
+    trainable: set[str] = field(default_factory=set)
 
 
 def materialize(job: Job) -> InitialState:
@@ -170,6 +172,8 @@ def initial_state(model: nn.Module, dtype: torch.dtype) -> InitialState:
         kind[name] = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
         if not persistent:
             state.transient.add(name)
+        if tensor.requires_grad:
+            state.trainable.add(name)
     return state
 
 

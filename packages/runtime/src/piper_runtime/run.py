@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -23,6 +23,7 @@ from piper_runtime.progress import OnStep, Progress
 from piper_runtime.ranges import name_inline
 from piper_runtime.rank import Rank, Trainee
 from piper_runtime.report import MEASURED, RankReport, StepRecord, measured_counter, measured_step
+from piper_runtime.same_model import check_same_model
 from piper_runtime.trace import executed_trace
 
 WARMUP_STEPS = 3
@@ -77,7 +78,7 @@ class Run:
 def execute(
     plan: Plan, code: CodeStore, job: Job, *, steps: int, launcher: Launcher = "ray", cluster: str = "auto",
     timeout_s: float = 60.0, trace: bool = False, memory: bool = False, gradients: bool = False, pool: Workers | None = None,
-    ranges: bool = False, on_step: OnStep | None = None,
+    ranges: bool = False, on_step: OnStep | None = None, trainable: Collection[str] | None = None,
 ) -> Run:  # fmt: skip
     """Run `steps` optimizer steps of a plan with the code of its chunks.
 
@@ -88,10 +89,12 @@ def execute(
     second step, in the first if there is no other (slows that step). gradients: keep the gradients of every step. pool: workers
     to use again; without one they are started and ended in this call. ranges: name instructions in profilers, see
     `piper_runtime.ranges`. on_step: called here with every finished step, in order, while the run goes on; when it raises, that
-    is a warning and the run goes on. JobError: the job does not fit the plan. NonFiniteLossError: step, rank, microbatch.
+    is a warning and the run goes on. trainable: names of the parameters that had requires_grad when the plan was made (None: not
+    known). JobError: the job does not fit the plan. NonFiniteLossError: step, rank, microbatch.
     HangError: every rank's last instructions. ExecutionError: rank, node, instruction, peer."""
     check_request(plan, job, steps, launcher, timeout_s)
     initial = materialize(job)
+    check_same_model(plan, initial, trainable)
     if launcher == "inline":
         reports = _run_inline(plan, code, job, initial, steps, trace, memory, gradients, ranges, Progress(plan, on_step))
         return _result(plan, reports, initial, memory)
