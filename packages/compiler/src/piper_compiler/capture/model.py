@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -32,7 +33,8 @@ def fake_model(model: nn.Module | Callable[[], nn.Module], mode: _torch.FakeTens
         return _faked(model, mode, dtype)
     with user_code("model()", CaptureError):
         try:
-            with _torch.fake_construction():
+            with _torch.fake_construction(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch does, to copy modules
                 built = model()
         except (RuntimeError, TypeError, ValueError):
             built = model()

@@ -59,8 +59,8 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """Return the first byte in the storage, and the one after the last."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = tensor.storage_offset()
+    last = sum(int(size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset())
     return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
 
 
