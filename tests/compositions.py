@@ -121,7 +121,7 @@ def captured(model: str, precision: str = "float64") -> Captured:
     job = job_of(Composition(model, precision=precision))
     # functools.cache tells captured(name) from captured(name, float64), and the others say the first.
     shared = models.captured(model) if precision == "float64" else models.captured(model, job.precision.dtype)
-    frontdoor._CAPTURES[id(job.model), id(job.batch), id(job.loss), precision] = job, shared
+    frontdoor._CAPTURES[frontdoor.capture_key(job)] = shared
     assert frontdoor.captured_job(job) is shared, "the front door's key is another one now"
     return shared
 

@@ -21,6 +21,7 @@ from piper_ir.plan import Plan
 from piper_ir.program import Program
 
 if TYPE_CHECKING:
+    from piper.content import Content
     from piper_compiler.capture import Captured, CodeStore
     from piper_runtime import Job, Run
     from piper_runtime.optimizer import OptimizerSpec
@@ -29,18 +30,32 @@ if TYPE_CHECKING:
 
 MOST_CAPTURES = 16
 """Captured models that are kept; the oldest goes first."""
-_CAPTURES: dict[tuple[int, int, int, str], tuple[Job, Captured]] = {}  # the job keeps its callables, and so their ids, alive
+_CAPTURES: dict[CaptureKey, Captured] = {}
+_BATCHES: dict[Content, str] = {}
+
+
+@dataclass(frozen=True)
+class CaptureKey:
+    """What a capture depends on: the content of model and loss, what the batch looks like, and dtypes. Jobs with equal keys share
+    one capture; the same callables with another content do not."""
+
+    content: Content
+    batch: str
+    precision: str
+    default_dtype: str
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A strategy compiled for a job or a program. `job` and `code` are None for a program without code (synthetic or loaded)."""
+    """A strategy compiled for a job or a program. `job` and `code` are None for a program without code (synthetic or loaded), and
+    so is `trainable`: names of the parameters that had requires_grad when the model was captured."""
 
     program: Program
     graph: Graph
     plan: Plan
     job: Job | None = None
     code: CodeStore | None = None
+    trainable: frozenset[str] | None = None
 
 
 def compile(
@@ -82,7 +97,8 @@ def compile(
         at_rows=lambda rows: program_at(captured, rows),
     )
     check_separable(spec, lowered.plan)
-    return Compiled(lowered.graph.program, lowered.graph, lowered.plan, source, captured.code)
+    trainable = frozenset(p.name for p in captured.forward.params if p.requires_grad)
+    return Compiled(lowered.graph.program, lowered.graph, lowered.plan, source, captured.code, trainable)
 
 
 def check_separable(spec: OptimizerSpec, plan: Plan) -> None:
@@ -108,12 +124,44 @@ def program_at(captured: Captured, rows: int) -> Program:
 
 def captured_job(job: Job) -> Captured:
     """The capture of a job's model; jobs that differ only in what capture does not see share one."""
-    key = (id(job.model), id(job.batch), id(job.loss), job.precision.params)  # callables need not be hashable
+    key = capture_key(job)
     if key not in _CAPTURES:
         if len(_CAPTURES) == MOST_CAPTURES:
             _CAPTURES.pop(next(iter(_CAPTURES)))
-        _CAPTURES[key] = job, _capture(job)
-    return _CAPTURES[key][1]
+        _CAPTURES[key] = _capture(job)
+    return _CAPTURES[key]
+
+
+def capture_key(job: Job) -> CaptureKey:
+    """Return what the capture of a job depends on. Of the batch that is what two rows of it look like; the function is asked once
+    for each content that it has."""
+    import torch
+
+    from piper.content import content_of
+
+    content = content_of(job.batch)
+    if content not in _BATCHES:
+        if len(_BATCHES) == MOST_CAPTURES:
+            _BATCHES.pop(next(iter(_BATCHES)))
+        _BATCHES[content] = _looks(job)
+    return CaptureKey(content_of(job.model, job.loss), _BATCHES[content], job.precision.params, str(torch.get_default_dtype()))
+
+
+def _looks(job: Job) -> str:
+    """Return the structure, shapes and dtypes of the rows that a capture asks for, the number of rows left out."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from piper_compiler.capture.model import ASKED_ROWS
+    from piper_runtime.job import call_batch
+
+    rows = range(min(ASKED_ROWS, job.global_batch))
+    leaves, structure = pytree.tree_flatten(call_batch(job.batch, 0, rows))
+    looks = [
+        f"{leaf.dtype} {tuple(leaf.shape[1:])} {leaf.shape[:1] == (len(rows),)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in leaves
+    ]
+    return f"{structure} {looks}"
 
 
 def _capture(job: Job) -> Captured:
@@ -226,6 +274,7 @@ def execute(
     codes = [c.code for c in compiled.plan.chunks]
     code = compiled.code.export(codes, compiled.plan.rows)
     options = dict(steps=steps, launcher=launcher, cluster=cluster, timeout_s=timeout_s, trace=trace, memory=memory)
+    options |= {"trainable": compiled.trainable}
     with hang_report(folder), recorded(folder, log, compiled.plan, on_step) as heard:
         result = run(compiled.plan, code, chosen, on_step=heard, **options, **more)
     if folder is not None:

@@ -243,7 +243,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, str]] = {
         "multi_head_attention_forward: ",
         "F.scaled_dot_product_attention",
     ),
-    "nn.LSTM": (lstm, "lstm: fused recurrent", "with nn.Linear and element-wise ops"),
+    "nn.LSTM": (lstm, "lstm: fused recurrent", r"region\(opaque=True\)"),
     "batch norm in training": (nn.BatchNorm1d(8, dtype=f64), "batch_norm: batch statistics", "LayerNorm"),
     "batch norm without running statistics": (
         nn.BatchNorm1d(8, track_running_stats=False, dtype=f64).eval(),

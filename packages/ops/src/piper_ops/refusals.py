@@ -43,7 +43,7 @@ _FLEX = Refusal(
 )
 _RNN = Refusal(
     "fused recurrent layers are one cuDNN kernel on CUDA and a loop on CPU",
-    "Write the recurrence with nn.Linear and element-wise ops.",
+    "Run the layer by autograd as it is, inside `with piper.region(opaque=True):`.",
 )
 _STATISTICS = Refusal(
     "batch statistics make every row depend on the whole microbatch, so that a split batch trains another model",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,11 +13,11 @@ from torch import fx
 
 from piper_ops.errors import UnsupportedVariant
 from piper_ops.examples import Examples
+from piper_ops.frames import is_model_code
 from piper_ops.losses import cross_entropy
 from piper_ops.norms import layer_norm, rms_norm
 from piper_ops.sdpa import attention
 
-_TORCH = os.path.dirname(torch.__file__)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 Bound = Mapping[str, Any]
@@ -30,13 +29,13 @@ def call_name(node: fx.Node) -> str:
 
 
 def user_line(node: fx.Node) -> str:
-    """ "file:line" of the innermost frame of the node's stack trace that is not torch's; "before file:line" of the next node that
+    """ "file:line" of the innermost frame of the node's stack trace that is the model's; "before file:line" of the next node that
     has a trace where this one has none, as the entry of a context manager."""
     traced = node
     while traced.op != "root" and not traced.meta.get("stack_trace"):
         traced = traced.next
     frames: list[tuple[str, str]] = _FRAME.findall(traced.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
+    own = [frame for frame in frames if is_model_code(frame[0])] or frames
     if not own:
         return f"node {node.name}, which has no stack trace"
     return f"{'' if traced is node else 'before '}{own[-1][0]}:{own[-1][1]}"

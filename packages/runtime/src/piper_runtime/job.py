@@ -139,10 +139,18 @@ class InitialState:
     buffers: dict[str, torch.Tensor]
     model: nn.Module | None = None
 
-    def frozen(self) -> set[str]:
-        """Return the names of parameters that are not to be trained."""
+    @property
+    def tied(self) -> dict[str, str]:
+        """Every other name of a tensor -> its first one."""
+        first: dict[int, str] = {}
+        names = list(_named_tensors(self.model)) if self.model is not None else []
+        return {name: first[id(t)] for name, t in names if first.setdefault(id(t), name) != name}
+
+    @property
+    def trainable(self) -> set[str]:
+        """The names of the parameters with requires_grad."""
         tensors = _first_tensors(self.model) if self.model is not None else {}
-        return {n for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad}
+        return {n for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
 
     def state_dict(self, trained: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Return what the module's own state_dict says when its tensors have the values in `trained`, by first name.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -25,6 +25,7 @@ from piper_runtime.progress import OnStep, Progress
 from piper_runtime.ranges import name_inline
 from piper_runtime.rank import Rank, Trainee
 from piper_runtime.report import MEASURED, RankReport, StepRecord, measured_counter, measured_step
+from piper_runtime.same_model import check_same_model
 from piper_runtime.trace import executed_trace
 
 WARMUP_STEPS = 3
@@ -78,7 +79,7 @@ class Run:
 def execute(
     plan: Plan, code: CodeStore, job: Job, *, steps: int, launcher: Launcher = "ray", cluster: str = "auto",
     timeout_s: float = 60.0, trace: bool = False, memory: bool = False, gradients: bool = False, pool: Workers | None = None,
-    ranges: bool = False, on_step: OnStep | None = None,
+    ranges: bool = False, on_step: OnStep | None = None, trainable: Collection[str] | None = None,
 ) -> Run:  # fmt: skip
     """Run `steps` optimizer steps of a plan with the code of its chunks.
 
@@ -89,11 +90,12 @@ def execute(
     second step, in the first if there is no other (slows that step). gradients: keep the gradients of every step. pool: workers
     to use again; without one they are started and ended in this call. ranges: name instructions in profilers, see
     `piper_runtime.ranges`. on_step: called here with every finished step, in order, while the run goes on; when it raises, that
-    is a warning and the run goes on. JobError: the job does not fit the plan. NonFiniteLossError: step, rank, microbatch.
+    is a warning and the run goes on. trainable: names of the parameters that had requires_grad when the plan was made (None: not
+    known). JobError: the job does not fit the plan. NonFiniteLossError: step, rank, microbatch.
     HangError: every rank's last instructions. ExecutionError: rank, node, instruction, peer."""
     check_request(plan, job, steps, launcher, timeout_s)
     initial = materialize(job)
-    check_states(plan, initial)
+    check_same_model(plan, initial, trainable)
     if launcher == "inline":
         reports = _run_inline(plan, code, job, initial, steps, trace, memory, gradients, ranges, Progress(plan, on_step))
         return _result(plan, reports, initial, memory)
@@ -130,30 +132,6 @@ def check_clip(plan: Plan, job: Job) -> None:
                 f"the plan clips gradients to {update.clip}, the job's clip_norm is {job.clip_norm}; "
                 "compile the strategy with this job"
             )
-
-
-def check_states(plan: Plan, initial: InitialState) -> None:
-    """JobError when the model that Job.model made is not the one whose parameters and buffers a plan lists."""
-    for what, listed, made in (("parameter", plan.params, initial.params), ("buffer", plan.buffers, initial.buffers)):
-        for entry in listed:
-            tensor = made.get(entry.name)
-            ours = f"{entry.spec.dtype} {entry.spec.shape}"
-            theirs = "not there" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
-            if ours != theirs:
-                raise _other_model(f"{what} {entry.name} is {theirs} now, and {ours} in the plan")
-    if more := sorted(initial.params.keys() - {p.name for p in plan.params}):
-        raise _other_model(f"parameter {more[0]} is in no plan")
-    frozen = initial.frozen()
-    for param in plan.params:
-        if param.trained and param.name in frozen:
-            raise _other_model(f"parameter {param.name} has requires_grad=False now, and the plan trains it")
-
-
-def _other_model(problem: str) -> JobError:
-    return JobError(
-        f"Job.model made another model than the plan is for: {problem}. Compile the strategy with this job, and let the model "
-        "depend on nothing that changes in between"
-    )
 
 
 def check_numbers(steps: int, timeout_s: float) -> None:

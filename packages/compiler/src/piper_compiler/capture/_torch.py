@@ -49,7 +49,15 @@ def fake_cpu() -> FakeTensorMode:
 
 def fake_construction() -> FakeTensorMode:
     """A mode to run a constructor in: reading a value that is not known raises, instead of giving a symbol."""
-    return FakeTensorMode()
+    return _OneMode()
+
+
+class _OneMode(FakeTensorMode):
+    """A mode that stays itself where tensors that are made in it are copied deeply, as by constructors that clone layers: each
+    copy of a tensor would bring a copy of the mode, and tensors of two modes do not mix."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OneMode:
+        return self
 
 
 def fake_tensor(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -83,7 +91,9 @@ def own_settings() -> Iterator[None]:
     try:
         with (
             _CAPTURING,
-            dynamo_config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True, suppress_errors=False),
+            dynamo_config.patch(
+                automatic_dynamic_shapes=False, assume_static_by_default=True, suppress_errors=False, allow_rnn=True
+            ),
             _function_names_left_out(),
         ):
             yield

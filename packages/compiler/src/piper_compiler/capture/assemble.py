@@ -14,6 +14,7 @@ from piper_compiler.capture.cut import Cut, Piece, Slot, cut
 from piper_compiler.capture.dynamo import Forward, capture_forward
 from piper_compiler.capture.joint import TracedChunk
 from piper_compiler.capture.model import ASKED_ROWS, BatchMaker, Loss
+from piper_compiler.capture.shared import check_shared
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
 from piper_ir.errors import CaptureError
 from piper_ir.program import BatchTensor, Buffer, Chunk, Input, Output, Param, Program
@@ -51,7 +52,10 @@ def capture(
     forward = capture_forward(model, batch, loss, dtype, most)
     for rows in TRACE_ROWS[0]:
         check_rows(forward, rows)
-    return _Assembly(forward, cut(forward)).captured()
+    pieces = cut(forward)
+    changed = {r.name for piece in pieces.pieces for r in piece.results if r.kind == "buffer"}
+    check_shared(forward.model, {p.name for p in forward.params if p.requires_grad}, changed)
+    return _Assembly(forward, pieces).captured()
 
 
 class _Assembly:

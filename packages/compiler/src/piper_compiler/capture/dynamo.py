@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from traceback import FrameSummary
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 
 from piper_compiler.capture import _torch
+from piper_compiler.capture.contexts import drop_kernel_choices
 from piper_compiler.capture.model import (
     ASKED_ROWS,
     BatchMaker,
@@ -27,7 +29,7 @@ from piper_compiler.capture.model import (
 from piper_compiler.capture.repeated import NotFlat, as_regions, complete, flatten, repeated_layers
 from piper_compiler.capture.tags import is_opaque
 from piper_ir.errors import CaptureError
-from piper_ops import UnsupportedVariant, replace_portable
+from piper_ops import UnsupportedVariant, is_model_code, replace_portable
 
 EXAMPLE_ROWS = 6
 """Rows of the symbolic capture. A model that compares its rows with this number is refused, as with any other number."""
@@ -111,11 +113,12 @@ class _Recorder:
         self.outputs = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in nodes]
         return lambda *_: self.outputs
 
-    def flatten(self) -> None:
-        """Replace the calls of regions in the graph, when Dynamo is done with it."""
+    def clean(self) -> None:
+        """Replace the calls of regions in the graph, and drop choices of kernels, when Dynamo is done with it."""
         if self.module is not None:
             self.inputs = complete(self.module, self.inputs)
             flatten(self.module)
+            drop_kernel_choices(self.module)
 
     def node_of(self, value: Any) -> fx.Node | None:
         """The node whose fake value is this very object."""
@@ -220,7 +223,7 @@ def _run(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets
 
 def _traced(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> tuple[Any, ...]:
     result = _torch.compile_once(step, recorder)(model, loss, inputs, targets)
-    recorder.flatten()
+    recorder.clean()
     assert isinstance(result, tuple)
     return result
 
@@ -252,8 +255,8 @@ def _check_steady(first: fx.GraphModule, second: fx.GraphModule | None, changed:
 def _as_capture_error(error: BaseException) -> CaptureError:
     """Dynamo's error as ours: the user's innermost line, Dynamo's explanation without its hints, and what to do."""
     frames = _torch.user_frames(error)
-    own = [f for f in frames if not f.filename.startswith(torch.__path__[0])] or frames
-    where = f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line}): " if own else ""
+    own = [f for f in frames if is_model_code(f.filename)]
+    where = f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line}): " if own else _part(frames)
     text = str(error)
     lines = text.partition("from user code:")[0].partition("\n\n")[0].splitlines()
     reason = " ".join(line.strip() for line in lines if not line.strip().startswith(("Hint:", "Developer debug context")))
@@ -274,6 +277,12 @@ def _as_capture_error(error: BaseException) -> CaptureError:
             "must be registered: @torch.library.custom_op('ns::name', mutates_args=()), register_fake, register_autograd."
         )
     return CaptureError(f"{where}cannot be captured: {reason}\n{advice}")
+
+
+def _part(frames: Sequence[FrameSummary]) -> str:
+    """What was traced, where all frames are torch's and our own: the model and the loss are torch's then."""
+    ours = [f.line or "" for f in frames if f.filename == __file__]
+    return f"the {'loss' if 'loss(' in ours[-1] else 'model'}: " if ours else ""
 
 
 def _specialised(module: fx.GraphModule, inputs: Sequence[Any], batch: Collection[int]) -> CaptureError | None:

@@ -28,6 +28,7 @@ from piper_compiler.capture.sums import fold_sums
 from piper_ir.errors import CaptureError
 from piper_ir.program import Signature, Step
 from piper_ir.sizes import TensorSpec
+from piper_ops import is_model_code
 
 
 @dataclass(frozen=True)
@@ -322,13 +323,14 @@ def _where(node: fx.Node | None) -> str:
 
 
 def _line_of(trace: str) -> str:
-    """' at file:line: code' of the innermost frame of a printed stack."""
+    """' at file:line: code' of the model's innermost frame in a printed stack."""
     lines = trace.splitlines()
     frames = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "')]
     if not frames:
         return ""
-    path, number = lines[frames[-1]].split('"')[1], lines[frames[-1]].split("line ")[1].split(",")[0]
-    code = lines[frames[-1] + 1].strip() if frames[-1] + 1 < len(lines) else ""
+    last = ([i for i in frames if is_model_code(lines[i].split('"')[1])] or frames)[-1]
+    path, number = lines[last].split('"')[1], lines[last].split("line ")[1].split(",")[0]
+    code = lines[last + 1].strip() if last + 1 < len(lines) else ""
     return f" at {path}:{number}: {code}"
 
 

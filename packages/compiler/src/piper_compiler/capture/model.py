@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from piper_compiler.capture import _torch
+from piper_compiler.capture import _torch, shared
 from piper_ir.errors import CaptureError
 from piper_ir.usercode import user_code
 
@@ -32,7 +33,8 @@ def fake_model(model: nn.Module | Callable[[], nn.Module], mode: _torch.FakeTens
         return _faked(model, mode, dtype)
     with user_code("model()", CaptureError):
         try:
-            with _torch.fake_construction():
+            with _torch.fake_construction(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch does, to copy modules
                 built = model()
         except (RuntimeError, TypeError, ValueError):
             built = model()
@@ -58,14 +60,17 @@ def _check(model: nn.Module) -> None:
 def _faked(model: nn.Module, mode: _torch.FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
     _check(model)
     memo: dict[int, Any] = {}
-    for _, tensor, _ in named_tensors(model):
+    named = [(name, tensor) for name, tensor, _ in named_tensors(model)]
+    for _, tensor in named:
         if id(tensor) in memo:
             continue
         target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         fake = _torch.fake_tensor(mode, tensor.shape, target)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = _torch.fake_parameter(fake, tensor.requires_grad) if is_parameter else fake
-    return copy.deepcopy(model, memo)
+    fake_copy = copy.deepcopy(model, memo)
+    fake_copy.__dict__[shared.ATTRIBUTE] = shared.shared_tensors(named)
+    return fake_copy
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
