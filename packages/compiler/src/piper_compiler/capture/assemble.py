@@ -15,6 +15,7 @@ from piper_compiler.capture.dynamo import Forward, capture_forward
 from piper_compiler.capture.joint import TracedChunk
 from piper_compiler.capture.model import ASKED_ROWS, BatchMaker, Loss
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
+from piper_compiler.capture.steady import check_steady
 from piper_ir.errors import CaptureError
 from piper_ir.program import BatchTensor, Buffer, Chunk, Input, Output, Param, Program
 from piper_ir.sizes import TensorSpec, affine, fit
@@ -49,6 +50,7 @@ def capture(
     whose sizes are not affine in the rows.
     """
     forward = capture_forward(model, batch, loss, dtype, most)
+    check_steady(forward)
     for rows in TRACE_ROWS[0]:
         check_rows(forward, rows)
     return _Assembly(forward, cut(forward)).captured()
