@@ -20,7 +20,7 @@ from piper_ir.plan import Plan
 from piper_ir.program import Program
 
 if TYPE_CHECKING:
-    from piper_compiler.capture import Captured, CodeStore
+    from piper_compiler.capture import Advancing, Captured, CodeStore
     from piper_runtime import Job, Run
     from piper_simulator import Cluster
 
@@ -32,13 +32,15 @@ _CAPTURES: dict[tuple[int, int, int, str], tuple[Job, Captured]] = {}  # the job
 
 @dataclass(frozen=True)
 class Compiled:
-    """A strategy compiled for a job or a program. `job` and `code` are None for a program without code (synthetic or loaded)."""
+    """A strategy compiled for a job or a program. `job` and `code` are None for a program without code (synthetic or loaded).
+    `advancing`: buffers of the job's model that advance once per microbatch."""
 
     program: Program
     graph: Graph
     plan: Plan
     job: Job | None = None
     code: CodeStore | None = None
+    advancing: tuple[Advancing, ...] = ()
 
 
 def compile(
@@ -85,7 +87,23 @@ def compile(
             f"this strategy puts parameters on {len(lowered.plan.roles)} roles; use an optimizer of torch.optim, "
             "or a strategy without place"
         )
-    return Compiled(lowered.graph.program, lowered.graph, lowered.plan, source, captured.code)
+    compiled = Compiled(lowered.graph.program, lowered.graph, lowered.plan, source, captured.code, captured.advancing)
+    if notice := advancing_notice(compiled):
+        warnings.warn(notice, PiperWarning, stacklevel=2)
+    return compiled
+
+
+def advancing_notice(compiled: Compiled) -> str:
+    """Say which buffers advance more than once in a step of this plan; "" if none does."""
+    if not compiled.advancing or compiled.plan.microbatches == 1:
+        return ""
+    shown = ", ".join(f"{a.name!r} ({a.line})" for a in compiled.advancing[:3])
+    more = f" and {len(compiled.advancing) - 3} more" if len(compiled.advancing) > 3 else ""
+    return (
+        f"forward changes buffers from their own content or from the batch: {shown}{more}. They advance once per microbatch, "
+        f"{compiled.plan.microbatches} times in a step, while the whole batch in one forward advances them once. If it matters, "
+        "update them outside of forward, or use one microbatch; `piper verify` compares with both"
+    )
 
 
 def program_at(captured: Captured, rows: int) -> Program:

@@ -236,6 +236,23 @@ def a_buffer_that_is_replaced(layer: Any, x: Tensor) -> Tensor:
     return layer.linear(x) + layer.moving
 
 
+@pytest.mark.parametrize(
+    ("update", "says"),
+    [
+        (lambda layer, y: y, r"is replaced in forward by .* of shape \[rows, 4\]"),
+        (lambda layer, y: layer.moving.double(), r"replaced in forward by torch.float64 of shape \[4\]"),
+    ],
+)
+def test_a_buffer_keeps_its_shape_and_dtype(update: Callable[[Any, Tensor], Tensor], says: str) -> None:
+    def body(layer: Any, x: Tensor) -> Tensor:
+        y = layer.linear(x) + layer.moving.mean()
+        layer.moving = update(layer, y.detach())
+        return y
+
+    with pytest.raises(CaptureError, match=rf"buffer 'layers.0.moving', .*{says}"):
+        capture(lambda: Model(body), batch, squared)
+
+
 def batch(rows: range) -> tuple[Tensor, Tensor]:
     return torch.ones(len(rows), 4), torch.ones(len(rows), 4)
 

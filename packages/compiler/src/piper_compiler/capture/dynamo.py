@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from piper_compiler.capture import _torch
 from piper_compiler.capture.attributes import Numbers, advance_counters, held_tensors, numbers
+from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.model import (
     ASKED_ROWS,
     BatchMaker,
@@ -343,6 +344,12 @@ def _rewrites(model: nn.Module, before: Mapping[str, Tensor], recorder: _Recorde
             node = recorder.node_of(tensor)
             if node is None:
                 raise CaptureError(f"buffer {name!r} is replaced in forward by a tensor that is not computed there")
+            old = before[name]
+            if tensor.shape != old.shape or tensor.dtype != old.dtype:
+                raise CaptureError(
+                    f"{line_of(node)}: buffer {name!r}, {old.dtype} of shape {_shape(old)}, is replaced in forward by "
+                    f"{tensor.dtype} of shape {_shape(tensor)}; a buffer keeps its shape and dtype"
+                )
             found[name] = node
     return found
 
