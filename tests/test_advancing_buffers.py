@@ -94,7 +94,7 @@ def test_with_one_microbatch_nothing_is_said() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", PiperWarning)
         report = verify_strategy(job(Spectral), pipeline(1))
-    assert report.equal and report.whole is None
+    assert report.equal and report.whole is None and report.equal_whole_batch
 
 
 @pytest.mark.parametrize("in_place", [True, False], ids=["in place", "replaced"])
@@ -104,7 +104,7 @@ def test_what_is_named_is_what_makes_a_difference(name: str, in_place: bool) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PiperWarning)
         report = verify_strategy(job(lambda: Buffered(update, in_place)), pipeline(4))
-    assert report.equal and report.whole is not None
+    assert report.equal and report.whole is not None and report.equal_whole_batch is not advances
     assert report.whole.advancing == (("moving",) if advances else ())
     assert bool(report.whole.differences) == advances, report.text()
 
