@@ -364,7 +364,8 @@ def verify(
 
         recipe = load_file(file, pairs(params), strategy)
         found = verify_strategy(recipe.job, recipe.strategy, steps=steps)
-        print(json.dumps({"equal": found.equal, "text": found.text()}) if as_json else found.text())
+        numbers = {"equal": found.equal, "equal_whole_batch": found.equal_whole_batch, "text": found.text()}
+        print(json.dumps(numbers) if as_json else found.text())
         if not found.equal:
             raise typer.Exit(1)
 

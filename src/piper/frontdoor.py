@@ -22,7 +22,7 @@ from piper_ir.program import Program
 
 if TYPE_CHECKING:
     from piper.content import Content
-    from piper_compiler.capture import Captured, CodeStore
+    from piper_compiler.capture import Advancing, Captured, CodeStore
     from piper_runtime import Job, Run
     from piper_runtime.optimizer import OptimizerSpec
     from piper_simulator import Cluster
@@ -48,7 +48,8 @@ class CaptureKey:
 @dataclass(frozen=True)
 class Compiled:
     """A strategy compiled for a job or a program. `job` and `code` are None for a program without code (synthetic or loaded), and
-    so is `trainable`: names of the parameters that had requires_grad when the model was captured."""
+    so is `trainable`: names of the parameters that had requires_grad when the model was captured. `advancing`: buffers of the
+    job's model that advance once per microbatch."""
 
     program: Program
     graph: Graph
@@ -56,6 +57,7 @@ class Compiled:
     job: Job | None = None
     code: CodeStore | None = None
     trainable: frozenset[str] | None = None
+    advancing: tuple[Advancing, ...] = ()
 
 
 def compile(
@@ -98,7 +100,10 @@ def compile(
     )
     check_separable(spec, lowered.plan)
     trainable = frozenset(p.name for p in captured.forward.params if p.requires_grad)
-    return Compiled(lowered.graph.program, lowered.graph, lowered.plan, source, captured.code, trainable)
+    made = Compiled(lowered.graph.program, lowered.graph, lowered.plan, source, captured.code, trainable, captured.advancing)
+    if notice := advancing_notice(made):
+        warnings.warn(notice, PiperWarning, stacklevel=2)
+    return made
 
 
 def check_separable(spec: OptimizerSpec, plan: Plan) -> None:
@@ -109,6 +114,19 @@ def check_separable(spec: OptimizerSpec, plan: Plan) -> None:
             f"this strategy puts parameters on {len(plan.roles)} roles; use an optimizer of torch.optim, "
             "or a strategy without place"
         )
+
+
+def advancing_notice(compiled: Compiled) -> str:
+    """Say which buffers advance more than once in a step of this plan; "" if none does."""
+    if not compiled.advancing or compiled.plan.microbatches == 1:
+        return ""
+    shown = ", ".join(f"{a.name!r} ({a.line})" for a in compiled.advancing[:3])
+    more = f" and {len(compiled.advancing) - 3} more" if len(compiled.advancing) > 3 else ""
+    return (
+        f"forward changes buffers from their own content or from the batch: {shown}{more}. They advance once per microbatch, "
+        f"{compiled.plan.microbatches} times in a step, while the whole batch in one forward advances them once. If it matters, "
+        "update them outside of forward, or use one microbatch; `piper verify` compares with both"
+    )
 
 
 def program_at(captured: Captured, rows: int) -> Program:

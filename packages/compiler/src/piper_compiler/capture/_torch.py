@@ -16,12 +16,17 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import symbolic_convert
 from torch._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._guards import TracingContext
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from piper_compiler.capture.attributes import attribute_name
 
 pytree = _pytree
 """torch's nests of containers."""
@@ -124,6 +129,44 @@ def in_place(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterato
     finally:
         for name, function in before.items():
             setattr(owner, name, function)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that existed before the traced code ran and that it changes: the user's name and line, if known."""
+
+    name: str
+    line: str
+
+
+@contextmanager
+def noted_changes() -> Iterator[list[Change]]:
+    """The list fills with what Dynamo sees traced code change: attributes, lists, dicts, globals, closures; not tensors in place.
+    Attempts that Dynamo gives up are in it as well."""
+    changes: list[Change] = []
+    store, mutate = SideEffects.store_attr, SideEffects.mutation
+
+    def note(item: Any, attribute: str | None) -> None:
+        if isinstance(item.mutation_type, AttributeMutationExisting | ValueMutationExisting) and item.source is not None:
+            change = Change(attribute_name(item.source.name, attribute), _user_line(TracingContext.extract_stack()))
+            if change not in changes:
+                changes.append(change)
+
+    def store_attr(effects: SideEffects, item: Any, name: str, value: Any, *rest: Any) -> None:
+        note(item, name)
+        store(effects, item, name, value, *rest)
+
+    def mutation(effects: SideEffects, item: Any) -> None:
+        note(item, None)
+        mutate(effects, item)
+
+    with in_place(SideEffects, {"store_attr": store_attr, "mutation": mutation}):
+        yield changes
+
+
+def _user_line(stack: traceback.StackSummary) -> str:
+    own = [f for f in stack if not f.filename.startswith(torch.__path__[0])]
+    return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else ""
 
 
 def compile_once(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:

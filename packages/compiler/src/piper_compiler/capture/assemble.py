@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx, nn
 
+from piper_compiler.capture.advancing import advancing_buffers
 from piper_compiler.capture.codestore import Captured, CodeStore, Recipe, check_rows
 from piper_compiler.capture.concrete import concrete_shape
 from piper_compiler.capture.cut import Cut, Piece, Slot, cut
@@ -16,6 +17,7 @@ from piper_compiler.capture.joint import TracedChunk
 from piper_compiler.capture.model import ASKED_ROWS, BatchMaker, Loss
 from piper_compiler.capture.shared import check_shared
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
+from piper_compiler.capture.steady import check_steady
 from piper_ir.errors import CaptureError
 from piper_ir.program import BatchTensor, Buffer, Chunk, Input, Output, Param, Program
 from piper_ir.sizes import TensorSpec, affine, fit
@@ -50,6 +52,7 @@ def capture(
     whose sizes are not affine in the rows.
     """
     forward = capture_forward(model, batch, loss, dtype, most)
+    check_steady(forward)
     for rows in TRACE_ROWS[0]:
         check_rows(forward, rows)
     pieces = cut(forward)
@@ -74,7 +77,7 @@ class _Assembly:
         chunks = [self._chunk(piece) for piece in reversed(self._cut.pieces)][::-1]
         if not any(o.kind == "loss" and o.needs_grad for c in chunks for o in c.outputs):
             raise CaptureError("the loss does not depend on any parameter with requires_grad=True; there is nothing to train")
-        return Captured(self._program(chunks), self._store, self._forward)
+        return Captured(self._program(chunks), self._store, self._forward, advancing_buffers(self._cut))
 
     def _program(self, chunks: Sequence[Chunk]) -> Program:
         trained = {i.ref for c in chunks for i in c.inputs if i.kind == "param" and i.needs_grad}

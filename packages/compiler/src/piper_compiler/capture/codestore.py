@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from piper_compiler.capture import _torch
+from piper_compiler.capture.advancing import Advancing
 from piper_compiler.capture.codegen import StepCode
 from piper_compiler.capture.cut import Cut, Piece
 from piper_compiler.capture.dynamo import Forward
@@ -111,11 +112,13 @@ def _check_as_planned(planned: Chunk, traced: TracedChunk, rows: int) -> None:
 class Captured:
     """A captured model: its program with sizes affine in rows, and the code of its chunks.
 
-    Plans take their sizes from `bind(rows)`, which is exact for every number of rows, one included."""
+    Plans take their sizes from `bind(rows)`, which is exact for every number of rows, one included. `advancing`: buffers that
+    advance once per microbatch."""
 
     program: Program
     code: CodeStore
     forward: Forward
+    advancing: tuple[Advancing, ...] = ()
 
     def bind(self, rows: int) -> Program:
         """The program with integer sizes for microbatches of `rows` rows on one device.

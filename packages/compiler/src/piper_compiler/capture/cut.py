@@ -175,7 +175,7 @@ class _Wiring:
         self._hot = {n for n, name in buffers.items() if facts.storages[n] & written or name in forward.rewrites}
 
     def pieces(self) -> list[Piece]:
-        provider = {n: Slot(o.kind, n, o.name) for n, o in self._forward.origins.items()}
+        provider = {n: Slot(o.kind, n, o.name) for n, o in self._forward.origins.items() if o.kind != "kept"}
         pieces: list[Piece] = []
         for region in self._regions:
             piece = Piece(region, [provider[n] for n in self._reads[region.number]])
