@@ -35,7 +35,8 @@ class Kernel:
     folded into M when the right operand is shared, else (batch, M, N, K)), (batch, heads, T_q, T_k, head_dim) for attention,
     (rows, classes) for cross-entropy, else empty. `lowering`: which implementation flops and bytes assume where the op has
     several that differ in them, else "". `op`: the operator's name, without the namespace if that is aten's or Piper's, and
-    without the _ of what works in place. `formula`: False where nothing knows the FLOPs of this op and one per element is counted."""
+    without the _ of what works in place. `formula`: False where nothing knows the FLOPs of this op, and one per element is
+    counted."""
 
     kind: KernelKind
     dims: tuple[Dim, ...]

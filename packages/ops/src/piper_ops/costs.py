@@ -98,11 +98,12 @@ _OWN: dict[torch._ops.OpOverload, _Own] = {}
 def op_cost(
     op: str, *, flops: Callable[[Call], int], bytes: Callable[[Call], int] | None = None, kind: Kind = "elementwise"
 ) -> None:
-    """Say what a custom op costs, before a model with it is captured. op: its name in torch.library, "mine::gate". flops, bytes:
-    of one call, from its arguments by schema name (`call.tensor("x")`) and its outputs (`call.outs`), affine in the rows of the
-    batch; bytes by default inputs plus outputs, once each. kind: "matmul" and "attention" run at a device's matmul rate, anything
-    else at that of its vector units. Without a formula an op counts one FLOP per element of its largest operand, and predictions name it. ValueError for
-    an op that is not registered."""
+    """Say what a custom op costs, before a model with it is captured.
+
+    op: its name in torch.library, "mine::gate". flops, bytes: of one call, from its arguments by schema name (`call.tensor("x")`)
+    and its outputs (`call.outs`), affine in the rows of the batch; bytes by default inputs plus outputs, once each. kind:
+    "matmul" and "attention" run at a device's matmul rate, anything else at that of its vector units. Without a formula an op
+    counts one FLOP per element of its largest operand, and predictions name it. ValueError for an op that is not registered."""
     namespace, _, name = op.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name, None) if namespace and name else None
     if packet is None:
