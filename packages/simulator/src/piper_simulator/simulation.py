@@ -19,7 +19,7 @@ from piper_simulator.clusters import Cluster, load_cluster
 from piper_simulator.device_memory import DeviceMemory, device_memory, kind_of
 from piper_simulator.footprint import footprint
 from piper_simulator.jitter import Distribution, Held, distribution
-from piper_simulator.metrics import executed_flops, idle, main_dtype, model_flops
+from piper_simulator.metrics import executed_flops, flop_notes, idle, main_dtype, model_flops, without_formula
 from piper_simulator.model import CostModel, Work
 from piper_simulator.oom import KEPT, Oom, first_of
 from piper_simulator.snapshot import Snapshot, snapshot
@@ -38,7 +38,8 @@ class Simulation:
     allocated, with what the kernels of the cluster's devices hold inside; `device_bytes`: with allocator, context and
     communicators. `slowed_s`: how much longer the compute of a rank took because of messages beside it, None where contention was
     not simulated; the maximum over ranks. `ooms`: a verdict for each role that needs more than its devices have, see `oom`.
-    `notes`: warnings, see `summary`."""
+    `without_formula`: operators whose FLOPs nothing knows, with their share of the bytes that compute moves. `notes`: warnings,
+    see `summary`."""
 
     step_s: float
     period_s: float
@@ -53,6 +54,7 @@ class Simulation:
     device_bytes: tuple[int, ...]
     peak_by_category: tuple[Mapping[str, int], ...]
     slowed_s: float | None
+    without_formula: Mapping[str, float]
     notes: tuple[str, ...]
     ooms: tuple[Oom, ...]
     _run: _Run = field(repr=False)
@@ -111,6 +113,7 @@ class Simulation:
             "oom": None if self.oom is None else self.oom.as_dict() | {"text": self.oom.text},
             "slowed_s": self.slowed_s,
             "sources": self._run.sources(),
+            "without_formula": dict(self.without_formula),
             "notes": list(self.notes),
         }
 
@@ -169,7 +172,8 @@ def _simulate(
     devices = _Devices(held, target, costs.allocator if costs is not None else None)
     memory = [devices.memory(k, peaks[r].total) for k, r in enumerate(parts.of)]
     rates = _rates(plan, target, timed.period_s, tokens_per_row, model_flops_per_step)
-    notes = tuple(dict.fromkeys((*model.notes, *rates.notes)))
+    missing = without_formula(plan) if target is not None else {}
+    notes = tuple(dict.fromkeys((*model.notes, *rates.notes, *flop_notes(missing, rates.mfu, rates.hfu))))
     run = _Run(held, counted, timed.last, work, usages, memory, steps - 1, _of_trace(target, notes))
     return Simulation(
         step_s=step_s,
@@ -185,6 +189,7 @@ def _simulate(
         device_bytes=tuple(memory[k].total for k in order),
         peak_by_category=tuple(peaks[r].bytes for r in whole),
         slowed_s=timed.slowed_s,
+        without_formula=missing,
         notes=notes,
         ooms=tuple(run.verdicts(devices, peaks, timed.first)),
         _run=run,

@@ -22,7 +22,9 @@ def cost(step: StepGraph) -> Cost:
 
 def counted(launched: Mapping[KernelInfo, int]) -> Cost:
     """How often each kernel is launched, as a cost."""
-    return Cost(tuple(Kernel(k.kind, k.dims, k.dtype, k.flops, k.bytes, n, k.lowering, k.op) for k, n in launched.items()))
+    return Cost(
+        tuple(Kernel(k.kind, k.dims, k.dtype, k.flops, k.bytes, n, k.lowering, k.op, k.formula) for k, n in launched.items())
+    )
 
 
 def _launches(node: fx.Node) -> bool:

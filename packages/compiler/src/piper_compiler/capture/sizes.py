@@ -60,7 +60,7 @@ class Fitter:
         flops = self._fit(f"{what}: flops", [k.flops for k in kernels])
         moved = self._fit(f"{what}: bytes", [k.bytes for k in kernels])
         first = kernels[0]
-        return Kernel(first.kind, dims, first.dtype, flops, moved, first.count, first.lowering, first.op)
+        return Kernel(first.kind, dims, first.dtype, flops, moved, first.count, first.lowering, first.op, first.formula)
 
     def _liveness(self, step: Step, liveness: Sequence[Liveness]) -> Liveness:
         first = liveness[0]
