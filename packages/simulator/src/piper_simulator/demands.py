@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from itertools import permutations
 
 from piper_ir.errors import ClusterError
-from piper_simulator.communication import Op
 from piper_simulator.contention import End, Resource, Route, Wiring, demand, passes, shared_resources
+from piper_simulator.network import Op
 from piper_simulator.rates import Flow
 
 
