@@ -56,7 +56,7 @@ class Measured:
 
 def measured() -> Iterator[Measured]:
     """Both sets, at the sizes that are judged."""
-    azure = load_cluster(f"{NAME}:8*16").messages
+    azure = load_cluster(f"{NAME}:8*16").links.messages
     vtrain = read_messages(PUBLISHED / "all_reduce-a100-vtrain.csv", Where("benchmarks"))
     for name, rows, fitted in (("2 to 128 A100, Azure", azure, tuple(CONSTANTS)), ("2 to 8 A100, one node", vtrain, WITHIN)):
         yield Measured(name, tuple(r for r in rows if r.bytes >= MIB), fitted)
@@ -71,8 +71,8 @@ def rows(quick: bool) -> Iterator[Row]:
         every = fit(of, of.rows, iterations)
         yield _row(of, "fitted on all of it", errors(of.rows, _cluster(every)), note=_text(every))
         yield _row(of, f"as {NAME} has them", errors(of.rows, load_cluster(f"{NAME}:8*16")), note="its formula, not its table")
-        yield _row(of, "NCCL's constants, nothing fitted", errors(of.rows, _cluster({})), note=f"links of {plain.device}")
-        yield _row(of, "one ring at full bandwidth", errors(of.rows, plain), note=f"the model of {plain.device}")
+        yield _row(of, "NCCL's constants, nothing fitted", errors(of.rows, _cluster({})), note=f"links of {plain.device.name}")
+        yield _row(of, "one ring at full bandwidth", errors(of.rows, plain), note=f"the model of {plain.device.name}")
         yield _row(of, "table without every other size", _left_out(of.rows), note="lines on log-log paper between the others")
 
 
@@ -105,7 +105,7 @@ def _cluster(constants: Constants) -> Cluster:
     known = load_cluster("a100-80g-sxm:8*16")
     links = {k: v for k, v in constants.items() if k in ("intra_bandwidth", "inter_bandwidth")}
     others = {k: v for k, v in constants.items() if k not in links}
-    return replace(known, communication="nccl", nccl=replace(known.nccl, **others), **links)
+    return known.each_links(lambda of: replace(of, communication="nccl", nccl=replace(of.nccl, **others), **links))
 
 
 def errors(rows: Sequence[CommDuration], cluster: Cluster) -> list[float]:

@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> int:
     here = asdict(machine()) | gpu.device_facts()
     path = options.out or Path(__file__).parent / "results" / f"gpu-check-{here['date'].replace(':', '')[:17]}.json"
     plain = product_cluster(torch.cuda.get_device_name(0), torch.cuda.device_count())
-    cluster = replace(plain, stack=STACKS["eager"])  # what runs here is eager
+    cluster = plain.each_device(lambda device: replace(device, stack=STACKS["eager"]))  # what runs here is eager
     rows, failed = checked((partial(blocks, "cuda", cluster, BLOCKS), gpu_hazards.rows, gpu.shared, partial(kernels, cluster)))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"machine": here, "rows": [gpu.as_json(r) for r in rows], "failed": failed}, indent=1) + "\n")
@@ -141,7 +141,7 @@ def kernels(cluster: Cluster) -> Iterator[Row]:
     ):
         a, b = random(m, k), random(n, k)
         seconds = gpu.device_seconds(partial(F.linear, a, b))
-        share = 2 * m * k * n / seconds / cluster.peak("bfloat16")
+        share = 2 * m * k * n / seconds / cluster.device.peak("bfloat16")
         yield Row("kernel", f"linear, {m} x {k} -> {n}, bfloat16", 100 * share, "% of peak", note=f"{seconds * 1e6:.1f} us")
     x, y, weight = random(tokens, 4 * width), random(tokens, 4 * width), random(4 * width)
     logits, targets = random(tokens, vocab), torch.randint(vocab, (tokens,), device="cuda")
@@ -159,7 +159,7 @@ def kernels(cluster: Cluster) -> Iterator[Row]:
     }  # fmt: skip
     for name, (call, nbytes) in moved.items():
         seconds = gpu.device_seconds(call)
-        share = nbytes / seconds / cluster.memory_bandwidth
+        share = nbytes / seconds / cluster.device.memory_bandwidth
         yield Row("kernel", f"{name}, bfloat16", 100 * share, "% of bandwidth", note=f"{seconds * 1e6:.1f} us")
 
 

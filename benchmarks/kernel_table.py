@@ -99,7 +99,7 @@ def launched(plan: Plan, cluster: Cluster) -> tuple[int, int]:
     """Instructions, and kernels of chunks, in one step of a plan for one device."""
     program = plan.roles[0].program
     ops = [p.op for instr in program for p in instr.parts if isinstance(p.op, Compute)]
-    return len(program), sum(launches(cluster, plan.chunk(op.chunk).steps[op.step].cost) for op in ops)
+    return len(program), sum(launches(cluster.device, plan.chunk(op.chunk).steps[op.step].cost) for op in ops)
 
 
 def launch_seconds() -> tuple[float, str]:
@@ -111,7 +111,7 @@ def launch_seconds() -> tuple[float, str]:
             issued = re.search(r"issued after ([\d.]+) \(ours\)", row.get("note", ""))
             if row["name"] == f"{title}: torch/ours" and issued:
                 instructions, kernels = launched(prepared(SMALL, "bfloat16").plan, cluster)
-                seconds = (float(issued[1]) / 1e3 - instructions * cluster.host_issue_s) / kernels
+                seconds = (float(issued[1]) / 1e3 - instructions * cluster.device.host_issue_s) / kernels
                 of = f"{title}: issued in {issued[1]} ms, {instructions} instructions, {kernels} kernels"
                 return float(f"{seconds:.3g}"), f"{of}; {source(run, 'gpu.py')}"
     raise ValueError(f"{CEILINGS}: no row {title}: torch/ours that says when the host had issued its step")

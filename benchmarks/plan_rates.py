@@ -65,7 +65,7 @@ def contended(name: str, recipe: Callable[..., Any], pp: int, microbatches: int,
     directives = (*recipe(pp=pp, microbatches=microbatches), *piper.recipes.data_parallel(over=("dp",)))
     plan = piper.compile(program, piper.Strategy(piper.Mesh(pp=pp, dp=4), directives), global_batch=4 * microbatches).plan
     prepared, cluster = prepare(plan), load_cluster(f"h100x1*{4 * pp}")
-    message = Work(40e6 / cluster.inter_bandwidth, "formula", bytes=40_000_000)
+    message = Work(40e6 / cluster.links.inter_bandwidth, "formula", bytes=40_000_000)
     work = [message if instr.comm else Work(1e-3, "formula") for _, _, instr in plan.instructions()]
     seconds, found = [w.seconds for w in work], flows(plan, prepared, work, wiring(cluster))
     (times,) = run(prepared, seconds, flows=found)

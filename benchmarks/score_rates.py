@@ -19,8 +19,7 @@ from piper_ir.collector import no_garbage_collection
 from piper_ir.mesh import Mesh
 from piper_ir.program import Program
 from piper_ir.timing import step_and_period
-from piper_simulator.clusters import Cluster, load_cluster
-from piper_simulator.model import CostModel
+from piper_simulator import Cluster, DeviceModel, load_cluster
 
 GOAL = Goal("above", 10)
 """Plans per second and core: 20 on two cores."""
@@ -78,7 +77,7 @@ def score(case: Case) -> tuple[list[float], int]:
         found = outline_program(case.program, case.strategy, global_batch=case.global_batch)
         assert found is not None, "its microbatches are alike"
         marks.append(time.process_time())
-        model = CostModel(found.plan, case.cluster, None)
+        model = DeviceModel(found.plan, case.cluster, None)
         durations = seconds_of(model, found.plan)
         marks.append(time.process_time())
         step_and_period(found.prepared, durations, latency=found.plan.hop, issue=model.issue_s)

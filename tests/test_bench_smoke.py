@@ -108,7 +108,7 @@ def test_steps_by_formula_are_held_against_an_h200(monkeypatch: pytest.MonkeyPat
         return SimpleNamespace(plan=None, regime=replace(regime, rows=regime.rows * regime.microbatches // m, microbatches=m))
 
     monkeypatch.setattr(formula, "with_microbatches", setup)
-    monkeypatch.setattr(formula, "simulate", lambda plan, cluster: SimpleNamespace(period_s=0.1 if cluster.stack else 0.01))
+    monkeypatch.setattr(formula, "simulate", lambda plan, on: SimpleNamespace(period_s=0.1 if on.device.stack else 0.01))
     monkeypatch.setattr(formula, "blocks", lambda quick: [("a block", None, 0.2, True)])
     known = formula.measured()
     assert len(known) == 9 and all(0.01 < s < 0.2 for s in known.values())
@@ -138,9 +138,10 @@ def test_the_committed_table_of_kernels_is_what_the_script_makes(monkeypatch: py
     """But for the launch cost, whose plan is small here: 30.3 ms of issuing over what it launches."""
     found = load_cluster(kernel_table.OUT)
     said = tomllib.loads(kernel_table.OUT.read_text())["sources"]["launch_s"]
-    assert kernel_table.text(found.launch_s, said) == kernel_table.OUT.read_text()
-    assert {k.op for k in found.kernels if k.kind == "loss"} == {"cross_entropy"} and len(found.kernels) == 17
-    assert found.stack is not None and replace(found, kernels=(), launch_s=5e-6) == load_cluster("h200x1@eager")
+    assert kernel_table.text(found.device.launch_s, said) == kernel_table.OUT.read_text()
+    assert {k.op for k in found.device.kernels if k.kind == "loss"} == {"cross_entropy"} and len(found.device.kernels) == 17
+    assert found.device.stack is not None
+    assert found.each_device(lambda device: replace(device, kernels=(), launch_s=5e-6)) == load_cluster("h200x1@eager")
     monkeypatch.setattr(kernel_table, "prepared", lambda regime, precision: SimpleNamespace(plan="plan"))
     monkeypatch.setattr(kernel_table, "launched", lambda plan, cluster: (1000, 2000))
     seconds, where = kernel_table.launch_seconds()

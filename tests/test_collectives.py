@@ -32,7 +32,7 @@ from piper_runtime.staging import StagedCommunicators
 from piper_simulator import load_cluster
 from piper_simulator.communication import by_formula, group
 from piper_simulator.contention import flows, route, wiring
-from piper_simulator.model import CostModel
+from piper_simulator.model import DeviceModel
 from tests.collective_model import code, job
 from tests.collective_plans import plan
 
@@ -192,7 +192,7 @@ def test_negative_control_a_wrong_order_of_ranks_is_noticed(kind: str, monkeypat
 def test_simulated_messages_take_what_the_formulas_say() -> None:
     """Each by its own op, also where a channel carries several; wire bytes by the law."""
     made, cluster = PLANS[4], load_cluster("h100x8")
-    model, where = CostModel(made, cluster, None), group(cluster, range(4))
+    model, where = DeviceModel(made, cluster, None), group(cluster, range(4))
     role, seen = made.roles[0], set[str]()
     for instr in role.program:
         op = instr.parts[0].op
@@ -255,7 +255,7 @@ def test_one_more_collective_is_verified_simulated_and_executed() -> None:
     assert distance(execute(made, code(4), task, steps=2, launcher="inline", gradients=True), made, task) < TOLERANCE
     cluster = load_cluster("h100x8")
     instr = next(i for i in made.roles[0].program if i.parts[0].op == Collective("broadcast", "swap"))
-    assert CostModel(made, cluster, None).work(made.roles[0], instr).seconds > 0
+    assert DeviceModel(made, cluster, None).work(made.roles[0], instr).seconds > 0
 
 
 def test_a_collective_without_a_binding_is_named() -> None:

@@ -11,7 +11,7 @@ from benchmarks.paper import figure4
 from benchmarks.paper.stage import MIB, OPTIONS, Option, Setting, pair, step
 
 SMALL = replace(figure4.setting("h100x2*2"), layers=3, microbatches=2, bucket_mb=4)
-ISSUE = 3 * SMALL.cluster.host_issue_s
+ISSUE = 3 * SMALL.cluster.device.host_issue_s
 """The host issues a message after the other: these many seconds may lie between."""
 
 
@@ -26,7 +26,7 @@ def test_separate_streams_share_the_link() -> None:
     s = SMALL
     alone = s.seconds("all_to_all", s.exchanged)
     assert pair(s, "alone").exchange_s("B") == pytest.approx(alone)
-    used = s.exchanged / 2 / s.cluster.inter_bandwidth / alone
+    used = s.exchanged / 2 / s.cluster.links.inter_bandwidth / alone
     assert pair(s, "separate streams").exchange_s("B") == pytest.approx(2 * used * alone, abs=ISSUE)
 
 

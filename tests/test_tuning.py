@@ -136,7 +136,7 @@ def test_what_is_no_size_is_named(text: Any) -> None:
 
 
 def test_the_limit_is_the_clusters_unless_said_otherwise() -> None:
-    assert tuning._limit(None, load_cluster("h100x8")) == load_cluster("h100x8").memory_bytes
+    assert tuning._limit(None, load_cluster("h100x8")) == load_cluster("h100x8").device.memory_bytes
 
 
 def test_other_sources_are_refused() -> None:
@@ -198,7 +198,7 @@ def test_devices_of_several_types_have_limits_of_their_own(capsys: pytest.Captur
 
     study = piper.tune(program, own, cluster="a100-40g-sxm:1+h100-80g-sxm:1", trials=1, workers=0, out=tmp_path)
     tuning.show_study(piper.Study.load(tmp_path / "tune-001"), "f.py")
-    sizes = [f"{size_text(load_cluster(f'{c}:1').memory_bytes)} per {c}" for c in ("h100-80g-sxm", "a100-40g-sxm")]
+    sizes = [f"{size_text(load_cluster(f'{c}:1').device.memory_bytes)} per {c}" for c in ("h100-80g-sxm", "a100-40g-sxm")]
     assert f"within {', '.join(sizes)}: best of" in capsys.readouterr().out
     assert limit_text(study.memory_limit, {"a": 5, "b": 5}) == f"{size_text(5)} per device", "a smaller one was given"
 

@@ -21,7 +21,7 @@ from piper.verification import verify_strategy
 from piper_ir.program import Kernel
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
-OWN = ("directive", "recipe", "op", "cost")
+OWN = ("directive", "recipe", "op", "cost", "model")
 
 
 @cache

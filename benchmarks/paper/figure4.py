@@ -49,7 +49,7 @@ def setting(cluster: str, **more: float) -> Setting:
     found = load_cluster(cluster)
     if found.devices < 2 or found.synchronous:
         raise ClusterError(f"{found.name} has no two devices with links between them; give one such as {CLUSTERS[0]}")
-    apart = found.per_node if found.nodes > 1 else max(1, found.devices // 2)
+    apart = found.per_node if found.node_count > 1 else max(1, found.devices // 2)
     return replace(Setting(found, (0, apart)), **more)
 
 
@@ -106,7 +106,7 @@ def reached(cluster: str) -> Iterator[tuple[str, float, float]]:
     """What the all-to-all reaches of its link alone -> how many times as long it takes beside the reduction."""
     s = setting(cluster)
     nbytes = s.exchanged
-    wire = nbytes / 2 / s.cluster.inter_bandwidth
+    wire = nbytes / 2 / s.cluster.links.inter_bandwidth
     yield f"by formula, {nbytes / MIB:.0f} MiB", wire / s.seconds("all_to_all", nbytes), _slower(s)
     for mib, part in REACHED:
         yield f"SimAI, {mib} MiB", part, _slower(replace(s, reached=part))
@@ -151,7 +151,7 @@ def assumptions(clusters: Sequence[str]) -> list[tuple[str, str, str]]:
 
 def _links(s: Setting) -> str:
     c = s.cluster
-    rate = c.inter_bandwidth if c.node_of(s.members[0]) != c.node_of(s.members[1]) else c.intra_bandwidth
+    rate = c.links.inter_bandwidth if c.node_of(s.members[0]) != c.node_of(s.members[1]) else c.links.intra_bandwidth
     return f"{c.name}: {rate / 1e9:g} GB/s per device and direction"
 
 

@@ -104,10 +104,10 @@ class Setting:
 
     def _both(self, products: Sequence[Kernel], core: Sequence[Kernel] = ()) -> tuple[float, float]:
         """A product has two of its size in its backward, for its input and its weight; attention 2.5 times its FLOPs."""
-        forward = step_seconds(self.cluster, Cost((*products, *core)), "F")
+        forward = step_seconds(self.cluster.device, Cost((*products, *core)), "F")
         twice = tuple(Kernel(k.kind, k.dims, k.dtype, k.flops, k.bytes, 2) for k in products)
         longer = tuple(Kernel(k.kind, k.dims, k.dtype, int(2.5 * int(str(k.flops))), k.bytes) for k in core)
-        return forward, step_seconds(self.cluster, Cost((*twice, *longer)), "I")
+        return forward, step_seconds(self.cluster.device, Cost((*twice, *longer)), "I")
 
     @staticmethod
     def _matmul(m: int, n: int, k: int) -> Kernel:
@@ -155,7 +155,7 @@ class Program:
         messages = [self._message(self.items[members[0]]) for members in prepared.groups]
         found = demands(messages, wiring(s.cluster))
         durations = [x.seconds for x in self.items]
-        (times,) = engine.run(prepared, durations, issue=s.cluster.host_issue_s, flows=found)
+        (times,) = engine.run(prepared, durations, issue=s.cluster.device.host_issue_s, flows=found)
         return Ran(tuple(self.items), times)
 
     def _message(self, item: Item) -> Message:

@@ -23,9 +23,17 @@ from piper_report.summary import Table, percent
 from piper_runtime import Job
 from piper_runtime.emulate import Durations, Emulation
 from piper_runtime.emulate import emulate as run
-from piper_simulator import Cluster, Simulation, load_cluster, simulate
-from piper_simulator.model import CostModel, given_only
-from piper_simulator.splitting import split
+from piper_simulator import (
+    Cluster,
+    CostModelFactory,
+    DeviceModel,
+    Simulation,
+    given_only,
+    load_cluster,
+    model_for,
+    simulate,
+    split,
+)
 
 if TYPE_CHECKING:
     from piper.loading import Recipe
@@ -38,20 +46,22 @@ def emulate(
     steps: int = 1,
     cluster: str | Cluster | None = "auto",
     costs: Costs | None = None,
+    model: CostModelFactory = DeviceModel,
     timeout_s: float = 60,
     trace: bool = False,
     out: str | Path | None = None,
     pool: Pool | None = None,
 ) -> Emulation:
     """Run a compiled strategy for `steps` steps on real processes of this machine, with sleeps of the time that `simulate` would
-    give each instruction on `cluster` with `costs`. "auto" is this machine; a program with given durations needs no cluster. out:
-    times and trace go to a new folder below this one. Other arguments and errors: `piper_runtime.emulate.emulate`, `simulate`."""
+    give each instruction on `cluster` with `costs` and `model`. "auto" is this machine; a program with given durations needs no
+    cluster. out: times and trace go to a new folder below this one. Other arguments and errors: `simulate`,
+    `piper_runtime.emulate.emulate`."""
     from piper_ir.verify import verify
 
     verify(compiled.plan)
     device = target(compiled.plan, cluster)
     plan = split(compiled.plan, device, shared=False).plan  # slow ranks sleep longer than others of their role
-    durations = durations_on(plan, device, costs)
+    durations = durations_on(plan, device, costs, model)
     folder = new_folder(Path(out), "emulated") if out is not None else None
     result = run(plan, durations, steps=steps, timeout_s=timeout_s, trace=trace, pool=pool)
     if plan is not compiled.plan:
@@ -72,17 +82,19 @@ def target(plan: Plan, cluster: str | Cluster | None) -> Cluster | None:
     return load_cluster(cluster) if isinstance(cluster, str) else cluster
 
 
-def durations_on(plan: Plan, cluster: Cluster | None, costs: Costs | None = None) -> Durations:
+def durations_on(
+    plan: Plan, cluster: Cluster | None, costs: Costs | None = None, model: CostModelFactory = DeviceModel
+) -> Durations:
     """What `simulate` takes for every instruction; a communication as long on each member as on the first."""
-    model = CostModel(plan, cluster, costs)
-    found = [model.work(role, instr).seconds for role, _, instr in plan.instructions()]
+    costing = model_for(plan, cluster, costs, model)
+    found = [costing.work(role, instr).seconds for role, _, instr in plan.instructions()]
     prepared = prepare(plan)
     for members in prepared.groups:
         for node in members:
             found[node] = found[members[0]]
     first = dict(zip(prepared.roles, prepared.offsets))
     by_role = {r.role: tuple(found[first[r.role] : first[r.role] + len(r.program)]) for r in plan.roles}
-    return Durations(by_role, plan.hop, model.issue_s)
+    return Durations(by_role, plan.hop, costing.issue_s)
 
 
 def emulated_run(

@@ -17,8 +17,7 @@ from piper_runtime import device as devices
 from piper_runtime.device import choose_device
 from piper_runtime.messages import HEART_SLOTS
 from piper_runtime.profiler_host import host_seconds
-from piper_simulator import Cluster, cpu_local
-from piper_simulator.clusters import product_cluster
+from piper_simulator import Cluster, cpu_local, product_cluster
 
 REPEATS = 7
 
@@ -33,7 +32,8 @@ def devices_of_runs(world: int) -> Cluster:
     if world <= count:
         return cluster
     shared = f"{world} ranks share {count} of these, and what they take from each other is not simulated"
-    return replace(cluster, per_node=world, notes="; ".join(filter(None, (cluster.notes, shared))))
+    notes = "; ".join(filter(None, (cluster.device.notes, shared)))
+    return replace(cluster, per_node=world).each_device(lambda device: replace(device, notes=notes))
 
 
 @lru_cache(maxsize=1)

@@ -15,7 +15,7 @@ from piper.session import DEFAULTS, Session, Settings, session
 from piper.tuning import bar, saved, show_study, tune
 from piper_compiler import Strategy
 from piper_ir.errors import TuneError
-from piper_simulator.clusters import CPU
+from piper_simulator import CPU
 
 if TYPE_CHECKING:
     from piper_runtime import Job

@@ -22,9 +22,7 @@ from piper_ir.costs import Costs
 from piper_ir.errors import JobError, PiperError
 from piper_ir.units import time_text
 from piper_report.summary import FIRST_STEP, Table, memory_table, prediction_table
-from piper_simulator import Cluster, Distribution, compare, simulate, why
-from piper_simulator.device_memory import kind_of
-from piper_simulator.whatif import WhatIf
+from piper_simulator import Cluster, Distribution, WhatIf, compare, device_type, simulate, why
 
 ONE_MORE = "one microbatch more"
 
@@ -46,7 +44,7 @@ class Target:
         return load_costs(self.file) if self.file is not None else None
 
     def compiled(self, recipe: Recipe) -> Compiled:
-        return compile(recipe.job, recipe.strategy, costs=self.costs, options=Options(device=kind_of(self.cluster)))
+        return compile(recipe.job, recipe.strategy, costs=self.costs, options=Options(device=device_type(self.cluster)))
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from piper_ir.ops import COMM
 from piper_ir.plan import Plan
 from piper_ir.sizes import ITEM_BYTES, bind
 from piper_ir.traffic import Traffic
-from piper_simulator.clusters import CPU, product_cluster
+from piper_simulator import CPU, product_cluster
 
 if TYPE_CHECKING:
     from piper_runtime import Job

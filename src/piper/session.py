@@ -16,9 +16,7 @@ from piper_compiler import Strategy
 from piper_ir.costs import Costs
 from piper_ir.memory import on_device
 from piper_report.summary import beside_table
-from piper_simulator import Cluster, Simulation, load_cluster, simulate
-from piper_simulator.clusters import CPU
-from piper_simulator.device_memory import kind_of
+from piper_simulator import CPU, Cluster, Simulation, device_type, load_cluster, simulate
 
 if TYPE_CHECKING:
     from piper_runtime import Job, Run
@@ -78,7 +76,7 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
     if folder is None and settings.out is not None:
         folder = new_folder(settings.out, settings.name)
     cluster = devices_of_runs(compiled.plan.mesh.world)
-    compiled = replace(compiled, plan=on_device(compiled.plan, kind_of(cluster)))
+    compiled = replace(compiled, plan=on_device(compiled.plan, device_type(cluster)))
     prediction = simulate(compiled.plan, cluster, costs=costs)
     if folder is not None:
         save_plan(folder, compiled.plan, strategy)

@@ -25,8 +25,7 @@ from piper_ir.program import Program
 from piper_ir.study import Row, limit_text
 from piper_ir.units import size_text, time_text
 from piper_report.summary import Table
-from piper_simulator import Cluster, load_cluster
-from piper_simulator.clusters import CPU
+from piper_simulator import CPU, Cluster, CostModelFactory, DeviceModel, load_cluster
 
 if TYPE_CHECKING:
     from piper_runtime import Job
@@ -57,6 +56,7 @@ def tune(
     progress: Callable[[Progress], None] | None = None,
     timeout_s: float = 60.0,
     global_batch: int | None = None,
+    model: CostModelFactory = DeviceModel,
 ) -> Study:
     """Search the strategy with the least predicted `period_s` (seconds per step in steady state) whose plan stays within
     `memory_limit` on every device: bytes or text such as "20GiB", compared with `Simulation.device_bytes`; default: what the
@@ -67,8 +67,8 @@ def tune(
     `trials`, `seed`, `storage`, `sampler`, `timeout_s`: see `piper_autotune.tune`. `workers`: processes (0: this one), "ray",
     "local" (a Ray of its own) or the address of a Ray cluster; the same seed and number of workers give the same study.
     `confirm`: so many of the best are run for `steps` steps on `launcher` (in `pool`, if given), and the best is the one measured
-    to be fastest; refused unless `cluster` is this machine. `costs`: measured durations. `out`: study.json and best.json go to a
-    new folder below it. Ctrl-C returns what was found so far.
+    to be fastest; refused unless `cluster` is this machine. `costs`: measured durations. `model`: the cost model, as in
+    `simulate`. `out`: study.json and best.json go to a new folder below it. Ctrl-C returns what was found so far.
 
     TuneError: arguments, storage, or a space that contradicts itself. SearchError (a TuneError): the storage failed in
     mid-search. NothingFoundError (a SearchError): no candidate can be used; the message says why, or the smallest limit that
@@ -76,7 +76,7 @@ def tune(
     from piper_runtime.launchers import check_launcher, check_startable
 
     device = _device(cluster)
-    problem, more = problem_of(source, device, costs, _limit(memory_limit, device), global_batch)
+    problem, more = problem_of(source, device, costs, _limit(memory_limit, device), global_batch, model)
     check_launcher(launcher)
     if confirm:
         _check_local(device)
@@ -148,11 +148,16 @@ def _device(cluster: str | Cluster | None) -> Cluster | None:
 
 
 def problem_of(
-    source: Job | Program, cluster: Cluster | None, costs: Costs | None, limit: int | None, global_batch: int | None
+    source: Job | Program,
+    cluster: Cluster | None,
+    costs: Costs | None,
+    limit: int | None,
+    global_batch: int | None,
+    model: CostModelFactory = DeviceModel,
 ) -> tuple[Problem, dict[str, Any]]:
     """What is searched for, and how a job's programs come to the workers."""
     if isinstance(source, Program):
-        return Problem(source, global_batch, cluster=cluster, costs=costs, memory_limit=limit), {}
+        return Problem(source, global_batch, cluster=cluster, costs=costs, memory_limit=limit, model=model), {}
     from piper.frontdoor import captured_job, program_at
     from piper_runtime import Job, optimizer
 
@@ -164,7 +169,7 @@ def problem_of(
     spec = optimizer.optimizer_spec(source, captured.program.params)
     training = Training(spec.group_of, spec.state_bytes, source.clip_norm, source.tokens_per_row, spec.update_bytes)
     one_role = "" if spec.separable else f"Job.optimizer returned {spec.kind}, which needs all parameters on one role"
-    problem = Problem(captured.program, source.global_batch, training, cluster, costs, limit, one_role)
+    problem = Problem(captured.program, source.global_batch, training, cluster, costs, limit, one_role, model)
     modules: tuple[ModuleType, ...] = (optimizer,)  # by value: a worker that imported it would import torch
     return problem, {"at_rows": lambda rows: program_at(captured, rows), "modules": modules}
 
@@ -172,7 +177,7 @@ def problem_of(
 def _limit(given: int | str | None, cluster: Cluster | None) -> int | None:
     """Bytes. TuneError for what is neither a positive number of bytes nor text with a unit."""
     if given is None:
-        return None if cluster is None else max(kind.memory_bytes for kind in cluster.kinds)
+        return None if cluster is None else max(kind.device.memory_bytes for kind in cluster.kinds)
     number: float = given if isinstance(given, int) and not isinstance(given, bool) else 0
     if isinstance(given, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", given)
@@ -189,11 +194,11 @@ def _check_local(cluster: Cluster | None) -> None:
 
     asked = "given durations" if cluster is None else cluster.name
     if not torch.cuda.is_available():
-        if cluster is None or cluster.device != CPU:
+        if cluster is None or cluster.device.name != CPU:
             raise TuneError(f"confirm runs candidates on this machine, which is {CPU}; the cluster is {asked}: leave confirm out")
         return
     here = torch.cuda.get_device_name(0)
-    if cluster is None or cluster.device.partition("-")[0] not in here.lower():
+    if cluster is None or cluster.device.name.partition("-")[0] not in here.lower():
         raise TuneError(f"confirm runs candidates on this machine, which has {here}; the cluster is {asked}: leave confirm out")
 
 

@@ -7,10 +7,7 @@ from itertools import groupby
 
 from piper_ir.units import size_text, time_text
 from piper_report.summary import Table
-from piper_simulator import Comparison, Why
-from piper_simulator.comparison import Difference
-from piper_simulator.critical import Piece
-from piper_simulator.owners import Owner
+from piper_simulator import Comparison, Difference, Owner, Piece, Why
 
 MOST = 12
 """Rows of a table; what is left out is counted in a note."""

@@ -237,10 +237,11 @@ def test_a_limit_that_nothing_fits_names_the_smallest_that_does() -> None:
 
 def test_no_limit_is_advised_that_the_smaller_type_of_device_does_not_have() -> None:
     least = min(s.device_bytes for _, s in exhaustive(problem()))
-    large = replace(load_cluster("h100x1*4"), context_bytes=0, group_bytes=0, p2p_bytes=0, allocator_factor=1.0)
+    nothing = {"context_bytes": 0, "group_bytes": 0, "p2p_bytes": 0, "allocator_factor": 1.0}
+    large = load_cluster("h100x1*4").each_device(lambda device: replace(device, **nothing))
     for held, advised in ((least // 2, False), (1 << 30, True)):
-        small = replace(large, device="small", memory_bytes=held)
-        of = replace(problem(300 if advised else large.memory_bytes), cluster=Cluster.joined((small, large)))
+        small = large.each_device(lambda device, held=held: replace(device, name="small", memory_bytes=held))
+        of = replace(problem(300 if advised else large.device.memory_bytes), cluster=Cluster.joined((small, large)))
         with pytest.raises(NothingFoundError) as caught:
             tune(of, strategy, trials=12, workers=0)
         text = str(caught.value)

@@ -101,11 +101,11 @@ def test_negative_control_an_outline_with_another_peak_scores_differently(monkey
 
 def test_each_rank_must_fit_its_own_type_of_device() -> None:
     chosen = Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=2))
-    large, small = load_cluster("h100x1"), replace(load_cluster("a100x1"), memory_bytes=1000)
+    large, small = load_cluster("h100x1"), load_cluster("a100x1").each_device(lambda d: replace(d, memory_bytes=1000))
     for rank, cluster in enumerate((Cluster.joined((small, large)), Cluster.joined((large, small)))):
-        for limit in (None, large.memory_bytes):
+        for limit in (None, large.device.memory_bytes):
             found = score(replace(problem(limit), cluster=cluster), chosen, {1: None})
             assert isinstance(found, Scored) and found.reason.startswith(f"rank {rank} (pp{rank}) needs ")
             assert "more than the limit of 1000 B" in found.reason
-    fits = score(replace(problem(large.memory_bytes), cluster=load_cluster("h100x1+a100x1")), chosen, {1: None})
+    fits = score(replace(problem(large.device.memory_bytes), cluster=load_cluster("h100x1+a100x1")), chosen, {1: None})
     assert isinstance(fits, Scored) and fits.reason == ""

@@ -4,14 +4,13 @@ import json
 import tomllib
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from packages.simulator.tests.toys import changed, toy
 from piper_ir.errors import ClusterError
-from piper_simulator import Cluster, load_cluster
+from piper_simulator import SlowLink, load_cluster
 from piper_simulator.checks import Where
-from piper_simulator.cluster import SlowLink
 from piper_simulator.cluster_file import SCHEMA, read_cluster
 from piper_simulator.clusters import DEVICES
 from piper_simulator.stacks import STACKS
@@ -92,26 +91,31 @@ def written(folder: Path, text: str, name: str = "c.toml") -> Path:
 def test_a_file_on_a_built_in_device(tmp_path: Path) -> None:
     cluster = load_cluster(str(written(tmp_path, LAB)))
     h100 = load_cluster("h100x8*4")
-    assert (cluster.name, cluster.device, cluster.devices, cluster.warnings) == ("lab", "h100-80g-sxm", 32, ("lab: as ordered",))
-    changed = {
-        "inter_bandwidth": h100.inter_bandwidth / 2,  # 4 NICs for 8 devices
+    assert (cluster.name, cluster.device.name, cluster.devices, cluster.warnings) == (
+        "lab",
+        "h100-80g-sxm",
+        32,
+        ("lab: as ordered",),
+    )
+    by_the_file = {
+        "inter_bandwidth": h100.links.inter_bandwidth / 2,  # 4 NICs for 8 devices
         "inter_kind": "roce",
         "rails": 4,
         "oversubscription": 2,
         "slow_ranks": {5: 1.2},
         "slow_links": (SlowLink(0, 3, 2.5),),
     }
-    assert cluster == replace(h100, **changed)  # type: ignore[arg-type]  # fields by name
+    assert cluster == changed(h100, **by_the_file)
 
 
 def test_nodes_of_two_devices(tmp_path: Path) -> None:
     cluster = load_cluster(written(tmp_path, MIXED))
     a100, h100 = DEVICES["a100-80g-sxm"], DEVICES["h100-80g-sxm"]
-    assert (cluster.name, cluster.nodes, cluster.devices, cluster.slow_ranks) == ("mixed", 5, 20, {19: 2})
+    assert (cluster.name, cluster.node_count, cluster.devices, cluster.slow_ranks) == ("mixed", 5, 20, {19: 2})
     assert [cluster.kind_of(rank) for rank in (0, 7, 8, 19)] == [0, 0, 1, 1]
-    places: dict[str, Any] = {"per_node": 4, "nodes": 5, "messages": ()}
-    assert cluster.of(0) == replace(a100, inter_bandwidth=20e9, **places)
-    assert cluster.of(8) == replace(h100, inter_bandwidth=10e9, inter_latency=1e-5, memory_bytes=1000, **places)
+    assert cluster.of(0) == a100.device and cluster.of(8) == replace(h100.device, memory_bytes=1000)
+    assert cluster.links_of(0) == replace(a100.links, inter_bandwidth=20e9)
+    assert cluster.links_of(8) == replace(h100.links, inter_bandwidth=10e9, inter_latency=1e-5)
     assert load_cluster(written(tmp_path, json.dumps(tomllib.loads(MIXED)), "c.json")) == cluster
 
 
@@ -121,7 +125,7 @@ def test_json_says_the_same(tmp_path: Path) -> None:
 
 
 def test_a_device_without_a_base(tmp_path: Path) -> None:
-    assert load_cluster(written(tmp_path, WHOLE, "own.toml")) == Cluster(
+    assert load_cluster(written(tmp_path, WHOLE, "own.toml")) == toy(
         "toy", {"float32": 1e12}, 1e11, 10**9, 1e10, 1e-6, 1e9, 1e-5, nodes=2, sms=10, intra_kind="pcie"
     )
     assert load_cluster(tmp_path / "own.toml").name == "own", "a file without a name has its own"
@@ -129,25 +133,25 @@ def test_a_device_without_a_base(tmp_path: Path) -> None:
 
 def test_a_base_with_other_constants(tmp_path: Path) -> None:
     text = '[device]\nbase = "a100-40g-sxm"\nname = "capped"\nmatmul_fraction = 0.5\n'
-    base, capped = DEVICES["a100-40g-sxm"], load_cluster(written(tmp_path, text))
-    assert capped == replace(base, device="capped", matmul_fraction=0.5)
+    base, capped = DEVICES["a100-40g-sxm"].cluster(), load_cluster(written(tmp_path, text))
+    assert capped == changed(base, name="capped", matmul_fraction=0.5)
     relinked = load_cluster(written(tmp_path, text + "[links.intra]\nbandwidth = 1e11\n"))
-    assert base.messages and relinked.messages == (), "they were measured on other links"
+    assert base.links.messages and relinked.links.messages == (), "they were measured on other links"
 
 
 def test_a_stack_and_the_steps_of_a_memory(tmp_path: Path) -> None:
     steps = "memory_steps = [[0, 0.3], [1e6, 0.6]]\n"
     cluster = load_cluster(written(tmp_path, 'stack = "inductor"\n' + WHOLE.replace("sms = 10\n", steps)))
-    assert cluster.stack == STACKS["inductor"] and cluster.memory_steps == ((1e6, 0.6), (0, 0.3))
+    assert cluster.device.stack == STACKS["inductor"] and cluster.device.memory_steps == ((1e6, 0.6), (0, 0.3))
 
 
 def test_model_constants_and_table_of_messages(tmp_path: Path) -> None:
     written(tmp_path, "# source\nop,ranks,nodes,bytes,seconds\nall_reduce,8,1,1024,2e-5\n", "m.csv")
     text = 'device = "h100-80g-sxm"\n[nodes]\ndevices = 8\n[communication]\nmodel = "nccl"\nmessages = "m.csv"\n'
     cluster = load_cluster(written(tmp_path, text + "nccl = { ll_max = [1e11, 1e10, 1e9], start_s = 1e-5 }\n"))
-    assert cluster.communication == "nccl"
-    assert cluster.nccl == replace(DEVICES["h100-80g-sxm"].nccl, ll_max=(1e11, 1e10, 1e9), start_s=1e-5)
-    found = cluster.table.of_comm("all_reduce", 1024, 8, 1)
+    assert cluster.links.communication == "nccl"
+    assert cluster.links.nccl == replace(DEVICES["h100-80g-sxm"].links.nccl, ll_max=(1e11, 1e10, 1e9), start_s=1e-5)
+    found = cluster.links.table.of_comm("all_reduce", 1024, 8, 1)
     assert found is not None and (found.seconds, found.source) == (2e-5, "table")
 
 
@@ -221,7 +225,7 @@ WRONG = {
     ),
     "memory that reaches nothing": (
         WHOLE.replace("sms = 10", "memory_steps = [[10, 0]]"),
-        "memory_steps: the fraction from 10 bytes on is 0",
+        r"memory_steps\[0\]\[1\]: 0 stands here; a number above 0",
     ),
     "unknown generation": (WHOLE.replace("sms = 10", 'generation = "fermi"'), "device.generation: 'fermi' stands here; one of"),
     "no nodes": ('device = "h100-80g-sxm"\nnodes = []\n', "nodes: none stand here"),
@@ -294,8 +298,8 @@ def test_the_example_of_the_documentation(tmp_path: Path) -> None:
     text = (Path(__file__).parents[3] / "docs" / "clusters.md").read_text()
     written(tmp_path, "op,ranks,nodes,bytes,seconds\n", "all_reduce.csv")
     cluster = load_cluster(written(tmp_path, text.split("```toml\n")[1].split("```")[0]))
-    assert (cluster.name, cluster.devices, cluster.slow_ranks, cluster.stack) == ("lab", 32, {5: 1.2}, STACKS["eager"])
+    assert (cluster.name, cluster.devices, cluster.slow_ranks, cluster.device.stack) == ("lab", 32, {5: 1.2}, STACKS["eager"])
     two = load_cluster(written(tmp_path, text.split("```toml\n")[2].split("```")[0]))
-    assert [(k.device, k.inter_bandwidth, two.of(rank) == k) for k, rank in zip(two.kinds, (0, 64), strict=True)] == [
-        ("a100-80g-sxm", 23.5e9, True), ("h100-80g-sxm", 25e9, True),
-    ]  # fmt: skip
+    links = [(k.device.name, k.links.inter_bandwidth) for k in two.kinds]
+    assert links == [("a100-80g-sxm", 23.5e9), ("h100-80g-sxm", 25e9)]
+    assert [two.links_of(rank) for rank in (0, 64)] == [k.links for k in two.kinds]

@@ -1,12 +1,10 @@
 """Clusters by name, and what is refused."""
 
-from dataclasses import replace
-
 import pytest
 
+from packages.simulator.tests.toys import changed
 from piper_ir.errors import ClusterError
-from piper_simulator import cpu_local, load_cluster
-from piper_simulator.cluster import SlowLink
+from piper_simulator import SlowLink, cpu_local, load_cluster
 from piper_simulator.clusters import DEVICES, product_cluster
 
 
@@ -28,7 +26,7 @@ def test_names(name: str, full: str, devices: int) -> None:
     cluster = load_cluster(name)
     assert (cluster.name, cluster.devices) == (full, devices)
     assert load_cluster(cluster.name) == cluster
-    assert (cluster.stack is not None) == ("@" in name)
+    assert (cluster.device.stack is not None) == ("@" in name)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +64,7 @@ def test_a_device_by_the_name_that_its_driver_has() -> None:
     h200 = product_cluster("NVIDIA H200", 2)
     assert h200 == load_cluster("h200x2") and h200.name == "h200-141g-sxm:2"
     other = product_cluster("Some GPU, 24 GB", 1)
-    assert other.name == "some-gpu-24-gb:1" and other.peak("bfloat16") == load_cluster("a100x1").peak("bfloat16")
+    assert other.name == "some-gpu-24-gb:1" and other.device.peak("bfloat16") == load_cluster("a100x1").device.peak("bfloat16")
     assert other.warnings == ("some-gpu-24-gb:1: nothing is known of a Some GPU, 24 GB; computed as a100-80g-sxm",)
 
 
@@ -76,14 +74,14 @@ def test_ranks_fill_nodes_in_order() -> None:
 
 def test_cpu_local_says_what_was_measured() -> None:
     assert load_cluster("cpu-local").name == "cpu-local"
-    assert "assumed, not measured: matmul_flops, memory_bandwidth, link_bandwidth" in load_cluster("cpu-local").notes
+    assert "assumed, not measured: matmul_flops, memory_bandwidth, link_bandwidth" in load_cluster("cpu-local").device.notes
     some = cpu_local(matmul_flops=1e9, launch_s=1e-6)
-    assert some.peak("float32") == 1e9 and some.launch_s == 1e-6
-    assert "matmul_flops" not in some.notes and "link_latency" in some.notes
+    assert some.device.peak("float32") == 1e9 and some.device.launch_s == 1e-6
+    assert "matmul_flops" not in some.device.notes and "link_latency" in some.device.notes
     whole = cpu_local(
         matmul_flops=1e9, memory_bandwidth=2e9, link_bandwidth=3e9, link_latency=0.0, launch_s=0.0, host_issue_s=0.0
     )
-    assert whole.notes == "" and whole.warnings == ()
+    assert whole.device.notes == "" and whole.warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -100,21 +98,21 @@ def test_constants_are_those_of_their_sources(
 ) -> None:
     """cost-model.md 1."""
     c = DEVICES[name]
-    assert (c.peak("bfloat16") / 1e12, c.memory_bandwidth / 1e12, c.sms) == (bf16, memory, sms)
-    assert c.matmul_fraction * bf16 == pytest.approx(matmul, rel=2e-3)
-    assert (c.intra_bandwidth / 1e9, c.inter_bandwidth / 1e9) == (intra, between)
+    assert (c.device.peak("bfloat16") / 1e12, c.device.memory_bandwidth / 1e12, c.device.sms) == (bf16, memory, sms)
+    assert c.device.matmul_fraction * bf16 == pytest.approx(matmul, rel=2e-3)
+    assert (c.links.intra_bandwidth / 1e9, c.links.inter_bandwidth / 1e9) == (intra, between)
 
 
 def test_the_clusters_of_before_keep_the_plain_ring() -> None:
     """Results that were published with them rest on it (docs/decisions/0014)."""
-    models = {name: c.communication for name, c in DEVICES.items()}
+    models = {name: c.links.communication for name, c in DEVICES.items()}
     ring = ("a100-80g-sxm", "h100-80g-sxm", "h200-141g-sxm")
     assert models == dict.fromkeys(ring, "ring") | {"a100-40g-sxm": "nccl", "b200-sxm": "nccl"}
-    assert cpu_local().communication == "ring"
+    assert cpu_local().links.communication == "ring"
 
 
 def test_peaks_by_dtype() -> None:
-    a100 = load_cluster("a100x8")
+    a100 = load_cluster("a100x8").device
     assert a100.peak("bfloat16") == 312e12
     assert a100.peak("int8") == min(a100.peak_flops.values()), "not known: the slowest"
 
@@ -122,20 +120,20 @@ def test_peaks_by_dtype() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"peak_flops": {}}, "peak_flops is empty"),
-        ({"memory_bandwidth": 0.0}, "memory_bandwidth is 0.0; a positive number"),
-        ({"peak_flops": {"float32": float("nan")}}, r"peak_flops\[float32\] is nan"),
-        ({"launch_s": -1.0}, "launch_s is -1.0; a number is needed, and it cannot be negative"),
-        ({"nodes": 0}, "nodes is 0"),
-        ({"intra_bandwidth": "fast"}, "intra_bandwidth is 'fast'; a positive number"),
-        ({"intra_latency": None}, "intra_latency is None; a number is needed"),
-        ({"communication": "fast"}, "communication is 'fast'; one of ring, nccl"),
-        ({"slow_ranks": {1: float("nan")}}, "slow_ranks: rank 1: the factor is nan; a number from 1 on"),
+        ({"peak_flops": {}}, "peak_flops: 0 entries stand here; at least 1 is needed"),
+        ({"memory_bandwidth": 0.0}, "memory_bandwidth: 0.0 stands here; a number above 0"),
+        ({"peak_flops": {"float32": float("nan")}}, r"peak_flops.float32: nan stands here"),
+        ({"launch_s": -1.0}, "launch_s: -1.0 stands here; a number from 0 on"),
+        ({"nodes": 0}, r"nodes\[0\]: 0 stands here; a whole number from 1 on"),
+        ({"intra_bandwidth": "fast"}, "intra_bandwidth: 'fast' stands here; a number above 0"),
+        ({"intra_latency": None}, "intra_latency: None stands here; a number from 0 on"),
+        ({"communication": "fast"}, "communication: 'fast' stands here; one of 'ring', 'nccl'"),
+        ({"slow_ranks": {1: float("nan")}}, "slow_ranks.1: nan stands here; a number from 1 on"),
         ({"slow_ranks": {8: 2.0}}, "slow_ranks: rank 8 is not there; the ranks are 0 to 7"),
         ({"slow_links": (SlowLink(0, 1, 2.0),)}, "slow_links: node 1 is not there; the nodes are 0 to 0"),
-        ({"oversubscription": 0.5}, "oversubscription: the factor is 0.5"),
+        ({"oversubscription": 0.5}, "oversubscription: 0.5 stands here; a number from 1 on"),
     ],
 )
 def test_impossible_constants_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ClusterError, match=message):
-        replace(load_cluster("h100x8"), **change)  # type: ignore[arg-type]  # fields by name
+        changed(load_cluster("h100x8"), **change)

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from packages.simulator.tests.toys import changed
 from piper_ir.costs import CommDuration, Duration
-from piper_simulator import Cluster, load_cluster, nccl
-from piper_simulator.cluster import SlowLink
+from piper_simulator import Cluster, SlowLink, load_cluster, nccl
 from piper_simulator.communication import Group, by_formula, duration, group
 from piper_simulator.nccl import LL, LL128, SIMPLE, Nccl, Ranks
 
@@ -16,7 +16,7 @@ TWO_NODES = Ranks(16, 2, "nvswitch", 188 * GB, 188 * GB)
 
 
 def with_nccl(name: str) -> Cluster:
-    return replace(load_cluster(name), communication="nccl")
+    return changed(load_cluster(name), communication="nccl")
 
 
 def bus(cluster: Cluster, nbytes: int, n: int) -> float:
@@ -100,8 +100,8 @@ def test_nvls_starts_in_25_us() -> None:
 
 def test_a_ring_over_nodes_is_bound_by_their_nics() -> None:
     """min(NVLink, NICs x 48.5 GB/s), SimAI: 8 NICs are more than an H100's ring reaches within a node, 4 are not."""
-    assert bus(replace(with_nccl("h100x8*2"), nccl=Nccl()), 64 * GIB, 16) == pytest.approx(370, rel=3e-3)
-    assert bus(replace(with_nccl("h100x4*2"), nccl=Nccl()), 64 * GIB, 8) == pytest.approx(4 * 48.5, rel=3e-3)
+    assert bus(changed(with_nccl("h100x8*2"), nccl=Nccl()), 64 * GIB, 16) == pytest.approx(370, rel=3e-3)
+    assert bus(changed(with_nccl("h100x4*2"), nccl=Nccl()), 64 * GIB, 8) == pytest.approx(4 * 48.5, rel=3e-3)
 
 
 def test_point_to_point_is_one_step() -> None:
@@ -130,13 +130,13 @@ def test_where_members_are() -> None:
     assert group(cluster, range(8)) == Group(8, 1, 8, 8)
     assert group(cluster, (0, 8, 16, 24)) == Group(4, 4, 1, 1)
     assert group(cluster, (0, 1, 8)) == Group(3, 2, 1, 2)
-    railed = replace(cluster, rails=8)
+    railed = changed(cluster, rails=8)
     assert not group(railed, (0, 8)).changes_rail and group(railed, (0, 9)).changes_rail
 
 
 def test_oversubscription_is_for_what_leaves_its_rail() -> None:
-    flat = replace(load_cluster("h100x8*4"), oversubscription=2.0)
-    railed = replace(flat, rails=8)
+    flat = changed(load_cluster("h100x8*4"), oversubscription=2.0)
+    railed = changed(flat, rails=8)
 
     def seconds(cluster: Cluster, *members: int) -> float:
         return by_formula(cluster, "p2p", 48.5e9, group(cluster, members))
@@ -147,7 +147,7 @@ def test_oversubscription_is_for_what_leaves_its_rail() -> None:
 
 
 def test_a_slow_link_slows_the_messages_that_need_it() -> None:
-    cluster = replace(load_cluster("h100x8*3"), slow_links=(SlowLink(0, 2, 4.0), SlowLink(1, 1, 3.0)))
+    cluster = changed(load_cluster("h100x8*3"), slow_links=(SlowLink(0, 2, 4.0), SlowLink(1, 1, 3.0)))
 
     def seconds(*members: int) -> float:
         return by_formula(cluster, "p2p", 48.5e9, group(cluster, members))
@@ -185,7 +185,7 @@ def test_above_the_largest_size_measured_the_formula_is_scaled_to_meet_it(sizes:
     plain = load_cluster("h100x8")
     eight = group(plain, range(8))
     table = tuple(CommDuration("all_reduce", n, 8, Duration(10 * by_formula(plain, "all_reduce", n, eight))) for n in sizes)
-    cluster = replace(plain, messages=table)
+    cluster = changed(plain, messages=table)
     for nbytes in (sizes[-1], sizes[-1] + 1, 3 * sizes[-1], GIB):
         found = duration(cluster, "all_reduce", nbytes, eight)
         assert found.seconds == pytest.approx(10 * by_formula(plain, "all_reduce", nbytes, eight))
@@ -194,7 +194,7 @@ def test_above_the_largest_size_measured_the_formula_is_scaled_to_meet_it(sizes:
 
 def test_what_the_table_measured_does_not_hold_for_a_slow_link() -> None:
     table = (CommDuration("all_reduce", MIB, 8, Duration(1.0)),)
-    cluster = replace(load_cluster("h100x8"), messages=table)
+    cluster = changed(load_cluster("h100x8"), messages=table)
     assert duration(cluster, "all_reduce", MIB, group(cluster, range(8))).seconds == 1.0
-    slow = replace(cluster, slow_links=(SlowLink(0, 0, 2.0),))
+    slow = changed(cluster, slow_links=(SlowLink(0, 0, 2.0),))
     assert duration(slow, "all_reduce", MIB, group(slow, range(8))).source == "formula"

@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packages.simulator.tests.toys import beside, changed, toy
 from piper_ir import timing
 from piper_ir.errors import ClusterError
 from piper_ir.ops import Recv, Send
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Cost, Kernel
 from piper_ir.timing import Times, prepare, sweep
-from piper_simulator import Cluster, Simulation, engine, simulate
-from piper_simulator.cluster import Nodes, SlowLink
+from piper_simulator import Cluster, Simulation, SlowLink, engine, simulate
 from piper_simulator.communication import by_formula, group
-from piper_simulator.contention import Wiring, contends, flows, passes, wiring
+from piper_simulator.contention import Wiring, flows, passes, slows_anything, wiring
 from piper_simulator.model import Work
 from piper_simulator.rates import Flow, fair_rates
 from tests.random_plans import PlanBuilder, random_plan
 
-TOY = Cluster("toy", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=8, nodes=2, sms=100)
+TOY = toy("toy", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=8, nodes=2, sms=100)
 """1 FLOP/s, 1000 bytes/s of memory, 10 bytes/s per port and 2 per NIC, without latency."""
 
 
@@ -168,7 +168,7 @@ def test_a_device_needs_more_sms_than_its_messages() -> None:
     with pytest.raises(ClusterError, match=r"stream 0>1 of role pp0 takes 100 SMs; toy:8\*2 has 100 per device"):
         simulate(plan, TOY)
     with pytest.raises(ClusterError, match="does not say how many"):
-        simulate(with_sms(plan, 1, None), replace(TOY, sms=0))
+        simulate(with_sms(plan, 1, None), changed(TOY, sms=0))
     assert simulate(plan, TOY, contention=False).step_s == 10.0
 
 
@@ -207,7 +207,7 @@ def test_a_ring_over_two_nodes_uses_the_nics_of_all_its_ranks() -> None:
     assert fair_rates([transfer, reduce]) == pytest.approx([60 / 97.5, 60 / 97.5])
 
 
-def test_where_nothing_contends_results_are_those_without() -> None:
+def test_where_nothing_slows_anything_results_are_those_without() -> None:
     """Compute and messages take turns here; on a CPU, and where durations are given, there is nothing to share."""
     build = PlanBuilder(2)
     for _ in range(3):
@@ -218,7 +218,7 @@ def test_where_nothing_contends_results_are_those_without() -> None:
     plan = captured(build)
     on, off = simulate(plan, TOY), simulate(plan, TOY, contention=False)
     assert on.trace == off.trace and on.slowed_s == 0.0 and off.slowed_s is None
-    assert simulate(captured(fan(0, 0)), replace(TOY, synchronous=True)).slowed_s is None
+    assert simulate(captured(fan(0, 0)), changed(TOY, synchronous=True)).slowed_s is None
     assert simulate(fan(0, 0).plan(), TOY).slowed_s is None
 
 
@@ -277,7 +277,7 @@ def test_without_shares_the_engine_equals_the_sweep(seed: int, steps: int) -> No
     plan, durations, found = random_flows(seed)
     alone = [replace(f, shares={}, takes={}) for f in found]
     prepared, before = prepare(plan), None
-    assert not contends(alone)
+    assert not slows_anything(alone)
     for times in engine.run(prepared, durations, latency=plan.hop, issue=0.13, steps=steps, flows=alone):
         before = sweep(prepared, durations, latency=plan.hop, issue=0.13, after=before)
         assert near(times, before)
@@ -312,17 +312,18 @@ def test_a_message_alone_takes_as_long_as_its_links(seed: int) -> None:
     """Without latency: what `communication` computes of oversubscription, rails, slow links and kinds of devices is what the
     tightest of the links lets pass. A ring of unequal numbers per node, or with a slow link that not all use, may take longer."""
     rng = Random(seed)
-    kinds = (Nodes(1, rng.randint(1, 3), replace(TOY, intra_bandwidth=4.0, inter_bandwidth=3.0)),) if rng.random() < 0.5 else ()
+    kinds = rng.randint(1, 3) if rng.random() < 0.5 else 0
     slow = (SlowLink(0, rng.randint(0, 3), 3.0),) if rng.random() < 0.5 else ()
-    on = replace(
+    on = changed(
         TOY,
         per_node=4,
         nodes=4,
         rails=rng.choice((1, 2, 4)),
         oversubscription=rng.choice((1.0, 2.5)),
         slow_links=slow,
-        others=kinds,
     )
+    if kinds:
+        on = beside(on, 1, kinds, changed(TOY, intra_bandwidth=4.0, inter_bandwidth=3.0))
     p2p = rng.random() < 0.5
     members = tuple(sorted(rng.sample(range(16), 2 if p2p else rng.randint(1, 16))))
     where = group(on, members)
@@ -350,7 +351,7 @@ def test_two_flows_over_what_narrows_a_link(change: dict[str, Any], alone: float
     the other. Device 8 is on the same rail."""
     build = TwoStreams(9)
     build.transfer(0, 8, nbytes=100)
-    on = replace(TOY, **change)
+    on = changed(TOY, **change)
     assert ends(build, "0>8.recv@0", on=on) == [pytest.approx(alone)]
     build.second = "again"
     build.transfer(0, 8, nbytes=100)
@@ -363,7 +364,7 @@ def test_what_changes_rails_shares_the_spine_and_leaves_the_rail_free() -> None:
     build = PlanBuilder(10)
     build.transfer(0, 9, nbytes=100)
     build.transfer(0, 8, nbytes=100)
-    on = replace(TOY, oversubscription=2.0, rails=8)
+    on = changed(TOY, oversubscription=2.0, rails=8)
     assert ends(build, "0>9.recv@0", "0>8.recv@0", on=on) == [pytest.approx(125.0), pytest.approx(75.0)]
 
 
@@ -371,7 +372,7 @@ def test_a_slow_link_within_a_node() -> None:
     build = PlanBuilder(3)
     build.transfer(0, 1, nbytes=100)
     build.transfer(0, 2, nbytes=100)
-    on = replace(TOY, slow_links=(SlowLink(0, 0, 4.0),))
+    on = changed(TOY, slow_links=(SlowLink(0, 0, 4.0),))
     assert ends(build, "0>1.recv@0", "0>2.recv@0", on=on) == [pytest.approx(80.0), pytest.approx(80.0)]
 
 

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packages.simulator.tests.fluid import Fluid, Rates, water_levels
+from packages.simulator.tests.toys import toy
 from piper_ir.ops import COMM, message_op
 from piper_ir.plan import Plan
 from piper_ir.timing import Prepared, Times, prepare
-from piper_simulator import Cluster, engine
+from piper_simulator import engine
 from piper_simulator.contention import Resource, Wiring, flows, route, wiring
 from piper_simulator.instances import instances
 from piper_simulator.model import Work
@@ -84,7 +85,7 @@ def test_no_link_of_a_cluster_carries_more_than_it_can_and_no_byte_is_lost(seed:
     rng = Random(seed)
     plan = random_transfers(rng)
     prepared, per_node = prepare(plan), rng.choice((1, 2, 3, 4))
-    cluster = Cluster("toy", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 4.0, 0.0, per_node=per_node, nodes=18, sms=100)
+    cluster = toy("toy", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 4.0, 0.0, per_node=per_node, nodes=18, sms=100)
     wires = replace(wiring(cluster), nics=rng.randint(1, per_node))
     work, carried = messages(plan, prepared, wires, rng)
     found = flows(plan, prepared, work, wires)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packages.simulator.tests.toys import changed, toy
 from piper_ir.errors import ClusterError
 from piper_ir.plan import Channel, Plan
 from piper_ir.timing import IssueOrder, prepare, prepare_orders
@@ -18,7 +19,7 @@ from piper_simulator.model import Work
 from piper_simulator.rates import fair_rates
 from tests.random_plans import PlanBuilder
 
-TOY = Cluster("toy", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=4, nodes=2, sms=100)
+TOY = toy("toy", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=4, nodes=2, sms=100)
 """10 bytes/s per port and 2 per NIC, 1000 of memory, without latency."""
 NODE = ((0, 1, 2, 3),)
 
@@ -74,7 +75,7 @@ def test_what_an_all_to_all_leaves_of_its_link_slows_it_less() -> None:
 def test_an_all_to_all_over_two_nodes_takes_nics_and_ports() -> None:
     """Two ranks on each of two nodes: 30 of 90 wire bytes stay on the node, 60 leave it at 2 bytes/s. The 30 take a tenth of the
     port, all of which a ring on the node wants: both slow down to 1 / 1.1."""
-    on = replace(TOY, per_node=2)
+    on = changed(TOY, per_node=2)
     across, near = message("a", "all_to_all", 120, ((0, 1, 2, 3),), on), message("r", "all_reduce", 400, ((0, 1), (2, 3)), on)
     assert across.seconds == pytest.approx(30.0)
     assert ends([across], [0.0], on) == [pytest.approx(30.0)]
@@ -102,7 +103,7 @@ def test_an_all_to_all_slows_compute_as_a_reduction_does() -> None:
 @given(per_node=st.integers(1, 4), nodes=st.integers(1, 4), nbytes=st.integers(1, 10**6))
 def test_the_route_of_an_all_to_all_agrees_with_its_formula(per_node: int, nodes: int, nbytes: int) -> None:
     """Seconds at its tightest link, where nothing has a latency; and every byte that leaves a device enters one."""
-    on = replace(TOY, per_node=per_node, nodes=nodes)
+    on = changed(TOY, per_node=per_node, nodes=nodes)
     everyone = tuple(range(per_node * nodes))
     found = route("all_to_all", [everyone], wiring(on))
     assert found.wire * nbytes * found.slowest == pytest.approx(by_formula(on, "all_to_all", nbytes, group(on, everyone)))

@@ -7,16 +7,17 @@ from dataclasses import replace
 import pytest
 
 from packages.simulator.tests.test_simulation import two_devices
+from packages.simulator.tests.toys import changed
 from piper_ir.costs import AllocatorCosts
 from piper_ir.memory import with_peaks
 from piper_ir.plan import COMPUTE, Plan, State
 from piper_simulator import load_cluster, simulate
-from piper_simulator.cluster import GIB
 from piper_simulator.clusters import DEVICES
-from piper_simulator.device_memory import DeviceMemory, communicator_bytes, device_memory, kind_of, pair_bytes
+from piper_simulator.device_memory import DeviceMemory, communicator_bytes, device_memory, device_type, pair_bytes
 from piper_simulator.footprint import BESIDE, LINES
 
 H100 = load_cluster("h100x8")
+GIB = 1 << 30
 
 
 def heavy(nbytes: int, role: int = 0) -> Plan:
@@ -34,7 +35,7 @@ def test_communicators_by_nccls_defaults() -> None:
     """4 MiB, 512 KiB and 4.7 MiB per connection; 32 channels; and they are near what the built-in devices have."""
     assert communicator_bytes(1, 1) == 4_194_304 + 524_288 + 4_915_200
     assert pair_bytes() == 294 << 20
-    for device in DEVICES.values():
+    for device in (kind.device for kind in DEVICES.values()):
         assert device.p2p_bytes == pair_bytes()
         assert communicator_bytes() == pytest.approx(device.group_bytes, rel=0.1), "measured: 1.27 GiB"
 
@@ -42,12 +43,13 @@ def test_communicators_by_nccls_defaults() -> None:
 def test_the_totals_apart() -> None:
     plan, kib = heavy(1000), 1000
     assert device_memory(plan, plan.roles[0], kib, None) == DeviceMemory(1000)
-    of = device_memory(plan, plan.roles[0], kib, H100)
-    assert of == DeviceMemory(1000, 50, H100.context_bytes, 0, 2 * H100.p2p_bytes)
-    assert of.total == 1050 + H100.context_bytes + 2 * H100.p2p_bytes
+    of = device_memory(plan, plan.roles[0], kib, H100.device)
+    assert of == DeviceMemory(1000, 50, H100.device.context_bytes, 0, 2 * H100.device.p2p_bytes)
+    assert of.total == 1050 + H100.device.context_bytes + 2 * H100.device.p2p_bytes
     measured = AllocatorCosts(77, 1.5)
     assert device_memory(plan, plan.roles[0], kib, None, measured) == DeviceMemory(1000, 500, 77)
-    assert device_memory(plan, plan.roles[0], kib, H100, measured) == DeviceMemory(1000, 500, 77, 0, 2 * H100.p2p_bytes)
+    here = device_memory(plan, plan.roles[0], kib, H100.device, measured)
+    assert here == DeviceMemory(1000, 500, 77, 0, 2 * H100.device.p2p_bytes)
 
 
 def test_a_memory_has_a_line_for_everything() -> None:
@@ -63,28 +65,28 @@ def test_a_memory_has_a_line_for_everything() -> None:
 
 
 def test_whose_kernels_hold_memory() -> None:
-    assert (kind_of(None), kind_of(load_cluster("cpu-local")), kind_of(H100)) == ("", "", "cuda")
+    assert (device_type(None), device_type(load_cluster("cpu-local")), device_type(H100)) == ("", "", "cuda")
 
 
 def test_what_fits_to_the_byte_fits() -> None:
-    cluster = replace(H100, allocator_factor=1.0)
-    room = cluster.memory_bytes - simulate(heavy(0), cluster).device_bytes[0]
+    cluster = changed(H100, allocator_factor=1.0)
+    room = cluster.device.memory_bytes - simulate(heavy(0), cluster).device_bytes[0]
     most = simulate(heavy(room), cluster)
-    assert most.device_bytes[0] == cluster.memory_bytes and most.fits and most.oom is None
+    assert most.device_bytes[0] == cluster.device.memory_bytes and most.fits and most.oom is None
     over = simulate(heavy(room + 1), cluster).oom
     assert over is not None and over.over == 1
 
 
 def test_a_verdict_says_where_when_and_how_much() -> None:
     """Rank 1 has room for its parameter, and not for the buffer beside it."""
-    cluster = replace(H100, allocator_factor=1.0)
+    cluster = changed(H100, allocator_factor=1.0)
     fixed = simulate(heavy(0, role=1), cluster)
-    plan = heavy(cluster.memory_bytes - fixed.device_bytes[1] + fixed.peak_bytes[1] - 15, role=1)
+    plan = heavy(cluster.device.memory_bytes - fixed.device_bytes[1] + fixed.peak_bytes[1] - 15, role=1)
     s = simulate(plan, cluster)
     verdict = s.oom
     assert not s.fits and verdict is not None and s.ooms == (verdict,)
     assert (verdict.ranks, verdict.role, verdict.over) == ((1,), plan.roles[1].role, 1)
-    assert (verdict.needs, verdict.limit) == (s.device_bytes[1], cluster.memory_bytes)
+    assert (verdict.needs, verdict.limit) == (s.device_bytes[1], cluster.device.memory_bytes)
     span = next(x for x in s.trace.spans if x.rank == 1 and x.instr == verdict.instr)
     assert verdict.time_s == span.start == 3.0 and span.name == "b.F@0" and span.name in verdict.at
     assert verdict.owners[0].category == "param" and sum(o.bytes for o in verdict.owners) == s.peak_bytes[1]
@@ -103,7 +105,7 @@ def test_what_is_there_before_the_step_is_too_much_at_its_start() -> None:
 
 
 def test_of_several_roles_the_first_in_time_is_the_headline() -> None:
-    cluster = replace(H100, memory_bytes=H100.context_bytes)
+    cluster = changed(H100, memory_bytes=H100.device.context_bytes)
     s = simulate(heavy(1000), cluster)
     assert len(s.ooms) == 2 and s.oom is not None and s.oom.time_s == min(v.time_s for v in s.ooms)
     assert simulate(heavy(1000)).fits, "without a cluster there is no limit"

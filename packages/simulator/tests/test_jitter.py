@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packages.simulator.tests.toys import changed, toy
 from piper_ir.errors import PlanError
 from piper_ir.plan import Plan
 from piper_simulator import Cluster, jitter, simulate
 from piper_simulator.jitter import Distribution
 from tests.random_plans import PlanBuilder, random_plan
 
-FLAT = Cluster("flat", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=8)
+FLAT = toy("flat", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=8)
 
 
 def in_a_row(n: int, *, dp: int = 1, reduced: bool = False) -> Plan:
@@ -80,7 +81,7 @@ def test_no_jitter_is_a_point() -> None:
     build.transfer(0, 1, waits=(("compute", 1),), nbytes=16)
     build.compute(1, 2.0, waits=(("0>1", 1),))
     build.all_reduce((0, 1), {0: (("compute", 1),), 1: (("compute", 1),)})
-    s = simulate(build.plan(), replace(FLAT, slow_ranks={1: 1.7}))
+    s = simulate(build.plan(), changed(FLAT, slow_ranks={1: 1.7}))
     found = s.distribution(0, repetitions=5)
     assert found.step_s.p5 == found.step_s.median == found.step_s.p95 == s.step_s
     assert found.step_s.std == 0 and found.period_s.median == pytest.approx(s.period_s)
@@ -94,7 +95,7 @@ def test_the_seed_decides() -> None:
 
 
 def test_of_many_replicas_some_draw_and_one_of_each_sort(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan, on = in_a_row(4, dp=8, reduced=True), replace(FLAT, slow_ranks={6: 2.0})
+    plan, on = in_a_row(4, dp=8, reduced=True), changed(FLAT, slow_ranks={6: 2.0})
     every = spread(plan, 0.01, 20, on)
     assert (every.ranks, every.note) == (8, "")
     monkeypatch.setattr(jitter, "MOST", 4 * 5 * 2 * 23)

@@ -11,7 +11,7 @@ from piper_simulator import load_cluster
 from piper_simulator.kernels import by_kind, filled, launched, memory_fraction, plain, step_seconds
 from piper_simulator.stacks import STACKS, read_stacks
 
-H100, EAGER, A100 = load_cluster("h100x8"), load_cluster("h100x8@eager"), load_cluster("a100x8@eager")
+H100, EAGER, A100 = load_cluster("h100x8").device, load_cluster("h100x8@eager").device, load_cluster("a100x8@eager").device
 MATMUL = Kernel("matmul", (8192, 8192, 2048), "bfloat16", 2 * 8192 * 8192 * 2048, 2 * (2 * 8192 * 2048 + 8192 * 8192))
 ATTENTION = Kernel("attention", (8, 16, 1024, 1024, 128), "bfloat16", 4 * 8 * 16 * 1024**2 * 128 // 2, 10**8, lowering="flash")
 
@@ -50,7 +50,7 @@ def test_attention_reaches_what_its_kernel_does() -> None:
         ATTENTION.flops / by_kind(c, ATTENTION, backward=b) / c.peak("bfloat16") for c in (EAGER, A100) for b in (False, True)
     ]
     assert reached == pytest.approx([0.35, 0.35, 0.73, 0.63])
-    for c in (EAGER, load_cluster("b200x8@eager")):
+    for c in (EAGER, load_cluster("b200x8@eager").device):
         other = replace(ATTENTION, dtype="float32" if c is EAGER else "bfloat16")
         rate = other.flops / by_kind(c, other, backward=True) / c.peak(other.dtype)
         assert rate == pytest.approx(c.matmul_fraction), "nothing is published of it: a matrix product"

@@ -4,16 +4,15 @@ from dataclasses import replace
 
 import pytest
 
+from packages.simulator.tests.toys import beside, changed
 from piper_compiler import Strategy, compile_program, recipes, synthetic
 from piper_ir.costs import Costs, Duration, Origin
 from piper_ir.errors import ClusterError
 from piper_ir.mesh import Mesh
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Cost, Kernel
-from piper_simulator import Cluster, load_cluster, simulate, why
-from piper_simulator.cluster import Nodes, SlowLink
+from piper_simulator import Cluster, DeviceModel, SlowLink, load_cluster, simulate, why
 from piper_simulator.communication import by_formula, duration, group
-from piper_simulator.model import CostModel
 from piper_simulator.whatif import cluster_constants
 from tests.random_plans import PlanBuilder
 
@@ -27,8 +26,8 @@ def test_names() -> None:
     assert load_cluster("h100x8+a100x8@eager").name == "h100-80g-sxm:8+a100-80g-sxm:8@eager"
     assert load_cluster(MIXED.name) == MIXED
     assert load_cluster("h100x4+h100x4").name == "h100-80g-sxm:4*2" and len(load_cluster("h100x4+h100x4").kinds) == 1
-    assert [k.device for k in MIXED.kinds] == ["a100-80g-sxm", "h100-80g-sxm"]
-    assert [MIXED.of(rank).device[:4] for rank in (0, 3, 4, 11)] == ["a100", "a100", "h100", "h100"]
+    assert [k.device.name for k in MIXED.kinds] == ["a100-80g-sxm", "h100-80g-sxm"]
+    assert [MIXED.of(rank).name[:4] for rank in (0, 3, 4, 11)] == ["a100", "a100", "h100", "h100"]
     for wrong in ("a100x8+", "a100x8+h900x8", "a100x8@eager+h100x8", "h100x8@"):
         with pytest.raises(ClusterError, match="unknown cluster"):
             load_cluster(wrong)
@@ -37,13 +36,14 @@ def test_names() -> None:
 
 
 def test_what_cannot_be_beside_each_other() -> None:
-    for first, count in ((0, 4), (3, 1), (-1, 1), (1, 0)):
-        with pytest.raises(ClusterError, match="are not there, or not in order; the nodes are 0 to 2"):
-            replace(H100, nodes=3, others=(Nodes(first, count, A100),))
-    with pytest.raises(ClusterError, match="a cluster of several kinds"):
-        replace(H100, others=(Nodes(0, 1, MIXED),))
+    with pytest.raises(ClusterError, match="nodes: none stand here; at least one is needed"):
+        replace(H100, nodes=())
+    with pytest.raises(ClusterError, match=r"nodes\[1\]: 0 stands here; a whole number from 1 on is needed"):
+        replace(H100, nodes=((1, H100.device), (0, A100.device)))
+    with pytest.raises(ClusterError, match="links: 2 of them for 3 runs of nodes; one for all, or one for each, is needed"):
+        replace(H100, nodes=((1, H100.device),) * 3, network=MIXED.network)
     with pytest.raises(ClusterError, match="devices beside a CPU"):
-        replace(H100, others=(Nodes(0, 1, load_cluster("cpu-local")),))
+        beside(H100, 0, 1, load_cluster("cpu-local"))
 
 
 def test_messages_between_two_types_take_what_the_slower_one_takes() -> None:
@@ -80,7 +80,7 @@ def test_stages_on_two_types() -> None:
     """Stage 0 on the A100s, stage 1 on H100s: each computes at its own peak; both steps of a role count."""
     s = simulate(pipeline(), MIXED, contention=False)
     busy = [s.step_s - idle for idle in s.bubble_s]
-    each = [6e12 / (k.peak("bfloat16") * k.matmul_fraction) for k in (A100, H100)]
+    each = [6e12 / (k.device.peak("bfloat16") * k.device.matmul_fraction) for k in (A100, H100)]
     assert busy[:4] == pytest.approx([each[0]] * 4, rel=3e-3)
     assert busy[4:] == pytest.approx([each[1]] * 4, rel=3e-3)
 
@@ -93,32 +93,32 @@ def test_utilisation_is_of_the_sum_of_peaks() -> None:
 
 
 def test_memory_is_that_of_each_ranks_own_device() -> None:
-    small = replace(A100, context_bytes=7 * GIB, allocator_factor=1.5)
+    small = changed(A100, context_bytes=7 * GIB, allocator_factor=1.5)
     mixed = Cluster.joined((small, H100))
     s, plain = simulate(pipeline(nbytes=GIB), mixed), simulate(pipeline(nbytes=GIB), load_cluster("h100x4*3"))
     assert s.peak_bytes == plain.peak_bytes and s.device_bytes[4:] == plain.device_bytes[4:]
-    communicators = plain.device_bytes[0] - H100.context_bytes - round(plain.peak_bytes[0] * H100.allocator_factor)
+    communicators = plain.device_bytes[0] - H100.device.context_bytes - round(plain.peak_bytes[0] * H100.device.allocator_factor)
     assert s.device_bytes[0] == 7 * GIB + round(s.peak_bytes[0] * 1.5) + communicators
-    assert [mixed.of(rank).memory_bytes for rank in (0, 11)] == [A100.memory_bytes, H100.memory_bytes]
+    assert [mixed.of(rank).memory_bytes for rank in (0, 11)] == [A100.device.memory_bytes, H100.device.memory_bytes]
 
 
 def test_costs_hold_for_the_type_on_which_they_were_taken() -> None:
     plan = pipeline()
     origin = Origin("an H100", "h100-80g-sxm:1", "nccl", "processes", 8, 1, "3", "2", plan.program_key, "2026-11-20", 3)
     steps = {c.id: {k: Duration(1.0) for k in c.steps} for c in plan.chunks}
-    model = CostModel(plan, MIXED, Costs(compute=steps, origin=origin))
+    model = DeviceModel(plan, MIXED, Costs(compute=steps, origin=origin))
     computes = [[model.work(r, i) for i in r.program if not i.comm] for r in plan.roles]
     assert [any(w.source == "measured" for w in of) for of in computes] == [False, True]
-    elsewhere = CostModel(plan, MIXED, Costs(compute=steps, origin=replace(origin, cluster="b200-sxm:1")))
+    elsewhere = DeviceModel(plan, MIXED, Costs(compute=steps, origin=replace(origin, cluster="b200-sxm:1")))
     computes = [[elsewhere.work(r, i) for i in r.program if not i.comm] for r in plan.roles]
     assert [any(w.source == "measured" for w in of) for of in computes] == [True, True]
 
 
 def test_what_if_and_sensitivities_reach_every_type() -> None:
-    plan, slow = pipeline(), replace(MIXED, slow_ranks={1: 1.5, 2: 1.5})
+    plan, slow = pipeline(), changed(MIXED, slow_ranks={1: 1.5, 2: 1.5})
     found = why(plan, slow)
     by_name = {w.name: w.step_s for w in found.what_if}
-    faster = slow.each(lambda c: replace(c, peak_flops={k: 2 * v for k, v in c.peak_flops.items()}))
+    faster = slow.each_device(lambda d: replace(d, peak_flops={k: 2 * v for k, v in d.peak_flops.items()}))
     assert by_name["twice the peak FLOP/s"] == pytest.approx(simulate(plan, faster).step_s)
     assert found.step_s == pytest.approx(simulate(plan, slow).step_s)
     parts = {s.name: s.per_percent for s in found.sensitivities}
@@ -135,11 +135,11 @@ def test_the_step_is_sensitive_to_the_slow_links_that_it_waits_for() -> None:
     """Ranks 0 and 1 reduce over a slow link, 2 and 3 over a slower one; nobody crosses the third."""
     plan, one = pipeline(dp=2, nbytes=1 << 28), load_cluster("h100x1*5")
     links = {SlowLink(0, 1, 2.0): False, SlowLink(2, 3, 8.0): True, SlowLink(3, 4, 9.0): False}
-    slow = replace(one, slow_links=tuple(links))
+    slow = changed(one, slow_links=tuple(links))
     found = why(plan, slow)
     parts = {s.name: s.per_percent for s in found.sensitivities}
     for link, matters in links.items():
-        more = replace(slow, slow_links=tuple(replace(x, factor=1.01 * x.factor) if x == link else x for x in links))
+        more = changed(slow, slow_links=tuple(replace(x, factor=1.01 * x.factor) if x == link else x for x in links))
         percent = (simulate(plan, more).step_s / found.step_s - 1) * 100
         assert (percent > 0.1) is matters
         assert parts.get(f"slow_links[{link.factor:g}]", 0.0) == pytest.approx(percent, rel=0.05)
@@ -153,6 +153,6 @@ def test_a_role_of_two_types_takes_as_long_as_the_slower_one() -> None:
     build.compute(0, 1.0)
     plan = replace(build.plan(), chunks=tuple(map(computed, build.plan().chunks)))
     role = plan.roles[0]
-    assert CostModel(plan, MIXED, None).work(role, role.program[0]).seconds == pytest.approx(
-        1e12 / (312e12 * A100.matmul_fraction)
+    assert DeviceModel(plan, MIXED, None).work(role, role.program[0]).seconds == pytest.approx(
+        1e12 / (312e12 * A100.device.matmul_fraction)
     )

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from packages.simulator.tests.toys import changed
 from piper_ir.costs import AllocatorCosts, CommDuration, Costs, Duration, HostCosts, Origin, PartDuration, StepDuration
 from piper_ir.errors import ClusterError
 from piper_ir.machine import machine_name
@@ -66,7 +67,7 @@ def test_measured_then_interpolated_then_formula() -> None:
 def test_costs_that_hold_everything_need_no_cluster_and_give_no_warning() -> None:
     s = simulate(two_stages(), costs=measured("c0", "c1"))
     assert s.notes == () and s.step_s == pytest.approx(8.0 + 0.5**0.5)
-    assumed = replace(CPU, notes="assumed")
+    assumed = changed(CPU, notes="assumed")
     host = HostCosts(0.0, 0.0)
     assert simulate(two_stages(), assumed, costs=measured("c0", "c1", host=host)).notes == (), "no constant of it was used"
     assert simulate(two_stages(), assumed, costs=measured("c0", host=host)).notes[0] == "cpu-local: assumed"
@@ -86,7 +87,7 @@ def test_messages_take_processor_time_from_what_is_issued_next() -> None:
     longer = replace(plan, roles=(replace(first, program=(*first.program, replace(first.program[2]))), second))
     last = max((x for x in simulate(longer, CPU, costs=costs).trace.spans if x.rank == 0), key=lambda x: x.instr)
     assert last.end - last.start == 5.0, "a message is paid for once"
-    apart = simulate(two_stages(), replace(CPU, synchronous=False), costs=costs, contention=False)
+    apart = simulate(two_stages(), changed(CPU, synchronous=False), costs=costs, contention=False)
     assert [x.end - x.start for x in apart.trace.spans if x.stream == "compute"] == [4.0, 4.0, 4.0], "an accelerator's host"
 
 

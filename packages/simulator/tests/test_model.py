@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from packages.simulator.tests.toys import changed, toy
 from piper_compiler import Strategy, Training, compile_program, recipes, synthetic
 from piper_ir.costs import CommDuration, Costs, Duration
 from piper_ir.errors import ClusterError
@@ -12,15 +13,13 @@ from piper_ir.ops import Add, Collective, Compute, Op, Recv, Send, SquaredNorm, 
 from piper_ir.plan import Bucket, Channel, Instr, Part, Plan, RolePlan, State, Value
 from piper_ir.program import Chunk, Cost, Kernel, Signature
 from piper_ir.sizes import TensorSpec
-from piper_simulator import Cluster
-from piper_simulator.cluster import SlowLink
+from piper_simulator import Cluster, DeviceModel, SlowLink, model_for
 from piper_simulator.kernel_table import KernelDuration
-from piper_simulator.model import CostModel
 from piper_simulator.stacks import STACKS
 from piper_simulator.updates import Updated, update_bytes, update_seconds
 
-MACHINE = Cluster(
-    device="toy",
+MACHINE = toy(
+    name="toy",
     peak_flops={"float32": 1000.0, "float64": 500.0},
     memory_bandwidth=100.0,
     memory_bytes=1 << 20,
@@ -70,7 +69,7 @@ def seconds(
     p: Plan, op: Op, *, on: Cluster | None = MACHINE, costs: Costs | None = None, reads: tuple[str, ...] = ("u",)
 ) -> float:
     writes = ("v",) if isinstance(op, Recv | Add) else ()
-    return CostModel(p, on, costs).work(p.roles[0], Instr("x", (Part("node", op, reads=reads, writes=writes),))).seconds
+    return DeviceModel(p, on, costs).work(p.roles[0], Instr("x", (Part("node", op, reads=reads, writes=writes),))).seconds
 
 
 CAPTURED = plan(chunk("c", MATMUL, ADD), chunk("tiny", replace(ADD, bytes=1, count=8)))
@@ -86,16 +85,16 @@ def test_compute_is_never_less_than_its_launches() -> None:
 
 
 def test_launches_and_issue_add_up_where_the_host_is_the_device() -> None:
-    cpu = replace(MACHINE, synchronous=True)
+    cpu = changed(MACHINE, synchronous=True)
     assert seconds(CAPTURED, Compute("c", "F"), on=cpu) == 4.0 + 6.0 + 4 * 0.25 + 0.125
-    assert CostModel(CAPTURED, cpu, None).issue_s == 0.0
-    assert CostModel(CAPTURED, MACHINE, None).issue_s == 0.125
+    assert DeviceModel(CAPTURED, cpu, None).issue_s == 0.0
+    assert DeviceModel(CAPTURED, MACHINE, None).issue_s == 0.125
 
 
 def test_an_instruction_of_several_parts_takes_their_sum_and_the_least_trusted_label() -> None:
     parts = (Part("a", Compute("c", "F")), Part("b", Compute("tiny", "F")))
     costs = Costs({"c": {"F": Duration(1.0, "measured")}})
-    work = CostModel(CAPTURED, MACHINE, costs).work(CAPTURED.roles[0], Instr("compute", parts))
+    work = DeviceModel(CAPTURED, MACHINE, costs).work(CAPTURED.roles[0], Instr("compute", parts))
     assert (work.seconds, work.source, work.flops) == (1.0 + 2.0, "formula", 2000 + 30 + 80)
 
 
@@ -110,11 +109,11 @@ def test_with_a_stack_an_update_is_what_its_optimizer_launches() -> None:
     """Bucket b: 40 bytes of parameters, 80 of states, no gradient on this role."""
     of = Updated(40, 0, 80, 4, 1, False)
     for name, tensors in (("eager", 2 * 40 + 2 * 80), ("inductor", 20 * 40)):
-        stack = replace(MACHINE, stack=STACKS[name], launch_s=0.0)
+        stack = changed(MACHINE, stack=STACKS[name], launch_s=0.0)
         assert sum(update_bytes(of, fused=name == "eager")) == tensors
         assert seconds(CAPTURED, Update(("b",)), on=stack, reads=()) == pytest.approx(tensors / 80)
-    scaled = seconds(CAPTURED, Update(("b",), clip=1.0), on=replace(MACHINE, stack=STACKS["eager"]), reads=())
-    assert scaled == pytest.approx(update_seconds(replace(MACHINE, stack=STACKS["eager"]), replace(of, scaled=True)))
+    scaled = seconds(CAPTURED, Update(("b",), clip=1.0), on=changed(MACHINE, stack=STACKS["eager"]), reads=())
+    assert scaled == pytest.approx(update_seconds(changed(MACHINE, stack=STACKS["eager"]).device, replace(of, scaled=True)))
 
 
 def test_measured_kernels_label_a_step_and_are_said() -> None:
@@ -123,21 +122,21 @@ def test_measured_kernels_label_a_step_and_are_said() -> None:
         KernelDuration("matmul", "", "float32", "shape", (1, 1, 1), 7.0, "here"),
         KernelDuration("elementwise", "", "float32", "bytes", (320,), 2.0, "here"),
     )
-    some = replace(MACHINE, kernels=rows)
-    model = CostModel(CAPTURED, some, None)
+    some = changed(MACHINE, kernels=rows)
+    model = DeviceModel(CAPTURED, some, None)
     found = model.work(CAPTURED.roles[0], Instr("x", (Part("node", Compute("c", "F")),)))
     assert (found.seconds, found.source) == (pytest.approx(7.0 + 3 * 1.0), "formula")
     (note,) = [n for n in model.notes if "kernels" in n]
     assert note.startswith(f"{some.name}: of the time of kernels 70% as measured, 30% up to 2 times outside of them, by formula")
     twice = plan(chunk("c", MATMUL, ADD), chunk("d", MATMUL))
-    model = CostModel(twice, some, None)
+    model = DeviceModel(twice, some, None)
     for name in ("c", "d", "c"):
         model.work(twice.roles[0], Instr("x", (Part("node", Compute(name, "F")),)))
     assert any("82% as measured, 18%" in n for n in model.notes), "7 + 7 of 17 s, each step of a chunk once"
-    exact = replace(some, kernels=(rows[0], replace(rows[1], size=(160,))))
-    found = CostModel(CAPTURED, exact, None).work(CAPTURED.roles[0], Instr("x", (Part("node", Compute("c", "F")),)))
+    exact = changed(some, kernels=(rows[0], replace(rows[1], size=(160,))))
+    found = DeviceModel(CAPTURED, exact, None).work(CAPTURED.roles[0], Instr("x", (Part("node", Compute("c", "F")),)))
     assert (found.seconds, found.source) == (7.0 + 3 * 2.0, "table")
-    assert not any("kernels" in n for n in CostModel(CAPTURED, MACHINE, None).notes)
+    assert not any("kernels" in n for n in DeviceModel(CAPTURED, MACHINE, None).notes)
 
 
 def test_point_to_point() -> None:
@@ -159,27 +158,27 @@ def test_all_reduce_over_nodes_shares_the_nics_of_a_node() -> None:
     eight = plan(chunk("c", MATMUL), mesh=Mesh(pp=2, dp=8), over=("dp",))
     assert seconds(eight, reduction("dp")) == 12 * 1.0 + 2 * 3.0 + 1.75 * 40 / 8
     spread = plan(chunk("c", MATMUL), mesh=Mesh(pp=2, dp=4), over=("dp",))
-    one_per_node = replace(MACHINE, per_node=1, nodes=8)
+    one_per_node = changed(MACHINE, per_node=1, nodes=8)
     assert seconds(spread, reduction("dp"), on=one_per_node) == 6 * 3.0 + 1.5 * 40 / 2
 
 
 def test_the_slowest_instance_of_a_channel_gives_its_time() -> None:
     """Pairs of ranks 0 and 2, 1 and 3, on four nodes: one of the two links is slow."""
     pairs = plan(chunk("c", MATMUL), mesh=Mesh(pp=2, dp=2))
-    apart = replace(MACHINE, per_node=1, nodes=8)
+    apart = changed(MACHINE, per_node=1, nodes=8)
     assert seconds(pairs, Send("p2p"), on=apart) == 3.0 + 40 / 2
-    assert seconds(pairs, Send("p2p"), on=replace(apart, slow_links=(SlowLink(1, 3, 2.0),))) == 3.0 + 40 / 1
-    assert seconds(pairs, Send("p2p"), on=replace(apart, slow_links=(SlowLink(0, 1, 2.0),))) == 3.0 + 40 / 2, "not theirs"
+    assert seconds(pairs, Send("p2p"), on=changed(apart, slow_links=(SlowLink(1, 3, 2.0),))) == 3.0 + 40 / 1
+    assert seconds(pairs, Send("p2p"), on=changed(apart, slow_links=(SlowLink(0, 1, 2.0),))) == 3.0 + 40 / 2, "not theirs"
 
 
 def test_a_measured_message_over_a_slow_link_takes_longer_as_its_formula_does() -> None:
     """Ranks 0 and 2, 1 and 3, each on a node of its own: 3 + 40 / 2 s by formula, 3 + 40 / 0.5 over the slow link."""
     pairs = plan(chunk("c", MATMUL), mesh=Mesh(pp=2, dp=2))
-    apart = replace(MACHINE, per_node=1, nodes=4)
+    apart = changed(MACHINE, per_node=1, nodes=4)
     costs = Costs(comm=(CommDuration("p2p", 40, 2, Duration(9.0), nodes=2),))
     assert seconds(pairs, Send("p2p"), on=apart, costs=costs) == 9.0
     for link, factor in ((SlowLink(1, 3, 4.0), 83 / 23), (SlowLink(0, 1, 4.0), 1.0)):
-        assert seconds(pairs, Send("p2p"), on=replace(apart, slow_links=(link,)), costs=costs) == pytest.approx(9.0 * factor)
+        assert seconds(pairs, Send("p2p"), on=changed(apart, slow_links=(link,)), costs=costs) == pytest.approx(9.0 * factor)
 
 
 def test_slow_links_that_messages_cross_are_named() -> None:
@@ -189,18 +188,18 @@ def test_slow_links_that_messages_cross_are_named() -> None:
         (1, ("slow links: nodes 1 and 3, 2 times as long",)),
         (2, ("slow links: nodes 0 and 1, 3 times as long",)),
     ):
-        model = CostModel(pairs, replace(MACHINE, per_node=per_node, nodes=4, slow_links=links), None)
+        model = DeviceModel(pairs, changed(MACHINE, per_node=per_node, nodes=4, slow_links=links), None)
         model.work(pairs.roles[0], Instr("s", (Part("n", Send("p2p"), reads=("u",)),)))
         assert model.notes == named
-    model = CostModel(CAPTURED, replace(MACHINE, slow_links=(SlowLink(0, 0, 2.0),)), None)
+    model = DeviceModel(CAPTURED, changed(MACHINE, slow_links=(SlowLink(0, 0, 2.0),)), None)
     model.work(CAPTURED.roles[0], Instr("g", (Part("n", reduction("both"), reads=("u",)),)))
     assert model.notes == ("slow links: within node 0, 2 times as long",)
 
 
 def test_a_role_takes_as_long_as_its_slowest_rank() -> None:
-    on = replace(MACHINE, slow_ranks={1: 1.5, 2: 3.0})
+    on = changed(MACHINE, slow_ranks={1: 1.5, 2: 3.0})
     four = plan(chunk("c", MATMUL, ADD), mesh=Mesh(pp=2, dp=2))  # the first role has ranks 0 and 1
-    model = CostModel(four, on, None)
+    model = DeviceModel(four, on, None)
     first, second = (model.work(r, Instr("compute", (Part("a", Compute("c", "F")),))) for r in four.roles)
     assert (first.seconds, second.seconds) == (10.0 * 1.5, 10.0 * 3.0)
     assert first.flops == second.flops and seconds(four, Send("p2p"), on=on) == seconds(four, Send("p2p"))
@@ -208,8 +207,8 @@ def test_a_role_takes_as_long_as_its_slowest_rank() -> None:
 
 
 def test_a_message_from_the_cluster_s_table_is_labelled_so() -> None:
-    on = replace(MACHINE, messages=(CommDuration("all_reduce", 40, 2, Duration(0.5, "table")),))
-    work = CostModel(CAPTURED, on, None).work(CAPTURED.roles[0], Instr("g", (Part("n", reduction("both"), reads=("u",)),)))
+    on = changed(MACHINE, messages=(CommDuration("all_reduce", 40, 2, Duration(0.5, "table")),))
+    work = DeviceModel(CAPTURED, on, None).work(CAPTURED.roles[0], Instr("g", (Part("n", reduction("both"), reads=("u",)),)))
     assert (work.seconds, work.source, work.bytes) == (0.5, "table", 40)
     measured = Costs(comm=(CommDuration("all_reduce", 40, 2, Duration(0.25)),))
     assert seconds(CAPTURED, reduction("both"), on=on, costs=measured) == 0.25, "what was measured here comes first"
@@ -233,7 +232,7 @@ def test_given_durations_are_all_there_is_in_a_synthetic_plan() -> None:
     for on in (None, MACHINE):
         assert seconds(given, Compute("g", "F"), on=on) == 5.0
         assert [seconds(given, op, on=on) for op in (Send("p2p"), reduction("both"), Add(), Update(("b",)))] == [0.0] * 4
-        assert CostModel(given, on, None).issue_s == 0.0
+        assert DeviceModel(given, on, None).issue_s == 0.0
 
 
 @pytest.mark.parametrize("op", [Compute("c", "F"), Send("p2p"), Add()])
@@ -244,14 +243,14 @@ def test_without_a_cluster_a_duration_that_must_be_computed_is_refused(op: Op) -
 
 def test_a_cluster_that_is_too_small_is_refused() -> None:
     with pytest.raises(ClusterError, match=r"the plan runs on 2 ranks; toy:1 has 1 devices"):
-        CostModel(CAPTURED, replace(MACHINE, per_node=1, nodes=1), None)
+        model_for(CAPTURED, changed(MACHINE, per_node=1, nodes=1), None, DeviceModel)
 
 
 def test_costs_of_another_microbatch_are_refused() -> None:
     costs = Costs({"c": {"F": Duration(1.0)}}, rows=8)
     with pytest.raises(ClusterError, match="the costs hold for 8 rows per microbatch; the plan has 4"):
-        CostModel(CAPTURED, MACHINE, costs)
-    CostModel(replace(CAPTURED, rows=8), MACHINE, costs)
+        DeviceModel(CAPTURED, MACHINE, costs)
+    DeviceModel(replace(CAPTURED, rows=8), MACHINE, costs)
 
 
 def test_an_update_of_a_compiled_plan_moves_parameters_gradients_and_optimizer_state() -> None:
@@ -268,18 +267,18 @@ def test_an_update_of_a_compiled_plan_moves_parameters_gradients_and_optimizer_s
     assert held == 1024 + 1024 + 4096
     (instr,) = [i for i in role.program if any(isinstance(p.op, Update) for p in i.parts)]
     (update,) = [p for p in instr.parts if isinstance(p.op, Update)]
-    work = CostModel(compiled.plan, MACHINE, None).work(role, replace(instr, parts=(update,)))
+    work = DeviceModel(compiled.plan, MACHINE, None).work(role, replace(instr, parts=(update,)))
     read = sum(compiled.plan.values[v].nbytes for v in update.reads)
     assert work.seconds == pytest.approx((2 * held + read) / (100 * 0.8))
 
 
 def test_a_guessed_rate_and_uncalibrated_constants_are_noted() -> None:
-    model = CostModel(plan(chunk("c", replace(MATMUL, dtype="float8"))), replace(MACHINE, notes="not calibrated"), None)
+    model = DeviceModel(plan(chunk("c", replace(MATMUL, dtype="float8"))), changed(MACHINE, notes="not calibrated"), None)
     assert model.notes == ("toy:4*4: not calibrated",)
     instr = Instr("compute", (Part("a", Compute("c", "F")),))
     model.work(model.plan.roles[0], instr)
     assert model.notes[1:] == ("toy:4*4: no FLOP/s known for float8; computed with those of float64, 5e-10 TFLOP/s",)
     for kernel in (MATMUL, replace(ADD, dtype="int64")):  # a known dtype; an unknown one whose rate decides nothing
-        model = CostModel(plan(chunk("c", kernel)), MACHINE, None)
+        model = DeviceModel(plan(chunk("c", kernel)), MACHINE, None)
         model.work(model.plan.roles[0], instr)
         assert model.notes == ()

@@ -9,7 +9,7 @@ from piper_simulator import load_cluster
 from piper_simulator.kernels import by_kind, launched, launches, step_seconds
 from piper_simulator.passes import SLICE, launched_by_torch
 
-H200, EAGER, FUSED = load_cluster("h200x1"), load_cluster("h200x1@eager"), load_cluster("h200x1@inductor")
+H200, EAGER, FUSED = load_cluster("h200x1").device, load_cluster("h200x1@eager").device, load_cluster("h200x1@inductor").device
 ROWS, CLASSES = 4096, 32_768
 LOGITS = ROWS * CLASSES
 FORWARD = Kernel("loss", (ROWS, CLASSES), "bfloat16", 4 * LOGITS, 2 * LOGITS + 49_154, op="cross_entropy")
@@ -49,7 +49,7 @@ def test_its_time_is_that_of_its_bytes() -> None:
     forward, gradient = by_kind(EAGER, FORWARD, backward=False), by_kind(EAGER, GRADIENT, backward=True)
     assert forward == pytest.approx(22 * LOGITS / (4.8e12 * 0.9)) and gradient == pytest.approx(20 * LOGITS / (4.8e12 * 0.9))
     assert by_kind(FUSED, FORWARD, backward=False) == pytest.approx(FORWARD.bytes / (4.8e12 * 0.9)), "once, in a fused kernel"
-    a100 = load_cluster("a100x1@eager")
+    a100 = load_cluster("a100x1@eager").device
     assert by_kind(a100, FORWARD, backward=False) == pytest.approx(22 * LOGITS / (2e12 * 0.91))
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packages.simulator.tests.toys import changed, toy
 from piper_ir.codec import dumps, loads
 from piper_ir.costs import Costs, Duration
 from piper_ir.errors import ClusterError, PlanError
@@ -15,7 +16,7 @@ from piper_ir.plan import State
 from piper_ir.program import Cost, Input, Kernel, Param
 from piper_ir.sizes import TensorSpec
 from piper_ir.trace import Trace
-from piper_simulator import Cluster, load_cluster, simulate
+from piper_simulator import load_cluster, simulate
 from piper_simulator.metrics import uncovered
 from tests.random_plans import PlanBuilder, given_durations, random_plan
 
@@ -107,10 +108,10 @@ def test_device_bytes_count_what_is_not_tensors() -> None:
     plan = two_devices().plan()
     plan = replace(plan, roles=(replace(plan.roles[0], states=(State("param:w", "param", 1000),)), plan.roles[1]))
     s = simulate(plan, cluster)
-    assert s.device_bytes[0] == cluster.context_bytes + 1050 + 2 * cluster.p2p_bytes
+    assert s.device_bytes[0] == cluster.device.context_bytes + 1050 + 2 * cluster.device.p2p_bytes
 
 
-FLAT = Cluster("flat", {"float32": 100.0}, 1e9, 1 << 30, 1e9, 0.0, 1e9, 0.0, per_node=8)
+FLAT = toy("flat", {"float32": 100.0}, 1e9, 1 << 30, 1e9, 0.0, 1e9, 0.0, per_node=8)
 
 
 def test_utilisation() -> None:
@@ -167,7 +168,7 @@ def test_what_is_not_calibrated_is_in_the_summary_and_the_trace() -> None:
     assert constants.startswith("h100-80g-sxm:8: ") and "not calibrated" in constants
     assert "no FLOP/s known for float8" in guess
     assert s.trace.notes == {"cluster": "h100-80g-sxm:8", "warnings": f"{constants}; {guess}"}
-    assert simulate(plan, replace(FLAT, notes="")).notes == ()
+    assert simulate(plan, changed(FLAT, notes="")).notes == ()
 
 
 def test_a_guess_behind_the_utilisation_alone_is_noted() -> None:

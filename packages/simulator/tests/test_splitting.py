@@ -7,22 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from packages.simulator.tests.toys import beside, changed, toy
 from piper_ir.mesh import Mesh
 from piper_ir.ops import COMM, Collective
 from piper_ir.plan import Channel, Instr, Plan, RolePlan, Value
 from piper_ir.program import Chunk, Cost, Kernel
 from piper_ir.sizes import TensorSpec
-from piper_simulator import Cluster, Simulation, simulate, why
-from piper_simulator.cluster import Nodes, SlowLink
+from piper_simulator import Cluster, Simulation, SlowLink, simulate, why
 from piper_simulator.refinement import refined
 from piper_simulator.splitting import each_rank, split
 from tests.random_plans import PlanBuilder
 
-FLAT = Cluster("flat", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=8, nodes=2, sms=100)
+FLAT = toy("flat", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=8, nodes=2, sms=100)
 """1 FLOP/s, 1000 bytes/s of memory, 10 bytes/s per port and 2 per NIC, without latency."""
-FAST = replace(
-    FLAT, device="fast", peak_flops={"float32": 2.0}, intra_bandwidth=30.0, inter_bandwidth=3.0, memory_bandwidth=500.0
-)
+FAST = changed(FLAT, name="fast", peak_flops={"float32": 2.0}, intra_bandwidth=30.0, inter_bandwidth=3.0, memory_bandwidth=500.0)
 
 
 def computed(plan: Plan) -> Plan:
@@ -84,19 +82,20 @@ def random_cluster(rng: Random, world: int) -> Cluster:
     """Nodes of a size that need not fit the mesh; some of another kind; slow ranks and links."""
     per_node = rng.randint(1, 5)
     nodes = -(-world // per_node)
-    others: tuple[Nodes, ...] = ()
+    others: tuple[int, int] | None = None
     links: tuple[SlowLink, ...] = ()
     if nodes > 1 and rng.random() < 0.5:
         first = rng.randrange(nodes)
-        others = (Nodes(first, rng.randint(1, nodes - first), FAST),)
+        others = first, rng.randint(1, nodes - first)
     if rng.random() < 0.5:
         ends = {tuple(sorted((rng.randrange(nodes), rng.randrange(nodes)))) for _ in range(rng.randint(1, 2))}
         links = tuple(SlowLink(a, b, rng.choice((2.0, 3.0))) for a, b in sorted(ends))
     slow = {rng.randrange(world): rng.choice((1.5, 2.0)) for _ in range(rng.choice((0, 1, 2)))}
-    return replace(
-        FLAT, per_node=per_node, nodes=nodes, others=others, slow_links=links, slow_ranks=slow,
+    on = changed(
+        FLAT, per_node=per_node, nodes=nodes, slow_links=links, slow_ranks=slow,
         intra_latency=rng.choice((0.0, 0.25)), rails=rng.choice((1, 1, 2)), oversubscription=rng.choice((1.0, 2.0)),
     )  # fmt: skip
+    return beside(on, *others, FAST) if others else on
 
 
 def by_rank(plan: Plan) -> Plan:
@@ -162,7 +161,7 @@ def starts(s: Simulation, name: str) -> list[float]:
 
 def test_a_slow_rank_delays_its_own_pipeline_until_the_reduction() -> None:
     """dp=8: rank 2 takes 6 s for the 3 s of stage 0. Only the stage after it waits; then all wait for the reductions."""
-    s = simulate(replicas(8), replace(FLAT, slow_ranks={2: 2.0}))
+    s = simulate(replicas(8), changed(FLAT, slow_ranks={2: 2.0}))
     assert starts(s, "b") == [3.0, 3.0, 6.0, 3.0, 3.0, 3.0, 3.0, 3.0]
     assert (starts(s, "0.reduce"), starts(s, "1.reduce")) == ([6.0] * 8, [8.0] * 8)
     assert s.step_s == 8.0 and s.bubble_s[:3] == (5.0, 5.0, 2.0)
@@ -171,27 +170,27 @@ def test_a_slow_rank_delays_its_own_pipeline_until_the_reduction() -> None:
 
 def test_a_slow_link_delays_who_sends_over_it() -> None:
     """Four replicas, a rank per node: stage 0 on nodes 0 to 3, stage 1 on 4 to 7. 20 bytes at 2 bytes/s, on one link thrice."""
-    on = replace(FLAT, per_node=1, nodes=8, slow_links=(SlowLink(1, 5, 3.0),))
+    on = changed(FLAT, per_node=1, nodes=8, slow_links=(SlowLink(1, 5, 3.0),))
     s = simulate(replicas(4, nbytes=20), on)
     assert starts(s, "b") == [13.0, 33.0, 13.0, 13.0]
 
 
 def test_which_link_an_instance_crosses() -> None:
     """Nodes of 3 and two replicas of two stages: the transfer of rank 0 to 2 stays on node 0, that of 1 to 3 does not."""
-    s = simulate(replicas(2, nbytes=20), replace(FLAT, per_node=3))
+    s = simulate(replicas(2, nbytes=20), changed(FLAT, per_node=3))
     assert starts(s, "b") == [5.0, 13.0]
 
 
 def test_two_kinds_of_devices() -> None:
     """pp across types: stage 1 is on the fast node. dp across types: only half of the ranks are fast."""
-    mixed = replace(FLAT, others=(Nodes(1, 1, FAST),))
+    mixed = beside(FLAT, 1, 1, FAST)
     s = simulate(replicas(8), mixed)
     assert (starts(s, "1.reduce"), s.step_s) == ([4.0] * 8, 4.0)
-    across = simulate(replicas(4), replace(mixed, per_node=2, nodes=4))
+    across = simulate(replicas(4), beside(changed(FLAT, per_node=2, nodes=4), 1, 1, FAST))
     assert (starts(across, "b"), across.step_s) == ([3.0, 3.0, 1.5, 1.5], 5.0)
     build = PlanBuilder(1, dp=4)
     build.compute(0, 3.0)
-    alone = simulate(computed(build.plan()), replace(mixed, per_node=2, nodes=4))
+    alone = simulate(computed(build.plan()), beside(changed(FLAT, per_node=2, nodes=4), 1, 1, FAST))
     assert [x.end for x in alone.trace.spans] == [3.0, 3.0, 1.5, 1.5], "without a message"
 
 
@@ -200,19 +199,19 @@ def test_what_is_not_different_is_not_split() -> None:
     for cluster in (
         None,
         FLAT,
-        replace(FLAT, others=(Nodes(1, 1, FAST),)),
-        replace(FLAT, slow_ranks=dict.fromkeys(range(8), 2.0)),
+        beside(FLAT, 1, 1, FAST),
+        changed(FLAT, slow_ranks=dict.fromkeys(range(8), 2.0)),
     ):
         for shared in (False, True):
             assert split(plan, cluster, shared=shared and cluster is not None).plan is plan
-    beyond = replace(FLAT, per_node=2)
+    beyond = changed(FLAT, per_node=2)
     assert split(plan, beyond, shared=True).plan is plan, "the plan is too large, which is for others to say"
 
 
 @pytest.mark.parametrize("dp", [8, 64, 1024])
 def test_the_cost_is_that_of_the_classes(dp: int) -> None:
     """A slow rank is alone, and so is the stage after it; it holds up all others alike, however many they are."""
-    cluster = replace(FLAT, nodes=2 * dp // 8, slow_ranks={3: 2.0})
+    cluster = changed(FLAT, nodes=2 * dp // 8, slow_ranks={3: 2.0})
     found = split(replicas(dp), cluster, shared=True)
     assert [role.role for role in found.plan.roles] == ["pp0/0", "pp0/3", f"pp1/{dp}", f"pp1/{dp + 3}"]
     assert [len(role.ranks) for role in found.plan.roles] == [dp - 1, 1, dp - 1, 1]
@@ -228,7 +227,7 @@ def test_the_cost_is_that_of_the_classes(dp: int) -> None:
 def test_who_else_uses_a_link_matters_with_contention_only() -> None:
     """Nodes of 2, three replicas: the ring of stage 0 passes the NIC of rank 2 as often as those of 0 and 1 together, and that
     of stage 1 the one of 3; each sends to stage 1 over its NIC. 0 meets 3, 1 meets 4 and 2 meets 5."""
-    plan, on = replicas(3, nbytes=20), replace(FLAT, per_node=2, nodes=3)
+    plan, on = replicas(3, nbytes=20), changed(FLAT, per_node=2, nodes=3)
     assert len(split(plan, on, shared=False).plan.roles) == 2
     assert [role.ranks for role in split(plan, on, shared=True).plan.roles] == [(rank,) for rank in range(6)]
 

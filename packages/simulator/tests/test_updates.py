@@ -5,7 +5,7 @@ import pytest
 from piper_simulator import load_cluster
 from piper_simulator.updates import BLOCKS, CHUNK, Updated, update_bytes, update_seconds
 
-EAGER, INDUCTOR = load_cluster("h200x1@eager"), load_cluster("h200x1@inductor")
+EAGER, INDUCTOR = load_cluster("h200x1@eager").device, load_cluster("h200x1@inductor").device
 N = 10 * BLOCKS * CHUNK
 ADAM = Updated(4 * N, 4 * N, 8 * N + 12, 4, 3, False)
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from packages.simulator.tests.toys import changed, toy
 from piper_compiler import Strategy, compile_program, recipes, synthetic
 from piper_ir.costs import CommDuration, Costs, Duration
 from piper_ir.errors import ClusterError, PlanError
@@ -17,13 +18,13 @@ from piper_ir.plan import Plan, Value
 from piper_ir.program import Cost, Kernel
 from piper_ir.sizes import TensorSpec
 from piper_ir.timing import Times, prepare, sweep
-from piper_simulator import Cluster, Why, compare, load_cluster, simulate, why
+from piper_simulator import Why, compare, load_cluster, simulate, why
 from piper_simulator.critical import Chains, Piece
-from piper_simulator.gaps import idle_gaps, shares
-from piper_simulator.whatif import changes, constants
+from piper_simulator.gaps import idle_gaps, time_shares
+from piper_simulator.whatif import changes, cluster_constants
 from tests.random_plans import PlanBuilder, random_plan
 
-FLAT = Cluster("flat", {"float32": 100.0}, 1e9, 1 << 30, 2.0, 0.0, 1.0, 0.0, per_node=8)
+FLAT = toy("flat", {"float32": 100.0}, 1e9, 1 << 30, 2.0, 0.0, 1.0, 0.0, per_node=8)
 Line = tuple[float, float, str]
 
 
@@ -141,7 +142,7 @@ def test_a_slow_link_owns_the_path() -> None:
 
 def test_a_slow_host_owns_the_path() -> None:
     """10 s per instruction: the fourth of the first device is issued at 40 s, long after all that it waits for."""
-    found = why(two_devices(), replace(FLAT, host_issue_s=10.0))
+    found = why(two_devices(), changed(FLAT, host_issue_s=10.0))
     assert lines(found, found.path) == [(0.0, 40.0, "host of pp0"), (40.0, 41.0, "F of pp0")]
     assert {w.name: w.step_s for w in found.what_if}["no launch cost"] == 18.0
     assert found.shares[1].host == 41.0 - 2.0 - found.shares[1].bubble - found.shares[1].waiting
@@ -149,7 +150,7 @@ def test_a_slow_host_owns_the_path() -> None:
 
 
 def test_links_between_nodes_have_a_row_where_there_are_nodes() -> None:
-    rows = {w.name: w.step_s for w in why(two_devices(), replace(FLAT, per_node=1, nodes=2)).what_if}
+    rows = {w.name: w.step_s for w in why(two_devices(), changed(FLAT, per_node=1, nodes=2)).what_if}
     assert rows["twice the bandwidth between nodes"] == 18.0 and rows["twice the bandwidth within nodes"] == 30.0
 
 
@@ -199,10 +200,10 @@ def test_what_cannot_be_explained_is_said() -> None:
 
 
 def test_constants_are_the_floats_of_a_cluster() -> None:
-    found = {name: put(7.5) for name, _, put in constants(FLAT)}
-    assert found["intra_latency"] == replace(FLAT, intra_latency=7.5)
-    assert found["peak_flops[float32]"].peak_flops == {"float32": 7.5}
-    assert not {"per_node", "nodes", "memory_bytes", "synchronous", "device"} & found.keys(), "counts, sizes and names"
+    found = {name: put(7.5) for name, _, put in cluster_constants(FLAT)}
+    assert found["intra_latency"] == changed(FLAT, intra_latency=7.5)
+    assert found["peak_flops[float32]"].device.peak_flops == {"float32": 7.5}
+    assert not {"per_node", "nodes", "memory_bytes", "synchronous", "name"} & found.keys(), "counts, sizes and names"
 
 
 def test_interference_has_a_row_and_a_part_of_the_path() -> None:
@@ -264,7 +265,7 @@ def test_every_idle_moment_of_a_role_has_an_owner(seed: int, issue: float) -> No
     plan, durations, times, chains = swept(seed, issue)
     prepared = prepare(plan)
     gaps = idle_gaps(prepared, times, chains)
-    found = shares(times.makespan, gaps)
+    found = time_shares(times.makespan, gaps)
     for r, own in enumerate(gaps):
         nodes = range(prepared.offsets[r], prepared.offsets[r + 1])
         busy = sum(durations[n] for n in nodes if prepared.group_of[n] < 0)
@@ -279,13 +280,13 @@ def test_every_idle_moment_of_a_role_has_an_owner(seed: int, issue: float) -> No
 def test_what_if_is_a_simulation_of_the_changed_cluster(seed: int, contention: bool) -> None:
     rng = Random(seed)
     plan = computed(random_plan(seed, most=30)[0], rng)
-    cluster = replace(FLAT, per_node=4, nodes=2, intra_latency=0.1, launch_s=0.3, host_issue_s=rng.choice((0.0, 0.2)))
+    cluster = changed(FLAT, per_node=4, nodes=2, intra_latency=0.1, launch_s=0.3, host_issue_s=rng.choice((0.0, 0.2)))
     found = why(plan, cluster, contention=contention)
     rows = {w.name: w.step_s for w in found.what_if}
     assert found.step_s == simulate(plan, cluster, contention=contention).step_s
-    for name, change in changes(cluster):
+    for name, other in changes(cluster):
         step_s = rows.pop(name)
-        assert step_s == simulate(plan, change(cluster), contention=contention).step_s
+        assert step_s == simulate(plan, other, contention=contention).step_s
         assert contention or step_s <= found.step_s
     alone, overlap = rows.pop("no interference", found.step_s), rows.pop("perfect overlap")
     assert alone == simulate(plan, cluster, contention=False).step_s
@@ -294,7 +295,7 @@ def test_what_if_is_a_simulation_of_the_changed_cluster(seed: int, contention: b
 
 @given(seeds=st.tuples(SEEDS, SEEDS))
 def test_the_parts_of_a_difference_add_up_to_it(seeds: tuple[int, int]) -> None:
-    a, b = (why(computed(random_plan(s, most=30)[0], Random(s)), replace(FLAT, host_issue_s=0.1)) for s in seeds)
+    a, b = (why(computed(random_plan(s, most=30)[0], Random(s)), changed(FLAT, host_issue_s=0.1)) for s in seeds)
     result = compare(a, b)
     for parts in (result.path, result.device):
         assert sum(d.change for d in parts) == pytest.approx(result.step.change)
@@ -312,4 +313,4 @@ def test_messages_of_a_clusters_table_change_with_its_links() -> None:
     free = replace(plan, chunks=tuple(bare))
     found = why(free, load_cluster("a100-40gx8"), costs=Costs(given))
     rows = {w.name: w.step_s for w in found.what_if}
-    assert load_cluster("a100-40gx8").messages and rows["twice the bandwidth within nodes"] < 0.98 * found.step_s
+    assert load_cluster("a100-40gx8").links.messages and rows["twice the bandwidth within nodes"] < 0.98 * found.step_s

@@ -35,10 +35,10 @@ def nothing_found(search: Search, problem: Problem) -> str:
 
 def _way_out(problem: Problem, least: Row) -> str:
     """No limit helps where a type of device does not have what the least needs: a rank never has more than its own."""
-    kinds = problem.cluster.kinds if problem.cluster is not None and problem.cluster.others else ()
-    if all(least.device_bytes is not None and least.device_bytes <= kind.memory_bytes for kind in kinds):
+    devices = problem.several_devices
+    if all(least.device_bytes is not None and least.device_bytes <= device.memory_bytes for device in devices):
         return "Set memory_limit to at least that, or offer"
-    own = ", ".join(f"{kind.device} {size_text(kind.memory_bytes)}" for kind in kinds)
+    own = ", ".join(f"{device.name} {size_text(device.memory_bytes)}" for device in devices)
     return (
         f"Each rank has the memory of its own device, whatever the limit: {own}. Put types with more where more is held, or offer"
     )

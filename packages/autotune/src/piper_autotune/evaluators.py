@@ -95,7 +95,7 @@ class Processes:
     def __init__(
         self, problem: Problem, programs: Programs, count: int, timeout_s: float, modules: Iterable[ModuleType] = ()
     ) -> None:
-        self._blob = packed(problem, modules)
+        self._blob = packed(problem, [*modules, *problem.own_modules])
         self._programs, self._timeout_s = programs, timeout_s
         self.width = 1 if count == 1 else 2 * count
         self._jobs: list[tuple[bytes, bool]] = []

@@ -40,7 +40,7 @@ class OnRay:
             raise TuneError("this process is not connected to a Ray cluster; call ray.init() first, or use piper.tune")
         self._ray: Any = ray
         self._programs, self._timeout_s = programs, timeout_s
-        self._blob = ray.put(packed(problem, modules))
+        self._blob = ray.put(packed(problem, [*modules, *problem.own_modules]))
         self._name = self._blob.binary()
         self._task = ray.remote(task).options(max_retries=0, num_cpus=1)
         self.width = 2 * max(1, int(self._ray.cluster_resources().get("CPU", 1)))

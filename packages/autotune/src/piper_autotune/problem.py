@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from types import ModuleType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]  # it has no types
 
+from piper_autotune.content import content
 from piper_compiler import Options, Strategy, Training
 from piper_ir.costs import Costs
 from piper_ir.errors import PiperError, TuneError
-from piper_ir.plan import Bucket
-from piper_ir.program import Program
+from piper_ir.mesh import Mesh
+from piper_ir.plan import Bucket, Plan
+from piper_ir.program import Chunk, Program
 from piper_ir.sizes import bind
-from piper_simulator import Cluster
-from piper_simulator.clusters import CPU
-from piper_simulator.device_memory import kind_of
+from piper_simulator import CPU, Cluster, CostModelFactory, Device, DeviceModel, device_type, model_for
 
 
 @dataclass(frozen=True)
 class Problem:
     """`program` and `training` describe the job, `global_batch` its rows per step (None: one per microbatch and replica).
     `cluster` and `costs` give durations; without a cluster the program has its own. A plan must stay within `memory_limit`
-    bytes on every device (None: any plan fits). `one_role`: why plans of several roles are refused, empty when they are not."""
+    bytes on every device (None: any plan fits). `one_role`: why plans of several roles are refused, empty when they are not.
+    `model`: the cost model that gives durations."""
 
     program: Program
     global_batch: int | None = None
@@ -36,33 +38,58 @@ class Problem:
     costs: Costs | None = None
     memory_limit: int | None = None
     one_role: str = ""
+    model: CostModelFactory = DeviceModel
 
     @property
     def options(self) -> Options:
         """Of the compiler: memory is counted with the kernels of the cluster's devices."""
-        return Options(device=kind_of(self.cluster))
+        return Options(device=device_type(self.cluster))
 
-    def limit_of(self, kind: Cluster | None) -> int | None:
-        """Bytes that a plan may hold on a device: where there are several kinds never more than it has."""
-        if kind is None or self.cluster is None or not self.cluster.others:
+    def limit_of(self, device: Device | None) -> int | None:
+        """Return the bytes that a plan may hold on a device: where there are several kinds, never more than it has."""
+        if device is None or self.cluster is None or len(self.cluster.kinds) == 1:
             return self.memory_limit
-        return min(self.memory_limit or kind.memory_bytes, kind.memory_bytes)
+        return min(self.memory_limit or device.memory_bytes, device.memory_bytes)
+
+    @property
+    def several_devices(self) -> Sequence[Device]:
+        """The types of devices of the cluster, where there are several."""
+        kinds = () if self.cluster is None else self.cluster.kinds
+        return [kind.device for kind in kinds] if len(kinds) > 1 else []
+
+    @cached_property
+    def uniform(self) -> bool:
+        """Whether an instruction takes as long wherever it stands, as the cost model says: it is asked for a plan of nothing."""
+        rows = 1 if self.costs is None or self.costs.rows is None else self.costs.rows
+        return model_for(bare_plan(self.program, Mesh(), rows), self.cluster, self.costs, self.model).uniform
+
+    @property
+    def own_modules(self) -> Sequence[ModuleType]:
+        """The modules of a cost model of the user's own, which workers get by value: they may not be able to import them."""
+        made = self.model.func if isinstance(self.model, partial) else self.model
+        home = getattr(made, "__module__", "")
+        return [sys.modules[home]] if home in sys.modules and home.partition(".")[0] != "piper_simulator" else []
 
     @property
     def device_limits(self) -> dict[str, int]:
         """`limit_of` by type of device, where there are several kinds."""
-        several = self.cluster.kinds if self.cluster is not None and self.cluster.others else ()
-        found = [(kind.device, self.limit_of(kind) or 0) for kind in several]
+        found = [(device.name, self.limit_of(device) or 0) for device in self.several_devices]
         return dict(sorted(found, key=lambda f: -f[1]))
 
     def facts(self) -> tuple[object, ...]:
         """What scores depend on, the same in another process. This machine is itself, however fast it was just measured."""
-        cluster = self.cluster.name if self.cluster is not None and self.cluster.device == CPU else self.cluster
+        cluster = self.cluster.name if self.cluster is not None and self.cluster.device.name == CPU else self.cluster
         trained = tuple(p for p in self.program.params if p.trained)
         whole = Bucket("", tuple(p.name for p in trained), (), sum(bind(p.spec.numel, 0) for p in trained), "float32", ())
         groups = sorted(self.training.group_of.items())
         training = (groups, self.training.clip, self.training.state_bytes(whole))
-        return (self.program.key, self.global_batch, training, cluster, self.costs, self.memory_limit)
+        model = () if self.model is DeviceModel else tuple(content(self.model))
+        return (self.program.key, self.global_batch, training, cluster, self.costs, self.memory_limit, *model)
+
+
+def bare_plan(program: Program, mesh: Mesh, rows: int, chunks: Iterable[Chunk] = ()) -> Plan:
+    """Return a plan of nothing but chunks, for those who ask a cost model before there is a plan."""
+    return Plan(program.key, mesh, rows, 1, (), (), (), (), {}, tuple(chunks))
 
 
 Variants = Mapping[int, Program | str | None]

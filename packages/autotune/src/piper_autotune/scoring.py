@@ -14,17 +14,13 @@ from typing import Literal
 from piper_autotune.problem import Problem, Variants
 from piper_compiler import Outline, Strategy, compile_program, outline_program
 from piper_ir.collector import no_garbage_collection
-from piper_ir.costs import Costs
 from piper_ir.errors import CaptureError, PiperError
 from piper_ir.plan import Plan, RolePlan
 from piper_ir.program import Program
 from piper_ir.timing import Prepared, prepare, step_and_period
 from piper_ir.units import size_text
 from piper_ir.verify import verify
-from piper_simulator import Cluster, simulate
-from piper_simulator.device_memory import device_memory
-from piper_simulator.model import CostModel
-from piper_simulator.oom import SHOWN, too_much
+from piper_simulator import SHOWN, Cluster, CostModel, Device, device_memory, model_for, simulate, too_much
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,7 @@ class _Compiling:
 
 def _in_outline(problem: Problem, compiling: _Compiling) -> Scored | None:
     """The score of a strategy that has an outline."""
-    if not alike(problem.cluster, problem.costs) or (found := compiling.outline()) is None:
+    if not problem.uniform or (found := compiling.outline()) is None:
         return None
     try:
         scored = _predicted(problem, found.plan, found.prepared)
@@ -119,15 +115,9 @@ def _in_outline(problem: Problem, compiling: _Compiling) -> Scored | None:
     return scored if isinstance(scored, Scored) else None
 
 
-def alike(cluster: Cluster | None, costs: Costs | None) -> bool:
-    """Whether all occurrences of an instruction of an outline take the same time: not where the host is the device, so that
-    messages delay what is issued next, nor where the first load of a microbatch calls the batch function."""
-    return not (cluster is not None and cluster.synchronous) and (costs is None or all(p.op != "Batch" for p in costs.parts))
-
-
 def seconds_of(model: CostModel, plan: Plan) -> list[float]:
-    """The duration of each instruction. An outline has the same one many times, which is looked up once."""
-    if not alike(model.cluster, model.costs):
+    """Return the duration of each instruction. An outline has the same one many times, which is looked up once."""
+    if not model.uniform:
         return [model.work(role, instr).seconds for role, _, instr in plan.instructions()]
     out: list[float] = []
     for role in plan.roles:
@@ -149,16 +139,16 @@ def _predicted(problem: Problem, plan: Plan, prepared: Prepared | None) -> Score
     cluster = problem.cluster
     notes: tuple[str, ...] = ()
     if prepared is None:
-        found = simulate(plan, cluster, costs=problem.costs)
+        found = simulate(plan, cluster, costs=problem.costs, model=problem.model)
         period_s, step_s, notes = found.period_s, found.step_s, found.notes
     else:
-        model = CostModel(plan, cluster, problem.costs)
+        model = model_for(plan, cluster, problem.costs, problem.model)
         step_s, period_s = step_and_period(prepared, seconds_of(model, plan), latency=plan.hop, issue=model.issue_s)
     allocator = None if problem.costs is None else problem.costs.allocator
     held = [
-        (device_memory(plan, role, role.peak_bytes, kind, allocator).total, role, rank, problem.limit_of(kind))
+        (device_memory(plan, role, role.peak_bytes, device, allocator).total, role, rank, problem.limit_of(device))
         for role in plan.roles
-        for rank, kind in _kinds(cluster, role)
+        for rank, device in _devices(cluster, role)
     ]
     most = max(nbytes for nbytes, *_ in held)
     reason = _reason(*max(held, key=lambda h: h[0] - (h[3] or 0)))
@@ -166,11 +156,11 @@ def _predicted(problem: Problem, plan: Plan, prepared: Prepared | None) -> Score
     return Scored(period_s, step_s, peak_bytes, most, "engine" if prepared is None else "sweep", reason, notes)
 
 
-def _kinds(cluster: Cluster | None, role: RolePlan) -> list[tuple[int, Cluster | None]]:
-    """The kinds of devices that a role runs on, each with the first rank there."""
-    if cluster is None or not cluster.others:
-        return [(role.ranks[0], cluster)]
-    return [(rank, cluster.kinds[k]) for k, rank in {cluster.kind_of(rank): rank for rank in reversed(role.ranks)}.items()]
+def _devices(cluster: Cluster | None, role: RolePlan) -> list[tuple[int, Device | None]]:
+    """Return the types of devices that a role runs on, each with the first rank there."""
+    if cluster is None or len(cluster.kinds) == 1:
+        return [(role.ranks[0], None if cluster is None else cluster.device)]
+    return [(rank, cluster.of(rank)) for rank in {cluster.kind_of(rank): rank for rank in reversed(role.ranks)}.values()]
 
 
 def _reason(held: int, role: RolePlan, rank: int, limit: int | None) -> str:

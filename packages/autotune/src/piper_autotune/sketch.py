@@ -3,10 +3,10 @@ that lower bounds of its time and memory. Only for strategies made of Piper's ow
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from piper_autotune.problem import Problem, Programs
+from piper_autotune.problem import Problem, Programs, bare_plan
 from piper_compiler import Strategy
 from piper_compiler.build import build
 from piper_compiler.compile import apply_directives
@@ -24,11 +24,10 @@ from piper_ir.errors import PiperError
 from piper_ir.graph import Graph
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Compute
-from piper_ir.plan import COMPUTE, Bucket, Instr, Part, Plan, RolePlan
+from piper_ir.plan import COMPUTE, Bucket, Instr, Part, RolePlan
 from piper_ir.program import Chunk, Program, Step
 from piper_ir.sizes import bind
-from piper_simulator.device_memory import device_memory
-from piper_simulator.model import CostModel
+from piper_simulator import CostModel, Device, device_memory, model_for
 
 _OWN = (Partition, Split, SplitBackward, Place, Replicate, Order, Stream)
 _PHASES = ("F", "B", "I", "W")
@@ -130,10 +129,11 @@ class Sketches:
 
     def on_device(self, strategy: Strategy, nbytes: int) -> int:
         """Bytes gone on a device when the plan holds `nbytes`, without communicators."""
-        bare, costs = _bare(self._problem.program, strategy.mesh, 1, ()), self._problem.costs
-        kinds = (None,) if self._problem.cluster is None else self._problem.cluster.kinds
+        bare, costs = bare_plan(self._problem.program, strategy.mesh, 1), self._problem.costs
+        cluster = self._problem.cluster
+        devices = (None,) if cluster is None else [kind.device for kind in cluster.kinds]
         allocator = None if costs is None else costs.allocator
-        return min(device_memory(bare, _NOBODY, nbytes, kind, allocator).total for kind in kinds)
+        return min(device_memory(bare, _NOBODY, nbytes, device, allocator).total for device in devices)
 
     def _graph(self, strategy: Strategy) -> Graph | None:
         """The graph of one microbatch with everything placed, without orders."""
@@ -167,10 +167,10 @@ class Sketches:
         cluster, costs = self._problem.cluster, self._problem.costs
         if costs is not None:  # what an instruction costs the host is paid once for all steps that it joins
             costs = replace(costs, host=None)
-        kinds = (None,) if cluster is None else [replace(kind, host_issue_s=0.0, slow_ranks={}) for kind in cluster.kinds]
-        bare = _bare(program, mesh, rows, chunks)
+        only = (None,) if cluster is None else [cluster.only(k).each_device(_without_issue) for k in range(len(cluster.kinds))]
+        bare = bare_plan(program, mesh, rows, chunks)
         try:  # nobody knows yet where a chunk runs: on the fastest kind at best, and on a rank that is not slow
-            models = [CostModel(bare, kind, costs) for kind in kinds]
+            models = [model_for(bare, one, costs, self._problem.model) for one in only]
             return {c.id: sum(min(_step_seconds(m, c, step) for m in models) for step in c.steps) for c in chunks}
         except PiperError:  # no durations for this number of rows: scoring says so
             return None
@@ -238,6 +238,5 @@ def _step_seconds(model: CostModel, chunk: Chunk, step: Step) -> float:
     return model.work(_NOBODY, Instr(COMPUTE, (Part("", Compute(chunk.id, step)),))).seconds
 
 
-def _bare(program: Program, mesh: Mesh, rows: int, chunks: Iterable[Chunk]) -> Plan:
-    """A plan of nothing but chunks."""
-    return Plan(program.key, mesh, rows, 1, (), (), (), (), {}, tuple(chunks))
+def _without_issue(device: Device) -> Device:
+    return replace(device, host_issue_s=0.0)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from types import CodeType
 from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.exceptions import StorageInternalError
 
+from piper_autotune.content import PLAIN, content
 from piper_compiler import Strategy
 from piper_ir.errors import PiperError, TuneError
 from piper_ir.usercode import user_code
 
 StrategyFunction = Callable[[Any], Strategy]
-PLAIN = (bool, int, float, str, type(None))
 
 
 class SpaceError(TuneError):
@@ -131,25 +130,6 @@ def space_key(function: StrategyFunction, *facts: object) -> str:
     """A name that is the same for the same space, in another process too: the function's code, the plain values that it uses, and
     the facts."""
     digest = hashlib.sha256()
-    for part in (*_content(function), *facts):
+    for part in (*content(function), *facts):
         digest.update(f"{part!r};".encode())
     return digest.hexdigest()[:16]
-
-
-def _content(function: Any) -> list[object]:
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return [getattr(function, "__qualname__", type(function).__qualname__)]
-    cells = [c.cell_contents for c in function.__closure__ or ()]
-    used = [function.__globals__.get(name) for name in code.co_names]
-    values = [*cells, *used, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return [*_code(code), *(v for v in values if _plain(v))]
-
-
-def _code(code: CodeType) -> list[object]:
-    inner = [part for c in code.co_consts for part in (_code(c) if isinstance(c, CodeType) else [c] if _plain(c) else [])]
-    return [code.co_code, code.co_names, code.co_varnames, *inner]
-
-
-def _plain(value: object) -> bool:
-    return isinstance(value, PLAIN) or (isinstance(value, tuple | list) and all(map(_plain, value)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from piper_ir.errors import PlanError
 from piper_ir.ops import Compute
-from piper_ir.plan import CATEGORIES, COMPUTE, Category, Device, Instr, Part, Plan, RolePlan, part_peak
+from piper_ir.plan import CATEGORIES, COMPUTE, Category, DeviceType, Instr, Part, Plan, RolePlan, part_peak
 from piper_ir.sizes import bind
 
 
@@ -66,7 +66,7 @@ def with_peaks(plan: Plan) -> Plan:
     return replace(plan, roles=tuple(roles))
 
 
-def on_device(plan: Plan, device: Device) -> Plan:
+def on_device(plan: Plan, device: DeviceType) -> Plan:
     """The plan with the peaks that it has on a kind of device; itself when they are those already."""
     return plan if plan.device == device else with_peaks(replace(plan, device=device))
 

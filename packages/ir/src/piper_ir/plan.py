@@ -30,7 +30,7 @@ PLAN_VERSION = 1
 COMPUTE = "compute"
 """The one stream of a role that computes, allocates and frees."""
 
-Device = Literal["", "cpu", "cuda"]
+DeviceType = Literal["", "cpu", "cuda"]
 """Whose kernels the memory of a plan counts. "cuda": with what they hold inside; the others: tensors alone."""
 
 Category = Literal["param", "grad", "optim", "buffer", "activation", "gradient", "batch", "scalar", "workspace"]
@@ -206,7 +206,7 @@ class Plan:
     hop: float = 0.0
     recv_ahead: int = 2
     tokens_per_row: int | None = None
-    device: Device = ""
+    device: DeviceType = ""
     version: int = PLAN_VERSION
     _chunks: dict[str, Chunk] = field(init=False, repr=False, compare=False)
     _roles: dict[str, RolePlan] = field(init=False, repr=False, compare=False)

@@ -33,41 +33,45 @@ from piper_simulator.checks import (
     FACTOR,
     FRACTION,
     INDEX,
-    NOT_NEGATIVE,
     POSITIVE,
     TEXT,
+    Check,
     Where,
+    checks_of,
     list_of,
-    list_of_n,
+    list_of_each,
     list_or,
     mapping,
     one_of,
     table,
     text_or,
 )
-from piper_simulator.cluster import INTER, INTRA, MODELS, Cluster, SlowLink
-from piper_simulator.communication import OPS
-from piper_simulator.kernel_rows import SCHEMA as KERNELS
-from piper_simulator.kernel_rows import read_kernels
+from piper_simulator.cluster import Cluster, Kind
+from piper_simulator.device import Device
+from piper_simulator.kernel_table import SCHEMA as KERNELS
+from piper_simulator.kernel_table import read_kernels
 from piper_simulator.nccl import Nccl
+from piper_simulator.network import OPS, Links, Network, SlowLink
 from piper_simulator.stacks import GENERATIONS, STACKS
 
+_ELSEWHERE = ("stack", "kernels", "notes")
+"""Fields of a device that have tables or keys of their own."""
 _DEVICE = (
-    {"base": TEXT, "name": TEXT, "peak_flops": mapping(POSITIVE), "synchronous": one_of(True, False), "memory_bytes": COUNT}
-    | {"generation": one_of(*GENERATIONS), "memory_steps": list_of(list_of_n(2, NOT_NEGATIVE))}
-    | {"memory_bandwidth": POSITIVE, "allocator_factor": FACTOR}
-    | dict.fromkeys(("matmul_fraction", "memory_fraction"), FRACTION)
-    | dict.fromkeys(("launch_s", "host_issue_s"), NOT_NEGATIVE)
-    | dict.fromkeys(("context_bytes", "group_bytes", "p2p_bytes", "sms"), INDEX)
+    {"base": TEXT}
+    | {key: check for key, check in checks_of(Device).items() if key not in _ELSEWHERE}
+    | {"generation": one_of(*GENERATIONS), "allocator_factor": FACTOR}
+    | dict.fromkeys(("matmul_fraction", "memory_fraction"), FRACTION)  # a what-if may raise one above 1, a file may not
 )
-_INTRA = {"kind": one_of(*INTRA), "bandwidth": POSITIVE, "latency": NOT_NEGATIVE}
-_INTER = {"kind": one_of(*INTER), "bandwidth": POSITIVE, "latency": NOT_NEGATIVE}
+_LINKS, _NETWORK = checks_of(Links), checks_of(Network)
+
+
+def _keys(prefix: str) -> dict[str, Check]:
+    """Return the checks of the fields that begin so, by the rest of their names."""
+    return {field.removeprefix(prefix): check for field, check in _LINKS.items() if field.startswith(prefix)}
+
+
+_INTRA, _INTER = ({key: _keys(f"{which}_")[key] for key in ("kind", "bandwidth", "latency")} for which in ("intra", "inter"))
 _COUNTS = {"count": COUNT, "devices": COUNT}
-_NCCL = (
-    {"ll_max": list_of_n(3, POSITIVE)}
-    | dict.fromkeys(("ll_fraction", "hop_factor", "net_hop_factor", "pass_bandwidth"), POSITIVE)
-    | dict.fromkeys(("nvls_bandwidth", "start_s"), NOT_NEGATIVE)
-)
 _OF_NODES = table({"intra": table(_INTRA), "inter": table(_INTER | {"nics_per_node": COUNT})})
 SCHEMA = table(
     {
@@ -79,12 +83,12 @@ SCHEMA = table(
         "links": table(
             {
                 "intra": table(_INTRA),
-                "inter": table(_INTER | dict.fromkeys(("nics_per_node", "rails"), COUNT) | {"oversubscription": FACTOR}),
+                "inter": table(_INTER | {"nics_per_node": COUNT} | {k: _NETWORK[k] for k in ("rails", "oversubscription")}),
             }
         ),
-        "communication": table({"model": one_of(*MODELS), "messages": TEXT, "nccl": table(_NCCL)}),
+        "communication": table({"model": _LINKS["communication"], "messages": TEXT, "nccl": table(checks_of(Nccl))}),
         "slow_ranks": list_of(table({"rank": INDEX, "factor": FACTOR})),
-        "slow_links": list_of(table({"nodes": list_of_n(2, INDEX), "factor": FACTOR})),
+        "slow_links": list_of(table({"nodes": list_of_each(INDEX, INDEX), "factor": FACTOR})),
         "kernel": KERNELS,
     }
 )
@@ -94,8 +98,8 @@ COLUMNS = ("op", "ranks", "nodes", "bytes", "seconds")
 """Of a table of messages, a CSV file; lines that begin with # say where it comes from."""
 
 
-def read_cluster(path: Path, devices: Mapping[str, Cluster]) -> Cluster:
-    """The cluster of a file; `devices`: the built-in ones, on which it may rest. ClusterError with file and keys."""
+def read_cluster(path: Path, devices: Mapping[str, Kind]) -> Cluster:
+    """Return the cluster of a file; `devices` are the built-in ones, on which it may rest. ClusterError with file and keys."""
     where = Where(str(path))
     found = SCHEMA(_parsed(path), where)
     nodes = found.get("nodes", {})
@@ -104,7 +108,8 @@ def read_cluster(path: Path, devices: Mapping[str, Cluster]) -> Cluster:
             cluster = Cluster.joined([_one_kind(*of, path, devices) for of in _runs(found, nodes, where)])
         else:
             cluster = _one_kind(found, where, path, devices)
-        return replace(cluster, **_slow(found, where))
+        ranks, links = _slow(found, where)
+        return replace(cluster, network=replace(cluster.network, slow_links=links), slow_ranks=ranks)
     except ClusterError as e:
         text = str(e)
         raise ClusterError(text if text.startswith(f"{path}: ") else f"{path}: {text}") from None
@@ -129,17 +134,23 @@ def _runs(found: dict[str, Any], nodes: Sequence[Mapping[str, Any]], where: Wher
         yield one | ({"device": run["device"]} if "device" in run else {}), at if "device" in run else where
 
 
-def _one_kind(found: Mapping[str, Any], where: Where, path: Path, devices: Mapping[str, Cluster]) -> Cluster:
-    """Without what is slow. `where`: of the device."""
+def _one_kind(found: Mapping[str, Any], where: Where, path: Path, devices: Mapping[str, Kind]) -> Cluster:
+    """Return the cluster of a file with one type of device, without what is slow. `where`: of the device."""
     base, name = _base(found, where, devices)
-    numbers = _device(found) | _places(found, Where(str(path)), base) | _communication(found, Where(str(path)), path, base)
-    numbers |= {"label": found.get("name", path.stem), "device": name}
-    numbers |= {"notes": found["notes"]} if "notes" in found else {}
-    numbers |= {"kernels": read_kernels(found["kernel"], where.at("kernel"))} if "kernel" in found else {}
-    if base is not None:
-        return replace(base, **numbers)
-    _complete(numbers, where)
-    return Cluster(**numbers)
+    file = Where(str(path))
+    per_node = found.get("nodes", {}).get("devices", 1)
+    device = _device(found) | {"name": name} | ({"notes": found["notes"]} if "notes" in found else {})
+    device |= {"kernels": read_kernels(found["kernel"], where.at("kernel"))} if "kernel" in found else {}
+    links = _links(found, file, per_node, base) | _communication(found, file, path, base)
+    if base is None:
+        _complete(device, links, where)
+        kind = Kind(Device(**device), Links(**links))
+    else:
+        kind = Kind(replace(base.device, **device), replace(base.links, **links))
+    inter = found.get("links", {}).get("inter", {})
+    network = Network((kind.links,), **{k: inter[k] for k in ("rails", "oversubscription") if k in inter})
+    nodes = found.get("nodes", {}).get("count", 1)
+    return Cluster(((nodes, kind.device),), network, per_node, label=found.get("name", path.stem))
 
 
 def _parsed(path: Path) -> Any:
@@ -161,7 +172,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _base(found: Mapping[str, Any], where: Where, devices: Mapping[str, Cluster]) -> tuple[Cluster | None, str]:
+def _base(found: Mapping[str, Any], where: Where, devices: Mapping[str, Kind]) -> tuple[Kind | None, str]:
     """The built-in device on which a file rests, and the name of its own."""
     described = found.get("device")
     if described is None:
@@ -186,34 +197,31 @@ def _device(found: Mapping[str, Any]) -> dict[str, Any]:
     return out | ({"stack": STACKS[found["stack"]]} if "stack" in found else {})
 
 
-def _places(found: Mapping[str, Any], where: Where, base: Cluster | None) -> dict[str, Any]:
-    """Nodes and links."""
-    nodes, links = found.get("nodes", {}), found.get("links", {})
-    out: dict[str, Any] = {"nodes": nodes.get("count", 1), "per_node": nodes.get("devices", 1)}
-    for which in ("intra", "inter"):
-        out |= {f"{which}_{k}": v for k, v in links.get(which, {}).items() if k in _INTRA}
+def _links(found: Mapping[str, Any], where: Where, per_node: int, base: Kind | None) -> dict[str, Any]:
+    """Return what a file says of the links of a type of device."""
+    links = found.get("links", {})
+    out = {f"{which}_{k}": v for which in ("intra", "inter") for k, v in links.get(which, {}).items() if k in _INTRA}
     inter, at = links.get("inter", {}), where.at("links").at("inter")
-    out |= {k: inter[k] for k in ("rails", "oversubscription") if k in inter}
-    nics = inter.get("nics_per_node", out["per_node"])
+    nics = inter.get("nics_per_node", per_node)
     if inter.get("rails", 1) > nics:
         raise at.at("rails").error(f"{inter['rails']} rails with {nics} NICs per node; at most as many are possible")
-    if nics != out["per_node"]:  # a device has its part of them
-        of_one = out.get("inter_bandwidth", base.inter_bandwidth if base is not None else None)
+    if nics != per_node:  # a device has its part of them
+        of_one = out.get("inter_bandwidth", base.links.inter_bandwidth if base is not None else None)
         if of_one is None:
             raise at.error("bandwidth is missing: bytes/s of one NIC")
-        out["inter_bandwidth"] = of_one * nics / out["per_node"]
+        out["inter_bandwidth"] = of_one * nics / per_node
     return out
 
 
-def _slow(found: Mapping[str, Any], where: Where) -> dict[str, Any]:
-    """Slow ranks and links. Whether they are there, the cluster says."""
+def _slow(found: Mapping[str, Any], where: Where) -> tuple[dict[int, float], tuple[SlowLink, ...]]:
+    """Return slow ranks and slow links. Whether they are there, the cluster says."""
     ranks: dict[int, float] = {}
     for rank, factor, at in _entries(found, where, "slow_ranks", "rank"):
         if rank in ranks:
             raise at.error(f"rank {rank} is there twice; give one factor")
         ranks[rank] = factor
     links = [SlowLink(ends[0], ends[1], factor) for ends, factor, _ in _entries(found, where, "slow_links", "nodes")]
-    return {"slow_ranks": ranks, "slow_links": tuple(links)}
+    return ranks, tuple(links)
 
 
 def _entries(found: Mapping[str, Any], where: Where, name: str, key: str) -> Iterator[tuple[Any, float, Where]]:
@@ -226,14 +234,14 @@ def _entries(found: Mapping[str, Any], where: Where, name: str, key: str) -> Ite
         yield each[key], each["factor"], at
 
 
-def _communication(found: Mapping[str, Any], where: Where, path: Path, base: Cluster | None) -> dict[str, Any]:
+def _communication(found: Mapping[str, Any], where: Where, path: Path, base: Kind | None) -> dict[str, Any]:
     """Model, its constants, and the table of messages, a file beside this one."""
     of, out = found.get("communication", {}), {}
     if "model" in of:
         out["communication"] = of["model"]
     if "nccl" in of:
         constants = of["nccl"] | ({"ll_max": tuple(of["nccl"]["ll_max"])} if "ll_max" in of["nccl"] else {})
-        out["nccl"] = replace(base.nccl if base is not None else Nccl(), **constants)
+        out["nccl"] = replace(base.links.nccl if base is not None else Nccl(), **constants)
     if "messages" in of:
         out["messages"] = read_messages(path.parent / of["messages"], where.at("communication").at("messages"))
     elif base is not None and "links" in found:
@@ -280,11 +288,14 @@ def _number(cell: str) -> Any:
         return cell
 
 
-def _complete(numbers: Mapping[str, Any], where: Where) -> None:
-    """ClusterError for a device without a base that lacks what has no default."""
-    keys = {"intra_bandwidth": "links.intra.bandwidth", "intra_latency": "links.intra.latency"}
-    keys |= {"inter_bandwidth": "links.inter.bandwidth", "inter_latency": "links.inter.latency"}
-    required = [f.name for f in fields(Cluster) if f.default is MISSING and f.default_factory is MISSING]
-    missing = [keys.get(k, f"device.{k}") for k in required if k not in numbers]
+def _complete(device: Mapping[str, Any], links: Mapping[str, Any], where: Where) -> None:
+    """Raise a ClusterError for a device without a base that lacks what has no default."""
+    missing = [f"device.{field}" for field in _required(Device) if field not in device]
+    missing += [f"links.{field.replace('_', '.')}" for field in _required(Links) if field not in links]
     if missing:
         raise where.error(f"{', '.join(missing)} missing; a device without a base gives them all")
+
+
+def _required(record: type) -> list[str]:
+    """Return the fields of a dataclass that have no default."""
+    return [f.name for f in fields(record) if f.default is MISSING and f.default_factory is MISSING]

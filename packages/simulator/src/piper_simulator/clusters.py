@@ -12,14 +12,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from piper_ir.errors import ClusterError
-from piper_simulator.cluster import CPU, GIB, Cluster
+from piper_simulator.cluster import Cluster, Kind
 from piper_simulator.cluster_file import read_cluster
+from piper_simulator.device import CPU, Device
+from piper_simulator.network import Links
 from piper_simulator.stacks import STACKS
 
-__all__ = ["ALIASES", "CPU", "Cluster", "DEVICES", "GIB", "PRODUCTS", "cpu_local", "load_cluster", "product_cluster"]
-
+T = TypeVar("T", Device, Links)
 _DATA = Path(__file__).parent / "data"
 _NVIDIA = ("a100-80g-sxm", "a100-40g-sxm", "h100-80g-sxm", "h200-141g-sxm", "b200-sxm")
 
@@ -28,8 +30,8 @@ def _built_in(device: str) -> Cluster:
     return replace(read_cluster(_DATA / f"{device}.toml", {}), label="")
 
 
-DEVICES: Mapping[str, Cluster] = {device: _built_in(device) for device in _NVIDIA}
-"""One of each, with the links that it has to others."""
+DEVICES: Mapping[str, Kind] = {device: _built_in(device).kinds[0] for device in _NVIDIA}
+"""Built-in devices by name, each with the links that it has to others."""
 ALIASES = {
     "a100": "a100-80g-sxm",
     "a100-40g": "a100-40g-sxm",
@@ -70,23 +72,32 @@ def cpu_local(
         "launch_s": launch_s,
         "host_issue_s": host_issue_s,
     }
-    peak = _LOCAL.peak_flops if matmul_flops is None else {"float32": matmul_flops, "float64": matmul_flops / 2}
-    bandwidth = _LOCAL.intra_bandwidth if link_bandwidth is None else link_bandwidth
-    latency = _LOCAL.intra_latency if link_latency is None else link_latency
     missing = [k for k, v in given.items() if v is None]
-    return replace(
-        _LOCAL,
-        peak_flops=peak,
-        memory_bandwidth=_LOCAL.memory_bandwidth if memory_bandwidth is None else memory_bandwidth,
-        memory_bytes=_LOCAL.memory_bytes if memory_bytes is None else memory_bytes,
-        intra_bandwidth=bandwidth,
-        intra_latency=latency,
-        inter_bandwidth=bandwidth,
-        inter_latency=latency,
-        launch_s=_LOCAL.launch_s if launch_s is None else launch_s,
-        host_issue_s=_LOCAL.host_issue_s if host_issue_s is None else host_issue_s,
-        notes=f"assumed, not measured: {', '.join(missing)}" if missing else "",
+    found = _LOCAL.each_device(
+        lambda device: _changed(
+            device,
+            peak_flops=None if matmul_flops is None else {"float32": matmul_flops, "float64": matmul_flops / 2},
+            memory_bandwidth=memory_bandwidth,
+            memory_bytes=memory_bytes,
+            launch_s=launch_s,
+            host_issue_s=host_issue_s,
+            notes=f"assumed, not measured: {', '.join(missing)}" if missing else "",
+        )
     )
+    return found.each_links(
+        lambda links: _changed(
+            links,
+            intra_bandwidth=link_bandwidth,
+            inter_bandwidth=link_bandwidth,
+            intra_latency=link_latency,
+            inter_latency=link_latency,
+        )
+    )
+
+
+def _changed(record: T, **changes: Any) -> T:
+    """Return a record with the changes that are not None."""
+    return replace(record, **{name: value for name, value in changes.items() if value is not None})
 
 
 def product_cluster(product: str, count: int) -> Cluster:
@@ -94,10 +105,11 @@ def product_cluster(product: str, count: int) -> Cluster:
     A100, and `notes` says so."""
     known = PRODUCTS.get(product)
     if known is not None:
-        return replace(DEVICES[known], per_node=count)
+        return DEVICES[known].cluster(per_node=count)
     name = re.sub(r"[^a-z0-9]+", "-", product.lower()).strip("-")
-    a100 = DEVICES[ALIASES["a100"]]
-    return replace(a100, device=name, per_node=count, notes=f"nothing is known of a {product}; computed as {a100.device}")
+    a100 = DEVICES[ALIASES["a100"]].cluster(per_node=count)
+    notes = f"nothing is known of a {product}; computed as {a100.device.name}"
+    return a100.each_device(lambda device: replace(device, name=name, notes=notes))
 
 
 def load_cluster(name: str | Path) -> Cluster:
@@ -126,4 +138,5 @@ def _nodes(text: str, stack: str) -> Cluster | None:
     device = ALIASES.get(match[1], match[1]) if match is not None else ""
     if match is None or device not in DEVICES:
         return None
-    return replace(DEVICES[device], per_node=int(match[2]), nodes=int(match[3] or 1), stack=STACKS.get(stack))
+    found = DEVICES[device].cluster(per_node=int(match[2]), nodes=int(match[3] or 1))
+    return found.each_device(lambda device: replace(device, stack=STACKS.get(stack)))

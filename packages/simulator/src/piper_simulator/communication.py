@@ -11,13 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from piper_ir.collectives import COLLECTIVES, law_of
+from piper_ir.collectives import law_of
 from piper_ir.costs import Duration
 from piper_simulator import nccl
-from piper_simulator.cluster import Cluster, SlowLink
-
-OPS: tuple[str, ...] = ("p2p", *COLLECTIVES)
-"""The names of messages: of transfers, and the kinds of collectives."""
+from piper_simulator.cluster import Cluster
+from piper_simulator.network import Links, Network, SlowLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +40,9 @@ class Group:
 
 def crossed(cluster: Cluster, members: Sequence[int]) -> list[SlowLink]:
     """The slow links between any two of these ranks."""
-    count = Counter(r // cluster.per_node for r in members) if cluster.slow_links else {}
-    return [x for x in cluster.slow_links if x.a in count and x.b in count and (x.a != x.b or count[x.a] > 1)]
+    slow = cluster.network.slow_links
+    count = Counter(r // cluster.per_node for r in members) if slow else {}
+    return [x for x in slow if x.a in count and x.b in count and (x.a != x.b or count[x.a] > 1)]
 
 
 def group(cluster: Cluster, members: Sequence[int]) -> Group:
@@ -55,10 +54,10 @@ def group(cluster: Cluster, members: Sequence[int]) -> Group:
         count[node] = count.get(node, 0) + 1
     slow = crossed(cluster, members)
     inter, intra = ([x.factor for x in slow if (x.a == x.b) is within] for within in (False, True))
-    rails = {cluster.rail_of(r) for r in members} if len(count) > 1 and cluster.rails > 1 else ()
+    rails = {cluster.rail_of(r) for r in members} if len(count) > 1 and cluster.network.rails > 1 else ()
     return Group(
         len(members), len(count), min(count.values()), max(count.values()), max(inter, default=1.0), max(intra, default=1.0),
-        len(rails) > 1, tuple(sorted({cluster.kind_of(r) for r in members})) if cluster.others else (0,),
+        len(rails) > 1, tuple(sorted({cluster.kind_of(r) for r in members})) if len(cluster.nodes) > 1 else (0,),
     )  # fmt: skip
 
 
@@ -67,10 +66,10 @@ def duration(cluster: Cluster, op: str, nbytes: int, of: Group, imbalance: float
     of an all-to-all receives over the mean. The table is for links as they should be, so slowed ones are computed; it is that of
     the members' kind of device, so messages between two kinds are computed too. Above the largest size of the table the formula
     is scaled to meet it there, and still called one."""
-    kind, formula = cluster.kinds[of.kinds[0]], by_formula(cluster, op, nbytes, of, imbalance)
-    if kind.messages and formula and len(of.kinds) == 1 and not of.slowed and of.least == of.most and imbalance == 1:
-        sizes = kind.table.bytes_of(op, of.ranks, of.nodes)
-        known = kind.table.of_comm(op, min([nbytes, *sizes[-1:]]), of.ranks, of.nodes)
+    links, formula = cluster.kinds[of.kinds[0]].links, by_formula(cluster, op, nbytes, of, imbalance)
+    if links.messages and formula and len(of.kinds) == 1 and not of.slowed and of.least == of.most and imbalance == 1:
+        sizes = links.table.bytes_of(op, of.ranks, of.nodes)
+        known = links.table.of_comm(op, min([nbytes, *sizes[-1:]]), of.ranks, of.nodes)
         if known is not None and sizes and nbytes > sizes[-1]:
             return Duration(formula * known.seconds / by_formula(cluster, op, sizes[-1], of), "formula")
         if known is not None:
@@ -81,77 +80,78 @@ def duration(cluster: Cluster, op: str, nbytes: int, of: Group, imbalance: float
 def by_formula(cluster: Cluster, op: str, nbytes: float, of: Group, imbalance: float = 1.0) -> float:
     """Seconds, by the cluster's model; between two kinds of devices as long as the slower one takes among its like: the slowest
     link of a ring, or the slower end of a transfer, decides."""
-    return max([_of_kind(cluster.kinds[k], op, nbytes, of, imbalance) for k in of.kinds])
+    return max([_of_kind(cluster.network, cluster.kinds[k].links, op, nbytes, of, imbalance) for k in of.kinds])
 
 
-def _of_kind(cluster: Cluster, op: str, nbytes: float, of: Group, imbalance: float) -> float:
+def _of_kind(network: Network, links: Links, op: str, nbytes: float, of: Group, imbalance: float) -> float:
     if of.ranks == 1:
         return 0.0
     if op == "p2p":
-        return _point_to_point(cluster, nbytes, of)
+        return _point_to_point(network, links, nbytes, of)
     law = law_of(op)
     match law.route:
         case "pairs":
-            return _all_to_all(cluster, nbytes, of, imbalance)
-        case "ring" if cluster.communication == "nccl":
-            ranks = nccl.Ranks(of.ranks, of.nodes, cluster.intra_kind, bus_bandwidth(cluster, of), _network(cluster, of))
-            return nccl.seconds(cluster.nccl, op, nbytes, ranks)
+            return _all_to_all(network, links, nbytes, of, imbalance)
+        case "ring" if links.communication == "nccl":
+            bandwidth = bus_bandwidth(network, links, of)
+            ranks = nccl.Ranks(of.ranks, of.nodes, links.intra_kind, bandwidth, _network(network, links, of))
+            return nccl.seconds(links.nccl, op, nbytes, ranks)
         case "ring":
-            return _ring(cluster, law.rounds, nbytes, of)
+            return _ring(network, links, law.rounds, nbytes, of)
         case _:
             assert_never(law.route)
 
 
-def bus_bandwidth(cluster: Cluster, of: Group) -> float:
+def bus_bandwidth(network: Network, links: Links, of: Group) -> float:
     """Bytes/s of a ring's slowest link. A ring crosses to another node once per node, and all its ranks of one node share the
     crossing, each with its part of the node's NICs (bus bandwidth = min(NVLink, NICs x rate), SimAI, cost-model.md 3)."""
-    intra = cluster.intra_bandwidth / of.intra_factor
+    intra = links.intra_bandwidth / of.intra_factor
     if of.nodes == 1:
         return intra
-    network = _network(cluster, of)
-    return network if of.most == 1 else min(network, intra)  # with one rank per node no link within a node is used
+    between = _network(network, links, of)
+    return between if of.most == 1 else min(between, intra)  # with one rank per node no link within a node is used
 
 
-def _network(cluster: Cluster, of: Group) -> float:
+def _network(network: Network, links: Links, of: Group) -> float:
     """Bytes/s between two nodes of a group. A ring stays on its rails: NCCL changes them over NVLink."""
-    per_device = cluster.inter_bandwidth / of.inter_factor / (cluster.oversubscription if cluster.rails == 1 else 1.0)
+    per_device = links.inter_bandwidth / of.inter_factor / (network.oversubscription if network.rails == 1 else 1.0)
     return of.least * per_device
 
 
-def _ring(cluster: Cluster, rounds: int, nbytes: float, of: Group) -> float:
+def _ring(network: Network, links: Links, rounds: int, nbytes: float, of: Group) -> float:
     """Return the seconds of a ring: rounds * (n - 1) hops, and rounds * (n - 1) / n of the bytes over its slowest link."""
     hops, between = rounds * (of.ranks - 1), rounds * (of.nodes - 1)
-    latency = (hops - between) * cluster.intra_latency + between * cluster.inter_latency
+    latency = (hops - between) * links.intra_latency + between * links.inter_latency
     share = rounds * (of.ranks - 1) / of.ranks
-    return latency + share * nbytes / bus_bandwidth(cluster, of)
+    return latency + share * nbytes / bus_bandwidth(network, links, of)
 
 
-def _point_to_point(cluster: Cluster, nbytes: float, of: Group) -> float:
+def _point_to_point(network: Network, links: Links, nbytes: float, of: Group) -> float:
     """One step over one link; with NCCL as a ring of one step, in the faster of LL and Simple."""
-    bandwidth = _one_link(cluster, of) if of.nodes > 1 else cluster.intra_bandwidth / of.intra_factor
-    if cluster.communication == "ring":
-        return _start(cluster, of, nccl.SIMPLE) + nbytes / bandwidth
-    flagged = min(bandwidth * cluster.nccl.ll_fraction, cluster.nccl.ll_max[min(of.nodes, 3) - 1])
-    return min(_start(cluster, of, nccl.LL) + nbytes / flagged, _start(cluster, of, nccl.SIMPLE) + nbytes / bandwidth)
+    bandwidth = _one_link(network, links, of) if of.nodes > 1 else links.intra_bandwidth / of.intra_factor
+    if links.communication == "ring":
+        return _start(links, of, nccl.SIMPLE) + nbytes / bandwidth
+    flagged = min(bandwidth * links.nccl.ll_fraction, links.nccl.ll_max[min(of.nodes, 3) - 1])
+    return min(_start(links, of, nccl.LL) + nbytes / flagged, _start(links, of, nccl.SIMPLE) + nbytes / bandwidth)
 
 
-def _all_to_all(cluster: Cluster, nbytes: float, of: Group, imbalance: float) -> float:
+def _all_to_all(network: Network, links: Links, nbytes: float, of: Group, imbalance: float) -> float:
     """Every rank sends 1 / n of its bytes to each other one: to those of its node and to those of others at once, over links of
     their own. The fullest rank decides (cost-model.md 3)."""
     near = (of.least if of.nodes > 1 else of.ranks) - 1
-    within = near / of.ranks * nbytes / (cluster.intra_bandwidth / of.intra_factor)
-    between = (of.ranks - 1 - near) / of.ranks * nbytes / _one_link(cluster, of) if of.nodes > 1 else 0.0
-    return _start(cluster, of, nccl.SIMPLE) + imbalance * max(within, between)
+    within = near / of.ranks * nbytes / (links.intra_bandwidth / of.intra_factor)
+    between = (of.ranks - 1 - near) / of.ranks * nbytes / _one_link(network, links, of) if of.nodes > 1 else 0.0
+    return _start(links, of, nccl.SIMPLE) + imbalance * max(within, between)
 
 
-def _one_link(cluster: Cluster, of: Group) -> float:
+def _one_link(network: Network, links: Links, of: Group) -> float:
     """Bytes/s of one device's part of its node's NICs."""
-    through_spine = cluster.rails == 1 or of.changes_rail
-    return cluster.inter_bandwidth / of.inter_factor / (cluster.oversubscription if through_spine else 1.0)
+    through_spine = network.rails == 1 or of.changes_rail
+    return links.inter_bandwidth / of.inter_factor / (network.oversubscription if through_spine else 1.0)
 
 
-def _start(cluster: Cluster, of: Group, protocol: int) -> float:
+def _start(links: Links, of: Group, protocol: int) -> float:
     """Seconds before the first byte of one step arrives."""
-    if cluster.communication == "ring":
-        return cluster.inter_latency if of.nodes > 1 else cluster.intra_latency
-    return nccl.step_latency(cluster.nccl, cluster.intra_kind, of.nodes > 1, protocol)
+    if links.communication == "ring":
+        return links.inter_latency if of.nodes > 1 else links.intra_latency
+    return nccl.step_latency(links.nccl, links.intra_kind, of.nodes > 1, protocol)

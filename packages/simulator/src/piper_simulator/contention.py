@@ -37,8 +37,8 @@ from piper_ir.ops import COMM, message_op
 from piper_ir.plan import Channel, Plan
 from piper_ir.timing import Prepared
 from piper_simulator.cluster import Cluster
+from piper_simulator.cost_model import Work
 from piper_simulator.instances import instances
-from piper_simulator.model import Work
 from piper_simulator.rates import Flow
 
 PORT_SM_SHARE, NIC_SM_SHARE = 0.15, 0.02
@@ -65,7 +65,7 @@ class Wiring:
     @cached_property
     def factors(self) -> Mapping[tuple[int, int], float]:
         """(node, other) -> how many times as long the slow link between them takes; (node, node): those within it."""
-        both = {(x.a, x.b): x.factor for x in self.cluster.slow_links}
+        both = {(x.a, x.b): x.factor for x in self.cluster.network.slow_links}
         return both | {(b, a): factor for (a, b), factor in both.items()}
 
     @cached_property
@@ -83,11 +83,11 @@ class Wiring:
 
     def _capacity(self, what: str, node: int, far: int) -> float:
         """Of what belongs to a node: all its ports are alike, and all its NICs."""
-        device = self.cluster.of(node * self.cluster.per_node)
+        links, network = self.cluster.links_of(node * self.cluster.per_node), self.cluster.network
         if what.startswith("port"):
-            return device.intra_bandwidth / self.factors.get((node, node), 1.0)
-        through_spine = device.rails == 1 or "spine" in what
-        bandwidth = device.inter_bandwidth / (device.oversubscription if through_spine else 1.0)
+            return links.intra_bandwidth / self.factors.get((node, node), 1.0)
+        through_spine = network.rails == 1 or "spine" in what
+        bandwidth = links.inter_bandwidth / (network.oversubscription if through_spine else 1.0)
         return bandwidth / self.factors[node, far] if far >= 0 else bandwidth
 
     def node_of(self, resource: Resource) -> int:
@@ -146,7 +146,7 @@ def flows(plan: Plan, prepared: Prepared, work: Sequence[Work], wires: Wiring) -
     return out
 
 
-def contends(found: Sequence[Flow]) -> bool:
+def slows_anything(found: Sequence[Flow]) -> bool:
     """Whether any message can slow anything down."""
     return any(f.seconds and (f.shares or any(map(any, f.takes.values()))) for f in found)
 
@@ -280,7 +280,7 @@ def passes(wires: Wiring, members: Sequence[int], p2p: bool) -> dict[Resource, f
         here, there = cluster.node_of(source), cluster.node_of(destination)
         if here == there:
             return {("port out", source, -1): 1.0, ("port in", destination, -1): 1.0}
-        changes_rail = cluster.rails > 1 and cluster.rail_of(source) != cluster.rail_of(destination)
+        changes_rail = cluster.network.rails > 1 and cluster.rail_of(source) != cluster.rail_of(destination)
         kinds = ["nic", *(["spine"] if changes_rail else [])]
         out = {(f"{kind} out", wires.nic_of(source), -1): 1.0 for kind in kinds}
         out |= {(f"{kind} in", wires.nic_of(destination), -1): 1.0 for kind in kinds}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from piper_ir.costs import AllocatorCosts
-from piper_ir.plan import Device, Plan, RolePlan
+from piper_ir.plan import DeviceType, Plan, RolePlan
 from piper_simulator.cluster import Cluster
+from piper_simulator.device import Device
 
 MIB = 1 << 20
 NCCL_CHANNELS = 32
@@ -23,7 +24,7 @@ RECEIVED = 4
 
 def communicator_bytes(channels: int = NCCL_CHANNELS, received: int = RECEIVED) -> int:
     """Buffers of a communicator of several ranks, by NCCL's defaults: each connection has one for each protocol where it
-    receives. `Cluster.group_bytes` of the built-in devices is what was measured instead: 1.27 GiB on an A100; this is 1.15."""
+    receives. `Device.group_bytes` of the built-in devices is what was measured instead: 1.27 GiB on an A100; this is 1.15."""
     return channels * received * (NCCL_SIMPLE + NCCL_LL + NCCL_LL128)
 
 
@@ -50,24 +51,24 @@ class DeviceMemory:
         return self.allocated + self.reserve + self.context + self.groups + self.pairs
 
 
-def kind_of(cluster: Cluster | None) -> Device:
+def device_type(cluster: Cluster | None) -> DeviceType:
     """Whose kernels run on a cluster, as `Plan.device`: those of a CPU hold next to nothing inside."""
     return "" if cluster is None or cluster.synchronous else "cuda"
 
 
 def device_memory(
-    plan: Plan, role: RolePlan, peak: int, cluster: Cluster | None, allocator: AllocatorCosts | None = None
+    plan: Plan, role: RolePlan, peak: int, device: Device | None, allocator: AllocatorCosts | None = None
 ) -> DeviceMemory:
     """What is gone on a device when the plan holds `peak` bytes: a communicator per channel of the role (of more than one rank).
     `allocator`: as measured, in place of the cluster's factor and context. The plan's own bytes when neither is given."""
     if allocator is not None:
         factor, context = allocator.factor, allocator.context_bytes
-    elif cluster is not None:
-        factor, context = cluster.allocator_factor, cluster.context_bytes
+    elif device is not None:
+        factor, context = device.allocator_factor, device.context_bytes
     else:
         return DeviceMemory(peak)
     mine = [c for c in plan.channels if role.role in c.roles]
     pairs = sum(c.kind == "p2p" for c in mine)
     groups = sum(c.kind == "group" and len(plan.peers(c, role.ranks[0])) > 1 for c in mine)
-    each = (cluster.group_bytes, cluster.p2p_bytes) if cluster is not None else (0, 0)
+    each = (device.group_bytes, device.p2p_bytes) if device is not None else (0, 0)
     return DeviceMemory(peak, round(peak * factor) - peak, context, groups * each[0], pairs * each[1])

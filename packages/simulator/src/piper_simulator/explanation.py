@@ -13,11 +13,14 @@ from piper_ir.errors import PlanError
 from piper_ir.memory import peak
 from piper_ir.plan import Plan
 from piper_ir.trace import Source
-from piper_simulator.clusters import Cluster, load_cluster
+from piper_simulator.cluster import Cluster
+from piper_simulator.clusters import load_cluster
+from piper_simulator.cost_model import CostModelFactory
 from piper_simulator.critical import Chains, Piece
-from piper_simulator.device_memory import kind_of
-from piper_simulator.gaps import Gap, Share, idle_gaps, shares
+from piper_simulator.device_memory import device_type
+from piper_simulator.gaps import Gap, Share, idle_gaps, time_shares
 from piper_simulator.interval import Interval, interval
+from piper_simulator.model import DeviceModel
 from piper_simulator.owners import Owner, Owners
 from piper_simulator.whatif import Case, Sensitivity, WhatIf, sensitivities, what_if
 
@@ -169,6 +172,7 @@ def why(
     *,
     costs: Costs | None = None,
     contention: bool = True,
+    model: CostModelFactory = DeviceModel,
     draws: int = 100,
     seed: int = 0,
 ) -> Why:
@@ -176,16 +180,18 @@ def why(
     if draws < 1:
         raise PlanError(f"why(draws={draws}): at least one draw is needed")
     with no_garbage_collection():
-        case = Case(plan, load_cluster(cluster) if isinstance(cluster, str) else cluster, costs, contention=contention)
+        case = Case(
+            plan, load_cluster(cluster) if isinstance(cluster, str) else cluster, costs, contention=contention, model=model
+        )
         chains = Chains(case.prepared, case.times, latency=plan.hop, issue=case.issue)
         gaps = idle_gaps(case.prepared, case.times, chains)
-        counted = plan if case.cluster is None else replace(plan, device=kind_of(case.cluster))
+        counted = plan if case.cluster is None else replace(plan, device=device_type(case.cluster))
         peaks = [peak(counted, role) for role in plan.roles]
         return Why(
             step_s=case.step_s,
             path=chains.critical_path(),
             gaps=gaps,
-            shares=shares(case.step_s, gaps),
+            shares=time_shares(case.step_s, gaps),
             what_if=what_if(case),
             sensitivities=sensitivities(case),
             interval=interval(case, draws=draws, seed=seed),

@@ -69,7 +69,7 @@ class Share:
     host: float
 
 
-def shares(makespan: float, gaps: Sequence[Sequence[Gap]]) -> list[Share]:
+def time_shares(makespan: float, gaps: Sequence[Sequence[Gap]]) -> list[Share]:
     """Per role, of `idle_gaps`."""
     out = []
     for own in gaps:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from piper_ir.costs import Costs, Duration
-from piper_simulator.model import CostModel
+from piper_simulator.cost_model import model_for
 from piper_simulator.whatif import Case
 
 SIGMAS = 1.4826
@@ -36,7 +36,7 @@ def interval(case: Case, *, draws: int = 100, seed: int = 0) -> Interval | None:
     """None when no duration has a spread."""
     if case.costs is None:
         return None
-    later = CostModel(case.plan, case.cluster, _longer(case.costs))
+    later = model_for(case.plan, case.cluster, _longer(case.costs), case.model)
     works = [later.work(role, instr).seconds for role, _, instr in case.plan.instructions()]
     spreads = [max(0.0, w - now.seconds) for w, now in zip(works, case.work, strict=True)]
     issue_spread = max(0.0, later.issue_s - case.issue)

@@ -12,17 +12,18 @@ as formulas, and a prediction says how much of it they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import exp, log, prod, sqrt
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from piper_ir.errors import ClusterError
 from piper_ir.interpolate import log_log, within
 from piper_ir.program import Kernel
 from piper_ir.sizes import ITEM_BYTES, bind
 from piper_ir.trace import Source
+from piper_simulator.checks import COUNT, TEXT, Count, Positive, Text, Where, check_fields, checks_of, list_of, one_of, table
+from piper_simulator.stacks import KINDS
 
 REACH = 2.0
 How = Literal["table", "interpolated", "scaled", "formula"]
@@ -36,7 +37,7 @@ SHAPES: Mapping[str, Mapping[int, str]] = {
     "loss": {2: "rows, classes"},
 }
 """Dimensions of the kinds of kernels that have a shape."""
-Size = tuple[int, ...]
+Size = tuple[Count, ...]
 Formula = Callable[[Kernel], float]
 
 
@@ -46,23 +47,62 @@ class KernelDuration:
     is: the shape (see SHAPES), or one number, bytes read and written or FLOPs, as plans count them. ClusterError for what is not
     positive."""
 
-    kind: str
+    kind: Annotated[str, one_of(*KINDS)]
     op: str
-    dtype: str
+    dtype: Annotated[str, one_of(*ITEM_BYTES)]
     axis: Axis
     size: Size
-    seconds: float
-    source: str
+    seconds: Positive
+    source: Text
 
     def __post_init__(self) -> None:
-        if not self.size or not all(n > 0 for n in (*self.size, self.seconds)):
-            what = f"{self.kind} kernel, {self.axis} {self.size} in {self.seconds!r} s ({self.source})"
-            raise ClusterError(f"{what}; positive numbers are needed")
+        where = f"{self.kind} kernel, {self.axis} {self.size} in {self.seconds!r} s ({self.source})"
+        check_fields(self, where)
+        if not self.size:
+            raise Where(where).at("size").error("nothing stands here; positive whole numbers are needed")
 
     @property
     def key(self) -> tuple[str, str, str, Axis, Size]:
         """What was measured."""
         return self.kind, self.op, self.dtype, self.axis, self.size
+
+
+SCHEMA = list_of(
+    table(
+        {k: TEXT if k == "op" else check for k, check in checks_of(KernelDuration).items() if k not in ("axis", "size")}
+        | {"shape": list_of(COUNT), "bytes": COUNT, "flops": COUNT}
+    )
+)
+"""What `[[kernel]]` of a cluster file may hold."""
+
+
+def read_kernels(found: Sequence[Mapping[str, Any]], where: Where) -> tuple[KernelDuration, ...]:
+    """Rows that fit SCHEMA. ClusterError with the number of the row, from 0."""
+    rows: dict[tuple[Any, ...], int] = {}
+    out = []
+    for k, entry in enumerate(found):
+        row = _row(entry, where.item(k))
+        if row.key in rows:
+            raise where.item(k).error(f"measured in {where.keys[-1]}[{rows[row.key]}] already; one of them is needed")
+        rows[row.key] = k
+        out.append(row)
+    return tuple(out)
+
+
+def _row(entry: Mapping[str, Any], at: Where) -> KernelDuration:
+    if missing := [k for k in ("kind", "dtype", "seconds", "source") if k not in entry]:
+        raise at.error(f"{', '.join(missing)} missing")
+    axes = [a for a in AXES if a in entry]
+    if len(axes) != 1:
+        raise at.error(f"{' and '.join(axes) or 'no size'} given; exactly one of {', '.join(AXES)} is needed")
+    axis: Axis = axes[0]
+    kind = entry["kind"]
+    size = tuple(entry[axis]) if axis == "shape" else (entry[axis],)
+    if axis == "shape" and len(size) not in SHAPES.get(kind, {}):
+        forms = " or ".join(f"[{names}]" for names in SHAPES.get(kind, {}).values())
+        needed = f"{forms} is needed" if forms else f"give bytes or flops; only {', '.join(SHAPES)} have a shape"
+        raise at.at("shape").error(f"{list(size)} stands here, of kind {kind!r}; {needed}")
+    return KernelDuration(kind, entry.get("op", ""), entry["dtype"], axis, size, entry["seconds"], entry["source"])
 
 
 @dataclass(frozen=True, slots=True)

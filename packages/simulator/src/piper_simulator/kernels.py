@@ -22,7 +22,7 @@ from math import ceil
 from piper_ir.program import Cost, Kernel, Step
 from piper_ir.sizes import bind
 from piper_ir.trace import Source
-from piper_simulator.cluster import Cluster
+from piper_simulator.device import Device
 from piper_simulator.kernel_table import SOURCES, Found, How
 from piper_simulator.passes import Launched, launched_by_torch
 
@@ -47,70 +47,70 @@ class Took:
     parts: Mapping[How, float] = field(default_factory=dict)
 
 
-def step_took(cluster: Cluster, cost: Cost, step: Step) -> Took:
+def step_took(device: Device, cost: Cost, step: Step) -> Took:
     """How long one step of a chunk takes."""
     parts: dict[How, float] = {}
     for kernel in cost.kernels:
-        found = kernel_seconds(cluster, kernel, backward=step != "F")
+        found = kernel_seconds(device, kernel, backward=step != "F")
         parts[found.how] = parts.get(found.how, 0.0) + kernel.count * found.seconds
-    seconds = launched(cluster, sum(parts.values()), launches(cluster, cost))
+    seconds = launched(device, sum(parts.values()), launches(device, cost))
     least: How = max(parts, key=[*SOURCES].index, default="formula")
     return Took(seconds, SOURCES[least], parts)
 
 
-def step_seconds(cluster: Cluster, cost: Cost, step: Step) -> float:
+def step_seconds(device: Device, cost: Cost, step: Step) -> float:
     """Seconds of one step of a chunk."""
-    return step_took(cluster, cost, step).seconds
+    return step_took(device, cost, step).seconds
 
 
-def launches(cluster: Cluster, cost: Cost) -> int:
+def launches(device: Device, cost: Cost) -> int:
     """Kernels that the host launches for a step of a chunk."""
-    if cluster.stack is None:
+    if device.stack is None:
         return sum(k.count for k in cost.kernels)
-    fused = {k.kind for k in cost.kernels if k.kind in cluster.stack.fused}
-    return len(fused) + sum(k.count * _launched(cluster, k).count for k in cost.kernels if k.kind not in fused)
+    fused = {k.kind for k in cost.kernels if k.kind in device.stack.fused}
+    return len(fused) + sum(k.count * _launched(device, k).count for k in cost.kernels if k.kind not in fused)
 
 
-def kernel_seconds(cluster: Cluster, kernel: Kernel, *, backward: bool) -> Found:
+def kernel_seconds(device: Device, kernel: Kernel, *, backward: bool) -> Found:
     """Seconds of a kernel on the device: from the cluster's table, else by formula."""
 
     def formula(k: Kernel) -> float:
-        return plain(cluster, k) if cluster.stack is None else by_kind(cluster, k, backward=backward)
+        return plain(device, k) if device.stack is None else by_kind(device, k, backward=backward)
 
-    return cluster.kernel_table.find(kernel, formula) if cluster.kernels else Found(formula(kernel), "formula")
+    return device.kernel_table.find(kernel, formula) if device.kernels else Found(formula(kernel), "formula")
 
 
-def launched(cluster: Cluster, busy: float, kernels: int) -> float:
+def launched(device: Device, busy: float, kernels: int) -> float:
     """Launches hide behind the device's work, or the other way round; they add up where the host is the device."""
-    launches = kernels * cluster.launch_s
-    if cluster.synchronous:
+    launches = kernels * device.launch_s
+    if device.synchronous:
         return busy + launches
-    if cluster.stack is None or not busy:
+    if device.stack is None or not busy:
         return max(busy, launches)
     longer, shorter = max(busy, launches), min(busy, launches)
     out: float = longer * (1 + (shorter / longer) ** SHARP) ** (1 / SHARP)
     return out
 
 
-def plain(cluster: Cluster, kernel: Kernel) -> float:
+def plain(device: Device, kernel: Kernel) -> float:
     """Seconds of a kernel on the device, without a stack."""
-    return max(_computing(cluster, kernel), _moving(cluster, kernel))
+    return max(_computing(device, kernel), _moving(device, kernel))
 
 
-def by_kind(cluster: Cluster, kernel: Kernel, *, backward: bool) -> float:
+def by_kind(device: Device, kernel: Kernel, *, backward: bool) -> float:
     """Seconds of a kernel on the device, with a stack."""
-    computing = _computing(cluster, kernel)
+    computing = _computing(device, kernel)
     if kernel.kind == "matmul":
-        computing /= filled(tuple(bind(d, 0) for d in kernel.dims), cluster.sms)
+        computing /= filled(tuple(bind(d, 0) for d in kernel.dims), device.sms)
     elif kernel.kind == "attention" and kernel.dtype in HALF:
-        computing *= cluster.matmul_fraction / _attention_fraction(cluster, backward)
-    moving = sum(n * b / (cluster.memory_bandwidth * memory_fraction(cluster, b)) for b, n in _launched(cluster, kernel).moved)
+        computing *= device.matmul_fraction / _attention_fraction(device, backward)
+    moving = sum(n * b / (device.memory_bandwidth * memory_fraction(device, b)) for b, n in _launched(device, kernel).moved)
     return max(computing, moving)
 
 
-def _launched(cluster: Cluster, kernel: Kernel) -> Launched:
+def _launched(device: Device, kernel: Kernel) -> Launched:
     """The kernels that the cluster's stack runs for one of a plan."""
-    if cluster.stack is not None and cluster.stack.lowering == "torch":
+    if device.stack is not None and device.stack.lowering == "torch":
         return launched_by_torch(kernel)
     return Launched(((bind(kernel.bytes, 0), 1),))
 
@@ -129,29 +129,29 @@ def _waves(products: int, m: int, n: int, tile: tuple[int, int], sms: int) -> in
     return ceil(products * ceil(m / tile[0]) * ceil(n / tile[1]) / sms)
 
 
-def memory_fraction(cluster: Cluster, nbytes: int) -> float:
+def memory_fraction(device: Device, nbytes: int) -> float:
     """What so many bytes reach of the memory's bandwidth."""
-    return next((f for least, f in cluster.memory_steps if nbytes >= least), cluster.memory_fraction)
+    return next((f for least, f in device.memory_steps if nbytes >= least), device.memory_fraction)
 
 
-def _attention_fraction(cluster: Cluster, backward: bool) -> float:
+def _attention_fraction(device: Device, backward: bool) -> float:
     """Where nothing is published of the kernel on this device, it is taken for a matrix product."""
-    known = cluster.stack.attention_fraction.get(cluster.generation) if cluster.stack is not None else None
-    return cluster.matmul_fraction if known is None else known[backward]
+    known = device.stack.attention_fraction.get(device.generation) if device.stack is not None else None
+    return device.matmul_fraction if known is None else known[backward]
 
 
-def is_guess(cluster: Cluster, kernel: Kernel) -> bool:
+def is_guess(device: Device, kernel: Kernel) -> bool:
     """The rate of a dtype that the cluster does not know; of kernels that move bytes only where that rate decides, since
     integers are added on every device."""
-    if kernel.dtype in cluster.peak_flops:
+    if kernel.dtype in device.peak_flops:
         return False
-    return kernel.kind in _AT_PEAK or _computing(cluster, kernel) > _moving(cluster, kernel)
+    return kernel.kind in _AT_PEAK or _computing(device, kernel) > _moving(device, kernel)
 
 
-def _computing(cluster: Cluster, kernel: Kernel) -> float:
-    fraction = cluster.matmul_fraction if kernel.kind in _AT_PEAK else 1.0
-    return bind(kernel.flops, 0) / (cluster.peak(kernel.dtype) * fraction)
+def _computing(device: Device, kernel: Kernel) -> float:
+    fraction = device.matmul_fraction if kernel.kind in _AT_PEAK else 1.0
+    return bind(kernel.flops, 0) / (device.peak(kernel.dtype) * fraction)
 
 
-def _moving(cluster: Cluster, kernel: Kernel) -> float:
-    return bind(kernel.bytes, 0) / (cluster.memory_bandwidth * cluster.memory_fraction)
+def _moving(device: Device, kernel: Kernel) -> float:
+    return bind(kernel.bytes, 0) / (device.memory_bandwidth * device.memory_fraction)

@@ -10,7 +10,7 @@ that waits for the message anyway: one core per rank does both, however many thr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from piper_ir.costs import Costs, Duration
 from piper_ir.errors import ClusterError
@@ -21,6 +21,8 @@ from piper_ir.trace import Source
 from piper_ir.traffic import Traffic
 from piper_simulator.cluster import Cluster
 from piper_simulator.communication import Group, by_formula, crossed, duration, group
+from piper_simulator.cost_model import CostModel, Work, given_only
+from piper_simulator.device import Device
 from piper_simulator.instances import instances
 from piper_simulator.kernels import Took, is_guess, launched, step_took
 from piper_simulator.provenance import Provenance
@@ -30,53 +32,32 @@ _TRUST: tuple[Source, ...] = ("formula", "interpolated", "table", "measured", "g
 """Least to most: an instruction of several parts is labelled by the least trusted of its durations."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What an instruction takes, moves (communication: bytes of the message on one rank) and computes."""
-
-    seconds: float
-    source: Source
-    bytes: int = 0
-    flops: int = 0
-
-
-def given_only(plan: Plan) -> bool:
-    """Whether all compute of a plan has given durations (a synthetic program): then everything else takes no time."""
-    costs = [sig.cost for chunk in plan.chunks for sig in chunk.steps.values()]
-    return bool(costs) and all(c.seconds is not None for c in costs)
-
-
-class CostModel:
+class DeviceModel(CostModel):
     """Durations of the instructions of one plan: given by the program, else looked up in `costs`, else computed for `cluster`.
 
-    ClusterError: a duration must be computed and there is no cluster; the plan has more ranks than the cluster has devices; the
-    costs were taken at another number of rows per microbatch.
+    ClusterError: a duration must be computed and there is no cluster; the costs were taken at another number of rows per
+    microbatch.
 
     On a cluster of several kinds of devices costs hold for the kind on which they were taken, for all where that is not here.
 
-    `issue_s`: host seconds per instruction, beside the device; where the host is the device they are part of the instruction."""
+    Where the host is the device, what it takes to issue an instruction is part of the instruction, and `issue_s` is 0."""
 
     def __init__(self, plan: Plan, cluster: Cluster | None, costs: Costs | None) -> None:
         self.plan, self.cluster, self.costs = plan, cluster, costs or Costs()
         self.given = given_only(plan)
-        if cluster is not None and plan.mesh.world > cluster.devices:
-            world = plan.mesh.world
-            raise ClusterError(
-                f"the plan runs on {world} ranks; {cluster.name} has {cluster.devices} devices; name a cluster of at least "
-                f"{world}, or use a smaller mesh"
-            )
         if self.costs.compute and self.costs.rows not in (None, plan.rows):
             raise ClusterError(
                 f"the costs hold for {self.costs.rows} rows per microbatch; the plan has {plan.rows}: measure them at {plan.rows}"
             )
-        self._kinds: Sequence[Cluster | None] = cluster.kinds if cluster is not None else (None,)
-        self._known = _known(self._kinds, self.costs)
+        self._devices: Sequence[Device | None] = [k.device for k in cluster.kinds] if cluster is not None else (None,)
+        self._known = _known(self._devices, self.costs)
         self._provenance = Provenance(plan, cluster, self.costs)
         self._inline = cluster is not None and cluster.synchronous
-        issue = 0.0 if cluster is None or self.given else max(kind.host_issue_s for kind in cluster.kinds)
+        issue = 0.0 if cluster is None or self.given else max(kind.device.host_issue_s for kind in cluster.kinds)
         if self.costs.host is not None and not self.given:
             issue = self.costs.host.issue_s
         self.issue_s, self._inline_s = (0.0, issue) if self._inline else (issue, 0.0)
+        self.uniform = not self._inline and all(part.op != "Batch" for part in self.costs.parts)
         self._traffic = Traffic(plan)
         self._steps: dict[tuple[Compute, int], Work] = {}
         self._took: dict[tuple[int, Step, int], tuple[Took, int, tuple[str, ...]]] = {}
@@ -102,7 +83,7 @@ class CostModel:
 
     def _kinds_in(self, role: RolePlan) -> tuple[int, ...]:
         """The kinds of devices that a role runs on."""
-        if len(self._kinds) == 1 or self.cluster is None:
+        if len(self._devices) == 1 or self.cluster is None:
             return (0,)
         if role.role not in self._kinds_of:
             self._kinds_of[role.role] = tuple(sorted({self.cluster.kind_of(rank) for rank in role.ranks}))
@@ -184,11 +165,11 @@ class CostModel:
         known = self._known[kind].of_part(op, touched)
         if known is not None:
             return Work(known.seconds, known.source)
-        cluster = self._need(node, kind)
+        device = self._need(node, kind)
         self._provenance.computed()
-        if update is not None and cluster.stack is not None:
-            return Work(update_seconds(cluster, update), "formula")
-        return Work(launched(cluster, touched / (cluster.memory_bandwidth * cluster.memory_fraction), 1), "formula")
+        if update is not None and device.stack is not None:
+            return Work(update_seconds(device, update), "formula")
+        return Work(launched(device, touched / (device.memory_bandwidth * device.memory_fraction), 1), "formula")
 
     def _batch_s(self, role: RolePlan, part: Part) -> float:
         """Seconds of the job's batch function, which the first load of a microbatch on a role calls."""
@@ -213,20 +194,20 @@ class CostModel:
         if known is not None:
             self._provenance.looked_up(chunk, op.step)
             return Work(known.seconds, known.source, flops=cost.flops)
-        cluster = self._need(f"step {op.step} of chunk {op.chunk}", kind)
+        device = self._need(f"step {op.step} of chunk {op.chunk}", kind)
         key = (id(cost), op.step, kind)  # the plan keeps it; equal layers share it
         if key not in self._took:
-            guessed = tuple(k.dtype for k in cost.kernels if is_guess(cluster, k))
-            self._took[key] = step_took(cluster, cost, op.step), cost.flops, guessed
+            guessed = tuple(k.dtype for k in cost.kernels if is_guess(device, k))
+            self._took[key] = step_took(device, cost, op.step), cost.flops, guessed
         took, flops, guessed = self._took[key]
         self._provenance.computed_step(chunk, op.step, guessed, took.parts)
         return Work(took.seconds, took.source, flops=flops)
 
-    def _need(self, what: str, kind: int) -> Cluster:
-        cluster = self._kinds[kind]
-        if cluster is None:
+    def _need(self, what: str, kind: int) -> Device:
+        device = self._devices[kind]
+        if device is None:
             raise ClusterError(f"{what} has no given duration; name a cluster to simulate on, e.g. simulate(plan, 'h100x8')")
-        return cluster
+        return device
 
     def _comm(self, op: Comm, part: Part) -> Work:
         key = (op.channel, message_op(op), self._traffic.message(op, part))
@@ -259,7 +240,7 @@ class CostModel:
     def _stretch(self, channel: Channel, op: str, nbytes: int) -> float:
         """How many times as long as measured a message takes over slow links: a measured one changes as its formula does."""
         cluster = self.cluster
-        if cluster is None or not cluster.slow_links:
+        if cluster is None or not cluster.network.slow_links:
             return 1.0
         groups = self._instances(channel, cluster)
         healthy = max(by_formula(cluster, op, nbytes, replace(g, inter_factor=1.0, intra_factor=1.0)) for g in groups)
@@ -278,8 +259,8 @@ class CostModel:
         return self._groups[channel.id]
 
 
-def _known(kinds: Sequence[Cluster | None], costs: Costs) -> list[Costs]:
+def _known(devices: Sequence[Device | None], costs: Costs) -> list[Costs]:
     """Per kind of device the costs that hold for it."""
-    device = costs.origin.cluster.partition(":")[0] if costs.origin is not None else ""
-    taken_here = [kind is not None and kind.device == device for kind in kinds]
+    measured = costs.origin.cluster.partition(":")[0] if costs.origin is not None else ""
+    taken_here = [device is not None and device.name == measured for device in devices]
     return [costs if here or not any(taken_here) else Costs() for here in taken_here]

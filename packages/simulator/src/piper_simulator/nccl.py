@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from math import inf, log2
 
 from piper_ir.collectives import law_of
+from piper_simulator.checks import NotNegative, Positive
 
 LL, LL128, SIMPLE = range(3)
 US = 1e-6
@@ -43,13 +44,13 @@ class Nccl:
     start in LL128 and Simple; `hop_factor` and `net_hop_factor` on steps within and between nodes; `pass_bandwidth`: bytes/s
     at which a ring's turning step adds and copies its n-th part of the tensor in memory."""
 
-    ll_max: tuple[float, float, float] = (inf, inf, inf)
-    ll_fraction: float = 0.5
-    nvls_bandwidth: float = 0.0
-    start_s: float = 0.0
-    hop_factor: float = 1.0
-    net_hop_factor: float = 1.0
-    pass_bandwidth: float = inf
+    ll_max: tuple[Positive, Positive, Positive] = (inf, inf, inf)
+    ll_fraction: Positive = 0.5
+    nvls_bandwidth: NotNegative = 0.0
+    start_s: NotNegative = 0.0
+    hop_factor: Positive = 1.0
+    net_hop_factor: Positive = 1.0
+    pass_bandwidth: Positive = inf
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,10 @@ from piper_ir.costs import Costs
 from piper_ir.machine import machine_name
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Step
-from piper_simulator.cluster import CPU, Cluster, SlowLink
+from piper_simulator.cluster import Cluster
+from piper_simulator.device import CPU
 from piper_simulator.kernel_table import REACH, How
+from piper_simulator.network import SlowLink
 
 _KERNELS: Mapping[How, str] = {
     "table": "as measured",
@@ -90,7 +92,7 @@ class Provenance:
     def _of_kernels(self) -> list[str]:
         """How much of the kernels' time a table gave, where there is one."""
         total = sum(self._kernels.values())
-        if self._cluster is None or not self._cluster.kernels or not total:
+        if self._cluster is None or not self._cluster.device.kernels or not total:
             return []
         shares = (f"{seconds / total:.0%} {_KERNELS[how]}" for how, seconds in self._kernels.items() if seconds)
         return [f"{self._cluster.name}: of the time of kernels {', '.join(shares)}"]

@@ -15,16 +15,19 @@ from piper_ir.memory_owners import owners
 from piper_ir.plan import Plan, RolePlan
 from piper_ir.timing import Times, prepare
 from piper_ir.trace import MemSample, Span, Trace
-from piper_simulator.clusters import Cluster, load_cluster
-from piper_simulator.device_memory import DeviceMemory, device_memory, kind_of
+from piper_simulator.cluster import Cluster
+from piper_simulator.clusters import load_cluster
+from piper_simulator.cost_model import CostModelFactory, Work, model_for
+from piper_simulator.device import Device
+from piper_simulator.device_memory import DeviceMemory, device_memory, device_type
 from piper_simulator.footprint import footprint
 from piper_simulator.jitter import Distribution, Held, distribution
 from piper_simulator.metrics import executed_flops, flop_notes, idle, main_dtype, model_flops, without_formula
-from piper_simulator.model import CostModel, Work
+from piper_simulator.model import DeviceModel
 from piper_simulator.oom import KEPT, Oom, first_of
 from piper_simulator.snapshot import Snapshot, snapshot
 from piper_simulator.splitting import split
-from piper_simulator.timed import shared_flows, shares, time_steps
+from piper_simulator.timed import contention_applies, shared_flows, time_steps
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,7 @@ def simulate(
     tokens_per_row: int | None = None,
     model_flops_per_step: float | None = None,
     contention: bool = True,
+    model: CostModelFactory = DeviceModel,
 ) -> Simulation:
     """Run a plan on a cluster (a name, see `load_cluster`, or a Cluster). `cluster` may be left out only when all compute has
     given durations; these are then all there is, and the rest takes no time. `costs` come before what the device model computes;
@@ -136,6 +140,7 @@ def simulate(
     `contention`: messages that share links slow each other down, and compute beside them (`piper_simulator.contention`). Without
     it every instruction takes its duration, as in the sweep of a search. It means nothing where nobody shares: given durations,
     and a CPU, on which messages take their processor seconds from compute as it is (`piper_simulator.model`).
+    `model`: what gives durations (`piper_simulator.cost_model`), by default the formulas and tables of Piper.
 
     ClusterError: unknown cluster, too few devices, or none where a duration must be computed; a stream that takes more SMs than
     its devices have.
@@ -144,7 +149,9 @@ def simulate(
         raise PlanError(f"simulate(steps={steps}): at least one step is needed")
     target = load_cluster(cluster) if isinstance(cluster, str) else cluster
     with no_garbage_collection():
-        return _simulate(plan, target, costs, steps, tokens_per_row or plan.tokens_per_row, model_flops_per_step, contention)
+        return _simulate(
+            plan, target, costs, steps, tokens_per_row or plan.tokens_per_row, model_flops_per_step, contention, model
+        )
 
 
 def _simulate(
@@ -155,25 +162,26 @@ def _simulate(
     tokens_per_row: int | None,
     model_flops_per_step: float | None,
     contention: bool,
+    model: CostModelFactory,
 ) -> Simulation:
-    parts = split(plan, target, shared=contention and shares(plan, target))
-    model = CostModel(parts.plan, target, costs)
+    parts = split(plan, target, shared=contention and contention_applies(plan, target))
+    costing = model_for(parts.plan, target, costs, model)
     prepared = prepare(parts.plan)
-    work = [model.work(role, instr) for role, _, instr in parts.plan.instructions()]
-    flows = shared_flows(model, prepared, work) if contention else None
-    timed = time_steps(prepared, work, flows, latency=plan.hop, issue=model.issue_s, steps=steps)
+    work = [costing.work(role, instr) for role, _, instr in parts.plan.instructions()]
+    flows = shared_flows(parts.plan, target, prepared, work) if contention else None
+    timed = time_steps(prepared, work, flows, latency=plan.hop, issue=costing.issue_s, steps=steps)
     step_s = timed.first.makespan
     gaps = idle(parts.plan, prepared, timed.first, timed.durations, plan.hop)
     order, whole = parts.role_of, tuple(parts.of[r] for r in parts.role_of)
-    counted = plan if target is None else replace(plan, device=kind_of(target))
+    counted = plan if target is None else replace(plan, device=device_type(target))
     usages = [list(scan(counted, role)) for role in plan.roles]
     peaks = [max(u, key=lambda x: x.total) if u else peak(counted, role) for u, role in zip(usages, plan.roles)]
-    held = Held(plan, parts, prepared, timed.durations, plan.hop, model.issue_s)
+    held = Held(plan, parts, prepared, timed.durations, plan.hop, costing.issue_s)
     devices = _Devices(held, target, costs.allocator if costs is not None else None)
     memory = [devices.memory(k, peaks[r].total) for k, r in enumerate(parts.of)]
     rates = _rates(plan, target, timed.period_s, tokens_per_row, model_flops_per_step)
     missing = without_formula(plan) if target is not None else {}
-    notes = tuple(dict.fromkeys((*model.notes, *rates.notes, *flop_notes(missing, rates.mfu, rates.hfu))))
+    notes = tuple(dict.fromkeys((*costing.notes, *rates.notes, *flop_notes(missing, rates.mfu, rates.hfu))))
     run = _Run(held, counted, timed.last, work, usages, memory, steps - 1, _of_trace(target, notes))
     return Simulation(
         step_s=step_s,
@@ -223,7 +231,8 @@ def _rates(
     dtype = main_dtype(plan)
     top = target.peak_of(plan.mesh.world, dtype)
     mfu, hfu = _rate(model_flops_per_step, per_second, top), _rate(executed_flops(plan), per_second, top)
-    guesses = [kind.guess(dtype) for kind in target.kinds if dtype not in kind.peak_flops]
+    unknown = [k for k, kind in enumerate(target.kinds) if dtype not in kind.device.peak_flops]
+    guesses = [target.kinds[k].device.guess(dtype, target.name_of(k)) for k in unknown]
     return _Rates(tokens_per_s, mfu, hfu, tuple(guesses) if mfu is not None or hfu is not None else ())
 
 
@@ -240,7 +249,7 @@ class _Devices:
     cluster: Cluster | None
     allocator: AllocatorCosts | None
 
-    def _of(self, k: int) -> Cluster | None:
+    def _of(self, k: int) -> Device | None:
         return None if self.cluster is None else self.cluster.of(self.held.parts.plan.roles[k].ranks[0])
 
     def limit(self, k: int) -> int | None:

@@ -7,22 +7,16 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from piper_simulator.checks import TEXT, Where, list_of, list_of_n, mapping, number, one_of, table
+from piper_simulator.checks import TEXT, Positive, Text, Where, check_of, checks_of, mapping, one_of, table
 
 KINDS = ("matmul", "attention", "norm", "elementwise", "embedding", "loss", "other")
 GENERATIONS = ("ampere", "hopper", "blackwell")
-_FRACTION = number(whole=False, least=0, above=True)
-_ATTENTION = table({"source": TEXT} | dict.fromkeys(GENERATIONS, list_of_n(2, _FRACTION)))
-LOWERINGS = ("torch", "one kernel")
-OPTIMIZERS = ("fused", "foreach")
-_STACK = table(
-    {"attention": TEXT, "fused": list_of(one_of(*KINDS)), "saved": TEXT, "overlap": list_of(TEXT), "source": TEXT}
-    | {"lowering": one_of(*LOWERINGS), "optimizer": one_of(*OPTIMIZERS)}
-)
-_NEEDED = ("attention", "lowering", "optimizer", "fused", "saved", "overlap", "source")
-SCHEMA = table({"attention": mapping(_ATTENTION), "stacks": mapping(_STACK)})
+
+
+Fractions = tuple[Positive, Positive]
+"""What a kernel reaches of the peak, forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +27,20 @@ class Stack:
     of one step are launched as one. `saved`: what a forward keeps for its backward, and `overlap`: what communicates beside
     computation, by default; for people, a plan has its own."""
 
-    name: str
-    attention: str
-    attention_fraction: Mapping[str, tuple[float, float]]
-    lowering: str
-    optimizer: str
-    fused: tuple[str, ...]
-    saved: str
-    overlap: tuple[str, ...]
-    source: str
+    name: Text
+    attention: Text
+    attention_fraction: Mapping[str, Fractions]
+    lowering: Literal["torch", "one kernel"]
+    optimizer: Literal["fused", "foreach"]
+    fused: tuple[Annotated[str, one_of(*KINDS)], ...]
+    saved: Text
+    overlap: tuple[Text, ...]
+    source: Text
+
+
+_STACK = {key: check for key, check in checks_of(Stack).items() if key not in ("name", "attention_fraction")}
+_ATTENTION = table({"source": TEXT} | dict.fromkeys(GENERATIONS, check_of(Fractions)))
+SCHEMA = table({"attention": mapping(_ATTENTION), "stacks": mapping(table(_STACK))})
 
 
 def read_stacks(path: Path) -> dict[str, Stack]:
@@ -52,7 +51,7 @@ def read_stacks(path: Path) -> dict[str, Stack]:
 
 
 def _stack(name: str, entry: dict[str, Any], kernels: Mapping[str, Any], where: Where) -> Stack:
-    if missing := [k for k in _NEEDED if k not in entry]:
+    if missing := [k for k in _STACK if k not in entry]:
         raise where.error(f"{', '.join(missing)} missing")
     if entry["attention"] not in kernels:
         raise where.at("attention").error(f"no kernel {entry['attention']!r}; known: {', '.join(kernels)}")

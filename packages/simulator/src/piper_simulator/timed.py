@@ -11,7 +11,7 @@ from piper_ir.plan import Plan
 from piper_ir.timing import Prepared, Times
 from piper_simulator import contention, engine
 from piper_simulator.cluster import Cluster
-from piper_simulator.model import CostModel, Work, given_only
+from piper_simulator.cost_model import Work, given_only
 from piper_simulator.rates import Flow
 
 
@@ -28,19 +28,19 @@ class Timed:
     slowed_s: float | None
 
 
-def shares(plan: Plan, cluster: Cluster | None) -> bool:
+def contention_applies(plan: Plan, cluster: Cluster | None) -> bool:
     """Whether contention counts: nothing is shared where all durations are given or there is no cluster, and on a CPU the cost
     model has counted it already."""
     return cluster is not None and not cluster.synchronous and not given_only(plan)
 
 
-def shared_flows(model: CostModel, prepared: Prepared, work: Sequence[Work]) -> list[Flow] | None:
-    """What messages ask for; None where contention does not count (`shares`) or no message slows anything down. `work`: per node.
+def shared_flows(plan: Plan, cluster: Cluster | None, prepared: Prepared, work: Sequence[Work]) -> list[Flow] | None:
+    """Return what messages ask for; None where contention does not count, or no message slows anything down. `work`: per node.
     Errors: `piper_simulator.contention.flows`."""
-    if model.cluster is None or not shares(model.plan, model.cluster):
+    if cluster is None or not contention_applies(plan, cluster):
         return None
-    found = contention.flows(model.plan, prepared, work, contention.wiring(model.cluster))
-    return found if contention.contends(found) else None
+    found = contention.flows(plan, prepared, work, contention.wiring(cluster))
+    return found if contention.slows_anything(found) else None
 
 
 def step_alone(prepared: Prepared, work: Sequence[Work], flows: Sequence[Flow] | None, *, latency: float, issue: float) -> Times:

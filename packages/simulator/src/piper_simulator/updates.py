@@ -15,7 +15,7 @@ from math import ceil
 from piper_ir.ops import Update
 from piper_ir.plan import Plan, RolePlan
 from piper_ir.sizes import ITEM_BYTES
-from piper_simulator.cluster import Cluster
+from piper_simulator.device import Device
 from piper_simulator.kernels import launched, memory_fraction
 
 CHUNK, BLOCKS = 65_536, 320
@@ -47,11 +47,11 @@ def updated(plan: Plan, role: RolePlan, op: Update) -> Updated:
     return Updated(param, grad, state, item, len(op.buckets), op.weighted or op.clip is not None)
 
 
-def update_seconds(cluster: Cluster, of: Updated) -> float:
+def update_seconds(device: Device, of: Updated) -> float:
     """Seconds of an update on a cluster with a stack."""
-    moved = update_bytes(of, fused=cluster.stack is None or cluster.stack.optimizer == "fused")
-    busy = sum(b / (cluster.memory_bandwidth * memory_fraction(cluster, b)) for b in moved)
-    return launched(cluster, busy, len(moved) + (of.state > 0))  # and the step is counted
+    moved = update_bytes(of, fused=device.stack is None or device.stack.optimizer == "fused")
+    busy = sum(b / (device.memory_bandwidth * memory_fraction(device, b)) for b in moved)
+    return launched(device, busy, len(moved) + (of.state > 0))  # and the step is counted
 
 
 def update_bytes(of: Updated, *, fused: bool) -> list[int]:

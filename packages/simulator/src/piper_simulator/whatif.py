@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from piper_ir.costs import Costs
 from piper_ir.plan import Plan
 from piper_ir.timing import Prepared, Times, prepare, sweep
 from piper_simulator import engine
-from piper_simulator.clusters import Cluster
-from piper_simulator.model import CostModel, Work
+from piper_simulator.cluster import Cluster
+from piper_simulator.cost_model import CostModel, CostModelFactory, Work, model_for
+from piper_simulator.device import Device
+from piper_simulator.model import DeviceModel
+from piper_simulator.network import Links
 from piper_simulator.splitting import split
-from piper_simulator.timed import shared_flows, shares
+from piper_simulator.timed import contention_applies, shared_flows
 
+T = TypeVar("T")
 STEP = 0.01
 """By how much a constant is raised to see how the step follows."""
 
@@ -47,14 +51,22 @@ class Case:
 
     ClusterError, PlanError as `simulate` raises them."""
 
-    def __init__(self, plan: Plan, cluster: Cluster | None, costs: Costs | None, *, contention: bool = True) -> None:
-        self.cluster, self.costs, self.contention = cluster, costs, contention
-        self.plan = split(plan, cluster, shared=contention and shares(plan, cluster)).plan
+    def __init__(
+        self,
+        plan: Plan,
+        cluster: Cluster | None,
+        costs: Costs | None,
+        *,
+        contention: bool = True,
+        model: CostModelFactory = DeviceModel,
+    ) -> None:
+        self.cluster, self.costs, self.contention, self.model = cluster, costs, contention, model
+        self.plan = split(plan, cluster, shared=contention and contention_applies(plan, cluster)).plan
         self.prepared: Prepared = prepare(self.plan)
-        model = CostModel(self.plan, cluster, costs)
-        self.work: Sequence[Work] = _work(model)
-        self.issue = model.issue_s
-        self.times, self.interferes = self._timed(self.work, self.issue, model)
+        costing = model_for(self.plan, cluster, costs, model)
+        self.work: Sequence[Work] = _work(self.plan, costing)
+        self.issue = costing.issue_s
+        self.times, self.interferes = self._timed(self.work, self.issue, cluster)
         self.durations = [w.seconds for w in self.work]
         if self.interferes:
             self.durations = [end - start for start, end in zip(self.times.start, self.times.end, strict=True)]
@@ -65,10 +77,10 @@ class Case:
         """Times of one step from a common start, in which each node takes its duration."""
         return sweep(self.prepared, durations, latency=self.plan.hop if latency is None else latency, issue=issue)
 
-    def _timed(self, work: Sequence[Work], issue: float, model: CostModel) -> tuple[Times, bool]:
+    def _timed(self, work: Sequence[Work], issue: float, cluster: Cluster | None) -> tuple[Times, bool]:
         """Times of one step as `simulate` gives them, and whether messages and compute slowed each other down."""
         durations = [w.seconds for w in work]
-        flows = shared_flows(model, self.prepared, work) if self.contention else None
+        flows = shared_flows(self.plan, cluster, self.prepared, work) if self.contention else None
         if flows is None:
             return self.run(durations, issue), False
         for members, flow in zip(self.prepared.groups, flows, strict=True):
@@ -79,22 +91,22 @@ class Case:
     def on(self, cluster: Cluster) -> float:
         """Seconds of the step on a changed cluster. What was measured, of the plan or of the cluster's messages, changes by the
         factor by which its formula does."""
-        measured = self.costs is not None or any(kind.messages for kind in cluster.kinds)
-        model = CostModel(self.plan, cluster.each(_without_table), None)
-        work, issue = _work(model), model.issue_s
+        measured = self.costs is not None or any(kind.links.messages for kind in cluster.kinds)
+        costing = model_for(self.plan, cluster.each_links(_without_table), None, self.model)
+        work, issue = _work(self.plan, costing), costing.issue_s
         if measured:
             before, issue_before = self._before()
             scaled = [_scaled(w.seconds, new.seconds, old) for w, new, old in zip(self.work, work, before, strict=True)]
             work = [replace(w, seconds=seconds) for w, seconds in zip(self.work, scaled, strict=True)]
             issue = _scaled(self.issue, issue, issue_before)
-        return self._timed(work, issue, model)[0].makespan
+        return self._timed(work, issue, cluster)[0].makespan
 
     def _before(self) -> tuple[list[float], float]:
         """What formulas give on the cluster as it is."""
         if self._formula is None:
-            plain = None if self.cluster is None else self.cluster.each(_without_table)
-            model = CostModel(self.plan, plain, None)
-            self._formula = [w.seconds for w in _work(model)], model.issue_s
+            plain = None if self.cluster is None else self.cluster.each_links(_without_table)
+            costing = model_for(self.plan, plain, None, self.model)
+            self._formula = [w.seconds for w in _work(self.plan, costing)], costing.issue_s
         return self._formula
 
     def alone(self) -> float:
@@ -112,45 +124,36 @@ class Case:
         return max(self.run(durations, self.issue, latency=0.0).makespan, *messages, 0.0)
 
 
-def _without_table(cluster: Cluster) -> Cluster:
-    return replace(cluster, messages=())
+def _without_table(links: Links) -> Links:
+    return replace(links, messages=())
 
 
-def _work(model: CostModel) -> list[Work]:
-    return [model.work(role, instr) for role, _, instr in model.plan.instructions()]
+def _work(plan: Plan, model: CostModel) -> list[Work]:
+    return [model.work(role, instr) for role, _, instr in plan.instructions()]
 
 
 def _scaled(value: float, new: float, old: float) -> float:
     return value * (new / old) if old else value
 
 
-Change = Callable[[Cluster], Cluster]
+def changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
+    """Yield the conditions of the table that are a change of the cluster: a name, and the changed cluster. Latencies stay."""
+    yield "twice the bandwidth within nodes", cluster.each_links(lambda x: replace(x, intra_bandwidth=2 * x.intra_bandwidth))
+    if cluster.node_count > 1:
+        yield "twice the bandwidth between nodes", cluster.each_links(lambda x: replace(x, inter_bandwidth=2 * x.inter_bandwidth))
+    yield "twice the memory bandwidth", cluster.each_device(lambda d: replace(d, memory_bandwidth=2 * d.memory_bandwidth))
+    yield "twice the peak FLOP/s", cluster.each_device(_twice_the_peak)
+    yield "no launch cost", cluster.each_device(lambda d: replace(d, launch_s=0.0, host_issue_s=0.0))
 
 
-def changes(cluster: Cluster) -> Iterator[tuple[str, Change]]:
-    """The conditions of the table that are a change of the cluster: a name, and what to change, of each kind of device. Latencies
-    stay as they are."""
-    links = {"intra_bandwidth": "twice the bandwidth within nodes"}
-    if cluster.nodes > 1:
-        links["inter_bandwidth"] = "twice the bandwidth between nodes"
-    for field, name in links.items():
-        yield name, _doubled(field)
-    yield "twice the memory bandwidth", _doubled("memory_bandwidth")
-    yield "twice the peak FLOP/s", lambda c: replace(c, peak_flops={k: 2 * v for k, v in c.peak_flops.items()})
-    yield "no launch cost", lambda c: replace(c, launch_s=0.0, host_issue_s=0.0)
-
-
-def _doubled(field: str) -> Change:
-    return lambda c: replace(c, **{field: 2 * getattr(c, field)})
+def _twice_the_peak(device: Device) -> Device:
+    return replace(device, peak_flops={k: 2 * v for k, v in device.peak_flops.items()})
 
 
 def what_if(case: Case) -> list[WhatIf]:
-    """The table; of a plan whose durations are all given, what does not need a cluster."""
-    rows = (
-        []
-        if case.cluster is None
-        else [WhatIf(name, case.on(case.cluster.each(change))) for name, change in changes(case.cluster)]
-    )
+    """Return the table; of a plan whose durations are all given, what does not need a cluster."""
+    changed = () if case.cluster is None else changes(case.cluster)
+    rows = [WhatIf(name, case.on(cluster)) for name, cluster in changed]
     if case.interferes:
         rows.append(WhatIf("no interference", case.alone()))
     return [*rows, WhatIf("perfect overlap", case.perfect_overlap())]
@@ -169,21 +172,30 @@ def sensitivities(case: Case) -> list[Sensitivity]:
 
 
 def cluster_constants(cluster: Cluster) -> Iterator[tuple[str, float, Callable[[float], Cluster]]]:
-    """Those of the first kind of device and of what is common; of each other kind with its name. Ranks that are equally slow stay
-    so: their factor is one constant. Likewise links."""
-    for name, value, put in constants(replace(cluster, slow_ranks={})):
-        yield name, value, _common(cluster, put)
-    for factor in dict.fromkeys(cluster.slow_ranks.values()):
+    """Yield the constants of the first kind of device and of the network, and those of each other kind with its name. Ranks that
+    are equally slow stay so: their factor is one constant. Likewise links."""
+    for k, kind in enumerate(cluster.kinds):
+        prefix = "" if k == 0 else f"{kind.device.name}."
+        again = any(kind.device == other.device for other in cluster.kinds[:k])  # the same device on other links
+        for name, value, put in () if again else constants(kind.device, prefix):
+            yield name, value, _put_inner(_each_that_is(cluster.each_device, kind.device), put)
+        for name, value, put in constants(kind.links, prefix):
+            yield name, value, _put_inner(_each_that_is(cluster.each_links, kind.links), put)
+    network, slow = cluster.network, cluster.slow_ranks
+    yield "oversubscription", network.oversubscription, lambda new: _on_network(cluster, oversubscription=new)
+    for factor in dict.fromkeys(slow.values()):
         yield f"slow_ranks[{factor:g}]", factor, _slower(cluster, factor)
-    for factor in dict.fromkeys(x.factor for x in cluster.slow_links):
+    for factor in dict.fromkeys(x.factor for x in network.slow_links):
         yield f"slow_links[{factor:g}]", factor, _slower_links(cluster, factor)
-    for device in {id(o.device): o.device for o in cluster.others}.values():
-        for name, value, put in constants(device):
-            yield f"{device.device}.{name}", value, _of_others(cluster, device, put)
 
 
-def _common(cluster: Cluster, put: Callable[[float], Any]) -> Callable[[float], Cluster]:
-    return lambda new: replace(put(new), slow_ranks=cluster.slow_ranks)
+def _each_that_is(each: Callable[[Callable[[T], T]], Cluster], old: T) -> Callable[[T], Cluster]:
+    """Return a function that puts another record in the place of each that equals `old`."""
+    return lambda new: each(lambda record: new if record == old else record)
+
+
+def _on_network(cluster: Cluster, **changed: Any) -> Cluster:
+    return replace(cluster, network=replace(cluster.network, **changed))
 
 
 def _slower(cluster: Cluster, old: float) -> Callable[[float], Cluster]:
@@ -192,16 +204,8 @@ def _slower(cluster: Cluster, old: float) -> Callable[[float], Cluster]:
 
 
 def _slower_links(cluster: Cluster, old: float) -> Callable[[float], Cluster]:
-    slow = cluster.slow_links
-    return lambda new: replace(cluster, slow_links=tuple([replace(x, factor=new) if x.factor == old else x for x in slow]))
-
-
-def _of_others(cluster: Cluster, old: Cluster, put: Callable[[float], Any]) -> Callable[[float], Cluster]:
-    def changed(new: float) -> Cluster:
-        device = put(new)
-        return replace(cluster, others=tuple([replace(o, device=device) if o.device is old else o for o in cluster.others]))
-
-    return changed
+    slow = cluster.network.slow_links
+    return lambda new: _on_network(cluster, slow_links=tuple([replace(x, factor=new) if x.factor == old else x for x in slow]))
 
 
 def constants(thing: Any, prefix: str = "") -> Iterator[tuple[str, float, Callable[[float], Any]]]:

@@ -22,7 +22,7 @@ from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, PlanError
 from piper_ir.graph import Graph
 from piper_ir.memory import with_peaks
-from piper_ir.plan import COMPUTE, Device, Instr, Plan, RolePlan, State, Values
+from piper_ir.plan import COMPUTE, DeviceType, Instr, Plan, RolePlan, State, Values
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, bind
 from piper_ir.timing import Prepared, Times, sweep
@@ -35,7 +35,7 @@ class Options:
 
     fuse: bool = True
     recv_ahead: int = 2
-    device: Device = ""
+    device: DeviceType = ""
 
 
 def lower(graph: Graph, rows: int, training: Training, options: Options, costs: Costs | None = None) -> tuple[Graph, Plan]:

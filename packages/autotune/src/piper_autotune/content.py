@@ -1,0 +1,40 @@
+"""Spell out what a function or a class of the user's does, the same in another process, so that two can be told apart."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import CodeType, FunctionType
+from typing import Any
+
+PLAIN = (bool, int, float, str, type(None))
+
+
+def content(thing: Any) -> list[object]:
+    """Return the code of a function, of a class's functions, or of a partial one, with the plain values that it uses."""
+    if isinstance(thing, partial):
+        return [*content(thing.func), *filter(_plain, thing.args), *(kv for kv in sorted(thing.keywords.items()) if _plain(kv))]
+    if isinstance(thing, type):
+        inside = [part for value in vars(thing).values() if isinstance(value, FunctionType | property) for part in _of(value)]
+        values = [(name, value) for name, value in vars(thing).items() if not name.startswith("__") and _plain(value)]
+        return [thing.__qualname__, *inside, *values]
+    return _of(thing)
+
+
+def _of(function: Any) -> list[object]:
+    function = function.fget if isinstance(function, property) else function
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return [getattr(function, "__qualname__", type(function).__qualname__)]
+    cells = [c.cell_contents for c in function.__closure__ or ()]
+    used = [function.__globals__.get(name) for name in code.co_names]
+    values = [*cells, *used, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return [*_code(code), *(v for v in values if _plain(v))]
+
+
+def _code(code: CodeType) -> list[object]:
+    inner = [part for c in code.co_consts for part in (_code(c) if isinstance(c, CodeType) else [c] if _plain(c) else [])]
+    return [code.co_code, code.co_names, code.co_varnames, *inner]
+
+
+def _plain(value: object) -> bool:
+    return isinstance(value, PLAIN) or (isinstance(value, tuple | list) and all(map(_plain, value)))

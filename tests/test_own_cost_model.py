@@ -1,0 +1,148 @@
+"""A cost model of a user's own gives the durations of predictions, explanations, searches and emulated runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+import piper
+from piper.emulation import durations_on, emulate
+from piper_autotune.problem import Problem
+from piper_ir.errors import ClusterError
+from piper_ir.ops import Compute
+from piper_ir.plan import Instr, Plan, RolePlan
+from piper_ir.program import Cost, Kernel, Program
+from piper_ir.traffic import Traffic
+from piper_runtime.processes import Pool
+
+CLUSTER = "h100x4"
+LINK = 1e9
+"""Bytes/s of the model's links."""
+
+
+class ConstantRates(piper.CostModel):
+    """Every device computes `flops_per_s`, every message moves at `LINK`, and nothing else takes time."""
+
+    uniform = True
+
+    def __init__(self, plan: Plan, cluster: piper.Cluster | None, costs: piper.Costs | None, flops_per_s: float = 1e12) -> None:
+        self.plan, self.traffic, self.flops_per_s = plan, Traffic(plan), flops_per_s
+
+    def work(self, role: RolePlan, instr: Instr) -> piper.Work:
+        if instr.comm:
+            part = instr.parts[0]
+            nbytes = self.traffic.message(part.op, part)  # type: ignore[arg-type]  # a communication
+            return piper.Work(nbytes / LINK, "formula", bytes=nbytes)
+        steps = [part.op for part in instr.parts if isinstance(part.op, Compute)]
+        flops = sum(self.plan.chunk(op.chunk).steps[op.step].cost.flops for op in steps)
+        return piper.Work(flops / self.flops_per_s, "formula", flops=flops)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ("rates are constant",)
+
+
+class Whole(ConstantRates):
+    """The same, for a search that must not time outlines."""
+
+    uniform = False
+
+
+def program(stages: int = 2, flops: int = 10**12) -> Program:
+    """A program whose stages have one kernel of `flops` per step, in place of given durations."""
+    made = piper.synthetic(stages=stages, F=1.0, I=1.0, W=1.0, params=64)
+    cost = Cost((Kernel("matmul", (1, 1, 1), "bfloat16", flops, 0),))
+    chunks = [replace(c, steps={k: replace(s, cost=cost) for k, s in c.steps.items()}) for c in made.chunks]
+    return replace(made, chunks=tuple(chunks))
+
+
+def compiled(microbatches: int = 4, flops: int = 10**12) -> piper.Compiled:
+    pipeline = piper.recipes.gpipe(pp=2, microbatches=microbatches)
+    return piper.compile(program(flops=flops), piper.Strategy(piper.Mesh(pp=2), pipeline))
+
+
+def test_a_prediction_rests_on_it() -> None:
+    """GPipe: (m + p - 1) (F + B) of 1 and 2 s; the messages between stages are of no bytes."""
+    plan = compiled().plan
+    found = piper.simulate(plan, CLUSTER, model=ConstantRates)
+    assert found.step_s == pytest.approx((4 + 1) * 3.0)
+    assert {x.end - x.start for x in found.trace.spans if x.stream == "compute" and x.flops} == {1.0, 2.0}
+    assert found.notes == ("rates are constant",) and found.summary()["sources"] == {"formula": 1.0}
+    assert piper.simulate(plan, CLUSTER).step_s < 0.1 * found.step_s, "an H100 computes several hundred TFLOP/s"
+    faster = piper.simulate(plan, CLUSTER, model=partial(ConstantRates, flops_per_s=2e12))
+    assert faster.step_s == pytest.approx(found.step_s / 2)
+    assert piper.simulate(plan, model=ConstantRates).step_s == found.step_s, "this one asks for no cluster"
+    with pytest.raises(ClusterError, match="the plan runs on 2 ranks; h100-80g-sxm:1 has 1 devices"):
+        piper.simulate(plan, "h100x1", model=ConstantRates)
+
+
+def test_an_explanation_rests_on_it() -> None:
+    plan = compiled().plan
+    found = piper.why(plan, CLUSTER, model=ConstantRates)
+    assert found.step_s == piper.simulate(plan, CLUSTER, model=ConstantRates).step_s
+    assert sum(p.seconds for p in found.path) == pytest.approx(found.step_s)
+    rows = {w.name: w.step_s for w in found.what_if}
+    assert rows["twice the peak FLOP/s"] == found.step_s and not found.sensitivities, "it reads nothing of the cluster"
+
+
+class PeakRates(ConstantRates):
+    """Computes at the peak of the cluster that it was made for."""
+
+    def __init__(self, plan: Plan, cluster: piper.Cluster | None, costs: piper.Costs | None) -> None:
+        assert cluster is not None
+        super().__init__(plan, cluster, costs, cluster.device.peak("bfloat16"))
+
+
+def test_what_if_asks_the_model_of_the_changed_cluster() -> None:
+    found = piper.why(compiled().plan, CLUSTER, model=PeakRates)
+    rows = {w.name: w.step_s for w in found.what_if}
+    assert rows["twice the peak FLOP/s"] == pytest.approx(found.step_s / 2)
+    (only,) = found.sensitivities
+    assert only.name == "peak_flops[bfloat16]" and only.per_percent == pytest.approx(-1 / 1.01)
+
+
+def strategy(trial: Any) -> piper.Strategy:
+    microbatches = trial.suggest_categorical("microbatches", [2, 4])
+    return piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=microbatches))
+
+
+@pytest.mark.parametrize(("model", "workers"), [(ConstantRates, 0), (Whole, 0), (partial(ConstantRates, flops_per_s=5e11), 1)])
+def test_a_search_rests_on_it(model: Any, workers: int) -> None:
+    """By sweep and by engine, in this process and in a worker that gets the class by value."""
+    study = piper.tune(program(), strategy, cluster=CLUSTER, trials=4, workers=workers, model=model)
+    rate = model.keywords["flops_per_s"] if isinstance(model, partial) else 1e12
+    rows = {row["params"]["microbatches"]: row for row in study.table()}
+    for m, row in rows.items():
+        plan = piper.compile(program(), piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=m))).plan
+        found = piper.simulate(plan, CLUSTER, model=model)
+        assert row["period_s"] == pytest.approx(found.period_s) and found.step_s == pytest.approx((m + 1) * 3e12 / rate)
+    assert rows[2]["source"] == rows[4]["source"] == "engine" and set(rows) == {2, 4}
+
+
+def test_searches_with_different_models_have_different_names() -> None:
+    """A search in a storage goes on only where the last one asked the same model."""
+    models = (None, ConstantRates, Whole, partial(ConstantRates, flops_per_s=1.0), partial(ConstantRates, flops_per_s=2.0))
+    facts = {repr(Problem(program(), **({} if m is None else {"model": m})).facts()) for m in models}
+    assert len(facts) == len(models)
+    assert all(" at 0x" not in f for f in facts), "the same in another process"
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Pool]:
+    with Pool(2) as pool:
+        yield pool
+
+
+def test_an_emulated_run_rests_on_it(two: Pool) -> None:
+    """Every instruction sleeps in proportion to what the model says: seconds, where Piper's formulas say milliseconds."""
+    case = compiled(microbatches=2)
+    given = durations_on(case.plan, piper.load_cluster(CLUSTER), None, ConstantRates)
+    assert {s for seconds in given.seconds.values() for s in seconds} == {0.0, 1.0, 2.0}
+    simulated = piper.simulate(case.plan, CLUSTER, model=ConstantRates, contention=False)
+    options: dict[str, Any] = dict(steps=1, cluster=CLUSTER, model=ConstantRates, pool=two, trace=True)
+    for emulated in (emulate(case, **options), piper.execute(case, launcher="emulated", **options)):
+        assert emulated.trace is not None and emulated.step_s[0] > 0.9 * simulated.step_s
