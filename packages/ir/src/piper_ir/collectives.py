@@ -15,8 +15,8 @@ from piper_ir.errors import PlanError
 from piper_ir.sizes import Dim, TensorSpec
 
 Extent = Literal["whole", "part"]
-Result = Literal["sum", "blocks", "first"]
-Route = Literal["ring", "pairs"]
+Combination = Literal["sum", "blocks", "first"]
+Pattern = Literal["ring", "pairs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Law:
     name: str
     reads: Extent
     writes: Extent
-    result: Result
-    route: Route = "ring"
+    result: Combination
+    route: Pattern = "ring"
     rounds: int = 1
     buckets: bool = False
     spoils: bool = False

@@ -98,7 +98,7 @@ class Members:
     size: int
 
 
-Binding = Callable[[Members, Comm], Callable[[], Work]]
+GlooBinding = Callable[[Members, Comm], Callable[[], Work]]
 """Binds a collective to its members: returns what starts it, which returns what blocks until it is done."""
 
 
@@ -161,7 +161,7 @@ def _exchange(members: Members, to: Sequence[torch.Tensor], into: Sequence[torch
     return wait
 
 
-BINDINGS: dict[str, Binding] = {
+BINDINGS: dict[str, GlooBinding] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,

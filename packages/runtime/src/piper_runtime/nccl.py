@@ -76,7 +76,7 @@ def on_this_stream(options: Any) -> Any:
     return options
 
 
-Binding = Callable[[Any, Comm], Work]
+NcclBinding = Callable[[Any, Comm], Work]
 """Binds a collective to a process group: returns what issues it."""
 
 
@@ -103,7 +103,7 @@ def _all_to_all(group: Any, comm: Comm) -> Work:
     return lambda: void(group.alltoall_base(result(), comm.operand(), [], [], options))
 
 
-BINDINGS: dict[str, Binding] = {
+BINDINGS: dict[str, NcclBinding] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
