@@ -15,6 +15,7 @@ from piper_compiler.capture.cut import Cut, Piece, Slot, cut
 from piper_compiler.capture.dynamo import Forward, capture_forward
 from piper_compiler.capture.joint import TracedChunk
 from piper_compiler.capture.model import ASKED_ROWS, BatchMaker, Loss
+from piper_compiler.capture.remarks import remarks
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
 from piper_compiler.capture.steady import check_steady
 from piper_ir.errors import CaptureError
@@ -73,7 +74,7 @@ class _Assembly:
         chunks = [self._chunk(piece) for piece in reversed(self._cut.pieces)][::-1]
         if not any(o.kind == "loss" and o.needs_grad for c in chunks for o in c.outputs):
             raise CaptureError("the loss does not depend on any parameter with requires_grad=True; there is nothing to train")
-        return Captured(self._program(chunks), self._store, self._forward, advancing_buffers(self._cut))
+        return Captured(self._program(chunks), self._store, self._forward, advancing_buffers(self._cut), remarks(self._cut))
 
     def _program(self, chunks: Sequence[Chunk]) -> Program:
         trained = {i.ref for c in chunks for i in c.inputs if i.kind == "param" and i.needs_grad}

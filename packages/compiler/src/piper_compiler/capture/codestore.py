@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -113,12 +113,13 @@ class Captured:
     """A captured model: its program with sizes affine in rows, and the code of its chunks.
 
     Plans take their sizes from `bind(rows)`, which is exact for every number of rows, one included. `advancing`: buffers that
-    advance once per microbatch."""
+    advance once per microbatch. `remarks`: chunk -> what a message about it should add."""
 
     program: Program
     code: CodeStore
     forward: Forward
     advancing: tuple[Advancing, ...] = ()
+    remarks: Mapping[str, str] = field(default_factory=dict)
 
     def bind(self, rows: int) -> Program:
         """The program with integer sizes for microbatches of `rows` rows on one device.
