@@ -24,7 +24,7 @@ from piper_ir.sizes import TensorSpec, affine, fit
 
 TRACE_ROWS = ((2, 3, 5), (11, 13, 17))
 """Rows of the joint traces: two determine the sizes, the third checks them. The second set is for chunks in which sizes that
-differ in general coincide at small numbers of rows, so that equal kernels are counted together."""
+differ in general coincide at small numbers of rows, so that the same operations are simplified or ordered otherwise."""
 
 
 def capture(

@@ -14,6 +14,7 @@ from piper_compiler.capture.codegen import StepCode
 from piper_compiler.capture.cut import Cut, Piece
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.joint import JointInput, TracedChunk, trace_chunk
+from piper_compiler.capture.kernels import counted
 from piper_compiler.capture.opaque import trace_opaque
 from piper_ir.errors import CaptureError
 from piper_ir.program import Chunk, Program, Step
@@ -134,7 +135,8 @@ class Captured:
         if rows > 1:
             return bound
         traced = self.code.trace(chunk.code, rows)
-        return replace(bound, ports=dict(traced.ports), steps={s: sig.bind(rows) for s, sig in traced.steps.items()})
+        steps = {s: replace(sig, cost=counted(sig.cost)).bind(rows) for s, sig in traced.steps.items()}
+        return replace(bound, ports=dict(traced.ports), steps=steps)
 
 
 def check_rows(forward: Forward, rows: int) -> None:
