@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from dataclasses import fields as dataclass_fields
 from functools import partial
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from piper.metrics import OnStep, recorded
 from piper.results import hang_report, new_folder, save_run
-from piper_compiler import Options, Strategy, Training, compile_program
+from piper_compiler import Lowered, Options, Strategy, Training, compile_program
 from piper_ir.collector import no_garbage_collection
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, JobError, OutputError, PiperWarning, PlanError
@@ -89,7 +89,7 @@ def compile(
         raise CompileError("compile: global_batch is given with a Program only; a Job has its own")
     captured = captured_job(source)
     spec = optimizer_spec(source, captured.program.params)
-    lowered = compile_program(
+    lowered = _with_remarks(captured)(
         captured.program,
         strategy,
         global_batch=source.global_batch,
@@ -127,6 +127,21 @@ def advancing_notice(compiled: Compiled) -> str:
         f"{compiled.plan.microbatches} times in a step, while the whole batch in one forward advances them once. If it matters, "
         "update them outside of forward, or use one microbatch; `piper verify` compares with both"
     )
+
+
+def _with_remarks(captured: Captured) -> Callable[..., Lowered]:
+    """`compile_program`, whose errors add what capture knows of the chunks that they are about."""
+
+    def compiled(*args: Any, **more: Any) -> Lowered:
+        try:
+            return compile_program(*args, **more)
+        except CompileError as error:
+            said = dict.fromkeys(captured.remarks[chunk] for chunk in error.chunks if chunk in captured.remarks)
+            if not said:
+                raise
+            raise CompileError("\n".join([str(error), *said]), error.chunks) from error
+
+    return compiled
 
 
 def program_at(captured: Captured, rows: int) -> Program:

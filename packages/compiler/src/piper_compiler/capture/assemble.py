@@ -15,6 +15,7 @@ from piper_compiler.capture.cut import Cut, Piece, Slot, cut
 from piper_compiler.capture.dynamo import Forward, capture_forward
 from piper_compiler.capture.joint import TracedChunk
 from piper_compiler.capture.model import ASKED_ROWS, BatchMaker, Loss
+from piper_compiler.capture.remarks import remarks
 from piper_compiler.capture.shared import check_shared
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
 from piper_compiler.capture.steady import check_steady
@@ -24,7 +25,7 @@ from piper_ir.sizes import TensorSpec, affine, fit
 
 TRACE_ROWS = ((2, 3, 5), (11, 13, 17))
 """Rows of the joint traces: two determine the sizes, the third checks them. The second set is for chunks in which sizes that
-differ in general coincide at small numbers of rows, so that equal kernels are counted together."""
+differ in general coincide at small numbers of rows, so that the same operations are simplified or ordered otherwise."""
 
 
 def capture(
@@ -77,7 +78,7 @@ class _Assembly:
         chunks = [self._chunk(piece) for piece in reversed(self._cut.pieces)][::-1]
         if not any(o.kind == "loss" and o.needs_grad for c in chunks for o in c.outputs):
             raise CaptureError("the loss does not depend on any parameter with requires_grad=True; there is nothing to train")
-        return Captured(self._program(chunks), self._store, self._forward, advancing_buffers(self._cut))
+        return Captured(self._program(chunks), self._store, self._forward, advancing_buffers(self._cut), remarks(self._cut))
 
     def _program(self, chunks: Sequence[Chunk]) -> Program:
         trained = {i.ref for c in chunks for i in c.inputs if i.kind == "param" and i.needs_grad}

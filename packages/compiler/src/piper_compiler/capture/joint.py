@@ -53,7 +53,8 @@ class ExtraOutput:
 
 @dataclass(frozen=True)
 class TracedChunk:
-    """A chunk's steps. `ports`, `steps` and their sizes are those of `piper_ir.program`, with plain integers.
+    """A chunk's steps. `ports`, `steps` and their sizes are those of `piper_ir.program`, with plain integers; costs list every
+    launch for itself.
 
     output_grads[k]: I or W reads the gradient of output k (the extra outputs follow the module's own). A mask given as True
     becomes False where no input's gradient depends on it. input_grads[k]: the chunk makes the gradient of input k.

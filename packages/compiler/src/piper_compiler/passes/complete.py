@@ -117,7 +117,8 @@ def _check_buffers(graph: Graph) -> None:
             if len(roles) > 1:
                 raise CompileError(
                     f"buffer {output.ref!r} is updated in {chunk.id} and used on {', '.join(sorted(roles))}, whose copies would "
-                    f"differ; place {', '.join(users)} on one device"
+                    f"differ; place {', '.join(users)} on one device",
+                    tuple(users),
                 )
 
 

@@ -170,8 +170,10 @@ def cycle_error(graph: Graph, deps: Dependencies, stuck: set[int]) -> CompileErr
         else:
             why = f"ordered by {graph.log[applied]}" if applied < len(graph.log) else "microbatches update a buffer in order"
         lines.append(f"  {b.id} on {b.role} waits for {a.id} on {a.role}: {why}")
+    chunks = dict.fromkeys(n.op.chunk for n in map(deps.node, cycle) if isinstance(n.op, Compute))
     return CompileError(
-        "the orders and the data together are cyclic, so nothing on this cycle can ever start:\n" + "\n".join(lines)
+        "the orders and the data together are cyclic, so nothing on this cycle can ever start:\n" + "\n".join(lines),
+        tuple(chunks),
     )
 
 
