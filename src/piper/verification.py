@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from piper.frontdoor import compile, execute
-from piper.reference import FLOAT64, Difference, Outcome, Reference, differences, reference
+from piper.frontdoor import captured_job, compile, execute
+from piper.reference import Difference, Outcome, Reference, differences, reference
+from piper.tolerance import STRICT, Tolerance, tolerances
 from piper_compiler import Strategy
+from piper_compiler.capture import Captured
 from piper_ir.errors import JobError
 from piper_ir.plan import Plan
 from piper_ir.verify import verify
@@ -16,12 +18,13 @@ from piper_runtime.rng import rng_places
 
 @dataclass(frozen=True)
 class Report:
-    """What a comparison found; `differences` stand in the order of steps."""
+    """What a comparison found; `differences` stand in the order of steps and are beyond the tolerance."""
 
     strategy: Strategy
     steps: int
     tensors: int
     differences: list[Difference]
+    tolerance: Tolerance = STRICT
 
     @property
     def equal(self) -> bool:
@@ -32,10 +35,13 @@ class Report:
         if self.equal:
             return (
                 f"{self.strategy.mesh}: equal to one device over {self.steps} steps in float64: losses, gradients before each "
-                f"update and parameters after, {self.tensors} tensors, relative tolerance {FLOAT64:g}"
+                f"update and parameters after, {self.tensors} tensors, {self.tolerance}"
             )
         count = len(self.differences)
-        return f"{self.strategy.mesh}: NOT what one device computes; the first of {count} differences:\n  {self.differences[0]}"
+        return (
+            f"{self.strategy.mesh}: NOT what one device computes, {self.tolerance}; the first of {count} differences:\n"
+            f"  {self.differences[0]}"
+        )
 
 
 def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Report:
@@ -50,7 +56,17 @@ def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Report:
     head = rng_places(plan.chunks)[plan.chunks[-1].id]
     expected = reference(wide, replicas=plan.replicas, microbatches=plan.microbatches, steps=steps, head=head)
     _check_random(plan, expected)
-    return Report(strategy, steps, len(expected.state_dict), differences(Outcome.of(run), expected))
+    found, tolerance = compared(Outcome.of(run), expected, captured_job(wide))
+    return Report(strategy, steps, len(expected.state_dict), found, tolerance)
+
+
+def compared(found: Outcome, expected: Reference, captured: Captured) -> tuple[list[Difference], Tolerance]:
+    """Return the differences by the strictest tolerance that finds none, else by that of the narrowest dtype in the model."""
+    for tolerance in tolerances(captured):
+        beyond = differences(found, expected, tolerance.value)
+        if not beyond:
+            break
+    return beyond, tolerance
 
 
 def _check_random(plan: Plan, expected: Reference) -> None:
