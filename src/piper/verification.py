@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from piper.frontdoor import Compiled, compile, execute
-from piper.reference import FLOAT64, Difference, Outcome, Reference, differences, reference
+from piper.frontdoor import Compiled, captured_job, compile, execute
+from piper.reference import Difference, Outcome, Reference, differences, reference
+from piper.tolerance import STRICT, Tolerance, tolerances
 from piper_compiler import Strategy
+from piper_compiler.capture import Captured
 from piper_ir.errors import JobError
 from piper_ir.plan import Plan
 from piper_ir.verify import verify
@@ -38,14 +40,15 @@ class WholeBatch:
 
 @dataclass(frozen=True)
 class Report:
-    """What a comparison with one device and the same microbatches found; `differences` stand in the order of steps. whole: the
-    same for the whole batch in one forward, where that is something else."""
+    """What a comparison with one device and the same microbatches found; `differences` stand in the order of steps and are beyond
+    the tolerance. whole: the same for the whole batch in one forward, where that is something else."""
 
     strategy: Strategy
     steps: int
     tensors: int
     differences: list[Difference]
     whole: WholeBatch | None = None
+    tolerance: Tolerance = STRICT
 
     @property
     def equal(self) -> bool:
@@ -65,10 +68,13 @@ class Report:
         if self.equal:
             return (
                 f"{self.strategy.mesh}: equal to one device over {self.steps} steps in float64: losses, gradients before each "
-                f"update and parameters after, {self.tensors} tensors, relative tolerance {FLOAT64:g}"
+                f"update and parameters after, {self.tensors} tensors, {self.tolerance}"
             )
         count = len(self.differences)
-        return f"{self.strategy.mesh}: NOT what one device computes; the first of {count} differences:\n  {self.differences[0]}"
+        return (
+            f"{self.strategy.mesh}: NOT what one device computes, {self.tolerance}; the first of {count} differences:\n"
+            f"  {self.differences[0]}"
+        )
 
 
 def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Report:
@@ -84,12 +90,12 @@ def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Report:
     expected = reference(wide, replicas=plan.replicas, microbatches=plan.microbatches, steps=steps, head=head)
     _check_random(plan, expected)
     found = Outcome.of(run)
-    return Report(
-        strategy, steps, len(expected.state_dict), differences(found, expected), _whole_batch(wide, compiled, steps, found)
-    )
+    beyond, tolerance = compared(found, expected, captured_job(wide))
+    whole = _whole_batch(wide, compiled, steps, found, tolerance)
+    return Report(strategy, steps, len(expected.state_dict), beyond, whole, tolerance)
 
 
-def _whole_batch(job: Job, compiled: Compiled, steps: int, found: Outcome) -> WholeBatch | None:
+def _whole_batch(job: Job, compiled: Compiled, steps: int, found: Outcome, tolerance: Tolerance) -> WholeBatch | None:
     """Compare with the whole batch in one forward. Parameters are left out: where a true gradient is zero, Adam makes steps of
     the rounding, which is another one here."""
     plan = compiled.plan
@@ -98,8 +104,17 @@ def _whole_batch(job: Job, compiled: Compiled, steps: int, found: Outcome) -> Wh
     names = tuple(a.name for a in compiled.advancing)
     if random := next((c.id for c in plan.chunks if c.random), ""):
         return WholeBatch([], names, random)
-    both = differences(found, reference(job, steps=steps))
+    both = differences(found, reference(job, steps=steps), tolerance.value)
     return WholeBatch([d for d in both if d.what in ("loss", "gradient", "buffer")], names)
+
+
+def compared(found: Outcome, expected: Reference, captured: Captured) -> tuple[list[Difference], Tolerance]:
+    """Return the differences by the strictest tolerance that finds none, else by that of the narrowest dtype in the model."""
+    for tolerance in tolerances(captured):
+        beyond = differences(found, expected, tolerance.value)
+        if not beyond:
+            break
+    return beyond, tolerance
 
 
 def _check_random(plan: Plan, expected: Reference) -> None:

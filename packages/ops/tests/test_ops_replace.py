@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, str]] = {
     "attention dropout": (
         lambda a: F.scaled_dot_product_attention(*[a.unflatten(2, (4, 4)).transpose(1, 2)] * 3, dropout_p=0.1),
         "scaled_dot_product_attention: dropout_p=0.1",
-        "apply F.dropout to the output",
+        "Write this attention out",
     ),
     "attention of 3 dimensions": (
         lambda a: F.scaled_dot_product_attention(a, a, a),
@@ -211,7 +211,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, str]] = {
     "attention with a learned bias": (
         lambda a: F.scaled_dot_product_attention(*[a.unflatten(2, (4, 4)).transpose(1, 2)] * 3, attn_mask=(a[0] @ a[0].mT)),
         "attn_mask requires a gradient",
-        "Detach it",
+        r"region\(opaque=True\)",
     ),
     "norm of two dtypes": (
         lambda a: F.layer_norm(a.bfloat16(), (16,), torch.ones(16)),
@@ -259,7 +259,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, str]] = {
     "checkpoint": (
         lambda a: checkpoint(LINEAR, a, use_reentrant=False),
         "tag_activation_checkpoint: torch.utils.checkpoint",
-        "recompute",
+        "Call the function directly",
     ),
     "autocast": (autocast, "autocast: autocast inside", "Precision"),
 }

@@ -113,16 +113,19 @@ def _rewrite_attention(build: Builder, bound: Bound) -> fx.Node:
     if dropout:
         raise build.refuse(
             f"dropout_p={dropout} inside attention draws other random numbers in every kernel",
-            "Set the attention dropout to 0, or apply F.dropout to the output.",
+            "Write this attention out: F.dropout(torch.softmax(q @ k.mT * scale + mask, -1), p, self.training) @ v.",
         )
     q, k, v, mask = bound["query"], bound["key"], bound["value"], bound.get("attn_mask")
     dims = [build.example(t).dim() for t in (q, k, v)]
     if dims != [4, 4, 4]:
-        raise build.refuse(f"query, key and value have {dims} dimensions", "Reshape each to [batch, heads, T, head_dim].")
+        raise build.refuse(
+            f"query, key and value have {dims} dimensions", "Give each as [batch, heads, T, head_dim], such as q[:, None]."
+        )
     if mask is not None and build.example(mask).requires_grad:
         raise build.refuse(
             "attn_mask requires a gradient, which no fused kernel gives on every device",
-            "Detach it, or write this attention out with matmul and softmax.",
+            "Write this attention out: torch.softmax(q @ k.mT * scale + mask, -1) @ v, or run it by autograd as it is, inside "
+            "`with piper.region(opaque=True):`.",
         )
     causal = _constant(build, bound, "is_causal", False)
     scale = _constant(build, bound, "scale", None)
@@ -155,7 +158,11 @@ def _rewrite_rms_norm(build: Builder, bound: Bound) -> fx.Node:
 
 def _check_cross_entropy(build: Builder, bound: Bound) -> None:
     if bound.get("weight") is not None:
-        raise build.refuse("class weights", "Weight the losses of reduction='none' by weight[target] instead.")
+        raise build.refuse(
+            "class weights",
+            "Write it out: (w * F.cross_entropy(x, t, reduction='none')).sum() / w.sum() with w = weight[t], or 0 where "
+            "t is ignored.",
+        )
     if bound.get("size_average") is not None or bound.get("reduce") is not None:
         raise build.refuse("the legacy arguments size_average and reduce", "Say reduction='mean', 'sum' or 'none'.")
     smoothing = _constant(build, bound, "label_smoothing", 0.0)

@@ -53,8 +53,9 @@ def fake_cpu() -> FakeTensorMode:
 
 
 def fake_construction() -> FakeTensorMode:
-    """A mode to run a constructor in: reading a value that is not known raises, instead of giving a symbol."""
-    return _OneMode()
+    """A mode to run a constructor in: reading a value that is not known raises, instead of giving a symbol. Tensors from
+    elsewhere, such as loaded weights, are welcome."""
+    return _OneMode(allow_non_fake_inputs=True)
 
 
 class _OneMode(FakeTensorMode):

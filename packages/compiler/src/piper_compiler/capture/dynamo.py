@@ -31,7 +31,7 @@ from piper_compiler.capture.model import (
 from piper_compiler.capture.repeated import NotFlat, as_regions, complete, flatten, repeated_layers
 from piper_compiler.capture.tags import is_opaque
 from piper_ir.errors import CaptureError
-from piper_ops import UnsupportedVariant, is_model_code, replace_portable
+from piper_ops import REFUSALS, UnsupportedVariant, is_model_code, replace_portable
 
 EXAMPLE_ROWS = 6
 """Rows of the symbolic capture. A model that compares its rows with this number is refused, as with any other number."""
@@ -303,6 +303,8 @@ def _as_capture_error(error: BaseException) -> CaptureError:
             "    @my_op.register_fake\n    def _(x): return torch.empty_like(x)\n"
             "    my_op.register_autograd(backward, setup_context=setup_context)"
         )
+    elif any("flex_attention" in f.filename for f in frames):  # on a CPU torch itself refuses its backward
+        advice = REFUSALS[torch.ops.higher_order.flex_attention].way_out
     elif isinstance(error, _torch.RuntimeFailure) or raised:
         advice = "Check that the model and the loss run on such a batch without Piper."
     else:

@@ -304,7 +304,8 @@ def _check(graph: fx.Graph) -> None:
         target, name = node.target, str(node.target)
         if node.meta.get("recompute") is not None:
             raise CaptureError(
-                f"torch.utils.checkpoint inside the model is not followed{_where(node)}; what to drop is for the strategy"
+                f"torch.utils.checkpoint inside the model is not followed{_where(node)}; call the function "
+                "directly, which trains the same model"
             )
         if isinstance(target, OpOverload):
             if target._schema.is_mutable:
@@ -314,7 +315,7 @@ def _check(graph: fx.Graph) -> None:
         elif target.__module__ != "_operator":
             raise CaptureError(
                 f"{name} cannot be cut into forward and backward steps{_where(node)}; custom ops must be functional "
-                "(torch.library, mutates_args=()), and checkpointing or control flow belong to the strategy, not to the model"
+                "(torch.library, mutates_args=()), and a choice between values is written with torch.where, not as control flow"
             )
 
 

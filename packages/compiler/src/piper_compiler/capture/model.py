@@ -48,10 +48,19 @@ def _check(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if p.is_complex():
             raise CaptureError(
-                f"parameter {name!r} is {p.dtype}; parameters are floating-point here. Keep real and imaginary parts"
+                f"parameter {name!r} is {p.dtype}; parameters are floating-point here. Keep real and imaginary parts as two "
+                "parameters, and make torch.complex(real, imaginary) of them in forward"
             )
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-            raise CaptureError(f"parameter {name!r} has a hook on its gradient, which a plan would not run; leave the hook out")
+        if p._backward_hooks:
+            raise CaptureError(
+                f"parameter {name!r} has a hook on its gradient, which a plan would not run. Do in forward what it does to "
+                "gradients: use Function.apply(parameter) of a torch.autograd.Function whose backward is the hook"
+            )
+        if getattr(p, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(
+                f"parameter {name!r} has a hook on its accumulated gradient, which a plan would not run. What changes "
+                "accumulated gradients belongs to the optimizer: Job(optimizer=...), and Job(clip_norm=...) to clip"
+            )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise CaptureError(f"{name!r} is an embedding with sparse gradients; build it with sparse=False")
