@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 
@@ -28,7 +29,8 @@ class Feed:
     """Hands out the rows that one rank computes, a tensor at a time.
 
     A batch function may refill the tensors that it returned before. So what the rank takes later is copied at once, and nothing
-    of the user's is held between two calls. The copies count as host memory of the input pipeline, not as memory of the plan."""
+    of the user's is held between two calls. The copies count as host memory of the input pipeline, not as memory of the plan.
+    `waits`: per call of the function in this step, the microbatch, and when it began and ended by time.perf_counter."""
 
     def __init__(self, plan: Plan, rank: int, batch: Batch):
         self._plan = plan
@@ -42,6 +44,7 @@ class Feed:
         for mb, name in self._uses:
             self._names.setdefault(mb, []).append(name)
         self._staged: dict[int, dict[str, torch.Tensor]] = {}
+        self.waits: list[tuple[int, float, float]] = []
         self.step = 0
 
     def begin(self, step: int) -> None:
@@ -49,6 +52,7 @@ class Feed:
         self.step = step
         self._left = self._uses.copy()
         self._staged.clear()
+        self.waits.clear()
 
     def take(self, name: str, mb: int) -> torch.Tensor:
         """Return a microbatch's rows of one batch tensor, of the planned shape; the caller copies it before it takes another.
@@ -75,8 +79,10 @@ class Feed:
         """Return the tensors of a microbatch that this rank loads, as the user's function made them."""
         rows = microbatch_rows(self._plan, self._replica, mb)
         call = f"Job.batch(step={self.step}, rows={rows})"
+        start = time.perf_counter()
         with torch.enable_grad():
             result = self._batch(self.step, rows)
+        self.waits.append((mb, start, time.perf_counter()))
         if not (isinstance(result, tuple) and len(result) == 2):
             raise JobError(f"{call} returned a {type(result).__name__}; a pair (inputs, targets) is needed")
         found = flatten_batch(*result)

@@ -40,7 +40,8 @@ class Run:
     """The result of `execute`.
 
     losses: one per step, over the global batch. step_s: wall seconds per step between completions, on the slowest rank (the
-    first since all ranks were ready). period_s: median of step_s[3:], None when there are none. peak_bytes: per rank the most
+    first since all ranks were ready). batch_s: of these, seconds in Job.batch, of the rank that waited most. period_s: median of
+    step_s[3:], None when there are none. peak_bytes: per rank the most
     bytes that were alive (`trace.notes` says what is measured), and `memory` what was alive in each instruction; both empty
     when not asked for. trace: of the last step; without spans unless they were asked for. rank_states: per rank its parameters
     and buffers after the last step; rank_gradients: per rank and step, with `gradients=True`."""
@@ -54,6 +55,7 @@ class Run:
     rank_gradients: Mapping[int, Sequence[Mapping[str, torch.Tensor]]]
     memory: Mapping[int, MemoryRecord]
     _initial: InitialState = field(repr=False)
+    batch_s: list[float] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state_dict after the last step: on CPU, full shapes, under the names that the model gives.
@@ -188,10 +190,11 @@ def _result(plan: Plan, reports: Mapping[int, RankReport], initial: InitialState
         notes["clock_error_s"] = f"{error:.2e}: between nodes, half of the quickest round trip"
     spans = {r: rep.spans for r, rep in reports.items()}
     points = {r: rep.memory.points for r, rep in reports.items() if rep.memory is not None}
-    trace = executed_trace(plan, len(records) - 1, spans, points, losses, notes)
+    waits = {r: rep.waits for r, rep in reports.items() if rep.spans}
+    trace = executed_trace(plan, len(records) - 1, spans, points, losses, notes, waits)
     return Run(
         losses, step_s, median(step_s[WARMUP_STEPS:]) if step_s[WARMUP_STEPS:] else None,
         {r: rep.memory.peak for r, rep in sorted(reports.items()) if rep.memory is not None}, trace,
         {r: rep.states for r, rep in reports.items()}, {r: rep.gradients for r, rep in reports.items() if rep.gradients},
-        {r: rep.memory for r, rep in reports.items() if rep.memory is not None}, initial,
+        {r: rep.memory for r, rep in reports.items() if rep.memory is not None}, initial, [r.batch_s for r in records],
     )  # fmt: skip
