@@ -10,6 +10,7 @@ from typing import Literal
 
 from piper_ir.costs import CommDuration, Costs
 from piper_ir.errors import ClusterError
+from piper_ir.limits import MOST_RANKS
 from piper_simulator.kernel_table import KernelDuration, KernelTable
 from piper_simulator.nccl import Nccl
 from piper_simulator.stacks import GENERATIONS, Stack
@@ -123,6 +124,8 @@ class Cluster:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value >= 0:
                 raise self._error(f"{name} is {value!r}; a number is needed, and it cannot be negative")
+        if self.per_node * self.nodes > MOST_RANKS:
+            raise self._error(f"{self.per_node} devices on each of {self.nodes} nodes; at most {MOST_RANKS} devices are accepted")
         for name, known in (
             ("communication", MODELS),
             ("intra_kind", INTRA),
