@@ -119,7 +119,8 @@ def test_a_single_stage_and_microbatch_needs_no_order() -> None:
 @pytest.mark.parametrize("recipe", [recipes.gpipe, recipes.one_f_one_b, recipes.pipeline])
 def test_bad_numbers(recipe) -> None:  # type: ignore[no-untyped-def]  # three recipes of one signature
     for pp, m in ((0, 1), (1, 0), (-2, 3)):
-        with pytest.raises(DirectiveError, match=f"pp={pp}, microbatches={m}: both must be integers of at least 1"):
+        call = rf"{recipe.__name__}\(pp={pp}, microbatches={m}\)"
+        with pytest.raises(DirectiveError, match=f"{call}: both must be integers of at least 1"):
             recipe(pp=pp, microbatches=m)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from piper_ir.collector import no_garbage_collection
 from piper_ir.costs import AllocatorCosts, Costs
 from piper_ir.errors import PlanError
+from piper_ir.limits import MOST_STEP_INSTRUCTIONS, most
 from piper_ir.memory import Usage, peak, scan
 from piper_ir.memory_owners import owners
 from piper_ir.plan import Plan, RolePlan
@@ -147,6 +148,10 @@ def simulate(
     PlanError: deadlock, steps < 1."""
     if steps < 1:
         raise PlanError(f"simulate(steps={steps}): at least one step is needed")
+    instructions = sum(len(role.program) for role in plan.roles)
+    if steps * instructions > MOST_STEP_INSTRUCTIONS:
+        least = most(MOST_STEP_INSTRUCTIONS, instructions)
+        raise PlanError(f"simulate(steps={steps}): at most {least} steps of a plan of {instructions} instructions are accepted")
     target = load_cluster(cluster) if isinstance(cluster, str) else cluster
     with no_garbage_collection():
         return _simulate(
