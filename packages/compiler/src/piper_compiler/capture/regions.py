@@ -247,7 +247,9 @@ class _Assigner:
             if own and OPAQUE not in region.coords and (LAYER in region.coords or self._layered[1] < 0):
                 sinking.into(region.number, region.nodes, min(own))
         for region in self.regions:
-            region.nodes = [n for n in nodes if sinking.home[n] == region.number]
+            region.nodes.clear()
+        for node in nodes:
+            self.regions[sinking.home[node]].nodes.append(node)
         self.regions = [r for r in self.regions if r.nodes]
 
     def _may_join(self, node: fx.Node, region: Region) -> bool:
