@@ -43,6 +43,21 @@ def new_folder(out: Path, name: str) -> Path:
         raise OutputError(f"cannot make a folder for results in {out}: {e.strerror}; choose another with --out") from None
 
 
+@contextmanager
+def unless_empty(folder: Path | None) -> Iterator[None]:
+    """Remove a folder for results again when what is inside of the `with` fails before it has written any."""
+    try:
+        yield
+    except BaseException:
+        if folder is not None and folder.is_dir():
+            files = [*folder.iterdir()]
+            if all(f.is_file() and not f.stat().st_size for f in files):
+                for file in files:
+                    file.unlink()
+                folder.rmdir()
+        raise
+
+
 def save_plan(folder: Path, plan: Plan, strategy: Strategy) -> None:
     """plan.json and strategy.json. OutputError when a file cannot be written."""
     from piper_ir.codec import dumps
