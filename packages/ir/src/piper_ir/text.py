@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, assert_never, get_args
 
-from piper_ir.codec import decode, encode
+from piper_ir.codec import decode, encode, unique_keys
 from piper_ir.errors import FormatError, PiperError
 from piper_ir.ops import Add, AllReduce, Compute, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros
 from piper_ir.plan import PLAN_VERSION, Bucket, Category, Channel, Instr, Part, Plan, RolePlan, Value
@@ -364,7 +364,7 @@ def _parse_op(words: _Words) -> Op:
 
 def _load(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as e:
         raise FormatError(f"not JSON: {e.msg} at column {e.colno} of {text[:40]}{'...' if len(text) > 40 else ''}") from None
 

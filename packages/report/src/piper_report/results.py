@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from piper_ir.codec import decode, loads
+from piper_ir.codec import decode, loads, unique_keys
 from piper_ir.costs import Costs
 from piper_ir.errors import FormatError
 from piper_ir.plan import Plan
@@ -202,7 +202,7 @@ def _checked(kind: type[T], data: Any, where: str) -> T:
 
 def _json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as e:
         hint = " (is the file cut off?)" if e.pos >= len(text.rstrip()) - 1 or e.msg.startswith("Unterminated") else ""
         raise FormatError(f"{where}: not JSON: {e.msg} at line {e.lineno} column {e.colno}{hint}") from None
