@@ -44,7 +44,10 @@ class MemSample:
 
 @dataclass(frozen=True)
 class Trace:
-    """`plan_key` says which plan; `step` counts from 0; `losses` is empty for a simulation."""
+    """`plan_key` says which plan; `step` counts from 0; `losses` is empty for a simulation.
+
+    `alike`: ranks that do the same at the same times, of which only the first has spans and samples; empty where every rank
+    has its own."""
 
     plan_key: str
     kind: Literal["simulated", "executed"]
@@ -53,4 +56,9 @@ class Trace:
     losses: tuple[float, ...] = ()
     step: int = 0
     notes: Mapping[str, str] = field(default_factory=dict)
+    alike: tuple[tuple[int, ...], ...] = ()
     version: int = TRACE_VERSION
+
+    def shown_as(self) -> dict[int, int]:
+        """Return for each rank that has no spans of its own the rank whose spans are its, too."""
+        return {rank: ranks[0] for ranks in self.alike for rank in ranks[1:]}

@@ -45,6 +45,13 @@ class RankPrediction:
 
 
 @dataclass(frozen=True)
+class RolePrediction(RankPrediction):
+    """The same for all of `ranks`."""
+
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class OomOwner:
     """Who holds memory where a plan does not fit."""
 
@@ -74,7 +81,7 @@ class Oom:
 
 @dataclass(frozen=True)
 class Predicted:
-    """predicted.json: `Simulation.summary()` and `ranks`."""
+    """predicted.json: `Simulation.summary()`, and `ranks` or, where there are many, `roles`."""
 
     step_s: float
     period_s: float
@@ -91,6 +98,11 @@ class Predicted:
     sources: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     ranks: tuple[RankPrediction, ...] = ()
+    roles: tuple[RolePrediction, ...] = ()
+
+    def by_rank(self) -> dict[int, RankPrediction]:
+        """Return what is predicted of each rank."""
+        return dict(enumerate(self.ranks)) | {rank: role for role in self.roles for rank in role.ranks}
 
 
 @dataclass(frozen=True)
