@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from piper.metrics import OnStep, recorded
-from piper.results import hang_report, new_folder, save_run
+from piper.metrics import OnStep, check_logs, recorded
+from piper.results import hang_report, new_folder, save_run, unless_empty
 from piper_compiler import Lowered, Options, Strategy, Training, compile_program
 from piper_ir.collector import no_garbage_collection
 from piper_ir.costs import Costs
@@ -297,6 +297,7 @@ def execute(
             f'execute(cluster={cluster!r}): launcher "{launcher}" runs on this machine; launcher="ray" takes an address, '
             'launcher="emulated" any cluster to imitate'
         )
+    check_logs(log)
     check_same_job(compiled, chosen)
     check_same_program(compiled)
     check_request(compiled.plan, chosen, steps, launcher, timeout_s)
@@ -308,7 +309,7 @@ def execute(
     code = compiled.code.export(codes, compiled.plan.rows)
     options = dict(steps=steps, launcher=launcher, cluster=cluster, timeout_s=timeout_s, trace=trace, memory=memory)
     options |= {"trainable": compiled.trainable}
-    with hang_report(folder), recorded(folder, log, compiled.plan, on_step) as heard:
+    with unless_empty(folder), hang_report(folder), recorded(folder, log, compiled.plan, on_step) as heard:
         result = run(compiled.plan, code, chosen, on_step=heard, **options, **more)
     if folder is not None:
         try:

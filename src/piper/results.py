@@ -1,10 +1,12 @@
 """Folders of results: plans, traces and numbers on disk. No run overwrites another.
 
 plan.json, strategy.json: what was simulated or run. predicted.json: `Simulation.summary()` and `ranks`, per rank bubble_s,
-peak_bytes, device_bytes and peak_by_category. measured.json: losses, step_s, batch_s, period_s, tokens_per_s, peak_bytes by rank.
-spans-predicted.json, spans-measured.json: a `piper_ir.trace.Trace`. trace-predicted.json, trace-measured.json: the same for
-Chrome's viewer. metrics.jsonl: one object per step. hang.txt: where every rank was when a run hung. study.json, costs.json: of a
-tuning and of a profile. A folder holds what its command made; `piper report` shows what is there."""
+peak_bytes, device_bytes and peak_by_category; of more than 64 ranks `roles` instead, each with the `ranks` that it holds for.
+measured.json: losses, step_s, batch_s, period_s, tokens_per_s, peak_bytes by rank. spans-predicted.json, spans-measured.json: a
+`piper_ir.trace.Trace`. trace-predicted.json, trace-measured.json: the same for Chrome's viewer. metrics.jsonl: one object per
+step. hang.txt: where every rank was when a run hung. study.json, costs.json: of a tuning and of a profile. A folder holds what
+its command made; `piper report` shows what is there.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +45,21 @@ def new_folder(out: Path, name: str) -> Path:
         raise OutputError(f"cannot make a folder for results in {out}: {e.strerror}; choose another with --out") from None
 
 
+@contextmanager
+def unless_empty(folder: Path | None) -> Iterator[None]:
+    """Remove a folder for results again when what is inside of the `with` fails before it has written any."""
+    try:
+        yield
+    except BaseException:
+        if folder is not None and folder.is_dir():
+            files = [*folder.iterdir()]
+            if all(f.is_file() and not f.stat().st_size for f in files):
+                for file in files:
+                    file.unlink()
+                folder.rmdir()
+        raise
+
+
 def save_plan(folder: Path, plan: Plan, strategy: Strategy) -> None:
     """plan.json and strategy.json. OutputError when a file cannot be written."""
     from piper_ir.codec import dumps
@@ -53,14 +70,29 @@ def save_plan(folder: Path, plan: Plan, strategy: Strategy) -> None:
 
 
 def save_prediction(folder: Path, prediction: Simulation) -> None:
-    """predicted.json, spans-predicted.json and trace-predicted.json. OutputError when a file cannot be written."""
+    """Write predicted.json, spans-predicted.json and trace-predicted.json. OutputError when a file cannot be written.
+
+    Of many ranks those that do the same at the same times are written once."""
     from piper_ir.codec import dumps
     from piper_report.chrome import write_chrome
 
+    many = len(prediction.bubble_s) > MOST_RANKS
+    trace = prediction.role_trace if many else prediction.trace
+    ranks = {"roles": _by_role(prediction)} if many else {"ranks": _by_rank(prediction)}
     with _writing(folder):
-        write_whole(folder / "predicted.json", json.dumps(prediction.summary() | {"ranks": _by_rank(prediction)}, indent=1))
-        write_whole(folder / "spans-predicted.json", dumps(prediction.trace))
-        write_chrome(prediction.trace, folder / "trace-predicted.json")
+        write_whole(folder / "predicted.json", json.dumps(prediction.summary() | ranks, indent=None if many else 1))
+        write_whole(folder / "spans-predicted.json", dumps(trace))
+        write_chrome(trace, folder / "trace-predicted.json")
+
+
+MOST_RANKS = 64
+"""Ranks that are written one by one."""
+
+
+def _by_role(prediction: Simulation) -> list[dict[str, Any]]:
+    """Return the entries of `_by_rank`, each once with all the ranks that it holds for."""
+    by_rank = _by_rank(prediction)
+    return [{"ranks": list(ranks)} | by_rank[ranks[0]] for ranks in prediction.role_trace.alike]
 
 
 def _by_rank(prediction: Simulation) -> list[dict[str, Any]]:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from piper.costs_file import load_costs
 from piper.display import show
 from piper.frontdoor import Compiled, compile, execute
+from piper.metrics import check_logs
 from piper.reporting import report_at_end
-from piper.results import new_folder, save_plan, save_prediction
+from piper.results import new_folder, save_plan, save_prediction, unless_empty
 from piper_compiler import Strategy
 from piper_ir.costs import Costs
 from piper_ir.memory import on_device
@@ -69,26 +70,28 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
     from piper.local import devices_of_runs
     from piper_runtime.run import check_request
 
+    check_logs(settings.log)
     costs = settings.durations()
     compiled = compile(job, strategy, costs=costs)
     check_request(compiled.plan, job, steps, settings.launcher, settings.timeout_s)
     folder = settings.folder  # made before hours of training, not after
     if folder is None and settings.out is not None:
         folder = new_folder(settings.out, settings.name)
-    cluster = devices_of_runs(compiled.plan.mesh.world)
-    compiled = replace(compiled, plan=on_device(compiled.plan, device_type(cluster)))
-    prediction = simulate(compiled.plan, cluster, costs=costs)
-    if folder is not None:
-        save_plan(folder, compiled.plan, strategy)
-        save_prediction(folder, prediction)
-    print(
-        f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
-        f"{steps} steps, launcher {settings.launcher}"
-    )
-    run = execute(
-        compiled, steps=steps, launcher=settings.launcher, cluster=settings.address, timeout_s=settings.timeout_s, trace=True,
-        folder=folder, log=settings.log, ranges=settings.ranges, pool=settings.pool, on_step=_print_step,
-    )  # fmt: skip
+    with unless_empty(folder):
+        cluster = devices_of_runs(compiled.plan.mesh.world)
+        compiled = replace(compiled, plan=on_device(compiled.plan, device_type(cluster)))
+        prediction = simulate(compiled.plan, cluster, costs=costs)
+        if folder is not None:
+            save_plan(folder, compiled.plan, strategy)
+            save_prediction(folder, prediction)
+        print(
+            f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
+            f"{steps} steps, launcher {settings.launcher}"
+        )
+        run = execute(
+            compiled, steps=steps, launcher=settings.launcher, cluster=settings.address, timeout_s=settings.timeout_s, trace=True,
+            folder=folder, log=settings.log, ranges=settings.ranges, pool=settings.pool, on_step=_print_step,
+        )  # fmt: skip
     show(beside_table(prediction, run, title=f"predicted for {cluster.name} beside measured"))
     if folder is not None:
         print(f"results are in {folder}")

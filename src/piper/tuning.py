@@ -15,12 +15,12 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from piper.display import show
-from piper.results import new_folder
+from piper.results import new_folder, unless_empty
 from piper_autotune import Measured, Problem, Progress, SearchError, Study
 from piper_autotune import tune as search
 from piper_compiler import Strategy, Training
 from piper_ir.costs import Costs
-from piper_ir.errors import CompileError, JobError, PiperError, TuneError
+from piper_ir.errors import CompileError, JobError, TuneError
 from piper_ir.program import Program
 from piper_ir.study import Row, limit_text
 from piper_ir.units import size_text, time_text
@@ -127,16 +127,13 @@ def _joined(workers: int | str) -> Iterator[None]:
 def saved(folder: Path | None) -> Iterator[None]:
     """A search inside that fails, or finds nothing, leaves its study in the folder all the same: it has what was found, and the
     reasons. One that is refused before it begins leaves no folder."""
-    try:
-        yield
-    except SearchError as e:
-        if folder is not None:
-            e.study.save(folder)
-        raise
-    except PiperError:
-        if folder is not None and not any(folder.iterdir()):
-            folder.rmdir()
-        raise
+    with unless_empty(folder):
+        try:
+            yield
+        except SearchError as e:
+            if folder is not None:
+                e.study.save(folder)
+            raise
 
 
 def _device(cluster: str | Cluster | None) -> Cluster | None:

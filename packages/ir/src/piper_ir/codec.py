@@ -53,7 +53,7 @@ def loads(kind: type[T], text: str, where: str = "text") -> T:
 def read_document(name: str, version: int, text: str, where: str) -> dict[str, Any]:
     """The content of a JSON document of this format and version, without the two. FormatError for anything else."""
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as e:
         cut = e.pos >= len(text.rstrip()) - 1 or e.msg.startswith("Unterminated")
         hint = " (is the file truncated?)" if cut else ""
@@ -68,6 +68,16 @@ def read_document(name: str, version: int, text: str, where: str) -> dict[str, A
     if type(number) is not int or number != version:
         raise FormatError(f'{where}: "version" is {number!r}; this Piper reads version {version}')
     return data
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of a JSON text, for `object_pairs_hook`. FormatError for a key that it has twice: the last would win."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise FormatError(f"the key {twice!r} stands twice in one object; leave one of them out")
+    return out
 
 
 def _format(kind: type) -> str:

@@ -46,8 +46,11 @@ class MemSample:
 
 @dataclass(frozen=True)
 class Trace:
-    """`plan_key` says which plan; `step` counts from 0; `losses` is empty for a simulation. `spans` are of instructions; `waits`
-    on the stream BATCH, of calls of Job.batch, each with the instruction that it held up."""
+    """The spans of one step.
+
+    plan_key: which plan it is of. step: counts from 0. losses: empty for a simulation. spans: of instructions. waits: spans on
+    the stream BATCH, of calls of Job.batch, each with the instruction that it held up. alike: ranks that do the same at the
+    same times, of which only the first has spans and samples; empty where every rank has its own."""
 
     plan_key: str
     kind: Literal["simulated", "executed"]
@@ -57,4 +60,9 @@ class Trace:
     step: int = 0
     notes: Mapping[str, str] = field(default_factory=dict)
     waits: tuple[Span, ...] = ()
+    alike: tuple[tuple[int, ...], ...] = ()
     version: int = TRACE_VERSION
+
+    def shown_as(self) -> dict[int, int]:
+        """Return for each rank that has no spans of its own the rank whose spans are its, too."""
+        return {rank: ranks[0] for ranks in self.alike for rank in ranks[1:]}

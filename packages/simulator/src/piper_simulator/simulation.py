@@ -90,6 +90,12 @@ class Simulation:
         with no_garbage_collection():
             return self._run.trace()
 
+    @cached_property
+    def role_trace(self) -> Trace:
+        """The same as `trace`, once for all ranks that do the same at the same times (`Trace.alike`)."""
+        with no_garbage_collection():
+            return self._run.trace(by_role=True)
+
     def distribution(self, jitter: float, *, seed: int = 0, repetitions: int = 200) -> Distribution:
         """How the step is spread when every instruction and message takes its duration times a lognormal number of its own, with
         mean 1 and `jitter` as coefficient of variation, in each of so many repetitions; see `piper_simulator.jitter`.
@@ -287,15 +293,21 @@ class _Run:
     step: int
     notes: Mapping[str, str]
 
-    def trace(self) -> Trace:
-        """Spans and memory by rank, then in program order. A memory sample stands at its instruction's start: only the stream
-        "compute" allocates and frees, in program order, so the peak in program order is the peak in time."""
+    def trace(self, by_role: bool = False) -> Trace:
+        """Make spans and memory by rank, then in program order; `by_role`: of the first of ranks that are alike.
+
+        A memory sample stands at its instruction's start: only the stream "compute" allocates and frees, in program order, so the
+        peak in program order is the peak in time."""
         times, origin = self.times, min(self.times.start, default=0.0)
         parts, roles = self.held.parts, self.held.parts.plan.roles
         names = [[instr.name for instr in role.program] for role in roles]
         spans: list[Span] = []
         memory: list[MemSample] = []
+        alike = tuple(role.ranks for role in roles) if by_role else ()
+        firsts = {ranks[0] for ranks in alike}
         for rank, r in enumerate(parts.role_of):
+            if by_role and rank not in firsts:
+                continue
             first = self.held.prepared.offsets[r]
             for i, instr in enumerate(roles[r].program):
                 node = first + i
@@ -304,7 +316,8 @@ class _Run:
                 spans.append(Span(rank, instr.stream, i, names[r][i], start, end, ready, w.bytes, w.flops, w.source))
             usages = self.usages[parts.of[r]]
             memory.extend(MemSample(rank, u.instr, times.start[first + u.instr] - origin, u.bytes) for u in usages)
-        return Trace(self.held.plan.key, "simulated", tuple(spans), tuple(memory), step=self.step, notes=self.notes)
+        whole = tuple(spans), tuple(memory)
+        return Trace(self.held.plan.key, "simulated", *whole, step=self.step, notes=self.notes, alike=alike)
 
     def footprint(self, rank: int) -> dict[str, int]:
         k = self.held.parts.role_of[rank]
