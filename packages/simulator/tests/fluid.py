@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from piper_ir.timing import Prepared
-from piper_simulator.rates import Flow
+from piper_simulator.contention.rates import Flow
 
 EPS = 1e-12
 Rates = Mapping[int, float]

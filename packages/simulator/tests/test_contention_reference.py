@@ -13,10 +13,10 @@ from packages.simulator.tests.toys import toy
 from piper_ir.ops import COMM
 from piper_ir.plan import Plan
 from piper_ir.timing import Prepared, Times, prepare
-from piper_simulator import engine
-from piper_simulator.contention import Resource, Wiring, _route, flows, wiring
-from piper_simulator.model import Work
-from piper_simulator.rates import Flow, fair_rates
+from piper_simulator.contention.flows import Resource, Wiring, _route, message_flows, wiring
+from piper_simulator.contention.rates import Flow, fair_rates
+from piper_simulator.durations.device_model import Work
+from piper_simulator.times import engine
 from tests.random_plans import PlanBuilder, random_plan
 
 
@@ -48,7 +48,7 @@ def test_the_engine_equals_rates_computed_anew_at_each_moment(seed: int, steps: 
     found = random_demands(prepared, durations, Random(seed))
     by = Fluid(prepared, durations, found, plan.hop, issue, steps)
     by.run()
-    near(prepared, engine.run(prepared, durations, latency=plan.hop, issue=issue, steps=steps, flows=found), by)
+    near(prepared, engine.run_engine(prepared, durations, latency=plan.hop, issue=issue, steps=steps, flows=found), by)
 
 
 parts = st.sampled_from([0.1, 0.25, 1 / 3, 0.5, 0.73, 1.0]) | st.floats(0.01, 1.0)
@@ -87,7 +87,7 @@ def test_no_link_of_a_cluster_carries_more_than_it_can_and_no_byte_is_lost(seed:
     cluster = toy("toy", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 4.0, 0.0, per_node=per_node, nodes=18, sms=100)
     wires = replace(wiring(cluster), nics=rng.randint(1, per_node))
     work, carried = messages(plan, prepared, wires, rng)
-    found = flows(plan, prepared, work, wires)
+    found = message_flows(plan, prepared, work, wires)
     durations = [w.seconds for w in work]
 
     def seen(rates: Rates) -> None:
@@ -99,7 +99,7 @@ def test_no_link_of_a_cluster_carries_more_than_it_can_and_no_byte_is_lost(seed:
 
     by = Fluid(prepared, durations, found, seen=seen)
     by.run()
-    near(prepared, engine.run(prepared, durations, flows=found), by)
+    near(prepared, engine.run_engine(prepared, durations, flows=found), by)
 
 
 def messages(plan: Plan, prepared: Prepared, wires: Wiring, rng: Random) -> tuple[list[Work], dict[int, dict[Resource, float]]]:

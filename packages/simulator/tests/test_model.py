@@ -14,9 +14,9 @@ from piper_ir.plan import Bucket, Channel, Instr, Part, Plan, RolePlan, State, V
 from piper_ir.program import Chunk, Cost, Kernel, Signature
 from piper_ir.sizes import TensorSpec
 from piper_simulator import Cluster, DeviceModel, SlowLink, model_for
-from piper_simulator.kernel_table import KernelDuration
-from piper_simulator.stacks import STACKS
-from piper_simulator.updates import Updated, update_bytes, update_seconds
+from piper_simulator.cluster.kernel_table import KernelDuration
+from piper_simulator.cluster.stacks import STACKS
+from piper_simulator.durations.updates import Updated, update_bytes, update_seconds
 
 MACHINE = toy(
     name="toy",

@@ -11,13 +11,13 @@ from packages.simulator.tests.toys import changed, toy
 from piper_ir.codec import dumps, loads
 from piper_ir.costs import Costs, Duration
 from piper_ir.errors import ClusterError, PlanError
+from piper_ir.intervals import uncovered
 from piper_ir.memory import with_peaks
 from piper_ir.plan import State
 from piper_ir.program import Cost, Input, Kernel, Param
 from piper_ir.sizes import TensorSpec
 from piper_ir.trace import Trace
 from piper_simulator import load_cluster, simulate
-from piper_simulator.metrics import uncovered
 from tests.random_plans import PlanBuilder, given_durations, random_plan
 
 

@@ -14,8 +14,7 @@ from piper_ir.plan import Channel, Instr, Plan, RolePlan, Value
 from piper_ir.program import Chunk, Cost, Kernel
 from piper_ir.sizes import TensorSpec
 from piper_simulator import Cluster, Simulation, SlowLink, simulate, why
-from piper_simulator.refinement import refined
-from piper_simulator.splitting import each_rank, split
+from piper_simulator.times.splitting import each_rank, refined, split
 from tests.random_plans import PlanBuilder
 
 FLAT = toy("flat", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=8, nodes=2, sms=100)

@@ -3,7 +3,7 @@
 import pytest
 
 from piper_simulator import load_cluster
-from piper_simulator.updates import BLOCKS, CHUNK, Updated, update_bytes, update_seconds
+from piper_simulator.durations.updates import BLOCKS, CHUNK, Updated, update_bytes, update_seconds
 
 EAGER, INDUCTOR = load_cluster("h200x1@eager").device, load_cluster("h200x1@inductor").device
 N = 10 * BLOCKS * CHUNK

@@ -3,63 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
 
+from piper_ir.intervals import Idle, Interval, idle
 from piper_ir.ops import Compute
 from piper_ir.plan import COMPUTE, Plan
 from piper_ir.sizes import bind
 from piper_ir.timing import Prepared, Times
 
-Interval = tuple[float, float]
 
-
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """Of one role, in seconds. `busy`: sum of its compute; `span`: last end - first start - busy of what takes time;
-    `exposed`: its compute stream is idle while one of its communication streams transfers, or a transfer of it is under way."""
-
-    busy: float
-    span: float
-    exposed: float
-
-
-def idle(plan: Plan, prepared: Prepared, times: Times, durations: Sequence[float], latency: float) -> list[Idle]:
-    """Per role, over one step from a common start."""
+def idle_times(plan: Plan, prepared: Prepared, times: Times, durations: Sequence[float], latency: float) -> list[Idle]:
+    """Return what each role leaves idle, over one step from a common start. Its compute stream is exposed to communication while
+    one of its communication streams transfers, or a transfer of it is under way."""
     out = []
     for r, role in enumerate(plan.roles):
         working: list[Interval] = []
-        transfers: list[Interval] = []
+        moving: list[Interval] = []
         busy = 0.0
         for node, instr in enumerate(role.program, prepared.offsets[r]):
             g = prepared.group_of[node]
             if g >= 0:
-                transfers.append((times.start[node], times.end[node] + (latency if prepared.p2p[g] else 0.0)))
+                moving.append((times.start[node], times.end[node] + (latency if prepared.p2p[g] else 0.0)))
             elif instr.stream == COMPUTE and durations[node]:
                 working.append((times.start[node], times.end[node]))
                 busy += durations[node]
-        span = working[-1][1] - working[0][0] - busy if working else 0.0
-        out.append(Idle(busy, span, uncovered(transfers, working)))
+        out.append(idle(working, moving, busy))
     return out
-
-
-def uncovered(intervals: Sequence[Interval], by: Sequence[Interval]) -> float:
-    """Length of the union of `intervals` outside of `by`, which is sorted and disjoint."""
-    total, reached, k = 0.0, float("-inf"), 0
-    for start, end in sorted(intervals):
-        start = max(start, reached)
-        reached = max(reached, end)
-        while k < len(by) and by[k][1] <= start:
-            k += 1
-        j = k
-        while start < end:
-            if j == len(by) or by[j][0] >= end:
-                total += end - start
-                break
-            total += max(0.0, by[j][0] - start)
-            start = max(start, by[j][1])
-            j += 1
-    return total
 
 
 def model_flops(plan: Plan, tokens_per_row: int) -> int:

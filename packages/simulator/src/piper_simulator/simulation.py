@@ -15,19 +15,19 @@ from piper_ir.memory_owners import owners
 from piper_ir.plan import Plan, RolePlan
 from piper_ir.timing import Times, prepare
 from piper_ir.trace import MemSample, Span, Trace
-from piper_simulator.cluster import Cluster
-from piper_simulator.clusters import load_cluster
-from piper_simulator.cost_model import CostModelFactory, Work, model_for
-from piper_simulator.device import Device
-from piper_simulator.device_memory import DeviceMemory, device_memory, device_type
-from piper_simulator.footprint import footprint
-from piper_simulator.jitter import Distribution, Held, distribution
-from piper_simulator.metrics import executed_flops, idle, main_dtype, model_flops
-from piper_simulator.model import DeviceModel
-from piper_simulator.oom import KEPT, Oom, first_of
-from piper_simulator.snapshot import Snapshot, snapshot
-from piper_simulator.splitting import split
-from piper_simulator.timed import contention_applies, shared_flows, time_steps
+from piper_simulator.cluster.cluster import Cluster
+from piper_simulator.cluster.device import Device
+from piper_simulator.cluster.named import load_cluster
+from piper_simulator.durations.cost_model import CostModelFactory, Work, model_for
+from piper_simulator.durations.device_model import DeviceModel
+from piper_simulator.memory.device_memory import DeviceMemory, device_memory, device_type
+from piper_simulator.memory.footprint import footprint
+from piper_simulator.memory.oom import KEPT, OomVerdict, first_of
+from piper_simulator.memory.snapshot import Snapshot, snapshot
+from piper_simulator.metrics import executed_flops, idle_times, main_dtype, model_flops
+from piper_simulator.times.jitter import Distribution, TimedPlan, distribution
+from piper_simulator.times.splitting import split
+from piper_simulator.times.timed import contention_applies, shared_flows, time_steps
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Simulation:
     peak_by_category: tuple[Mapping[str, int], ...]
     slowed_s: float | None
     notes: tuple[str, ...]
-    ooms: tuple[Oom, ...]
+    ooms: tuple[OomVerdict, ...]
     _run: _Run = field(repr=False)
 
     @property
@@ -66,14 +66,15 @@ class Simulation:
         return not self.ooms
 
     @property
-    def oom(self) -> Oom | None:
+    def oom(self) -> OomVerdict | None:
         """The verdict on the role that runs out of memory first; None when all fit."""
         return first_of(self.ooms)
 
     def memory(self, rank: int) -> dict[str, int]:
-        """What is gone on a rank's device at its peak, by lines that add up to its `device_bytes`: those of
-        `piper_simulator.footprint.LINES` to its `peak_bytes`, and what is there beside tensors. IndexError for a rank that is not
-        there."""
+        """Return what is gone on a rank's device at its peak, by lines that add up to its `device_bytes`.
+
+        The lines of `piper_simulator.memory.footprint.LINES` add up to its `peak_bytes`; the others are there beside
+        tensors. IndexError for a rank that is not there."""
         return self._run.footprint(rank)
 
     def memory_snapshot(self, rank: int) -> Snapshot:
@@ -89,7 +90,7 @@ class Simulation:
 
     def distribution(self, jitter: float, *, seed: int = 0, repetitions: int = 200) -> Distribution:
         """How the step is spread when every instruction and message takes its duration times a lognormal number of its own, with
-        mean 1 and `jitter` as coefficient of variation, in each of so many repetitions; see `piper_simulator.jitter`.
+        mean 1 and `jitter` as coefficient of variation, in each of so many repetitions; see `piper_simulator.times.jitter`.
         PlanError: a negative jitter, no repetitions."""
         with no_garbage_collection():
             return distribution(self._run.held, jitter, seed=seed, repetitions=repetitions)
@@ -129,19 +130,22 @@ def simulate(
     contention: bool = True,
     model: CostModelFactory = DeviceModel,
 ) -> Simulation:
-    """Run a plan on a cluster (a name, see `load_cluster`, or a Cluster). `cluster` may be left out only when all compute has
-    given durations; these are then all there is, and the rest takes no time. `costs` come before what the device model computes;
-    costs of another machine or model, and what they do not hold, are named in `notes`.
-    `steps` follow each other without a barrier. `tokens_per_row` (default: the plan's) enables rates; `model_flops_per_step`
-    replaces the model FLOPs that the plan's own parameters suggest.
-    `contention`: messages that share links slow each other down, and compute beside them (`piper_simulator.contention`). Without
-    it every instruction takes its duration, as in the sweep of a search. It means nothing where nobody shares: given durations,
-    and a CPU, on which messages take their processor seconds from compute as it is (`piper_simulator.model`).
-    `model`: what gives durations (`piper_simulator.cost_model`), by default the formulas and tables of Piper.
+    """Run a plan on a cluster (a name, see `load_cluster`, or a Cluster).
 
-    ClusterError: unknown cluster, too few devices, or none where a duration must be computed; a stream that takes more SMs than
-    its devices have.
-    PlanError: deadlock, steps < 1."""
+    `cluster` may be left out only when all compute has given durations. These are then all there is, and the rest takes
+    no time. `costs` come before what the cost model computes. Costs of another machine or model, and what they do not
+    hold, are named in `notes`. `steps` follow each other without a barrier. `tokens_per_row` (default: the plan's)
+    enables rates; `model_flops_per_step` replaces the model FLOPs that the plan's own parameters suggest.
+
+    `contention`: messages that share links slow each other down, and compute beside them
+    (`piper_simulator.contention.flows`). Without it every instruction takes its duration, as in the sweep of a search.
+    It means nothing where nobody shares: with given durations, and on a CPU, where messages take their processor
+    seconds from compute as it is (`piper_simulator.durations.device_model`).
+
+    `model`: what gives durations (`piper_simulator.durations.cost_model`), by default the formulas and tables of Piper.
+
+    ClusterError: unknown cluster, too few devices, or none where a duration must be computed; a stream that takes more
+    SMs than its devices have. PlanError: deadlock, steps < 1."""
     if steps < 1:
         raise PlanError(f"simulate(steps={steps}): at least one step is needed")
     target = load_cluster(cluster) if isinstance(cluster, str) else cluster
@@ -168,12 +172,12 @@ def _simulate(
     flows = shared_flows(parts.plan, target, prepared, work) if contention else None
     timed = time_steps(prepared, work, flows, latency=plan.hop, issue=costing.issue_s, steps=steps)
     step_s = timed.first.makespan
-    gaps = idle(parts.plan, prepared, timed.first, timed.durations, plan.hop)
+    gaps = idle_times(parts.plan, prepared, timed.first, timed.durations, plan.hop)
     order, whole = parts.role_of, tuple(parts.of[r] for r in parts.role_of)
     counted = plan if target is None else replace(plan, device=device_type(target))
     usages = [list(scan(counted, role)) for role in plan.roles]
     peaks = [max(u, key=lambda x: x.total) if u else peak(counted, role) for u, role in zip(usages, plan.roles)]
-    held = Held(plan, parts, prepared, timed.durations, plan.hop, costing.issue_s)
+    held = TimedPlan(plan, parts, prepared, timed.durations, plan.hop, costing.issue_s)
     devices = _Devices(held, target, costs.allocator if costs is not None else None)
     memory = [devices.memory(k, peaks[r].total) for k, r in enumerate(parts.of)]
     rates = _rates(plan, target, timed.period_s, tokens_per_row, model_flops_per_step)
@@ -185,7 +189,7 @@ def _simulate(
         tokens_per_s=rates.tokens_per_s,
         mfu=rates.mfu,
         hfu=rates.hfu,
-        exposed_comm_s=max((g.exposed for g in gaps), default=0.0),
+        exposed_comm_s=max((g.exposed or 0.0 for g in gaps), default=0.0),
         global_bubble_s=max((step_s - g.busy for g in gaps), default=0.0),
         span_bubble_s=max((g.span for g in gaps), default=0.0),
         bubble_s=tuple(step_s - gaps[r].busy for r in order),
@@ -240,7 +244,7 @@ def _rate(amount: float | None, per_second: float | None, top: float = 1.0) -> f
 class _Devices:
     """The device of each role of `held.parts`, whose ranks are all on one kind."""
 
-    held: Held
+    held: TimedPlan
     cluster: Cluster | None
     allocator: AllocatorCosts | None
 
@@ -268,7 +272,7 @@ class _Run:
     """What a trace is made of; `times` and `work` are of the plan of `held.parts`, `usages` of the roles of `held.plan`, and
     `memory` of those of `held.parts`; `counted`: the plan whose memory is that of the cluster's devices."""
 
-    held: Held
+    held: TimedPlan
     counted: Plan
     times: Times
     work: Sequence[Work]
@@ -307,7 +311,7 @@ class _Run:
         nodes = range(first, first + len(role.program))
         return snapshot(self.counted, role, [(self.times.start[n] - origin, self.times.end[n] - origin) for n in nodes])
 
-    def verdicts(self, devices: _Devices, peaks: Sequence[Usage], times: Times) -> Iterator[Oom]:
+    def verdicts(self, devices: _Devices, peaks: Sequence[Usage], times: Times) -> Iterator[OomVerdict]:
         """Of the roles that need more than their devices have. `times`: of the first step."""
         parts, origin = self.held.parts, min(times.start, default=0.0)
         for k, (part, r, needs) in enumerate(zip(parts.plan.roles, parts.of, self.memory)):
@@ -318,7 +322,7 @@ class _Run:
             start = Usage(-1, sum(s.nbytes for s in role.states), {})
             too_full = (u for u in (start, *self.usages[r], most) if devices.memory(k, u.total).total > limit)
             at = next(too_full).instr
-            yield Oom(
+            yield OomVerdict(
                 ranks=part.ranks,
                 role=part.role,
                 needs=needs.total,

@@ -1,0 +1,85 @@
+"""Describe what joins devices: links within nodes and between them, rails, and what messages were measured to take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Literal, get_args
+
+from piper_ir.costs import CommDuration, Costs
+from piper_simulator.cluster.checks import Count, Factor, Index, NotNegative, Positive, check_fields, one_of
+from piper_simulator.cluster.nccl import Nccl
+
+MessageOp = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+OPS: tuple[str, ...] = get_args(MessageOp)
+"""Messages whose durations are known, as tables and formulas name them."""
+
+INTRA = ("nvswitch", "nvlink", "pcie", "host")
+INTER = ("infiniband", "roce", "ethernet", "host")
+"""Kinds of links within and between nodes; `host`: the memory of one machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlowLink:
+    """A link that takes `factor` times as long: the one between nodes `a` and `b`, or with `a == b` those within that node."""
+
+    a: Index
+    b: Index
+    factor: Factor
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links of one type of device, and how long messages over them take.
+
+    Attributes:
+        intra_bandwidth: reached bytes/s per device and direction within a node.
+        intra_latency: seconds per hop within a node.
+        inter_bandwidth: reached bytes/s per device and direction between nodes.
+        inter_latency: seconds per hop between nodes.
+        intra_kind: kind of the links within a node.
+        inter_kind: kind of the links between nodes.
+        communication: the model of messages that no table has, see `piper_simulator.durations.communication`.
+        nccl: constants of the model of that name.
+        messages: measured messages, the table.
+    """
+
+    intra_bandwidth: Positive
+    intra_latency: NotNegative
+    inter_bandwidth: Positive
+    inter_latency: NotNegative
+    intra_kind: Annotated[str, one_of(*INTRA)] = "nvswitch"
+    inter_kind: Annotated[str, one_of(*INTER)] = "infiniband"
+    communication: Literal["ring", "nccl"] = "ring"
+    nccl: Nccl = field(default_factory=Nccl)
+    messages: tuple[CommDuration, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self, "links")
+
+    @cached_property
+    def table(self) -> Costs:
+        """Look messages up in `messages`."""
+        return Costs(comm=self.messages)
+
+
+@dataclass(frozen=True)
+class Network:
+    """What joins the nodes of a cluster.
+
+    Attributes:
+        links: those of all nodes, or one entry for each run of nodes in `Cluster.nodes`.
+        rails: with several, device k of a node is on rail k modulo their number, and a switch joins each rail.
+        oversubscription: what changes rails, or with one rail all traffic between nodes, reaches 1 / this of the bandwidth.
+        slow_links: links that take longer than the others.
+    """
+
+    links: tuple[Links, ...]
+    rails: Count = 1
+    oversubscription: Factor = 1.0
+    slow_links: tuple[SlowLink, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self, "network")
+        for link in self.slow_links:
+            check_fields(link, "network: slow_links")
