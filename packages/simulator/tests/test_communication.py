@@ -1,4 +1,4 @@
-"""Messages: each formula by hand with the numbers of cost-model.md 3, the table, and where members of a group are."""
+"""Messages: each formula by hand with NCCL's constants, the table, and where members of a group are."""
 
 from dataclasses import replace
 
@@ -67,7 +67,8 @@ def test_pcie_has_steps_of_its_own() -> None:
 
 
 def test_the_fastest_algorithm_is_taken() -> None:
-    """LL for what is small, Simple for what is large; a tree between many nodes, whose steps do not grow with their number."""
+    """LL for what is small, Simple for what is large; a tree between many nodes, whose steps do not grow with their
+    number."""
 
     def chosen(nbytes: int, ranks: Ranks) -> str:
         return min((s, name) for name, s in nccl.estimates(Nccl(), "all_reduce", nbytes, ranks))[1]
@@ -157,7 +158,7 @@ def test_a_slow_link_slows_the_messages_that_need_it() -> None:
 
 
 def test_the_table_comes_before_the_formula() -> None:
-    """Azure ND A100 v4, cost-model.md 3: bus bandwidth of 1 GiB and 16 MiB, seconds of 8 KiB."""
+    """Azure's published logs of ND A100 v4: bus bandwidth of 1 GiB and 16 MiB, seconds of 8 KiB."""
     cluster = load_cluster("a100-40g-sxm:8*16")
 
     def measured(n: int, nbytes: int) -> Duration:

@@ -67,8 +67,8 @@ def test_two_flows_on_one_link_take_twice_as_long() -> None:
 
 
 def test_three_staggered_flows() -> None:
-    """10 s of work each, beginning at 0, 2 and 4: after 4 s they have done 3, 1 and 0. Thirds: the first ends at 4 + 3 x 7 = 25.
-    The others have 2 and 3 left, halves: the second ends at 29, the third alone at 30."""
+    """10 s of work each, beginning at 0, 2 and 4: after 4 s they have done 3, 1 and 0. Thirds: the first ends at 4 + 3
+    x 7 = 25. The others have 2 and 3 left, halves: the second ends at 29, the third alone at 30."""
     assert ends(fan(0, 2, 4), "0>1.recv@0", "0>2.recv@0", "0>3.recv@0") == pytest.approx([25.0, 29.0, 30.0])
 
 
@@ -87,7 +87,8 @@ def test_receivers_share_their_port_too() -> None:
 
 
 def test_a_reduction_and_a_transfer_share_a_port() -> None:
-    """dp=2 on a node: the ring of each role moves 2 (n - 1) / n = 1 x 100 bytes out of each device, beside a transfer of 100."""
+    """dp=2 on a node: the ring of each role moves 2 (n - 1) / n = 1 x 100 bytes out of each device, beside a transfer
+    of 100."""
     build = PlanBuilder(2, dp=2)
     build.transfer(0, 1, nbytes=100)
     plan = captured(build)
@@ -104,8 +105,8 @@ def test_a_reduction_and_a_transfer_share_a_port() -> None:
 
 
 def test_compute_beside_a_message_is_slowed_by_sms_and_memory() -> None:
-    """A transfer of 100 bytes in 10 s takes 0.15 of the SMs and 10 / 1000 of the memory of both devices. 10 s of compute: 8.4
-    done when it ends, 1.6 left."""
+    """A transfer of 100 bytes in 10 s takes 0.15 of the SMs and 10 / 1000 of the memory of both devices. 10 s of
+    compute: 8.4 done when it ends, 1.6 left."""
     build = PlanBuilder(2)
     build.transfer(0, 1, nbytes=100)
     build.compute(0, 10.0, name="c")
@@ -131,7 +132,8 @@ def with_sms(plan: Plan, *sms: int | None) -> Plan:
 
 @pytest.mark.parametrize(("sms", "rate", "arrives"), [(20, 0.79, 10.0), (10, 0.89, 10.0), (5, 0.945, 20.0), (0, 0.99, 10.0)])
 def test_sms_of_a_stream(sms: int, rate: float, arrives: float) -> None:
-    """They are taken from compute; half of what saturates a port halves the speed and the memory; none are copy engines."""
+    """They are taken from compute; half of what saturates a port halves the speed and the memory; none are copy
+    engines."""
     build = PlanBuilder(2)
     build.transfer(0, 1, nbytes=100)
     build.compute(0, 5.0, name="c")
@@ -192,9 +194,9 @@ def test_ranks_of_a_role_count_on_the_nics_of_their_node() -> None:
 
 
 def test_a_ring_over_two_nodes_uses_the_nics_of_all_its_ranks() -> None:
-    """16 ranks, 8 per node: 2 x 15 / 16 x 160 = 300 bytes at min(8 x 2, 10) = 10 bytes/s, in 30 s. An eighth passes each NIC:
-    37.5 of the 60 bytes that it can carry. A transfer beside it wants all of the NIC, the ring all of its ports: they get the
-    same part of them."""
+    """16 ranks, 8 per node: 2 x 15 / 16 x 160 = 300 bytes at min(8 x 2, 10) = 10 bytes/s, in 30 s. An eighth passes
+    each NIC: 37.5 of the 60 bytes that it can carry. A transfer beside it wants all of the NIC, the ring all of its
+    ports: they get the same part of them."""
     build = PlanBuilder(2, dp=8)
     build.transfer(0, 1, nbytes=100)
     build.all_reduce((0, 1), {})
@@ -310,8 +312,9 @@ def test_links_carry_no_more_than_they_can_and_nothing_is_earlier(seed: int) -> 
 @settings(max_examples=200)
 @given(seed=st.integers(0, 1 << 30))
 def test_a_message_alone_takes_as_long_as_its_links(seed: int) -> None:
-    """Without latency: what `communication` computes of oversubscription, rails, slow links and kinds of devices is what the
-    tightest of the links lets pass. A ring of unequal numbers per node, or with a slow link that not all use, may take longer."""
+    """Without latency: what `communication` computes of oversubscription, rails, slow links and kinds of devices is
+    what the tightest of the links lets pass. A ring of unequal numbers per node, or with a slow link that not all use,
+    may take longer."""
     rng = Random(seed)
     kinds = rng.randint(1, 3) if rng.random() < 0.5 else 0
     slow = (SlowLink(0, rng.randint(0, 3), 3.0),) if rng.random() < 0.5 else ()
@@ -348,8 +351,8 @@ def test_a_message_alone_takes_as_long_as_its_links(seed: int) -> None:
     ],
 )
 def test_two_flows_over_what_narrows_a_link(change: dict[str, Any], alone: float) -> None:
-    """Rank 0 sends 100 bytes to rank 8, on the other node, and after it another: on two streams they take as long as one after
-    the other. Device 8 is on the same rail."""
+    """Rank 0 sends 100 bytes to rank 8, on the other node, and after it another: on two streams they take as long as
+    one after the other. Device 8 is on the same rail."""
     build = TwoStreams(9)
     build.transfer(0, 8, nbytes=100)
     on = changed(TOY, **change)
@@ -360,8 +363,9 @@ def test_two_flows_over_what_narrows_a_link(change: dict[str, Any], alone: float
 
 
 def test_what_changes_rails_shares_the_spine_and_leaves_the_rail_free() -> None:
-    """Eight rails, half a spine: rank 0 sends to 9 on another rail, alone in 100 s with all of its spine and half of its NIC;
-    and to 8 on its own, alone in 50 s. Together both get two thirds of what they want most: 75 s, and 125 s for the other."""
+    """Eight rails, half a spine: rank 0 sends to 9 on another rail, alone in 100 s with all of its spine and half of
+    its NIC; and to 8 on its own, alone in 50 s. Together both get two thirds of what they want most: 75 s, and 125 s
+    for the other."""
     build = PlanBuilder(10)
     build.transfer(0, 9, nbytes=100)
     build.transfer(0, 8, nbytes=100)

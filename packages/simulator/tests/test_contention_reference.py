@@ -1,5 +1,6 @@
-"""The engine under contention against `fluid`, on random plans with random demands, and on plans whose demands are those of a
-cluster: there no link carries more bytes than it can, whichever of them the simulator leaves out or merges."""
+"""The engine under contention against `fluid`, on random plans with random demands, and on plans whose demands are
+those of a cluster: there no link carries more bytes than it can, whichever of them the simulator leaves out or merges.
+"""
 
 from dataclasses import replace
 from random import Random
@@ -21,8 +22,8 @@ from tests.random_plans import PlanBuilder, random_plan
 
 
 def random_demands(prepared: Prepared, durations: list[float], rng: Random) -> list[Flow]:
-    """A flow per channel, which follow each other: some of several links, some that stand for many ranks, some that ask for
-    nothing."""
+    """A flow per channel, which follow each other: some of several links, some that stand for many ranks, some that ask
+    for nothing."""
     out = []
     for g, members in enumerate(prepared.groups):
         links = rng.sample(range(4), rng.randint(0, 3))
@@ -103,8 +104,8 @@ def test_no_link_of_a_cluster_carries_more_than_it_can_and_no_byte_is_lost(seed:
 
 
 def messages(plan: Plan, prepared: Prepared, wires: Wiring, rng: Random) -> tuple[list[Work], dict[int, dict[Resource, float]]]:
-    """Per node its work, messages as long as their tightest link makes them or longer; per group the bytes per second that
-    pass through each link at full speed, of all ranks."""
+    """Per node its work, messages as long as their tightest link makes them or longer; per group the bytes per second
+    that pass through each link at full speed, of all ranks."""
     ops = [instr.parts[0].op for _, _, instr in plan.instructions()]
     work = [Work(rng.choice((0.1, 1.0)), "formula") for _ in ops]
     carried = {}

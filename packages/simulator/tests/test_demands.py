@@ -34,8 +34,8 @@ def message(
 
 
 def ends(messages: Sequence[Message], after: Sequence[float], on: Cluster = TOY, computing: bool = False) -> list[float]:
-    """When messages of one role are over, each on a stream of its own, that begin after so many seconds (of compute that nothing
-    slows, unless `computing`)."""
+    """When messages of one role are over, each on a stream of its own, that begin after so many seconds (of compute
+    that nothing slows, unless `computing`)."""
     names = [m.channel for m in messages]
     seconds = [b - a for a, b in zip([0.0, *after], after)]
     order = IssueOrder(
@@ -77,8 +77,8 @@ def test_what_an_all_to_all_leaves_of_its_link_slows_it_less() -> None:
 
 
 def test_an_all_to_all_over_two_nodes_takes_nics_and_ports() -> None:
-    """Two ranks on each of two nodes: 30 of 90 wire bytes stay on the node, 60 leave it at 2 bytes/s. The 30 take a tenth of the
-    port, all of which a ring on the node wants: both slow down to 1 / 1.1."""
+    """Two ranks on each of two nodes: 30 of 90 wire bytes stay on the node, 60 leave it at 2 bytes/s. The 30 take a
+    tenth of the port, all of which a ring on the node wants: both slow down to 1 / 1.1."""
     on = changed(TOY, per_node=2)
     across, near = message("a", "all_to_all", 120, ((0, 1, 2, 3),), on), message("r", "all_reduce", 400, ((0, 1), (2, 3)), on)
     assert across.seconds == pytest.approx(30.0)

@@ -21,8 +21,8 @@ GIB = 1 << 30
 
 
 def heavy(nbytes: int, role: int = 0) -> Plan:
-    """Two devices, one of them with a parameter of so many bytes. The second makes a buffer of 16 bytes in its one computation,
-    at 3 s."""
+    """Two devices, one of them with a parameter of so many bytes. The second makes a buffer of 16 bytes in its one
+    computation, at 3 s."""
     plan = two_devices().plan()
     first, second = plan.roles
     program = [replace(i, allocs_after=("v0>1@0",)) if i.stream == COMPUTE else i for i in second.program]

@@ -1,4 +1,5 @@
-"""What operators launch in eager torch: passes and bytes of cross-entropy as counted by hand, and the times that follow."""
+"""What operators launch in eager torch: passes and bytes of cross-entropy as counted by hand, and the times that
+follow."""
 
 from dataclasses import replace
 
@@ -45,7 +46,7 @@ def test_the_last_slice_has_what_is_left() -> None:
 
 
 def test_its_time_is_that_of_its_bytes() -> None:
-    """Of 4.8 TB/s 90 % from 100 MB on: the pieces here have 100 MB and more (cost-model.md 1, Calculon's steps)."""
+    """Of 4.8 TB/s 90 % from 100 MB on: the pieces here have 100 MB and more (Calculon's steps)."""
     forward, gradient = by_kind(EAGER, FORWARD, backward=False), by_kind(EAGER, GRADIENT, backward=True)
     assert forward == pytest.approx(22 * LOGITS / (4.8e12 * 0.9)) and gradient == pytest.approx(20 * LOGITS / (4.8e12 * 0.9))
     assert by_kind(FUSED, FORWARD, backward=False) == pytest.approx(FORWARD.bytes / (4.8e12 * 0.9)), "once, in a fused kernel"

@@ -1,4 +1,5 @@
-"""The event engine equals the timing sweep, on random plans with ties, latency, host and steps. They share the DAG only."""
+"""The event engine equals the timing sweep, on random plans with ties, latency, host and steps. They share the DAG
+only."""
 
 from dataclasses import replace
 
@@ -54,7 +55,8 @@ def test_the_result_does_not_depend_on_the_order_of_roles() -> None:
 
 
 def test_a_stream_may_run_a_step_ahead() -> None:
-    """The first device needs 1 s per step, the second 4 s: without a barrier the first is three steps ahead after a while."""
+    """The first device needs 1 s per step, the second 4 s: without a barrier the first is three steps ahead after a
+    while."""
     build = PlanBuilder(2)
     build.compute(0, 1.0)
     build.transfer(0, 1, waits=(("compute", 1),))

@@ -1,5 +1,5 @@
-"""Distributions of a step: the law against closed forms, what ranks do to it, and what is refused. Sampling errors are those of
-known seeds: a bound of four standard errors."""
+"""Distributions of a step: the law against closed forms, what ranks do to it, and what is refused. Sampling errors are
+those of known seeds: a bound of four standard errors."""
 
 from dataclasses import replace
 from math import exp, log, pi
@@ -70,7 +70,8 @@ def test_replicas_wait_for_the_latest_of_them(ranks: int, more: float) -> None:
 
 
 def test_without_a_meeting_steps_do_not_wait_for_each_other() -> None:
-    """The step ends with the last of 4 ranks; later steps too, but each rank goes on: over many steps the period is the mean."""
+    """The step ends with the last of 4 ranks; later steps too, but each rank goes on: over many steps the period is the
+    mean."""
     found = spread(in_a_row(25, dp=4), 0.02)
     assert found.step_s.mean > 25.07
     assert found.period_s.mean == pytest.approx(25, abs=0.02)

@@ -1,4 +1,5 @@
-"""Measured kernels: what is exact, interpolated, scaled by the nearest, or left to the formula; and that predictions say so."""
+"""Measured kernels: what is exact, interpolated, scaled by the nearest, or left to the formula; and that predictions
+say so."""
 
 from dataclasses import replace
 from math import exp, log

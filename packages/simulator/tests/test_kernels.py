@@ -1,4 +1,4 @@
-"""Kernels by kind, with the numbers of cost-model.md 1 and 2; and that without a stack nothing is different."""
+"""Kernels by kind, with published numbers of devices; and that without a stack nothing is different."""
 
 from dataclasses import replace
 from pathlib import Path

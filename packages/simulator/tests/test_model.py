@@ -113,7 +113,8 @@ def test_with_a_stack_an_update_is_what_its_optimizer_launches() -> None:
 
 
 def test_measured_kernels_label_a_step_and_are_said() -> None:
-    """7 s of the product are measured; an addition took 2 s at twice its bytes, half of the formula's 4: half of its own 2."""
+    """7 s of the product are measured; an addition took 2 s at twice its bytes, half of the formula's 4: half of its
+    own 2."""
     rows = (
         KernelDuration("matmul", "", "float32", "shape", (1, 1, 1), 7.0, "here"),
         KernelDuration("elementwise", "", "float32", "bytes", (320,), 2.0, "here"),

@@ -83,8 +83,8 @@ def test_rates_are_fair_within_capacity_and_no_work_is_lost(plan: list[tuple[flo
 
 
 def check(running: list[RunningMessage], under_way: Mapping[int, Activity]) -> None:
-    """The rates of a pool against the definitions: capacity, a full bottleneck for whoever is held back, and the law of compute.
-    Those of all that runs, not of what a change touches."""
+    """The rates of a pool against the definitions: capacity, a full bottleneck for whoever is held back, and the law of
+    compute. Those of all that runs, not of what a change touches."""
     load = {r: sum(m.flow.shares.get(r, 0.0) * m.rate for m in running) for r in range(RESOURCES)}
     assert all(x <= 1 + 1e-6 for x in load.values()), "no link over capacity"
     for m in running:

@@ -1,4 +1,4 @@
-"""An optimizer's update: bytes per parameter against cost-model.md 2, and kernels."""
+"""An optimizer's update: bytes per parameter counted by hand, and kernels."""
 
 import pytest
 

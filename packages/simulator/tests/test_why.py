@@ -1,4 +1,5 @@
-"""Why a step takes as long as it does, on plans where the critical path can be told by hand, and what holds of any plan."""
+"""Why a step takes as long as it does, on plans where the critical path can be told by hand, and what holds of any
+plan."""
 
 import json
 from dataclasses import replace
@@ -51,8 +52,8 @@ def two_devices() -> Plan:
 
 
 def computed(plan: Plan, rng: Random | None = None) -> Plan:
-    """A plan of given durations as one that needs a cluster: 100 FLOPs for each second; with `rng` also kernels bound by memory
-    or launches, and messages of some bytes."""
+    """A plan of given durations as one that needs a cluster: 100 FLOPs for each second; with `rng` also kernels bound
+    by memory or launches, and messages of some bytes."""
     chunks = []
     for chunk in plan.chunks:
         flops = int(100 * (chunk.steps["F"].cost.seconds or 0))

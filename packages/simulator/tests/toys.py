@@ -29,8 +29,8 @@ def toy(
 
 
 def changed(cluster: Cluster, **values: Any) -> Cluster:
-    """Return a cluster with other values, each wherever its field is: on all devices, all links, the network or the cluster. The
-    value of `nodes` is a number of nodes."""
+    """Return a cluster with other values, each wherever its field is: on all devices, all links, the network or the
+    cluster. The value of `nodes` is a number of nodes."""
     for name, value in values.items():
         one = {name: value}
         if name == "nodes":

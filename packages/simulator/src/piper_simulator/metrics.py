@@ -1,4 +1,7 @@
-"""Figures of merit: what a role's compute leaves idle, what of that communication explains, and how much of a device is used."""
+"""Compute figures of merit.
+
+They say what a role's compute leaves idle, what of that communication explains, and how much of a device is used.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,10 @@ from piper_ir.timing import Prepared, Times
 
 
 def idle_times(plan: Plan, prepared: Prepared, times: Times, durations: Sequence[float], latency: float) -> list[Idle]:
-    """Return what each role leaves idle, over one step from a common start. Its compute stream is exposed to communication while
-    one of its communication streams transfers, or a transfer of it is under way."""
+    """Return what each role leaves idle, over one step from a common start.
+
+    Its compute stream is exposed to communication while one of its communication streams transfers, or a transfer of it
+    is under way."""
     out = []
     for r, role in enumerate(plan.roles):
         working: list[Interval] = []
@@ -32,9 +37,11 @@ def idle_times(plan: Plan, prepared: Prepared, times: Times, durations: Sequence
 
 
 def model_flops(plan: Plan, tokens_per_row: int) -> int:
-    """Model FLOPs of one step in the field's convention: 6 N + 12 L h s per token (llm-foundry), N all parameters once,
-    attention without causal discount: three times the full products of F (4 b h s^2 d). No recompute. Of experts N has as much
-    as a token visits ("active parameters": Switch, arXiv 2101.03961; torchtitan)."""
+    """Return the model FLOPs of one step in the field's convention.
+
+    It is 6 N + 12 L h s per token (llm-foundry), N all parameters once, attention without causal discount: three times
+    the full products of F (4 b h s^2 d). There is no recompute. Of experts N has as much as a token visits ("active
+    parameters": Switch, arXiv 2101.03961; torchtitan)."""
     visited = _visited(plan, plan.rows * tokens_per_row)
     n = sum(round(bind(p.spec.numel, plan.rows) * visited.get(p.name, 1.0)) for p in plan.params)
     kernels = [k for chunk in plan.chunks if "F" in chunk.steps for k in chunk.steps["F"].cost.kernels if k.kind == "attention"]
@@ -43,8 +50,10 @@ def model_flops(plan: Plan, tokens_per_row: int) -> int:
 
 
 def _visited(plan: Plan, tokens: int) -> dict[str, float]:
-    """Parameter of experts -> the part of it that a token visits, at so many tokens per microbatch: each of a batch of products
-    [M, K] x [K, N], one per expert, has M of them. Places that no token took are in M: what runs does not know."""
+    """Return for each parameter of experts the part of it that a token visits, at so many tokens per microbatch.
+
+    Each of a batch of products [M, K] x [K, N], one per expert, has M of them. Places that no token took are in M: what
+    runs does not know."""
     shapes = {p.name: tuple(bind(d, plan.rows) for d in p.spec.shape) for p in plan.params}
     out: dict[str, float] = {}
     for chunk in plan.chunks:
@@ -60,7 +69,7 @@ def _visited(plan: Plan, tokens: int) -> dict[str, float]:
 
 
 def executed_flops(plan: Plan) -> int:
-    """FLOPs of what runs in one step, on all ranks."""
+    """Return the FLOPs of what runs in one step, on all ranks."""
     of = {(c.id, step): sig.cost.flops for c in plan.chunks for step, sig in c.steps.items()}
     total = 0
     for role in plan.roles:
@@ -70,7 +79,9 @@ def executed_flops(plan: Plan) -> int:
 
 
 def main_dtype(plan: Plan) -> str:
-    """The dtype of most of the plan's matmul FLOPs, in which utilisation is counted; float32 for a plan without any."""
+    """Return the dtype of most of the plan's matmul FLOPs, in which utilisation is counted.
+
+    It is float32 for a plan without any."""
     weight: dict[str, int] = {}
     for chunk in plan.chunks:
         for kernel in chunk.steps["F"].cost.kernels if "F" in chunk.steps else ():

@@ -1,4 +1,4 @@
-"""`simulate`: what a plan takes, holds and leaves idle, per rank, and the trace that shows why."""
+"""Simulate a plan: what it takes, holds and leaves idle, per rank, and the trace that shows why."""
 
 from __future__ import annotations
 
@@ -32,16 +32,26 @@ from piper_simulator.times.timed import contention_applies, shared_flows, time_s
 
 @dataclass(frozen=True)
 class Simulation:
-    """Times in seconds, sizes in bytes; tuples are indexed by rank.
+    """Hold what a simulation found: times in seconds, sizes in bytes; tuples are indexed by rank.
 
-    `step_s`: makespan of one step from a common start. `period_s`: time per step in steady state; rates use it.
-    `tokens_per_s`, `mfu` (model FLOPs over peak): None without tokens_per_row or peak; `hfu` (FLOPs that run over peak): None
-    without peak. `global_bubble_s`: step_s - busy compute; `span_bubble_s`: last end - first start - busy; `exposed_comm_s`:
-    compute is idle while the rank communicates; each the maximum over ranks. `bubble_s[rank]`: the global one. `peak_bytes`:
-    allocated, with what the kernels of the cluster's devices hold inside; `device_bytes`: with allocator, context and
-    communicators. `slowed_s`: how much longer the compute of a rank took because of messages beside it, None where contention was
-    not simulated; the maximum over ranks. `ooms`: a verdict for each role that needs more than its devices have, see `oom`.
-    `notes`: warnings, see `summary`."""
+    Attributes:
+        step_s: makespan of one step from a common start.
+        period_s: time per step in steady state; rates use it.
+        tokens_per_s: None without tokens_per_row.
+        mfu: model FLOPs over peak; None without tokens_per_row or peak.
+        hfu: FLOPs that run over peak; None without peak.
+        exposed_comm_s: compute is idle while the rank communicates; the maximum over ranks.
+        global_bubble_s: step_s - busy compute; the maximum over ranks.
+        span_bubble_s: last end - first start - busy; the maximum over ranks.
+        bubble_s: the global bubble of each rank.
+        peak_bytes: allocated, with what the kernels of the cluster's devices hold inside.
+        device_bytes: peak_bytes with allocator, context and communicators.
+        peak_by_category: peak_bytes by category.
+        slowed_s: how much longer the compute of a rank took because of messages beside it, the maximum over ranks; None
+            where contention was not simulated.
+        notes: warnings, see `summary`.
+        ooms: a verdict for each role that needs more than its devices have, see `oom`.
+    """
 
     step_s: float
     period_s: float
@@ -62,12 +72,12 @@ class Simulation:
 
     @property
     def fits(self) -> bool:
-        """Whether every device has the memory that it needs; true without a cluster."""
+        """Tell whether every device has the memory that it needs; true without a cluster."""
         return not self.ooms
 
     @property
     def oom(self) -> OomVerdict | None:
-        """The verdict on the role that runs out of memory first; None when all fit."""
+        """Return the verdict on the role that runs out of memory first; None when all fit."""
         return first_of(self.ooms)
 
     def memory(self, rank: int) -> dict[str, int]:
@@ -78,27 +88,32 @@ class Simulation:
         return self._run.footprint(rank)
 
     def memory_snapshot(self, rank: int) -> Snapshot:
-        """The memory of a rank through the last step in the format of `torch.cuda.memory._snapshot()`, for torch's memory
-        visualiser. IndexError for a rank that is not there."""
+        """Return the memory of a rank through the last step, for torch's memory visualiser.
+
+        The format is that of `torch.cuda.memory._snapshot()`. IndexError for a rank that is not there."""
         return self._run.snapshot(rank)
 
     @cached_property
     def trace(self) -> Trace:
-        """The last of the steps, in seconds from its first start; made when it is first asked for."""
+        """Return the last of the steps, in seconds from its first start; it is made when it is first asked for."""
         with no_garbage_collection():
             return self._run.trace()
 
     def distribution(self, jitter: float, *, seed: int = 0, repetitions: int = 200) -> Distribution:
-        """How the step is spread when every instruction and message takes its duration times a lognormal number of its own, with
-        mean 1 and `jitter` as coefficient of variation, in each of so many repetitions; see `piper_simulator.times.jitter`.
-        PlanError: a negative jitter, no repetitions."""
+        """Return how the step is spread when durations vary.
+
+        In each of so many repetitions every instruction and message takes its duration times a lognormal number of its
+        own, with mean 1 and `jitter` as coefficient of variation; see `piper_simulator.times.jitter`. PlanError: a
+        negative jitter, no repetitions."""
         with no_garbage_collection():
             return distribution(self._run.held, jitter, seed=seed, repetitions=repetitions)
 
     def summary(self) -> dict[str, Any]:
-        """The headline as plain numbers, of the worst rank where there is one per rank; `memory`: that of the fullest device, see
-        `memory`; `oom`: the first verdict, None when all fits; `sources`: the share that each source has in the seconds of all
-        instructions; `notes`: what of the cluster's constants is assumed, not calibrated or guessed."""
+        """Return the headline as plain numbers, of the worst rank where there is one per rank.
+
+        `memory` is that of the fullest device, see `memory`. `oom` is the first verdict, None when all fits. `sources`
+        is the share that each source has in the seconds of all instructions. `notes` say what of the cluster's
+        constants is assumed, not calibrated or guessed."""
         fullest = max(range(len(self.device_bytes)), key=lambda r: self.device_bytes[r], default=None)
         return {
             "step_s": self.step_s,
@@ -210,7 +225,7 @@ def _of_trace(target: Cluster | None, notes: tuple[str, ...]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """Per second of steady state; `notes`: warnings."""
+    """Hold what is done per second of steady state; `notes` are warnings."""
 
     tokens_per_s: float | None
     mfu: float | None
@@ -236,13 +251,13 @@ def _rates(
 
 
 def _rate(amount: float | None, per_second: float | None, top: float = 1.0) -> float | None:
-    """Amount per second over the top; None when any is unknown or there is nothing to speak of."""
+    """Return an amount per second over the top; None when any is unknown or there is nothing to speak of."""
     return None if not amount or per_second is None else amount * per_second / top
 
 
 @dataclass(frozen=True, slots=True)
 class _Devices:
-    """The device of each role of `held.parts`, whose ranks are all on one kind."""
+    """Find the device of each role of `held.parts`, whose ranks are all on one kind."""
 
     held: TimedPlan
     cluster: Cluster | None
@@ -252,25 +267,35 @@ class _Devices:
         return None if self.cluster is None else self.cluster.of(self.held.parts.plan.roles[k].ranks[0])
 
     def limit(self, k: int) -> int | None:
-        """Bytes that it has."""
+        """Return the bytes that the device of a role has."""
         device = self._of(k)
         return None if device is None else device.memory_bytes
 
     def memory(self, k: int, nbytes: int) -> DeviceMemory:
-        """What is gone there when the role holds so much."""
+        """Return what is gone there when the role holds so much."""
         plan = self.held.plan
         return device_memory(plan, plan.roles[self.held.parts.of[k]], nbytes, self._of(k), self.allocator)
 
 
 def _named(role: RolePlan, instr: int) -> str:
-    """An instruction for people."""
+    """Name an instruction for people."""
     return f"instruction {instr} {role.program[instr].name}" if 0 <= instr < len(role.program) else "its start"
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What a trace is made of; `times` and `work` are of the plan of `held.parts`, `usages` of the roles of `held.plan`, and
-    `memory` of those of `held.parts`; `counted`: the plan whose memory is that of the cluster's devices."""
+    """Hold what a trace is made of.
+
+    Attributes:
+        held: the plan, its split roles and their durations.
+        counted: the plan whose memory is that of the cluster's devices.
+        times: of the plan of `held.parts`.
+        work: of the plan of `held.parts`.
+        usages: of the roles of `held.plan`.
+        memory: of the roles of `held.parts`.
+        step: which step the trace is of.
+        notes: what the trace says of itself.
+    """
 
     held: TimedPlan
     counted: Plan
@@ -282,8 +307,10 @@ class _Run:
     notes: Mapping[str, str]
 
     def trace(self) -> Trace:
-        """Spans and memory by rank, then in program order. A memory sample stands at its instruction's start: only the stream
-        "compute" allocates and frees, in program order, so the peak in program order is the peak in time."""
+        """Make the trace: spans and memory by rank, then in program order.
+
+        A memory sample stands at its instruction's start: only the stream "compute" allocates and frees, in program
+        order, so the peak in program order is the peak in time."""
         times, origin = self.times, min(self.times.start, default=0.0)
         parts, roles = self.held.parts, self.held.parts.plan.roles
         names = [[instr.name for instr in role.program] for role in roles]
@@ -312,7 +339,7 @@ class _Run:
         return snapshot(self.counted, role, [(self.times.start[n] - origin, self.times.end[n] - origin) for n in nodes])
 
     def verdicts(self, devices: _Devices, peaks: Sequence[Usage], times: Times) -> Iterator[OomVerdict]:
-        """Of the roles that need more than their devices have. `times`: of the first step."""
+        """Yield a verdict on each role that needs more than its devices have. `times` are of the first step."""
         parts, origin = self.held.parts, min(times.start, default=0.0)
         for k, (part, r, needs) in enumerate(zip(parts.plan.roles, parts.of, self.memory)):
             limit = devices.limit(k)

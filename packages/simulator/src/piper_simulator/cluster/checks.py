@@ -1,8 +1,8 @@
 """Check values, by the types of the records that hold them.
 
-A check is a function of a value and of its place. It returns the value, or raises a ClusterError that says what is wrong, where,
-and what is accepted. The fields of a record name their checks in their types (`memory_bandwidth: Positive`), so that one
-declaration checks what a file says (`checks_of`) and what a program gives (`check_fields`).
+A check is a function of a value and of its place. It returns the value, or raises a ClusterError that says what is
+wrong, where, and what is accepted. The fields of a record name their checks in their types (`memory_bandwidth:
+Positive`), so that one declaration checks what a file says (`checks_of`) and what a program gives (`check_fields`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from piper_ir.errors import ClusterError
 
 @dataclass(frozen=True, slots=True)
 class KeyPath:
-    """A file or an object, and the keys that lead to a place in it."""
+    """Name a place: a file or an object, and the keys that lead to it."""
 
     file: str
     keys: tuple[str, ...] = ()
@@ -137,7 +137,7 @@ NotNegative = Annotated[float, NOT_NEGATIVE]
 Count = Annotated[int, COUNT]
 Index = Annotated[int, INDEX]
 Factor = Annotated[float, FACTOR]
-"""Types of fields, each with its check; `Factor` says how many times as long something takes."""
+"""These are types of fields, each with its check. A `Factor` says how many times as long something takes."""
 
 
 def FRACTION(value: Any, where: KeyPath) -> Any:
@@ -159,7 +159,9 @@ def checks_of(record: type) -> Mapping[str, Check]:
 
 
 def check_of(hint: Any) -> Check:
-    """Return the check that a type names. Records have checked themselves, so that any value is accepted for their types."""
+    """Return the check that a type names.
+
+    Records have checked themselves, so that any value is accepted for their types."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         check: Check = hint.__metadata__[0]

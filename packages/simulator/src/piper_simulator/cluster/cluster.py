@@ -1,4 +1,7 @@
-"""Describe a cluster: nodes of devices, and the network between them. Clusters by name: `piper_simulator.cluster.named`."""
+"""Describe a cluster: nodes of devices, and the network between them.
+
+Clusters by name are in `piper_simulator.cluster.named`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from piper_simulator.cluster.network import Links, Network
 
 @dataclass(frozen=True)
 class NodeKind:
-    """One type of device in a cluster, with the links that join its devices to others."""
+    """Describe one type of device in a cluster, with the links that join its devices to others."""
 
     device: Device
     links: Links
@@ -27,8 +30,10 @@ class NodeKind:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes with `per_node` devices each. Rank r of a plan is on node r // per_node, so the mesh's rank order (tp fastest, pp
-    slowest) decides what crosses nodes.
+    """Describe nodes with `per_node` devices each, and the network between them.
+
+    Rank r of a plan is on node r // per_node, so the mesh's rank order (tp fastest, pp slowest) decides what crosses
+    nodes.
 
     Attributes:
         nodes: runs of equal nodes in order, each as (how many, their device).
@@ -78,32 +83,32 @@ class Cluster:
 
     @property
     def device(self) -> Device:
-        """The device of the first node, which is that of all nodes where they are alike."""
+        """Return the device of the first node, which is that of all nodes where they are alike."""
         return self.nodes[0][1]
 
     @property
     def links(self) -> Links:
-        """The links of the first node, which are those of all nodes where they are alike."""
+        """Return the links of the first node, which are those of all nodes where they are alike."""
         return self.network.links[0]
 
     @property
     def synchronous(self) -> bool:
-        """Whether the devices are CPUs, whose host runs the kernels itself."""
+        """Tell whether the devices are CPUs, whose host runs the kernels itself."""
         return self.device.synchronous
 
     @cached_property
     def node_count(self) -> int:
-        """How many nodes there are."""
+        """Count the nodes."""
         return sum(count for count, _ in self.nodes)
 
     @property
     def devices(self) -> int:
-        """How many devices there are."""
+        """Count the devices."""
         return self.per_node * self.node_count
 
     @property
     def name(self) -> str:
-        """The name that `load_cluster` reads, unless the cluster is described in a file."""
+        """Return the name that `load_cluster` reads, or the label of a cluster that is described in a file."""
         if self.label or self.device.name == CPU:
             return self.label or CPU
         runs = [(name, sum(n for n, _ in run)) for name, run in groupby(self.nodes, key=lambda run: run[1].name)]
@@ -112,12 +117,14 @@ class Cluster:
 
     @property
     def kinds(self) -> tuple[NodeKind, ...]:
-        """The types of devices that are here, the first node's first. Nodes of equal devices and links are of one kind."""
+        """Return the types of devices, the first node's first.
+
+        Nodes of equal devices and equal links are of one kind."""
         return self._kinds_and_nodes[0]
 
     @cached_property
     def _kinds_and_nodes(self) -> tuple[tuple[NodeKind, ...], tuple[int, ...]]:
-        """The kinds, and the index of each node's kind."""
+        """Return the kinds, and the index of each node's kind."""
         links = self.network.links if len(self.network.links) > 1 else self.network.links * len(self.nodes)
         kinds: list[NodeKind] = []
         of_node: list[int] = []
@@ -145,7 +152,7 @@ class Cluster:
         return self.name if len(self.kinds) == 1 else self.kinds[kind].device.name
 
     def only(self, kind: int) -> Cluster:
-        """Return as many nodes of one kind on the same network, none of whose ranks is slow."""
+        """Return a cluster of as many nodes of one kind on the same network, none of whose ranks is slow."""
         one = self.kinds[kind]
         network = replace(self.network, links=(one.links,))
         return replace(self, nodes=((self.node_count, one.device),), network=network, slow_ranks={})
@@ -160,9 +167,9 @@ class Cluster:
 
     @staticmethod
     def joined(parts: Sequence[Cluster]) -> Cluster:
-        """Return the nodes of several clusters in a row as one cluster, with the network, and what is slow, of the first.
+        """Return the nodes of several clusters in a row as one cluster.
 
-        ClusterError unless all have as many devices per node."""
+        The network, and what is slow, are those of the first. ClusterError unless all have as many devices per node."""
         first, every = parts[0], list[NodeKind]()
         for part in parts:
             if part.per_node != first.per_node:
@@ -193,7 +200,7 @@ class Cluster:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """The notes of the devices, with the cluster's name, or that of each kind where they differ; empty without notes."""
+        """Return the devices' notes as warnings, with the cluster's name, or that of each kind where they differ."""
         if len({kind.device.notes for kind in self.kinds}) == 1:
             return (f"{self.name}: {self.device.notes}",) if self.device.notes else ()
         return tuple(f"{kind.device.name}: {kind.device.notes}" for kind in self.kinds if kind.device.notes)

@@ -1,4 +1,4 @@
-"""Clusters as files: TOML for people, JSON for programs, one schema. Units are SI: bytes, bytes/s, FLOP/s, seconds.
+"""Read clusters from files: TOML for people, JSON for programs, one schema. Units are bytes, bytes/s, FLOP/s, seconds.
 
     name = "lab"
     device = "h100-80g-sxm"                  # built in; or a table [device], see below
@@ -10,11 +10,12 @@
     rank = 5
     factor = 1.2
 
-Measured kernels, `[[kernel]]`: `piper_simulator.cluster.kernel_table`.
+Measured kernels, `[[kernel]]`, are described in `piper_simulator.cluster.kernel_table`.
 
-`[device]` with `base = "h100-80g-sxm"` changes single constants of a built-in device, links and communication model included;
-without `base` it gives all that have no default. Where nodes differ `nodes` is a list of tables, one for each run of nodes, with
-a `device` and `[nodes.links]` of its own, which go before those of the file. A key that is not known is an error.
+`[device]` with `base = "h100-80g-sxm"` changes single constants of a built-in device, links and communication model
+included. Without `base` it gives all that have no default. Where nodes differ `nodes` is a list of tables, one for each
+run of nodes, with a `device` and `[nodes.links]` of its own, which go before those of the file. A key that is not known
+is an error.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from piper_simulator.cluster.network import OPS, Links, Network, SlowLink
 from piper_simulator.cluster.stacks import GENERATIONS, STACKS
 
 _ELSEWHERE = ("stack", "kernels", "notes")
-"""Fields of a device that have tables or keys of their own."""
+"""These fields of a device have tables or keys of their own in a file."""
 _DEVICE = (
     {"base": TEXT}
     | {key: check for key, check in checks_of(Device).items() if key not in _ELSEWHERE}
@@ -92,14 +93,14 @@ SCHEMA = table(
         "kernel": KERNELS,
     }
 )
-"""What a file may hold."""
+"""This is what a file may hold."""
 
 COLUMNS = ("op", "ranks", "nodes", "bytes", "seconds")
-"""Of a table of messages, a CSV file; lines that begin with # say where it comes from."""
+"""A table of messages, a CSV file, has these columns. Lines that begin with # say where it comes from."""
 
 
 def read_cluster(path: Path, devices: Mapping[str, NodeKind]) -> Cluster:
-    """Return the cluster of a file; `devices` are the built-in ones, on which it may rest. ClusterError with file and keys."""
+    """Return the cluster of a file, which may rest on the built-in `devices`. ClusterError with file and keys."""
     where = KeyPath(str(path))
     found = SCHEMA(_parsed(path), where)
     nodes = found.get("nodes", {})
@@ -116,7 +117,7 @@ def read_cluster(path: Path, devices: Mapping[str, NodeKind]) -> Cluster:
 
 
 def _runs(found: dict[str, Any], nodes: Sequence[Mapping[str, Any]], where: KeyPath) -> Iterator[tuple[dict[str, Any], KeyPath]]:
-    """A file for each run of nodes, and where its device stands."""
+    """Yield a file for each run of nodes, and where its device stands."""
     if not nodes:
         raise where.at("nodes").error("none stand here; at least one is needed")
     tables = [where.at("communication").at("messages")] if "messages" in found.get("communication", {}) else []
@@ -135,7 +136,7 @@ def _runs(found: dict[str, Any], nodes: Sequence[Mapping[str, Any]], where: KeyP
 
 
 def _one_kind(found: Mapping[str, Any], where: KeyPath, path: Path, devices: Mapping[str, NodeKind]) -> Cluster:
-    """Return the cluster of a file with one type of device, without what is slow. `where`: of the device."""
+    """Return the cluster of a file with one type of device, without what is slow. `where` is that of the device."""
     base, name = _base(found, where, devices)
     file = KeyPath(str(path))
     per_node = found.get("nodes", {}).get("devices", 1)
@@ -165,7 +166,7 @@ def _parsed(path: Path) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A table of JSON; a key that stands twice is an error, as it is in TOML."""
+    """Return a table of JSON. A key that stands twice is an error, as it is in TOML."""
     out = dict(pairs)
     if len(out) < len(pairs):
         raise ValueError(f"a key stands twice among {', '.join(k for k, _ in pairs)}")
@@ -173,7 +174,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _base(found: Mapping[str, Any], where: KeyPath, devices: Mapping[str, NodeKind]) -> tuple[NodeKind | None, str]:
-    """The built-in device on which a file rests, and the name of its own."""
+    """Return the built-in device on which a file rests, and the name of its own."""
     described = found.get("device")
     if described is None:
         raise where.error(f'device is missing: device = "NAME" with one of {", ".join(devices)}, or a table [device]')
@@ -189,7 +190,7 @@ def _base(found: Mapping[str, Any], where: KeyPath, devices: Mapping[str, NodeKi
 
 
 def _device(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Constants of the device, and the stack of kernels on it."""
+    """Return the constants of the device, and the stack of kernels on it."""
     described = found["device"] if isinstance(found["device"], dict) else {}
     out = {k: v for k, v in described.items() if k not in ("base", "name", "memory_steps")}
     if "memory_steps" in described:
@@ -214,7 +215,7 @@ def _links(found: Mapping[str, Any], where: KeyPath, per_node: int, base: NodeKi
 
 
 def _slow(found: Mapping[str, Any], where: KeyPath) -> tuple[dict[int, float], tuple[SlowLink, ...]]:
-    """Return slow ranks and slow links. Whether they are there, the cluster says."""
+    """Return slow ranks and slow links. Whether they are there, the cluster checks."""
     ranks: dict[int, float] = {}
     for rank, factor, at in _entries(found, where, "slow_ranks", "rank"):
         if rank in ranks:
@@ -225,7 +226,7 @@ def _slow(found: Mapping[str, Any], where: KeyPath) -> tuple[dict[int, float], t
 
 
 def _entries(found: Mapping[str, Any], where: KeyPath, name: str, key: str) -> Iterator[tuple[Any, float, KeyPath]]:
-    """What is slow, by how much, and where that stands."""
+    """Yield what is slow, by how much, and where that stands."""
     for k, each in enumerate(found.get(name, ())):
         at = where.at(f"{name}[{k}]")
         for needed in (key, "factor"):
@@ -235,7 +236,7 @@ def _entries(found: Mapping[str, Any], where: KeyPath, name: str, key: str) -> I
 
 
 def _communication(found: Mapping[str, Any], where: KeyPath, path: Path, base: NodeKind | None) -> dict[str, Any]:
-    """Model, its constants, and the table of messages, a file beside this one."""
+    """Return the model of messages, its constants, and the table of messages, a file beside this one."""
     of, out = found.get("communication", {}), {}
     if "model" in of:
         out["communication"] = of["model"]
@@ -250,7 +251,7 @@ def _communication(found: Mapping[str, Any], where: KeyPath, path: Path, base: N
 
 
 def read_messages(path: Path, where: KeyPath) -> tuple[CommDuration, ...]:
-    """A table of measured messages: a CSV file with COLUMNS. ClusterError with file and line."""
+    """Read a table of measured messages, a CSV file with COLUMNS. ClusterError with file and line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:
@@ -281,7 +282,7 @@ def _message(line: str, where: str) -> CommDuration:
 
 
 def _number(cell: str) -> Any:
-    """A number, or the text that is none."""
+    """Return a number, or the text that is none."""
     try:
         return int(cell) if cell.strip().isdigit() else float(cell)
     except ValueError:

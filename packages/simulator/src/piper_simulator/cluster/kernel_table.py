@@ -1,13 +1,23 @@
-"""Measured kernels: a table of seconds by kind, dtype and size, and what it says of a kernel that is not in it.
+"""Look up measured kernels: a table of seconds by kind, dtype and size, and what it says of a kernel that is not in it.
 
     table          a kernel of exactly this size was measured
-    interpolated   between two sizes: a straight line on log-log paper. Among shapes: the formula times measured / formula of the
-                   neighbours, their geometric mean weighted by 1 / distance^2 in logarithms of the dimensions
-    scaled         outside of what was measured, by at most a factor of REACH: the formula times measured / formula of the nearest
+    interpolated   between two sizes: a straight line on log-log paper. Among shapes: the formula times measured /
+                   formula of the neighbours, their geometric mean weighted by 1 / distance^2 in logarithms of the
+                   dimensions
+    scaled         outside of what was measured, by at most a factor of REACH: the formula times measured / formula of
+                   the nearest
     formula        nothing near was measured
 
-Neighbours of a shape have every dimension within a factor of REACH of its own. Nothing else is extrapolated; the last two count
-as formulas, and a prediction says how much of it they are.
+Neighbours of a shape have every dimension within a factor of REACH of its own. Nothing else is extrapolated. The last
+two count as formulas, and a prediction says how much of it they are. A cluster file has a row per kernel:
+
+    [[kernel]]
+    kind = "matmul"                     # one of stacks.KINDS
+    dtype = "bfloat16"
+    shape = [4096, 8192, 2048]          # or bytes = 201326592 (read and written), or flops = 137438953472
+    seconds = 176.8e-6
+    source = "benchmarks/gpu_check.py, one H200, 2026-11-20"
+    op = "mm"                           # optional: of this operator only
 """
 
 from __future__ import annotations
@@ -40,7 +50,7 @@ from piper_simulator.cluster.stacks import KINDS
 REACH = 2.0
 How = Literal["table", "interpolated", "scaled", "formula"]
 SOURCES: Mapping[How, Source] = {"table": "table", "interpolated": "interpolated", "scaled": "formula", "formula": "formula"}
-"""Labels of durations, from the most to the least trusted."""
+"""Durations have these labels, from the most to the least trusted."""
 SizeAxis = Literal["shape", "bytes", "flops"]
 AXES: tuple[SizeAxis, ...] = ("shape", "bytes", "flops")
 SHAPES: Mapping[str, Mapping[int, str]] = {
@@ -48,16 +58,25 @@ SHAPES: Mapping[str, Mapping[int, str]] = {
     "attention": {5: "batch, heads, T_q, T_k, head_dim"},
     "loss": {2: "rows, classes"},
 }
-"""Dimensions of the kinds of kernels that have a shape."""
+"""These kinds of kernels have a shape, with these dimensions."""
 Size = tuple[Count, ...]
 KernelFormula = Callable[[Kernel], float]
 
 
 @dataclass(frozen=True, slots=True)
 class KernelDuration:
-    """Seconds that a kernel took. `op`: the operator (`piper_ir.program.Kernel.op`), "" for any of this kind; `axis`: what `size`
-    is: the shape (see SHAPES), or one number, bytes read and written or FLOPs, as plans count them. ClusterError for what is not
-    positive."""
+    """Hold the seconds that a kernel took. ClusterError for what is not positive.
+
+    Attributes:
+        kind: kind of kernel, as in plans.
+        op: the operator (`piper_ir.program.Kernel.op`), "" for any of this kind.
+        dtype: of its numbers.
+        axis: what `size` is: the shape (see SHAPES), or one number, bytes read and written or FLOPs, as plans count
+            them.
+        size: the measured size.
+        seconds: what it took.
+        source: where that comes from.
+    """
 
     kind: Annotated[str, one_of(*KINDS)]
     op: str
@@ -75,7 +94,7 @@ class KernelDuration:
 
     @property
     def key(self) -> tuple[str, str, str, SizeAxis, Size]:
-        """What was measured."""
+        """Return what was measured."""
         return self.kind, self.op, self.dtype, self.axis, self.size
 
 
@@ -85,11 +104,11 @@ SCHEMA = list_of(
         | {"shape": list_of(COUNT), "bytes": COUNT, "flops": COUNT}
     )
 )
-"""What `[[kernel]]` of a cluster file may hold."""
+"""This is what `[[kernel]]` of a cluster file may hold."""
 
 
 def read_kernels(found: Sequence[Mapping[str, Any]], where: KeyPath) -> tuple[KernelDuration, ...]:
-    """Rows that fit SCHEMA. ClusterError with the number of the row, from 0."""
+    """Return the rows that fit SCHEMA. ClusterError with the number of the row, from 0."""
     rows: dict[tuple[Any, ...], int] = {}
     out = []
     for k, entry in enumerate(found):
@@ -119,7 +138,7 @@ def _row(entry: Mapping[str, Any], at: KeyPath) -> KernelDuration:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Seconds of a kernel, and where they come from."""
+    """Hold the seconds of a kernel, and where they come from."""
 
     seconds: float
     how: How
@@ -127,7 +146,9 @@ class Found:
 
 @dataclass(frozen=True)
 class KernelTable:
-    """Durations, to be looked up. Rows of an operator come before rows of its kind; of several axes the shape before bytes before
+    """Look durations up.
+
+    Rows of an operator come before rows of its kind. Of several axes the shape comes before bytes, and bytes before
     FLOPs."""
 
     rows: tuple[KernelDuration, ...]
@@ -140,7 +161,7 @@ class KernelTable:
         return found
 
     def find(self, kernel: Kernel, formula: KernelFormula) -> Found:
-        """Of a bound kernel. `formula`: seconds of a kernel without a table."""
+        """Return what a bound kernel takes. `formula` gives the seconds of a kernel without a table."""
         for op in dict.fromkeys((kernel.op, "")):
             for axis in AXES:
                 size = _size(kernel, axis)
@@ -152,7 +173,7 @@ class KernelTable:
 
 
 def _look(series: Mapping[Size, float], kernel: Kernel, axis: SizeAxis, size: Size, formula: KernelFormula) -> Found | None:
-    """None: nothing near was measured."""
+    """Look a size up in the rows of one kind; None where nothing near was measured."""
     if size in series:
         return Found(series[size], "table")
     if axis != "shape":
@@ -173,19 +194,19 @@ def _look(series: Mapping[Size, float], kernel: Kernel, axis: SizeAxis, size: Si
 
 
 def _size(kernel: Kernel, axis: SizeAxis) -> Size:
-    """Empty where a kernel has no such size."""
+    """Return a kernel's size on an axis; empty where it has none."""
     dims = kernel.dims if axis == "shape" else (kernel.bytes if axis == "bytes" else kernel.flops,)
     size = tuple(bind(d, 0) for d in dims)
     return size if all(size) else ()
 
 
 def _distance(a: Size, b: Size) -> float:
-    """Of two shapes that differ, in logarithms of the dimensions."""
+    """Return the distance of two shapes that differ, in logarithms of the dimensions."""
     return sqrt(sum(log(x / y) ** 2 for x, y in zip(a, b)))
 
 
 def _resized(kernel: Kernel, axis: SizeAxis, size: Size, other: Size) -> Kernel:
-    """The same kernel at another size."""
+    """Return the same kernel at another size."""
     factor = prod(other) / prod(size)
     flops, moved = round(bind(kernel.flops, 0) * factor), round(bind(kernel.bytes, 0) * factor)
     if axis != "shape":

@@ -1,13 +1,18 @@
-"""NCCL's own estimate of its collectives: for each algorithm and protocol a latency and a bandwidth; it takes the fastest.
+"""Estimate collectives as NCCL does: for each algorithm and protocol a latency and a bandwidth; it takes the fastest.
 
 A ring of n ranks passes nsteps = 2 (n - 1) messages on (all-reduce) or n - 1 (all-gather, reduce-scatter):
-    latency = base + (nsteps - between) x hop + between x network hop, 2 (nodes - 1) or nodes - 1 of the steps between nodes
+
+    latency = base + (nsteps - between) x hop + between x network hop, where 2 (nodes - 1) or nodes - 1 of the steps are
+              between nodes
     seconds = latency + nsteps / n x bytes / (bus bandwidth x fraction of the protocol)
+
 A tree (all-reduce only) goes up and down, once within each node and log2(nodes) times between them:
+
     latency = base + 2 ((n / nodes - 1) x hop + log2(nodes) x network hop)
     seconds = latency + 2 x bytes / (bus bandwidth x fraction)
-NVLS lets the switch add (all-reduce of the 8 devices of a node; with 4 a measured NCCL chose the ring), NVLSTree with a tree
-between nodes. Constants: NCCL 2.30's src/graph/tuning.cc, and where it is named an older one's, by cost-model.md 3.
+
+NVLS lets the switch add (all-reduce of the 8 devices of a node; with 4 a measured NCCL chose the ring), NVLSTree with a
+tree between nodes. Constants are those of NCCL 2.30, src/graph/tuning.cc, and of NCCL 2.8's where that is named.
 """
 
 from __future__ import annotations
@@ -29,22 +34,29 @@ TREE_HOP = {"nvlink": (0.6 * US, 1.25 * US, 4.0 * US), "pcie": (1.0 * US, 1.9 * 
 RING_HOP = {"nvlink": (0.6 * US, 1.9 * US, 3.4 * US), "pcie": (1.0 * US, 2.5 * US, 5.7 * US)}
 TREE_NET = (5.0 * US, 8.5 * US, 14 * US)
 RING_NET = (2.7 * US, 4.0 * US, 14 * US)
-"""Seconds by protocol (LL, LL128, Simple): of the start, of a step within a node, of a step between nodes."""
+"""These are seconds by protocol (LL, LL128, Simple): of the start, of a step within a node, of a step between nodes."""
 NVLS_HOP, NVLS_TREE_HOP, NVLS_TREE_NET = 25 * US, 25 * US, 20.9 * US
 LL128_FRACTION, TREE_FRACTION = 0.92, 0.92
 TREE_LL128 = (7 / 9, 0.915)
-"""Further fraction of a tree's LL128 on one node, on more: NCCL 2.8."""
+"""A tree's LL128 reaches this further fraction on one node, and on more: NCCL 2.8, src/graph/tuning.cc."""
 NVLS_RANKS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Nccl:
-    """What differs between devices. `ll_max`: most bytes/s of the LL protocol on 1, 2, and more nodes; `ll_fraction`: LL over
-    the bus bandwidth, whose every other word is a flag; `nvls_bandwidth`: reached bus bandwidth in bytes/s, 0 without NVLS.
+    """Hold the constants of NCCL's model that differ between devices.
 
-    Corrections that only measurements give, and that leave NCCL's constants as they are by default: `start_s` more seconds of a
-    start in LL128 and Simple; `hop_factor` and `net_hop_factor` on steps within and between nodes; `pass_bandwidth`: bytes/s
-    at which a ring's turning step adds and copies its n-th part of the tensor in memory."""
+    The last four are corrections that only measurements give; by default they leave NCCL's constants as they are.
+
+    Attributes:
+        ll_max: most bytes/s of the LL protocol on 1, 2, and more nodes.
+        ll_fraction: LL over the bus bandwidth; every other word of LL is a flag.
+        nvls_bandwidth: reached bus bandwidth in bytes/s, 0 without NVLS.
+        start_s: more seconds of a start in LL128 and Simple.
+        hop_factor: factor on steps within nodes.
+        net_hop_factor: factor on steps between nodes.
+        pass_bandwidth: bytes/s at which a ring's turning step adds and copies its n-th part of the tensor in memory.
+    """
 
     ll_max: tuple[Positive, Positive, Positive] = (inf, inf, inf)
     ll_fraction: Positive = 0.5
@@ -57,8 +69,15 @@ class Nccl:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """n ranks on some nodes, joined by links of `kind` within a node; `bandwidth`: bus bandwidth in bytes/s of the slowest link
-    that a ring over all of them takes; `network`: of those between nodes alone."""
+    """Describe n ranks on some nodes, joined by links of `kind` within a node.
+
+    Attributes:
+        n: how many ranks.
+        nodes: on how many nodes.
+        kind: kind of the links within a node.
+        bandwidth: bus bandwidth in bytes/s of the slowest link that a ring over all of them takes.
+        network: that of the links between nodes alone.
+    """
 
     n: int
     nodes: int
@@ -68,12 +87,12 @@ class Ranks:
 
 
 def seconds(of: Nccl, op: NcclOp, nbytes: float, ranks: Ranks) -> float:
-    """Seconds of a collective on `nbytes` of the whole tensor."""
+    """Return the seconds of a collective on `nbytes` of the whole tensor."""
     return min(s for _, s in estimates(of, op, nbytes, ranks)) if ranks.n > 1 else 0.0
 
 
 def estimates(of: Nccl, op: NcclOp, nbytes: float, ranks: Ranks) -> Iterator[tuple[str, float]]:
-    """Name and seconds of each algorithm with each protocol."""
+    """Yield name and seconds of each algorithm with each protocol."""
     for protocol, name in ((LL, "LL"), (LL128, "LL128"), (SIMPLE, "Simple")):
         yield f"ring {name}", ring(of, op, nbytes, ranks, protocol)
         if op == "all_reduce":
@@ -83,7 +102,7 @@ def estimates(of: Nccl, op: NcclOp, nbytes: float, ranks: Ranks) -> Iterator[tup
 
 
 def ring(of: Nccl, op: NcclOp, nbytes: float, ranks: Ranks, protocol: int) -> float:
-    """Seconds around a ring."""
+    """Return the seconds around a ring."""
     rounds = 2 if op == "all_reduce" else 1
     steps, between = rounds * (ranks.n - 1), rounds * (ranks.nodes - 1)
     hop, net = RING_HOP[_hops(ranks.kind)][protocol] * of.hop_factor, RING_NET[protocol] * of.net_hop_factor
@@ -93,7 +112,7 @@ def ring(of: Nccl, op: NcclOp, nbytes: float, ranks: Ranks, protocol: int) -> fl
 
 
 def tree(of: Nccl, nbytes: float, ranks: Ranks, protocol: int) -> float:
-    """Seconds of an all-reduce up and down a double binary tree."""
+    """Return the seconds of an all-reduce up and down a double binary tree."""
     hop, net = TREE_HOP[_hops(ranks.kind)][protocol] * of.hop_factor, TREE_NET[protocol] * of.net_hop_factor
     latency = TREE_BASE[protocol] + _more(of, protocol) + 2 * ((ranks.n / ranks.nodes - 1) * hop + log2(ranks.nodes) * net)
     bandwidth = _bandwidth(of, ranks, protocol, TREE_LL128[ranks.nodes > 1])
@@ -101,7 +120,7 @@ def tree(of: Nccl, nbytes: float, ranks: Ranks, protocol: int) -> float:
 
 
 def nvls(of: Nccl, nbytes: float, ranks: Ranks) -> float:
-    """Seconds of an all-reduce that the switches add, with a tree between nodes."""
+    """Return the seconds of an all-reduce that the switches add, with a tree between nodes."""
     share = 2 * (ranks.n - 1) / ranks.n * nbytes
     if ranks.nodes == 1:
         return NVLS_HOP + share / of.nvls_bandwidth
@@ -110,7 +129,7 @@ def nvls(of: Nccl, nbytes: float, ranks: Ranks) -> float:
 
 
 def step_latency(of: Nccl, kind: str, between: bool, protocol: int) -> float:
-    """Seconds of the start and of one step, within a node or between two."""
+    """Return the seconds of the start and of one step, within a node or between two."""
     hop = RING_NET[protocol] * of.net_hop_factor if between else RING_HOP[_hops(kind)][protocol] * of.hop_factor
     return RING_BASE[protocol] + _more(of, protocol) + hop
 

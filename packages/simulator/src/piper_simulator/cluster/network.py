@@ -12,16 +12,18 @@ from piper_simulator.cluster.nccl import Nccl
 
 MessageOp = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 OPS: tuple[str, ...] = get_args(MessageOp)
-"""Messages whose durations are known, as tables and formulas name them."""
+"""Tables and formulas know the durations of these messages by these names."""
 
 INTRA = ("nvswitch", "nvlink", "pcie", "host")
 INTER = ("infiniband", "roce", "ethernet", "host")
-"""Kinds of links within and between nodes; `host`: the memory of one machine."""
+"""Links within and between nodes are of these kinds; `host` is the memory of one machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlowLink:
-    """A link that takes `factor` times as long: the one between nodes `a` and `b`, or with `a == b` those within that node."""
+    """Name a link that takes `factor` times as long.
+
+    It is the link between nodes `a` and `b`, or with `a == b` those within that node."""
 
     a: Index
     b: Index
@@ -30,7 +32,7 @@ class SlowLink:
 
 @dataclass(frozen=True)
 class Links:
-    """The links of one type of device, and how long messages over them take.
+    """Describe the links of one type of device, and how long messages over them take.
 
     Attributes:
         intra_bandwidth: reached bytes/s per device and direction within a node.
@@ -59,18 +61,19 @@ class Links:
 
     @cached_property
     def table(self) -> Costs:
-        """Look messages up in `messages`."""
+        """Return `messages` as a table, to look messages up."""
         return Costs(comm=self.messages)
 
 
 @dataclass(frozen=True)
 class Network:
-    """What joins the nodes of a cluster.
+    """Describe what joins the nodes of a cluster.
 
     Attributes:
         links: those of all nodes, or one entry for each run of nodes in `Cluster.nodes`.
         rails: with several, device k of a node is on rail k modulo their number, and a switch joins each rail.
-        oversubscription: what changes rails, or with one rail all traffic between nodes, reaches 1 / this of the bandwidth.
+        oversubscription: what changes rails, or with one rail all traffic between nodes, reaches 1 / this of the
+            bandwidth.
         slow_links: links that take longer than the others.
     """
 

@@ -1,5 +1,8 @@
-"""Kernel stacks: whose kernels run a model. Constants of a device do not carry over between stacks, so what a stack brings along
-is data of its own, data/stacks.toml: published facts with their source, nothing fitted."""
+"""Describe kernel stacks: whose kernels run a model.
+
+Constants of a device do not carry over between stacks. So what a stack brings along is data of its own,
+data/stacks.toml: published facts with their source; nothing is fitted.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ GENERATIONS = ("ampere", "hopper", "blackwell")
 
 
 Fractions = tuple[Positive, Positive]
-"""What a kernel reaches of the peak, forward and backward."""
+"""A kernel reaches these fractions of the peak, forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A kernel stack: whose kernels run a model, and how.
+    """Describe a kernel stack: whose kernels run a model, and how.
 
     Attributes:
         name: as in "h100x8@eager".
@@ -53,7 +56,7 @@ SCHEMA = table({"attention": mapping(_ATTENTION), "stacks": mapping(table(_STACK
 
 
 def read_stacks(path: Path) -> dict[str, Stack]:
-    """The stacks of a file. ClusterError with file and keys."""
+    """Read the stacks of a file. ClusterError with file and keys."""
     where = KeyPath(str(path))
     found = SCHEMA(tomllib.loads(path.read_text(encoding="utf-8")), where)
     return {name: _stack(name, entry, found["attention"], where.at("stacks").at(name)) for name, entry in found["stacks"].items()}

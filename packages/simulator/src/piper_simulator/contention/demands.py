@@ -4,7 +4,8 @@ The laws are those for the messages of a plan (`piper_simulator.contention.flows
 message, and what they pass through:
 
     p2p                          1              the port, or the NIC, of the source and of the destination
-    all_reduce                   2 (n - 1) / n  a ring: the port of each member; at a node's border the NICs of its members
+    all_reduce                   2 (n - 1) / n  a ring: the port of each member; at a node's border the NICs of its
+                                                members
     all_gather, reduce_scatter   (n - 1) / n    the same ring, half of the way
     all_to_all                   (n - 1) / n    1 / (n - 1) of them to each other member, as if point-to-point
 
@@ -26,10 +27,17 @@ from piper_simulator.contention.rates import Flow
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """`channel`: messages of one follow each other, those of different ones may run at the same time. `nbytes`: on each rank
-    (all_gather, reduce_scatter: of the whole tensor). `seconds`: alone. `instances`: the ranks of each group that does this at
-    the same time, all of one size. `ends`: role that takes part, by its place in `Prepared.roles` -> the SMs that its stream
-    names (None: none, 0: copy engines); their device is that of the first member."""
+    """Describe one message without a plan.
+
+    Attributes:
+        channel: messages of one channel follow each other, those of different ones may run at the same time.
+        op: what it does.
+        nbytes: bytes on each rank (all_gather, reduce_scatter: of the whole tensor).
+        seconds: its duration alone.
+        instances: the ranks of each group that does this at the same time, all of one size.
+        ends: role that takes part, by its place in `Prepared.roles` -> the SMs that its stream names (None: none, 0:
+            copy engines); their device is that of the first member.
+    """
 
     channel: str
     op: MessageOp
@@ -40,7 +48,7 @@ class Message:
 
 
 def demands(messages: Sequence[Message], wires: Wiring) -> list[Flow]:
-    """What each of them asks for. ClusterError for a channel whose messages differ in op or members."""
+    """Return what each message asks for. ClusterError for a channel whose messages differ in op or members."""
     of: dict[str, Message] = {}
     for m in messages:
         first = of.setdefault(m.channel, m)
@@ -64,7 +72,9 @@ def demands(messages: Sequence[Message], wires: Wiring) -> list[Flow]:
 
 
 def route(op: MessageOp, instances: Sequence[Sequence[int]], wires: Wiring) -> Route:
-    """Through what all instances of a group pass. ClusterError without a member, and for groups of different sizes."""
+    """Return what all instances of a group pass through.
+
+    ClusterError without a member, and for groups of different sizes."""
     sizes = {len(members) for members in instances}
     if len(sizes) != 1 or sizes == {0}:
         raise ClusterError(f"{op} of groups of {sorted(sizes)} ranks; instances of one group have the same number, at least 1")
@@ -79,7 +89,9 @@ def route(op: MessageOp, instances: Sequence[Sequence[int]], wires: Wiring) -> R
 
 
 def _to_all(members: Sequence[int], wires: Wiring) -> dict[Resource, float]:
-    """How often the wire bytes of a rank pass through each resource when every member sends as much to each other one."""
+    """Return how often the wire bytes of a rank pass through each resource in an all-to-all.
+
+    Every member sends as much to each other one."""
     out: dict[Resource, float] = {}
     for pair in permutations(members, 2):
         for resource, times in passes(wires, pair, p2p=True).items():

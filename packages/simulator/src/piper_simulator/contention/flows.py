@@ -40,15 +40,18 @@ from piper_simulator.durations.instances import instances
 
 PORT_SM_SHARE, NIC_SM_SHARE = 0.15, 0.02
 PORT_SMS, NIC_SMS = 10, 2
-"""Fraction of the SMs that a message takes; SMs that saturate its link. Sources: see the module."""
+"""A message takes such a fraction of the SMs, and so many SMs saturate its link. Sources: see the module."""
 
 Resource = tuple[str, int, int]
-"""Kind of link with its direction; number of the device (port) or NIC; of a slow link the node at its other end, else -1."""
+"""A resource is a kind of link with its direction, the number of the device (port) or NIC, and of a slow link the node
+at its other end, else -1."""
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """What contention reads of a cluster. `nics` are on a node: the devices of a node are spread over them in order."""
+    """Hold what contention reads of a cluster.
+
+    `nics` are on a node: the devices of a node are spread over them in order."""
 
     cluster: Cluster
     nics: int
@@ -59,7 +62,9 @@ class Wiring:
 
     @cached_property
     def factors(self) -> Mapping[tuple[int, int], float]:
-        """(node, other) -> how many times as long the slow link between them takes; (node, node): those within it."""
+        """Return (node, other) -> how many times as long the slow link between them takes.
+
+        (node, node) stands for the links within a node."""
         both = {(x.a, x.b): x.factor for x in self.cluster.network.slow_links}
         return both | {(b, a): factor for (a, b), factor in both.items()}
 
@@ -68,7 +73,7 @@ class Wiring:
         return {}
 
     def capacity(self, resource: Resource) -> float:
-        """Bytes/s."""
+        """Return the bytes/s of a resource."""
         what, _, far = resource
         node = self.node_of(resource)
         key = what, node, far
@@ -77,7 +82,7 @@ class Wiring:
         return self._known[key]
 
     def _capacity(self, what: str, node: int, far: int) -> float:
-        """Of what belongs to a node: all its ports are alike, and all its NICs."""
+        """Return the bytes/s of what belongs to a node: all its ports are alike, and all its NICs."""
         links, network = self.cluster.links_of(node * self.cluster.per_node), self.cluster.network
         if what.startswith("port"):
             return links.intra_bandwidth / self.factors.get((node, node), 1.0)
@@ -89,20 +94,26 @@ class Wiring:
         return resource[1] // (self.cluster.per_node if resource[0].startswith("port") else self.nics)
 
     def kind_of(self, resource: Resource) -> int:
-        """The kind of device that it belongs to."""
+        """Return the kind of device that a resource belongs to."""
         return self.cluster.kind_of(self.node_of(resource) * self.cluster.per_node)
 
 
 def wiring(cluster: Cluster) -> Wiring:
-    """Each device has a NIC of its own."""
+    """Return the wiring of a cluster in which each device has a NIC of its own."""
     return Wiring(cluster, cluster.per_node)
 
 
 @dataclass(slots=True)
 class Route:
-    """Of a channel's messages. `wire`: wire bytes of an instance per byte of the message. `passes`: resource -> how often the
-    wire bytes of an instance pass through it, all instances together. `slowest`: seconds per wire byte of one instance at its
-    tightest resource. `port`: whether it uses ports. `touched`: bytes that a rank reads and writes per wire byte."""
+    """Say what the messages of a channel pass through.
+
+    Attributes:
+        wire: wire bytes of an instance per byte of the message.
+        touched: bytes that a rank reads and writes per wire byte.
+        passes: resource -> how often the wire bytes of an instance pass through it, all instances together.
+        slowest: seconds per wire byte of one instance at its tightest resource.
+        port: whether it uses ports.
+    """
 
     wire: float
     touched: int
@@ -111,7 +122,7 @@ class Route:
     port: bool = False
 
     def add(self, passes: Mapping[Resource, float], wires: Wiring) -> None:
-        """One more instance, which runs at the same time as the others."""
+        """Add one more instance, which runs at the same time as the others."""
         for resource, times in passes.items():
             self.passes[resource] = self.passes.get(resource, 0.0) + times
             self.slowest = max(self.slowest, times / wires.capacity(resource))
@@ -120,8 +131,13 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Where a message meets a role. `named`: the SMs that its stream names there, None for none, 0 for copy engines; `sms`, and
-    bytes/s of `memory`, of the device."""
+    """Say where a message meets a role.
+
+    Attributes:
+        named: the SMs that its stream names there; None where it names none, 0 for copy engines.
+        sms: SMs of the device.
+        memory: bytes/s of the device's memory.
+    """
 
     named: int | None
     sms: int
@@ -129,8 +145,10 @@ class End:
 
 
 def message_flows(plan: Plan, prepared: Prepared, work: Sequence[Work], wires: Wiring) -> list[Flow]:
-    """Per group of `prepared` what it asks for; `work` per node. ClusterError for a stream that takes as many SMs as a device
-    has, or where the cluster does not say how many that are."""
+    """Return what each group of `prepared` asks for. `work` is per node.
+
+    ClusterError for a stream that takes as many SMs as a device has, or where the cluster does not say how many that
+    are."""
     demands = _Demands(plan, prepared.roles, wires)
     ops = [instr.parts[0].op for _, _, instr in plan.instructions()]
     out = []
@@ -142,12 +160,12 @@ def message_flows(plan: Plan, prepared: Prepared, work: Sequence[Work], wires: W
 
 
 def slows_anything(found: Sequence[Flow]) -> bool:
-    """Whether any message can slow anything down."""
+    """Return whether any message can slow anything down."""
     return any(f.seconds and (f.shares or any(map(any, f.takes.values()))) for f in found)
 
 
 class _Demands:
-    """Flows of one plan's messages; equal messages of a channel have the same."""
+    """Make the flows of one plan's messages; equal messages of a channel have the same flow."""
 
     def __init__(self, plan: Plan, roles: Sequence[str], wires: Wiring) -> None:
         self.wires = wires
@@ -173,7 +191,7 @@ class _Demands:
         return End(self._sms_at(channel, k), device.sms, device.memory_bandwidth)
 
     def _sms_at(self, channel: Channel, k: int) -> int | None:
-        """What the stream of an end names. Copy engines cannot add, so a reduction does without them."""
+        """Return the SMs that the stream of an end names. Copy engines cannot add, so a reduction does without them."""
         named = self.sms.get((channel.roles[k], channel.streams[k]))
         return None if channel.kind == "group" and not named else named
 
@@ -187,8 +205,9 @@ def demand(
     wires: Wiring,
     shared: Mapping[Resource, int],
 ) -> Flow:
-    """What a message of `nbytes` per rank asks for that takes `seconds` alone. `ends`: by role. `shared`: numbers of the
-    resources that count (`shared_resources`)."""
+    """Return what a message of `nbytes` per rank asks for that takes `seconds` alone.
+
+    `ends` are by role. `shared` numbers the resources that count (`shared_resources`)."""
     wire = route.wire * nbytes
     needed = PORT_SMS if route.port else NIC_SMS
     fewest = min((end.named for end in ends.values() if end.named), default=needed)
@@ -206,7 +225,7 @@ def demand(
 
 
 def _sms(plan: Plan, wires: Wiring) -> dict[tuple[str, str], int]:
-    """(role, stream) -> the SMs that the stream names, which hold for all communication on it."""
+    """Return (role, stream) -> the SMs that the stream names, which hold for all communication on it."""
     out: dict[tuple[str, str], int] = {}
     for channel in plan.channels:
         for role, stream, n in zip(channel.roles, channel.streams, channel.sms):
@@ -222,7 +241,7 @@ def _sms(plan: Plan, wires: Wiring) -> dict[tuple[str, str], int]:
 
 
 def _route(plan: Plan, channel: Channel, wires: Wiring) -> Route:
-    """Through what all instances of a channel pass."""
+    """Return what all instances of a channel pass through."""
     found, p2p = instances(plan, channel), channel.kind == "p2p"
     n = len(found[0])
     route = Route(1.0, 1) if p2p else Route(2 * (n - 1) / n, 2)
@@ -232,8 +251,10 @@ def _route(plan: Plan, channel: Channel, wires: Wiring) -> Route:
 
 
 def passes(wires: Wiring, members: Sequence[int], p2p: bool) -> dict[Resource, float]:
-    """How often the wire bytes of one instance pass through each resource. A ring with one rank on each node uses no port; one of
-    one rank moves nothing. It stays on its rails, and may go between any two of its nodes."""
+    """Return how often the wire bytes of one instance pass through each resource.
+
+    A ring with one rank on each node uses no port; one of one rank moves nothing. It stays on its rails, and may go
+    between any two of its nodes."""
     cluster = wires.cluster
     if p2p:
         source, destination = members
@@ -265,7 +286,9 @@ def passes(wires: Wiring, members: Sequence[int], p2p: bool) -> dict[Resource, f
 
 
 def shared_resources(routes: Mapping[str, Route], wires: Wiring) -> dict[Resource, int]:
-    """The resources that can ever be short of capacity, numbered; one stands for all that carry the same."""
+    """Give numbers to the resources that can ever be short of capacity.
+
+    One stands for all that carry the same."""
     carried: dict[Resource, list[tuple[str, float]]] = {}
     for id, route in routes.items():
         for resource, times in route.passes.items():

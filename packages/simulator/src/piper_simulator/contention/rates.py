@@ -1,14 +1,17 @@
-"""Processor sharing: what runs at the same time slows each other down, and rates change only when the set of what runs changes.
+"""Share resources: what runs at the same time slows each other down (processor sharing).
 
-An activity has work, in seconds alone, and runs at a rate of at most 1 second of it per second.
+Rates change only when the set of what runs changes. An activity has work, in seconds alone, and runs at a rate of at
+most 1 second of it per second.
 
-*Messages* share links. A message takes a fraction of each of its resources (a direction of a device's port, of a NIC) at full
-speed. Rates are max-min fair: all messages of a bottleneck get the same fraction of it, those that need less keep what they need,
-and what they leave is shared again (progressive filling; of a message with several resources the largest fraction counts,
-Dominant Resource Fairness, Ghodsi et al. 2011). Messages do not wait for compute: their kernels hold their SMs while they run.
+*Messages* share links. A message takes a fraction of each of its resources (a direction of a device's port, of a NIC)
+at full speed. Rates are max-min fair: all messages of a bottleneck get the same fraction of it, those that need less
+keep what they need, and what they leave is shared again (progressive filling). Of a message with several resources the
+largest fraction counts (Dominant Resource Fairness, Ghodsi et al., NSDI 2011). Messages do not wait for compute: their
+kernels hold their SMs while they run.
 
-*Compute* gets what messages leave: rate = 1 - f_sm - f_memory, summed over the messages under way on its device (cost-model.md
-4), at least `SLOWEST`. f_sm counts while a message runs, f_memory in proportion to its rate.
+*Compute* gets what messages leave: rate = 1 - f_sm - f_memory, summed over the messages under way on its device, at
+least `SLOWEST`. f_sm counts while a message runs, f_memory in proportion to its rate. What the two are, and where they
+come from: `piper_simulator.contention.flows`.
 """
 
 from __future__ import annotations
@@ -17,19 +20,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 SLOWEST = 1 / 8
-"""The least rate of compute: the law is linear and would reach 0. Largest slowdown of a kernel that was reported: 8x (Echo, by
-cost-model.md 4, a secondary source)."""
+"""Compute runs at least at this rate: the law is linear and would reach 0. A kernel slows down by at most 8x in the
+measurements of Echo (arXiv 2412.12487), as others report them; we have not seen the original numbers."""
 
 _FULL = 1 + 1e-9
-"""A resource is short of capacity above this; sums of fractions are rounded."""
+"""A resource is short of capacity above this, since sums of fractions are rounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What a message asks for. `id`: equal for equal flows, of which one runs at a time. `seconds`: its work. `shares`: resource
-    -> the fraction of its capacity that the message takes at full speed, all that it stands for together (the ranks of a role).
-    `largest`: the largest of these of one of them alone, at most 1. `takes`: role that takes part -> (f_sm, f_memory at full
-    speed)."""
+    """Say what a message asks for.
+
+    Attributes:
+        id: equal for equal flows, of which one runs at a time.
+        seconds: its work.
+        shares: resource -> the fraction of its capacity that the message takes at full speed, all that it stands for
+            together (the ranks of a role).
+        largest: the largest of these of one of them alone, at most 1.
+        takes: role that takes part -> (f_sm, f_memory at full speed).
+    """
 
     id: int
     seconds: float
@@ -40,8 +49,15 @@ class Flow:
 
 @dataclass(slots=True, eq=False)
 class Activity:
-    """Under way: `left` seconds of work at the moment `since`, at `rate`; `end` if nothing changes. `look`: when who waits for
-    the end looks next."""
+    """Track what is under way.
+
+    Attributes:
+        left: seconds of work at the moment `since`.
+        since: when `left` was right.
+        end: when it ends if nothing changes.
+        rate: seconds of work per second.
+        look: when who waits for the end looks next.
+    """
 
     left: float
     since: float
@@ -50,7 +66,7 @@ class Activity:
     look: float = 0.0
 
     def change(self, rate: float, now: float) -> None:
-        """From `now` on it runs at another rate."""
+        """Go on at another rate from `now` on."""
         self.left = max(0.0, self.left - self.rate * (now - self.since))
         self.since, self.rate = now, rate
         self.end = now + self.left / rate
@@ -58,21 +74,23 @@ class Activity:
 
 @dataclass(slots=True, eq=False)
 class RunningMessage(Activity):
-    """An activity that shares links and slows compute."""
+    """Track a message, which shares links and slows compute."""
 
     flow: Flow = field(kw_only=True)
 
 
 def compute_rate(sms: float, memory: float) -> float:
-    """The rate of compute on a device where messages take these fractions of the SMs and of the memory's bandwidth."""
+    """Return the rate of compute on a device where messages take these fractions.
+
+    They are fractions of the SMs and of the memory's bandwidth."""
     return max(SLOWEST, 1.0 - sms - memory)
 
 
 def fair_rates(flows: Sequence[Flow]) -> list[float]:
-    """The max-min fair rates of messages that run together, each in (0, 1]. Resources have capacity 1.
+    """Return the max-min fair rates of messages that run together, each in (0, 1].
 
-    The level, the fraction of its bottleneck that each message gets, rises until a resource is full or a message has all that it
-    can use; those stay as they are, and the level of the others rises on."""
+    Resources have capacity 1. The level, the fraction of its bottleneck that each message gets, rises until a resource
+    is full or a message has all that it can use. Those stay as they are, and the level of the others rises on."""
     rates = [0.0] * len(flows)
     free: dict[int, float] = {r: 1.0 for f in flows for r in f.shares}
     live = {i for i, f in enumerate(flows) if f.shares}
@@ -96,8 +114,9 @@ def fair_rates(flows: Sequence[Flow]) -> list[float]:
 
 
 class SharedPool:
-    """What is under way on all devices. `sooner(activity)` is called when the end of one that is under way has moved before its
-    `look`."""
+    """Hold what is under way on all devices.
+
+    `sooner(activity)` is called when the end of one that is under way has moved before its `look`."""
 
     def __init__(self, roles: int, sooner: Callable[[Activity], None]) -> None:
         self._sooner = sooner
@@ -108,17 +127,17 @@ class SharedPool:
         self._known: dict[tuple[int, ...], list[float]] = {}
 
     def compute(self, role: int, seconds: float, now: float) -> Activity:
-        """Compute of `seconds` begins on a role, which has none under way."""
+        """Begin compute of `seconds` on a role, which has none under way."""
         rate = self._left_over(role)
         found = self._computing[role] = Activity(seconds, now, now + seconds / rate, rate)
         return found
 
     def computed(self, role: int) -> None:
-        """The compute of a role has ended."""
+        """End the compute of a role."""
         self._computing[role] = None
 
     def message(self, flow: Flow, now: float) -> RunningMessage:
-        """A message begins."""
+        """Begin a message."""
         found = RunningMessage(flow.seconds, now, now + flow.seconds, flow=flow)
         crowded = False
         for r, share in flow.shares.items():
@@ -134,7 +153,7 @@ class SharedPool:
         return found
 
     def arrived(self, message: RunningMessage, now: float) -> None:
-        """A message has ended."""
+        """End a message."""
         flow = message.flow
         relieved: dict[int, RunningMessage] = {}
         for r, share in flow.shares.items():
@@ -154,7 +173,7 @@ class SharedPool:
         self._slow(touched, now)
 
     def _crowd(self, message: RunningMessage) -> dict[int, RunningMessage]:
-        """What is tied to a message by resources that are short of capacity: no others matter to their rates."""
+        """Return what is tied to a message by resources that are short of capacity: no others matter to their rates."""
         crowd = {message.flow.id: message}
         queue = [message]
         seen: set[int] = set()
@@ -168,7 +187,7 @@ class SharedPool:
         return crowd
 
     def _share(self, crowd: dict[int, RunningMessage], now: float) -> dict[int, None]:
-        """Give a crowd its fair rates; the roles of messages whose rate changed."""
+        """Give a crowd its fair rates, and return the roles of messages whose rate changed."""
         key = tuple(sorted(crowd))
         if key not in self._known:
             self._known[key] = fair_rates([crowd[i].flow for i in key])
@@ -180,7 +199,7 @@ class SharedPool:
         return touched
 
     def _left_over(self, role: int) -> float:
-        """The rate of compute beside the messages under way."""
+        """Return the rate of compute beside the messages under way."""
         sms = memory = 0.0
         for message in self._beside[role].values():
             f_sm, f_memory = message.flow.takes[role]

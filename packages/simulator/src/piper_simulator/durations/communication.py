@@ -1,8 +1,10 @@
-"""How long a message takes: (op, bytes, members, nodes) on a cluster.
+"""Say how long a message takes: (op, bytes, members, nodes) on a cluster.
 
-From the cluster's table of measurements where it has this op, number of ranks and number of nodes, with lines on log-log paper
-between its sizes, and above them the formula scaled to meet the largest; else by formula. `communication = "ring"`: one ring at
-full bandwidth. "nccl": NCCL's choice among ring, tree and NVLS in three protocols (`piper_simulator.cluster.nccl`)."""
+The duration comes from the cluster's table of measurements where it has this op, number of ranks and number of nodes,
+with lines on log-log paper between its sizes, and above them the formula scaled to meet the largest. Else it comes from
+a formula. `communication = "ring"` is one ring at full bandwidth. "nccl" is NCCL's choice among ring, tree and NVLS in
+three protocols (`piper_simulator.cluster.nccl`).
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,18 @@ from piper_simulator.cluster.network import Links, MessageOp, Network, SlowLink
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """Where the members of a message are: how many, on how many nodes, the fewest and the most on one of them. `factor`: of the
-    slowest link between any two of their nodes, and within one (`slow_links`); `changes_rail`: of two members on two nodes;
-    `kinds`: the kinds of their devices, by index in `Cluster.kinds`."""
+    """Say where the members of a message are.
+
+    Attributes:
+        ranks: how many they are.
+        nodes: on how many nodes.
+        least: the fewest on one of these nodes.
+        most: the most on one of these nodes.
+        inter_factor: that of the slowest link between any two of their nodes (`slow_links`).
+        intra_factor: that of the slowest link within one of their nodes.
+        changes_rail: whether two members on two nodes are on different rails.
+        kinds: the kinds of their devices, by index in `Cluster.kinds`.
+    """
 
     ranks: int
     nodes: int
@@ -37,14 +48,14 @@ class RankGroup:
 
 
 def crossed(cluster: Cluster, members: Sequence[int]) -> list[SlowLink]:
-    """The slow links between any two of these ranks."""
+    """Return the slow links between any two of these ranks."""
     slow = cluster.network.slow_links
     count = Counter(r // cluster.per_node for r in members) if slow else {}
     return [x for x in slow if x.a in count and x.b in count and (x.a != x.b or count[x.a] > 1)]
 
 
 def rank_group(cluster: Cluster, members: Sequence[int]) -> RankGroup:
-    """Of these ranks."""
+    """Describe where these ranks are: how many, on which nodes, over which slow links."""
     per_node = cluster.per_node
     count: dict[int, int] = {}
     for rank in members:
@@ -60,10 +71,11 @@ def rank_group(cluster: Cluster, members: Sequence[int]) -> RankGroup:
 
 
 def duration(cluster: Cluster, op: MessageOp, nbytes: int, of: RankGroup, imbalance: float = 1.0) -> Duration:
-    """Of a message of `nbytes` on each rank (all_gather, reduce_scatter: of the whole tensor). `imbalance`: the most that a rank
-    of an all-to-all receives over the mean. The table is for links as they should be, so slowed ones are computed; it is that of
-    the members' kind of device, so messages between two kinds are computed too. Above the largest size of the table the formula
-    is scaled to meet it there, and still called one."""
+    """Return the duration of a message of `nbytes` on each rank (all_gather, reduce_scatter: of the whole tensor).
+
+    `imbalance` is the most that a rank of an all-to-all receives over the mean. The table is for links as they should
+    be, so slowed ones are computed. It is that of the members' kind of device, so messages between two kinds are
+    computed too. Above the largest size of the table the formula is scaled to meet it there, and still called one."""
     links, formula = cluster.kinds[of.kinds[0]].links, by_formula(cluster, op, nbytes, of, imbalance)
     if links.messages and formula and len(of.kinds) == 1 and not of.slowed and of.least == of.most and imbalance == 1:
         sizes = links.table.bytes_of(op, of.ranks, of.nodes)
@@ -76,8 +88,10 @@ def duration(cluster: Cluster, op: MessageOp, nbytes: int, of: RankGroup, imbala
 
 
 def by_formula(cluster: Cluster, op: MessageOp, nbytes: float, of: RankGroup, imbalance: float = 1.0) -> float:
-    """Seconds, by the cluster's model; between two kinds of devices as long as the slower one takes among its like: the slowest
-    link of a ring, or the slower end of a transfer, decides."""
+    """Return the seconds of a message by the cluster's model.
+
+    Between two kinds of devices it takes as long as the slower one takes among its like: the slowest link of a ring, or
+    the slower end of a transfer, decides."""
     return max([_of_kind(cluster.network, cluster.kinds[k].links, op, nbytes, of, imbalance) for k in of.kinds])
 
 
@@ -95,8 +109,10 @@ def _of_kind(network: Network, links: Links, op: MessageOp, nbytes: float, of: R
 
 
 def bus_bandwidth(network: Network, links: Links, of: RankGroup) -> float:
-    """Bytes/s of a ring's slowest link. A ring crosses to another node once per node, and all its ranks of one node share the
-    crossing, each with its part of the node's NICs (bus bandwidth = min(NVLink, NICs x rate), SimAI, cost-model.md 3)."""
+    """Return the bytes/s of a ring's slowest link.
+
+    A ring crosses to another node once per node, and all its ranks of one node share the crossing, each with its part
+    of the node's NICs: bus bandwidth = min(NVLink, NICs x rate), as in SimAI (https://github.com/aliyun/SimAI)."""
     intra = links.intra_bandwidth / of.intra_factor
     if of.nodes == 1:
         return intra
@@ -105,13 +121,16 @@ def bus_bandwidth(network: Network, links: Links, of: RankGroup) -> float:
 
 
 def _network(network: Network, links: Links, of: RankGroup) -> float:
-    """Bytes/s between two nodes of a group. A ring stays on its rails: NCCL changes them over NVLink."""
+    """Return the bytes/s between two nodes of a group. A ring stays on its rails: NCCL changes them over NVLink."""
     per_device = links.inter_bandwidth / of.inter_factor / (network.oversubscription if network.rails == 1 else 1.0)
     return of.least * per_device
 
 
 def _ring(network: Network, links: Links, op: MessageOp, nbytes: float, of: RankGroup) -> float:
-    """2 (n - 1) hops and 2 (n - 1) / n of the bytes in an all-reduce, half of both in an all-gather or a reduce-scatter."""
+    """Return the seconds of one ring.
+
+    An all-reduce takes 2 (n - 1) hops and 2 (n - 1) / n of the bytes, an all-gather or a reduce-scatter half of both.
+    """
     rounds = 2 if op == "all_reduce" else 1
     hops, between = rounds * (of.ranks - 1), rounds * (of.nodes - 1)
     latency = (hops - between) * links.intra_latency + between * links.inter_latency
@@ -120,7 +139,7 @@ def _ring(network: Network, links: Links, op: MessageOp, nbytes: float, of: Rank
 
 
 def _point_to_point(network: Network, links: Links, nbytes: float, of: RankGroup) -> float:
-    """One step over one link; with NCCL as a ring of one step, in the faster of LL and Simple."""
+    """Return the seconds of one step over one link; with NCCL of a ring of one step, the faster of LL and Simple."""
     bandwidth = _one_link(network, links, of) if of.nodes > 1 else links.intra_bandwidth / of.intra_factor
     if links.communication == "ring":
         return _start(links, of, nccl.SIMPLE) + nbytes / bandwidth
@@ -129,8 +148,10 @@ def _point_to_point(network: Network, links: Links, nbytes: float, of: RankGroup
 
 
 def _all_to_all(network: Network, links: Links, nbytes: float, of: RankGroup, imbalance: float) -> float:
-    """Every rank sends 1 / n of its bytes to each other one: to those of its node and to those of others at once, over links of
-    their own. The fullest rank decides (cost-model.md 3)."""
+    """Return the seconds in which every rank sends 1 / n of its bytes to each other one.
+
+    It sends to those of its node and to those of others at once, over links of their own, and the fullest rank decides:
+    an imbalance of experts multiplies the time by the largest load over the mean."""
     near = (of.least if of.nodes > 1 else of.ranks) - 1
     within = near / of.ranks * nbytes / (links.intra_bandwidth / of.intra_factor)
     between = (of.ranks - 1 - near) / of.ranks * nbytes / _one_link(network, links, of) if of.nodes > 1 else 0.0
@@ -138,13 +159,13 @@ def _all_to_all(network: Network, links: Links, nbytes: float, of: RankGroup, im
 
 
 def _one_link(network: Network, links: Links, of: RankGroup) -> float:
-    """Bytes/s of one device's part of its node's NICs."""
+    """Return the bytes/s of one device's part of its node's NICs."""
     through_spine = network.rails == 1 or of.changes_rail
     return links.inter_bandwidth / of.inter_factor / (network.oversubscription if through_spine else 1.0)
 
 
 def _start(links: Links, of: RankGroup, protocol: int) -> float:
-    """Seconds before the first byte of one step arrives."""
+    """Return the seconds before the first byte of one step arrives."""
     if links.communication == "ring":
         return links.inter_latency if of.nodes > 1 else links.intra_latency
     return nccl.step_latency(links.nccl, links.intra_kind, of.nodes > 1, protocol)

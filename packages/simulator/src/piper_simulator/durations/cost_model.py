@@ -1,4 +1,7 @@
-"""Say what a cost model is: how long each instruction of a plan takes, which is all that simulations and searches ask."""
+"""Define what a cost model is: it says how long each instruction of a plan takes.
+
+That is all that predictions, explanations, searches and emulated runs ask.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from piper_simulator.cluster.cluster import Cluster
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one instruction takes, moves and computes.
+    """Say what one instruction takes, moves and computes.
 
     Attributes:
         seconds: its duration where nothing runs beside it.
@@ -32,12 +35,13 @@ class Work:
 
 
 class CostModel(Protocol):
-    """Durations of the instructions of one plan. Inherit from it to have the defaults.
+    """Give durations to the instructions of one plan. Inherit from it to have the defaults.
 
     Attributes:
         issue_s: host seconds per instruction, beside the device.
-        uniform: whether an instruction takes as long wherever it stands in its role's program, and whatever its microbatch. A
-            search then times the outline of a plan, which is much faster; otherwise it times every plan whole.
+        uniform: whether an instruction takes as long wherever it stands in its role's program, and whatever its
+            microbatch. A search then times the outline of a plan, which is much faster; otherwise it times every plan
+            whole.
     """
 
     issue_s: float = 0.0
@@ -45,17 +49,18 @@ class CostModel(Protocol):
 
     @abstractmethod
     def work(self, role: RolePlan, instr: Instr) -> Work:
-        """Return what an instruction of a role takes; of a communication, the message without waiting for its peers."""
+        """Return what an instruction takes; for a communication, the message without waiting for its peers."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of the durations that were asked for so far; each is shown as a warning."""
+        """Return what a user should know of the durations asked for so far. Each note is shown as a warning."""
         return ()
 
 
 CostModelFactory = Callable[[Plan, Cluster | None, Costs | None], CostModel]
-"""Makes the cost model of a plan on a cluster with measured costs, as `model=` takes it: a class of cost models, as a rule. The
-plan may have other roles than the one that was asked about: ranks that differ are apart (`piper_simulator.times.splitting`)."""
+"""A factory makes the cost model of a plan on a cluster with measured costs, as `model=` takes it: a class, as a rule.
+The plan may have more roles than the one that was asked about: ranks that differ are apart
+(`piper_simulator.times.splitting`)."""
 
 
 def model_for(plan: Plan, cluster: Cluster | None, costs: Costs | None, factory: CostModelFactory) -> CostModel:
@@ -70,6 +75,8 @@ def model_for(plan: Plan, cluster: Cluster | None, costs: Costs | None, factory:
 
 
 def given_only(plan: Plan) -> bool:
-    """Return whether all compute of a plan has given durations (a synthetic program): then everything else takes no time."""
+    """Return whether all compute of a plan has given durations (a synthetic program).
+
+    Then everything else takes no time."""
     costs = [sig.cost for chunk in plan.chunks for sig in chunk.steps.values()]
     return bool(costs) and all(c.seconds is not None for c in costs)

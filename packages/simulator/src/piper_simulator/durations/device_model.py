@@ -32,18 +32,19 @@ from piper_simulator.durations.provenance import Provenance
 from piper_simulator.durations.updates import Updated, update_seconds, updated
 
 _TRUST: tuple[Source, ...] = ("formula", "interpolated", "table", "measured", "given")
-"""Least to most: an instruction of several parts is labelled by the least trusted of its durations."""
+"""Sources stand here from least to most trusted. An instruction of several parts is labelled by its least trusted
+duration."""
 
 
 class DeviceModel(CostModel):
-    """Durations of the instructions of one plan: given by the program, else looked up in `costs`, else computed for `cluster`.
+    """Look durations up, or compute them.
 
-    ClusterError: a duration must be computed and there is no cluster; the costs were taken at another number of rows per
-    microbatch.
+    They are given by the program, else looked up in `costs`, else computed for `cluster`. ClusterError: a duration must
+    be computed and there is no cluster; the costs were taken at another number of rows per microbatch.
 
-    On a cluster of several kinds of devices costs hold for the kind on which they were taken, for all where that is not here.
-
-    Where the host is the device, what it takes to issue an instruction is part of the instruction, and `issue_s` is 0."""
+    On a cluster of several kinds of devices costs hold for the kind on which they were taken, and for all where that is
+    not here. Where the host is the device, what it takes to issue an instruction is part of the instruction, and
+    `issue_s` is 0."""
 
     def __init__(self, plan: Plan, cluster: Cluster | None, costs: Costs | None) -> None:
         self.plan, self.cluster, self.costs = plan, cluster, costs or Costs()
@@ -74,7 +75,7 @@ class DeviceModel(CostModel):
         self._calls: dict[str, set[int]] = {}
 
     def work(self, role: RolePlan, instr: Instr) -> Work:
-        """Duration, source, bytes and FLOPs of one instruction of a role."""
+        """Return duration, source, bytes and FLOPs of one instruction of a role."""
         op = instr.parts[0].op
         if isinstance(op, COMM):
             return self._comm(op, instr.parts[0])
@@ -85,7 +86,7 @@ class DeviceModel(CostModel):
         return done if factor == 1 else replace(done, seconds=done.seconds * factor)
 
     def _kinds_in(self, role: RolePlan) -> tuple[int, ...]:
-        """The kinds of devices that a role runs on."""
+        """Return the kinds of devices that a role runs on."""
         if len(self._devices) == 1 or self.cluster is None:
             return (0,)
         if role.role not in self._kinds_of:
@@ -93,7 +94,7 @@ class DeviceModel(CostModel):
         return self._kinds_of[role.role]
 
     def _computed(self, role: RolePlan, instr: Instr, kind: int) -> Work:
-        """An instruction of the compute stream, on a rank of one kind that is not slow."""
+        """Return what an instruction of the compute stream takes on a rank of one kind that is not slow."""
         parts = [self._part(role, part, kind) for part in instr.parts]
         if instr.seconds is not None:
             return Work(instr.seconds, "given", flops=sum([p.flops for p in parts]))
@@ -105,12 +106,13 @@ class DeviceModel(CostModel):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of the durations asked for so far: constants that nobody measured, guesses, costs that do not
-        fit."""
+        """Return what a user should know of the durations asked for so far.
+
+        These are constants that nobody measured, guesses, and costs that do not fit."""
         return self._provenance.notes()
 
     def _slower(self, role: RolePlan) -> float:
-        """How many times as long the slowest rank of a role takes."""
+        """Return how many times as long the slowest rank of a role takes."""
         if self.cluster is None or not self.cluster.slow_ranks:
             return 1.0
         if role.role not in self._slowest:
@@ -120,7 +122,7 @@ class DeviceModel(CostModel):
         return self._slowest[role.role]
 
     def _taken(self, role: RolePlan, instr: Instr) -> float:
-        """Seconds that messages take from an instruction of the compute stream."""
+        """Return the seconds that messages take from an instruction of the compute stream."""
         if not self._inline or self.given or self.costs.host is None:
             return 0.0
         if role.role not in self._beside:
@@ -128,7 +130,9 @@ class DeviceModel(CostModel):
         return self._beside[role.role].get(id(instr), 0.0)
 
     def _taken_by_messages(self, role: RolePlan, each: float) -> dict[int, float]:
-        """Instruction of the compute stream (by identity) -> processor seconds of the messages issued since the one before it."""
+        """Return what messages take from each instruction of the compute stream, by identity.
+
+        It is the processor seconds of the messages issued since the instruction before it."""
         taken: dict[int, float] = {}
         issued: list[tuple[str, int, float]] = []
         count: dict[str, int] = {}
@@ -175,7 +179,7 @@ class DeviceModel(CostModel):
         return Work(launched(device, touched / (device.memory_bandwidth * device.memory_fraction), 1), "formula")
 
     def _batch_s(self, role: RolePlan, part: Part) -> float:
-        """Seconds of the job's batch function, which the first load of a microbatch on a role calls."""
+        """Return the seconds of the job's batch function, which the first load of a microbatch on a role calls."""
         known = self.costs.of_part("Batch", self.plan.rows)
         return known.seconds if known is not None and self._is_first(role, part) else 0.0
 
@@ -219,7 +223,7 @@ class DeviceModel(CostModel):
         return self._messages[key]
 
     def _comm_key(self, channel: Channel, nbytes: int) -> tuple[str, int, int, int]:
-        """How `Costs` names a message."""
+        """Return how `Costs` names a message."""
         members = self.plan.peers(channel, self.plan.role(channel.roles[0]).ranks[0])
         nodes = 1 if self.cluster is None else len({self.cluster.node_of(r) for r in members})
         return "p2p" if channel.kind == "p2p" else "all_reduce", nbytes, len(members), nodes
@@ -243,7 +247,9 @@ class DeviceModel(CostModel):
         return Work(found.seconds, found.source, bytes=nbytes)
 
     def _stretch(self, channel: Channel, nbytes: int) -> float:
-        """How many times as long as measured a message takes over slow links: a measured one changes as its formula does."""
+        """Return how many times as long as measured a message takes over slow links.
+
+        A measured message changes as its formula does."""
         cluster = self.cluster
         if cluster is None or not cluster.network.slow_links:
             return 1.0
@@ -253,11 +259,13 @@ class DeviceModel(CostModel):
         return max(by_formula(cluster, op, nbytes, g) for g in groups) / healthy if healthy else 1.0
 
     def _all_known(self, channel: Channel) -> bool:
-        """Whether the costs hold for all kinds of devices on a channel."""
+        """Return whether the costs hold for all kinds of devices on a channel."""
         return all(self._known[k] is self.costs for role in channel.roles for k in self._kinds_in(self.plan.role(role)))
 
     def _instances(self, channel: Channel, cluster: Cluster) -> frozenset[RankGroup]:
-        """Where the members of a channel's instances are; the slowest instance gives the duration."""
+        """Return where the members of a channel's instances are.
+
+        The slowest instance gives the duration."""
         if channel.id not in self._groups:
             self._groups[channel.id] = frozenset([rank_group(cluster, members) for members in instances(self.plan, channel)])
             if any(g.slowed for g in self._groups[channel.id]):
@@ -266,7 +274,7 @@ class DeviceModel(CostModel):
 
 
 def _known(devices: Sequence[Device | None], costs: Costs) -> list[Costs]:
-    """Per kind of device the costs that hold for it."""
+    """Return for each device the costs that hold for it."""
     measured = costs.origin.cluster.partition(":")[0] if costs.origin is not None else ""
     taken_here = [device is not None and device.name == measured for device in devices]
     return [costs if here or not any(taken_here) else Costs() for here in taken_here]

@@ -1,4 +1,4 @@
-"""Who meets whom over a channel: its instances, each a set of ranks."""
+"""Find who meets whom over a channel: its instances, each a set of ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from piper_ir.plan import Channel, Plan
 
 
 def instances(plan: Plan, channel: Channel) -> list[tuple[int, ...]]:
-    """`Plan.peers` of each instance, in time linear in its ranks: ascending, of a transfer (source, destination)."""
+    """Return the ranks of each instance of a channel, ascending; of a transfer (source, destination).
+
+    It says what `Plan.peers` says of every rank, in time linear in the ranks."""
     mesh, first = plan.mesh, plan.role(channel.roles[0])
     if channel.kind == "p2p":
         there = plan.role(channel.roles[1]).placed

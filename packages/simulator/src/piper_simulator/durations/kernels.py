@@ -1,17 +1,20 @@
-"""How long the kernels of a step take, by formula.
+"""Compute how long the kernels of a step take.
 
-Without a stack: per kernel the larger of FLOPs at the reached peak and bytes at the reached bandwidth, summed; never less than
-the launches (t_layer = max(sum t_gpu, n_kernels t_launch), cost-model.md 1).
+Without a stack a kernel takes the larger of FLOPs at the reached peak and bytes at the reached bandwidth. A step takes
+their sum, and never less than the launches: max(sum of kernels, number of kernels x launch).
 
-With a stack (`piper_simulator.cluster.stacks`), by kind of kernel:
-    matmul      2 M N K FLOPs / (peak x matmul_fraction x tiles / (waves x SMs)), cost-model.md 2: pieces of the result of a size
-                of TILES, as many at once as there are SMs, the last wave as long as any; K in whole steps of STEP
+With a stack (`piper_simulator.cluster.stacks`) the kind of kernel decides:
+
+    matmul      2 M N K FLOPs / (peak x matmul_fraction x tiles / (waves x SMs)): pieces of the result of a size of TILES,
+                as many at once as there are SMs, the last wave as long as any; K in whole steps of STEP (NVIDIA, Matrix
+                Multiplication Background User's Guide: tile and wave quantization)
     attention   in 16 bit FLOPs / (peak x what the stack's kernel reaches forward or backward)
-    the others  bytes at the part of the bandwidth that so many bytes reach (`memory_steps`); where the stack runs an operator as
-                several kernels (`piper_simulator.durations.eager_launches`), each with its own bytes
-each never shorter than its bytes or its FLOPs allow; together a smooth maximum of the device's time and the launches.
+    the others  bytes at the part of the bandwidth that so many bytes reach (`memory_steps`); where the stack runs an
+                operator as several kernels (`piper_simulator.durations.eager_launches`), each with its own bytes
 
-Kernels that the cluster's table knows (`piper_simulator.cluster.kernel_table`) take what was measured."""
+Each is never shorter than its bytes or its FLOPs allow. Together they take a smooth maximum of the device's time and
+the launches. Kernels that the device's table knows (`piper_simulator.cluster.kernel_table`) take what was measured.
+"""
 
 from __future__ import annotations
 
@@ -28,19 +31,24 @@ from piper_simulator.durations.eager_launches import Launched, launched_by_torch
 
 _AT_PEAK = frozenset({"matmul", "attention"})
 TILES = ((128, 128), (128, 256), (256, 128))
-"""Rows and columns of the result per SM: cuBLAS's large ones; the best of them counts."""
+"""An SM computes so many rows and columns of the result: cuBLAS's large tiles; the best of them counts."""
 STEP = 32
-"""Elements of K that a tile takes at once."""
+"""A tile takes so many elements of K at once."""
 SHARP = 4
-"""p of the smooth maximum (a^p + b^p)^(1/p), a choice: 19 % above the larger where both are equal, 1 % where one is 2.2 times the
-other."""
+"""This is p of the smooth maximum (a^p + b^p)^(1/p), a choice: 19 % above the larger where both are equal, 1 % where
+one is 2.2 times the other."""
 HALF = frozenset({"bfloat16", "float16"})
 
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """Seconds of a step of a chunk. `source`: of its least trusted kernel; `parts`: seconds of its kernels by where they come
-    from."""
+    """Hold what a step of a chunk takes.
+
+    Attributes:
+        seconds: how long it takes.
+        source: that of its least trusted kernel.
+        parts: seconds of its kernels by where they come from.
+    """
 
     seconds: float
     source: Source = "formula"
@@ -48,7 +56,7 @@ class Took:
 
 
 def step_took(device: Device, cost: Cost, step: Step) -> Took:
-    """How long one step of a chunk takes."""
+    """Return how long one step of a chunk takes, and where that comes from."""
     parts: dict[How, float] = {}
     for kernel in cost.kernels:
         found = kernel_seconds(device, kernel, backward=step != "F")
@@ -59,12 +67,12 @@ def step_took(device: Device, cost: Cost, step: Step) -> Took:
 
 
 def step_seconds(device: Device, cost: Cost, step: Step) -> float:
-    """Seconds of one step of a chunk."""
+    """Return the seconds of one step of a chunk."""
     return step_took(device, cost, step).seconds
 
 
 def launch_count(device: Device, cost: Cost) -> int:
-    """Kernels that the host launches for a step of a chunk."""
+    """Count the kernels that the host launches for a step of a chunk."""
     if device.stack is None:
         return sum(k.count for k in cost.kernels)
     fused = {k.kind for k in cost.kernels if k.kind in device.stack.fused}
@@ -72,7 +80,7 @@ def launch_count(device: Device, cost: Cost) -> int:
 
 
 def kernel_seconds(device: Device, kernel: Kernel, *, backward: bool) -> Found:
-    """Seconds of a kernel on the device: from the cluster's table, else by formula."""
+    """Return the seconds of a kernel on the device: from its table, else by formula."""
 
     def formula(k: Kernel) -> float:
         return plain(device, k) if device.stack is None else by_kind(device, k, backward=backward)
@@ -81,7 +89,9 @@ def kernel_seconds(device: Device, kernel: Kernel, *, backward: bool) -> Found:
 
 
 def launched(device: Device, busy: float, kernels: int) -> float:
-    """Launches hide behind the device's work, or the other way round; they add up where the host is the device."""
+    """Return the seconds of kernels with their launches.
+
+    Launches hide behind the device's work, or the other way round. They add up where the host is the device."""
     launch_count = kernels * device.launch_s
     if device.synchronous:
         return busy + launch_count
@@ -93,12 +103,12 @@ def launched(device: Device, busy: float, kernels: int) -> float:
 
 
 def plain(device: Device, kernel: Kernel) -> float:
-    """Seconds of a kernel on the device, without a stack."""
+    """Return the seconds of a kernel on the device, without a stack."""
     return max(_computing(device, kernel), _moving(device, kernel))
 
 
 def by_kind(device: Device, kernel: Kernel, *, backward: bool) -> float:
-    """Seconds of a kernel on the device, with a stack."""
+    """Return the seconds of a kernel on the device, with a stack."""
     computing = _computing(device, kernel)
     if kernel.kind == "matmul":
         computing /= filled(tuple(bind(d, 0) for d in kernel.dims), device.sms)
@@ -109,14 +119,16 @@ def by_kind(device: Device, kernel: Kernel, *, backward: bool) -> float:
 
 
 def _launched(device: Device, kernel: Kernel) -> Launched:
-    """The kernels that the cluster's stack runs for one of a plan."""
+    """Return the kernels that the device's stack runs for one of a plan."""
     if device.stack is not None and device.stack.lowering == "torch":
         return launched_by_torch(kernel)
     return Launched(((bind(kernel.bytes, 0), 1),))
 
 
 def filled(dims: tuple[int, ...], sms: int) -> float:
-    """The part of the SMs' time that a matrix product (M, N, K) or (batch, M, N, K) uses; 1 where their number is not known."""
+    """Return the part of the SMs' time that a matrix product (M, N, K) or (batch, M, N, K) uses.
+
+    It is 1 where the number of SMs is not known."""
     *batch, m, n, k = dims
     if not sms or not m * n * k:
         return 1.0
@@ -130,19 +142,22 @@ def _waves(products: int, m: int, n: int, tile: tuple[int, int], sms: int) -> in
 
 
 def memory_fraction(device: Device, nbytes: int) -> float:
-    """What so many bytes reach of the memory's bandwidth."""
+    """Return what so many bytes reach of the memory's bandwidth."""
     return next((f for least, f in device.memory_steps if nbytes >= least), device.memory_fraction)
 
 
 def _attention_fraction(device: Device, backward: bool) -> float:
-    """Where nothing is published of the kernel on this device, it is taken for a matrix product."""
+    """Return what attention reaches of the peak.
+
+    Where nothing is published of the kernel on this device, it is taken for a matrix product."""
     known = device.stack.attention_fraction.get(device.generation) if device.stack is not None else None
     return device.matmul_fraction if known is None else known[backward]
 
 
 def is_guess(device: Device, kernel: Kernel) -> bool:
-    """The rate of a dtype that the cluster does not know; of kernels that move bytes only where that rate decides, since
-    integers are added on every device."""
+    """Return whether a kernel's duration rests on the rate of a dtype that the device does not know.
+
+    For kernels that move bytes that matters only where the rate decides, since integers are added on every device."""
     if kernel.dtype in device.peak_flops:
         return False
     return kernel.kind in _AT_PEAK or _computing(device, kernel) > _moving(device, kernel)

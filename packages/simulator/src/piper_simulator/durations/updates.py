@@ -1,10 +1,15 @@
-"""How long an optimizer's update of some buckets takes, by formula: bytes of parameters, gradients and states, and kernels.
+"""Compute how long an optimizer's update of some buckets takes.
 
-    fused     one pass: parameters, states and gradients read, parameters and states written; BLOCKS x CHUNK elements per kernel
-    foreach   operation by operation over all tensors, `FOREACH`, each reading and writing so many times the parameters' bytes
+It moves bytes of parameters, gradients and states, in kernels:
 
-Before it gradients are multiplied where they are scaled (clipping, weights), after it they are set to zero: a kernel per bucket
-each. AdamW in float32 moves 28 bytes per parameter fused (8 + 16 + 4, cost-model.md 2), and 4 to zero the gradient.
+    fused     one pass: parameters, states and gradients read, parameters and states written; BLOCKS x CHUNK elements
+              per kernel
+    foreach   operation by operation over all tensors, `FOREACH`, each reading and writing so many times the parameters'
+              bytes
+
+Before it gradients are multiplied where they are scaled (clipping, weights), after it they are set to zero: a kernel
+per bucket each. AdamW in float32 moves 28 bytes per parameter fused, parameters 8, both states 16 and the gradient 4;
+and 4 more to zero the gradient.
 """
 
 from __future__ import annotations
@@ -19,17 +24,25 @@ from piper_simulator.cluster.device import Device
 from piper_simulator.durations.kernels import launched, memory_fraction
 
 CHUNK, BLOCKS = 65_536, 320
-"""Elements per block, blocks per kernel: torch, native/cuda/MultiTensorApply.cuh."""
+"""A block takes so many elements, a kernel so many blocks: torch, native/cuda/MultiTensorApply.cuh."""
 FOREACH = {0: (3,), 1: (2, 3, 3), 2: (2, 3, 2, 3, 2, 2, 2, 4), 3: (2, 3, 2, 3, 3, 2, 2, 2, 4)}
-"""Tensors read and written by each operation, by the number of states per parameter: torch.optim, SGD without and with momentum
-(_multi_tensor_sgd: scale the buffer, add the gradient, add to the parameter); AdamW and with amsgrad (_multi_tensor_adam: decay,
-lerp, scale, addcmul, [maximum,] sqrt, division, epsilon, addcdiv)."""
+"""Each operation reads and writes so many tensors, by the number of states per parameter: torch.optim, SGD without and
+with momentum (_multi_tensor_sgd: scale the buffer, add the gradient, add to the parameter); AdamW and with amsgrad
+(_multi_tensor_adam: decay, lerp, scale, addcmul, [maximum,] sqrt, division, epsilon, addcdiv)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """Bytes of the parameters, gradients and states that an update works on; `item` bytes per parameter; `scaled`: the gradients
-    are multiplied first."""
+    """Count the bytes that an update works on.
+
+    Attributes:
+        param: of the parameters.
+        grad: of the gradients.
+        state: of the optimizer's states.
+        item: bytes per parameter.
+        buckets: how many buckets.
+        scaled: whether the gradients are multiplied first.
+    """
 
     param: int
     grad: int
@@ -40,7 +53,7 @@ class Updated:
 
 
 def updated(plan: Plan, role: RolePlan, op: Update) -> Updated:
-    """What an update of a role works on."""
+    """Return what an update of a role works on."""
     sizes = {s.id: s.nbytes for s in role.states}
     param, grad, state = (sum(sizes.get(f"{kind}:{b}", 0) for b in op.buckets) for kind in ("param", "grad", "optim"))
     item = min((ITEM_BYTES[plan.bucket(b).dtype] for b in op.buckets), default=1)
@@ -48,14 +61,14 @@ def updated(plan: Plan, role: RolePlan, op: Update) -> Updated:
 
 
 def update_seconds(device: Device, of: Updated) -> float:
-    """Seconds of an update on a cluster with a stack."""
+    """Return the seconds of an update on a device with a stack."""
     moved = update_bytes(of, fused=device.stack is None or device.stack.optimizer == "fused")
     busy = sum(b / (device.memory_bandwidth * memory_fraction(device, b)) for b in moved)
     return launched(device, busy, len(moved) + (of.state > 0))  # and the step is counted
 
 
 def update_bytes(of: Updated, *, fused: bool) -> list[int]:
-    """What each kernel moves."""
+    """Return what each kernel moves."""
     kernels = ceil(of.param / of.item / (CHUNK * BLOCKS))
     if fused:
         out = _split(2 * of.param + of.grad + 2 * of.state, kernels)

@@ -1,4 +1,4 @@
-"""Whose a piece of time is: names of what holds a step up, coarse enough to add up over microbatches."""
+"""Attribute time on the critical path to causes that can be summed over microbatches."""
 
 from __future__ import annotations
 
@@ -18,9 +18,14 @@ CauseKind = Literal["compute", "communication", "host"]
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """`what`: of compute the phase, or the class of an op without one; of communication the purpose of its channel. `where`: of
-    compute the stage ("stage 0", "stages 0 and 7" of an overlapped pair; its role where there are none), of communication the
-    channel, of a host its role."""
+    """Name what holds a step up.
+
+    Attributes:
+        kind: what it is.
+        what: of compute the phase, or the class of an op without one; of communication the purpose of its channel.
+        where: of compute the stage ("stage 0", "stages 0 and 7" of an overlapped pair; its role where there are none),
+            of communication the channel, of a host its role.
+    """
 
     kind: CauseKind
     what: str
@@ -38,14 +43,14 @@ class Cause:
 
 
 class Causes:
-    """Names for the nodes of a plan."""
+    """Name the causes that the nodes of a plan are."""
 
     def __init__(self, plan: Plan, prepared: Prepared) -> None:
         self._plan, self._prepared = plan, prepared
         self._known: dict[int, Cause] = {}
 
     def at(self, node: int) -> tuple[RolePlan, Instr]:
-        """The role and the instruction of a node."""
+        """Return the role and the instruction of a node."""
         r = bisect_right(self._prepared.offsets, node) - 1
         role = self._plan.roles[r]
         return role, role.program[node - self._prepared.offsets[r]]
@@ -73,7 +78,7 @@ class Causes:
         return Cause("host", "issue", self.at(piece.node)[0].role) if piece.holder == "host" else self.of_node(piece.node)
 
     def totals(self, pieces: Iterable[PathPiece]) -> Mapping[Cause, float]:
-        """Seconds by owner, most first."""
+        """Return the seconds of pieces by cause, most first."""
         out: dict[Cause, float] = {}
         for piece in pieces:
             owner = self.of_piece(piece)

@@ -1,4 +1,7 @@
-"""Where the difference between two steps arises: what is on one critical path and not on the other, and what devices do."""
+"""Compare two steps: where their difference arises.
+
+It is what is on one critical path and not on the other, and what devices do.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from piper_simulator.explanation.why import Why
 
 @dataclass(frozen=True, slots=True)
 class StepDifference:
-    """Of two steps, in one category. `change`: b less a."""
+    """Hold the values of two steps in one category. `change` is b - a."""
 
     name: str
     a: float
@@ -25,9 +28,17 @@ class StepDifference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of b with a, the largest change first. `path`: seconds on the critical path by phase and stage, channel purpose or host;
-    `device`: seconds of the mean rank: compute by phase, bubbles by what they wait for, exposed communication, host. The changes
-    of either add up to that of the step. `memory`: bytes by category at the peak of the fullest rank."""
+    """Hold the changes from a to b, the largest first.
+
+    The changes of `path`, and those of `device`, add up to that of the step.
+
+    Attributes:
+        step: seconds of the steps.
+        path: seconds on the critical path by phase and stage, channel purpose or host.
+        device: seconds of the mean rank: compute by phase, bubbles by what they wait for, exposed communication, host.
+        memory: bytes by category at the peak of the fullest rank.
+        peak: bytes of these peaks.
+    """
 
     step: StepDifference
     path: tuple[StepDifference, ...]
@@ -36,7 +47,7 @@ class Comparison:
     peak: StepDifference
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the comparison as plain numbers and text, for programs."""
         tables = {"path": self.path, "device": self.device, "memory": self.memory}
         rows = {name: [_row(d) for d in found] for name, found in tables.items()}
         return {"step_s": _row(self.step), "peak_bytes": _row(self.peak), **rows}
@@ -47,7 +58,9 @@ def _row(difference: StepDifference) -> dict[str, Any]:
 
 
 def compare(a: Why, b: Why) -> Comparison:
-    """What of the change from a to b arises where. The plans may differ in everything; stages are matched by number."""
+    """Say where the change from a to b arises.
+
+    The plans may differ in everything; stages are matched by number."""
     return Comparison(
         StepDifference("step", a.step_s, b.step_s),
         _differences(_by(a.path_by_owner), _by(b.path_by_owner)),
@@ -58,7 +71,9 @@ def compare(a: Why, b: Why) -> Comparison:
 
 
 def _by(owners: Mapping[Cause, float]) -> dict[str, float]:
-    """By phase and stage, purpose, or host: channels, roles and hosts of different plans do not match by name."""
+    """Sum by phase and stage, purpose, or host.
+
+    Channels, roles and hosts of different plans do not match by name."""
     out: dict[str, float] = {}
     for owner, seconds in owners.items():
         computes = owner.text if owner.where.startswith("stage") else owner.what

@@ -1,4 +1,4 @@
-"""Idle time: where the compute of a role stands still, and what it waits for there."""
+"""Find idle time: where the compute of a role stands still, and what it waits for there."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from piper_simulator.explanation.critical import Chains, NodeMoment, PathPiece
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Seconds `start` to `end` in which a role (its index) computes nothing. `node`: its next instruction, -1 at the end of the
-    step. `pieces`: what that waited for, in order of time, from `start` to `end` without a gap: the first of them held it up
-    before the others did."""
+    """Hold the seconds in which a role computes nothing.
+
+    Attributes:
+        role: its index.
+        start: where the gap begins.
+        end: where it ends.
+        node: the role's next instruction, -1 at the end of the step.
+        pieces: what that waited for, in order of time, from `start` to `end` without a gap: the first of them held it
+            up before the others did.
+    """
 
     role: int
     start: float
@@ -28,8 +35,9 @@ class Gap:
 
 
 def idle_gaps(prepared: Prepared, times: Times, chains: Chains) -> list[list[Gap]]:
-    """Per role its gaps between 0 and the makespan, in order of time. What follows a role's last compute is held up by what the
-    step itself waits for."""
+    """Return for each role its gaps between 0 and the makespan, in order of time.
+
+    The gap after a role's last compute is explained by the chain that ends the step."""
     makespan = times.makespan
     last = max(range(len(prepared)), key=times.done.__getitem__, default=-1)
     out = []
@@ -49,7 +57,7 @@ def idle_gaps(prepared: Prepared, times: Times, chains: Chains) -> list[list[Gap
 
 
 def _gap(chains: Chains, role: int, start: float, end: float, node: int, of: int, moment: NodeMoment) -> Gap:
-    """The part of the chain to a moment of node `of` that lies in the gap."""
+    """Return the part of the chain to a moment of node `of` that lies in the gap."""
     pieces = []
     for piece in chains.back(of, moment):
         pieces.append(piece if piece.start >= start else PathPiece(start, piece.end, piece.holder, piece.node))
@@ -60,8 +68,14 @@ def _gap(chains: Chains, role: int, start: float, end: float, node: int, of: int
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a role does in a step, in seconds that add up to the makespan. `computing`; `bubble`: idle until another role has
-    computed; `waiting`: idle until a message is there; `host`: idle until a host has issued."""
+    """Say what a role does in a step, in seconds that add up to the makespan.
+
+    Attributes:
+        computing: it computes.
+        bubble: it is idle until another role has computed.
+        waiting: it is idle until a message is there.
+        host: it is idle until a host has issued.
+    """
 
     computing: float
     bubble: float
@@ -70,7 +84,7 @@ class Share:
 
 
 def time_shares(makespan: float, gaps: Sequence[Sequence[Gap]]) -> list[Share]:
-    """Per role, of `idle_gaps`."""
+    """Return the shares of each role, from `idle_gaps`."""
     out = []
     for own in gaps:
         held = {"compute": 0.0, "communication": 0.0, "latency": 0.0, "host": 0.0}

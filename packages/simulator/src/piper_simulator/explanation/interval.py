@@ -1,4 +1,4 @@
-"""How far a step may be from its prediction, by the spread of the measured durations."""
+"""Say how far a step may be from its prediction, by the spread of the measured durations."""
 
 from __future__ import annotations
 
@@ -11,16 +11,27 @@ from piper_simulator.durations.cost_model import model_for
 from piper_simulator.explanation.whatif import Case
 
 SIGMAS = 1.4826
-"""Standard deviations of a normal distribution per median absolute deviation."""
+"""A normal distribution has so many standard deviations per median absolute deviation."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInterval:
-    """Of the seconds of a step, by Monte Carlo: in each of `draws` every instruction takes a normally distributed time around its
-    duration, each on its own, never less than none. `low`, `median`, `high`: percentiles 5, 50 and 95. Percentiles lie above
-    the step itself where many instructions wait for the latest of several. `slow`, `fast`: all of them one spread slower, or
-    faster, at once, as on a machine that is disturbed as a whole. `covered`: the share of all seconds that has a spread; the
-    rest (formulas, tables, given durations) is held fixed, and what may be wrong with it is not in the interval."""
+    """Hold an interval of the seconds of a step, by Monte Carlo.
+
+    In each draw every instruction takes a normally distributed time around its duration, each on its own, never less
+    than none. Percentiles lie above the step itself where many instructions wait for the latest of several.
+
+    Attributes:
+        low: percentile 5.
+        median: percentile 50.
+        high: percentile 95.
+        fast: the step when all durations are one spread shorter at once.
+        slow: the step when all are one spread longer at once, as on a machine that is disturbed as a whole.
+        covered: the share of all seconds that has a spread. The rest (formulas, tables, given durations) is held fixed,
+            and what may be wrong with it is not in the interval.
+        draws: how many draws.
+        seed: of the draws.
+    """
 
     low: float
     median: float
@@ -33,7 +44,7 @@ class StepInterval:
 
 
 def interval(case: Case, *, draws: int = 100, seed: int = 0) -> StepInterval | None:
-    """None when no duration has a spread."""
+    """Return the interval of a case; None when no duration has a spread."""
     if case.costs is None:
         return None
     later = model_for(case.plan, case.cluster, _longer(case.costs), case.model)
@@ -45,7 +56,7 @@ def interval(case: Case, *, draws: int = 100, seed: int = 0) -> StepInterval | N
     random = Random(seed)
 
     def step(by: Callable[[], float]) -> float:
-        """Seconds of the step when each duration changes by so many of its spreads."""
+        """Return the seconds of the step when each duration changes by so many of its spreads."""
         durations = [max(0.0, d + by() * s) if s else d for d, s in zip(case.durations, spreads, strict=True)]
         return case.run(durations, max(0.0, case.issue + by() * issue_spread)).makespan
 
@@ -57,8 +68,9 @@ def interval(case: Case, *, draws: int = 100, seed: int = 0) -> StepInterval | N
 
 
 def _longer(costs: Costs) -> Costs:
-    """The costs with every duration one spread longer: the cost model adds up the spreads of an instruction's parts as it adds
-    their times."""
+    """Return the costs with every duration one spread longer.
+
+    The cost model adds up the spreads of an instruction's parts as it adds their times."""
     host = costs.host
     if host is not None:
         host = replace(host, issue_s=host.issue_s + host.issue_spread_s, comm_s=host.comm_s + host.comm_spread_s)

@@ -1,6 +1,7 @@
-"""What if: a plan timed again on a cluster that differs in one constant, or with nothing in the way.
+"""Time a plan again on a cluster that differs in one constant, or with nothing in the way.
 
-Measured durations do not follow from a cluster's constants. One of them changes by the factor by which its formula does.
+Measured durations do not follow from a cluster's constants. One of them changes by the factor by which its formula
+does.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from piper_simulator.times.timed import contention_applies, shared_flows, step_a
 
 T = TypeVar("T")
 STEP = 0.01
-"""By how much a constant is raised to see how the step follows."""
+"""A constant is raised by this fraction to see how the step follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """`step_s`: seconds of the step under a condition; None where it cannot be told, and `note` says why."""
+    """Hold the seconds of the step under a condition.
+
+    `step_s` is None where it cannot be told, and `note` says why."""
 
     name: str
     step_s: float | None
@@ -36,7 +39,9 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """`per_percent`: the step changes by so many percent when the constant grows by one. `name` as in "peak_flops[bfloat16]"."""
+    """Say by how many percent the step changes when a constant grows by one percent.
+
+    `name` is as in "peak_flops[bfloat16]"."""
 
     name: str
     value: float
@@ -44,7 +49,7 @@ class Sensitivity:
 
 
 class Case:
-    """A plan on a cluster, timed as often as wanted.
+    """Time a plan on a cluster as often as wanted.
 
     ClusterError, PlanError as `simulate` raises them.
 
@@ -80,17 +85,18 @@ class Case:
         self._formula: tuple[list[float], float] | None = None
 
     def run(self, durations: Sequence[float], issue: float, latency: float | None = None) -> Times:
-        """Times of one step from a common start, in which each node takes its duration."""
+        """Return the times of one step from a common start, in which each node takes its duration."""
         return sweep(self.prepared, durations, latency=self.plan.hop if latency is None else latency, issue=issue)
 
     def _timed(self, work: Sequence[Work], issue: float, cluster: Cluster | None) -> tuple[Times, bool]:
-        """Times of one step as `simulate` gives them, and whether messages and compute slowed each other down."""
+        """Return the times of one step as `simulate` gives them, and whether anything slowed another down."""
         flows = shared_flows(self.plan, cluster, self.prepared, work) if self.contention else None
         return step_alone(self.prepared, work, flows, latency=self.plan.hop, issue=issue), flows is not None
 
     def on(self, cluster: Cluster) -> float:
-        """Seconds of the step on a changed cluster. What was measured, of the plan or of the cluster's messages, changes by the
-        factor by which its formula does."""
+        """Return the seconds of the step on a changed cluster.
+
+        What was measured, of the plan or of the cluster's messages, changes by the factor by which its formula does."""
         measured = self.costs is not None or any(kind.links.messages for kind in cluster.kinds)
         costing = model_for(self.plan, cluster.each_links(_without_table), None, self.model)
         work, issue = _work(self.plan, costing), costing.issue_s
@@ -102,7 +108,7 @@ class Case:
         return self._timed(work, issue, cluster)[0].makespan
 
     def _before(self) -> tuple[list[float], float]:
-        """What formulas give on the cluster as it is."""
+        """Return what formulas give on the cluster as it is."""
         if self._formula is None:
             plain = None if self.cluster is None else self.cluster.each_links(_without_table)
             costing = model_for(self.plan, plain, None, self.model)
@@ -110,11 +116,13 @@ class Case:
         return self._formula
 
     def alone(self) -> float:
-        """Seconds of the step when nothing slows down what runs beside it."""
+        """Return the seconds of the step when nothing slows down what runs beside it."""
         return self.run([w.seconds for w in self.work], self.issue).makespan
 
     def perfect_overlap(self) -> float:
-        """Seconds of the step when no computation waits for a message; never less than its busiest stream of messages takes."""
+        """Return the seconds of the step when no computation waits for a message.
+
+        It is never less than its busiest stream of messages takes."""
         messages = [0.0] * len(self.prepared.streams)
         durations = [w.seconds for w in self.work]
         for members in self.prepared.groups:
@@ -137,7 +145,9 @@ def _scaled(value: float, new: float, old: float) -> float:
 
 
 def changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
-    """Yield the conditions of the table that are a change of the cluster: a name, and the changed cluster. Latencies stay."""
+    """Yield the conditions of the table that are a change of the cluster: a name, and the changed cluster.
+
+    Latencies stay as they are."""
     yield "twice the bandwidth within nodes", cluster.each_links(lambda x: replace(x, intra_bandwidth=2 * x.intra_bandwidth))
     if cluster.node_count > 1:
         yield "twice the bandwidth between nodes", cluster.each_links(lambda x: replace(x, inter_bandwidth=2 * x.inter_bandwidth))
@@ -160,7 +170,9 @@ def what_if(case: Case) -> list[WhatIf]:
 
 
 def sensitivities(case: Case) -> list[Sensitivity]:
-    """Of the step to each constant of the cluster, the strongest first; without those that it does not depend on."""
+    """Return how the step follows each constant of the cluster, the strongest first.
+
+    Constants that it does not depend on are left out."""
     if case.cluster is None or not case.step_s:
         return []
     out = []
@@ -172,8 +184,10 @@ def sensitivities(case: Case) -> list[Sensitivity]:
 
 
 def cluster_constants(cluster: Cluster) -> Iterator[tuple[str, float, Callable[[float], Cluster]]]:
-    """Yield the constants of the first kind of device and of the network, and those of each other kind with its name. Ranks that
-    are equally slow stay so: their factor is one constant. Likewise links."""
+    """Yield the constants of the first kind of device and of the network, and those of each other kind with its name.
+
+    Each comes with its value and a function that gives the cluster with another one. Ranks that are equally slow stay
+    so: their factor is one constant. The same holds for links."""
     for k, kind in enumerate(cluster.kinds):
         prefix = "" if k == 0 else f"{kind.device.name}."
         again = any(kind.device == other.device for other in cluster.kinds[:k])  # the same device on other links
@@ -209,8 +223,10 @@ def _slower_links(cluster: Cluster, old: float) -> Callable[[float], Cluster]:
 
 
 def constants(thing: Any, prefix: str = "") -> Iterator[tuple[str, float, Callable[[float], Any]]]:
-    """The floats in a frozen dataclass, in those inside it and in its mappings, each with a function that gives the whole with
-    another value there. Integers are counts and sizes; tuples and what is hidden from repr are tables, not constants."""
+    """Yield the floats in a frozen dataclass, in those inside it and in its mappings.
+
+    Each comes with a function that gives the whole with another value there. Integers are counts and sizes; tuples and
+    what is hidden from repr are tables, not constants."""
     for field in fields(thing):
         value = getattr(thing, field.name)
 

@@ -1,4 +1,7 @@
-"""Why a step takes as long as it does: what is on its critical path, where devices stand still, and what would change it."""
+"""Explain why a step takes as long as it does.
+
+An explanation says what is on its critical path, where devices stand still, and what would change it.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,15 @@ from piper_simulator.memory.device_memory import device_type
 
 @dataclass(frozen=True, slots=True)
 class CauseCost:
-    """What the instructions of one owner cost in one step. `seconds`: of all of them, on one rank of each role; `on_path`: of
-    those on the critical path."""
+    """Say what the instructions of one cause cost in one step.
+
+    Attributes:
+        owner: the cause.
+        source: where their durations come from.
+        count: how many they are.
+        seconds: of all of them, on one rank of each role.
+        on_path: of those on the critical path.
+    """
 
     owner: Cause
     source: Source
@@ -39,10 +49,19 @@ class CauseCost:
 
 @dataclass(frozen=True)
 class Why:
-    """Of one step alone (`Simulation.step_s`), in seconds. `path`: the critical path, in order of time, without a gap. `gaps`,
-    `shares`: per role. `idle_by_owner`: per role what its gaps waited for, most first. `costs`: of all instructions by owner and
-    source, most seconds first. `what_if`, `sensitivities`, `interval`: see their modules. `peak_bytes`: allocated bytes by
-    category, at the peak of the rank with the most."""
+    """Explain one step alone (`Simulation.step_s`), in seconds.
+
+    Attributes:
+        step_s: the step.
+        path: the critical path, in order of time, without a gap.
+        gaps: idle time of each role.
+        shares: what each role does.
+        what_if: the step under other conditions, see `piper_simulator.explanation.whatif`.
+        sensitivities: how the step follows the cluster's constants.
+        interval: how far the step may be off, see `piper_simulator.explanation.interval`.
+        peak_bytes: allocated bytes by category, at the peak of the rank with the most.
+        case: the plan as it was timed.
+    """
 
     step_s: float
     path: tuple[PathPiece, ...]
@@ -64,12 +83,12 @@ class Why:
 
     @cached_property
     def path_by_owner(self) -> Mapping[Cause, float]:
-        """Seconds on the critical path, most first. They add up to the step."""
+        """Return the seconds on the critical path by cause, most first. They add up to the step."""
         return self.owners.totals(self.path)
 
     @cached_property
     def slowed_s(self) -> float:
-        """Seconds on the critical path that its instructions took longer because of what ran beside them."""
+        """Return how many seconds longer the critical path's instructions took because of what ran beside them."""
         case, alone = self.case, 0.0
         for piece in (p for p in self.path if p.holder in ("compute", "communication")):
             g = case.prepared.group_of[piece.node]
@@ -82,8 +101,10 @@ class Why:
 
     @cached_property
     def device_by_owner(self) -> Mapping[tuple[str, str], float]:
-        """What the mean rank does in a step: (kind, what) -> seconds, most first; they add up to the step. Kinds: "compute" by
-        phase, "bubble" by the phase of another role that it waits for, "communication" by purpose, "host"."""
+        """Return what the mean rank does in a step: (kind, what) -> seconds, most first; they add up to the step.
+
+        Kinds are "compute" by phase, "bubble" by the phase of another role that it waits for, "communication" by
+        purpose, and "host"."""
         out: dict[tuple[str, str], float] = {}
         for r, (role, idle) in enumerate(zip(self.plan.roles, self.idle_by_owner, strict=True)):
             weight = len(role.ranks) / self.plan.mesh.world
@@ -94,7 +115,7 @@ class Why:
         return dict(sorted(out.items(), key=lambda x: -x[1]))
 
     def _computed(self, r: int) -> Mapping[Cause, float]:
-        """Seconds that a role computes, by owner."""
+        """Return the seconds that a role computes, by cause."""
         prepared, times = self.case.prepared, self.case.times
         own = range(prepared.offsets[r], prepared.offsets[r + 1])
         ran = (n for n in own if prepared.group_of[n] < 0 and times.end[n] > times.start[n])
@@ -121,11 +142,13 @@ class Why:
 
     @property
     def formulas(self) -> Sequence[CauseCost]:
-        """The costs that a formula gave."""
+        """Return the costs that a formula gave."""
         return [c for c in self.costs if c.source == "formula" and c.seconds]
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs: plain numbers and text. Nodes by role, index in its program, and name."""
+        """Return plain numbers and text, for programs.
+
+        Nodes are named by role, index in its program, and name."""
         return {
             "step_s": self.step_s,
             "slowed_s": self.slowed_s,
@@ -176,7 +199,9 @@ def why(
     draws: int = 100,
     seed: int = 0,
 ) -> Why:
-    """Explain the step of a plan; arguments and errors as `simulate`. `draws`, `seed`: of the interval."""
+    """Explain the step of a plan.
+
+    Arguments and errors are those of `simulate`. `draws` and `seed` are those of the interval."""
     if draws < 1:
         raise PlanError(f"why(draws={draws}): at least one draw is needed")
     with no_garbage_collection():

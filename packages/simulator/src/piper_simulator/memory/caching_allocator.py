@@ -1,7 +1,8 @@
-"""Addresses as torch's CUDA caching allocator gives them: its rules for sizes, segments and splits, for one stream.
+"""Give addresses as torch's CUDA caching allocator does: its rules for sizes, segments and splits, for one stream.
 
-Rules and constants: torch, c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer,
-kMinLargeAlloc, kRoundLarge; get_allocation_size, should_split) with its default settings. Segments are not given back.
+Rules and constants are those of torch, c10/cuda/CUDACachingAllocator.cpp (kMinBlockSize, kSmallSize, kSmallBuffer,
+kLargeBuffer, kMinLargeAlloc, kRoundLarge; get_allocation_size, should_split) with its default settings. Segments are
+not given back.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ LARGE_SEGMENT = 20 << 20
 OWN_SEGMENT = 10 << 20
 ROUND_LARGE = 2 << 20
 FIRST = 0x7F0000000000
-"""Address of the first segment. Segments do not touch, so that blocks of two are never one."""
+"""The first segment has this address. Segments do not touch, so that blocks of two are never one."""
 
 
 def rounded(nbytes: int) -> int:
-    """Bytes of the block for a request."""
+    """Return the bytes of the block for a request."""
     return max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
 
 
 def segment_size(block: int) -> int:
-    """Bytes that are asked of the device for a block that fits nowhere."""
+    """Return the bytes that are asked of the device for a block that fits nowhere."""
     if block <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if block < OWN_SEGMENT else -(-block // ROUND_LARGE) * ROUND_LARGE
@@ -33,7 +34,17 @@ def segment_size(block: int) -> int:
 
 @dataclass(slots=True)
 class CachedBlock:
-    """`requested`: 0 while it is free. `before`, `after`: its neighbours in the segment that begins at `segment`."""
+    """Describe a block of a segment.
+
+    Attributes:
+        address: where it begins.
+        size: its bytes.
+        segment: where its segment begins.
+        small: whether it is of the pool for small requests.
+        requested: bytes that were asked for; 0 while it is free.
+        before: its neighbour before it in the segment.
+        after: its neighbour behind it in the segment.
+    """
 
     address: int
     size: int
@@ -45,7 +56,12 @@ class CachedBlock:
 
 
 class CachingAllocator:
-    """`segments`: address -> the first block of a segment; `reserved`: their bytes."""
+    """Allocate blocks.
+
+    Attributes:
+        segments: address -> the first block of a segment.
+        reserved: bytes of all segments.
+    """
 
     def __init__(self) -> None:
         self.segments: dict[int, CachedBlock] = {}
@@ -55,8 +71,9 @@ class CachingAllocator:
         self._next = FIRST
 
     def allocate(self, nbytes: int) -> tuple[CachedBlock, CachedBlock | None]:
-        """The block for a request of more than 0 bytes, and the new segment as one block if it took one: the smallest free block
-        that fits, the lowest of equals."""
+        """Return the block for a request of more than 0 bytes, and the new segment as one block if it took one.
+
+        The smallest free block that fits is taken, the lowest of equals."""
         size = rounded(nbytes)
         small = size <= SMALL
         free = self._free[small]
@@ -78,7 +95,7 @@ class CachingAllocator:
         return block, made
 
     def free(self, block: CachedBlock) -> None:
-        """Give a block back; it is joined with its free neighbours."""
+        """Give a block back. It is joined with its free neighbours."""
         block.requested = 0
         for other in (block.before, block.after):
             if other is not None and not other.requested:

@@ -1,4 +1,7 @@
-"""What is gone on a device beside the tensors of a plan: what torch's allocator reserves, the context, communicators."""
+"""Count device memory in use besides the plan's tensors.
+
+It is what torch's allocator reserves, the context, and communicators.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +14,45 @@ from piper_simulator.cluster.device import Device
 
 MIB = 1 << 20
 NCCL_CHANNELS = 32
-"""At most so many (NCCL: MAXCHANNELS, src/include/device.h, until 2.18; later versions may have more and use no more between GPUs
-of a node)."""
+"""NCCL has at most so many channels (MAXCHANNELS, src/include/device.h, until 2.18; later versions may have more and
+use no more between GPUs of a node)."""
 NCCL_SIMPLE = 4 * MIB
 NCCL_LL = 8 * 512 * 8 * 16
 NCCL_LL128 = 120 * 640 * 8 * 8
-"""Bytes of a connection's buffer by protocol (NCCL: src/init.cc, DEFAULT_BUFFSIZE; DEFAULT_LL_BUFFSIZE: lines per thread,
-threads, steps, bytes of a line; DEFAULT_LL128_BUFFSIZE: elements per thread, threads, steps, bytes of an element)."""
+"""A connection's buffer has so many bytes by protocol (NCCL: src/init.cc, DEFAULT_BUFFSIZE; DEFAULT_LL_BUFFSIZE: lines
+per thread, threads, steps, bytes of a line; DEFAULT_LL128_BUFFSIZE: elements per thread, threads, steps, bytes of an
+element)."""
 RECEIVED = 4
-"""Connections of a channel from which a rank receives: one of the ring, and of its tree the parent and two children."""
+"""A rank receives from so many connections of a channel: one of the ring, and of its tree the parent and two children.
+"""
 
 
 def communicator_bytes(channels: int = NCCL_CHANNELS, received: int = RECEIVED) -> int:
-    """Buffers of a communicator of several ranks, by NCCL's defaults: each connection has one for each protocol where it
-    receives. `Device.group_bytes` of the built-in devices is what was measured instead: 1.27 GiB on an A100; this is 1.15."""
+    """Return the bytes of the buffers of a communicator of several ranks, by NCCL's defaults.
+
+    Each connection has one buffer for each protocol where it receives. `Device.group_bytes` of the built-in devices is
+    what was measured instead: 1.27 GiB on an A100; this is 1.15."""
     return channels * received * (NCCL_SIMPLE + NCCL_LL + NCCL_LL128)
 
 
 def pair_bytes(channels: int = NCCL_CHANNELS) -> int:
-    """Buffers of a communicator of two ranks on which one broadcasts to the other (`piper_runtime.nccl`): a ring alone. Not
-    measured."""
+    """Return the bytes of the buffers of a communicator of two ranks on which one broadcasts to the other.
+
+    That is how `piper_runtime.nccl` sends: a ring alone. It was not measured."""
     return communicator_bytes(channels, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes at the peak of a role. `allocated`: tensors and what kernels hold inside, as torch's `max_memory_requested`;
-    `reserve`: what the allocator takes from the device beyond, rounding and unused blocks; `context`: of CUDA, with its kernels;
-    `groups`, `pairs`: communicators of groups and of neighbours, which a profile does not see: it makes them last, and others."""
+    """Count the bytes on a device at the peak of a role.
+
+    Attributes:
+        allocated: tensors and what kernels hold inside, as torch's `max_memory_requested`.
+        reserve: what the allocator takes from the device beyond, for rounding and unused blocks.
+        context: of CUDA, with its kernels.
+        groups: communicators of groups, which a profile does not see: it makes them last, and others.
+        pairs: communicators of neighbours, which a profile does not see either.
+    """
 
     allocated: int
     reserve: int = 0
@@ -52,15 +66,19 @@ class DeviceMemory:
 
 
 def device_type(cluster: Cluster | None) -> DeviceType:
-    """Whose kernels run on a cluster, as `Plan.device`: those of a CPU hold next to nothing inside."""
+    """Return whose kernels run on a cluster, as `Plan.device`.
+
+    Those of a CPU hold next to nothing inside."""
     return "" if cluster is None or cluster.synchronous else "cuda"
 
 
 def device_memory(
     plan: Plan, role: RolePlan, peak: int, device: Device | None, allocator: AllocatorCosts | None = None
 ) -> DeviceMemory:
-    """What is gone on a device when the plan holds `peak` bytes: a communicator per channel of the role (of more than one rank).
-    `allocator`: as measured, in place of the cluster's factor and context. The plan's own bytes when neither is given."""
+    """Return what is gone on a device when the plan holds `peak` bytes.
+
+    There is a communicator per channel of the role (of more than one rank). `allocator` is as measured, in place of the
+    device's factor and context. The result is the plan's own bytes when neither is given."""
     if allocator is not None:
         factor, context = allocator.factor, allocator.context_bytes
     elif device is not None:

@@ -1,4 +1,4 @@
-"""What the bytes at a role's peak are, in the words of those who train: each byte in one line."""
+"""Say what the bytes at a role's peak are, in the words of those who train: each byte in one line."""
 
 from __future__ import annotations
 
@@ -13,19 +13,22 @@ LINES = (
     *("parameters", "gradients", "optimizer", "buffers", "activations", "activation_gradients", "communication_buffers"),
     *("logits_and_loss", "kernels", "update", "batch", "scalars"),
 )
-"""`gradients`: buckets. `activations`: outputs and what is saved; `activation_gradients`: of these. `communication_buffers`: what
-was received, or summed over ranks, and is not freed yet. `logits_and_loss`: of the chunk that computes the loss, what it saves,
-its gradients and what it holds while it runs. `kernels`: temporaries of any other chunk that runs at the peak. `update`:
-temporaries of the optimizer. Gathered buckets of sharded parameters are not there: nothing is sharded yet."""
+"""`gradients`: buckets. `activations`: outputs and what is saved; `activation_gradients`: of these.
+`communication_buffers`: what was received, or summed over ranks, and is not freed yet. `logits_and_loss`: of the chunk
+that computes the loss, what it saves, its gradients and what it holds while it runs. `kernels`: temporaries of any
+other chunk that runs at the peak. `update`: temporaries of the optimizer. Gathered buckets of sharded parameters are
+not there: nothing is sharded yet."""
 
 _STATES = {"param": "parameters", "grad": "gradients", "optim": "optimizer", "buffer": "buffers"}
 _VALUES = {"activation": "activations", "gradient": "activation_gradients", "batch": "batch", "scalar": "scalars"}
 BESIDE = ("allocator_reserve", "context", "group_communicators", "pair_communicators")
-"""What is gone beside `LINES`, as `DeviceMemory`."""
+"""This is gone beside `LINES`, as in `DeviceMemory`."""
 
 
 def footprint(plan: Plan, role: RolePlan, device: DeviceMemory) -> dict[str, int]:
-    """Bytes by `LINES`, which add up to the peak, and by `BESIDE`, which add up with them to `device.total`."""
+    """Return the bytes by `LINES`, which add up to the peak, and by `BESIDE`.
+
+    Together they add up to `device.total`."""
     losses = {c.id for c in plan.chunks if any(o.kind == "loss" for o in c.outputs)}
     received = _received(role)
     lines = dict.fromkeys(LINES, 0)
@@ -36,7 +39,7 @@ def footprint(plan: Plan, role: RolePlan, device: DeviceMemory) -> dict[str, int
 
 
 def _received(role: RolePlan) -> set[str]:
-    """Values that a communication writes."""
+    """Return the values that a communication writes."""
     parts = (p for i in role.program if i.comm for p in i.parts)
     return {v for p in parts if isinstance(p.op, Recv | AllReduce) for v in p.writes}
 
@@ -54,5 +57,5 @@ def _line(held: Held, received: bool, losses: set[str]) -> str:
 
 
 def largest(lines: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Those that are there, largest first."""
+    """Return the lines that are there, largest first."""
     return sorted(((name, b) for name, b in lines.items() if b), key=lambda x: (-x[1], x[0]))

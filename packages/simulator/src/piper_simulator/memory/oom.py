@@ -1,4 +1,7 @@
-"""The verdict on a plan that does not fit into the memory of its devices: where, when, by how much, and what fills it."""
+"""Judge a plan that does not fit into the memory of its devices.
+
+A verdict says where, when, by how much, and what fills the memory.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,27 @@ from piper_ir.memory_owners import Owner
 from piper_ir.units import size_text, time_text
 
 SHOWN = 3
-"""Owners that a line of text names."""
+"""A line of text names so many owners."""
 KEPT = 10
-"""Owners that a verdict holds."""
+"""A verdict holds so many owners."""
 
 
 @dataclass(frozen=True, slots=True)
 class OomVerdict:
-    """`ranks` run the same program. `needs`: bytes on the device at the fullest moment, in instruction `fullest`; `limit`: what
-    the device has. The program fails at `at`, in instruction `instr`, the first that needs more, `time_s` seconds after the step
-    begins; -1 and 0.0 when what is there from the start does not fit. `owners`: at the fullest moment, largest first;
-    `beside`: bytes there that are no tensors (`DeviceMemory`)."""
+    """Say how the ranks of a role run out of memory.
+
+    Attributes:
+        ranks: they run the same program.
+        role: their role.
+        needs: bytes on the device at the fullest moment.
+        limit: what the device has.
+        fullest: the instruction of that moment.
+        at: the first instruction that needs more than there is; the program fails here.
+        instr: its index; -1 when what is there from the start does not fit.
+        time_s: seconds after the step begins; 0 when what is there from the start does not fit.
+        owners: what fills the memory at the fullest moment, largest first.
+        beside: bytes there that are no tensors (`DeviceMemory`).
+    """
 
     ranks: tuple[int, ...]
     role: str
@@ -39,7 +52,7 @@ class OomVerdict:
 
     @property
     def text(self) -> str:
-        """In one line."""
+        """Return the verdict in one line."""
         filled = [o.text for o in self.owners[:SHOWN]]
         if self.beside:
             filled.append(f"{size_text(self.beside)} are no tensors")
@@ -48,7 +61,7 @@ class OomVerdict:
         return f"out of memory {when}: {reason}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """Return plain numbers and text, for programs."""
         owners = [{"owner": o.name, "category": o.category, "microbatches": len(o.mbs), "bytes": o.bytes} for o in self.owners]
         return {
             "ranks": list(self.ranks),
@@ -66,7 +79,7 @@ class OomVerdict:
 
 
 def too_much(rank: int, role: str, needs: int, limit: int, fullest: str, filled: Iterable[str]) -> str:
-    """Why a plan does not fit, as simulations and searches say it."""
+    """Say why a plan does not fit, as simulations and searches do."""
     return (
         f"rank {rank} ({role}) needs {size_text(needs)}, {size_text(needs - limit)} more than the limit of {size_text(limit)}; "
         f"fullest in {fullest}: {', '.join(filled)}"
@@ -74,5 +87,5 @@ def too_much(rank: int, role: str, needs: int, limit: int, fullest: str, filled:
 
 
 def first_of(verdicts: Sequence[OomVerdict]) -> OomVerdict | None:
-    """The one that happens first."""
+    """Return the verdict on what happens first."""
     return min(verdicts, key=lambda v: (v.time_s, v.ranks[0]), default=None)

@@ -1,10 +1,10 @@
-"""The memory of a role through a step in the format of `torch.cuda.memory._snapshot()`, which torch's memory visualiser draws
-(pytorch.org/memory_viz; `python -m torch.cuda._memory_viz`).
+"""Write the memory of a role through a step in the format of `torch.cuda.memory._snapshot()`.
 
-Sizes are the bytes that are asked for, as torch records them; together they are at most the peak of the plan, at its fullest
-moment. Addresses are those of `CachingAllocator`. A block's frames say what it is: the value or state with its category, then the
-node that makes it, with the index of its instruction as the line. Not there: context and communicators, which are no memory of
-the allocator's.
+torch's memory visualiser draws it (pytorch.org/memory_viz; `python -m torch.cuda._memory_viz`). Sizes are the bytes
+that are asked for, as torch records them; together they are at most the peak of the plan, at its fullest moment.
+Addresses are those of `CachingAllocator`. A block's frames say what it is: the value or state with its category, then
+the node that makes it, with the index of its instruction as the line. Context and communicators are not there: they are
+no memory of the allocator's.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ from piper_ir.plan import COMPUTE, Instr, Part, Plan, RolePlan, part_peak
 from piper_simulator.memory.caching_allocator import CachedBlock, CachingAllocator
 
 Snapshot = dict[str, Any]
-"""`segments` at the end of the step, `device_traces` with what happened on one device, and settings."""
+"""A snapshot has `segments` at the end of the step, `device_traces` with what happened on one device, and settings."""
 
 Frames = list[dict[str, Any]]
 
 
 def snapshot(plan: Plan, role: RolePlan, spans: Sequence[tuple[float, float]]) -> Snapshot:
-    """`spans`: start and end of each instruction of the role, in seconds. Values are allocated when their instruction starts and
-    freed when it ends; states are there before."""
+    """Return the snapshot of a role.
+
+    `spans` are start and end of each instruction of the role, in seconds. Values are allocated when their instruction
+    starts and freed when it ends; states are there before."""
     log = _Log()
     for state in role.states:
         log.allocate(state.id, state.nbytes, state.category, "before the step", -1)
@@ -47,7 +49,9 @@ def _run(log: _Log, plan: Plan, index: int, instr: Instr, start: int, end: int) 
 
 
 def _run_part(log: _Log, plan: Plan, index: int, instr: Instr, part: Part) -> None:
-    """What the part writes, and at its fullest moment what it holds beside: temporaries, or less inputs than it was given."""
+    """Allocate what the part writes, and at its fullest moment what it holds beside.
+
+    That is temporaries, or less of the inputs than it was given."""
     sizes = {v: plan.values[v].nbytes for v in (*part.reads, *part.writes)}
     beside = part_peak(plan, part, sizes) - sum(sizes[v] for v in part.writes)
     for v in part.frees:
@@ -66,7 +70,7 @@ def _run_part(log: _Log, plan: Plan, index: int, instr: Instr, part: Part) -> No
 
 
 class _Log:
-    """What the allocator is asked for, at `time_us`."""
+    """Log what the allocator is asked for, at `time_us`."""
 
     def __init__(self) -> None:
         self.time_us = 0
@@ -82,7 +86,7 @@ class _Log:
         self.allocate(value, found.nbytes, found.category, instr, index)
 
     def allocate(self, name: str, nbytes: int, category: str, instr: str, index: int) -> None:
-        """What has no bytes asks for none."""
+        """Allocate for a name. What has no bytes asks for none."""
         frames = [{"filename": category, "line": 0, "name": name}, {"filename": "plan", "line": max(index, 0), "name": instr}]
         block: CachedBlock | None = None
         if nbytes:

@@ -1,10 +1,11 @@
-"""The event engine: one SimPy process per stream of each role, and one per host. Its rules are those of `piper_ir.timing`, which
-sweeps the same plan in a fixed order instead; a property test holds the two against each other.
+"""Run plans by events: one SimPy process per stream of each role, and one per host.
 
-With `flows`, what runs at the same time slows each other down: an instruction then takes its duration only where nothing else
-runs beside it (`piper_simulator.contention.rates`). The sweep knows no such thing.
+The rules are those of `piper_ir.timing`, which sweeps the same plan in a fixed order instead; a property test holds the
+two against each other. With `flows`, what runs at the same time slows each other down: an instruction then takes its
+duration only where nothing else runs beside it (`piper_simulator.contention.rates`). The sweep knows no such thing.
 
-Deterministic: processes start in plan order, and SimPy handles events of one moment in the order in which they were made.
+The engine is deterministic: processes start in plan order, and SimPy handles events of one moment in the order in which
+they were made.
 """
 
 from __future__ import annotations
@@ -32,22 +33,25 @@ def run_engine(
     steps: int = 1,
     flows: Sequence[Flow] | None = None,
 ) -> list[Times]:
-    """Times of each of `steps` steps that follow each other without a barrier, in seconds since the start of the first.
-    `durations` per node, a group taking that of its first member; `latency` of a point-to-point transfer, `issue` per
-    instruction. `flows`: per group what it asks of links and devices, and its duration (0 where that in `durations` is); None:
-    nothing is shared."""
+    """Return the times of each of `steps` steps that follow each other without a barrier.
+
+    They are seconds since the start of the first step. `durations` are per node, a group taking that of its first
+    member; `latency` is that of a point-to-point transfer, `issue` is per instruction. `flows` say for each group what
+    it asks of links and devices, and its duration (0 where that in `durations` is); None: nothing is shared."""
     engine = _Engine(prepared, durations, latency, issue, steps, flows)
     engine.env.run()
     return engine.finish()
 
 
 PERIOD_STEPS = 6, 16
-"""How many steps are run to see them repeat, at first and then."""
+"""So many steps are run to see them repeat, at first and then."""
 
 
 def period(prepared: Prepared, durations: Sequence[float], flows: Sequence[Flow], *, latency: float, issue: float) -> float:
-    """`piper_ir.timing.period` under contention: by runs of the engine until steps repeat, to 1e-9. Steps count as long as every
-    stream has more to come: afterwards there is less to share with. Where a stream runs so far ahead that hardly any do, all."""
+    """Return the seconds per step in steady state under contention, as `piper_ir.timing.period` does without.
+
+    The engine runs until steps repeat, to 1e-9. Steps count as long as every stream has more to come: afterwards there
+    is less to share with. Where a stream runs so far ahead that hardly any do, all count."""
     last = [nodes[-1] for nodes in prepared.streams]
     host = host_seconds(prepared, issue)
     if not last:
@@ -64,7 +68,7 @@ def period(prepared: Prepared, durations: Sequence[float], flows: Sequence[Flow]
 
 @dataclass(slots=True, eq=False)
 class _Counter:
-    """Counts up, remembers when, and wakes who waits for a number."""
+    """Count up, remember when, and wake who waits for a number."""
 
     at: list[float] = field(default_factory=list)
     waiting: dict[int, list[Event]] = field(default_factory=dict)
@@ -78,18 +82,22 @@ class _Counter:
 
 @dataclass(slots=True, eq=False)
 class _Stream(_Counter):
-    """Counts what is done for waiters. `pending`: what has ended and is not, oldest first: whether it is itself under way."""
+    """Count what is done for waiters.
+
+    `pending` is what has ended and is not done, oldest first: whether it is itself under way."""
 
     pending: deque[bool] = field(default_factory=deque)
 
     def depart(self, env: Environment, latency: float) -> None:
-        """A transfer has left the stream free for the next, and reaches its waiters later."""
+        """Let a transfer leave the stream free for the next, and reach its waiters later."""
         self.pending.append(True)
         arrival = Timeout(env, latency)
         arrival.callbacks.append(lambda _: self._arrive(env.now))
 
     def _arrive(self, now: float) -> None:
-        """The oldest transfer under way arrives, and with it what ended behind it and only had to keep the order."""
+        """Count the oldest transfer under way as arrived.
+
+        With it arrives what ended behind it and only had to keep the order."""
         self.pending.popleft()
         self.count(now)
         while self.pending and not self.pending[0]:
@@ -99,7 +107,9 @@ class _Stream(_Counter):
 
 @dataclass(slots=True, eq=False)
 class _Meeting:
-    """A group of nodes that start together: the last to come runs it and lets the others go."""
+    """Start a group of nodes together.
+
+    The last to come runs it and lets the others go."""
 
     env: Environment
     size: int
@@ -110,7 +120,7 @@ class _Meeting:
     gate: Event | None = None
 
     def come(self) -> Event | None:
-        """What to wait for; None for the last, who must run the group."""
+        """Return what to wait for; None for the last, who must run the group."""
         self.came += 1
         if self.came == self.size:
             return None
@@ -119,15 +129,19 @@ class _Meeting:
         return self.gate
 
     def end(self, start: float) -> None:
-        """The group ran from `start` to now; a next step finds the meeting as new."""
+        """End the group, which ran from `start` to now.
+
+        A next step finds the meeting as new."""
         gate, self.gate, self.came, self.start = self.gate, None, 0, start
         if gate is not None:
             gate.succeed()
 
 
 class _Shared:
-    """Runs activities at the rates of a pool. A timer that was set for one which then became slower looks again at its new end;
-    one for which a nearer timer has been set since does nothing."""
+    """Run activities at the rates of a pool.
+
+    A timer that was set for one which then became slower looks again at its new end; one for which a nearer timer has
+    been set since does nothing."""
 
     def __init__(self, env: Environment, roles: int) -> None:
         self.env = env
@@ -135,7 +149,7 @@ class _Shared:
         self.ends: dict[Activity, tuple[Event, int]] = {}
 
     def begin(self, role: int, seconds: float, flow: Flow | None) -> Event:
-        """A message, or compute of a role, begins now; the event of its end."""
+        """Begin a message, or compute of a role, now; return the event of its end."""
         now, pool = self.env.now, self.pool
         activity = pool.compute(role, seconds, now) if flow is None else pool.message(flow, now)
         event = Event(self.env)
@@ -242,17 +256,21 @@ class _Engine:
                     stream.count(env.now)
 
     def _role(self, nodes: Sequence[int]) -> int:
-        """The role of a stream's nodes."""
+        """Return the role of a stream's nodes."""
         return next(r for r, after in enumerate(self.prepared.offsets[1:]) if nodes[0] < after)
 
     def _work(self, nodes: Sequence[int]) -> tuple[list[float], list[_Meeting | None]]:
-        """Per node its duration and its group's meeting; members of a group share the duration of the first."""
+        """Return for each node its duration and its group's meeting.
+
+        Members of a group share the duration of the first."""
         group_of, groups = self.prepared.group_of, self.prepared.groups
         durations = [self.durations[node if group_of[node] < 0 else groups[group_of[node]][0]] for node in nodes]
         return durations, [None if group_of[node] < 0 else self.meetings[group_of[node]] for node in nodes]
 
     def _needs(self, nodes: Sequence[int]) -> list[list[tuple[_Counter, int, int]]]:
-        """Per node the counters that must reach a number, which grows by the third entry with each step."""
+        """Return for each node the counters that must reach a number.
+
+        The number grows by the third entry with each step."""
         prepared = self.prepared
         role = self._role(nodes)
         first, size = prepared.offsets[role], self._instructions(role)

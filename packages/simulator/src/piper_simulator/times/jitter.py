@@ -1,16 +1,18 @@
-"""How a step is spread when durations vary from one time to the next.
+"""Say how a step is spread when durations vary from one time to the next.
 
-Law: each time that it runs, an instruction of the compute stream, or a message, takes its duration times a number of its own,
-lognormal with mean 1 and the given coefficient of variation c: exp(N(-s^2 / 2, s^2)) with s^2 = ln(1 + c^2). Healthy clusters
-show steps whose c is 0.05 to 0.5 % (cost-model.md 6).
+Law: each time that it runs, an instruction of the compute stream, or a message, takes its duration times a number of
+its own, lognormal with mean 1 and the given coefficient of variation c: exp(N(-s^2 / 2, s^2)) with s^2 = ln(1 + c^2).
+Healthy clusters show steps whose c is 0.05 to 0.5 %: 0.05 % between repeated runs of one configuration on 512 GPUs
+(vTrain, https://github.com/VIA-Research/vTrain), 0.19 % over the steps of NVIDIA's DGX Cloud benchmarks on 256 GPUs,
+0.5 % on two L4 (Mist, arXiv 2503.19050).
 
-Every rank draws for itself, also where a role stands for many: what they meet for waits for the latest of them, which is why more
-replicas make a step longer. So ranks are timed apart, by the sweep of `piper_ir.timing`: twice per repetition, once for a step
-alone and once for the next of steps that follow each other. Of very many ranks only some replicas are (`MOST`), and what is lost
-is said: the latest of few is earlier than the latest of all.
+Every rank draws for itself, also where a role stands for many: what they meet for waits for the latest of them, which
+is why more replicas make a step longer. So ranks are timed apart, by the sweep of `piper_ir.timing`: twice per
+repetition, once for a step alone and once for the next of steps that follow each other. Of very many ranks only some
+replicas are (`MOST`), and what is lost is said: the latest of few is earlier than the latest of all.
 
-Durations vary around what they last in the step alone, under contention as far as there is any: who shares with whom does not
-change with them. What the host needs to issue instructions does not vary.
+Durations vary around what they last in the step alone, under contention as far as there is any: who shares with whom
+does not change with them. What the host needs to issue instructions does not vary.
 """
 
 from __future__ import annotations
@@ -28,14 +30,16 @@ from piper_simulator.durations.instances import instances
 from piper_simulator.times.splitting import SplitPlan, each_rank
 
 MOST = 2_000_000
-"""Instructions that are timed, in all repetitions together: some seconds. At least two replicas are timed."""
+"""So many instructions are timed, in all repetitions together: some seconds. At least two replicas are timed."""
 WARM_UP = 3
-"""Steps before those whose seconds count as of steady state."""
+"""So many steps come before those whose seconds count as of steady state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Of seconds: percentiles 5, 50 and 95, mean and standard deviation (of the sample; 0 of one)."""
+    """Hold percentiles 5, 50 and 95, mean and standard deviation of seconds.
+
+    The standard deviation is that of the sample; 0 of one."""
 
     p5: float
     median: float
@@ -46,8 +50,18 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """`step_s`: seconds of a step from a common start, over repetitions; `period_s`: between the ends of steps that follow each
-    other. `ranks`: those that drew for themselves, of `world`; `note`: what is lost where these are not all, else empty."""
+    """Hold how a step is spread.
+
+    Attributes:
+        step_s: seconds of a step from a common start, over repetitions.
+        period_s: seconds between the ends of steps that follow each other.
+        jitter: the coefficient of variation.
+        repetitions: how many.
+        seed: of the draws.
+        ranks: those that drew for themselves.
+        world: all ranks.
+        note: what is lost where not all drew, else empty.
+    """
 
     step_s: Percentiles
     period_s: Percentiles
@@ -59,13 +73,15 @@ class Distribution:
     note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """For programs."""
+        """Return plain numbers, for programs."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class TimedPlan:
-    """What varies: `durations` per node of the plan of `parts`, as they last; `latency` and `issue` in seconds, which do not."""
+    """Hold what varies: `durations` per node of the plan of `parts`, as they last.
+
+    `latency` and `issue`, in seconds, do not vary."""
 
     plan: Plan
     parts: SplitPlan
@@ -76,7 +92,9 @@ class TimedPlan:
 
 
 def distribution(held: TimedPlan, jitter: float, *, seed: int = 0, repetitions: int = 200) -> Distribution:
-    """Equal arguments give equal numbers. PlanError: a jitter that is negative or not a number, repetitions below 1."""
+    """Draw durations and return how the step is spread. Equal arguments give equal numbers.
+
+    PlanError: a jitter that is negative or not a number, repetitions below 1."""
     if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not isfinite(jitter) or jitter < 0:
         raise PlanError(f"jitter is {jitter!r}; a coefficient of variation from 0 on is needed, e.g. 0.05")
     if type(repetitions) is not int or repetitions < 1:
@@ -105,7 +123,7 @@ def distribution(held: TimedPlan, jitter: float, *, seed: int = 0, repetitions: 
 
 
 def _varied(prepared: Prepared, durations: Sequence[float], jitter: float, random: Random) -> Iterator[list[float]]:
-    """Durations, drawn anew each time: of compute each on its own, of a message once for all its members."""
+    """Yield durations, drawn anew each time: of compute each on its own, of a message once for all its members."""
     variance = log(1 + jitter**2)
     mean, sigma, gauss = -variance / 2, variance**0.5, random.gauss
     first = {members[0] for members in prepared.groups}
@@ -118,8 +136,9 @@ def _varied(prepared: Prepared, durations: Sequence[float], jitter: float, rando
 
 
 def _left_out(held: TimedPlan, repetitions: int) -> frozenset[int]:
-    """The ranks of replicas that are not timed, so that no more than `MOST` instructions are. One of each sort of replica stays,
-    and at least two."""
+    """Return the ranks of replicas that are not timed, so that no more than `MOST` instructions are.
+
+    One of each sort of replica stays, and at least two."""
     plan, role_of = held.plan, held.parts.role_of
     replicas: dict[int, list[int]] = {}
     for rank in range(plan.mesh.world):
@@ -135,7 +154,7 @@ def _left_out(held: TimedPlan, repetitions: int) -> frozenset[int]:
 
 
 def _whole(plan: Plan, left_out: frozenset[int]) -> Iterator[bool]:
-    """Whether transfers keep both ends or lose both."""
+    """Yield whether each transfer keeps both ends or loses both."""
     for channel in plan.channels:
         if channel.kind == "p2p":
             yield all((a in left_out) == (b in left_out) for a, b in instances(plan, channel))

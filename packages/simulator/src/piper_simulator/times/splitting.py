@@ -1,15 +1,15 @@
-"""Roles split into ranks that behave alike, for timing: a slow rank or link, or another kind of device, holds up those that wait
-for it and no others.
+"""Split roles into ranks that behave alike, for timing.
 
-Ranks are alike when they run the same role on the same kind of device, equally slow, and when what they meet over each channel is
-alike: as many members in the same places, over the same links, of classes that are alike in turn. That is the coarsest such
-partition, found by refinement: ranks and instances of channels (and, where links are shared, the links) get colours by what they
-are, and new ones by the colours of their neighbours, until no class falls apart any more. Members of a class do the same at the
-same time: by induction over the instructions, and max-min fair shares are unique, so that equal messages get equal ones. Hence a
-simulation of the classes is the one of all ranks, at the cost of the classes.
+A slow rank or link, or another kind of device, holds up those that wait for it and no others. Ranks are alike when they
+run the same role on the same kind of device, equally slow, and when what they meet over each channel is alike: as many
+members in the same places, over the same links, of classes that are alike in turn. That is the coarsest such partition,
+found by refinement: ranks and instances of channels (and, where links are shared, the links) get colours by what they
+are, and new ones by the colours of their neighbours, until no class falls apart any more. Members of a class do the
+same at the same time: by induction over the instructions, and max-min fair shares are unique, so that equal messages
+get equal ones. Hence a simulation of the classes is the one of all ranks, at the cost of the classes.
 
-The split plan is a plan of the same ranks, in which each class is a role, and the instances of a channel that meet in the same
-classes are a channel. It is for timing: memory, buckets and what runs are those of the plan itself.
+The split plan is a plan of the same ranks, in which each class is a role, and the instances of a channel that meet in
+the same classes are a channel. It is for timing: memory, buckets and what runs are those of the plan itself.
 """
 
 from __future__ import annotations
@@ -28,8 +28,13 @@ from piper_simulator.durations.instances import instances
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """`plan`: with a role for each class of ranks; the plan itself where no role falls apart. `of`: per role of it the index of
-    the role in the plan that was split. `role_of`: per rank the index of its role in `plan`; -1 for a rank that was left out."""
+    """Hold a plan with a role for each class of ranks.
+
+    Attributes:
+        plan: the split plan; the plan itself where no role falls apart.
+        of: for each role of it the index of the role in the plan that was split.
+        role_of: for each rank the index of its role in `plan`; -1 for a rank that was left out.
+    """
 
     plan: Plan
     of: tuple[int, ...]
@@ -37,8 +42,10 @@ class SplitPlan:
 
 
 def split(plan: Plan, cluster: Cluster | None, *, shared: bool) -> SplitPlan:
-    """By what differs on a cluster. `shared`: messages share links (contention), so that it also matters who else uses them.
-    A class is called by its first rank, "pp0/3"; so is the channel of an instance, by its first member."""
+    """Split the roles of a plan by what differs on a cluster.
+
+    `shared`: messages share links (contention), so that it also matters who else uses them. A class is called by its
+    first rank, "pp0/3"; so is the channel of an instance, by its first member."""
     if cluster is None or plan.mesh.world == len(plan.roles) or plan.mesh.world > cluster.devices:
         return _whole(plan)
     meetings = _meetings(plan)
@@ -47,8 +54,9 @@ def split(plan: Plan, cluster: Cluster | None, *, shared: bool) -> SplitPlan:
 
 
 def each_rank(plan: Plan, left_out: frozenset[int] = frozenset()) -> SplitPlan:
-    """Every rank is a role of its own, but for those that are left out: of a channel the other members meet without them. A
-    transfer needs both its ends."""
+    """Make every rank a role of its own, but for those that are left out.
+
+    The other members of a channel meet without these. A transfer needs both its ends."""
     return _by_colours(plan, _meetings(plan), [-1 if r in left_out else r for r in range(plan.mesh.world)])
 
 
@@ -62,7 +70,7 @@ def _whole(plan: Plan) -> SplitPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Meeting:
-    """An instance of a channel."""
+    """Name an instance of a channel."""
 
     channel: int
     members: tuple[int, ...]
@@ -73,7 +81,7 @@ def _meetings(plan: Plan) -> list[_Meeting]:
 
 
 def _refined(plan: Plan, cluster: Cluster, meetings: Sequence[_Meeting], shared: bool) -> list[int]:
-    """Per rank its colour."""
+    """Return the colour of each rank."""
     graph = _Graph(plan, cluster, meetings)
     if shared:
         graph.add_links(wiring(cluster))
@@ -81,7 +89,9 @@ def _refined(plan: Plan, cluster: Cluster, meetings: Sequence[_Meeting], shared:
 
 
 class _Graph:
-    """Nodes: the ranks, the instances of channels, and the links that these pass through, each beside those that it touches."""
+    """Hold a graph of the ranks, the instances of channels, and the links that these pass through.
+
+    Each is beside those that it touches."""
 
     def __init__(self, plan: Plan, cluster: Cluster, meetings: Sequence[_Meeting]) -> None:
         world, role_of = plan.mesh.world, _whole(plan).role_of
@@ -112,7 +122,9 @@ class _Graph:
                 self._times[link].append(times)
 
     def seen(self, node: int, colours: Sequence[int]) -> Hashable:
-        """A transfer has two ends. The others wait for the last of their members: how many there are of a class does not
+        """Return what a node sees of its neighbours.
+
+        A transfer has two ends. The others wait for the last of their members: how many there are of a class does not
         matter, but where they share links it is seen there."""
         around = [colours[n] for n in self.neighbours[node]]
         if node < self._world:
@@ -163,7 +175,7 @@ def refined(
 
 
 def _nodes_by_colour(nodes: Iterable[int], colours: Sequence[int], size: Sequence[int]) -> dict[int, list[int]]:
-    """Without nodes that are alone in their class."""
+    """Group nodes by colour, without those that are alone in their class."""
     out: dict[int, list[int]] = {}
     for node in nodes:
         if size[colours[node]] > 1:
@@ -172,7 +184,7 @@ def _nodes_by_colour(nodes: Iterable[int], colours: Sequence[int], size: Sequenc
 
 
 def _by_colours(plan: Plan, meetings: Sequence[_Meeting], ranks: Sequence[int]) -> SplitPlan:
-    """The plan with a role per colour of ranks; those of colour -1 are left out."""
+    """Return the plan with a role per colour of ranks; those of colour -1 are left out."""
     own: dict[int, list[int]] = {}
     for rank, colour in enumerate(ranks):
         own.setdefault(colour, []).append(rank)
@@ -199,7 +211,9 @@ def _by_colours(plan: Plan, meetings: Sequence[_Meeting], ranks: Sequence[int]) 
 def _channels(
     plan: Plan, meetings: Sequence[_Meeting], ranks: Sequence[int], names: dict[int, str], role_at: dict[int, str]
 ) -> tuple[list[Channel], dict[int, dict[str, str]]]:
-    """The channels between classes; per class the name there of each channel of the plan. `role_at`: per class its role."""
+    """Return the channels between classes, and for each class the name there of each channel of the plan.
+
+    `role_at`: per class its role."""
     found: dict[tuple[int, tuple[int, ...]], int] = {}
     for m in meetings:
         there = [r for r in m.members if ranks[r] >= 0]
@@ -222,14 +236,16 @@ def _channels(
 
 
 def _part(role: RolePlan, name: str, ranks: tuple[int, ...], channels: dict[str, str]) -> RolePlan:
-    """A role of some of the ranks, with the channels as they are called there."""
+    """Return a role of some of the ranks, with the channels as they are called there."""
     renamed = any(old != new for old, new in channels.items())
     program = tuple([_on(instr, channels) for instr in role.program]) if renamed else role.program
     return replace(role, role=name, ranks=ranks, program=program)
 
 
 def _on(instr: Instr, channels: dict[str, str]) -> Instr:
-    """A message on the channel as it is called here; what computes is the same object, which costs are looked up by."""
+    """Return an instruction with its message on the channel as it is called here.
+
+    What computes is the same object, which costs are looked up by."""
     part = instr.parts[0]
     if not isinstance(part.op, COMM):
         return instr

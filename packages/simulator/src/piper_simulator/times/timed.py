@@ -1,4 +1,7 @@
-"""The times of a plan's steps, with contention or without: what everything that explains or reports a simulation rests on."""
+"""Time a plan's steps, with contention or without.
+
+Everything that explains or reports a simulation rests on these times.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,15 @@ from piper_simulator.times import engine
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Times in seconds, of a step alone and of the last of several. `durations`: per node, as long as it took in the step alone.
-    `period_s`: per step in steady state. `slowed_s`: how much longer compute took than alone, on the role where that was most;
-    None without contention."""
+    """Hold times in seconds, of a step alone and of the last of several.
+
+    Attributes:
+        first: times of the step alone.
+        last: times of the last of several.
+        durations: per node, as long as it took in the step alone.
+        period_s: per step in steady state.
+        slowed_s: how much longer compute took than alone, on the role where that was most; None without contention.
+    """
 
     first: Times
     last: Times
@@ -30,14 +39,17 @@ class Timed:
 
 
 def contention_applies(plan: Plan, cluster: Cluster | None) -> bool:
-    """Whether contention counts: nothing is shared where all durations are given or there is no cluster, and on a CPU the cost
-    model has counted it already."""
+    """Return whether contention counts.
+
+    Nothing is shared where all durations are given or there is no cluster, and on a CPU the cost model has counted it
+    already."""
     return cluster is not None and not cluster.synchronous and not given_only(plan)
 
 
 def shared_flows(plan: Plan, cluster: Cluster | None, prepared: Prepared, work: Sequence[Work]) -> list[Flow] | None:
-    """Return what messages ask for; None where contention does not count, or no message slows anything down. `work`: per node.
-    Errors: `piper_simulator.contention.flows.flows`."""
+    """Return what messages ask for; None where contention does not count, or no message slows anything down.
+
+    `work` is per node. Errors are those of `piper_simulator.contention.flows.message_flows`."""
     if cluster is None or not contention_applies(plan, cluster):
         return None
     found = message_flows(plan, prepared, work, wiring(cluster))
@@ -45,7 +57,9 @@ def shared_flows(plan: Plan, cluster: Cluster | None, prepared: Prepared, work: 
 
 
 def step_alone(prepared: Prepared, work: Sequence[Work], flows: Sequence[Flow] | None, *, latency: float, issue: float) -> Times:
-    """Times of one step from a common start. `flows`: see `shared_flows`; without them by the sweep, which the engine equals."""
+    """Return the times of one step from a common start.
+
+    `flows` are as in `shared_flows`; without them the sweep gives the times, which the engine equals."""
     durations = _alone(prepared, work, flows)
     if flows is None:
         return timing.sweep(prepared, durations, latency=latency, issue=issue)
@@ -55,8 +69,10 @@ def step_alone(prepared: Prepared, work: Sequence[Work], flows: Sequence[Flow] |
 def time_steps(
     prepared: Prepared, work: Sequence[Work], flows: Sequence[Flow] | None, *, latency: float, issue: float, steps: int = 1
 ) -> Timed:
-    """Run the engine: for the steps, for the period under contention, and then also for a step alone, whose end a next one would
-    slow down. `flows`: see `shared_flows`; the rest as in `engine.run`."""
+    """Run the engine for the steps, for the period under contention, and for a step alone.
+
+    A next step would slow the end of that one down. `flows` are as in `shared_flows`; the rest is as in `run_engine`.
+    """
     durations = _alone(prepared, work, flows)
     if flows is None:
         times = engine.run_engine(prepared, durations, latency=latency, issue=issue, steps=steps)
@@ -76,7 +92,9 @@ def time_steps(
 
 
 def _alone(prepared: Prepared, work: Sequence[Work], flows: Sequence[Flow] | None) -> list[float]:
-    """Per node the duration that the engine wants: a message on few SMs takes longer also where nothing is beside it."""
+    """Return the uncontended duration per node.
+
+    Messages limited to few SMs are slower even when alone, so their flow's duration is used."""
     durations = [w.seconds for w in work]
     for members, flow in zip(prepared.groups, flows or ()):
         durations[members[0]] = flow.seconds
