@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from piper.interrupts import INTERRUPTED, hear, leave
+from piper.interrupts import INTERRUPTED, TERMINATED, hear, leave
 from piper.options import (
     Address,
     AsJson,
@@ -390,6 +390,6 @@ def main() -> None:
     try:
         app()
     except SystemExit as e:
-        if e.code == INTERRUPTED:
-            leave()
+        if e.code in (INTERRUPTED, TERMINATED):
+            leave(e.code)
         raise

@@ -93,6 +93,10 @@ def failing(what: str) -> Any:
                 return x * float("inf"), t
             if what == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if what == "exit":
+                raise SystemExit("no more data")
+            if what == "interrupt":
+                raise KeyboardInterrupt
             time.sleep(1000)
         return x, t
 
@@ -102,6 +106,8 @@ def failing(what: str) -> Any:
 NAMED = {
     "poison": (NonFiniteLossError, "step 1 on rank 1, microbatch 1"),
     "kill": (ExecutionError, r"rank 0 was killed by SIGKILL: rank 0 ran instruction \d+ \(load\.inputs@1.* in step 1"),
+    "exit": (ExecutionError, r"rank 0, step 1: SystemExit: no more data was raised in the job's code .*Raise an exception"),
+    "interrupt": (ExecutionError, r"rank 0, step 1: KeyboardInterrupt was raised in the job's code"),
     "hang": (
         ExecutionError,
         r"no rank made progress for 4 s.*rank 0 ran instruction \d+ \(load\.inputs@1.*rank 1 .* for rank 0 in instr",

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from piper_ir.errors import ExecutionError, PiperError
+from piper_ir.usercode import user_line
 from piper_runtime.code import missing_operators
 from piper_runtime.emulate import EmulationRequest, emulate_rank
 from piper_runtime.engine import PeerError
@@ -88,6 +89,13 @@ def answer(seat: Seat, request: object) -> Any:
     except Exception as e:
         when = "before its first step" if seat.heart[PHASE] == LOADING else f"between instructions of step {seat.heart[STEP]}"
         message = f"rank {seat.rank} failed {when}: {type(e).__name__}: {e}"
+        return Failure("ExecutionError", message, "".join(traceback.format_exception(e)), False)
+    except (SystemExit, KeyboardInterrupt) as e:  # of the job's own code: who interrupts a run does not interrupt its workers
+        said = f": {e}" if str(e) else ""
+        message = (
+            f"rank {seat.rank}, step {seat.heart[STEP]}: {type(e).__name__}{said} was raised in the job's code{user_line(e)}, "
+            "and would end the process. Raise an exception such as RuntimeError to end a run"
+        )
         return Failure("ExecutionError", message, "".join(traceback.format_exception(e)), False)
 
 
