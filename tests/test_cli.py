@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from piper.cli import app
+from piper.loading import load_file
 
 RECIPE = """
 import torch
@@ -88,6 +91,34 @@ def test_run_writes_results_and_a_second_run_loses_nothing(recipe: Path, tmp_pat
         names = {p.name for p in folder.iterdir()}
         assert {"plan.json", "strategy.json", "predicted.json", "trace-predicted.json", "trace-measured.json"} <= names
     assert json.loads((first / "measured.json").read_text())["losses"] == measured["losses"]
+
+
+def test_a_run_keeps_its_weights_for_a_next_one(recipe: Path, tmp_path: Path) -> None:
+    result = piper("run", recipe, "--launcher", "inline", "--steps", 2, "--out", tmp_path / "runs")
+    weights = tmp_path / "runs" / "recipe-001" / "weights.pt"
+    assert f"weights are in {weights}" in result.stdout
+    found = torch.load(weights, weights_only=True)
+    job = load_file(recipe, {}).job
+    model = job.model()
+    model.load_state_dict(found)
+    torch.manual_seed(job.seed)
+    started = job.model().state_dict()
+    assert found.keys() == started.keys() and any(not torch.equal(t, started[n]) for n, t in found.items())
+    assert not list(weights.parent.glob("*.unfinished"))
+
+
+def test_weights_that_find_no_room_are_a_warning_and_leave_no_half(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(state: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("PytorchStreamWriter failed writing file data/2: file write failed")
+
+    monkeypatch.setattr(torch, "save", full)
+    result = piper("run", recipe, "--launcher", "inline", "--steps", 1, "--out", tmp_path / "runs")
+    assert result.exit_code == 0 and "The weights of this run are lost" in result.stderr
+    folder = tmp_path / "runs" / "recipe-001"
+    assert (folder / "measured.json").exists() and not list(folder.glob("weights*"))
 
 
 def test_a_saved_strategy_is_used(recipe: Path, tmp_path: Path) -> None:

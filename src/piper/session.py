@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +12,10 @@ from piper.costs_file import load_costs
 from piper.display import show
 from piper.frontdoor import Compiled, compile, execute
 from piper.reporting import report_at_end
-from piper.results import new_folder, save_plan, save_prediction
+from piper.results import new_folder, save_plan, save_prediction, save_weights
 from piper_compiler import Strategy
 from piper_ir.costs import Costs
+from piper_ir.errors import OutputError, PiperWarning
 from piper_ir.memory import on_device
 from piper_report.summary import beside_table
 from piper_simulator import Cluster, Simulation, load_cluster, simulate
@@ -93,9 +95,18 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
     )  # fmt: skip
     show(beside_table(prediction, run, title=f"predicted for {cluster.name} beside measured"))
     if folder is not None:
+        _keep_weights(folder, run)
         print(f"results are in {folder}")
         report_at_end(folder)
     return Session(compiled, prediction, run, folder)
+
+
+def _keep_weights(folder: Path, run: Run) -> None:
+    """Write what was trained, or warn: a report of the run is still to be written."""
+    try:
+        print(f"weights are in {save_weights(folder, run.state_dict())}")
+    except OutputError as e:
+        warnings.warn(f"{e}. The weights of this run are lost", PiperWarning, stacklevel=2)
 
 
 def _print_step(record: StepRecord) -> None:
