@@ -4,6 +4,9 @@ nothing."""
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +108,35 @@ def test_a_run_keeps_its_weights_for_a_next_one(recipe: Path, tmp_path: Path) ->
     started = job.model().state_dict()
     assert found.keys() == started.keys() and any(not torch.equal(t, started[n]) for n, t in found.items())
     assert not list(weights.parent.glob("*.unfinished"))
+
+
+@pytest.mark.parametrize("launcher", ["processes", "inline"])
+def test_an_interrupted_run_keeps_its_weights(launcher: str, recipe: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "piper",
+        "run",
+        recipe,
+        "--launcher",
+        launcher,
+        "--steps",
+        "1000000",
+        "--out",
+        tmp_path / "runs",
+    ]
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A suite that was started in the background of a shell ignores SIGINT.
+    hear = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
+    started = subprocess.Popen([*map(str, command)], cwd=tmp_path, preexec_fn=hear, **pipes)
+    assert started.stdout is not None
+    while not started.stdout.readline().startswith("step    3"):
+        assert started.poll() is None
+    started.send_signal(signal.SIGINT)
+    out, errors = started.communicate(timeout=60)
+    assert started.returncode == 130 and errors.endswith("piper: interrupted\n"), errors
+    weights = tmp_path / "runs" / "recipe-001" / "weights.pt"
+    assert f"weights are in {weights}" in out and torch.load(weights, weights_only=True)
 
 
 def test_weights_that_find_no_room_are_a_warning_and_leave_no_half(

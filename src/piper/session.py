@@ -71,6 +71,7 @@ def train(job: Job, strategy: Strategy, *, steps: int, settings: Settings = DEFA
 def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> Session:
     """As `train`; returns prediction and run. With a folder for results, writes a report there."""
     from piper.local import devices_of_runs
+    from piper_runtime.report import Interrupted
     from piper_runtime.run import check_request
 
     costs = settings.durations()
@@ -89,10 +90,15 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
         f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
         f"{steps} steps, launcher {settings.launcher}"
     )
-    run = execute(
-        compiled, steps=steps, launcher=settings.launcher, cluster=settings.address, timeout_s=settings.timeout_s, trace=True,
-        folder=folder, log=settings.log, ranges=settings.ranges, pool=settings.pool, on_step=_print_step,
-    )  # fmt: skip
+    try:
+        run = execute(
+            compiled, steps=steps, launcher=settings.launcher, cluster=settings.address, timeout_s=settings.timeout_s, trace=True,
+            folder=folder, log=settings.log, ranges=settings.ranges, pool=settings.pool, on_step=_print_step,
+        )  # fmt: skip
+    except Interrupted as e:
+        if folder is not None:
+            _keep_weights(folder, e.run)
+        raise
     show(beside_table(prediction, run, title=f"predicted for {cluster.name} beside measured"))
     if folder is not None:
         _keep_weights(folder, run)

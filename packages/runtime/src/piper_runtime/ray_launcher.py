@@ -164,6 +164,10 @@ class _Team:
                 raise ExecutionError(f"rank {rank} on {self.node(rank)} could not {what}: {_cause(e)}") from e
         return out
 
+    def finish_early(self, steps: int) -> bool:
+        """See `piper_runtime.pool.Team`: an interrupt at a terminal ends Ray's own processes too, and with them the actors."""
+        return False
+
     def end(self) -> None:
         """Kill every actor, and wait until those of this machine are gone."""
         if not self.ray.is_initialized():
