@@ -110,6 +110,11 @@ def test_a_run_keeps_its_weights_for_a_next_one(recipe: Path, tmp_path: Path) ->
     assert not list(weights.parent.glob("*.unfinished"))
 
 
+def _interruptible() -> None:
+    """Hear SIGINT, which a suite ignores that was started in the background of a shell."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.mark.parametrize("launcher", ["processes", "inline"])
 def test_an_interrupted_run_keeps_its_weights(launcher: str, recipe: Path, tmp_path: Path) -> None:
     command = [
@@ -126,9 +131,7 @@ def test_an_interrupted_run_keeps_its_weights(launcher: str, recipe: Path, tmp_p
         tmp_path / "runs",
     ]
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    # A suite that was started in the background of a shell ignores SIGINT.
-    hear = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
-    started = subprocess.Popen([*map(str, command)], cwd=tmp_path, preexec_fn=hear, **pipes)
+    started = subprocess.Popen([*map(str, command)], cwd=tmp_path, preexec_fn=_interruptible, **pipes)
     assert started.stdout is not None
     while not started.stdout.readline().startswith("step    3"):
         assert started.poll() is None
