@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from piper.interrupts import INTERRUPTED, hear, leave
+from piper.interrupts import INTERRUPTED, TERMINATED, hear, leave
 from piper.options import (
     Address,
     AsJson,
@@ -397,6 +397,6 @@ def main() -> None:
     except SystemExit as e:
         with user_errors():
             sys.stdout.flush()
-        if e.code == INTERRUPTED:
-            leave()
+        if e.code in (INTERRUPTED, TERMINATED):
+            leave(e.code)
         raise

@@ -25,9 +25,7 @@ TOY = toy("toy", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_nod
 NODE = ((0, 1, 2, 3),)
 
 
-def message(
-    channel: str, op: str, nbytes: int, instances: tuple[tuple[int, ...], ...] = NODE, on: Cluster = TOY
-) -> Message:
+def message(channel: str, op: str, nbytes: int, instances: tuple[tuple[int, ...], ...] = NODE, on: Cluster = TOY) -> Message:
     """With the duration that the formula gives it."""
     return Message(channel, op, nbytes, by_formula(on, op, nbytes, rank_group(on, instances[0])), instances, {0: None})
 

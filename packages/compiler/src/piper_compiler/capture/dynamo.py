@@ -286,8 +286,6 @@ def _traced(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targ
     return result
 
 
-
-
 def _specialised(module: fx.GraphModule, inputs: Sequence[Any], batch: Collection[int]) -> CaptureError | None:
     """The refusal of a model that fixed the number of rows while it was traced."""
     nodes = module.graph.find_nodes(op="placeholder")
