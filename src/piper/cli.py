@@ -143,9 +143,9 @@ def tune(
                 workers=searchers(workers), progress=progress,
             )  # fmt: skip
         if as_json:
-            print(json.dumps(as_numbers(study, folder)))
+            print(json.dumps(as_numbers(study, folder, space.job.global_batch)))
         else:
-            show_study(study, file.name)
+            show_study(study, file.name, space.job.global_batch)
         if folder:
             study.save(folder)
             print(files_text(study, folder), file=sys.stderr)
