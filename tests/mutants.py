@@ -1,9 +1,9 @@
 """The mutation score: seeded faults in compiler and runtime, and which check catches each. `python -m tests.mutants` prints the
 table.
 
-A compiler fault is one of tests/plan_faults.py or tests/schedule_faults.py (peaks are computed after it); a runtime fault is one
-of piper_runtime.faults. Each is tried on the cases below until `verify` or the parity suite objects. The exit code is 1 if a
-fault survives.
+A compiler fault is one of tests/plan_faults.py or tests/schedule_faults.py (peaks are computed after it), a runtime fault one of
+piper_runtime.faults, a job fault one of tests/job_faults.py. Each is tried on the cases below until `verify` or the parity suite
+objects. The exit code is 1 if a fault survives.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from piper_ir.verify import check
 from piper_runtime import faults
 from tests import compositions, parity
 from tests.compositions import Composition
+from tests.job_faults import JOBS, JobFault
 from tests.plan_faults import COMPILER, Change
 from tests.schedule_faults import SCHEDULE
 
@@ -36,19 +37,23 @@ CASES: tuple[Composition, ...] = (
     Composition("gpt", 2, 2, 4, "1f1b", "shared", bucket_mb=0.002),
     Composition("gpt", 2, 2, 4, "1f1b", "v", backward="split", bucket_mb=0.002),
     Composition("gpt_untied", 2, 1, 4, "random", "v", backward="mixed", overlap=True, seed=2),
+    Composition("gpt_refilled", 2, 1, 4, "zbv"),
+    Composition("gpt_untied", 2, 1, 2, "gpipe", optimizer="rmsprop"),
 )
 """Tied weights and many buckets on both axes; uneven weights; values that skip stages; groups, clipping and a schedule;
-dropout; buffers; a stage on two devices; split backwards with two chunks on a device, reduced and alone."""
+dropout; buffers; a stage on two devices; split backwards with two chunks on a device, reduced and alone; a batch function that
+refills its tensors, where a device loads inputs of two microbatches before targets; an optimizer that is not element-wise."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """`where`: "compiler" or "runtime"; `change` for the first, the name of the fault for the second."""
+    """`where`: "compiler", "runtime" or "job"; `change` of the first, the name of a fault of the second, `run` of the last."""
 
     name: str
     where: str
     about: str
     change: Change | None = None
+    run: JobFault | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,8 @@ def plan_of(case: Composition) -> Plan:
 
 def judge(mutant: Mutant) -> Result:
     """Try a fault on the cases until it is caught. ValueError when no case offers a place for it."""
+    if mutant.run is not None:
+        return _judge_run(mutant, mutant.run)
     tried = False
     for case in CASES:
         plan: Plan | None = plan_of(case)
@@ -87,6 +94,25 @@ def judge(mutant: Mutant) -> Result:
         seen = _parity(mutant, case, plan)
         if rules or seen:
             return Result(mutant, rules, seen, str(case))
+    if not tried:
+        raise ValueError(f"{mutant.name} finds no place in any case")
+    return Result(mutant, "", "", "")
+
+
+def _judge_run(mutant: Mutant, fault: JobFault) -> Result:
+    """Try a fault of a job on the cases until it is caught."""
+    tried = False
+    for case in CASES:
+        try:
+            judged = fault(case)
+        except PiperError as e:
+            return Result(mutant, "", f"{type(e).__name__}: {str(e).splitlines()[0]}", str(case))
+        if judged is None:
+            continue
+        tried = True
+        found = parity.differences(parity.Outcome.of(judged[0]), judged[1])
+        if found:
+            return Result(mutant, "", str(found[0]), str(case))
     if not tried:
         raise ValueError(f"{mutant.name} finds no place in any case")
     return Result(mutant, "", "", "")
@@ -113,6 +139,7 @@ def _parity(mutant: Mutant, case: Composition, plan: Plan) -> str:
 MUTANTS: tuple[Mutant, ...] = (
     *(Mutant(f.__name__, "compiler", (f.__doc__ or "").strip().splitlines()[0], f) for f in (*COMPILER, *SCHEDULE)),
     *(Mutant(name, "runtime", fault.about) for name, fault in faults.FAULTS.items()),
+    *(Mutant(f.__name__, "job", (f.__doc__ or "").strip().splitlines()[0], run=f) for f in JOBS),
 )
 
 

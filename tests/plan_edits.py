@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from piper_ir.ops import COMM, AllReduce, Compute
+from piper_ir.ops import COMM, Collective, Compute
 from piper_ir.plan import Instr, Part, Plan, RolePlan
 
 Wanted = Callable[[RolePlan, Part], bool]
@@ -76,7 +76,7 @@ def inserted(program: list[Instr], at: int, instr: Instr) -> list[Instr]:
 def bucket_of(instr: Instr) -> str:
     """The bucket that an instruction reduces, "" for every other instruction."""
     op = instr.parts[0].op
-    return op.bucket if isinstance(op, AllReduce) else ""
+    return op.bucket if isinstance(op, Collective) else ""
 
 
 def channel_of(instr: Instr) -> str:

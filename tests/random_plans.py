@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from piper_ir.mesh import Mesh
-from piper_ir.ops import AllReduce, Compute, Op, Recv, Send
+from piper_ir.ops import Collective, Compute, Op, Recv, Send
 from piper_ir.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan, Value
 from piper_ir.program import Chunk, Cost, Signature
 from piper_ir.sizes import TensorSpec
@@ -63,7 +63,7 @@ class PlanBuilder:
             Channel(name, "group", tuple(map(_role, members)), tuple(self.stream(name, m) for m in members), ("dp",), "reduce"),
         )
         for m in members:
-            self._append(m, self.stream(name, m), AllReduce(name), waits.get(m, ()), f"{name}.reduce")
+            self._append(m, self.stream(name, m), Collective("all_reduce", name), waits.get(m, ()), f"{name}.reduce")
 
     def stream(self, channel: str, role: int) -> str:
         """The stream that a channel uses on a role; overridden where several channels share one."""
@@ -153,7 +153,7 @@ def _durations(plan: Plan, rng: Random | None) -> list[float]:
                 assert seconds is not None
                 out.append(seconds)
                 continue
-            assert isinstance(op, Send | Recv | AllReduce)
+            assert isinstance(op, Send | Recv | Collective)
             k = uses[op.channel] = uses.get(op.channel, 0) + 1
             out.append(of_use.setdefault((op.channel, k), rng.choice((0.0, 0.5, 1.0, 0.1)) if rng else 0.0))
     return out

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import combinations
 
-from piper_ir.ops import Compute, Recv, Update
+from piper_ir.ops import Compute, Load, Recv, Update
 from piper_ir.plan import COMPUTE, Instr, Part, Plan, RolePlan
 from tests.plan_edits import bucket_of, every_part, inserted, instructions, is_step, with_instr, with_op, with_program, without
 
@@ -156,8 +157,34 @@ def stale_second_copy(plan: Plan) -> Plan | None:
     return None
 
 
+def buffer_read_early(plan: Plan) -> Plan | None:
+    """A chunk reads a buffer before another has updated it for the microbatch before."""
+    updating = {c.id: o.ref for c in plan.chunks for o in c.outputs if o.kind == "buffer"}
+    reading = {c.id for c in plan.chunks for i in c.inputs if i.kind == "buffer" and i.ref in updating.values()} - set(updating)
+    for role in plan.roles:
+        for k, j in combinations(range(len(role.program)), 2):
+            update, read = role.program[k], role.program[j]
+            for part in read.parts:
+                loads = [p for p in read.parts if isinstance(p.op, Load) and set(p.writes) <= set(part.reads)]
+                loaded = {v for p in loads for v in p.writes}
+                mine = isinstance(part.op, Compute) and part.op.step == "F" and part.op.chunk in reading
+                if mine and set(part.reads) <= loaded and _forwards(update) & set(updating):
+                    moved = [*loads, part]
+                    early = replace(update, parts=(*moved, *update.parts))
+                    late = replace(read, parts=tuple(p for p in read.parts if p not in moved))
+                    return with_program(
+                        plan, role, [*role.program[:k], early, *role.program[k + 1 : j], late, *role.program[j + 1 :]]
+                    )
+    return None
+
+
+def _forwards(instr: Instr) -> set[str]:
+    """The chunks whose forward an instruction runs."""
+    return {p.op.chunk for p in instr.parts if isinstance(p.op, Compute) and p.op.step == "F"}
+
+
 SCHEDULE: tuple[Change, ...] = (
     weight_before_input_gradient, handed_to_the_other_microbatch, local_hand_off_of_the_other_microbatch,
     activation_of_the_other_chunk, freed_before_the_weight_gradient, lost_weight_gradient, repeated_weight_gradient,
-    gradient_of_the_other_chunk, reduced_after_the_last_input_gradient, stale_second_copy,
+    gradient_of_the_other_chunk, reduced_after_the_last_input_gradient, stale_second_copy, buffer_read_early,
 )  # fmt: skip

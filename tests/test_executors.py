@@ -4,6 +4,8 @@ waits for."""
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -11,9 +13,15 @@ import torch
 from torch import nn
 
 import piper
+from piper.emulation import durations_on
+from piper_ir.ops import COMM
 from piper_ir.plan import Plan
 from piper_ir.trace import Span, Trace
+from piper_ir.traffic import Traffic
+from piper_runtime import execute
+from piper_runtime.emulate import emulate
 from piper_runtime.processes import Pool
+from tests import collective_model, collective_plans
 
 CLOCK = 1e-6
 """Seconds by which clocks read in different threads may disagree."""
@@ -46,10 +54,6 @@ def compiled() -> piper.Compiled:
     return piper.compile(job, piper.Strategy(piper.Mesh(pp=2, dp=2), recipe))
 
 
-def simulated() -> Trace:
-    return piper.simulate(compiled().plan, "h100x8", steps=2).trace
-
-
 @lru_cache
 def workers() -> Pool:
     return Pool(4)
@@ -63,12 +67,41 @@ def run(launcher: str) -> piper.Run:
 
 
 LAUNCHERS = ("inline", "processes", "ray", "emulated")
-TRACES = {"simulate": simulated, **{name: lambda name=name: run(name).trace for name in LAUNCHERS}}
 
 
-@pytest.fixture(scope="module", params=TRACES)
-def trace(request: pytest.FixtureRequest) -> Trace:
-    return TRACES[request.param]()
+@lru_cache
+def by_hand(n: int) -> Plan:
+    return collective_plans.plan(n)
+
+
+def executed(n: int, launcher: str) -> Trace:
+    """A plan with every collective of values, on n ranks."""
+    plan = by_hand(n)
+    if launcher == "simulate":
+        return piper.simulate(plan, "h100x8", steps=2).trace
+    if launcher == "emulated":
+        found = emulate(plan, durations_on(plan, piper.load_cluster("h100x8")), steps=2, trace=True, pool=workers())
+        return found.trace
+    more = {"pool": workers()} if launcher == "processes" else {}
+    job, code = collective_model.job(n), collective_model.code(n)
+    return execute(plan, code, job, steps=3, launcher=launcher, trace=True, **more).trace  # type: ignore[arg-type]
+
+
+Executed = tuple[Plan, Trace]
+RUNS: dict[str, Callable[[], Executed]] = {
+    "simulate": lambda: (compiled().plan, piper.simulate(compiled().plan, "h100x8", steps=2).trace),
+    **{name: lambda name=name: (compiled().plan, run(name).trace) for name in LAUNCHERS},
+    **{
+        f"{name}, collectives of {n}": lambda name=name, n=n: (by_hand(n), executed(n, name))
+        for name in ("simulate", "inline", "processes", "emulated")
+        for n in (2, 4)
+    },
+}
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def ran(request: pytest.FixtureRequest) -> Executed:
+    return RUNS[request.param]()
 
 
 def by_rank(trace: Trace) -> dict[int, list[Span]]:
@@ -78,13 +111,14 @@ def by_rank(trace: Trace) -> dict[int, list[Span]]:
     return out
 
 
-def test_it_is_the_trace_of_this_plan(trace: Trace) -> None:
-    assert trace.plan_key == compiled().plan.key
+def test_it_is_the_trace_of_this_plan(ran: Executed) -> None:
+    plan, trace = ran
+    assert trace.plan_key == plan.key
     assert trace.kind in ("simulated", "executed")
 
 
-def test_every_instruction_runs_once_on_every_rank(trace: Trace) -> None:
-    plan = compiled().plan
+def test_every_instruction_runs_once_on_every_rank(ran: Executed) -> None:
+    plan, trace = ran
     ranks = by_rank(trace)
     assert sorted(ranks) == list(range(plan.mesh.world))
     for rank, spans in ranks.items():
@@ -110,16 +144,24 @@ def violations(plan: Plan, trace: Trace) -> list[str]:
     return out
 
 
-def test_streams_run_in_order_and_waits_hold(trace: Trace) -> None:
-    assert violations(compiled().plan, trace) == []
+def test_streams_run_in_order_and_waits_hold(ran: Executed) -> None:
+    assert violations(*ran) == []
 
 
-def test_negative_control_a_span_moved_early_is_noticed(trace: Trace) -> None:
-    from dataclasses import replace
+def test_members_of_a_communication_carry_the_bytes_of_its_message(ran: Executed) -> None:
+    plan, trace = ran
+    traffic = Traffic(plan)
+    for span in trace.spans:
+        part = plan.role_of(span.rank).program[span.instr].parts[0]
+        if isinstance(part.op, COMM):
+            assert span.bytes == traffic.message(part.op, part), span.name
 
+
+def test_negative_control_a_span_moved_early_is_noticed(ran: Executed) -> None:
+    plan, trace = ran
     late = max(trace.spans, key=lambda s: s.start)
     moved = tuple(replace(s, start=s.start - 1e3, end=s.end - 1e3) if s is late else s for s in trace.spans)
-    assert violations(compiled().plan, replace(trace, spans=moved))
+    assert violations(plan, replace(trace, spans=moved))
 
 
 @pytest.mark.parametrize("launcher", ["processes", "ray"])

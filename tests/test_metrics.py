@@ -39,7 +39,7 @@ def plan(tokens: int | None = 32) -> Plan:
 
 
 def record(step: int) -> StepRecord:
-    return StepRecord(step, 2.0 / (step + 1), 0.25)
+    return StepRecord(step, 2.0 / (step + 1), 0.25, 0.125)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -52,9 +52,9 @@ def test_every_step_is_a_line_as_soon_as_it_is_done(tmp_path: Path) -> None:
             metrics(record(step))
             assert [line["step"] for line in lines(tmp_path)] == list(range(step + 1))
     last = lines(tmp_path)[-1]
-    assert last.keys() == {"step", "loss", "step_s", "tokens_per_s", "time"}
+    assert last.keys() == {"step", "loss", "step_s", "batch_s", "tokens_per_s", "time"}
     assert (last["loss"], last["step_s"], last["tokens_per_s"]) == (2 / 3, 0.25, 2 * 32 / 0.25)
-    assert last["time"] > 1.7e9
+    assert last["time"] > 1.7e9 and last["batch_s"] == 0.125
 
 
 def test_tokens_per_second_are_null_when_nobody_says_how_many_a_row_has(tmp_path: Path) -> None:
@@ -183,6 +183,7 @@ def test_tensorboard_gets_scalars_by_step(fakes: list[tuple[Any, ...]], tmp_path
         ("add_scalar", "loss", 0.4, 4),
         ("add_scalar", "step_s", 0.25, 4),
         ("add_scalar", "tokens_per_s", 256.0, 4),
+        ("add_scalar", "batch_s", 0.125, 4),
         ("close",),
     ]
     assert len(lines(tmp_path)) == 1
@@ -194,7 +195,7 @@ def test_weights_and_biases_get_a_run_with_the_facts_of_the_plan(fakes: list[tup
     (started, options), *rest = fakes
     assert started == "init" and options["project"] == "piper" and options["name"] == tmp_path.name
     assert options["config"] | {"plan": ""} == {"plan": "", "mesh_pp": 2, "microbatches": 2, "rows": 1, "global_batch": 2}
-    assert rest == [("log", {"loss": 0.4, "step_s": 0.25}, 4), ("finish",)]
+    assert rest == [("log", {"loss": 0.4, "step_s": 0.25, "batch_s": 0.125}, 4), ("finish",)]
 
 
 def test_a_library_that_cannot_start_is_one_message_and_closes_the_others(

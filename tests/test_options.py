@@ -44,6 +44,13 @@ def test_what_is_no_argument_of_a_command_stays(said: str) -> None:
     assert in_flags(said) == said
 
 
+def test_an_argument_that_is_no_option_of_the_command_stays() -> None:
+    said = "zero_bubble(memory_limit=nan): a number is needed; tune(workers=9): too many"
+    assert in_flags(said, {"workers"}) == "zero_bubble(memory_limit=nan): a number is needed; --workers 9: too many"
+    assert in_flags("execute(cluster='h:1'): no", {"address"}) == "--address h:1: no"
+    assert in_flags("execute(cluster='h:1'): no", {"cluster"}) == "execute(cluster='h:1'): no"
+
+
 def test_tune_takes_addresses_as_workers() -> None:
     assert [searchers(w) for w in ("3", "ray", "local", "h:1")] == [3, "ray", "local", "h:1"]
     with pytest.raises(JobError, match="--workers many: a number of processes, ray, local or"):

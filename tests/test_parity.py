@@ -12,7 +12,7 @@ import piper
 from piper_compiler import Strategy, order, place, recipes, split
 from piper_ir.errors import CompileError
 from piper_ir.mesh import Mesh
-from piper_ir.ops import AllReduce, Compute
+from piper_ir.ops import Collective, Compute
 from piper_ir.plan import Plan
 from piper_ir.select import where
 from piper_ir.verify import verify
@@ -266,5 +266,5 @@ def test_gradients_are_reduced_once_per_step() -> None:
     """dp=2, m=4: a reduction per microbatch would add up sums that are sums already."""
     plan = compositions.compiled(Composition("gpt", 1, 2, 4, bucket_mb=0.01)).plan
     for role in plan.roles:
-        reduced = [p.op.bucket for i in role.program for p in i.parts if isinstance(p.op, AllReduce) and p.op.bucket]
+        reduced = [p.op.bucket for i in role.program for p in i.parts if isinstance(p.op, Collective) and p.op.bucket]
         assert sorted(reduced) == sorted(b.id for b in plan.buckets) and len(reduced) > 3

@@ -23,7 +23,7 @@ from piper import models
 from piper_ir.plan import COMPUTE, Channel
 from piper_ir.program import Cost, Kernel
 from piper_ir.timing import IssueOrder, Times, prepare_orders
-from piper_simulator import Cluster, Message, MessageOp, by_formula, demands, rank_group, run_engine, step_seconds, wiring
+from piper_simulator import Cluster, Message, by_formula, demands, rank_group, run_engine, step_seconds, wiring
 
 DTYPE, ITEM = "bfloat16", 2
 MIB = 1 << 20
@@ -76,7 +76,7 @@ class Setting:
         """Bytes of the gradients of the head."""
         return ITEM * self.config.vocab * self.config.width
 
-    def seconds(self, op: MessageOp, nbytes: float) -> float:
+    def seconds(self, op: str, nbytes: float) -> float:
         """Of a message alone."""
         found = by_formula(self.cluster, op, nbytes, rank_group(self.cluster, self.members))
         if op != "all_to_all" or self.reached is None:
@@ -156,7 +156,7 @@ class Program:
         return Ran(tuple(self.items), times)
 
     def _message(self, item: Item) -> Message:
-        op: MessageOp = "all_to_all" if item.kind == "exchange" else "all_reduce"
+        op = "all_to_all" if item.kind == "exchange" else "all_reduce"
         return Message(item.kind, op, item.nbytes, item.seconds, (self.setting.members,), {0: None})
 
 

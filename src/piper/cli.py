@@ -97,7 +97,7 @@ def simulate(
 
     Example: piper simulate FILE.py --cluster h100x8 --why; piper simulate FILE.py --versus microbatches=16
     """
-    with user_errors():
+    with user_errors(locals()):
         from piper.predicting import Noise, Shown, Target, simulated
 
         target, noise = Target(cluster, costs, not no_contention), Noise.of(jitter, repetitions, seed)
@@ -125,7 +125,7 @@ def tune(
 
     Example: piper tune examples/gpt_text.py --costs costs.json --confirm 2
     """
-    with user_errors():
+    with user_errors(locals()):
         from piper.costs_file import load_costs
         from piper.loading import load_space
         from piper.reporting import report_at_end
@@ -175,7 +175,7 @@ def run(
 
     Example: piper run examples/gpt_text.py --steps 20; without a GPU: piper run examples/gpt_text.py --emulate h100x8
     """
-    with user_errors():
+    with user_errors(locals()):
         from piper.costs_file import load_costs
         from piper.loading import load_file
         from piper.metrics import log_names
@@ -230,7 +230,7 @@ def profile(
 
     Example: piper profile examples/gpt_text.py --out costs.json
     """
-    with user_errors():
+    with user_errors(locals()):
         from piper.costs_file import check_costs_path, costs_table, save_costs
         from piper.display import show
         from piper.loading import load_file
@@ -258,7 +258,7 @@ def report(
 
     Example: piper report runs/gpt_text-001
     """
-    with user_errors():
+    with user_errors(locals()):
         from piper.reporting import report as show_report
 
         with redirect_stdout(StringIO()) if as_json else nullcontext():
@@ -274,7 +274,7 @@ def explain(file: File, params: Params = None, strategy: StrategyFile = None, as
 
     Example: piper explain examples/gpt_text.py
     """
-    with user_errors():
+    with user_errors(locals()):
         from piper.explain import explain as text
         from piper.explain import facts
         from piper.frontdoor import compile
@@ -308,7 +308,7 @@ def show(
 
     Example: piper show examples/gpt_text.py --png schedule.png; piper show --recipe one_f_one_b --pp 4 --microbatches 8
     """
-    with user_errors():
+    with user_errors(locals()):
         from piper.costs_file import load_costs
         from piper.frontdoor import compile
         from piper.loading import load_file, load_recipes
@@ -337,7 +337,7 @@ def recipes(file: RecipeFile = None, as_json: AsJson = False) -> None:
 
     Example: piper recipes; piper recipes FILE.py (with those that FILE.py registers)
     """
-    with user_errors():
+    with user_errors(locals()):
         from piper.loading import load_recipes
         from piper.recipe_view import listing, rows
 
@@ -358,13 +358,14 @@ def verify(
 
     Example: piper verify examples/gpt_text.py
     """
-    with user_errors():
+    with user_errors(locals()):
         from piper.loading import load_file
         from piper.verification import verify_strategy
 
         recipe = load_file(file, pairs(params), strategy)
         found = verify_strategy(recipe.job, recipe.strategy, steps=steps)
-        print(json.dumps({"equal": found.equal, "text": found.text()}) if as_json else found.text())
+        numbers = {"equal": found.equal, "equal_whole_batch": found.equal_whole_batch, "text": found.text()}
+        print(json.dumps(numbers) if as_json else found.text())
         if not found.equal:
             raise typer.Exit(1)
 
@@ -375,7 +376,7 @@ def doctor(as_json: AsJson = False) -> None:
 
     Example: piper doctor
     """
-    with user_errors():
+    with user_errors(locals()):
         from piper.doctor import as_rows, examine, text
 
         found = examine()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from piper.frontdoor import Compiled
+from piper.frontdoor import Compiled, advancing_notice
 from piper_ir.ops import Compute
 from piper_ir.plan import Instr, Plan, RolePlan
 from piper_ir.program import Chunk, Step
@@ -186,6 +186,15 @@ def _communication(plan: Plan) -> str:
 
 
 def _notes(compiled: Compiled) -> str:
+    return "\n".join(note for note in (_random_note(compiled), _advancing_note(compiled)) if note)
+
+
+def _advancing_note(compiled: Compiled) -> str:
+    notice = advancing_notice(compiled)
+    return f"note: {notice}" if notice else ""
+
+
+def _random_note(compiled: Compiled) -> str:
     random = [c.id for c in compiled.program.chunks if c.random]
     if not random:
         return ""

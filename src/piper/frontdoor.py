@@ -3,42 +3,61 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from dataclasses import fields as dataclass_fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from piper.metrics import OnStep, recorded
 from piper.results import hang_report, new_folder, save_run
-from piper_compiler import Options, Strategy, Training, compile_program
+from piper_compiler import Lowered, Options, Strategy, Training, compile_program
 from piper_ir.collector import no_garbage_collection
 from piper_ir.costs import Costs
-from piper_ir.errors import CompileError, JobError, OutputError, PiperWarning
+from piper_ir.errors import CompileError, JobError, OutputError, PiperWarning, PlanError
 from piper_ir.graph import Graph
 from piper_ir.plan import Plan
 from piper_ir.program import Program
 
 if TYPE_CHECKING:
-    from piper_compiler.capture import Captured, CodeStore
+    from piper.content import Content
+    from piper_compiler.capture import Advancing, Captured, CodeStore
     from piper_runtime import Job, Run
+    from piper_runtime.optimizer import OptimizerSpec
     from piper_simulator import Cluster
 
 
 MOST_CAPTURES = 16
 """Captured models that are kept; the oldest goes first."""
-_CAPTURES: dict[tuple[int, int, int, str], tuple[Job, Captured]] = {}  # the job keeps its callables, and so their ids, alive
+_CAPTURES: dict[CaptureKey, Captured] = {}
+_BATCHES: dict[Content, str] = {}
+
+
+@dataclass(frozen=True)
+class CaptureKey:
+    """What a capture depends on: the content of model and loss, what the batch looks like, and dtypes. Jobs with equal keys share
+    one capture; the same callables with another content do not."""
+
+    content: Content
+    batch: str
+    precision: str
+    default_dtype: str
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A strategy compiled for a job or a program. `job` and `code` are None for a program without code (synthetic or loaded)."""
+    """A strategy compiled for a job or a program. `job` and `code` are None for a program without code (synthetic or loaded), and
+    so is `trainable`: names of the parameters that had requires_grad when the model was captured. `advancing`: buffers of the
+    job's model that advance once per microbatch."""
 
     program: Program
     graph: Graph
     plan: Plan
     job: Job | None = None
     code: CodeStore | None = None
+    trainable: frozenset[str] | None = None
+    advancing: tuple[Advancing, ...] = ()
 
 
 def compile(
@@ -70,7 +89,7 @@ def compile(
         raise CompileError("compile: global_batch is given with a Program only; a Job has its own")
     captured = captured_job(source)
     spec = optimizer_spec(source, captured.program.params)
-    lowered = compile_program(
+    lowered = _with_remarks(captured)(
         captured.program,
         strategy,
         global_batch=source.global_batch,
@@ -79,13 +98,50 @@ def compile(
         options=options,
         at_rows=lambda rows: program_at(captured, rows),
     )
-    if len(lowered.plan.roles) > 1 and not spec.separable:
+    check_separable(spec, lowered.plan)
+    trainable = frozenset(p.name for p in captured.forward.params if p.requires_grad)
+    made = Compiled(lowered.graph.program, lowered.graph, lowered.plan, source, captured.code, trainable, captured.advancing)
+    if notice := advancing_notice(made):
+        warnings.warn(notice, PiperWarning, stacklevel=2)
+    return made
+
+
+def check_separable(spec: OptimizerSpec, plan: Plan) -> None:
+    """JobError when an optimizer may couple parameters that a plan puts on several roles."""
+    if len(plan.roles) > 1 and not spec.separable:
         raise JobError(
             f"Job.optimizer returned {spec.kind}, which is not known to update each parameter by itself, while "
-            f"this strategy puts parameters on {len(lowered.plan.roles)} roles; use an optimizer of torch.optim, "
+            f"this strategy puts parameters on {len(plan.roles)} roles; use an optimizer of torch.optim, "
             "or a strategy without place"
         )
-    return Compiled(lowered.graph.program, lowered.graph, lowered.plan, source, captured.code)
+
+
+def advancing_notice(compiled: Compiled) -> str:
+    """Say which buffers advance more than once in a step of this plan; "" if none does."""
+    if not compiled.advancing or compiled.plan.microbatches == 1:
+        return ""
+    shown = ", ".join(f"{a.name!r} ({a.line})" for a in compiled.advancing[:3])
+    more = f" and {len(compiled.advancing) - 3} more" if len(compiled.advancing) > 3 else ""
+    return (
+        f"forward changes buffers from their own content or from the batch: {shown}{more}. They advance once per microbatch, "
+        f"{compiled.plan.microbatches} times in a step, while the whole batch in one forward advances them once. If it matters, "
+        "update them outside of forward, or use one microbatch; `piper verify` compares with both"
+    )
+
+
+def _with_remarks(captured: Captured) -> Callable[..., Lowered]:
+    """`compile_program`, whose errors add what capture knows of the chunks that they are about."""
+
+    def compiled(*args: Any, **more: Any) -> Lowered:
+        try:
+            return compile_program(*args, **more)
+        except CompileError as error:
+            said = dict.fromkeys(captured.remarks[chunk] for chunk in error.chunks if chunk in captured.remarks)
+            if not said:
+                raise
+            raise CompileError("\n".join([str(error), *said]), error.chunks) from error
+
+    return compiled
 
 
 def program_at(captured: Captured, rows: int) -> Program:
@@ -101,12 +157,44 @@ def program_at(captured: Captured, rows: int) -> Program:
 
 def captured_job(job: Job) -> Captured:
     """The capture of a job's model; jobs that differ only in what capture does not see share one."""
-    key = (id(job.model), id(job.batch), id(job.loss), job.precision.params)  # callables need not be hashable
+    key = capture_key(job)
     if key not in _CAPTURES:
         if len(_CAPTURES) == MOST_CAPTURES:
             _CAPTURES.pop(next(iter(_CAPTURES)))
-        _CAPTURES[key] = job, _capture(job)
-    return _CAPTURES[key][1]
+        _CAPTURES[key] = _capture(job)
+    return _CAPTURES[key]
+
+
+def capture_key(job: Job) -> CaptureKey:
+    """Return what the capture of a job depends on. Of the batch that is what two rows of it look like; the function is asked once
+    for each content that it has."""
+    import torch
+
+    from piper.content import content_of
+
+    content = content_of(job.batch)
+    if content not in _BATCHES:
+        if len(_BATCHES) == MOST_CAPTURES:
+            _BATCHES.pop(next(iter(_BATCHES)))
+        _BATCHES[content] = _looks(job)
+    return CaptureKey(content_of(job.model, job.loss), _BATCHES[content], job.precision.params, str(torch.get_default_dtype()))
+
+
+def _looks(job: Job) -> str:
+    """Return the structure, shapes and dtypes of the rows that a capture asks for, the number of rows left out."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    from piper_compiler.capture.model import ASKED_ROWS
+    from piper_runtime.job import call_batch
+
+    rows = range(min(ASKED_ROWS, job.global_batch))
+    leaves, structure = pytree.tree_flatten(call_batch(job.batch, 0, rows))
+    looks = [
+        f"{leaf.dtype} {tuple(leaf.shape[1:])} {leaf.shape[:1] == (len(rows),)}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+        for leaf in leaves
+    ]
+    return f"{structure} {looks}"
 
 
 def _capture(job: Job) -> Captured:
@@ -126,6 +214,41 @@ def check_same_job(compiled: Compiled, job: Job) -> None:
             raise JobError(
                 f"execute: the job's {name} is {theirs!r}, but the strategy was compiled for {ours!r}; compile it with this job"
             )
+    if job is not compiled.job:
+        from piper_runtime.optimizer import optimizer_spec
+
+        check_separable(optimizer_spec(job, compiled.program.params), compiled.plan)
+
+
+def check_same_program(compiled: Compiled) -> None:
+    """PlanError when a plan is not of the program beside it: its rules may hold, and it would compute something else."""
+    plan, program = compiled.plan, compiled.program
+    bound = tuple(replace(b, spec=b.spec.bind(plan.rows)) for b in program.batch)
+    coords = {c.id: c.coords for c in program.chunks}  # directives add coordinates, and change nothing else of a chunk
+    chunks = tuple(replace(c, coords={k: v for k, v in c.coords.items() if k in coords.get(c.id, ())}) for c in plan.chunks)
+    tables: dict[str, tuple[Any, Any]] = {
+        "program_key": (plan.program_key, program.key),
+        "loss_kind": (plan.loss_kind, program.loss_kind),
+        "params": (plan.params, program.params),
+        "buffers": (plan.buffers, program.buffers),
+        "batch": (plan.batch, bound),
+        "chunks": (chunks, program.bound(plan.rows)),
+    }
+    for name, (ours, theirs) in tables.items():
+        if ours != theirs:
+            raise PlanError(f"execute: the plan's {name} {_difference(ours, theirs)}; compile the strategy with this job")
+
+
+def _difference(ours: Any, theirs: Any) -> str:
+    """Say where two tables of a plan and of its program differ."""
+    if not isinstance(ours, tuple):
+        return f"is {ours!r}, that of its program is {theirs!r}"
+    for one, other in zip(ours, theirs, strict=False):
+        if one != other:
+            fields = [f.name for f in dataclass_fields(one) if getattr(one, f.name) != getattr(other, f.name)]
+            name = getattr(one, "id", "") or one.name
+            return f"differ from those of its program: {', '.join(fields)} of {name}"
+    return f"are {len(ours)}, its program has {len(theirs)}"
 
 
 def execute(
@@ -175,6 +298,7 @@ def execute(
             'launcher="emulated" any cluster to imitate'
         )
     check_same_job(compiled, chosen)
+    check_same_program(compiled)
     check_request(compiled.plan, chosen, steps, launcher, timeout_s)
     verify(compiled.plan)  # a directive of the user's may have made a plan that would hang
     if not is_first():  # under torchrun one of the ranks writes for all
@@ -183,6 +307,7 @@ def execute(
     codes = [c.code for c in compiled.plan.chunks]
     code = compiled.code.export(codes, compiled.plan.rows)
     options = dict(steps=steps, launcher=launcher, cluster=cluster, timeout_s=timeout_s, trace=trace, memory=memory)
+    options |= {"trainable": compiled.trainable}
     with hang_report(folder), recorded(folder, log, compiled.plan, on_step) as heard:
         result = run(compiled.plan, code, chosen, on_step=heard, **options, **more)
     if folder is not None:

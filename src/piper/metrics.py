@@ -28,18 +28,19 @@ OnStep = Callable[["StepRecord"], object]
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """What is written of a step. `step_s`: see `StepRecord`; `tokens_per_s`: None when the job does not say how many tokens a row
-    has; `time`: unix seconds at which the step was known to be done."""
+    """What is written of a step. `step_s`, `batch_s`: see `StepRecord`; `tokens_per_s`: None when the job does not say how
+    many tokens a row has; `time`: unix seconds at which the step was known to be done."""
 
     step: int
     loss: float
     step_s: float
     tokens_per_s: float | None
     time: float
+    batch_s: float = 0.0
 
     def scalars(self) -> dict[str, float]:
         """The measured values that are there, by name."""
-        found = {"loss": self.loss, "step_s": self.step_s, "tokens_per_s": self.tokens_per_s}
+        found = {"loss": self.loss, "step_s": self.step_s, "tokens_per_s": self.tokens_per_s, "batch_s": self.batch_s}
         return {name: value for name, value in found.items() if value is not None}
 
 
@@ -165,7 +166,7 @@ class Metrics:
 
     def __call__(self, record: StepRecord) -> None:
         rate = self._tokens / record.step_s if self._tokens and record.step_s > 0 else None
-        metrics = StepMetrics(record.step, record.loss, record.step_s, rate, time.time())
+        metrics = StepMetrics(record.step, record.loss, record.step_s, rate, time.time(), record.batch_s)
         for name, writer in self._writers.items():
             try:
                 writer.write(metrics)

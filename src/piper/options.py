@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -156,29 +156,50 @@ def pairs(params: list[str] | None, flag: str = "-p") -> dict[str, str]:
     return out
 
 
-ARGUMENTS = ("launcher", "cluster", "memory_limit", "confirm", "workers", "timeout_s", "repeats", "storage", "steps", "rows")
+ARGUMENTS = (
+    "launcher",
+    "cluster",
+    "memory_limit",
+    "confirm",
+    "workers",
+    "timeout_s",
+    "repeats",
+    "storage",
+    "seed",
+    "steps",
+    "rows",
+)
 """Of functions whose messages reach the command line. No message there is about another "cluster" than Ray's, `--address`."""
+PARAMETERS = {"cluster": "address"}
+"""Arguments whose option has another name."""
 _CALL = re.compile(rf"\b(?:execute|profile|tune)\(({'|'.join(ARGUMENTS)})=(.*?)\)(?=:)")
 _SETTING = re.compile(rf"""\b({"|".join(ARGUMENTS[:-2])})=(["']?)(\w[\w:.]*)\2""")
 _NAME = re.compile(r"\b(memory_limit|timeout_s)\b|(?<=leave )(confirm|storage)(?= out)")
 
 
-def in_flags(message: str) -> str:
-    """A message of a Python function as one of the command line: `launcher="ray"` is `--launcher ray` there."""
+def in_flags(message: str, options: Container[str] | None = None) -> str:
+    """Say a message of a Python function as the command line does: `launcher="ray"` is `--launcher ray` there.
 
-    def flag(name: str, value: str) -> str:
+    options: the parameters of the command, by name; an argument that it does not have stays as it is. None for all."""
+
+    def flag(match: re.Match[str], name: str, value: str) -> str:
+        parameter = PARAMETERS.get(name, name)
+        if options is not None and parameter not in options:
+            return match[0]
         if (name, value) == ("launcher", "emulated"):
             return "--emulate CLUSTER"
-        return f"{'--address' if name == 'cluster' else '--' + name.replace('_', '-')} {value}".rstrip()
+        return f"--{parameter.replace('_', '-')} {value}".rstrip()
 
-    message = _CALL.sub(lambda m: flag(m[1], m[2].strip("\"'")), message)
-    message = _SETTING.sub(lambda m: flag(m[1], m[3]), message)
-    return _NAME.sub(lambda m: flag(m[0], ""), message)
+    message = _CALL.sub(lambda m: flag(m, m[1], m[2].strip("\"'")), message)
+    message = _SETTING.sub(lambda m: flag(m, m[1], m[3]), message)
+    return _NAME.sub(lambda m: flag(m, m[0], ""), message)
 
 
 @contextmanager
-def plain_warnings() -> Iterator[None]:
-    """Piper's own warnings are a line each in here, as below tables; whoever sees one has no use for a line of Piper's source."""
+def plain_warnings(options: Container[str] | None = None) -> Iterator[None]:
+    """Print each of Piper's own warnings as a line, as below tables, without a line of Piper's source.
+
+    options: as of `in_flags`."""
     with warnings.catch_warnings():
         others = warnings.showwarning
 
@@ -186,7 +207,7 @@ def plain_warnings() -> Iterator[None]:
             message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
         ) -> None:
             if issubclass(category, PiperWarning):
-                print(f"warning: {in_flags(str(message))}", file=sys.stderr)
+                print(f"warning: {in_flags(str(message), options)}", file=sys.stderr)
             else:
                 others(message, category, filename, lineno, file, line)
 
@@ -195,13 +216,15 @@ def plain_warnings() -> Iterator[None]:
 
 
 @contextmanager
-def user_errors() -> Iterator[None]:
-    """A PiperError becomes one message on stderr and exit code 2; nobody wants a traceback for a typing mistake."""
+def user_errors(options: Container[str] | None = None) -> Iterator[None]:
+    """Print a PiperError as one message on stderr and exit with 2: nobody wants a traceback for a typing mistake.
+
+    options: the parameters of the command, by name, in which messages speak of arguments."""
     try:
-        with plain_warnings():
+        with plain_warnings(options):
             yield
     except PiperError as e:
-        print(f"piper: {in_flags(str(e))}", file=sys.stderr)
+        print(f"piper: {in_flags(str(e), options)}", file=sys.stderr)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         print("piper: interrupted", file=sys.stderr)

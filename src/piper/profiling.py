@@ -104,11 +104,13 @@ def _requests(target: Compiled, singles: Sequence[Compiled], repeats: int) -> di
     from piper_runtime.code import ShippedCode
     from piper_runtime.job import materialize
     from piper_runtime.profiler import ProfileRequest
+    from piper_runtime.same_model import check_same_model
     from piper_runtime.shipping import pack
 
     job = target.job
     assert job is not None
     initial = materialize(job)
+    check_same_model(target.plan, initial, target.trainable)
     code = {}
     for c in (target, *singles):
         assert c.code is not None

@@ -12,6 +12,7 @@ from piper.frontdoor import Compiled, compile
 from piper_compiler import Directive, Options, Strategy, synthetic
 from piper_compiler.interchange import stages_of
 from piper_compiler.recipes import RECIPES, Recipe
+from piper_compiler.synthetic import MOST_SECONDS
 from piper_ir.errors import FormatError, JobError
 from piper_ir.mesh import Mesh
 from piper_ir.units import time_text
@@ -38,8 +39,11 @@ class Times:
             numbers = [float(x) for x in text.split(",")]
         except ValueError:
             numbers = []
-        if len(numbers) not in (3, 4) or not all(0 <= x < float("inf") for x in numbers):
-            expected = "seconds of F, I, W and perhaps of an overlapped pair are expected, e.g. 3,4,2 or 1,1,1,2.5"
+        if len(numbers) not in (3, 4) or not all(0 <= x <= MOST_SECONDS for x in numbers):
+            expected = (
+                f"seconds of F, I, W and perhaps of an overlapped pair, from 0 to {MOST_SECONDS:g}, are expected, e.g. 3,4,2 or "
+                "1,1,1,2.5"
+            )
             raise JobError(f"--times {text}: {expected}")
         return Times(*numbers)
 

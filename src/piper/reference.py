@@ -57,7 +57,7 @@ def reference(job: Any, *, replicas: int = 1, microbatches: int = 1, steps: int 
         results = [trainer.step(step) for step in range(steps)]
     named = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
     buffers = {n: b.clone() for n, b in trainer.model.named_buffers()}
-    state = {n: t.detach().clone() for n, t in trainer.model.state_dict().items()}
+    state = {n: t.detach().clone() for n, t in trainer.model.state_dict().items() if isinstance(t, Tensor)}
     losses, gradients = [loss for loss, _ in results], [grads for _, grads in results]
     return Reference(losses, gradients, named, buffers, state, trainer.random.places)
 
@@ -68,10 +68,10 @@ class _Trainer:
     def __init__(self, job: Any, replicas: int, microbatches: int, head: int | str):
         self.job, self.replicas, self.microbatches = job, replicas, microbatches
         self.dtype = getattr(torch, job.precision.params)
-        model: nn.Module = job.model()
-        if job.init != "model":
-            model.load_state_dict(torch.load(job.init, map_location="cpu", weights_only=True))
-        self.model = model.to(self.dtype)
+        self.model: nn.Module = job.model()
+        _widen(self.model, self.dtype)
+        if job.init != "model":  # last: a file in float64 is not to go through the dtype of the constructor
+            self.model.load_state_dict(torch.load(job.init, map_location="cpu", weights_only=True))
         self.random = _RandomState(self.model, job.seed, head)
         self.optimizer = job.optimizer(list(self.model.named_parameters()))
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
@@ -128,6 +128,23 @@ class _Trainer:
 
     def _cast(self, leaf: Any) -> Any:
         return leaf.to(self.dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _widen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast every floating-point tensor of a module in place: parameters, buffers and plain attributes.
+
+    Tensors that share memory share it afterwards: training one trains the other, as it does in the user's module. Complex
+    tensors stay complex; `Module.to(dtype)` would drop their imaginary parts."""
+    casts: dict[tuple[int, torch.dtype], Tensor] = {}
+    held = [value for m in model.modules() for value in (*m._parameters.values(), *m._buffers.values(), *vars(m).values())]
+    for tensor in {id(t): t for t in held if isinstance(t, Tensor) and t.is_floating_point()}.values():
+        if tensor.dtype == dtype:
+            continue
+        memory = tensor.untyped_storage()
+        key = (memory.data_ptr() or id(tensor), tensor.dtype)  # without elements there is no address, and nothing to share
+        if key not in casts:
+            casts[key] = torch.empty(0, dtype=tensor.dtype).set_(memory).to(dtype)
+        tensor.data = casts[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class _RandomState:
@@ -205,7 +222,8 @@ class Outcome:
     @staticmethod
     def of(run: Any) -> Outcome:
         """Of a run made with `gradients=True`."""
-        return Outcome(run.losses, run.rank_gradients, run.rank_states, run.state_dict())
+        tensors = {n: t for n, t in run.state_dict().items() if isinstance(t, Tensor)}  # without a module's extra state
+        return Outcome(run.losses, run.rank_gradients, run.rank_states, tensors)
 
     @staticmethod
     def from_reference(found: Reference) -> Outcome:
@@ -290,11 +308,16 @@ def _tensors(step: int, what: str, rank: int, got: Tensors, want: Tensors, toler
                 Difference(step, what, rank, name, f"{a.dtype} {tuple(a.shape)}, one device has {b.dtype} {tuple(b.shape)}")
             )
             continue
-        error, allowed = _norm(a.double() - b.double()), tolerance * (_norm(b) + FLOOR * typical)
+        error, allowed = _norm(_wide(a) - _wide(b)), tolerance * (_norm(b) + FLOOR * typical)
         if not error <= allowed:
             out.append(Difference(step, what, rank, name, f"|a - b| = {error:.3g}, |b| = {_norm(b):.3g}, allowed {allowed:.1g}"))
     return out
 
 
+def _wide(tensor: Tensor) -> Tensor:
+    """Return real numbers in float64; `Tensor.double` would drop the imaginary parts of complex ones."""
+    return torch.view_as_real(tensor.detach().resolve_conj()).double() if tensor.is_complex() else tensor.detach().double()
+
+
 def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.detach().double()))
+    return float(torch.linalg.vector_norm(_wide(tensor)))

@@ -1,7 +1,7 @@
 """Folders of results: plans, traces and numbers on disk. No run overwrites another.
 
 plan.json, strategy.json: what was simulated or run. predicted.json: `Simulation.summary()` and `ranks`, per rank bubble_s,
-peak_bytes, device_bytes and peak_by_category. measured.json: losses, step_s, period_s, tokens_per_s, peak_bytes by rank.
+peak_bytes, device_bytes and peak_by_category. measured.json: losses, step_s, batch_s, period_s, tokens_per_s, peak_bytes by rank.
 spans-predicted.json, spans-measured.json: a `piper_ir.trace.Trace`. trace-predicted.json, trace-measured.json: the same for
 Chrome's viewer. metrics.jsonl: one object per step. hang.txt: where every rank was when a run hung. study.json, costs.json: of a
 tuning and of a profile. A folder holds what its command made; `piper report` shows what is there."""
@@ -90,8 +90,9 @@ def save_run(folder: Path, run: Run, tokens_per_step: int | None = None) -> None
 
     with _writing(folder):
         rate = tokens_per_step / run.period_s if tokens_per_step and run.period_s else None
-        numbers = {"losses": run.losses, "step_s": run.step_s, "period_s": run.period_s, "tokens_per_s": rate}
-        write_whole(folder / "measured.json", json.dumps(numbers | {"peak_bytes": dict(run.peak_bytes)}, indent=1))
+        times = {"step_s": run.step_s, "batch_s": run.batch_s, "period_s": run.period_s, "tokens_per_s": rate}
+        numbers = {"losses": run.losses, **times, "peak_bytes": dict(run.peak_bytes)}
+        write_whole(folder / "measured.json", json.dumps(numbers, indent=1))
         if run.trace.spans:
             write_whole(folder / "spans-measured.json", dumps(run.trace))
             write_chrome(run.trace, folder / "trace-measured.json")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from piper_compiler.durations import InstructionSeconds
 from piper_ir.costs import Costs
-from piper_ir.ops import AllReduce, Recv, Send
+from piper_ir.ops import Collective, Recv, Send
 from piper_ir.plan import Instr, Plan
 from piper_ir.timing import prepare, sweep
+from piper_ir.traffic import Traffic
 
 
 def canonical_durations(plan: Plan, costs: Costs | None = None) -> list[float]:
@@ -28,7 +29,7 @@ def _seconds(plan: Plan, instr: Instr, seconds: InstructionSeconds) -> float:
     match part.op:
         case Send() | Recv():
             return seconds.transfer(plan.values[(*part.reads, *part.writes)[0]].nbytes)
-        case AllReduce(bucket=bucket):
-            return seconds.reduction(plan.bucket(bucket) if bucket else None)
+        case Collective():
+            return seconds.collective(Traffic(plan).message(part.op, part))
         case _:
             return seconds.compute([p.op for p in instr.parts])

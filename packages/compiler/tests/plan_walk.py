@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
-from piper_ir.ops import AllReduce, Compute, Recv, Send
+from piper_ir.ops import Collective, Compute, Recv, Send
 from piper_ir.plan import COMPUTE, Instr, Part, Plan, RolePlan
 
 
@@ -121,8 +121,8 @@ class _Walk:
 
     def _meet(self, members: list[tuple[_Role, Instr]]) -> int:
         ops = [instr.parts[0].op for _, instr in members]
-        if isinstance(ops[0], AllReduce):
-            assert len({op.bucket for op in ops}) == 1  # type: ignore[union-attr]  # all are AllReduce
+        if isinstance(ops[0], Collective):
+            assert len({op.bucket for op in ops}) == 1  # type: ignore[union-attr]  # all are collectives
         else:
             assert {type(op) for op in ops} == {Send, Recv}
             sizes = {self.sizes[v] for _, i in members for v in (*i.parts[0].reads, *i.parts[0].writes)}

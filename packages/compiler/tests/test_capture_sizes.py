@@ -15,7 +15,7 @@ from packages.compiler.tests.chunk_dag import ChunkDag
 from piper_compiler.capture import capture, compile_step, dynamo, flatten_batch, named_tensors
 from piper_ir.errors import CaptureError
 from piper_ir.program import Chunk, Cost, Kernel, Program
-from piper_ir.sizes import bind
+from piper_ir.sizes import Affine, bind
 from tests.models import CASES, VOCAB, D, T, TinyGPT, captured, cast, cross_entropy, token_batch
 
 WIDTH, LENGTH, HEADS, ROWS = 32, 64, 2, 3
@@ -54,6 +54,35 @@ def test_the_cost_of_attention_names_the_lowering_it_assumes() -> None:
         assert named["attention"] == "flash" and named["matmul"] == ""
     bound = layer.steps["F"].cost.bind(ROWS)
     assert [k.lowering for k in bound.kernels if k.kind == "attention"] == ["flash"]
+
+
+class Coincident(nn.Module):
+    """Parameters of 16, 24 and 88 elements: as many as a batch of 2, 3 and 11 rows has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scales = nn.ParameterList(nn.Parameter(torch.ones(n)) for n in (16, 24, 88, 88))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        for scale in self.scales:
+            y = y * torch.tanh(scale).sum()
+        return y
+
+
+def test_kernels_that_coincide_at_some_rows_are_told_apart() -> None:
+    def batch(rows: range) -> tuple[Tensor, Tensor]:
+        return torch.ones(len(rows), 8), torch.ones(len(rows), 8)
+
+    found = capture(Coincident, batch, nn.functional.mse_loss)
+    cost = found.program.chunks[0].steps["F"].cost
+    launched = [(k.count, k.bytes) for k in cost.kernels if k.op == "tanh"]
+    assert launched == [(1, Affine(0, 64)), (1, 128), (1, 192), (2, 704)]  # elements of 4 bytes, read and written
+    for rows in (1, 2, 3, 11):
+        [chunk] = found.bind(rows).chunks
+        assert sum(k.count for k in chunk.steps["F"].cost.kernels if k.op == "tanh") == 5
+        assert kernels(chunk.steps["F"].cost) == kernels(found.code.trace(chunk.code, rows).steps["F"].bind(rows).cost)
 
 
 def test_kernels_name_their_operators() -> None:

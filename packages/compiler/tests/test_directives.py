@@ -36,6 +36,7 @@ from piper_compiler.recipes import RECIPES
 from piper_ir.errors import CompileError, DirectiveError, PiperError, SelectorError
 from piper_ir.graph import Graph
 from piper_ir.graph_text import format_graph
+from piper_ir.limits import MOST_NODES
 from piper_ir.mesh import Mesh
 from piper_ir.program import Program
 from piper_ir.select import ANY, NONE, Where, where
@@ -125,6 +126,10 @@ class TestSplit:
 
     def test_4_before_place(self) -> None:
         refused(4, split(where(), microbatches=2), partition(stages=2), BOTH[0], says="write split before place")
+
+    def test_5_so_many_nodes(self) -> None:
+        most = MOST_NODES // 8
+        refused(5, split(where(), microbatches=most + 1), says=f"8 nodes in each microbatch; at most {most} microbatches")
 
 
 class TestPlace:

@@ -28,7 +28,7 @@ from piper_compiler import (
 from piper_compiler.compile import apply_directives
 from piper_ir.errors import CompileError, DirectiveError
 from piper_ir.mesh import Mesh
-from piper_ir.ops import Add, AllReduce, Compute, Recv, Send, SquaredNorm, Update, Zeros
+from piper_ir.ops import Add, Collective, Compute, Recv, Send, SquaredNorm, Update, Zeros
 from piper_ir.plan import COMPUTE, Plan
 from piper_ir.program import BatchTensor, Buffer, Chunk, Cost, Input, Output, Param, Program, Signature
 from piper_ir.select import where
@@ -205,9 +205,9 @@ def test_a_shared_parameter_is_one_bucket_on_both_roles(tied: str, dp: int) -> N
     plan = planned(chain(tied=tied), *pipeline(), *recipes.data_parallel() * (dp > 1), pp=3, dp=dp)
     assert [(b.params, b.roles) for b in plan.buckets] == [(("table",), ("pp0", "pp2"))]
     for role in (0, 2):
-        assert ops_of(plan, role, AllReduce) == [f"reduce.bucket0#pp{role}"]
+        assert ops_of(plan, role, Collective) == [f"reduce.bucket0#pp{role}"]
         assert [s.id for s in plan.roles[role].states] == ["param:bucket0", "grad:bucket0"]
-    assert not ops_of(plan, 1, AllReduce)
+    assert not ops_of(plan, 1, Collective)
 
 
 def test_a_shared_parameter_on_one_device_needs_no_reduction() -> None:

@@ -14,7 +14,7 @@ from packages.compiler.tests.plan_walk import walk
 from piper_compiler import Directive, Strategy, compile_program, order, recipes, synthetic
 from piper_ir.errors import DirectiveError
 from piper_ir.mesh import Mesh
-from piper_ir.ops import AllReduce, Compute
+from piper_ir.ops import Collective, Compute
 from piper_ir.plan import Plan
 from piper_ir.program import Program
 from piper_ir.timing import prepare, sweep
@@ -119,7 +119,8 @@ def test_a_single_stage_and_microbatch_needs_no_order() -> None:
 @pytest.mark.parametrize("recipe", [recipes.gpipe, recipes.one_f_one_b, recipes.pipeline])
 def test_bad_numbers(recipe) -> None:  # type: ignore[no-untyped-def]  # three recipes of one signature
     for pp, m in ((0, 1), (1, 0), (-2, 3)):
-        with pytest.raises(DirectiveError, match=f"pp={pp}, microbatches={m}: both must be integers of at least 1"):
+        call = rf"{recipe.__name__}\(pp={pp}, microbatches={m}\)"
+        with pytest.raises(DirectiveError, match=f"{call}: both must be integers of at least 1"):
             recipe(pp=pp, microbatches=m)
 
 
@@ -134,7 +135,7 @@ def overlapped(layers: int, seconds: float) -> tuple[Plan, list[float]]:
     plan = planned(layered(layers), (*recipes.data_parallel(bucket_mb=100 / 2**20),), dp=2)
     durations = canonical_durations(plan)
     for n, (_, _, instr) in enumerate(plan.instructions()):
-        if isinstance(instr.parts[0].op, AllReduce):
+        if isinstance(instr.parts[0].op, Collective):
             durations[n] = seconds
     return plan, durations
 
@@ -145,7 +146,7 @@ def test_12_layers_are_reduced_while_the_backward_goes_on() -> None:
     prepared = prepare(plan)
     times = sweep(prepared, durations)
     instrs = [instr for _, _, instr in plan.instructions()]
-    reductions = [n for n, i in enumerate(instrs) if isinstance(i.parts[0].op, AllReduce)]
+    reductions = [n for n, i in enumerate(instrs) if isinstance(i.parts[0].op, Collective)]
     backward = [n for n, i in enumerate(instrs) if isinstance(i.parts[-1].op, Compute) and i.parts[-1].op.step == "W"]
     last_backward_ends = max(times.end[n] for n in backward)
     assert len(reductions) == 12

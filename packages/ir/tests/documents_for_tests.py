@@ -10,7 +10,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from hypothesis import strategies as st
 
+from piper_ir.collectives import COLLECTIVES
 from piper_ir.mesh import AXES, Mesh
+from piper_ir.ops import Collective
 from piper_ir.sizes import ITEM_BYTES, Affine, TensorSpec
 
 KNOWN = (
@@ -71,4 +73,6 @@ def _built(kind: Any) -> st.SearchStrategy[Any]:
     made = {f.name: documents(hints[f.name]) for f in fields(kind) if f.init and f.name != "version"}
     if kind is TensorSpec:
         made["dtype"] = st.sampled_from(list(ITEM_BYTES))
+    if kind is Collective:  # the text of a plan names the kinds of the table only
+        made["kind"] = st.sampled_from(list(COLLECTIVES))
     return st.builds(kind, **made)

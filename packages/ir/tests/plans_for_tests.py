@@ -8,7 +8,7 @@ from typing import Any
 
 from piper_ir.memory import with_peaks
 from piper_ir.mesh import Mesh
-from piper_ir.ops import Add, AllReduce, Compute, ComputeStep, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.ops import Add, Collective, Compute, ComputeStep, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros
 from piper_ir.plan import Bucket, Category, Channel, Instr, Part, Plan, RolePlan, State, Value
 from piper_ir.program import BatchTensor, Buffer, Chunk, Cost, Input, Kernel, Liveness, Output, Param, Signature
 from piper_ir.sizes import TensorSpec
@@ -101,9 +101,9 @@ def _first(b: Builder) -> None:
         waits = (("recv", 2 * mb + 2), ("send", 2 * mb + 2))
         b.add("compute", step("embed", "W", mb, dying, (), dying), waits=waits, frees_before=(f"a@{mb}", f"b@{mb}"))
     b.make("scalar", SCALAR, "zero", "norm#pp0")
-    b.add("reduce", whole("reduce.tied", AllReduce("tied", "tied")), waits=(("compute", 4),))
+    b.add("reduce", whole("reduce.tied", Collective("all_reduce", "tied", "tied")), waits=(("compute", 4),))
     b.add("compute", whole("zero", Zeros("float32"), (), ("zero",)), allocs_after=("norm#pp0",))
-    b.add("reduce", whole("reduce.norm", AllReduce("norm"), ("zero",), ("norm#pp0",)), waits=(("compute", 5),))
+    b.add("reduce", whole("reduce.norm", Collective("all_reduce", "norm"), ("zero",), ("norm#pp0",)), waits=(("compute", 5),))
     update = whole("update", Update(("tied",), clip=1.0), ("norm#pp0",), (), ("norm#pp0",))
     b.add("compute", update, waits=(("reduce", 2),), frees_before=("zero",))
 
@@ -136,10 +136,11 @@ def _second(b: Builder) -> None:
             b.add("send", Part(f"send.{v}@{mb}", Send("grad"), mb, (f"{v}@{mb}",)), waits=(("compute", mb + 3),))
     b.make("scalar", SCALAR, "squares", "norm#pp1")
     for n, bucket in enumerate(("tied", "own")):
-        b.add("reduce", whole(f"reduce.{bucket}", AllReduce(bucket, bucket)), waits=(("compute", 4),) if n == 0 else ())
+        waits = (("compute", 4),) if n == 0 else ()
+        b.add("reduce", whole(f"reduce.{bucket}", Collective("all_reduce", bucket, bucket)), waits=waits)
     norm = whole("squares", SquaredNorm(("tied", "own"), "float32"), (), ("squares",))
     b.add("compute", norm, waits=(("reduce", 2),), allocs_after=("norm#pp1",))
-    b.add("reduce", whole("reduce.norm", AllReduce("norm"), ("squares",), ("norm#pp1",)), waits=(("compute", 5),))
+    b.add("reduce", whole("reduce.norm", Collective("all_reduce", "norm"), ("squares",), ("norm#pp1",)), waits=(("compute", 5),))
     update = whole("update", Update(("tied", "own"), clip=1.0), ("norm#pp1",), (), ("norm#pp1",))
     dead = ("squares", *(f"{g}@{mb}" for mb in range(2) for g in ("ga", "g1")))
     b.add("compute", update, waits=(("reduce", 3), ("send", 4)), frees_before=dead)

@@ -14,7 +14,7 @@ from packages.ir.tests.documents_for_tests import documents
 from packages.ir.tests.plans_for_tests import chunks, good_plan
 from piper_ir.codec import decode, dumps, encode, loads
 from piper_ir.errors import FormatError
-from piper_ir.ops import AllReduce, Op, Update
+from piper_ir.ops import Collective, Op, Update
 from piper_ir.plan import Plan, Values
 from piper_ir.program import Program
 from piper_ir.select import Where, where
@@ -78,7 +78,7 @@ def test_a_member_of_a_union_carries_its_class() -> None:
     part = json.loads(TEXT)["roles"][1]["program"][-1]["parts"][0]
     assert part["op"] == {"is": "Update", "buckets": ["tied", "own"], "clip": 1.0}
     assert decode(Op, part["op"], "op") == Update(("tied", "own"), clip=1.0)
-    assert decode(Op, {"is": "AllReduce", "channel": "c"}, "op") == AllReduce("c")
+    assert decode(Op, {"is": "Collective", "kind": "all_reduce", "channel": "c"}, "op") == Collective("all_reduce", "c")
 
 
 def test_sizes_and_selections() -> None:
@@ -141,7 +141,7 @@ def test_bad_text_is_refused_with_the_place_and_what_is_expected(text: str, mess
 
 
 def test_an_unknown_op_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(FormatError, match=r"op: .is. is 'Gather'; one of Add, AllReduce, Compute, .* is expected"):
+    with pytest.raises(FormatError, match=r"op: .is. is 'Gather'; one of Add, Collective, Compute, .* is expected"):
         decode(Op, {"is": "Gather", "channel": "c"}, "op")
     with pytest.raises(FormatError, match=r"op: unknown key 'bucket' in Send; known are channel"):
         decode(Op, {"is": "Send", "channel": "c", "bucket": "b"}, "op")

@@ -24,14 +24,17 @@ from packages.ir.tests.plans_for_tests import (
     good_plan,
     lone_plan,
 )
+from packages.ir.tests.test_collective_rules import BREAKS as COLLECTIVE_BREAKS
+from piper_ir import verify_training
 from piper_ir.errors import PlanError
 from piper_ir.memory import with_peaks
 from piper_ir.mesh import Mesh
-from piper_ir.ops import AllReduce, Compute, Recv, Seed, SquaredNorm, Update
+from piper_ir.ops import Collective, Compute, Recv, Seed, SquaredNorm, Update
 from piper_ir.plan import Instr, Part, Plan
-from piper_ir.program import Output
+from piper_ir.program import Input, Output
 from piper_ir.sizes import Affine, TensorSpec
 from piper_ir.verify import RULES, check, verify
+from piper_ir.verify_rules import Findings
 from piper_ir.verify_values import Order
 
 GOOD = good_plan()
@@ -223,12 +226,12 @@ def _receives_own(plan: Plan) -> Plan:
 
 @breaks("R10-channel-use", "channel grad is p2p; AllReduce needs group")
 def _reduces_on_p2p(plan: Plan) -> Plan:
-    return change_part(plan, "pp0", "reduce.norm", op=AllReduce("grad"))
+    return change_part(plan, "pp0", "reduce.norm", op=Collective("all_reduce", "grad"))
 
 
 @breaks("R10-channel-use", "channel own joins pp1")
 def _reduces_with_others(plan: Plan) -> Plan:
-    return change_part(plan, "pp0", "reduce.tied", op=AllReduce("own", "tied"))
+    return change_part(plan, "pp0", "reduce.tied", op=Collective("all_reduce", "own", "tied"))
 
 
 @breaks("R10-channel-use", "channel tied uses the stream reduce here")
@@ -322,9 +325,11 @@ def _wrong_shape_sent(plan: Plan) -> Plan:
     return change_instr(kept, "pp1", "update", frees_before=(*update.frees_before, "seed@0"))
 
 
-@breaks("R18-group-match", "number 0 on channel tied is bucket tied on role pp0, bucket own on role pp1")
+@breaks(
+    "R18-group-match", "number 0 on channel tied is AllReduce of bucket tied on role pp0, AllReduce of bucket own on role pp1"
+)
 def _other_bucket(plan: Plan) -> Plan:
-    return change_part(plan, "pp1", "reduce.tied", op=AllReduce("tied", "own"))
+    return change_part(plan, "pp1", "reduce.tied", op=Collective("all_reduce", "tied", "own"))
 
 
 @breaks("R19-deadlock", "pp0[5] embed.F@1+1 on compute waits for pp0[4] recv.gb@0")
@@ -398,7 +403,7 @@ def _tied_on_one_side(plan: Plan) -> Plan:
 
 @breaks("R24-reduction", "bucket own is reduced 0 times; 1 is expected")
 def _reduced_twice(plan: Plan) -> Plan:
-    return change_part(plan, "pp1", "reduce.own", op=AllReduce("own", "tied"))
+    return change_part(plan, "pp1", "reduce.own", op=Collective("all_reduce", "own", "tied"))
 
 
 @breaks("R24-reduction", "is reduced without waiting for instruction 9")
@@ -494,6 +499,27 @@ def test_microbatches_may_run_in_any_order_unless_they_update_a_buffer() -> None
     assert "F of chunk embed, which updates a buffer, for microbatch 1: runs before instruction 3" in found.message
 
 
+def test_a_buffer_is_read_after_its_update_of_the_microbatch_before() -> None:
+    """Two chunks use a buffer on one role: the first reads it, the second updates it."""
+    embed, head = GOOD.chunks
+    read = Input("buffer", "scale", embed.inputs[2].spec)
+    update = Output("buffer", embed.inputs[2].spec, "scale")
+    uses = {("embed", mb): mb * 2 for mb in range(2)} | {("head", mb): mb * 2 + 1 for mb in range(2)}
+    chunks = (embed, replace(head, inputs=(*head.inputs, read), outputs=(*head.outputs, update)))
+
+    def found(places: dict[tuple[str, int], int]) -> list[str]:
+        out = Findings(replace(GOOD, chunks=chunks))
+        role = GOOD.roles[0]
+        verify_training._check_buffers(out, {(c, mb, "F"): [(role, (at, 0))] for (c, mb), at in places.items()})
+        return [v.message for v in out.found]
+
+    assert found(uses) == []
+    (early,) = found({**uses, ("embed", 1): 0, ("embed", 0): -1, ("head", 0): 1})
+    assert "F of chunk embed, which reads the buffer scale, which others update, for microbatch 1: runs before" in early
+    (late,) = found({**uses, ("embed", 0): 1, ("head", 0): 0})
+    assert "F of chunk head, which updates a buffer, for microbatch 0: runs before instruction 1" in late
+
+
 def test_an_update_before_the_last_use_is_found_where_nothing_is_reduced() -> None:
     plan = lone_plan()
     parts = plan.role("pp1").program[find(plan, "pp1", "head.I@0")].parts
@@ -511,7 +537,7 @@ def test_one_fault_breaks_one_rule(rule: str, message: str, change: Break) -> No
 
 
 def test_every_rule_has_a_negative_control() -> None:
-    assert {rule for rule, _, _ in BREAKS} == set(RULES)
+    assert {rule for rule, _, _ in BREAKS + COLLECTIVE_BREAKS} == set(RULES)
 
 
 def test_verify_names_rule_role_ranks_instruction_and_stream() -> None:

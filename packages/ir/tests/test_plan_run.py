@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from packages.ir.tests.plans_for_tests import SCALAR, good_plan
 from piper_ir.mesh import Mesh
-from piper_ir.ops import Add, AllReduce, Recv, Send
+from piper_ir.ops import Add, Collective, Recv, Send
 from piper_ir.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan, Value
 from piper_ir.verify_rules import Findings, Violation
 from piper_ir.verify_run import Events, meetings, run
@@ -90,7 +90,8 @@ def _plans(draw: st.DrawFn) -> Plan:
             programs[step].append(Instr(COMPUTE, (Part(f"n{k}", Add()),)))
         elif step.kind == "group":
             for role in ROLES:
-                programs[role].append(Instr(step.stream_on(role), (Part(f"n{k}", AllReduce(step.id), -1, ("v",), ("v",)),)))
+                met = Part(f"n{k}", Collective("all_reduce", step.id), -1, ("v",), ("v",))
+                programs[role].append(Instr(step.stream_on(role), (met,)))
         else:
             for role, op in zip(
                 step.roles, (Part(f"n{k}", Send(step.id), -1, ("v",)), Part(f"n{k}", Recv(step.id), -1, (), ("v",)))

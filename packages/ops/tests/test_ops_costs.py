@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import operator
+from itertools import pairwise
 from math import prod
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import conv_flop
+from torch.utils.flop_counter import FlopCounterMode, conv_flop, flop_registry
 
 import piper_ops
 from piper_ops import PORTABLE, KernelInfo, kernel_of, replace_portable
+from piper_ops.few_flops import NAMES
+from piper_ops.products import PRODUCTS
 
 aten = torch.ops.aten
 piper = torch.ops.piper
@@ -86,6 +89,97 @@ def test_matmuls() -> None:
     batched = cost(aten.bmm.default, meta(B, T, D), meta(B, D, V))
     assert (batched.dims, batched.flops, batched.bytes) == ((B, T, V, D), 2 * B * T * V * D, B * moved)
     assert cost(aten.baddbmm.default, meta(B, T, V), meta(B, T, D), meta(B, D, V)).dims == (B, T, V, D)
+
+
+def test_matmuls_of_vectors_and_of_other_libraries_forms() -> None:
+    left, right = meta(T, D), meta(D, V)
+    assert cost(aten.mv.default, left, meta(D)).flops == cost(aten.addmv.default, meta(T), left, meta(D)).flops == 2 * T * D
+    assert cost(aten.dot.default, meta(D), meta(D)).flops == 2 * D
+    assert cost(aten.addbmm.default, meta(T, V), meta(B, T, D), meta(B, D, V)).dims == (B, T, V, D)
+    assert cost(aten._addmm_activation.default, meta(V), left, right).flops == 2 * T * V * D
+    bytes_ = torch.int8
+    assert cost(aten._int_mm.default, meta(32, 16, dtype=bytes_), meta(16, 8, dtype=bytes_)).dims == (32, 8, 16)
+
+
+GROUPED = {
+    "rows are grouped": ((T, D), (4, D, V), (T, V), (T, V, D)),
+    "columns are grouped": ((4, T, D), (D, V), (T, V), (T, V, D)),
+    "the inner dimension is grouped": ((T, D), (D, V), (4, T, V), (T, V, D)),
+    "every group is a product": ((4, T, D), (4, D, V), (4, T, V), (4, T, V, D)),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_grouped_products_are_products_whatever_the_groups_are(name: str) -> None:
+    """The shapes of torch.nn.functional.grouped_mm. The groups together have all rows, columns or inner elements."""
+    left, right, out, dims = GROUPED[name]
+    args = (meta(*left, dtype=BF16), meta(*right, dtype=BF16), meta(4, dtype=torch.int32))
+    info = kernel_of(aten._grouped_mm.default, args, meta(*out, dtype=BF16))
+    assert (info.kind, info.dims, info.flops, info.formula) == ("matmul", dims, 2 * prod(dims), True)
+    if name == "rows are grouped":
+        found = torch.empty(out)
+        ends = [2, 5, 5, T]
+        a, b = torch.randn(left), torch.randn(right)
+        with FlopCounterMode(display=False) as counter:  # an independent witness: one product per group
+            for g, (start, end) in enumerate(pairwise([0, *ends])):
+                found[start:end] = a[start:end] @ b[g]
+        assert counter.get_total_flops() == info.flops
+
+
+def test_grouped_products_of_hugging_face_have_a_formula() -> None:
+    """Its op where torch has no grouped kernel: transformers is not needed to know that it is a product."""
+    if not hasattr(torch.ops.transformers, "grouped_mm_fallback"):
+        library = torch.library.Library("transformers", "FRAGMENT")
+        library.define("grouped_mm_fallback(Tensor input, Tensor weight, Tensor offs) -> Tensor")
+    op = torch.ops.transformers.grouped_mm_fallback.default
+    info = kernel_of(op, (meta(T, D), meta(4, D, V), meta(4, dtype=torch.int32)), meta(T, V))
+    assert (info.kind, info.dims, info.flops) == ("matmul", (T, V, D), 2 * T * V * D)
+    assert info.formula and info.op == "transformers::grouped_mm_fallback"
+
+
+def test_what_torch_has_a_count_for_has_a_formula() -> None:
+    """torch.utils.flop_counter as the list of what does many FLOPs; what is left out cannot be in a captured graph."""
+    internal = {"cudnn_convolution", "_slow_conv2d_forward", "_flash_attention_forward", "_flash_attention_backward"}
+    internal |= {"_efficient_attention_forward", "_efficient_attention_backward"}
+    packets = {str(p).removeprefix("aten."): p for p in flop_registry if isinstance(p, torch._ops.OpOverloadPacket)}
+    assert {name for name, p in packets.items() if p not in PRODUCTS} == internal
+
+
+def test_attention_of_torch_counts_as_ours() -> None:
+    q = meta(B, H, T, D, dtype=BF16)
+    args = (q, q, q, 0.0, True)
+    out = aten._scaled_dot_product_flash_attention_for_cpu.default(*args)
+    forward = kernel_of(aten._scaled_dot_product_flash_attention_for_cpu.default, args, out)
+    assert (forward.kind, forward.dims, forward.flops) == ("attention", (B, H, T, T, D), 4 * B * H * T * T * D // 2)
+    back = (out[0], q, q, q, *out, 0.0, True)
+    op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    assert cost(op, *back).flops == 2.5 * forward.flops
+
+
+def test_other_ops_that_do_many_flops_per_element() -> None:
+    x, y = meta(B, T, D), meta(B, V, D)
+    assert cost(aten._cdist_forward.default, x, y, 2.0, None).flops == 3 * B * T * V * D
+    back = (meta(B, T, V), x, y, 2.0, meta(B, T, V))
+    assert kernel_of(aten._cdist_backward.default, back, x).flops == 4 * B * T * V * D
+    complex_, half = meta(B, 8, dtype=torch.complex64), meta(B, 8)
+    assert cost(aten._fft_c2c.default, complex_, [1], 0, True).flops == B * 5 * 8 * 3
+    assert cost(aten._fft_r2c.default, half, [1], 0, True).flops == B * 5 * 8 * 3 // 2
+    three = (meta(T, D), meta(V, D, 6), meta(T, 6))
+    assert kernel_of(aten._trilinear.default, (*three, [1, 3], [0], [1, 2], [2, 3]), meta(T, V)).flops == 3 * T * V * D * 6
+
+
+def test_an_op_that_nothing_knows_says_so() -> None:
+    """One FLOP per element is right for what is element-wise, a sum, or on the list; else it is a guess."""
+    x = meta(T, D)
+    for known in (
+        cost(aten.add.Tensor, x, x), cost(aten.sum.dim_IntList, x, [0]), cost(aten._softmax.default, x, -1, False),
+        cost(aten.cumsum.default, x, 0), cost(aten.clone.default, x), cost(aten.sort.default, x),
+        cost(aten.mm.default, x, meta(D, 2)),
+    ):  # fmt: skip
+        assert known.formula, known.op
+    assert not cost(aten.linalg_qr.default, x).formula
+    assert cost(aten.linalg_qr.default, x).flops == T * D
+    assert {name for name in NAMES if not hasattr(aten, name)} == set(), "a name on the list that torch does not have"
 
 
 @pytest.mark.parametrize(("groups", "transposed"), [(1, False), (2, False), (1, True), (2, True)])

@@ -201,7 +201,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, str]] = {
     "attention dropout": (
         lambda a: F.scaled_dot_product_attention(*[a.unflatten(2, (4, 4)).transpose(1, 2)] * 3, dropout_p=0.1),
         "scaled_dot_product_attention: dropout_p=0.1",
-        "apply F.dropout to the output",
+        "Write this attention out",
     ),
     "attention of 3 dimensions": (
         lambda a: F.scaled_dot_product_attention(a, a, a),
@@ -211,7 +211,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, str]] = {
     "attention with a learned bias": (
         lambda a: F.scaled_dot_product_attention(*[a.unflatten(2, (4, 4)).transpose(1, 2)] * 3, attn_mask=(a[0] @ a[0].mT)),
         "attn_mask requires a gradient",
-        "Detach it",
+        r"region\(opaque=True\)",
     ),
     "norm of two dtypes": (
         lambda a: F.layer_norm(a.bfloat16(), (16,), torch.ones(16)),
@@ -243,7 +243,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, str]] = {
         "multi_head_attention_forward: ",
         "F.scaled_dot_product_attention",
     ),
-    "nn.LSTM": (lstm, "lstm: fused recurrent", "with nn.Linear and element-wise ops"),
+    "nn.LSTM": (lstm, "lstm: fused recurrent", r"region\(opaque=True\)"),
     "batch norm in training": (nn.BatchNorm1d(8, dtype=f64), "batch_norm: batch statistics", "LayerNorm"),
     "batch norm without running statistics": (
         nn.BatchNorm1d(8, track_running_stats=False, dtype=f64).eval(),
@@ -259,7 +259,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str, str]] = {
     "checkpoint": (
         lambda a: checkpoint(LINEAR, a, use_reentrant=False),
         "tag_activation_checkpoint: torch.utils.checkpoint",
-        "recompute",
+        "Call the function directly",
     ),
     "autocast": (autocast, "autocast: autocast inside", "Precision"),
 }

@@ -102,4 +102,4 @@ def test_steps_come_from_the_metrics_else_from_the_run(results: Results, tmp_pat
     with_rate, without = step_sheet(results), step_sheet(replace(results, metrics=()))
     assert with_rate is not None and without is not None
     assert list(with_rate.frame["loss"]) == list(without.frame["loss"])
-    assert with_rate.table.rows[0][3] == "100,000" and without.table.rows[0][3] == "-"
+    assert with_rate.table.rows[0][4] == "100,000" and without.table.rows[0][4] == "-"

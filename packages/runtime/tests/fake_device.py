@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from piper_runtime.inline import collected
 from piper_runtime.rank import Comm
 from piper_runtime.streams import Work
 
@@ -140,7 +141,7 @@ class Box:
 
     sent: deque[torch.Tensor] = field(default_factory=deque)
     given: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    total: torch.Tensor | None = None
+    results: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def bind(self, rank: int, comm: Comm) -> Work:
         match comm.kind:
@@ -148,28 +149,33 @@ class Box:
                 return lambda: self.sent.append(comm.operand().clone())
             case "recv":
                 return lambda: self._receive(comm)
-            case "all_reduce":
-                return lambda: self._reduce(rank, comm)
+            case _:
+                return lambda: self._collect(rank, comm)
 
     def _receive(self, comm: Comm) -> None:
         if not self.sent:
             raise NotYet
         comm.operand().copy_(self.sent.popleft())
 
-    def _reduce(self, rank: int, comm: Comm) -> None:
+    def _collect(self, rank: int, comm: Comm) -> None:
+        law = comm.law
+        assert law is not None
         if rank not in self.given:
-            if self.total is not None:  # the round before is not over
+            if self.results:  # the round before is not over
                 raise NotYet
             tensor = comm.operand()
-            self.given[rank] = tensor, tensor.clone()  # a reduction may read as soon as it has started
-        if self.total is None:
+            target = tensor if comm.result is None else comm.result()
+            self.given[rank] = target, tensor.clone()  # a collective may read as soon as it has started
+            if law.spoils:
+                tensor.fill_(float("nan"))
+        if not self.results:
             if len(self.given) < len(comm.peers):
                 raise NotYet
-            first, *others = (self.given[r][1] for r in sorted(self.given))
-            self.total = sum(others, first)
-        self.given.pop(rank)[0].copy_(self.total)
+            members = sorted(self.given)
+            self.results = dict(zip(members, collected(law, [self.given[r][1] for r in members]), strict=True))
+        self.given.pop(rank)[0].copy_(self.results[rank])
         if not self.given:
-            self.total = None
+            self.results = {}
 
 
 class HostEvent:

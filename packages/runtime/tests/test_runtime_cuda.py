@@ -31,6 +31,7 @@ from piper_runtime.report import RankReport
 from piper_runtime.run import _result, trainee
 from piper_runtime.staging import StagedCommunicators
 from piper_runtime.streams import FIRST_STREAM, ISSUED, PHASE, RUNNING, WAITING
+from tests import collective_model, collective_plans
 
 STEPS = 2
 SEEDS = 24
@@ -60,7 +61,16 @@ def bound(plan: Plan, job: Job, rank: int, report: RankReport | None = None) -> 
     """A rank on the CPU that reads its numbers as one on CUDA does."""
     state = materialize(job)
     probe = report.probe if report is not None else None
-    return Rank(plan, rank, CODE, trainee(job), state.params, state.buffers, probe, numbers=LateNumbers(CPU))
+    return Rank(
+        plan,
+        rank,
+        CODE | collective_model.code(plan.mesh.world),
+        trainee(job),
+        state.params,
+        state.buffers,
+        probe,
+        numbers=LateNumbers(CPU),
+    )
 
 
 def results(plan: Plan, job: Job, engine: Callable[[Rank, Any], tuple[Engine, Any]], steps: int = STEPS) -> Run:
@@ -104,6 +114,13 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_any_order_of_the_devices_gives_the_numbers_of_one_device(case: dict[str, Any]) -> None:
     plan, job = chain(**case)
+    for seed in range(12):
+        assert distance(on_machine(plan, job, seed), plan, job) < TOLERANCE, f"seed {seed}"
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_any_order_of_the_devices_gives_the_numbers_of_one_device_with_collectives(n: int) -> None:
+    plan, job = collective_plans.plan(n), collective_model.job(n)
     for seed in range(12):
         assert distance(on_machine(plan, job, seed), plan, job) < TOLERANCE, f"seed {seed}"
 

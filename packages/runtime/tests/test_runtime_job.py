@@ -61,7 +61,7 @@ def test_every_row_belongs_to_one_microbatch_of_one_replica() -> None:
 
 
 class Odd(nn.Module):
-    """Tied names, a buffer that is not persistent, a plain tensor, an integer buffer."""
+    """Tied names, a buffer that is not persistent, a plain tensor, an integer and a complex buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,14 +70,29 @@ class Odd(nn.Module):
         self.b.weight = self.a.weight
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("cache", torch.ones(2), persistent=False)
+        self.register_buffer("turns", torch.tensor([1 + 2j]))
         self.mask = torch.ones(3)
 
 
-def test_initial_state_knows_tied_names_and_what_a_state_dict_leaves_out() -> None:
+def test_the_initial_state_has_every_tensor_once_in_its_dtype() -> None:
     state = initial_state(Odd(), torch.float64)
-    assert list(state.params) == ["a.weight", "a.bias", "b.bias"] and state.tied == {"b.weight": "a.weight"}
-    assert state.transient == {"cache", "mask"} and state.buffers.keys() == {"steps", "cache", "mask"}
-    assert state.params["a.weight"].dtype is torch.float64 and state.buffers["steps"].dtype is torch.int64
+    assert list(state.params) == ["a.weight", "a.bias", "b.bias"]
+    assert state.buffers.keys() == {"steps", "cache", "mask", "turns"}
+    assert state.params["a.weight"].dtype is state.buffers["mask"].dtype is torch.float64
+    assert state.buffers["steps"].dtype is torch.int64
+    assert state.buffers["turns"].dtype is torch.complex64 and state.buffers["turns"][0].imag == 2
+
+
+def test_a_state_dict_has_the_names_of_the_module_and_leaves_it_alone() -> None:
+    model = Odd()
+    model.register_state_dict_post_hook(lambda module, found, prefix, _: found.update({"cast": found.pop("a.bias").half()}))
+    state = initial_state(model, torch.float64)
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    found = state.state_dict({n: t + 1 for n, t in {**state.params, **state.buffers}.items()})
+    assert list(found) == list(before) == ["steps", "turns", "a.weight", "b.weight", "b.bias", "cast"]
+    assert all(torch.equal(found[n], before[n] + 1) for n in before if n != "cast")
+    assert found["cast"].dtype is torch.float16
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
 def test_initial_state_follows_the_seed_and_leaves_the_callers_random_state_alone() -> None:
@@ -103,6 +118,13 @@ def test_init_reads_a_saved_state_dict_and_refuses_what_does_not_fit(tmp_path: P
         materialize(chain_job(2, 4, init=tmp_path / "broken.pt"))
     with pytest.raises(JobError, match="no such file"):
         materialize(chain_job(2, 4, init=tmp_path / "absent.pt"))
+
+
+def test_a_float64_file_is_not_rounded_on_the_way(tmp_path: Path) -> None:
+    saved = {n: t.double() + 1e-12 for n, t in Chain(2).state_dict().items()}
+    torch.save(saved, tmp_path / "wide.pt")
+    state = materialize(chain_job(2, 4, init=tmp_path / "wide.pt"))
+    assert all(torch.equal(t, saved[n]) for n, t in {**state.params, **state.buffers}.items())
 
 
 def broken(*_: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from piper_ir.errors import ExecutionError
-from piper_ir.ops import AllReduce, Recv, Send
+from piper_ir.ops import Collective, Recv, Send
 from piper_ir.plan import COMPUTE, Instr, Part
 from piper_runtime.engine import Engine, PeerError
 from piper_runtime.gloo import void
@@ -218,17 +218,17 @@ def test_issuing_costs_microseconds() -> None:
 
 
 def test_a_communication_waits_for_one_on_its_own_stream_only_when_it_takes_its_result() -> None:
-    def comm(op: Send | Recv | AllReduce, reads: tuple[str, ...] = (), writes: tuple[str, ...] = (), stream: str = "s") -> Instr:
+    def comm(op: Send | Recv | Collective, reads: tuple[str, ...] = (), writes: tuple[str, ...] = (), stream: str = "s") -> Instr:
         return Instr(stream, (Part("n", op, 0, reads, writes),))
 
     program = [
         comm(Recv("c"), writes=("x",)),
         comm(Send("d"), reads=("y",)),
         comm(Send("d"), reads=("x",)),
-        comm(AllReduce("r"), reads=("x",), writes=("z",)),
+        comm(Collective("all_reduce", "r"), reads=("x",), writes=("z",)),
         comm(Send("e"), reads=("x",), stream="other"),  # the plan has a wait of its own for that
-        comm(AllReduce("r", "bucket0")),
-        comm(AllReduce("r", "bucket1")),
-        comm(AllReduce("r", "bucket0")),
+        comm(Collective("all_reduce", "r", "bucket0")),
+        comm(Collective("all_reduce", "r", "bucket1")),
+        comm(Collective("all_reduce", "r", "bucket0")),
     ]
     assert own_waits(program) == {2: (("s", 1),), 3: (("s", 1),), 7: (("s", 5),)}

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 
 from packages.simulator.tests.fluid import Fluid, Rates, water_levels
 from packages.simulator.tests.toys import toy
-from piper_ir.ops import COMM
+from piper_ir.ops import COMM, message_op
 from piper_ir.plan import Plan
 from piper_ir.timing import Prepared, Times, prepare
-from piper_simulator.contention.flows import Resource, Wiring, _route, message_flows, wiring
+from piper_simulator.contention.flows import Resource, Wiring, message_flows, route, wiring
 from piper_simulator.contention.rates import Flow, fair_rates
 from piper_simulator.durations.device_model import Work
+from piper_simulator.durations.instances import instances
 from piper_simulator.times import engine
 from tests.random_plans import PlanBuilder, random_plan
 
@@ -112,9 +113,9 @@ def messages(plan: Plan, prepared: Prepared, wires: Wiring, rng: Random) -> tupl
     for g, members in enumerate(prepared.groups):
         op = ops[members[0]]
         assert isinstance(op, COMM)
-        route, nbytes = _route(plan, plan.channel(op.channel), wires), rng.randint(1, 60)
-        seconds = route.wire * nbytes * route.slowest * rng.choice((1.0, 1.0, 1.5, 4.0))
+        way, nbytes = route(message_op(op), instances(plan, plan.channel(op.channel)), wires), rng.randint(1, 60)
+        seconds = way.wire * nbytes * way.slowest * rng.choice((1.0, 1.0, 1.5, 4.0))
         for x in members:
             work[x] = Work(seconds, "formula", bytes=nbytes)
-        carried[g] = {r: n * route.wire * nbytes / seconds for r, n in route.passes.items()} if seconds else {}
+        carried[g] = {r: n * way.wire * nbytes / seconds for r, n in way.passes.items()} if seconds else {}
     return work, carried

@@ -12,9 +12,8 @@ from piper_ir.errors import ClusterError
 from piper_ir.plan import Channel, Plan
 from piper_ir.timing import IssueOrder, prepare, prepare_orders
 from piper_simulator import Cluster
-from piper_simulator.cluster.network import MessageOp
-from piper_simulator.contention.demands import Message, demands, route
-from piper_simulator.contention.flows import message_flows, wiring
+from piper_simulator.contention.demands import Message, demands
+from piper_simulator.contention.flows import message_flows, route, wiring
 from piper_simulator.contention.rates import fair_rates
 from piper_simulator.durations.communication import by_formula, rank_group
 from piper_simulator.durations.device_model import Work
@@ -26,9 +25,7 @@ TOY = toy("toy", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_nod
 NODE = ((0, 1, 2, 3),)
 
 
-def message(
-    channel: str, op: MessageOp, nbytes: int, instances: tuple[tuple[int, ...], ...] = NODE, on: Cluster = TOY
-) -> Message:
+def message(channel: str, op: str, nbytes: int, instances: tuple[tuple[int, ...], ...] = NODE, on: Cluster = TOY) -> Message:
     """With the duration that the formula gives it."""
     return Message(channel, op, nbytes, by_formula(on, op, nbytes, rank_group(on, instances[0])), instances, {0: None})
 

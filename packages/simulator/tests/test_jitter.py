@@ -112,10 +112,10 @@ def test_of_many_replicas_some_draw_and_one_of_each_sort(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"jitter": -0.1}, "jitter is -0.1; a coefficient of variation from 0 on is needed"),
+        ({"jitter": -0.1}, "jitter is -0.1; a coefficient of variation from 0 to 10 is needed"),
         ({"jitter": float("nan")}, "jitter is nan"),
         ({"jitter": "much"}, "jitter is 'much'"),
-        ({"jitter": 0.1, "repetitions": 0}, "repetitions is 0; a whole number from 1 on is needed"),
+        ({"jitter": 0.1, "repetitions": 0}, "repetitions is 0; a whole number from 1 to 100000 is needed"),
     ],
 )
 def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:

@@ -9,7 +9,7 @@ from piper_compiler import Strategy, Training, compile_program, recipes, synthet
 from piper_ir.costs import CommDuration, Costs, Duration
 from piper_ir.errors import ClusterError
 from piper_ir.mesh import Mesh
-from piper_ir.ops import Add, AllReduce, Compute, Op, Recv, Send, SquaredNorm, Update
+from piper_ir.ops import Add, Collective, Compute, Op, Recv, Send, SquaredNorm, Update
 from piper_ir.plan import Bucket, Channel, Instr, Part, Plan, RolePlan, State, Value
 from piper_ir.program import Chunk, Cost, Kernel, Signature
 from piper_ir.sizes import TensorSpec
@@ -36,6 +36,10 @@ MACHINE = toy(
 )
 MATMUL = Kernel("matmul", (1, 1, 1), "float32", flops=2000, bytes=8)
 ADD = Kernel("elementwise", (), "float32", flops=10, bytes=160, count=3)
+
+
+def reduction(channel: str, bucket: str = "") -> Collective:
+    return Collective("all_reduce", channel, bucket)
 
 
 def chunk(id: str, *kernels: Kernel, seconds: float | None = None) -> Chunk:
@@ -144,19 +148,19 @@ def test_point_to_point() -> None:
 
 def test_all_reduce_is_a_ring() -> None:
     """n = 2: 2 hops and 2 (n - 1) / n = 1 times the bytes."""
-    assert seconds(CAPTURED, AllReduce("both")) == 2 * 1.0 + 40 / 10
+    assert seconds(CAPTURED, reduction("both")) == 2 * 1.0 + 40 / 10
     four = plan(chunk("c", MATMUL), mesh=Mesh(pp=2, dp=4), over=("dp",))
-    assert seconds(four, AllReduce("dp")) == 6 * 1.0 + 1.5 * 40 / 10
-    assert seconds(four, AllReduce("dp", "b")) == 6 * 1.0 + 1.5 * 80 / 10, "a bucket of 20 floats"
+    assert seconds(four, reduction("dp")) == 6 * 1.0 + 1.5 * 40 / 10
+    assert seconds(four, reduction("dp", "b")) == 6 * 1.0 + 1.5 * 80 / 10, "a bucket of 20 floats"
 
 
 def test_all_reduce_over_nodes_shares_the_nics_of_a_node() -> None:
     """8 ranks on 2 nodes: 4 NICs of 2 bytes/s each; 14 hops, 2 of them between nodes."""
     eight = plan(chunk("c", MATMUL), mesh=Mesh(pp=2, dp=8), over=("dp",))
-    assert seconds(eight, AllReduce("dp")) == 12 * 1.0 + 2 * 3.0 + 1.75 * 40 / 8
+    assert seconds(eight, reduction("dp")) == 12 * 1.0 + 2 * 3.0 + 1.75 * 40 / 8
     spread = plan(chunk("c", MATMUL), mesh=Mesh(pp=2, dp=4), over=("dp",))
     one_per_node = changed(MACHINE, per_node=1, nodes=8)
-    assert seconds(spread, AllReduce("dp"), on=one_per_node) == 6 * 3.0 + 1.5 * 40 / 2
+    assert seconds(spread, reduction("dp"), on=one_per_node) == 6 * 3.0 + 1.5 * 40 / 2
 
 
 def test_the_slowest_instance_of_a_channel_gives_its_time() -> None:
@@ -189,7 +193,7 @@ def test_slow_links_that_messages_cross_are_named() -> None:
         model.work(pairs.roles[0], Instr("s", (Part("n", Send("p2p"), reads=("u",)),)))
         assert model.notes == named
     model = DeviceModel(CAPTURED, changed(MACHINE, slow_links=(SlowLink(0, 0, 2.0),)), None)
-    model.work(CAPTURED.roles[0], Instr("g", (Part("n", AllReduce("both"), reads=("u",)),)))
+    model.work(CAPTURED.roles[0], Instr("g", (Part("n", reduction("both"), reads=("u",)),)))
     assert model.notes == ("slow links: within node 0, 2 times as long",)
 
 
@@ -205,14 +209,14 @@ def test_a_role_takes_as_long_as_its_slowest_rank() -> None:
 
 def test_a_message_from_the_cluster_s_table_is_labelled_so() -> None:
     on = changed(MACHINE, messages=(CommDuration("all_reduce", 40, 2, Duration(0.5, "table")),))
-    work = DeviceModel(CAPTURED, on, None).work(CAPTURED.roles[0], Instr("g", (Part("n", AllReduce("both"), reads=("u",)),)))
+    work = DeviceModel(CAPTURED, on, None).work(CAPTURED.roles[0], Instr("g", (Part("n", reduction("both"), reads=("u",)),)))
     assert (work.seconds, work.source, work.bytes) == (0.5, "table", 40)
     measured = Costs(comm=(CommDuration("all_reduce", 40, 2, Duration(0.25)),))
-    assert seconds(CAPTURED, AllReduce("both"), on=on, costs=measured) == 0.25, "what was measured here comes first"
+    assert seconds(CAPTURED, reduction("both"), on=on, costs=measured) == 0.25, "what was measured here comes first"
 
 
 def test_an_all_reduce_of_one_rank_takes_no_time() -> None:
-    assert seconds(CAPTURED, AllReduce("dp")) == 0.0
+    assert seconds(CAPTURED, reduction("dp")) == 0.0
 
 
 def test_costs_come_before_the_formula_and_after_given_durations() -> None:
@@ -221,14 +225,14 @@ def test_costs_come_before_the_formula_and_after_given_durations() -> None:
     assert seconds(mixed, Compute("c", "F"), costs=costs) == 7.0
     assert seconds(mixed, Compute("g", "F"), costs=costs) == 5.0
     assert seconds(mixed, Send("p2p"), costs=costs) == 9.0
-    assert seconds(mixed, AllReduce("both"), costs=costs) == 2.0 + 4.0, "not in the costs: computed"
+    assert seconds(mixed, reduction("both"), costs=costs) == 2.0 + 4.0, "not in the costs: computed"
 
 
 def test_given_durations_are_all_there_is_in_a_synthetic_plan() -> None:
     given = plan(chunk("g", seconds=5.0))
     for on in (None, MACHINE):
         assert seconds(given, Compute("g", "F"), on=on) == 5.0
-        assert [seconds(given, op, on=on) for op in (Send("p2p"), AllReduce("both"), Add(), Update(("b",)))] == [0.0] * 4
+        assert [seconds(given, op, on=on) for op in (Send("p2p"), reduction("both"), Add(), Update(("b",)))] == [0.0] * 4
         assert DeviceModel(given, on, None).issue_s == 0.0
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from packages.simulator.tests.toys import beside, changed, toy
 from piper_ir.mesh import Mesh
-from piper_ir.ops import COMM, AllReduce
+from piper_ir.ops import COMM, Collective
 from piper_ir.plan import Channel, Instr, Plan, RolePlan, Value
 from piper_ir.program import Chunk, Cost, Kernel
 from piper_ir.sizes import TensorSpec
@@ -66,7 +66,7 @@ def reducing(plan: Plan, nbytes: int) -> Plan:
 
     def sized(instr: Instr) -> Instr:
         part = instr.parts[0]
-        return replace(instr, parts=(replace(part, reads=("sum",)),)) if isinstance(part.op, AllReduce) else instr
+        return replace(instr, parts=(replace(part, reads=("sum",)),)) if isinstance(part.op, Collective) else instr
 
     roles = tuple(replace(role, program=tuple(map(sized, role.program))) for role in plan.roles)
     return replace(plan, roles=roles, values={**plan.values, "sum": Value("sum", TensorSpec((nbytes,), "uint8"), "activation")})

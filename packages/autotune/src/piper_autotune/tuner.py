@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import ModuleType
@@ -25,6 +26,10 @@ from piper_compiler import Strategy, compile_program, settled
 from piper_ir.errors import TuneError
 from piper_ir.program import Program
 
+MOST_SEED = 2**32 - 1
+"""What Optuna's generators take."""
+LEAST_WORKERS, PER_CORE = 16, 4
+"""Worker processes that any machine may start, and processes per core."""
 SEED_STEP = 1_000_003
 """A resumed search does not draw again what it drew before."""
 
@@ -56,12 +61,14 @@ def tune(
     TuneError: arguments, storage, or a space that contradicts itself. SearchError: the storage failed in mid-search.
     NothingFoundError: no candidate can be used."""
     _check(strategy, trials, confirm, measure, workers, timeout_s)
+    if type(seed) is not int or not 0 <= seed <= MOST_SEED:
+        raise TuneError(f"tune(seed={seed!r}): an integer from 0 to {MOST_SEED} is needed")
     programs = Programs(problem, at_rows)
     with quiet(), storage_errors(storage):
         name = space_key(strategy, *problem.facts())
         study = open_study(storage, f"piper-{name}", sampler or GuidedSampler(seed))
         if sampler is None:
-            study.sampler = GuidedSampler(seed + SEED_STEP * len(study.get_trials(deepcopy=False)))
+            study.sampler = GuidedSampler((seed + SEED_STEP * len(study.get_trials(deepcopy=False))) % (MOST_SEED + 1))
         ours = evaluator or _evaluator(problem, programs, workers, timeout_s, modules)
         try:
             search = Search(study, strategy, problem, Rules(problem, programs), ours, trials, max(LEADERS, confirm), progress)
@@ -76,6 +83,11 @@ def tune(
                 ours.close()
 
 
+def most_workers() -> int:
+    """Return how many worker processes this machine may start: a few per core, each with its own interpreter."""
+    return max(LEAST_WORKERS, PER_CORE * (os.cpu_count() or 1))
+
+
 def _check(strategy: Any, trials: int, confirm: int, measure: object, workers: int | str, timeout_s: float) -> None:
     if not callable(strategy):
         raise TuneError(
@@ -86,6 +98,11 @@ def _check(strategy: Any, trials: int, confirm: int, measure: object, workers: i
             raise TuneError(f"tune({name}={value!r}): an integer of at least {least} is needed")
     if confirm and measure is None:
         raise TuneError(f"tune(confirm={confirm}): only a piper.Job can be run; a Program has no code and no data")
+    if type(workers) is int and workers > most_workers():
+        raise TuneError(
+            f"tune(workers={workers!r}): at most {most_workers()} processes are started on this machine, which has "
+            f'{os.cpu_count()} cores; workers="ray" uses a cluster'
+        )
     if workers != "ray" and (type(workers) is not int or workers < 0):
         raise TuneError(f'tune(workers={workers!r}): a number of processes (0: this one) or "ray" is accepted')
     if not timeout_s > 0:

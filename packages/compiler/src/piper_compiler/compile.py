@@ -22,6 +22,9 @@ from piper_ir.program import Program
 
 __all__ = ["Lowered", "Options", "Outline", "Training", "apply_directives", "compile_program", "outline_program", "settled"]
 
+FEW_COPIES = 1024
+"""Microbatches of which the graph is made at once."""
+
 
 @dataclass(frozen=True)
 class Lowered:
@@ -45,6 +48,7 @@ def compile_program(
     (default: one row per microbatch and replica). `at_rows`: the program for a number of rows, for programs that are not
     affine down to one row. A DirectiveError or CompileError names what does not hold and where it was written."""
     training = training or Training()
+    check_microbatches(strategy, global_batch)
     with no_garbage_collection():
         graph = complete(apply_directives(build(program, strategy.mesh, costs), strategy.directives), training)
         rows = rows_per_microbatch(graph.microbatches, graph.replicas, global_batch)
@@ -134,6 +138,16 @@ def _logged(graph: Graph, item: Directive, index: int) -> Graph:
     """The graph with exactly one entry for the directive in its log, whether or not `apply` recorded one."""
     applied = Applied(describe(item), getattr(item, "site", ""))
     return replace(graph, log=(*graph.log[:index], applied))
+
+
+def check_microbatches(strategy: Strategy, global_batch: int | None) -> None:
+    """Raise CompileError for many more microbatches than rows, before there is a copy of the graph for each.
+
+    Of a few too many `rows_per_microbatch` says more, for then it is known how many replicas there are."""
+    for item in strategy.directives:
+        if isinstance(item, split) and type(item.microbatches) is int and global_batch is not None:
+            if item.microbatches > max(global_batch, FEW_COPIES):
+                rows_per_microbatch(item.microbatches, 1, global_batch)
 
 
 def rows_per_microbatch(parts: int, replicas: int, global_batch: int | None) -> int:

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from piper_ir.costs import Costs
-from piper_ir.ops import Compute, Op
-from piper_ir.plan import Bucket
+from piper_ir.graph import Graph, Node
+from piper_ir.ops import Collective, Compute, Op
 from piper_ir.program import Chunk, Cost, Step
-from piper_ir.sizes import ITEM_BYTES
+from piper_ir.sizes import ITEM_BYTES, bind
 
 FLOPS = 3e14
 """FLOP/s of a nominal accelerator: about what dense bf16 matrix products reach on an A100-class device."""
@@ -40,8 +40,24 @@ def _known(chunk: Chunk, step: Step, costs: Costs | None) -> float | None:
     return None if known is None else known.seconds
 
 
+SCALAR_BYTES = 8
+"""Up to this size a message is a number, which takes no time beside computation."""
+
+
+def collective_seconds(nbytes: int) -> float:
+    """Return the seconds of a collective whose message has this many bytes, between nominal devices."""
+    return nbytes / LINK if nbytes > SCALAR_BYTES else 0.0
+
+
+def collective_bytes(graph: Graph, node: Node, op: Collective, rows: int) -> int:
+    """Return the bytes of a collective's message, its whole tensor, at this many rows per microbatch."""
+    if op.bucket:
+        return graph.buckets[op.bucket].numel * ITEM_BYTES[graph.buckets[op.bucket].dtype]
+    return bind(graph.values[(node.reads if op.law.reads == "whole" else node.writes)[0]].spec.nbytes, rows)
+
+
 class InstructionSeconds:
-    """Seconds of a plan's instructions without a cluster. Where the chunks have given durations, reductions take no time."""
+    """Seconds of a plan's instructions without a cluster. Where the chunks have given durations, collectives take no time."""
 
     def __init__(self, chunks: Iterable[Chunk], costs: Costs | None = None) -> None:
         listed = list(chunks)
@@ -67,6 +83,6 @@ class InstructionSeconds:
         """Of a Send or Recv."""
         return nbytes / LINK
 
-    def reduction(self, bucket: Bucket | None) -> float:
-        """Of an AllReduce: of a bucket, or (None) of a scalar."""
-        return 0.0 if bucket is None or self._given else bucket.numel * ITEM_BYTES[bucket.dtype] / LINK
+    def collective(self, nbytes: int) -> float:
+        """Return the seconds of a collective with a message of this size."""
+        return 0.0 if self._given else collective_seconds(nbytes)

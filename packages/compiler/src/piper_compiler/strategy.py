@@ -10,7 +10,7 @@ from typing import Any
 
 from piper_compiler.directives import REGISTRY, Directive, describe
 from piper_ir.codec import decode, read_document, tagged
-from piper_ir.errors import DirectiveError, FormatError, OutputError
+from piper_ir.errors import CompileError, DirectiveError, FormatError, OutputError
 from piper_ir.files import write_whole
 from piper_ir.mesh import AXES, Mesh
 
@@ -93,7 +93,10 @@ def _mesh(data: dict[str, Any], where: str) -> Mesh:
             raise FormatError(f"{where}: unknown axis {axis!r}; the axes are {', '.join(sorted(AXES))}")
         if type(size) is not int or size < 1:
             raise FormatError(f"{where}.{axis}: a positive integer is expected, found {size!r}")
-    return Mesh(**data)
+    try:
+        return Mesh(**data)
+    except CompileError as e:  # the sizes together; only here is it known where
+        raise FormatError(f"{where}: {e}") from None
 
 
 def _directive(data: Any, where: str) -> Directive:

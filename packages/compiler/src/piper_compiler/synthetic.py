@@ -9,6 +9,8 @@ from piper_ir.program import BatchTensor, Chunk, Cost, Input, Output, Param, Pro
 from piper_ir.sizes import TensorSpec
 
 Times = float | Sequence[float]
+MOST_SECONDS = 1e12
+"""Many thousand years: sums of larger numbers lose what is small."""
 _EMPTY = TensorSpec((0,), "uint8")
 
 
@@ -35,18 +37,27 @@ def synthetic(
     if stages < 1:
         raise CompileError(f"synthetic(stages={stages}): at least one stage is needed")
     f, i, w = (_per_stage(name, value, stages) for name, value in (("F", F), ("I", I), ("W", W)))
+    pairs = tuple(_per_stage("overlap", overlap, stages)) if overlap is not None else ()
+    _check_seconds(F=f, I=i, W=w, overlap=pairs, hop=(hop,))
     keep = [int(x) for x in _per_stage("activation", activation, stages)]
     after = keep if kept_after_I is None else [int(x) for x in _per_stage("kept_after_I", kept_after_I, stages)]
     sizes = [int(x) for x in _per_stage("params", params, stages)]
     if any(a > k for a, k in zip(after, keep, strict=True)):
         raise CompileError("synthetic: kept_after_I is larger than activation; W cannot need more than F saved")
-    if not 0 <= hop < float("inf"):
-        raise CompileError(f"synthetic(hop={hop}): seconds are a finite number that is not negative")
     chunks = tuple(_chunk(s, stages, (f[s], i[s], w[s]), keep[s], after[s], sizes[s]) for s in range(stages))
     manifest = tuple(Param(f"stage{s}.weight", TensorSpec((n,), "uint8")) for s, n in enumerate(sizes) if n)
-    pairs = tuple(_per_stage("overlap", overlap, stages)) if overlap is not None else ()
     batch = (BatchTensor("inputs", _EMPTY),)
     return Program(chunks, manifest, batch=batch, source="synthetic", hop=float(hop), overlap=pairs)
+
+
+def _check_seconds(**given: Sequence[float]) -> None:
+    """Raise CompileError for durations whose sums could not be told apart, or would not be numbers."""
+    for name, values in given.items():
+        if not all(0 <= v <= MOST_SECONDS for v in values):
+            bad = next(v for v in values if not 0 <= v <= MOST_SECONDS)
+            raise CompileError(
+                f"synthetic({name}={bad}): seconds are a finite number that is not negative, and at most {MOST_SECONDS:g}"
+            )
 
 
 def _per_stage(name: str, value: Times | Sequence[int], stages: int) -> list[float]:

@@ -47,8 +47,13 @@ class StepDuration:
 
 @dataclass(frozen=True, slots=True)
 class CommDuration:
-    """One communication: `op` is "p2p" or "all_reduce", `bytes` of the message on one rank, `group` the number of ranks (2 for
-    p2p) on `nodes` nodes. `busy_s`: processor seconds that it takes on each rank, from computation that runs beside it."""
+    """The duration of one communication.
+
+    op: "p2p" or a kind of `piper_ir.collectives`.
+    bytes: of the message; of a collective, of its whole tensor.
+    group, nodes: the number of ranks that take part (2 for p2p), and on how many nodes.
+    busy_s: processor seconds that it takes on each rank, from computation that runs beside it.
+    """
 
     op: str
     bytes: int

@@ -23,7 +23,12 @@ class DirectiveError(PiperError, ValueError):
 
 
 class CompileError(PiperError, ValueError):
-    """The directives together do not describe a training step that can run (something unplaced, a cyclic order...)."""
+    """The directives together do not describe a training step that can run (something unplaced, a cyclic order...). `chunks`: ids
+    of the chunks that it is about, where it says so."""
+
+    def __init__(self, message: str, chunks: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.chunks = chunks
 
 
 class PlanError(PiperError, ValueError):

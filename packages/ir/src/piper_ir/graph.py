@@ -19,7 +19,7 @@ from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, SelectorError
 from piper_ir.graph_parts import Applied, Coord, GraphValue, Node, OverlapGroup, Replication, Transport
 from piper_ir.mesh import Mesh
-from piper_ir.ops import Add, Compute, Op, Recv, Send
+from piper_ir.ops import Add, Recv, Send
 from piper_ir.plan import Bucket, Category, Channel
 from piper_ir.program import Program
 from piper_ir.select import ANY, NONE, Match, Where
@@ -35,7 +35,6 @@ __all__ = [
     "OverlapGroup",
     "Replication",
     "Transport",
-    "op_name",
 ]
 
 
@@ -167,15 +166,6 @@ def _span(values: list[Coord]) -> str:
     if len(values) > 4 and all(isinstance(v, int) for v in values):
         return f"{values[0]}..{values[-1]}"
     return ", ".join(map(str, values))
-
-
-def op_name(op: Op) -> str:
-    """The value of the pseudo-coordinate `op` for a node."""
-    match op:
-        case Compute():
-            return "compute"
-        case _:
-            return type(op).__name__.lower()
 
 
 class Editor:

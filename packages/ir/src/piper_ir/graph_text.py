@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from piper_ir.graph import Graph, Node, op_name
+from piper_ir.graph import Graph, Node
+from piper_ir.ops import op_name
 from piper_ir.plan import COMPUTE
 from piper_ir.sizes import ITEM_BYTES
 
 _DERIVED = ("chunk", "phase", "op", "mb")
 """Coordinates that the id of a node shows already."""
-_KINDS = {"add": 0, "compute": 1, "send": 2, "recv": 3}
+_KINDS = {"Add": 0, "Compute": 1, "Send": 2, "Recv": 3}
 _PHASES = {"F": 0, "B": 1, "I": 1, "W": 2}
 
 

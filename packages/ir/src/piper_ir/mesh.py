@@ -9,6 +9,7 @@ from itertools import product
 from math import prod
 
 from piper_ir.errors import CompileError
+from piper_ir.limits import MOST_RANKS
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
 """All axes, fastest-varying first: neighbouring ranks share a tensor-parallel group, pipeline stages are farthest apart."""
@@ -28,6 +29,8 @@ class Mesh:
             if type(size) is not int or size < 1:
                 raise CompileError(f"Mesh: axis {name} has size {size!r}; a positive integer is needed")
         object.__setattr__(self, "sizes", tuple((a, given[a]) for a in AXES if given.get(a, 1) > 1))
+        if self.world > MOST_RANKS:
+            raise CompileError(f"{self}: {self.world} ranks; at most {MOST_RANKS} are accepted, use smaller axes")
 
     def size(self, axis: str) -> int:
         return next((n for a, n in self.sizes if a == axis), 1)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from piper_ir.collectives import COLLECTIVES, Law, law_of
+
 ComputeStep = Literal["F", "B", "I", "W"]
 
 
@@ -56,9 +58,17 @@ class Recv:  # writes the next value of the channel
 
 
 @dataclass(frozen=True, slots=True)
-class AllReduce:  # sums over the channel's members: the bucket's gradient in place, or (bucket empty) its read into its write
+class Collective:
+    # meets the same op of every member of the channel and does what COLLECTIVES says of its kind: with its read and its write, or
+    # (bucket named) with the gradients of that bucket, in place
+    kind: str
     channel: str
     bucket: str = ""
+
+    @property
+    def law(self) -> Law:
+        """What this kind of collective gives, gets and costs. PlanError for a kind that is not in the table."""
+        return law_of(self.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +82,18 @@ class Update:
     workspace: int = 0
 
 
-Op = Load | Seed | Compute | Add | Zeros | SquaredNorm | Send | Recv | AllReduce | Update
-Comm = Send | Recv | AllReduce
-COMM = (Send, Recv, AllReduce)
+Op = Load | Seed | Compute | Add | Zeros | SquaredNorm | Send | Recv | Collective | Update
+Comm = Send | Recv | Collective
+COMM = (Send, Recv, Collective)
+
+
+def op_name(op: Op) -> str:
+    """Return how a plan's text and messages call an op: its class, or its collective's name (of an unknown one, its kind)."""
+    if isinstance(op, Collective):
+        return op.law.name if op.kind in COLLECTIVES else op.kind
+    return type(op).__name__
+
+
+def message_op(op: Comm) -> str:
+    """Return the name under which costs know a message: "p2p" for either end of a transfer, else the collective's kind."""
+    return op.kind if isinstance(op, Collective) else "p2p"

@@ -9,7 +9,7 @@ from typing import Literal
 from piper_ir.ops import Compute, Update
 from piper_ir.plan import Instr
 
-Phase = Literal["F", "B", "I", "W", "pair", "U", "other", "comm"]
+Phase = Literal["F", "B", "I", "W", "pair", "U", "other", "comm", "batch"]
 PHASES: Mapping[Phase, str] = {
     "F": "forward",
     "B": "backward (I and W together)",
@@ -19,6 +19,7 @@ PHASES: Mapping[Phase, str] = {
     "U": "optimizer update",
     "other": "other (gradient norm, sums)",
     "comm": "communication",
+    "batch": "waiting for the batch",
 }
 
 
@@ -40,7 +41,7 @@ class Kind:
     @property
     def label(self) -> str:
         """As in "F3", "U", "F3&B1"; "" for what has no letter."""
-        letters = {"comm": "", "other": ""}
+        letters = {"comm": "", "other": "", "batch": ""}
         return "&".join(letters.get(p, p) + (str(mb) if mb >= 0 else "") for p, mb in self.halves)
 
 

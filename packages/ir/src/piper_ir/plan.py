@@ -8,8 +8,7 @@ until the first n instructions of that stream (of the same role) are done, and a
 Memory is part of the plan. Only the stream "compute" allocates and frees, in program order: an instruction frees
 `frees_before` (values whose last reader is a communication that it waits for), then runs its parts; each part allocates
 its writes, runs and frees `frees`; then `allocs_after` (receive buffers) are made. A Recv waits for the instruction that made its
-buffer and writes into it. Values written by communication other than Recv (an AllReduce of a value) are allocated by
-`allocs_after` too.
+buffer and writes into it. Values written by a collective are allocated by `allocs_after` too.
 
 Communication is by *channel*: one FIFO per directed pair of roles, or one set of roles, used by exactly one stream on each side.
 """

@@ -35,7 +35,8 @@ class Kernel:
     folded into M when the right operand is shared, else (batch, M, N, K)), (batch, heads, T_q, T_k, head_dim) for attention,
     (rows, classes) for cross-entropy, else empty. `lowering`: which implementation flops and bytes assume where the op has
     several that differ in them, else "". `op`: the operator's name, without the namespace if that is aten's or Piper's, and
-    without the _ of what works in place."""
+    without the _ of what works in place. `formula`: False where nothing knows the FLOPs of this op, and one per element is
+    counted."""
 
     kind: KernelKind
     dims: tuple[Dim, ...]
@@ -45,11 +46,12 @@ class Kernel:
     count: int = 1
     lowering: str = ""
     op: str = ""
+    formula: bool = True
 
     def bind(self, rows: int) -> Kernel:
         dims = tuple(bind(d, rows) for d in self.dims)
         flops, moved = bind(self.flops, rows), bind(self.bytes, rows)
-        return Kernel(self.kind, dims, self.dtype, flops, moved, self.count, self.lowering, self.op)
+        return Kernel(self.kind, dims, self.dtype, flops, moved, self.count, self.lowering, self.op, self.formula)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,9 @@ from dataclasses import replace
 from typing import Any, assert_never, get_args
 
 from piper_ir.codec import decode, encode
+from piper_ir.collectives import COLLECTIVES, kind_named
 from piper_ir.errors import FormatError, PiperError
-from piper_ir.ops import Add, AllReduce, Compute, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.ops import Add, Collective, Compute, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros, op_name
 from piper_ir.plan import PLAN_VERSION, Bucket, Category, Channel, Instr, Part, Plan, RolePlan, Value
 from piper_ir.program import BatchTensor, Buffer, Chunk, Param
 from piper_ir.sizes import Dim, TensorSpec
@@ -93,7 +94,7 @@ def _usual_node(op: Op, mb: int) -> str:
 
 
 def _op(op: Op) -> list[str]:
-    name = type(op).__name__
+    name = op_name(op)
     match op:
         case Compute(chunk=chunk, step=step):
             return [step, _word(chunk)]
@@ -109,7 +110,7 @@ def _op(op: Op) -> list[str]:
             return [name, _word(dtype), *map(_word, buckets)]
         case Send(channel=channel) | Recv(channel=channel):
             return [name, _word(channel)]
-        case AllReduce(channel=channel, bucket=bucket):
+        case Collective(channel=channel, bucket=bucket):
             return [name, _word(channel), *([_word(bucket)] if bucket else [])]
         case Update(buckets=buckets, weighted=weighted, clip=clip, workspace=held):
             flags = ["weighted"] * weighted + ([] if clip is None else ["clip", json.dumps(clip)])
@@ -348,18 +349,24 @@ def _parse_op(words: _Words) -> Op:
             return Send(words.next("a channel"))
         case "Recv":
             return Recv(words.next("a channel"))
-        case "AllReduce":
-            channel, bucket = words.next("a channel"), words.names()
-            if len(bucket) > 1:
-                raise FormatError(f"AllReduce takes a channel and at most one bucket, found {len(bucket)}")
-            return AllReduce(channel, *bucket)
         case "Update":
             buckets, weighted = words.names(), bool(words.accept("weighted"))
             clip = _float(words.next("a number")) if words.accept("clip") else None
             return Update(buckets, weighted, clip, _int(words.next("bytes"), "bytes") if words.accept("holds") else 0)
         case _:
-            known = ", ".join((*_STEPS, *(o.__name__ for o in get_args(Op) if o is not Compute)))
-            raise FormatError(f"{name} is no op; the ops are {known}")
+            return _parse_collective(name, words)
+
+
+def _parse_collective(name: str, words: _Words) -> Collective:
+    kind = kind_named(name)
+    if kind is None:
+        names = [o.__name__ for o in get_args(Op) if o not in (Compute, Collective)]
+        known = ", ".join((*_STEPS, *names, *(law.name for law in COLLECTIVES.values())))
+        raise FormatError(f"{name} is no op; the ops are {known}")
+    channel, bucket = words.next("a channel"), words.names()
+    if len(bucket) > 1:
+        raise FormatError(f"{name} takes a channel and at most one bucket, found {len(bucket)}")
+    return Collective(kind, channel, *bucket)
 
 
 def _load(text: str) -> Any:

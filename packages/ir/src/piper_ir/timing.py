@@ -4,8 +4,8 @@
 for all their ranks (data-parallel replicas behave alike). The rules, which the simulator's event engine implements again:
 
 1. A node starts when its predecessor on its stream has ended, each of its waits is done, and its host has issued it.
-2. A Send and its Recv, and all members of one AllReduce, start together: when the last of them can.
-3. The k-th Send of a channel meets the k-th Recv; the k-th AllReduce on one role the k-th on every role of the channel.
+2. A Send and its Recv, and all members of one collective, start together: when the last of them can.
+3. The k-th Send of a channel meets the k-th Recv; the k-th collective on one role the k-th on every role of the channel.
 4. A point-to-point transfer occupies both streams for its duration. Its waiters see it done `latency` later, which occupies
    nothing: the next transfer may start at once. A wait for n instructions holds until all n are done.
 5. A host issues its role's instructions in program order, `issue` seconds each, and is never blocked.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, repeat, zip_longest
 
 from piper_ir.errors import PlanError
-from piper_ir.ops import COMM
+from piper_ir.ops import COMM, op_name
 from piper_ir.plan import Channel, Plan, RolePlan
 
 Waits = tuple[tuple[str, int], ...]
@@ -92,7 +92,7 @@ def _issue_order(role: RolePlan) -> IssueOrder:
         role.role,
         [i.stream for i in program],
         [op.channel if isinstance(op, COMM) else "" for op in ops],
-        lambda k: f"{program[k].name} ({type(ops[k]).__name__})",
+        lambda k: f"{program[k].name} ({op_name(ops[k])})",
         [i.waits for i in program],
     )
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 TRACE_VERSION = 1
+BATCH = "batch"
+"""The stream of spans in which a rank waits for Job.batch. No plan has such a stream, and their time is no compute."""
 
 Source = Literal["measured", "table", "interpolated", "formula", "given"]
 """Where a duration comes from: measured in this run, looked up, interpolated, computed, or given in a synthetic program."""
@@ -44,7 +46,8 @@ class MemSample:
 
 @dataclass(frozen=True)
 class Trace:
-    """`plan_key` says which plan; `step` counts from 0; `losses` is empty for a simulation."""
+    """`plan_key` says which plan; `step` counts from 0; `losses` is empty for a simulation. `spans` are of instructions; `waits`
+    on the stream BATCH, of calls of Job.batch, each with the instruction that it held up."""
 
     plan_key: str
     kind: Literal["simulated", "executed"]
@@ -53,4 +56,5 @@ class Trace:
     losses: tuple[float, ...] = ()
     step: int = 0
     notes: Mapping[str, str] = field(default_factory=dict)
+    waits: tuple[Span, ...] = ()
     version: int = TRACE_VERSION

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from piper_ir.ops import AllReduce, Comm, Recv, SquaredNorm, Update
+from typing import assert_never
+
+from piper_ir.ops import Collective, Comm, Recv, Send, SquaredNorm, Update
 from piper_ir.plan import Bucket, Part, Plan, RolePlan
 from piper_ir.sizes import ITEM_BYTES, bind
 
@@ -27,10 +29,19 @@ class Traffic:
                 return nbytes
 
     def message(self, op: Comm, part: Part) -> int:
-        """Bytes of a communication's message on one rank."""
-        if isinstance(op, AllReduce) and op.bucket:
-            return bucket_bytes(self._plan.bucket(op.bucket))
-        return sum([self.nbytes(v) for v in (part.writes if isinstance(op, Recv) else part.reads)])
+        """Return the bytes of a communication's message: of what is sent, or of the whole tensor of a collective."""
+        match op:
+            case Collective(bucket=bucket) if bucket:
+                return bucket_bytes(self._plan.bucket(bucket))
+            case Send():
+                message = part.reads
+            case Recv():
+                message = part.writes
+            case Collective():
+                message = part.reads if op.law.reads == "whole" else part.writes
+            case _:
+                assert_never(op)
+        return sum(map(self.nbytes, message))
 
     def nbytes(self, value: str) -> int:
         spec = self._plan.values[value].spec

@@ -7,12 +7,12 @@ step ("", "norm " + bucket, -1). A value is an atom or a sum of atoms.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import assert_never
 
-from piper_ir.ops import Add, AllReduce, Compute, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
-from piper_ir.plan import Part, Plan, RolePlan, is_state
+from piper_ir.ops import Add, Collective, Compute, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.plan import Channel, Part, Plan, RolePlan, is_state
 from piper_ir.program import Chunk
 from piper_ir.verify_rules import Findings, part_name
 from piper_ir.verify_run import Events
@@ -28,7 +28,18 @@ class _Sum:
     over: tuple[str, ...] = ()
 
 
-Origin = Atom | _Sum
+@dataclass(frozen=True, slots=True, eq=False)
+class _Blocks:
+    """What the members of one collective hold between them, block by block: a value that nothing but another collective can put
+    together again. whole: by role, what a member has once it is together. One object per meeting."""
+
+    name: str
+    kind: str
+    channel: Channel
+    whole: Mapping[str, Origin]
+
+
+Origin = Atom | _Sum | _Blocks
 SEED = "seed"
 
 
@@ -55,16 +66,37 @@ class _Dataflow:
         self._weights = [f"out{k}" for c in self._plan.chunks for k, o in enumerate(c.outputs) if o.kind == "weight"]
 
     def communicate(self, members: list[tuple[RolePlan, int]]) -> None:
-        """A meeting on a channel: of a send and its receive, or of a reduction's members."""
-        parts = [role.program[index].parts[0] for role, index in members]
-        op = parts[0].op
-        if isinstance(op, AllReduce):
-            over = tuple(a for a in self._plan.channel(op.channel).over if self._plan.mesh.size(a) > 1)
-            total = _Sum(tuple(self._origin[v] for p in parts for v in p.reads), over)
-            self._origin.update({v: total for p in parts for v in p.writes})
-        else:
-            source = next(v for p in parts for v in p.reads)
-            self._origin.update({v: self._origin[source] for p in parts for v in p.writes})
+        """Follow the values of a meeting on a channel: of a send and its receive, or of a collective's members."""
+        parts = {role.role: role.program[index].parts[0] for role, index in members}
+        op = next(iter(parts.values())).op
+        if isinstance(op, Collective):
+            if not op.bucket:
+                for role, origin in self._collected(op, {r: self._origin[p.reads[0]] for r, p in parts.items()}).items():
+                    self._origin[parts[role].writes[0]] = origin
+            return
+        source = next(v for p in parts.values() for v in p.reads)
+        self._origin.update({v: self._origin[source] for p in parts.values() for v in p.writes})
+
+    def _collected(self, op: Collective, reads: Mapping[str, Origin]) -> Mapping[str, Origin]:
+        """What a collective gives to each role, of what each role's member gives."""
+        law, channel = op.law, self._plan.channel(op.channel)
+        over = tuple(a for a in channel.over if self._plan.mesh.size(a) > 1)
+        total = _Sum(tuple(reads.values()), over)
+        first = next(iter(reads.values()))
+        if isinstance(first, _Blocks) and all(r is first for r in reads.values()) and _takes_back(op, channel, first):
+            return first.whole
+        match law.result:
+            case "sum" if law.writes == "whole":
+                return dict.fromkeys(reads, total)
+            case "first" if law.writes == "whole":
+                return dict.fromkeys(reads, reads[min(reads, key=lambda r: self._plan.role(r).ranks[0])])
+            case "sum":
+                whole: Mapping[str, Origin] = dict.fromkeys(reads, total)
+            case "first" | "blocks":
+                whole = reads
+            case _:
+                assert_never(law.result)
+        return dict.fromkeys(reads, _Blocks(f"{law.name} of {_origin_name(first)}", op.kind, channel, whole))
 
     def compute(self, role: RolePlan, index: int, part: Part) -> None:
         """Compare what a part reads with what it asks for, and say what it writes."""
@@ -93,7 +125,7 @@ class _Dataflow:
             case Update():
                 for problem in self._update_problems(op, part):
                     self._out.add("R27-dataflow", f"{part_name(part)}: {problem}", role, index)
-            case Send() | Recv() | AllReduce():
+            case Send() | Recv() | Collective():
                 raise AssertionError("communication happens in `communicate`")
             case _:
                 assert_never(op)
@@ -169,9 +201,24 @@ def _open(origin: Origin) -> Opened:
         term, over = todo.pop()
         if isinstance(term, _Sum):
             todo += [(t, over.union(term.over)) for t in term.terms]
+        elif isinstance(term, _Blocks):
+            found[("", f"blocks of {term.name}", -1), over] += 1
         else:
             found[term, over] += 1
     return found
+
+
+def _takes_back(op: Collective, channel: Channel, blocks: _Blocks) -> bool:
+    """Whether a collective of a channel puts together what another one took apart: its inverse, among the same members."""
+    before = blocks.channel
+    same = set(channel.roles) == set(before.roles) and set(channel.over) == set(before.over)
+    return same and op.law.undoes == blocks.kind
+
+
+def _origin_name(origin: Origin) -> str:
+    if isinstance(origin, _Blocks):
+        return f"blocks of {origin.name}"
+    return _names(_open(origin))
 
 
 def _difference(found: Opened, wanted: Opened) -> str:

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from re import compile as regex
 from typing import assert_never
 
-from piper_ir.ops import COMM, Add, AllReduce, Compute, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.collectives import COLLECTIVES
+from piper_ir.errors import PlanError
+from piper_ir.ops import COMM, Add, Collective, Comm, Compute, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros, op_name
 from piper_ir.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan, Values, is_state
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, TensorSpec, bind
@@ -211,7 +213,9 @@ def _unknown_in_op(plan: Plan, op: Op) -> Iterable[str]:
         case Send(channel=channel) | Recv(channel=channel):
             if channel not in plan._channels:
                 yield f"channel {channel}"
-        case AllReduce(channel=channel, bucket=bucket):
+        case Collective(kind=kind, channel=channel, bucket=bucket):
+            if kind not in COLLECTIVES:
+                yield f"collective {kind} (known are {', '.join(COLLECTIVES)})"
             if channel not in plan._channels:
                 yield f"channel {channel}"
             if bucket and bucket not in plan._buckets:
@@ -242,11 +246,11 @@ def _wait_problem(role: RolePlan, stream: str, count: int, done: dict[str, int])
     return f"it waits for {count} instructions of {stream}, of which {there} stand before it; 1 to {there} can be waited for"
 
 
-def _use_problem(plan: Plan, role: RolePlan, instr: Instr, op: Send | Recv | AllReduce) -> str:
+def _use_problem(plan: Plan, role: RolePlan, instr: Instr, op: Comm) -> str:
     channel = plan.channel(op.channel)
-    kind = "group" if isinstance(op, AllReduce) else "p2p"
+    kind = "group" if isinstance(op, Collective) else "p2p"
     if channel.kind != kind:
-        return f"channel {channel.id} is {channel.kind}; {type(op).__name__} needs {kind}"
+        return f"channel {channel.id} is {channel.kind}; {op_name(op)} needs {kind}"
     if isinstance(op, Send) and channel.roles[0] != role.role:
         return f"channel {channel.id} is fed by role {channel.roles[0]}"
     if isinstance(op, Recv) and channel.roles[1] != role.role:
@@ -265,6 +269,7 @@ class _Signatures:
         self._plan, self._kinds = plan, plan.kinds
         self._batch = {b.name: b.spec.bind(plan.rows) for b in plan.batch}
         self._steps: dict[tuple[str, str], tuple[list[TensorSpec], list[TensorSpec]]] = {}
+        self._sizes: dict[str, int] = {}
 
     def problems(self, part: Part) -> Iterable[str]:
         if isinstance(part.op, Compute | Load | Seed) and not 0 <= part.mb < self._plan.microbatches:
@@ -276,7 +281,11 @@ class _Signatures:
                 return
             reads, writes = self._step(part.op)
         else:
-            reads, writes = self._op(part)
+            try:
+                reads, writes = self._op(part)
+            except PlanError as e:
+                yield str(e)
+                return
         yield from self._compare("reads", part.reads, reads)
         yield from self._compare("writes", part.writes, writes)
 
@@ -317,8 +326,8 @@ class _Signatures:
                 return first, []
             case Recv():
                 return [], first
-            case AllReduce(bucket=bucket):
-                return ([], []) if bucket else (first, first)
+            case Collective():
+                return self._collective(op, first)
             case Update(weighted=weighted, clip=clip):
                 scalars = [TensorSpec((), values[v].spec.dtype) for v in part.reads] + first * 2
                 return scalars[: int(weighted) + int(clip is not None)], []
@@ -326,6 +335,21 @@ class _Signatures:
                 raise AssertionError("handled by _step")
             case _:
                 assert_never(op)
+
+    def _collective(self, op: Collective, first: list[TensorSpec]) -> tuple[list[TensorSpec], list[TensorSpec]]:
+        """What a member of a collective reads and writes. PlanError when its law does not allow it."""
+        if not op.bucket:
+            return first, [op.law.written(first[0], self._members(op.channel))]
+        if not op.law.buckets:
+            raise PlanError(f"{op.law.name} works on values, and it names the bucket {op.bucket}")
+        return [], []
+
+    def _members(self, channel: str) -> int:
+        """How many ranks meet on a group channel."""
+        if channel not in self._sizes:
+            found = self._plan.channel(channel)
+            self._sizes[channel] = len(self._plan.peers(found, self._plan.role(found.roles[0]).ranks[0]))
+        return self._sizes[channel]
 
 
 def port_spec(chunk: Chunk, port: str) -> TensorSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from piper_ir.ops import Compute
+from piper_ir.ops import Compute, op_name
 from piper_ir.plan import Instr, Part, Plan, RolePlan
 
 RULES: dict[str, str] = {
@@ -26,16 +26,17 @@ RULES: dict[str, str] = {
     "R14-freed-once": "a value is freed exactly once: no leak at the end of the step, no double free",
     "R15-use-after-free": "no instruction reads or writes a value that an instruction before it freed",
     "R16-free-covered": "who frees a value has waited for every communication that uses it",
+    "R29-spoiled": "what a collective leaves undefined (COLLECTIVES) is read by nothing else that does not come before it",
     # communication
     "R17-p2p-match": "on each p2p channel the n-th send and the n-th receive exist and carry the same shape and dtype",
-    "R18-group-match": "on each group channel all members run the same reductions (bucket or shape, dtype) in the same order",
+    "R18-group-match": "on each group channel all members run the same collectives (kind; bucket or shape, dtype) in one order",
     "R19-deadlock": "the plan runs to its end: streams in order, waits, rendezvous, one issuing thread per role that computes",
     "R20-issue-order": "the plan also runs to its end with each rank's communications one by one in program order, as on NCCL",
     # training
     "R21-steps": "each non-empty F, I, W of a chunk runs once per microbatch on one role, in this order; buffers change in order",
     "R22-buckets": "gradients in a bucket start at multiples of 256 bytes, in order, apart, and inside of it",
     "R23-holders": "a trained parameter is in one bucket, held by just the roles that use it, reduced over all their ranks",
-    "R24-reduction": "a bucket that several ranks hold is reduced once per step on each, after its last accumulation",
+    "R24-reduction": "a bucket that several ranks hold is all-reduced once per step on each, after its last accumulation",
     "R25-update": "a bucket is updated once on each role that holds it, after its reduction and the last use of its params",
     "R26-scale": "loss gradients start from 1/(microbatches*replicas) for a mean, 1 with weighted updates for a sum; one clip",
     "R27-dataflow": "a step reads what its chunk asks: that output of that microbatch; a tangent sums its consumers' gradients",
@@ -97,4 +98,4 @@ def title(instr: Instr) -> str:
 
 
 def part_name(part: Part) -> str:
-    return f"{type(part.op).__name__} {part.node}"
+    return f"{op_name(part.op)} {part.node}"

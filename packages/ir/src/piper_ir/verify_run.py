@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from piper_ir.ops import COMM, AllReduce
+from piper_ir.ops import COMM, Collective, op_name
 from piper_ir.plan import COMPUTE, Channel, Plan, RolePlan
 from piper_ir.verify_rules import Findings, Violation, title
 
@@ -62,7 +62,7 @@ def meetings(out: Findings) -> list[list[int]]:
         sides = list(uses[channel.id].values())
         rule = "R17-p2p-match" if channel.kind == "p2p" else "R18-group-match"
         if len({len(s) for s in sides}) > 1:
-            verbs = ("sends", "receives") if channel.kind == "p2p" else ("reduces",) * len(sides)
+            verbs = ("sends", "receives") if channel.kind == "p2p" else ("meets",) * len(sides)
             counts = [f"role {r} {verb} {len(s)} times" for r, verb, s in zip(channel.roles, verbs, sides, strict=True)]
             out.add(rule, f"channel {channel.id}: {', '.join(counts)}")
             continue
@@ -75,10 +75,12 @@ def meetings(out: Findings) -> list[list[int]]:
 
 
 def _carries(plan: Plan, role: RolePlan, index: int) -> str:
+    """Return what an instruction brings to a meeting, in words that are equal for instructions that fit together."""
     part = role.program[index].parts[0]
-    if isinstance(part.op, AllReduce) and part.op.bucket:
-        return f"bucket {part.op.bucket}"
-    return str(plan.values[(*part.reads, *part.writes)[0]].spec)
+    if not isinstance(part.op, Collective):
+        return str(plan.values[(*part.reads, *part.writes)[0]].spec)
+    carried = f"bucket {part.op.bucket}" if part.op.bucket else str(plan.values[part.reads[0]].spec)
+    return f"{op_name(part.op)} of {carried}"
 
 
 def _mismatch(channel: Channel, n: int, carried: list[str]) -> str:

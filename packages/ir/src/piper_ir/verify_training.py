@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import product
 from math import isclose
 
-from piper_ir.ops import AllReduce, Compute, Seed, SquaredNorm, Update
+from piper_ir.ops import Collective, Compute, Seed, SquaredNorm, Update
 from piper_ir.plan import Bucket, Part, Plan, RolePlan
-from piper_ir.program import Chunk, Step
+from piper_ir.program import Step
 from piper_ir.sizes import ITEM_BYTES, bind
 from piper_ir.verify_rules import Findings
 from piper_ir.verify_values import Order, Place
@@ -36,8 +37,8 @@ def check_steps(out: Findings) -> None:
     if plan.chunks and plan.microbatches > len(ran):  # said once, not for each of what may be any number
         out.add("R21-steps", f"the plan has {plan.microbatches} microbatches, and runs {len(ran)} steps in all")
         return
+    _check_buffers(out, ran)
     for chunk in plan.chunks:
-        _check_buffers(out, chunk, ran)
         wanted = [s for s in STEPS if s in chunk.steps]
         for mb in range(plan.microbatches):
             before: Where | None = None
@@ -55,14 +56,25 @@ def check_steps(out: Findings) -> None:
                     before = found[0]
 
 
-def _check_buffers(out: Findings, chunk: Chunk, ran: dict[tuple[str, int, str], list[Where]]) -> None:
-    """A forward that updates a buffer does so microbatch by microbatch, on one role."""
-    if any(o.kind == "buffer" for o in chunk.outputs):
-        before: Where | None = None
-        for mb in range(out.plan.microbatches):
-            for where in ran.get((chunk.id, mb, "F"), []):
-                _check_follows(out, f"F of chunk {chunk.id}, which updates a buffer, for microbatch {mb}", where, before)
-                before = where
+def _check_buffers(out: Findings, ran: dict[tuple[str, int, str], list[Where]]) -> None:
+    """Check that forwards use a buffer that one of them updates as on one device: microbatch by microbatch, on one role."""
+    plan = out.plan
+    for name in dict.fromkeys(o.ref for c in plan.chunks for o in c.outputs if o.kind == "buffer"):
+        updating = {c.id for c in plan.chunks if any(o.kind == "buffer" and o.ref == name for o in c.outputs)}
+        reading = {c.id for c in plan.chunks if any(i.kind == "buffer" and i.ref == name for i in c.inputs)}
+        users = [c.id for c in plan.chunks if c.id in updating | reading]
+        update: Where | None = None
+        reads: list[Where] = []  # since the update
+        for mb, user in product(range(plan.microbatches), users):
+            for where in ran.get((user, mb, "F"), []):
+                what = "updates a buffer" if user in updating else f"reads the buffer {name}, which others update"
+                follows = [update, *reads] if user in updating else [update]
+                for before in follows:
+                    _check_follows(out, f"F of chunk {user}, which {what}, for microbatch {mb}", where, before)
+                if user in updating:
+                    update, reads = where, []
+                else:
+                    reads.append(where)
 
 
 def _check_follows(out: Findings, what: str, found: Where, before: Where | None) -> None:
@@ -215,7 +227,7 @@ class _Touched:
             case Update(buckets=buckets):
                 for b in buckets:
                     uses[b].updates.append(place)
-            case AllReduce(bucket=b) if b:
+            case Collective(bucket=b) if b:
                 uses[b].reductions.append(place)
             case _:
                 pass
@@ -242,7 +254,10 @@ class _BucketOnRole:
 
     def _check_reduction(self, index: int) -> bool:
         op = self.role.program[index].parts[0].op
-        assert isinstance(op, AllReduce)
+        assert isinstance(op, Collective)
+        if op.kind != "all_reduce":
+            self.add("R24-reduction", f"is given to {op.law.name}; AllReduce is expected", index)
+            return False
         if op.channel != self.bucket.channel:
             self.add("R24-reduction", f"is reduced on channel {op.channel}; its channel is {self.bucket.channel}", index)
             return False

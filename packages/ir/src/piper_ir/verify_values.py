@@ -1,10 +1,11 @@
-"""Rules R11 to R16: the life of every value, by what streams and waits guarantee within a role."""
+"""Rules R11 to R16 and R29: the life of every value, by what streams and waits guarantee within a role."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from piper_ir.ops import Collective
 from piper_ir.plan import COMPUTE, Instr, RolePlan
 from piper_ir.verify_rules import Findings, title
 
@@ -61,7 +62,7 @@ class _Life:
 
 
 def check_values(out: Findings, orders: dict[str, Order]) -> None:
-    """R11 to R16 for plans whose form is right."""
+    """Check R11 to R16 and R29, for plans whose form is right."""
     home: dict[str, str] = {}
     plain = _plain_values(out.plan.roles)
     for name, values in plain.items():
@@ -163,7 +164,7 @@ def _check_writers(out: Findings, role: RolePlan, value: str, life: _Life, home:
 
 
 class _Lifetime:
-    """R12 to R16 for one value on the role that writes it."""
+    """R12 to R16 and R29 for one value on the role that writes it."""
 
     def __init__(self, out: Findings, role: RolePlan, order: Order, value: str, life: _Life) -> None:
         self.out, self.role, self.order, self.value, self.life = out, role, order, value, life
@@ -183,6 +184,8 @@ class _Lifetime:
     def check(self) -> None:
         self._check_allocation()
         read_in_order = all([self._check_read(place) for place in self.life.reads])
+        if read_in_order and len(self.life.reads) > 1:
+            self._check_spoiled()
         if not self.life.frees:
             self.add("R14-freed-once", f"{self.value} is written here and never freed", self.writer[0])
             return
@@ -218,6 +221,16 @@ class _Lifetime:
             why = "only later" if w >= place else "and no wait makes this instruction come after it"
             self.add("R13-read-after-write", f"it reads {self.value}, which {self.says(w)} writes {why}", place[0])
         return ok
+
+    def _check_spoiled(self) -> None:
+        """Whether what a collective leaves undefined is read by something else that does not come before it."""
+        for place in self.life.reads:
+            op = self.instr(place).parts[place[1]].op
+            if isinstance(op, Collective) and op.law.spoils:
+                late = next((r for r in self.life.reads if r != place and not self.order.precedes(r[0], place[0])), None)
+                if late is not None:
+                    message = f"{self.value} is undefined after {op.law.name}, and {self.says(late)} may read it then"
+                    self.add("R29-spoiled", message, place[0])
 
     def _check_use_before_free(self, use: Place, free: Place) -> bool:
         if use[0] > free[0] or (use[0] == free[0] and use[1] > free[1]):

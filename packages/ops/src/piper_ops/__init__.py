@@ -6,6 +6,7 @@ with their gradients.
 
 from piper_ops.costs import KernelInfo, kernel_of, op_cost
 from piper_ops.errors import UnsupportedVariant
+from piper_ops.frames import is_model_code
 from piper_ops.library import DIRECT
 from piper_ops.losses import cross_entropy, cross_entropy_dgrad
 from piper_ops.lowering import Lowering, attention_lowering
@@ -21,6 +22,7 @@ from piper_ops.norms import (
 from piper_ops.refusals import REFUSALS, Refusal
 from piper_ops.registry import PORTABLE, Formula, PortableOp
 from piper_ops.replace import replace_portable
+from piper_ops.rewrites import user_line
 from piper_ops.sdpa import attention, attention_dgrad
 
 __all__ = [
@@ -38,6 +40,7 @@ __all__ = [
     "attention_lowering",
     "cross_entropy",
     "cross_entropy_dgrad",
+    "is_model_code",
     "kernel_of",
     "layer_norm",
     "layer_norm_backward",
@@ -48,4 +51,5 @@ __all__ = [
     "rms_norm",
     "rms_norm_dgrad",
     "rms_norm_wgrad",
+    "user_line",
 ]

@@ -2,8 +2,9 @@
 
 Counting rules. A multiply-add is 2 FLOPs. Bytes are what a kernel reads plus what it writes when every operand crosses memory
 once (a dimension of stride 0 is read once). Views launch nothing: 0 and 0. Moving data (copies, casts, gathers, fills) is 0
-FLOPs. Every other aten op counts one FLOP per element of its largest operand: the output's elements for element-wise ops, the
-input's for reductions.
+FLOPs. What does many FLOPs per element has a formula in `piper_ops.products`. Every other op counts one FLOP per element of its
+largest operand: the output's elements for element-wise ops, the input's for reductions. `piper_ops.few_flops` lists the ops for
+which that is right; for any other op it is a guess, and `KernelInfo.formula` is False.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from piper_ops.few_flops import needs_no_formula
+from piper_ops.products import OF_LIBRARIES, PRODUCTS
 from piper_ops.registry import PORTABLE, Call, Formula, PortableOp
 
 Kind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "other"]
@@ -29,7 +32,8 @@ class KernelInfo:
     """`dims`: (M, N, K) or (batch, M, N, K) of a matmul, (batch, heads, T_q, T_k, head_dim) of an attention, (rows, classes) of a
     cross-entropy, else empty. `dtype`: of the arithmetic, torch's name without `torch.`. Kind "other" with no bytes is a view: no
     kernel is launched. `lowering`: which one flops and bytes assume where an op has several that differ in them. `op`: the op's
-    name, without the namespace if that is aten's or Piper's, and without the _ of what works in place."""
+    name, without the namespace if that is aten's or Piper's, and without the _ of what works in place. `formula`: False for an op
+    whose FLOPs nothing here knows, of which one per element is counted."""
 
     kind: Kind
     dims: tuple[int, ...]
@@ -38,6 +42,7 @@ class KernelInfo:
     dtype: str
     lowering: str = ""
     op: str = ""
+    formula: bool = True
 
 
 def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> KernelInfo:
@@ -63,11 +68,9 @@ def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: 
     if _is_view(op):
         return KernelInfo("other", (), 0, 0, dtype)
     packet = op.overloadpacket
-    if packet in _MATMULS:
-        dims = _MATMULS[packet](call)
-        return KernelInfo("matmul", dims, 2 * prod(dims), moved, dtype, op=name)
-    if packet is aten.convolution_backward:
-        return KernelInfo("matmul", (), _convolution_backward_flops(call), moved, dtype, op=name)
+    product = PRODUCTS.get(packet) or OF_LIBRARIES.get(op._schema.name)
+    if product is not None:
+        return KernelInfo(product.kind, product.dims(call), product.count(call), moved, dtype, product.lowering, name)
     if packet in _GATHERS:
         # only the rows that are picked are read, not the whole table
         indices = sum(_nbytes(t) for t in operands[1:])
@@ -75,8 +78,10 @@ def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: 
     if packet is aten.embedding_dense_backward:
         # the whole table is set to zero, then the rows that were picked are written
         return KernelInfo("embedding", (), operands[0].numel(), moved + _nbytes(operands[0]), dtype, op=name)
-    flops = 0 if packet in _MOVES else max((t.numel() for t in (*operands, *call.outs)), default=0)
-    return KernelInfo("elementwise", (), flops, moved, dtype, op=name)
+    if packet in _MOVES:
+        return KernelInfo("elementwise", (), 0, moved, dtype, op=name)
+    flops = max((t.numel() for t in (*operands, *call.outs)), default=0)
+    return KernelInfo("elementwise", (), flops, moved, dtype, op=name, formula=needs_no_formula(op))
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +98,12 @@ _OWN: dict[torch._ops.OpOverload, _Own] = {}
 def op_cost(
     op: str, *, flops: Callable[[Call], int], bytes: Callable[[Call], int] | None = None, kind: Kind = "elementwise"
 ) -> None:
-    """Say what a custom op costs, before a model with it is captured. op: its name in torch.library, "mine::gate". flops, bytes:
-    of one call, from its arguments by schema name (`call.tensor("x")`) and its outputs (`call.outs`), affine in the rows of the
-    batch; bytes by default inputs plus outputs, once each. kind: "matmul" and "attention" run at a device's matmul rate, anything
-    else at that of its vector units. Without a formula an op counts one FLOP per element of its largest operand. ValueError for
-    an op that is not registered."""
+    """Say what a custom op costs, before a model with it is captured.
+
+    op: its name in torch.library, "mine::gate". flops, bytes: of one call, from its arguments by schema name (`call.tensor("x")`)
+    and its outputs (`call.outs`), affine in the rows of the batch; bytes by default inputs plus outputs, once each. kind:
+    "matmul" and "attention" run at a device's matmul rate, anything else at that of its vector units. Without a formula an op
+    counts one FLOP per element of its largest operand, and predictions name it. ValueError for an op that is not registered."""
     namespace, _, name = op.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name, None) if namespace and name else None
     if packet is None:
@@ -152,54 +158,6 @@ def _is_view(op: torch._ops.OpOverload) -> bool:
     aliases = bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
     return aliases or op.overloadpacket is aten._unsafe_view
 
-
-def _mm(call: Call) -> tuple[int, ...]:
-    left, right = call.tensor("self"), call.tensor("mat2")
-    return left.shape[0], right.shape[1], left.shape[1]
-
-
-def _addmm(call: Call) -> tuple[int, ...]:
-    left, right = call.tensor("mat1"), call.tensor("mat2")
-    return left.shape[0], right.shape[1], left.shape[1]
-
-
-def _bmm(call: Call) -> tuple[int, ...]:
-    left, right = call.tensor("self"), call.tensor("mat2")
-    return left.shape[0], left.shape[1], right.shape[2], left.shape[2]
-
-
-def _baddbmm(call: Call) -> tuple[int, ...]:
-    left, right = call.tensor("batch1"), call.tensor("batch2")
-    return left.shape[0], left.shape[1], right.shape[2], left.shape[2]
-
-
-def _convolution(call: Call) -> tuple[int, ...]:
-    """The implicit matmul of a convolution: ([groups,] output positions, output channels per group, input channels per group x
-    kernel); a transposed one is the input gradient of that convolution with input and output exchanged."""
-    groups: int = call.args["groups"]
-    weight = call.tensor("weight")
-    wide = call.tensor("input") if call.args["transposed"] else call.outs[0]
-    positions = wide.shape[0] * prod(wide.shape[2:])
-    dims = positions, weight.shape[0] // groups, prod(weight.shape[1:])
-    return dims if groups == 1 else (groups, *dims)
-
-
-def _convolution_backward_flops(call: Call) -> int:
-    """Input and weight gradients are each as many FLOPs as the forward; the bias gradient is a sum over grad_output."""
-    grad = call.tensor("grad_output")
-    forward = 2 * prod(_convolution(Call(call.args, (grad,))))
-    wants_input, wants_weight, wants_bias = call.args["output_mask"]
-    return forward * (int(wants_input) + int(wants_weight)) + (grad.numel() if wants_bias else 0)
-
-
-_MATMULS: dict[torch._ops.OpOverloadPacket, Callable[[Call], tuple[int, ...]]] = {
-    aten.mm: _mm,
-    aten.addmm: _addmm,
-    aten.addmm_: _addmm,
-    aten.bmm: _bmm,
-    aten.baddbmm: _baddbmm,
-    aten.convolution: _convolution,
-}
 
 _GATHERS: dict[torch._ops.OpOverloadPacket, Kind] = {
     aten.embedding: "embedding",

@@ -29,7 +29,7 @@ def _check(op: str, x: Tensor, shape: Sequence[int], *params: Tensor | None) -> 
         if param is not None and (tuple(param.shape) != tuple(shape) or param.dtype != x.dtype):
             raise UnsupportedVariant(
                 f"{op}: weight or bias {tuple(param.shape)} of {param.dtype} beside an input of {x.dtype} and normalized_shape "
-                f"{tuple(shape)}; CUDA has no such kernel: give both one shape and dtype (Precision sets a model's compute dtype)"
+                f"{tuple(shape)}; CUDA has no such kernel: give both one shape and dtype"
             )
 
 

@@ -35,19 +35,22 @@ class Refusal:
 
 _ATTENTION_BLOCK = Refusal(
     "the fused attention block takes another kernel on every device",
-    "Write the projections as nn.Linear and call F.scaled_dot_product_attention between them.",
+    "Run it by autograd as it is, inside `with piper.region(opaque=True):`, or write the projections as nn.Linear and call "
+    "F.scaled_dot_product_attention between them.",
 )
 _FLEX = Refusal(
     "flex_attention is compiled for one device",
-    "Call F.scaled_dot_product_attention with is_causal or attn_mask.",
+    "Call F.scaled_dot_product_attention with the same mask as attn_mask; where it changes scores, write it out with matmul and "
+    "softmax.",
 )
 _RNN = Refusal(
     "fused recurrent layers are one cuDNN kernel on CUDA and a loop on CPU",
-    "Write the recurrence with nn.Linear and element-wise ops.",
+    "Run the layer by autograd as it is, inside `with piper.region(opaque=True):`.",
 )
 _STATISTICS = Refusal(
     "batch statistics make every row depend on the whole microbatch, so that a split batch trains another model",
-    "Use LayerNorm, RMSNorm or GroupNorm, or put the module into eval mode to use its running statistics.",
+    "No plan trains this model. Other models that a plan trains: LayerNorm, RMSNorm or GroupNorm in its place, or the module in "
+    "eval mode, with its running statistics.",
 )
 _BATCH_NORM = Refusal(
     _STATISTICS.reason,
@@ -72,17 +75,18 @@ _NATIVE_NORM = Refusal(
     "Call F.layer_norm.",
 )
 _CHECKPOINT = Refusal(
-    "torch.utils.checkpoint inside the model: what is recomputed is the strategy's to say",
-    "Remove it and use the directive recompute(where(...)).",
+    "torch.utils.checkpoint inside the model: recomputing is not supported yet, and is for a strategy to say",
+    "Call the function directly: what is trained stays the same, and its activations are kept.",
     everywhere=True,
 )
 _CTC = Refusal(
     "ctc_loss is a cuDNN kernel on CUDA for some inputs only",
-    "Register it with torch.library.custom_op, or write the loss with torch.logsumexp over the alignments.",
+    "Register it with torch.library: custom_op, register_fake and register_autograd.",
 )
 _AUTOCAST = Refusal(
     "autocast inside the model: its casts of parameters would be saved for every microbatch",
-    "Remove it and set Job(precision=Precision(compute='bfloat16')).",
+    "Mixed precision is not supported yet. Remove it to train in the one dtype of Job.precision, such as "
+    "Precision(params='bfloat16'); autocast(enabled=False) may stay.",
     ("device_type", "dtype", "enabled", "cache_enabled"),
     lambda bound: bound.get("enabled", True) is not False,
     everywhere=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,11 +13,11 @@ from torch import fx
 
 from piper_ops.errors import UnsupportedVariant
 from piper_ops.examples import Examples
+from piper_ops.frames import is_model_code
 from piper_ops.losses import cross_entropy
 from piper_ops.norms import layer_norm, rms_norm
 from piper_ops.sdpa import attention
 
-_TORCH = os.path.dirname(torch.__file__)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 Bound = Mapping[str, Any]
@@ -30,13 +29,13 @@ def call_name(node: fx.Node) -> str:
 
 
 def user_line(node: fx.Node) -> str:
-    """ "file:line" of the innermost frame of the node's stack trace that is not torch's; "before file:line" of the next node that
+    """ "file:line" of the innermost frame of the node's stack trace that is the model's; "before file:line" of the next node that
     has a trace where this one has none, as the entry of a context manager."""
     traced = node
     while traced.op != "root" and not traced.meta.get("stack_trace"):
         traced = traced.next
     frames: list[tuple[str, str]] = _FRAME.findall(traced.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
+    own = [frame for frame in frames if is_model_code(frame[0])] or frames
     if not own:
         return f"node {node.name}, which has no stack trace"
     return f"{'' if traced is node else 'before '}{own[-1][0]}:{own[-1][1]}"
@@ -114,16 +113,19 @@ def _rewrite_attention(build: Builder, bound: Bound) -> fx.Node:
     if dropout:
         raise build.refuse(
             f"dropout_p={dropout} inside attention draws other random numbers in every kernel",
-            "Set the attention dropout to 0, or apply F.dropout to the output.",
+            "Write this attention out: F.dropout(torch.softmax(q @ k.mT * scale + mask, -1), p, self.training) @ v.",
         )
     q, k, v, mask = bound["query"], bound["key"], bound["value"], bound.get("attn_mask")
     dims = [build.example(t).dim() for t in (q, k, v)]
     if dims != [4, 4, 4]:
-        raise build.refuse(f"query, key and value have {dims} dimensions", "Reshape each to [batch, heads, T, head_dim].")
+        raise build.refuse(
+            f"query, key and value have {dims} dimensions", "Give each as [batch, heads, T, head_dim], such as q[:, None]."
+        )
     if mask is not None and build.example(mask).requires_grad:
         raise build.refuse(
             "attn_mask requires a gradient, which no fused kernel gives on every device",
-            "Detach it, or write this attention out with matmul and softmax.",
+            "Write this attention out: torch.softmax(q @ k.mT * scale + mask, -1) @ v, or run it by autograd as it is, inside "
+            "`with piper.region(opaque=True):`.",
         )
     causal = _constant(build, bound, "is_causal", False)
     scale = _constant(build, bound, "scale", None)
@@ -156,7 +158,11 @@ def _rewrite_rms_norm(build: Builder, bound: Bound) -> fx.Node:
 
 def _check_cross_entropy(build: Builder, bound: Bound) -> None:
     if bound.get("weight") is not None:
-        raise build.refuse("class weights", "Weight the losses of reduction='none' by weight[target] instead.")
+        raise build.refuse(
+            "class weights",
+            "Write it out: (w * F.cross_entropy(x, t, reduction='none')).sum() / w.sum() with w = weight[t], or 0 where "
+            "t is ignored.",
+        )
     if bound.get("size_average") is not None or bound.get("reduce") is not None:
         raise build.refuse("the legacy arguments size_average and reduce", "Say reduction='mean', 'sum' or 'none'.")
     smoothing = _constant(build, bound, "label_smoothing", 0.0)

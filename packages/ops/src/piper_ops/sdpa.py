@@ -184,7 +184,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     if mask is not None and mask.requires_grad:
         raise UnsupportedVariant(
             "attention: attn_mask requires a gradient, which no fused kernel gives on every device; "
-            "detach it, or write this attention out with matmul and softmax"
+            "write this attention out with matmul and softmax"
         )
     out, lse = output
     ctx.mark_non_differentiable(lse)

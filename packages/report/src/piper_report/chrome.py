@@ -14,9 +14,10 @@ from typing import Any
 
 from piper_ir.files import write_whole
 from piper_ir.plan import COMPUTE
-from piper_ir.trace import Trace
+from piper_ir.trace import BATCH, Trace
 
 MICROSECONDS = 1e6
+CATEGORIES = {COMPUTE: "compute", BATCH: "batch"}
 PHASES = {"M": ("name", "pid", "args"), "X": ("name", "pid", "tid", "ts", "dur"), "C": ("name", "pid", "ts", "args")}
 """The kinds of events written here, and the keys that each must have."""
 
@@ -26,15 +27,15 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
     threads: dict[tuple[int, str], int] = {}
     ranks = sorted({s.rank for s in trace.spans} | {m.rank for m in trace.memory})
     for rank in ranks:
-        streams = dict.fromkeys(s.stream for s in trace.spans if s.rank == rank)
+        streams = dict.fromkeys(s.stream for s in (*trace.spans, *trace.waits) if s.rank == rank)
         for tid, stream in enumerate(sorted(streams, key=lambda name: (name != COMPUTE, name))):
             threads[rank, stream] = tid
     events: list[dict[str, Any]] = [_metadata("process_name", rank, 0, f"rank {rank}") for rank in ranks]
     events += [_metadata("thread_name", rank, tid, stream) for (rank, stream), tid in threads.items()]
-    for s in trace.spans:
+    for s in (*trace.spans, *trace.waits):
         args: dict[str, Any] = {"instr": s.instr, "ready_us": s.ready * MICROSECONDS, "source": s.source}
         args |= {k: v for k, v in (("bytes", s.bytes), ("flops", s.flops)) if v}
-        event = {"ph": "X", "name": s.name, "cat": "compute" if s.stream == COMPUTE else "communication"}
+        event = {"ph": "X", "name": s.name, "cat": CATEGORIES.get(s.stream, "communication")}
         times = {"ts": s.start * MICROSECONDS, "dur": (s.end - s.start) * MICROSECONDS}
         events.append(event | {"pid": s.rank, "tid": threads[s.rank, s.stream]} | times | {"args": args})
     events += _counters(trace)

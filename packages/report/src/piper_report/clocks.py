@@ -75,12 +75,15 @@ def aligned(plan: Plan, trace: Trace, found: Mapping[int, Offset] | None = None)
         return replace(trace, notes={**trace.notes, **notes})
     zero = min(s.start + found[s.rank].seconds for s in trace.spans)
     move = {r: o.seconds - zero for r, o in found.items()}
-    spans = tuple(
-        replace(s, start=s.start + move[s.rank], end=s.end + move[s.rank], ready=max(0.0, s.ready + move[s.rank]))
-        for s in trace.spans
+    spans, waits = (
+        tuple(
+            replace(s, start=s.start + move[s.rank], end=s.end + move[s.rank], ready=max(0.0, s.ready + move[s.rank]))
+            for s in found_spans
+        )
+        for found_spans in (trace.spans, trace.waits)
     )
     memory = tuple(replace(m, time=m.time + move[m.rank]) for m in trace.memory if m.rank in move)
-    return replace(trace, spans=spans, memory=memory, notes={**trace.notes, **notes})
+    return replace(trace, spans=spans, waits=waits, memory=memory, notes={**trace.notes, **notes})
 
 
 def _unmoved(o: Offset) -> Offset:

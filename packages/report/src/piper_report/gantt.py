@@ -138,7 +138,7 @@ def shown_ranks(traces: Sequence[Trace], plan: Plan | None) -> list[int]:
 
 def _rows(line: Timeline, rank: int, window: Window) -> list[Row]:
     """Streams in the plan's order (without one: compute, then the others by name); of each one row per trace."""
-    used = {s.stream for t in line.traces for s in t.spans if s.rank == rank}
+    used = {s.stream for t in line.traces for s in (*t.spans, *t.waits) if s.rank == rank}
     known = [s for s in line.plan.role_of(rank).streams if s in used] if line.plan is not None else []
     streams = known + sorted(used - set(known), key=lambda name: (name != COMPUTE, name))
     out: dict[tuple[str, int], Row] = {}
@@ -147,7 +147,7 @@ def _rows(line: Timeline, rank: int, window: Window) -> list[Row]:
             word = ("predicted" if trace.kind == "simulated" else "measured") if len(line.traces) > 1 else ""
             out[stream, i] = Row(f"{stream}  {word}".strip() if i == 0 else word)
     for i, (trace, found, begun) in enumerate(zip(line.traces, line.kinds, line.begun)):
-        for span in sorted((s for s in trace.spans if s.rank == rank), key=lambda s: s.start):
+        for span in sorted((s for s in (*trace.spans, *trace.waits) if s.rank == rank), key=lambda s: s.start):
             if span.start <= window.end and span.end >= window.start:
                 _add(out[span.stream, i], span, found[span], begun.get(span, span.start), window)
     return list(out.values())
@@ -185,7 +185,7 @@ def _add(row: Row, span: Span, kind: Kind, begun: float, window: Window) -> None
 
 def _look(kind: Kind) -> Look:
     phase = kind.phase
-    if kind.mb < 0 or phase == "other":
+    if kind.mb < 0 or phase in ("other", "batch"):
         return tint(GREY if phase != "comm" else PALE, 1.0 if phase in ("U", "comm") else 0.5), GREY, ""
     colour = MICROBATCHES[kind.mb % len(MICROBATCHES)]
     face = tint(colour, STRENGTH[phase])
@@ -220,8 +220,8 @@ def _legend(found: set[Kind]) -> list[Patch]:
     phases: list[Phase] = [p for p in PHASES if any(k.phase == p for k in found)]
     out = []
     for p in phases:
-        look = _look(Kind(((p, -1),)))[0] if p in ("U", "other") else tint(GREY, STRENGTH.get(p, 1.0))
-        edge = GREY if p in (*OUTLINED, "other", "U") else "white"
+        look = _look(Kind(((p, -1),)))[0] if p in ("U", "other", "batch") else tint(GREY, STRENGTH.get(p, 1.0))
+        edge = GREY if p in (*OUTLINED, "other", "batch", "U") else "white"
         out.append(Patch(facecolor=look, edgecolor=edge, hatch=HATCH.get(p, ""), label=PHASES[p]))
     mbs = sorted({mb for k in found for _, mb in k.halves if mb >= 0})
     for i, colour in enumerate(MICROBATCHES):

@@ -9,23 +9,26 @@ from collections.abc import Mapping
 from piper_ir.ops import Compute
 from piper_ir.phases import Kind, of_instr
 from piper_ir.plan import COMPUTE, Instr, Plan
-from piper_ir.trace import Span, Trace
+from piper_ir.trace import BATCH, Span, Trace
 
 _NAME = re.compile(r"(?:\.(?P<step>[FBIW]))?@(?P<mb>\d+)")
 
 
 def kinds(trace: Trace, plan: Plan | None = None) -> dict[Span, Kind]:
     """The kind of every span. Without a plan a span's name decides: an input gradient that is fused with anything counts as B."""
+    waits = {s: _guess(s) for s in trace.waits}
     if plan is None:
-        return {s: _guess(s) for s in trace.spans}
+        return {s: _guess(s) for s in trace.spans} | waits
     known = {(role.role, index): of_instr(instr) for role, index, instr in plan.instructions()}
     role_of = {rank: role.role for role in plan.roles for rank in role.ranks}
-    return {s: known[role_of[s.rank], s.instr] for s in trace.spans}
+    return {s: known[role_of[s.rank], s.instr] for s in trace.spans} | waits
 
 
 def _guess(span: Span) -> Kind:
     found = _NAME.search(span.name)
     mb = int(found["mb"]) if found else -1
+    if span.stream == BATCH:
+        return Kind((("batch", mb),))
     if span.stream != COMPUTE:
         return Kind((("comm", mb),))
     if span.name.startswith("update"):

@@ -106,13 +106,14 @@ class Measured:
 
 @dataclass(frozen=True)
 class Metric:
-    """One line of metrics.jsonl; `time` in seconds since 1970."""
+    """One line of metrics.jsonl; `time` in seconds since 1970; `batch_s`: waiting for Job.batch, on the rank that waited most."""
 
     step: int
     loss: float
     step_s: float
     tokens_per_s: float | None = None
     time: float | None = None
+    batch_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ INK, GREY, PALE = "#222222", "#808080", "#D9D9D9"
 MICROBATCHES = (BLUE, ORANGE, GREEN, PURPLE, RED, YELLOW)
 """Microbatch i has colour i modulo 6; its number is written where there is room. No sky blue: a pale blue looks like it."""
 PHASE_COLOURS: Mapping[Phase, str] = {
-    "F": SKY, "B": ORANGE, "I": GREEN, "W": PURPLE, "pair": SKY, "U": GREY, "other": PALE, "comm": PALE,
+    "F": SKY, "B": ORANGE, "I": GREEN, "W": PURPLE, "pair": SKY, "U": GREY, "other": PALE, "comm": PALE, "batch": PALE,
 }  # fmt: skip
 CATEGORIES = {
     "param": BLUE, "grad": SKY, "optim": GREEN, "buffer": GREY, "activation": ORANGE, "gradient": RED, "batch": PURPLE,

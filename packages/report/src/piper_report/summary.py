@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from piper_ir.plan import COMPUTE
-from piper_ir.trace import Trace
+from piper_ir.trace import Span, Trace
 from piper_ir.units import size_text, time_text
 
 ABSENT = "-"
 FIRST_STEP = "first step, alone"
+WAITING = "waiting for the batch"
 MFU, HFU = "model FLOP utilisation", "hardware FLOP utilisation"
 WARM_UP = "the measured first step is with all warm-up, which is not predicted: no error is shown"
 COUNTED = {
@@ -109,13 +110,17 @@ def _verdict(summary: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def beside_table(prediction: Prediction, measured: Measured, *, title: str) -> Table:
-    """A table of predicted beside measured: step time, compute of each rank (when spans were recorded) and peak memory of
-    each rank (when it was), with predicted / measured; where the predicted durations come from, and what is not calibrated."""
+    """Return a table of predicted beside measured, with predicted / measured.
+
+    It has the step time, of each rank its compute and what it waited for Job.batch (when spans were recorded), the peak memory
+    of each rank (when it was measured), where the predicted durations come from, and what is not calibrated."""
     rows = [_compared("step in steady state", prediction.period_s, measured.period_s, time_text)]
     if measured.step_s:
         rows.append((FIRST_STEP, time_text(prediction.step_s), time_text(measured.step_s[0]), ABSENT))
     busy, did = compute_seconds(prediction.trace), compute_seconds(measured.trace)
     rows += [_compared(f"compute, rank {r}", busy[r], did.get(r), time_text) for r in _ranks(busy) if did]
+    waited = _seconds(measured.trace.waits)
+    rows += [(f"{WAITING}, rank {r}", ABSENT, time_text(waited[r]), ABSENT) for r in _ranks(waited)]
     peaks = dict(enumerate(prediction.peak_bytes))
     held = measured.peak_bytes
     rows += [_compared(f"peak memory, rank {r}", peaks[r], held.get(r), size_text) for r in _ranks(peaks)]
@@ -147,10 +152,14 @@ def _warnings(summary: Mapping[str, Any]) -> tuple[str, ...]:
 
 def compute_seconds(trace: Trace) -> dict[int, float]:
     """Seconds of compute by rank; empty for a trace without spans."""
+    return _seconds(s for s in trace.spans if s.stream == COMPUTE)
+
+
+def _seconds(spans: Iterable[Span]) -> dict[int, float]:
+    """Return the seconds of spans by rank, of ranks that have any."""
     out: dict[int, float] = {}
-    for span in trace.spans:
-        if span.stream == COMPUTE:
-            out[span.rank] = out.get(span.rank, 0.0) + span.end - span.start
+    for span in spans:
+        out[span.rank] = out.get(span.rank, 0.0) + span.end - span.start
     return out
 
 

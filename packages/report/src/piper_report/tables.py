@@ -14,7 +14,7 @@ from piper_ir.study import Row
 from piper_ir.units import size_text, time_text
 from piper_report.idle import RankIdle, idle_ranks
 from piper_report.results import Results
-from piper_report.summary import ABSENT, COUNTED, FIRST_STEP, HFU, MFU, WARM_UP, Table, percent
+from piper_report.summary import ABSENT, COUNTED, FIRST_STEP, HFU, MFU, WAITING, WARM_UP, Table, percent
 from piper_report.training_figures import steps_of
 from piper_report.tuning_figures import held
 
@@ -188,8 +188,10 @@ def source_sheet(results: Results) -> Sheet | None:
 
 def step_sheet(results: Results) -> Sheet | None:
     rate = {m.step: m.tokens_per_s for m in results.metrics}
-    rows = [(step, loss, s, rate.get(step)) for step, loss, s in steps_of(results)]
+    waited = {m.step: m.batch_s for m in results.metrics}
+    rows = [(step, loss, s, waited.get(step), rate.get(step)) for step, loss, s in steps_of(results)]
     columns = [Column("step", "step"), Column("loss", "loss", lambda v: f"{v:.5g}"), Column("step_s", "time", time_text),
+               Column("batch_s", WAITING, time_text),
                Column("tokens_per_s", "tokens per second", lambda v: f"{v:,.0f}")]  # fmt: skip
     return sheet("steps", "Steps", columns, rows) if rows else None
 

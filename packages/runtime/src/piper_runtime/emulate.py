@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 import torch
 
 from piper_ir.errors import ExecutionError
-from piper_ir.ops import COMM, AllReduce, Recv, Send
+from piper_ir.ops import COMM, Recv, Send
 from piper_ir.plan import COMPUTE, Plan, RolePlan
 from piper_runtime.engine import Engine
 from piper_runtime.gloo import GlooCommunicators
 from piper_runtime.job import InitialState
-from piper_runtime.rank import Comm, Entry, Rank
+from piper_runtime.rank import Comm, Entry, Rank, comm_kind
 from piper_runtime.report import RankReport
 from piper_runtime.run import WARMUP_STEPS, Run, check_numbers
 from piper_runtime.streams import PHASE, RUNNING, CpuStreams, Heart, Work
@@ -156,7 +156,7 @@ def _result(plan: Plan, reports: Mapping[int, RankReport], scale: float, trace: 
         rank_states={},
         rank_gradients={},
         memory={},
-        _initial=InitialState({}, {}, {}, set()),
+        _initial=InitialState({}, {}),
     )
 
 
@@ -209,7 +209,7 @@ def sleep_until(moment: float) -> None:
 class _TimedComm(Comm):
     """A communication that knows its place in the program."""
 
-    index: int
+    index: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,9 +262,8 @@ class TimedRank:
         op = instr.parts[0].op
         if not isinstance(op, COMM):
             return Entry(index, instr.stream, instr.waits, instr.name, work=lambda: self._run(index, self._ready(index)))
-        kind = {Send: "send", Recv: "recv", AllReduce: "all_reduce"}[type(op)]
         peers = self._plan.peers(self._plan.channel(op.channel), self.rank)
-        comm = _TimedComm(cast(Any, kind), op.channel, peers, _no_tensor, index)
+        comm = _TimedComm(comm_kind(op), op.channel, peers, _no_tensor, index=index)
         return Entry(index, instr.stream, instr.waits, instr.name, comm=comm)
 
     def _ready(self, index: int) -> Moment:
@@ -310,15 +309,15 @@ def _no_tensor() -> torch.Tensor:
 def _meeting(comm: Comm, rank: int, communicators: GlooCommunicators) -> Callable[[Moment], list[Moment]]:
     """A call that tells the other members of a communication when this rank was there, and returns when each was, once all are.
 
-    The message is as small as can be and goes through the same communicator as the plan's would, with the same operation. Each
-    member fills its own row, and an all-reduce sums; the receiver of a transfer answers."""
+    The message is as small as can be and goes through the same communicator as the plan's would. The members of a collective
+    each fill a row of their own, and an all-reduce sums; the receiver of a transfer answers."""
     members = sorted(comm.peers)
     here = members.index(rank)
     rows = torch.zeros(len(members), 2, dtype=torch.float64)
-    if comm.kind == "all_reduce":
-        transfers = [communicators.bind(_message(comm, rows))]
+    if comm.law is not None:
+        transfers = [communicators.bind(_message(replace(comm, kind="all_reduce"), rows))]
     else:
-        answer: Any = "recv" if comm.kind == "send" else "send"
+        answer = "recv" if comm.kind == "send" else "send"
         row = {"send": rows[here], "recv": rows[1 - here]}
         legs = [comm, replace(comm, kind=answer, peers=comm.peers[::-1])]
         transfers = [communicators.bind(_message(leg, row[leg.kind])) for leg in legs]

@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from piper_ir.ops import Add, AllReduce, Compute, Load, Recv, Seed, Send, Update
+from piper_ir.ops import COMM, Add, Collective, Compute, Load, Recv, Seed, Send, Update
 from piper_ir.plan import COMPUTE, Instr, Part
 from piper_ir.program import Step
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from piper_runtime.parts import Operand, Run
     from piper_runtime.rank import Rank
 
+VECTOR = 16
+"""Elements of a vector register in bfloat16."""
 BindPart = Callable[[Part, "Rank"], "Run"]
 BindOperand = Callable[[Part, "Rank"], "Operand"]
 
@@ -58,7 +61,7 @@ def inject(name: str) -> Iterator[Fault]:
 
 
 def _bucket_reduce(part: Part) -> bool:
-    return isinstance(part.op, AllReduce) and bool(part.op.bucket)
+    return isinstance(part.op, Collective) and bool(part.op.bucket)
 
 
 def _skip_allreduce(part: Part, rank: Rank, bind: BindOperand) -> Operand:
@@ -68,7 +71,7 @@ def _skip_allreduce(part: Part, rank: Rank, bind: BindOperand) -> Operand:
 
 def _double_allreduce(part: Part, rank: Rank, bind: BindOperand) -> Operand:
     operand = bind(part, rank)
-    assert isinstance(part.op, Send | Recv | AllReduce)
+    assert isinstance(part.op, COMM)
     members = len(rank.plan.peers(rank.plan.channel(part.op.channel), rank.rank))
     # A second sum over equal copies multiplies by their number.
     return (lambda: operand().mul_(members)) if _bucket_reduce(part) else operand
@@ -76,7 +79,7 @@ def _double_allreduce(part: Part, rank: Rank, bind: BindOperand) -> Operand:
 
 def _skip_scalar_reduce(part: Part, rank: Rank, bind: BindOperand) -> Operand:
     operand = bind(part, rank)
-    if not isinstance(part.op, AllReduce) or part.op.bucket:
+    if not isinstance(part.op, Collective) or part.op.bucket:
         return operand
     source, target, values = part.reads[0], part.writes[0], rank.store.values
 
@@ -149,6 +152,23 @@ def _stale_replica(part: Part, rank: Rank, bind: BindPart) -> Run:
     return update
 
 
+def _dead_kernel(part: Part, rank: Rank, bind: BindPart, *, flat: bool) -> Run:
+    """An update of an optimizer that runs on whole buckets (`flat`), or of another, moves no whole vector of a bucket."""
+    run = bind(part, rank)
+    if not isinstance(part.op, Update) or rank.optimizer.flat != flat:
+        return run
+    flats = [rank.store.flat_params[b] for b in part.op.buckets]
+
+    def update() -> None:
+        whole = [f[: f.numel() // VECTOR * VECTOR] for f in flats]
+        kept = [w.clone() for w in whole]
+        run()
+        for now, old in zip(whole, kept):
+            now.copy_(old)
+
+    return update
+
+
 def _swap_inputs(part: Part, rank: Rank, bind: BindPart) -> Run:
     if isinstance(part.op, Load) and part.op.tensor.startswith("inputs") and rank.plan.microbatches > 1:
         part = replace(part, mb=part.mb ^ 1 if part.mb ^ 1 < rank.plan.microbatches else part.mb)
@@ -175,6 +195,15 @@ def _rotate_replica(part: Part, rank: Rank, bind: BindPart) -> Run:
             feed._staged.clear()
 
     return load
+
+
+def _keep_references(part: Part, rank: Rank, bind: BindPart) -> Run:
+    rank.feed.kept = _as_it_is  # type: ignore[method-assign]
+    return bind(part, rank)
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _accumulators(part: Part, rank: Rank) -> dict[str, torch.Tensor]:
@@ -291,9 +320,12 @@ FAULTS: dict[str, Fault] = {
     "omit_clip": Fault("gradients are not clipped", part=_no_clip),
     "omit_loss_scale": Fault("the loss is not averaged over microbatches and replicas", part=_unit_seed),
     "stale_replica": Fault("one replica keeps its old parameters", part=_stale_replica),
+    "dead_fused_kernel": Fault("the fused optimizer does nothing for whole vectors", part=partial(_dead_kernel, flat=True)),
+    "dead_plain_kernel": Fault("an optimizer without a fused kernel does nothing", part=partial(_dead_kernel, flat=False)),
     "swap_microbatches": Fault("inputs of two microbatches are swapped, targets are not", part=_swap_inputs),
     "repeat_microbatch": Fault("every microbatch gets the rows of the first", part=_same_rows),
     "wrong_rank_order": Fault("replicas read each other's inputs", part=_rotate_replica),
+    "refilled_batch": Fault("rows that are loaded later are held by reference, and refilled", part=_keep_references),
     "lose_last_gradient": Fault("the last microbatch's gradient comes after the reduction", part=_lose_last_gradient),
     "lose_tied_gradient": Fault("a second holder's gradient of a tied parameter is lost", part=_lose_tied_gradient),
     "short_add": Fault("a sum of gradients leaves out its last operand", part=_short_add),

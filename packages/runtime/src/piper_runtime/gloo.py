@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import memmove
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -71,7 +73,7 @@ class GlooCommunicators:
         """The closure that runs a communication, or posts it. A send is done when the peer has taken the tensor."""
         operand = comm.operand
         if len(comm.peers) < 2:
-            return Posted(lambda: partial(void, operand()))
+            return Posted(lambda: partial(void, comm.alone()))
         group = self._groups[self._keys[comm.channel]]
         members = sorted(comm.peers)
         match comm.kind:
@@ -81,24 +83,98 @@ class GlooCommunicators:
             case "recv":
                 source = members.index(comm.peers[0])
                 return Posted(lambda: partial(finish, group.recv([operand()], source, 0)))
-            case "all_reduce":
-                return Posted(lambda: all_reduce(group, operand()))
+            case kind if kind in BINDINGS:
+                return Posted(BINDINGS[kind](Members(group, members.index(self._rank), len(members)), comm))
+            case kind:
+                raise no_binding("gloo", kind, BINDINGS)
 
 
-def all_reduce(group: Any, tensor: torch.Tensor) -> Work:
-    """Start to sum a tensor in place. gloo's own thread holds what it reduces for a moment longer than `wait`: nothing to a
-    bucket, but a scalar would die later than the plan says, so a copy is reduced in its stead."""
-    if tensor.dim():
-        return partial(finish, group.allreduce([tensor]))
-    copy = tensor.clone()
-    work = group.allreduce([copy])
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The process group of one channel instance. here: this rank's place among its `size` members, in the order of ranks."""
 
-    def copy_back() -> None:
-        finish(work)
-        # Not by an operator: it would be taken for the first one of the instruction that waits, which frees before it runs.
-        memmove(tensor.data_ptr(), copy.data_ptr(), tensor.nbytes)
+    group: Any
+    here: int
+    size: int
 
-    return copy_back
+
+GlooBinding = Callable[[Members, Comm], Callable[[], Work]]
+"""Binds a collective to its members: returns what starts it, which returns what blocks until it is done."""
+
+
+def no_binding(transport: str, kind: str, bindings: Mapping[str, object]) -> ExecutionError:
+    """The error for a collective that a transport does not carry."""
+    return ExecutionError(f"{transport} has no binding for the collective {kind!r}; it has {', '.join(bindings)}")
+
+
+def _all_reduce(members: Members, comm: Comm) -> Callable[[], Work]:
+    return lambda: partial(finish, members.group.allreduce([_borrowed(comm.operand())]))
+
+
+def _reduce_scatter(members: Members, comm: Comm) -> Callable[[], Work]:
+    """Sum in place, for what is read is undefined afterwards, and take the own block out: gloo's own reduce-scatter is an
+    all-reduce too, of a copy."""
+    operand, result = comm.operand, comm.result
+    assert result is not None
+
+    def start() -> Work:
+        whole, part = operand(), result()
+        own = whole.data_ptr() + members.here * part.nbytes
+        work = members.group.allreduce([_borrowed(whole)])
+
+        def take() -> None:
+            finish(work)
+            # Not by an operator: it would be taken for the first one of the instruction that waits, which frees before it runs.
+            memmove(part.data_ptr(), own, part.nbytes)
+
+        return take
+
+    return start
+
+
+def _all_gather(members: Members, comm: Comm) -> Callable[[], Work]:
+    operand, result = comm.operand, comm.result
+    assert result is not None
+    return lambda: _exchange(members, [operand()] * members.size, result().chunk(members.size))
+
+
+def _all_to_all(members: Members, comm: Comm) -> Callable[[], Work]:
+    operand, result = comm.operand, comm.result
+    assert result is not None
+    return lambda: _exchange(members, operand().chunk(members.size), result().chunk(members.size))
+
+
+def _exchange(members: Members, to: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Work:
+    """Start to send block k of `to` to member k, and to receive block k of `into` from it: gloo's own collectives work on copies
+    of what they are given, which no plan counts."""
+    group, here = members.group, members.here
+    works = []
+    for step in range(1, members.size):  # each in its own order, so that not all send to the same one at first
+        source, target = (here - step) % members.size, (here + step) % members.size
+        works += [group.recv([into[source]], source, 0), group.send([to[target]], target, 0)]
+    memmove(into[here].data_ptr(), to[here].data_ptr(), into[here].nbytes)
+
+    def wait() -> None:
+        for work in works:
+            finish(work)
+
+    return wait
+
+
+BINDINGS: dict[str, GlooBinding] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+"""Kind of a collective -> how gloo carries it out."""
+
+
+def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same memory that does not keep it alive. gloo's own thread holds what it reduces for a moment longer
+    than `wait` takes, so that it would die later than the plan says. The owner must outlive the work."""
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)  # type: ignore[attr-defined]  # not in torch's stubs
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def finish(work: Any) -> None:

@@ -10,9 +10,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import assert_never
 
 import torch
 
+from piper_ir.collectives import Law
 from piper_ir.errors import ExecutionError, PiperError
 from piper_ir.plan import COMPUTE
 from piper_runtime.memory import Counter
@@ -126,7 +128,7 @@ class InlineEngine:
         if not all(comm.channel in m.posted for m in members):
             return None
         heads = [_head(m, comm) for m in members]
-        _transfer(heads, [_operand(m, h) for m, h in zip(members, heads)])
+        _transfer(heads, [_ends(m, h) for m, h in zip(members, heads)])
         end = time.perf_counter()
         for member, head in zip(members, heads):
             member.posted.discard(comm.channel)
@@ -141,28 +143,55 @@ def _head(state: _State, comm: Comm) -> Entry:
     return next(q[0] for q in state.queues.values() if q and q[0].comm is not None and q[0].comm.channel == comm.channel)
 
 
-def _operand(state: _State, entry: Entry) -> torch.Tensor:
+def _ends(state: _State, entry: Entry) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tensor that a member gives, and the one that it gets."""
     assert entry.comm is not None
     try:
-        return entry.comm.operand()
+        given = entry.comm.operand()
+        return given, given if entry.comm.result is None else entry.comm.result()
     except Exception as e:
         raise failure(state.rank, entry, e) from e
 
 
-def _transfer(heads: list[Entry], operands: list[torch.Tensor]) -> None:
+def _transfer(heads: list[Entry], ends: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    given, got = [g for g, _ in ends], [g for _, g in ends]
     kinds = [h.comm.kind for h in heads if h.comm is not None]
-    specs = {(t.shape, t.dtype) for t in operands}
-    if len(specs) > 1 or (kinds != ["send", "recv"] and set(kinds) != {"all_reduce"}):
-        met = ", ".join(f"{h.name} with {t.dtype} {tuple(t.shape)}" for h, t in zip(heads, operands))
+    law = None if heads[0].comm is None else heads[0].comm.law
+    specs = {(t.shape, t.dtype) for t in given}
+    if len(specs) > 1 or (len(set(kinds)) > 1 if law is not None else kinds != ["send", "recv"]):
+        met = ", ".join(f"{h.name} with {t.dtype} {tuple(t.shape)}" for h, t in zip(heads, given))
         raise ExecutionError(f"instructions that do not fit together meet on a channel: {met}")
-    if kinds == ["send", "recv"]:
-        operands[1].copy_(operands[0])
+    if law is None:
+        got[1].copy_(given[0])
         return
-    total = operands[0].clone()
-    for other in operands[1:]:
-        total += other
-    for operand in operands:
-        operand.copy_(total)
+    for target, found in zip(got, collected(law, given), strict=True):
+        target.copy_(found)
+    if law.spoils:
+        for tensor in given:
+            tensor.fill_(_SPOILED)
+
+
+_SPOILED = 113
+"""Stands in what a collective has left undefined, so that a plan that reads it is seen to be wrong."""
+
+
+def collected(law: Law, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what each member of a collective gets, when the members, in the order of ranks, give these."""
+    match law.result:
+        case "blocks" if law.reads == "whole":
+            blocks = [t.chunk(len(given)) for t in given]
+            return [torch.cat(column) for column in zip(*blocks, strict=True)]
+        case "blocks":
+            return [torch.cat(given)] * len(given)
+        case "sum":
+            whole = given[0].clone()
+            for other in given[1:]:
+                whole += other
+        case "first":
+            whole = given[0].clone()
+        case _:
+            assert_never(law.result)
+    return list(whole.chunk(len(given))) if law.writes == "part" else [whole] * len(given)
 
 
 def failure(rank: Rank, entry: Entry, error: BaseException) -> ExecutionError:

@@ -133,13 +133,42 @@ def _key(entry: Any) -> str:
 
 @dataclass(frozen=True)
 class InitialState:
-    """Full tensors on CPU under their first names. `tied`: every other name -> the first one. `transient`: names of buffers
-    that a state_dict leaves out (registered with persistent=False, or plain attributes)."""
+    """Full tensors on CPU under their first names, shared with the module that made them. Without a `model` there are none."""
 
     params: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
-    tied: dict[str, str]
-    transient: set[str]
+    model: nn.Module | None = None
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Every other name of a tensor -> its first one."""
+        first: dict[int, str] = {}
+        names = list(_named_tensors(self.model)) if self.model is not None else []
+        return {name: first[id(t)] for name, t in names if first.setdefault(id(t), name) != name}
+
+    @property
+    def trainable(self) -> set[str]:
+        """The names of the parameters with requires_grad."""
+        tensors = _first_tensors(self.model) if self.model is not None else {}
+        return {n for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+
+    def state_dict(self, trained: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Return what the module's own state_dict says when its tensors have the values in `trained`, by first name.
+
+        The module itself stays as it is: whoever made it may hold it, and start another run from it."""
+        if self.model is None:
+            return {}
+        before = []
+        try:
+            for name, tensor in _first_tensors(self.model).items():
+                if name in trained:
+                    before.append((tensor, tensor.data))
+                    tensor.data = trained[name]
+            found = self.model.state_dict()
+            return {n: t.detach().clone() if isinstance(t, torch.Tensor) else t for n, t in found.items()}
+        finally:
+            for tensor, data in before:
+                tensor.data = data
 
 
 def materialize(job: Job) -> InitialState:
@@ -152,39 +181,37 @@ def materialize(job: Job) -> InitialState:
             model = job.model()
     if not isinstance(model, nn.Module):
         raise JobError(f"Job.model returned a {type(model).__name__}; an nn.Module is needed")
-    if job.init != "model":
+    state = initial_state(model, job.precision.dtype)
+    if job.init != "model":  # into tensors that have their dtype: a float64 file is not to be rounded to float32
         _load(model, Path(job.init))
-    return initial_state(model.to(job.precision.dtype), job.precision.dtype)
-
-
-def initial_state(model: nn.Module, dtype: torch.dtype) -> InitialState:
-    """The tensors of a module, shared with it, floating-point ones cast to `dtype`."""
-    state = InitialState({}, {}, {}, set())
-    first: dict[int, str] = {}
-    for name, tensor, persistent in _named_tensors(model):
-        if id(tensor) in first:
-            state.tied[name] = first[id(tensor)]
-            continue
-        first[id(tensor)] = name
-        kind = state.params if isinstance(tensor, nn.Parameter) else state.buffers
-        kind[name] = tensor.detach().to(dtype) if tensor.is_floating_point() else tensor.detach()
-        if not persistent:
-            state.transient.add(name)
     return state
 
 
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """(name, tensor, whether a state_dict has it) of parameters, buffers and plain tensor attributes, under every name that
-    they have."""
+def initial_state(model: nn.Module, dtype: torch.dtype) -> InitialState:
+    """Cast the floating-point tensors of a module in place, and return all of them. Complex ones stay as they are."""
+    state = InitialState({}, {}, model)
+    for name, tensor in _first_tensors(model).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+        kind = state.params if isinstance(tensor, nn.Parameter) else state.buffers
+        kind[name] = tensor.detach()
+    return state
+
+
+def _first_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters, buffers and plain tensor attributes, each under the first of its names."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in _named_tensors(model):
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters, buffers and plain tensor attributes under every name that they have."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            yield dot + name, parameter, True
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            yield dot + name, buffer, name not in module._non_persistent_buffers_set
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
-                yield dot + name, value, False
+        own = {**module._parameters, **module._buffers, **vars(module)}
+        yield from ((dot + name, value) for name, value in own.items() if isinstance(value, torch.Tensor))
 
 
 def _load(model: nn.Module, path: Path) -> None:

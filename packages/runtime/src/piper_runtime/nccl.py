@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
-from piper_runtime.gloo import FOREVER, GlooCommunicators, void
+from piper_runtime.gloo import FOREVER, GlooCommunicators, no_binding, void
 from piper_runtime.rank import Comm
 from piper_runtime.streams import Work
 
@@ -55,13 +57,56 @@ class NcclCommunicators(GlooCommunicators):
         is done."""
         operand = comm.operand
         if len(comm.peers) < 2:
-            return lambda: void(operand())
+            return comm.alone
         group = self._groups[self._keys[comm.channel]]
-        if comm.kind == "all_reduce":
-            reduction = dist.AllreduceOptions()
-            reduction.asyncOp = False
-            return lambda: void(group.allreduce([operand()], reduction))
-        broadcast = dist.BroadcastOptions()
-        broadcast.asyncOp = False
-        broadcast.rootRank = sorted(comm.peers).index(comm.peers[0])
-        return lambda: void(group.broadcast([operand()], broadcast))
+        match comm.kind:
+            case "send" | "recv":
+                broadcast = on_this_stream(c10d.BroadcastOptions())
+                broadcast.rootRank = sorted(comm.peers).index(comm.peers[0])
+                return lambda: void(group.broadcast([operand()], broadcast))
+            case kind if kind in BINDINGS:
+                return BINDINGS[kind](group, comm)
+            case kind:
+                raise no_binding("NCCL", kind, BINDINGS)
+
+
+def on_this_stream(options: Any) -> Any:
+    """Return the options of a collective, which is then issued on the stream that is current."""
+    options.asyncOp = False
+    return options
+
+
+NcclBinding = Callable[[Any, Comm], Work]
+"""Binds a collective to a process group: returns what issues it."""
+
+
+def _all_reduce(group: Any, comm: Comm) -> Work:
+    options = on_this_stream(c10d.AllreduceOptions())
+    return lambda: void(group.allreduce([comm.operand()], options))
+
+
+def _all_gather(group: Any, comm: Comm) -> Work:
+    options, result = on_this_stream(c10d.AllgatherOptions()), comm.result
+    assert result is not None
+    return lambda: void(group._allgather_base(result(), comm.operand(), options))
+
+
+def _reduce_scatter(group: Any, comm: Comm) -> Work:
+    options, result = on_this_stream(c10d.ReduceScatterOptions()), comm.result
+    assert result is not None
+    return lambda: void(group._reduce_scatter_base(result(), comm.operand(), options))
+
+
+def _all_to_all(group: Any, comm: Comm) -> Work:
+    options, result = on_this_stream(c10d.AllToAllOptions()), comm.result
+    assert result is not None
+    return lambda: void(group.alltoall_base(result(), comm.operand(), [], [], options))
+
+
+BINDINGS: dict[str, NcclBinding] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+"""Kind of a collective -> how NCCL carries it out."""

@@ -19,8 +19,11 @@ from piper_ir.plan import Bucket, Plan
 from piper_ir.program import Param
 from piper_ir.sizes import ITEM_BYTES, bind
 from piper_ir.usercode import user_code
-from piper_ops.workspace import held_inside
+from piper_runtime import device as devices
+from piper_runtime.device import CPU, choose_device
+from piper_runtime.fused import fused_problem, warn_unfused
 from piper_runtime.job import Job, NamedParameters
+from piper_runtime.optimizer_sizes import state_bytes, step_bytes
 
 if TYPE_CHECKING:
     from piper_runtime.store import Store
@@ -50,7 +53,7 @@ class OptimizerSpec:
     buckets. `state_copies`: per group, how many values it keeps per element of a bucket (flat only). `param_bytes`: state per
     parameter, of optimizers that are not flat. `separable`: known to update each parameter by itself. `update_bytes`: most bytes
     of temporaries in a step over all parameters, which a rank that holds a part of them may not reach; 0 where it is flat, for
-    the fused kernels hold none."""
+    the fused kernels hold none. An element-wise optimizer whose fused kernel is wrong here is not flat."""
 
     kind: str
     group_of: Mapping[str, int]
@@ -87,20 +90,40 @@ def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
             f"give every parameter to the optimizer, or set requires_grad=False in the model for those that stay as they are"
         )
     kind = type(optimizer).__name__
-    if type(optimizer) in ELEMENTWISE:
+    problem = _fused_problem(optimizer, job.precision.dtype, _planned_device())
+    if problem:
+        warn_unfused(optimizer, job.precision.dtype, problem)
+    if type(optimizer) in ELEMENTWISE and not problem:
         copies = tuple(_state_copies(optimizer, group) for group in optimizer.param_groups)
         return OptimizerSpec(kind, group_of, True, copies, counters=0 if type(optimizer) is SGD else STEP_COUNTER_BYTES)
-    _one_by_one(optimizer)
-    state = _dry_state_bytes(optimizer, named, trained)
-    held = _dry_update_bytes(optimizer, named)
+    _one_by_one(optimizer, fused=not problem)
+    state = state_bytes(optimizer, named, trained)
+    held = step_bytes(optimizer, named)
     separable = type(optimizer) in SEPARABLE
     return OptimizerSpec(kind, group_of, False, param_bytes=state, separable=separable, update_bytes=held)
 
 
-def _one_by_one(optimizer: Optimizer) -> None:
+def _planned_device() -> torch.device | None:
+    """Return the device whose fused kernels are tried when a plan is made: the CPU where runs take it.
+
+    A CUDA device is tried by the rank that has it: the process that makes a plan is to hold no memory there."""
+    device = choose_device(devices.default, 0)
+    return device if device == CPU else None
+
+
+def _fused_problem(optimizer: Optimizer, dtype: torch.dtype, device: torch.device | None) -> str:
+    """Say why the fused kernel of an element-wise optimizer is not used on a device; an empty text where it is."""
+    if device is None or type(optimizer) not in ELEMENTWISE:
+        return ""
+    return fused_problem(optimizer, dtype, device)
+
+
+def _one_by_one(optimizer: Optimizer, *, fused: bool) -> None:
     """Choose the kernels that go from parameter to parameter, where the user has not: torch's choice on CUDA takes them all at
-    once, with temporaries as large as all of them."""
+    once, with temporaries as large as all of them. Without `fused` the user's choice of a fused kernel is undone too."""
     for group in optimizer.param_groups:
+        if not fused and "fused" in group:
+            group["fused"] = False
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = False
 
@@ -132,6 +155,11 @@ def call_optimizer(function: Callable[[NamedParameters], Optimizer], named: Name
         raise JobError(
             f"Job.optimizer returned {kind} with step hooks, which would see the parameters of one rank only; leave them "
             "out (to clip, set Job(clip_norm=...))"
+        )
+    if type(optimizer) in ELEMENTWISE and any(optimizer.state.values()):  # torch makes their state in the first step
+        raise JobError(
+            f"Job.optimizer returned {kind} with state that it has loaded, which would be lost: a plan keeps the state of {kind} "
+            "in buckets of its own and starts without any. Leave out load_state_dict, and set the learning rate in the groups"
         )
     known = {id(p) for _, p in named}
     for index, group in enumerate(optimizer.param_groups):
@@ -167,38 +195,9 @@ def _state_copies(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
     return 3 if group["amsgrad"] else 2
 
 
-def _dry_state_bytes(optimizer: Optimizer, named: NamedParameters, trained: set[str]) -> dict[str, int]:
-    """State bytes per parameter after one step on meta, which computes nothing."""
-    for name, p in named:
-        p.grad = torch.empty_like(p) if name in trained else None
-    try:
-        optimizer.step()
-    except Exception as e:  # an optimizer of the user's may fail in any way
-        raise JobError(
-            f"Job.optimizer: {type(optimizer).__name__} cannot take a step on meta tensors, so its state has no known size: {e}"
-        ) from e
-    return {
-        name: sum(t.nbytes for t in optimizer.state[p].values() if isinstance(t, torch.Tensor))
-        for name, p in named
-        if name in trained
-    }
-
-
-def _dry_update_bytes(optimizer: Optimizer, named: NamedParameters) -> int:
-    """Bytes of temporaries in a step on meta that makes no state, after `_dry_state_bytes`."""
-    known = [*(p.grad for _, p in named), *(t for of in optimizer.state.values() for t in of.values())]
-    try:
-        return held_inside(lambda *_: optimizer.step(), *(p for _, p in named), *known)
-    except Exception as e:  # an optimizer of the user's may fail in any way
-        raise JobError(
-            f"Job.optimizer: {type(optimizer).__name__} cannot take a second step on meta tensors, so what it holds in one has "
-            f"no known size: {e}"
-        ) from e
-
-
 class RankOptimizer:
     """The optimizer of one rank over the buckets that it holds, with the user's groups in the user's order and its
-    learning-rate schedule."""
+    learning-rate schedule. `flat`: it runs on whole buckets, by a fused kernel."""
 
     def __init__(
         self,
@@ -209,16 +208,21 @@ class RankOptimizer:
     ):
         self._store = store
         self._members: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        dtypes = {getattr(torch, p.spec.dtype) for p in plan.params}
-        named = meta_parameters(plan.params, next(iter(dtypes), torch.float32))
+        dtype = next((getattr(torch, p.spec.dtype) for p in plan.params), torch.float32)
+        named = meta_parameters(plan.params, dtype)
         optimizer = call_optimizer(function, named)
-        if type(optimizer) not in ELEMENTWISE:
+        problem = _fused_problem(optimizer, dtype, store.device)
+        if problem and store.device != CPU:  # of the CPU it was said when the plan was made
+            warn_unfused(optimizer, dtype, problem)
+        self.flat = type(optimizer) in ELEMENTWISE and not problem
+        if not self.flat:
             named = [(n, store.parameter(n) if n in store.grads else p) for n, p in named]
             optimizer = call_optimizer(function, named)
         self._check_groups(optimizer, named)
-        if type(optimizer) in ELEMENTWISE:
+        if self.flat:
             self._use_flat(optimizer)
         else:
+            _one_by_one(optimizer, fused=not problem)
             self._use_views(optimizer, dict(named))
         self._optimizer = optimizer
         self._scheduler = call_scheduler(scheduler, optimizer) if scheduler is not None else None
@@ -246,7 +250,6 @@ class RankOptimizer:
             self._members[bucket.id] = [(self._store.flat_params[bucket.id], self._store.flat_grads[bucket.id])]
 
     def _use_views(self, optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> None:
-        _one_by_one(optimizer)
         for group in optimizer.param_groups:
             group.pop("param_names", None)
             group["params"] = [p for p in group["params"] if not p.is_meta]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 import torch
 
 from piper_ir.errors import NonFiniteLossError
-from piper_ir.ops import Add, AllReduce, Compute, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.ops import Add, Collective, Compute, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
 from piper_ir.plan import Part, is_state
 from piper_ir.program import Chunk
 from piper_runtime import faults
@@ -43,11 +43,20 @@ def bind_part(part: Part, rank: Rank) -> Run:
 
 
 def bind_operand(part: Part, rank: Rank) -> Operand:
-    """For a part that communicates: the closure that gives the tensor to send, to receive into, or to reduce in place."""
+    """Bind a part that communicates: return the closure that gives the tensor to send, to receive into, or to give to a
+    collective, which is where that one's result goes too unless there is a `bind_result`."""
     fault = faults.active()
     if fault is not None and fault.operand is not None:
         return fault.operand(part, rank, _operand)
     return _operand(part, rank)
+
+
+def bind_result(part: Part, rank: Rank) -> Operand | None:
+    """Return the closure that gives the tensor which a collective writes, None where it writes its operand."""
+    if not isinstance(part.op, Collective) or part.op.bucket or part.op.law.in_place:
+        return None
+    values, target = rank.store.values, part.writes[0]
+    return lambda: values[target]
 
 
 def bind_alloc(value: str, rank: Rank) -> Run:
@@ -70,12 +79,15 @@ def _operand(part: Part, rank: Rank) -> Operand:
         case Recv():
             target = part.writes[0]
             return lambda: values[target]
-        case AllReduce(bucket=bucket) if bucket:
+        case Collective(bucket=bucket) if bucket:
             flat = rank.store.flat_grads[bucket]
             return lambda: flat
-        case AllReduce():
+        case Collective() as op if op.law.in_place:
             source, target = part.reads[0], part.writes[0]
             return lambda: values[target].copy_(values[source])
+        case Collective():
+            source = part.reads[0]
+            return lambda: values[source]
         case _:
             raise TypeError(f"{part.node}: {type(part.op).__name__} does not communicate")
 
@@ -96,7 +108,7 @@ def _bind(part: Part, rank: Rank) -> Run:
             run = _squared_norm(part, part.op, rank)
         case Update():
             run = _update(part, part.op, rank)
-        case Send() | Recv() | AllReduce():
+        case Send() | Recv() | Collective():
             raise TypeError(f"{part.node}: communication has no closure of its own; it is bound by bind_operand")
         case _:
             assert_never(part.op)

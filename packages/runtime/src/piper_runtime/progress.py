@@ -51,7 +51,7 @@ class Progress:
         start = max(done.started for done in found.values())
         step_s = max(done.finished - self._ended.get(rank, start) for rank, done in found.items())
         self._ended = {rank: done.finished for rank, done in found.items()}
-        return StepRecord(self._next, loss, step_s)
+        return StepRecord(self._next, loss, step_s, max(done.batch_s for done in found.values()))
 
     def _hand_on(self, record: StepRecord) -> None:
         if self._on_step is None:

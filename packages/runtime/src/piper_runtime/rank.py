@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, assert_never
 
 import torch
 
+from piper_ir.collectives import Law, law_of
 from piper_ir.errors import NonFiniteLossError, PlanError
-from piper_ir.ops import AllReduce, Recv, Send
+from piper_ir.ops import COMM, Collective, Recv, Send
 from piper_ir.plan import COMPUTE, Instr, Plan
 from piper_runtime import faults
 from piper_runtime.code import CodeStore, Steps
@@ -19,7 +20,7 @@ from piper_runtime.device import CPU, Numbers, numbers_of
 from piper_runtime.feed import Feed
 from piper_runtime.job import Batch, NamedParameters
 from piper_runtime.optimizer import RankOptimizer
-from piper_runtime.parts import NOT_FINITE, Operand, Run, bind_alloc, bind_operand, bind_part
+from piper_runtime.parts import NOT_FINITE, Operand, Run, bind_alloc, bind_operand, bind_part, bind_result
 from piper_runtime.rng import rng_places
 from piper_runtime.store import Store
 
@@ -39,12 +40,30 @@ class Trainee:
 
 @dataclass(frozen=True, slots=True)
 class Comm:
-    """One communication: with `peers` (ascending ranks of the channel's instance; source and destination for p2p)."""
+    """One communication, bound to a rank.
 
-    kind: Literal["send", "recv", "all_reduce"]
+    kind: "send", "recv" or a kind of `piper_ir.collectives`.
+    peers: the ranks of the channel's instance, ascending; source and destination for a send and its receive.
+    operand: gives the tensor that is sent, received into, or given to a collective.
+    result: gives the tensor that a collective writes; None where that is the operand itself.
+    """
+
+    kind: str
     channel: str
     peers: tuple[int, ...]
     operand: Operand
+    result: Operand | None = None
+
+    @property
+    def law(self) -> Law | None:
+        """What a collective does; None for a send or a receive."""
+        return None if self.kind in ("send", "recv") else law_of(self.kind)
+
+    def alone(self) -> None:
+        """Do what this communication is on a channel without another rank: what a collective reads is what it writes."""
+        given = self.operand()
+        if self.result is not None:
+            self.result().copy_(given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +116,13 @@ class Rank:
 
     def _comm(self, instr: Instr) -> Comm:
         part = instr.parts[0]
-        if not isinstance(part.op, Send | Recv | AllReduce) or instr.stream == COMPUTE:
+        op = part.op
+        if not isinstance(op, COMM) or instr.stream == COMPUTE:
             raise PlanError(
                 f"role {self.role.role}: {instr.name} communicates on stream {instr.stream!r}; it needs a stream of its own"
             )
-        kind: Literal["send", "recv", "all_reduce"]
-        kind = "send" if isinstance(part.op, Send) else "recv" if isinstance(part.op, Recv) else "all_reduce"
-        peers = self.plan.peers(self.plan.channel(part.op.channel), self.rank)
-        return Comm(kind, part.op.channel, peers, bind_operand(part, self))
+        peers = self.plan.peers(self.plan.channel(op.channel), self.rank)
+        return Comm(comm_kind(op), op.channel, peers, bind_operand(part, self), bind_result(part, self))
 
     def _work(self, instr: Instr) -> Run:
         parts = [bind_part(p, self) for p in instr.parts]
@@ -155,6 +173,19 @@ class Rank:
         return {n: (self.store.grads[n] * scale).to(CPU) for n in names}
 
 
+def comm_kind(op: Send | Recv | Collective) -> str:
+    """Return the kind of the `Comm` that carries out an op."""
+    match op:
+        case Send():
+            return "send"
+        case Recv():
+            return "recv"
+        case Collective(kind=kind):
+            return kind
+        case _:
+            assert_never(op)
+
+
 def own_waits(program: Sequence[Instr]) -> dict[int, tuple[tuple[str, int], ...]]:
     """Index of a communication -> the wait for one before it on its own stream whose result it takes. A plan leaves it to the
     order of the stream, but an engine may post a communication before the one in front of it has ended."""
@@ -165,7 +196,7 @@ def own_waits(program: Sequence[Instr]) -> dict[int, tuple[tuple[str, int], ...]
         if not instr.comm:
             continue
         part, stream = instr.parts[0], instr.stream
-        state = (part.op.bucket,) if isinstance(part.op, AllReduce) and part.op.bucket else ()
+        state = (part.op.bucket,) if isinstance(part.op, Collective) and part.op.bucket else ()
         if needed := max((written.get((stream, v), 0) for v in (*part.reads, *state)), default=0):
             out[index] = ((stream, needed),)
         count[stream] = count.get(stream, 0) + 1

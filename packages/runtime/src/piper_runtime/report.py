@@ -22,11 +22,12 @@ MEASURED = (
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """One finished step of a run: `loss` over the global batch; `step_s`, wall seconds since the step before it was done on the
-    slowest rank (of the first: since all ranks were ready)."""
+    slowest rank (of the first: since all ranks were ready); `batch_s`, seconds in Job.batch of the rank that waited most."""
 
     step: int
     loss: float
     step_s: float
+    batch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +38,15 @@ class StepDone:
     started: float
     finished: float
     scalars: dict[str, dict[int, float]]
+    batch_s: float = 0.0
 
 
 @dataclass
 class RankReport:
     """What one rank brings back. `started`, `finished`: when it was ready, and when each step was done, on the machine-wide
     clock of the launcher (times of another machine may miss it by `clock_error_s`); `scalars`: per step the losses and weights
-    by microbatch; `gradients`: per step, as the optimizer saw them."""
+    by microbatch; `gradients`: per step, as the optimizer saw them; `batch_s`: per step the seconds in Job.batch; `waits`: of
+    the last step, see `piper_runtime.feed.Feed`."""
 
     started: float = 0.0
     finished: list[float] = field(default_factory=list)
@@ -53,24 +56,28 @@ class RankReport:
     memory: MemoryRecord | None = None
     states: dict[str, torch.Tensor] = field(default_factory=dict)
     clock_error_s: float = 0.0
+    batch_s: list[float] = field(default_factory=list)
+    waits: list[tuple[int, float, float]] = field(default_factory=list)
 
     def shift(self, seconds: float, error_s: float) -> None:
         """Put the times on another clock, which is known to `error_s`."""
         self.started += seconds
         self.finished = [t + seconds for t in self.finished]
         self.spans = [(instr, start + seconds, end + seconds) for instr, start, end in self.spans]
+        self.waits = [(mb, start + seconds, end + seconds) for mb, start, end in self.waits]
         self.clock_error_s = error_s
 
     def end_step(self, rank: Rank) -> StepDone:
         """Keep what a rank has found in the step that it has just done."""
         self.finished.append(time.perf_counter())
         self.scalars.append({kind: dict(found) for kind, found in rank.scalars.items()})
-        return StepDone(len(self.finished) - 1, self.started, self.finished[-1], self.scalars[-1])
+        self.batch_s.append(sum(end - start for _, start, end in rank.feed.waits))
+        return self.steps()[-1]
 
     def steps(self) -> list[StepDone]:
         """One for every step that is done."""
-        found = enumerate(zip(self.finished, self.scalars, strict=True))
-        return [StepDone(step, self.started, finished, scalars) for step, (finished, scalars) in found]
+        found = enumerate(zip(self.finished, self.scalars, self.batch_s, strict=True))
+        return [StepDone(step, self.started, *of) for step, of in found]
 
     def probe(self, rank: Rank, buckets: tuple[str, ...], scale: float | torch.Tensor) -> None:
         """A Probe that keeps gradients."""
@@ -82,6 +89,7 @@ class RankReport:
         """Keep what is left when the last step is done."""
         self.states = rank.states()
         self.spans = list(spans)
+        self.waits = list(rank.feed.waits)
         if counter is not None:
             self.memory = counter.record()
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Any
 
 import torch
 
 from piper_ir.errors import JobError
+from piper_ir.ops import Update
 from piper_ir.plan import Plan
 from piper_ir.trace import Trace
 from piper_runtime import device as devices
@@ -23,6 +25,7 @@ from piper_runtime.progress import OnStep, Progress
 from piper_runtime.ranges import name_inline
 from piper_runtime.rank import Rank, Trainee
 from piper_runtime.report import MEASURED, RankReport, StepRecord, measured_counter, measured_step
+from piper_runtime.same_model import check_same_model
 from piper_runtime.trace import executed_trace
 
 WARMUP_STEPS = 3
@@ -37,7 +40,8 @@ class Run:
     """The result of `execute`.
 
     losses: one per step, over the global batch. step_s: wall seconds per step between completions, on the slowest rank (the
-    first since all ranks were ready). period_s: median of step_s[3:], None when there are none. peak_bytes: per rank the most
+    first since all ranks were ready). batch_s: of these, seconds in Job.batch, of the rank that waited most. period_s: median of
+    step_s[3:], None when there are none. peak_bytes: per rank the most
     bytes that were alive (`trace.notes` says what is measured), and `memory` what was alive in each instruction; both empty
     when not asked for. trace: of the last step; without spans unless they were asked for. rank_states: per rank its parameters
     and buffers after the last step; rank_gradients: per rank and step, with `gradients=True`."""
@@ -51,16 +55,16 @@ class Run:
     rank_gradients: Mapping[int, Sequence[Mapping[str, torch.Tensor]]]
     memory: Mapping[int, MemoryRecord]
     _initial: InitialState = field(repr=False)
+    batch_s: list[float] = field(default_factory=list)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers after the last step: on CPU, full shapes, the user's names, every tied name; without buffers
-        that are not persistent. What no rank holds is as the model made it."""
-        found: dict[str, torch.Tensor] = {**self._initial.params, **self._initial.buffers}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the model's state_dict after the last step: on CPU, full shapes, under the names that the model gives.
+
+        What no rank holds is as the model made it."""
+        trained: dict[str, torch.Tensor] = {}
         for rank in sorted(self.rank_states, reverse=True):  # the lowest rank's copy counts
-            found.update(self.rank_states[rank])
-        out = {n: t.clone() for n, t in found.items() if n not in self._initial.transient}
-        out |= {name: out[first] for name, first in self._initial.tied.items() if first in out}
-        return out
+            trained.update(self.rank_states[rank])
+        return self._initial.state_dict(trained)
 
     @property
     def gradients(self) -> list[dict[str, torch.Tensor]]:
@@ -77,7 +81,7 @@ class Run:
 def execute(
     plan: Plan, code: CodeStore, job: Job, *, steps: int, launcher: Launcher = "ray", cluster: str = "auto",
     timeout_s: float = 60.0, trace: bool = False, memory: bool = False, gradients: bool = False, pool: Workers | None = None,
-    ranges: bool = False, on_step: OnStep | None = None,
+    ranges: bool = False, on_step: OnStep | None = None, trainable: Collection[str] | None = None,
 ) -> Run:  # fmt: skip
     """Run `steps` optimizer steps of a plan with the code of its chunks.
 
@@ -88,10 +92,12 @@ def execute(
     second step, in the first if there is no other (slows that step). gradients: keep the gradients of every step. pool: workers
     to use again; without one they are started and ended in this call. ranges: name instructions in profilers, see
     `piper_runtime.ranges`. on_step: called here with every finished step, in order, while the run goes on; when it raises, that
-    is a warning and the run goes on. JobError: the job does not fit the plan. NonFiniteLossError: step, rank, microbatch.
+    is a warning and the run goes on. trainable: names of the parameters that had requires_grad when the plan was made (None: not
+    known). JobError: the job does not fit the plan. NonFiniteLossError: step, rank, microbatch.
     HangError: every rank's last instructions. ExecutionError: rank, node, instruction, peer."""
     check_request(plan, job, steps, launcher, timeout_s)
     initial = materialize(job)
+    check_same_model(plan, initial, trainable)
     if launcher == "inline":
         reports = _run_inline(plan, code, job, initial, steps, trace, memory, gradients, ranges, Progress(plan, on_step))
         return _result(plan, reports, initial, memory)
@@ -116,6 +122,18 @@ def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: fl
             f"the plan was made for a global batch of {plan.global_batch} rows, the job has {job.global_batch}; "
             f"compile the strategy with this job"
         )
+    check_clip(plan, job)
+
+
+def check_clip(plan: Plan, job: Job) -> None:
+    """JobError when a plan clips gradients to another norm than the job asks for."""
+    updates = [p.op for role in plan.roles for i in role.program for p in i.parts if isinstance(p.op, Update)]
+    for update in updates:
+        if update.clip != job.clip_norm:
+            raise JobError(
+                f"the plan clips gradients to {update.clip}, the job's clip_norm is {job.clip_norm}; "
+                "compile the strategy with this job"
+            )
 
 
 def check_numbers(steps: int, timeout_s: float) -> None:
@@ -172,10 +190,11 @@ def _result(plan: Plan, reports: Mapping[int, RankReport], initial: InitialState
         notes["clock_error_s"] = f"{error:.2e}: between nodes, half of the quickest round trip"
     spans = {r: rep.spans for r, rep in reports.items()}
     points = {r: rep.memory.points for r, rep in reports.items() if rep.memory is not None}
-    trace = executed_trace(plan, len(records) - 1, spans, points, losses, notes)
+    waits = {r: rep.waits for r, rep in reports.items() if rep.spans}
+    trace = executed_trace(plan, len(records) - 1, spans, points, losses, notes, waits)
     return Run(
         losses, step_s, median(step_s[WARMUP_STEPS:]) if step_s[WARMUP_STEPS:] else None,
         {r: rep.memory.peak for r, rep in sorted(reports.items()) if rep.memory is not None}, trace,
         {r: rep.states for r, rep in reports.items()}, {r: rep.gradients for r, rep in reports.items() if rep.gradients},
-        {r: rep.memory for r, rep in reports.items() if rep.memory is not None}, initial,
+        {r: rep.memory for r, rep in reports.items() if rep.memory is not None}, initial, [r.batch_s for r in records],
     )  # fmt: skip

@@ -29,21 +29,20 @@ class StagedCommunicators:
         Pinned memory comes from torch's pool, which takes a buffer back when the copy that reads it is done."""
         if len(comm.peers) < 2:
             return self._gloo.bind(comm)
-        operand, staged = comm.operand, list[torch.Tensor]()
-        carry = self._gloo.bind(replace(comm, operand=lambda: staged[0]))
-        sends, receives = comm.kind != "recv", comm.kind != "send"
+        operand, result, staged = comm.operand, comm.result, list[torch.Tensor]()
+        on_host = None if result is None else lambda: staged[1]
+        carry = self._gloo.bind(replace(comm, operand=lambda: staged[0], result=on_host))
 
         def run() -> None:
-            tensor = operand()
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            if sends:
-                host.copy_(tensor)  # waits for this stream
-            staged.append(host)
+            tensors = [operand()] if result is None else [operand(), result()]
+            staged.extend(torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in tensors)
+            if comm.kind != "recv":
+                staged[0].copy_(tensors[0])  # waits for this stream
             try:
                 carry()
+                if comm.kind != "send":
+                    tensors[-1].copy_(staged[-1], non_blocking=True)
             finally:
                 staged.clear()
-            if receives:
-                tensor.copy_(host, non_blocking=True)
 
         return run

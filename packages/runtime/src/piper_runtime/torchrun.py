@@ -1,7 +1,8 @@
 """Ranks that somebody else has started, as torchrun does: this process is one of them, and rank 0 watches over all.
 
-The environment says who is who: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Ranks talk through torch's store; what they say goes
-to rank 0, which decides how a run ends and tells the others. A rank that is killed is noticed by torchrun, which ends the rest.
+The environment says who is who: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Ranks talk through torch's store, in messages that
+run no code where they are read (`piper_runtime.wire`). What they say goes to rank 0, which decides how a run ends and tells the
+others. A rank that is killed is noticed by torchrun, which ends the rest.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-import pickle
 import queue
 import socket
 import threading
@@ -31,6 +31,7 @@ from piper_runtime.messages import Failure
 from piper_runtime.progress import OnStep, Progress
 from piper_runtime.report import RankReport, aligned
 from piper_runtime.watch import LOADING_HEART, STARTUP_S, TICK_S, Watch
+from piper_runtime.wire import decode, encode
 from piper_runtime.worker import Seat, answer
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -159,13 +160,13 @@ class _Mail:
     read: dict[int, int] = field(default_factory=dict)
 
     def post(self, rank: int, message: Any) -> None:
-        self.store.set(f"{self.run}/{rank}/{self.sent}", pickle.dumps(message, protocol=5))
+        self.store.set(f"{self.run}/{rank}/{self.sent}", encode(message))
         self.sent += 1
 
     def collect(self, rank: int) -> list[Any]:
         out = []
         while self.store.check([key := f"{self.run}/{rank}/{self.read.get(rank, 0)}"]):
-            out.append(pickle.loads(self.store.get(key)))
+            out.append(decode(self.store.get(key)))
             self.store.delete_key(key)
             self.read[rank] = self.read.get(rank, 0) + 1
         return out
@@ -276,9 +277,9 @@ def _lead(member: _Member, mail: _Mail, watch: Watch, progress: Progress) -> Non
         watch.collect(progress)
     except BaseException as e:
         kind = type(e).__name__ if isinstance(e, PiperError) else "ExecutionError"
-        mail.put("end", pickle.dumps(Failure(kind, str(e) or f"rank 0 was ended by {type(e).__name__}", "", False)))
+        mail.put("end", encode(Failure(kind, str(e) or f"rank 0 was ended by {type(e).__name__}", "", False)))
         raise
-    mail.put("end", pickle.dumps(None))
+    mail.put("end", encode(None))
 
 
 def _follow(member: _Member, mail: _Mail, timeout_s: float) -> None:
@@ -293,7 +294,7 @@ def _follow(member: _Member, mail: _Mail, timeout_s: float) -> None:
             pulse, beat = now, time.monotonic()
         if time.monotonic() > beat + timeout_s + STARTUP_S:
             raise HangError(f"rank 0 has not answered rank {rank} for {timeout_s + STARTUP_S:g} s")
-    failure = pickle.loads(end)
+    failure = decode(end)
     if failure is not None:
         raise getattr(piper_ir.errors, failure.kind, ExecutionError)(failure.message)
 
@@ -314,10 +315,10 @@ def _exchange(member: _Member, plan: Plan, mine: Any) -> dict[int, Any]:
     out = {}
     for rank in range(plan.mesh.world):
         own = rank == member.seat.rank
-        sent = pickle.dumps(_without_copies(mine, plan, rank), protocol=5) if own else b""
+        sent = encode(_without_copies(mine, plan, rank)) if own else b""
         if member.everyone is not None:
             sent = _broadcast(member.everyone, rank, sent)
-        out[rank] = mine if own else pickle.loads(sent)
+        out[rank] = mine if own else decode(sent)
     return out
 
 

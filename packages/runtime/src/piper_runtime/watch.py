@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import piper_ir.errors
 from piper_ir.errors import ExecutionError, HangError, PiperError
-from piper_ir.ops import AllReduce, Recv, Send
+from piper_ir.ops import COMM
 from piper_ir.plan import COMPUTE, Plan
 from piper_runtime.messages import HEART_SLOTS, Failure
 from piper_runtime.progress import Progress
@@ -178,7 +178,7 @@ class Place:
 
     def _peers(self, index: int) -> str:
         op = self._program[index].parts[0].op
-        assert isinstance(op, Send | Recv | AllReduce)
+        assert isinstance(op, COMM)
         return ", ".join(str(p) for p in self._plan.peers(self._plan.channel(op.channel), self._rank) if p != self._rank)
 
 

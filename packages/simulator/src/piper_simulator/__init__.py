@@ -9,7 +9,7 @@ from piper_simulator.cluster.cluster import Cluster, NodeKind
 from piper_simulator.cluster.cluster_file import read_messages
 from piper_simulator.cluster.device import CPU, Device
 from piper_simulator.cluster.named import cpu_local, load_cluster, product_cluster
-from piper_simulator.cluster.network import Links, MessageOp, Network, SlowLink
+from piper_simulator.cluster.network import Links, Network, SlowLink
 from piper_simulator.cluster.stacks import STACKS
 from piper_simulator.contention.demands import Message, demands
 from piper_simulator.contention.flows import message_flows, wiring
@@ -42,7 +42,6 @@ __all__ = [
     "KeyPath",
     "Links",
     "Message",
-    "MessageOp",
     "Network",
     "NodeKind",
     "PathPiece",

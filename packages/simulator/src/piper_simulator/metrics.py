@@ -5,7 +5,8 @@ They say what a role's compute leaves idle, what of that communication explains,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from math import prod
 
 from piper_ir.intervals import Idle, Interval, idle
@@ -52,20 +53,79 @@ def model_flops(plan: Plan, tokens_per_row: int) -> int:
 def _visited(plan: Plan, tokens: int) -> dict[str, float]:
     """Return for each parameter of experts the part of it that a token visits, at so many tokens per microbatch.
 
-    Each of a batch of products [M, K] x [K, N], one per expert, has M of them. Places that no token took are in M: what
-    runs does not know."""
+    In a batch of products [M, K] x [K, N], one per expert, each expert has M of the tokens; places that no token took
+    are in M, for what runs does not know them. In a grouped product all experts of [E, K, N] share the M rows."""
     shapes = {p.name: tuple(bind(d, plan.rows) for d in p.spec.shape) for p in plan.params}
     out: dict[str, float] = {}
     for chunk in plan.chunks:
-        rows: dict[tuple[int, ...], int] = {}
+        rows: dict[tuple[int, ...], float] = {}
+        shared: dict[tuple[int, ...], float] = {}
         for kernel in chunk.steps["F"].cost.kernels if "F" in chunk.steps else ():
             if kernel.kind == "matmul" and len(kernel.dims) == 4:
                 experts, m, n, k = (bind(d, plan.rows) for d in kernel.dims)
                 rows[experts, n, k] = rows[experts, k, n] = m
+            elif kernel.kind == "matmul" and len(kernel.dims) == 3 and "grouped_mm" in kernel.op:
+                m, n, k = (bind(d, plan.rows) for d in kernel.dims)
+                shared[n, k] = shared[k, n] = m
         for name in (i.ref for i in chunk.inputs if i.kind == "param"):
-            if (m := rows.get(shapes[name], 0)) and m < tokens:
-                out[name] = max(out.get(name, 0.0), m / tokens)
+            shape = shapes[name]
+            reached = rows.get(shape, 0) or (shared.get(shape[1:], 0) / shape[0] if len(shape) == 3 and shape[0] else 0)
+            if 0 < reached < tokens:
+                out[name] = max(out.get(name, 0.0), reached / tokens)
     return out
+
+
+def without_formula(plan: Plan) -> dict[str, float]:
+    """Return the operators whose FLOPs nothing knows, each with its share of the bytes that all compute of a step
+    moves.
+
+    The share is of bytes because the FLOPs are what is missing."""
+    total, of = 0, dict[str, int]()
+    costs = [sig.cost for chunk in plan.chunks for sig in chunk.steps.values()]
+    count = Counter(map(id, costs))  # equal layers share theirs
+    for cost in {id(c): c for c in costs}.values():
+        for kernel in cost.kernels:
+            moved = count[id(cost)] * kernel.count * bind(kernel.bytes, plan.rows)
+            total += moved
+            if not kernel.formula:
+                of[kernel.op] = of.get(kernel.op, 0) + moved
+    return {op: moved / total if total else 0.0 for op, moved in sorted(of.items(), key=lambda x: (-x[1], x[0]))}
+
+
+MOST_NAMED = 8
+"""A note names so many operators one by one."""
+
+
+def flop_notes(missing: Mapping[str, float], mfu: float | None, hfu: float | None) -> list[str]:
+    """Return warnings about FLOPs: the operators of `without_formula`, and utilisations that cannot be."""
+    notes = []
+    if missing:
+        names = ", ".join(f"{op} ({share:.1%} of the bytes moved)" for op, share in [*missing.items()][:MOST_NAMED])
+        more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
+        notes.append(
+            f"no formula says how many FLOPs these operators do: {names}{more}; one per element is counted, so a predicted time "
+            "may be far too short. piper.op_cost(NAME, flops=...) gives an operator of yours one, `piper profile` measures"
+        )
+    for name, value in (("model", mfu), ("hardware", hfu)):
+        if value is not None and value > 1:
+            notes.append(
+                f"{name} FLOP utilisation of {value:.0%}: no device computes above its peak. {_why_above_peak(missing, hfu)}"
+            )
+    return notes
+
+
+def _why_above_peak(missing: Mapping[str, float], hfu: float | None) -> str:
+    """Say where a utilisation above 100 % comes from."""
+    if hfu is not None and hfu > 1:
+        return (
+            "The durations are shorter than the FLOPs allow: the costs are of a faster device, or the cluster's peak is too low"
+        )
+    if missing:
+        return "The step is predicted too short: FLOPs of operators without a formula are missing from it"
+    return (
+        "The model has more FLOPs by 6 N per token than its kernels run: some parameters are not used for every token (experts, "
+        "embeddings of a small model); give simulate(model_flops_per_step=...)"
+    )
 
 
 def executed_flops(plan: Plan) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from piper_ir.collector import no_garbage_collection
 from piper_ir.costs import AllocatorCosts, Costs
 from piper_ir.errors import PlanError
+from piper_ir.limits import MOST_STEP_INSTRUCTIONS, most
 from piper_ir.memory import Usage, peak, scan
 from piper_ir.memory_owners import owners
 from piper_ir.plan import Plan, RolePlan
@@ -24,7 +25,7 @@ from piper_simulator.memory.device_memory import DeviceMemory, device_memory, de
 from piper_simulator.memory.footprint import footprint
 from piper_simulator.memory.oom import KEPT, OomVerdict, first_of
 from piper_simulator.memory.snapshot import Snapshot, snapshot
-from piper_simulator.metrics import executed_flops, idle_times, main_dtype, model_flops
+from piper_simulator.metrics import executed_flops, flop_notes, idle_times, main_dtype, model_flops, without_formula
 from piper_simulator.times.jitter import Distribution, TimedPlan, distribution
 from piper_simulator.times.splitting import split
 from piper_simulator.times.timed import contention_applies, shared_flows, time_steps
@@ -49,6 +50,7 @@ class Simulation:
         peak_by_category: peak_bytes by category.
         slowed_s: how much longer the compute of a rank took because of messages beside it, the maximum over ranks; None
             where contention was not simulated.
+        without_formula: operators whose FLOPs nothing knows, with their share of the bytes that compute moves.
         notes: warnings, see `summary`.
         ooms: a verdict for each role that needs more than its devices have, see `oom`.
     """
@@ -66,6 +68,7 @@ class Simulation:
     device_bytes: tuple[int, ...]
     peak_by_category: tuple[Mapping[str, int], ...]
     slowed_s: float | None
+    without_formula: Mapping[str, float]
     notes: tuple[str, ...]
     ooms: tuple[OomVerdict, ...]
     _run: _Run = field(repr=False)
@@ -130,6 +133,7 @@ class Simulation:
             "oom": None if self.oom is None else self.oom.as_dict() | {"text": self.oom.text},
             "slowed_s": self.slowed_s,
             "sources": self._run.sources(),
+            "without_formula": dict(self.without_formula),
             "notes": list(self.notes),
         }
 
@@ -163,6 +167,10 @@ def simulate(
     SMs than its devices have. PlanError: deadlock, steps < 1."""
     if steps < 1:
         raise PlanError(f"simulate(steps={steps}): at least one step is needed")
+    instructions = sum(len(role.program) for role in plan.roles)
+    if steps * instructions > MOST_STEP_INSTRUCTIONS:
+        least = most(MOST_STEP_INSTRUCTIONS, instructions)
+        raise PlanError(f"simulate(steps={steps}): at most {least} steps of a plan of {instructions} instructions are accepted")
     target = load_cluster(cluster) if isinstance(cluster, str) else cluster
     with no_garbage_collection():
         return _simulate(
@@ -196,7 +204,8 @@ def _simulate(
     devices = _Devices(held, target, costs.allocator if costs is not None else None)
     memory = [devices.memory(k, peaks[r].total) for k, r in enumerate(parts.of)]
     rates = _rates(plan, target, timed.period_s, tokens_per_row, model_flops_per_step)
-    notes = tuple(dict.fromkeys((*costing.notes, *rates.notes)))
+    missing = without_formula(plan) if target is not None else {}
+    notes = tuple(dict.fromkeys((*costing.notes, *rates.notes, *flop_notes(missing, rates.mfu, rates.hfu))))
     run = _Run(held, counted, timed.last, work, usages, memory, steps - 1, _of_trace(target, notes))
     return Simulation(
         step_s=step_s,
@@ -212,6 +221,7 @@ def _simulate(
         device_bytes=tuple(memory[k].total for k in order),
         peak_by_category=tuple(peaks[r].bytes for r in whole),
         slowed_s=timed.slowed_s,
+        without_formula=missing,
         notes=notes,
         ooms=tuple(run.verdicts(devices, peaks, timed.first)),
         _run=run,

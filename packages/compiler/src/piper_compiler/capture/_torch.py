@@ -16,12 +16,17 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import symbolic_convert
 from torch._dynamo.eval_frame import reset_code
 from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError
+from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+from torch._guards import TracingContext
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError, ShapeEnv
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+from piper_compiler.capture.attributes import attribute_name
 
 pytree = _pytree
 """torch's nests of containers."""
@@ -48,8 +53,17 @@ def fake_cpu() -> FakeTensorMode:
 
 
 def fake_construction() -> FakeTensorMode:
-    """A mode to run a constructor in: reading a value that is not known raises, instead of giving a symbol."""
-    return FakeTensorMode()
+    """A mode to run a constructor in: reading a value that is not known raises, instead of giving a symbol. Tensors from
+    elsewhere, such as loaded weights, are welcome."""
+    return _OneMode(allow_non_fake_inputs=True)
+
+
+class _OneMode(FakeTensorMode):
+    """A mode that stays itself where tensors that are made in it are copied deeply, as by constructors that clone layers: each
+    copy of a tensor would bring a copy of the mode, and tensors of two modes do not mix."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _OneMode:
+        return self
 
 
 def fake_tensor(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -83,7 +97,9 @@ def own_settings() -> Iterator[None]:
     try:
         with (
             _CAPTURING,
-            dynamo_config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True, suppress_errors=False),
+            dynamo_config.patch(
+                automatic_dynamic_shapes=False, assume_static_by_default=True, suppress_errors=False, allow_rnn=True
+            ),
             _function_names_left_out(),
         ):
             yield
@@ -114,6 +130,44 @@ def in_place(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterato
     finally:
         for name, function in before.items():
             setattr(owner, name, function)
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that existed before the traced code ran and that it changes: the user's name and line, if known."""
+
+    name: str
+    line: str
+
+
+@contextmanager
+def noted_changes() -> Iterator[list[Change]]:
+    """The list fills with what Dynamo sees traced code change: attributes, lists, dicts, globals, closures; not tensors in place.
+    Attempts that Dynamo gives up are in it as well."""
+    changes: list[Change] = []
+    store, mutate = SideEffects.store_attr, SideEffects.mutation
+
+    def note(item: Any, attribute: str | None) -> None:
+        if isinstance(item.mutation_type, AttributeMutationExisting | ValueMutationExisting) and item.source is not None:
+            change = Change(attribute_name(item.source.name, attribute), _user_line(TracingContext.extract_stack()))
+            if change not in changes:
+                changes.append(change)
+
+    def store_attr(effects: SideEffects, item: Any, name: str, value: Any, *rest: Any) -> None:
+        note(item, name)
+        store(effects, item, name, value, *rest)
+
+    def mutation(effects: SideEffects, item: Any) -> None:
+        note(item, None)
+        mutate(effects, item)
+
+    with in_place(SideEffects, {"store_attr": store_attr, "mutation": mutation}):
+        yield changes
+
+
+def _user_line(stack: traceback.StackSummary) -> str:
+    own = [f for f in stack if not f.filename.startswith(torch.__path__[0])]
+    return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else ""
 
 
 def compile_once(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:

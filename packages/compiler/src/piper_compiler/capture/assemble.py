@@ -8,20 +8,24 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx, nn
 
+from piper_compiler.capture.advancing import advancing_buffers
 from piper_compiler.capture.codestore import Captured, CodeStore, Recipe, check_rows
 from piper_compiler.capture.concrete import concrete_shape
 from piper_compiler.capture.cut import Cut, Piece, Slot, cut
 from piper_compiler.capture.dynamo import Forward, capture_forward
 from piper_compiler.capture.joint import TracedChunk
 from piper_compiler.capture.model import ASKED_ROWS, BatchMaker, Loss
+from piper_compiler.capture.remarks import remarks
+from piper_compiler.capture.shared import check_shared
 from piper_compiler.capture.sizes import Fitter, NotAffine, explain
+from piper_compiler.capture.steady import check_steady
 from piper_ir.errors import CaptureError
 from piper_ir.program import BatchTensor, Buffer, Chunk, Input, Output, Param, Program
 from piper_ir.sizes import TensorSpec, affine, fit
 
 TRACE_ROWS = ((2, 3, 5), (11, 13, 17))
 """Rows of the joint traces: two determine the sizes, the third checks them. The second set is for chunks in which sizes that
-differ in general coincide at small numbers of rows, so that equal kernels are counted together."""
+differ in general coincide at small numbers of rows, so that the same operations are simplified or ordered otherwise."""
 
 
 def capture(
@@ -49,9 +53,13 @@ def capture(
     whose sizes are not affine in the rows.
     """
     forward = capture_forward(model, batch, loss, dtype, most)
+    check_steady(forward)
     for rows in TRACE_ROWS[0]:
         check_rows(forward, rows)
-    return _Assembly(forward, cut(forward)).captured()
+    pieces = cut(forward)
+    changed = {r.name for piece in pieces.pieces for r in piece.results if r.kind == "buffer"}
+    check_shared(forward.model, {p.name for p in forward.params if p.requires_grad}, changed)
+    return _Assembly(forward, pieces).captured()
 
 
 class _Assembly:
@@ -70,7 +78,7 @@ class _Assembly:
         chunks = [self._chunk(piece) for piece in reversed(self._cut.pieces)][::-1]
         if not any(o.kind == "loss" and o.needs_grad for c in chunks for o in c.outputs):
             raise CaptureError("the loss does not depend on any parameter with requires_grad=True; there is nothing to train")
-        return Captured(self._program(chunks), self._store, self._forward)
+        return Captured(self._program(chunks), self._store, self._forward, advancing_buffers(self._cut), remarks(self._cut))
 
     def _program(self, chunks: Sequence[Chunk]) -> Program:
         trained = {i.ref for c in chunks for i in c.inputs if i.kind == "param" and i.needs_grad}

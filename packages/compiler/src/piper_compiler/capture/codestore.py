@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from piper_compiler.capture import _torch
+from piper_compiler.capture.advancing import Advancing
 from piper_compiler.capture.codegen import StepCode
 from piper_compiler.capture.cut import Cut, Piece
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.joint import JointInput, TracedChunk, trace_chunk
+from piper_compiler.capture.kernels import counted
 from piper_compiler.capture.opaque import trace_opaque
 from piper_ir.errors import CaptureError
 from piper_ir.program import Chunk, Program, Step
@@ -111,11 +113,14 @@ def _check_as_planned(planned: Chunk, traced: TracedChunk, rows: int) -> None:
 class Captured:
     """A captured model: its program with sizes affine in rows, and the code of its chunks.
 
-    Plans take their sizes from `bind(rows)`, which is exact for every number of rows, one included."""
+    Plans take their sizes from `bind(rows)`, which is exact for every number of rows, one included. `advancing`: buffers that
+    advance once per microbatch. `remarks`: chunk -> what a message about it should add."""
 
     program: Program
     code: CodeStore
     forward: Forward
+    advancing: tuple[Advancing, ...] = ()
+    remarks: Mapping[str, str] = field(default_factory=dict)
 
     def bind(self, rows: int) -> Program:
         """The program with integer sizes for microbatches of `rows` rows on one device.
@@ -130,7 +135,8 @@ class Captured:
         if rows > 1:
             return bound
         traced = self.code.trace(chunk.code, rows)
-        return replace(bound, ports=dict(traced.ports), steps={s: sig.bind(rows) for s, sig in traced.steps.items()})
+        steps = {s: replace(sig, cost=counted(sig.cost)).bind(rows) for s, sig in traced.steps.items()}
+        return replace(bound, ports=dict(traced.ports), steps=steps)
 
 
 def check_rows(forward: Forward, rows: int) -> None:

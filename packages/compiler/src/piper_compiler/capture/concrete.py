@@ -12,13 +12,13 @@ from torch.fx.node import map_aggregate
 
 from piper_compiler.capture import _torch
 from piper_ir.errors import CaptureError
+from piper_ops import is_model_code
 
 
 def line_of(node: fx.Node) -> str:
     """The user's "file:line (code)" for a node, or the node's name."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
-    torch_root = torch.__path__[0]
-    own = [f for f in frames if not f[0].startswith(torch_root)]
+    own = [f for f in frames if is_model_code(f[0])] or frames
     return f"{own[-1][0]}:{own[-1][1]} ({own[-1][2].strip()})" if own else str(node.format_node() or node)
 
 

@@ -175,7 +175,7 @@ class _Wiring:
         self._hot = {n for n, name in buffers.items() if facts.storages[n] & written or name in forward.rewrites}
 
     def pieces(self) -> list[Piece]:
-        provider = {n: Slot(o.kind, n, o.name) for n, o in self._forward.origins.items()}
+        provider = {n: Slot(o.kind, n, o.name) for n, o in self._forward.origins.items() if o.kind != "kept"}
         pieces: list[Piece] = []
         for region in self._regions:
             piece = Piece(region, [provider[n] for n in self._reads[region.number]])
@@ -225,7 +225,8 @@ class _Wiring:
             if len(outside) > 1:
                 raise CaptureError(
                     f"{self._writer(region, outside[0])}: changes a tensor in place that other regions see through a view "
-                    f"({', '.join(line_of(n) for n in outside)}); clone it first, or keep the view and the change in one region"
+                    f"({', '.join(line_of(n) for n in outside)}); keep the view and the change in one region, "
+                    "or make the view again after the change"
                 )
             changed += [n for n in outside if n not in changed]
         return sorted(changed, key=self._reads[region.number].index)

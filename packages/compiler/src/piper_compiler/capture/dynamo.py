@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from traceback import FrameSummary
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx, nn
 
 from piper_compiler.capture import _torch
+from piper_compiler.capture.attributes import Numbers, advance_counters, held_tensors, numbers
+from piper_compiler.capture.concrete import line_of
+from piper_compiler.capture.contexts import drop_kernel_choices
 from piper_compiler.capture.model import (
     ASKED_ROWS,
     BatchMaker,
@@ -27,7 +31,7 @@ from piper_compiler.capture.model import (
 from piper_compiler.capture.repeated import NotFlat, as_regions, complete, flatten, repeated_layers
 from piper_compiler.capture.tags import is_opaque
 from piper_ir.errors import CaptureError
-from piper_ops import UnsupportedVariant, replace_portable
+from piper_ops import REFUSALS, UnsupportedVariant, is_model_code, replace_portable
 
 EXAMPLE_ROWS = 6
 """Rows of the symbolic capture. A model that compares its rows with this number is refused, as with any other number."""
@@ -35,9 +39,10 @@ EXAMPLE_ROWS = 6
 
 @dataclass(frozen=True)
 class Origin:
-    """What a placeholder of the graph stands for, under the user's name."""
+    """What a placeholder of the graph stands for, under the user's name. "kept": a tensor that an earlier call left on the model,
+    in the graph of a later call."""
 
-    kind: Literal["param", "buffer", "batch"]
+    kind: Literal["param", "buffer", "batch", "kept"]
     name: str
 
 
@@ -58,7 +63,9 @@ class Forward:
     """The captured graph. `size` nodes (whose values are integers that depend on the rows) are still in it.
 
     origins: placeholder -> meaning; rewrites: buffer -> node with the value assigned to it in forward;
-    loss, weight: nodes with the scalars; modules: id of a module, as in nn_module_stack, -> module."""
+    loss, weight: nodes with the scalars; modules: id of a module, as in nn_module_stack, -> module. repeat: how to trace the
+    next call, where forward changes something that was there before. kept: name of an origin of this kind -> the node of the
+    first call's graph that made the tensor, if one did."""
 
     graph: fx.Graph
     owner: fx.GraphModule
@@ -72,6 +79,17 @@ class Forward:
     model: nn.Module
     modules: Mapping[str, nn.Module]
     guards: tuple[_torch.RowGuard, ...]
+    repeat: Repeat | None = None
+    kept: Mapping[str, fx.Node | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """What the first call changed, and how to trace the next call on what it left. trace(True) sets the counters on the model
+    far ahead before, and gives None if there are none."""
+
+    changes: tuple[_torch.Change, ...]
+    trace: Callable[[bool], Forward | None]
 
 
 def step(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
@@ -111,11 +129,12 @@ class _Recorder:
         self.outputs = [n.meta["example_value"] if isinstance(n, fx.Node) else n for n in nodes]
         return lambda *_: self.outputs
 
-    def flatten(self) -> None:
-        """Replace the calls of regions in the graph, when Dynamo is done with it."""
+    def clean(self) -> None:
+        """Replace the calls of regions in the graph, and drop choices of kernels, when Dynamo is done with it."""
         if self.module is not None:
             self.inputs = complete(self.module, self.inputs)
             flatten(self.module)
+            drop_kernel_choices(self.module)
 
     def node_of(self, value: Any) -> fx.Node | None:
         """The node whose fake value is this very object."""
@@ -131,47 +150,89 @@ def capture_forward(
     """Trace `loss(model(inputs), targets)` once. Raises CaptureError with the user's line for what cannot be captured."""
     module = fake_model(model, _torch.fake_cpu(), dtype)
     inputs, targets = check_batch(batch, EXAMPLE_ROWS, dtype, most)
-    tensors = flatten_batch(inputs, targets)
-    origins = {id(t): Origin("batch", name) for name, t in tensors.items()}
-    params, buffers, before = _manifest(module, origins)
-    for tensor in tensors.values():
-        _torch.mark_rows(tensor)
+    calls = _Calls(module, loss, inputs, targets, flatten_batch(inputs, targets), numbers(module))
+    with _torch.noted_changes() as noted:
+        first = calls.trace()
+    changes = tuple(c for c in noted if c.name not in calls.known)
+    return replace(first, repeat=Repeat(changes, calls.trace_again)) if changes else first
 
-    numbers = _numbers(module)
-    modules = {str(id(m)): m for m in module.modules()}
-    recorder = _Recorder({id(t) for t in tensors.values()})
-    result = _run(recorder, module, loss, inputs, targets)
-    gm = recorder.module
-    if gm is None:
-        raise CaptureError("the loss does not depend on any tensor operation; nothing was captured")
-    changed = {place: value for place, value in _numbers(module).items() if numbers.get(place, value) != value}
-    if changed:
-        other = _with_numbers(fake_model(model, _torch.fake_cpu(), dtype), changed)
-        again = _Recorder(recorder.batch)
-        _run(again, other, loss, inputs, targets)
-        _check_steady(gm, again.module, changed)
-    try:
-        replace_portable(gm, lambda node: is_opaque(node, modules))
-    except UnsupportedVariant as error:
-        raise CaptureError(str(error)) from error
-    nodes = [recorder.node_of(value) for value in result]
-    _check_loss(result, nodes)
-    placeholders = gm.graph.find_nodes(op="placeholder")
-    assert nodes[0] is not None
-    return Forward(
-        graph=gm.graph,
-        owner=gm,
-        origins=_placeholders(placeholders, recorder.inputs, origins),
-        loss=nodes[0],
-        weight=nodes[1] if len(nodes) == 2 else None,
-        rewrites=_rewrites(module, before, recorder),
-        params=params,
-        buffers=buffers,
-        batch=tensors,
-        model=module,
-        modules=modules,
-        guards=_torch.row_guards(gm.graph),
-    )
+
+@dataclass
+class _Calls:
+    """Calls of the step on one model, one after the other: each starts from what the one before left on the model."""
+
+    model: nn.Module
+    loss: Loss
+    inputs: Any
+    targets: Any
+    batch: dict[str, Tensor]
+    numbers: Numbers
+    left: list[tuple[Tensor, fx.Node | None]] = field(default_factory=list)
+    known: frozenset[str] = frozenset()
+
+    def trace(self) -> Forward:
+        """Trace the next call."""
+        origins = {id(t): Origin("batch", name) for name, t in self.batch.items()}
+        params, buffers, before = _manifest(self.model, origins)
+        self.known = self.known or frozenset(origin.name for origin in origins.values())
+        kept = self._kept(origins, before.values())
+        for tensor in self.batch.values():
+            _torch.mark_rows(tensor)
+        modules = {str(id(m)): m for m in self.model.modules()}
+        recorder = _Recorder({id(t) for t in self.batch.values()})
+        result = _run(recorder, self.model, self.loss, self.inputs, self.targets)
+        gm = recorder.module
+        if gm is None:
+            raise CaptureError("the loss does not depend on any tensor operation; nothing was captured")
+        self.left += [(v, recorder.node_of(v)) for v in recorder.outputs if isinstance(v, Tensor)]
+        try:
+            replace_portable(gm, lambda node: is_opaque(node, modules))
+        except UnsupportedVariant as error:
+            raise CaptureError(str(error)) from error
+        nodes = [recorder.node_of(value) for value in result]
+        _check_loss(result, nodes)
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        assert nodes[0] is not None
+        return Forward(
+            graph=gm.graph,
+            owner=gm,
+            origins=_placeholders(placeholders, recorder.inputs, origins),
+            loss=nodes[0],
+            weight=nodes[1] if len(nodes) == 2 else None,
+            rewrites=_rewrites(self.model, {n: t for n, t in before.items() if n in self.known}, recorder),
+            params=params,
+            buffers=buffers,
+            batch=self.batch,
+            model=self.model,
+            modules=modules,
+            guards=_torch.row_guards(gm.graph),
+            kept=kept,
+        )
+
+    def trace_again(self, counters_far: bool) -> Forward | None:
+        """Trace the next call; see `Repeat`."""
+        if counters_far and not advance_counters(self.model, self.numbers, calls=2):
+            return None
+        self.left += [(tensor, None) for tensor in self.batch.values()]
+        self.inputs, self.targets = _torch.pytree.tree_map(_fresh, (self.inputs, self.targets))
+        self.batch = flatten_batch(self.inputs, self.targets)
+        return self.trace()
+
+    def _kept(self, origins: dict[int, Origin], named: Collection[Tensor]) -> dict[str, fx.Node | None]:
+        """Mark in `origins` what earlier calls left behind, and return the names of it with the nodes that made it."""
+        names = {id(tensor): name for name, tensor in held_tensors(self.model)}
+        kept: dict[str, fx.Node | None] = {}
+        for tensor, node in [*self.left, *((tensor, None) for tensor in named)]:
+            origin = origins.get(id(tensor))
+            if origin is None or origin.name not in self.known:
+                name = names.get(id(tensor), f"tensor {len(kept)} that an earlier call made")
+                origins[id(tensor)] = Origin("kept", name)
+                kept.setdefault(name, node)
+        return kept
+
+
+def _fresh(leaf: Any) -> Any:
+    return torch.zeros_like(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _manifest(
@@ -220,40 +281,16 @@ def _run(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets
 
 def _traced(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> tuple[Any, ...]:
     result = _torch.compile_once(step, recorder)(model, loss, inputs, targets)
-    recorder.flatten()
+    recorder.clean()
     assert isinstance(result, tuple)
     return result
-
-
-def _numbers(model: nn.Module) -> dict[tuple[str, str], int | float]:
-    """(module, attribute) -> value of all plain numbers that modules hold."""
-    return {(name, k): v for name, m in model.named_modules() for k, v in vars(m).items() if type(v) in (int, float, bool)}
-
-
-def _with_numbers(model: nn.Module, numbers: dict[tuple[str, str], int | float]) -> nn.Module:
-    for (name, attribute), value in numbers.items():
-        setattr(model.get_submodule(name), attribute, value)
-    return model
-
-
-def _check_steady(first: fx.GraphModule, second: fx.GraphModule | None, changed: dict[tuple[str, str], int | float]) -> None:
-    """A number that forward changes (a counter) may not decide what forward computes: it would be captured as it was at first."""
-    for module in (first, second):
-        if module is not None:
-            module.recompile()  # flattened since its code was made
-    if second is None or first.code != second.code:
-        names = ", ".join(".".join(filter(None, place)) for place in changed)
-        raise CaptureError(
-            f"forward changes {names} on the model and computes something else the next time; a model is captured once. Make it "
-            "a buffer (register_buffer) that forward updates, or leave it out"
-        )
 
 
 def _as_capture_error(error: BaseException) -> CaptureError:
     """Dynamo's error as ours: the user's innermost line, Dynamo's explanation without its hints, and what to do."""
     frames = _torch.user_frames(error)
-    own = [f for f in frames if not f.filename.startswith(torch.__path__[0])] or frames
-    where = f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line}): " if own else ""
+    own = [f for f in frames if is_model_code(f.filename)]
+    where = f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line}): " if own else _part(frames)
     text = str(error)
     lines = text.partition("from user code:")[0].partition("\n\n")[0].splitlines()
     reason = " ".join(line.strip() for line in lines if not line.strip().startswith(("Hint:", "Developer debug context")))
@@ -266,6 +303,8 @@ def _as_capture_error(error: BaseException) -> CaptureError:
             "    @my_op.register_fake\n    def _(x): return torch.empty_like(x)\n"
             "    my_op.register_autograd(backward, setup_context=setup_context)"
         )
+    elif any("flex_attention" in f.filename for f in frames):  # on a CPU torch itself refuses its backward
+        advice = REFUSALS[torch.ops.higher_order.flex_attention].way_out
     elif isinstance(error, _torch.RuntimeFailure) or raised:
         advice = "Check that the model and the loss run on such a batch without Piper."
     else:
@@ -274,6 +313,12 @@ def _as_capture_error(error: BaseException) -> CaptureError:
             "must be registered: @torch.library.custom_op('ns::name', mutates_args=()), register_fake, register_autograd."
         )
     return CaptureError(f"{where}cannot be captured: {reason}\n{advice}")
+
+
+def _part(frames: Sequence[FrameSummary]) -> str:
+    """What was traced, where all frames are torch's and our own: the model and the loss are torch's then."""
+    ours = [f.line or "" for f in frames if f.filename == __file__]
+    return f"the {'loss' if 'loss(' in ours[-1] else 'model'}: " if ours else ""
 
 
 def _specialised(module: fx.GraphModule, inputs: Sequence[Any], batch: Collection[int]) -> CaptureError | None:
@@ -310,6 +355,12 @@ def _rewrites(model: nn.Module, before: Mapping[str, Tensor], recorder: _Recorde
             node = recorder.node_of(tensor)
             if node is None:
                 raise CaptureError(f"buffer {name!r} is replaced in forward by a tensor that is not computed there")
+            old = before[name]
+            if tensor.shape != old.shape or tensor.dtype != old.dtype:
+                raise CaptureError(
+                    f"{line_of(node)}: buffer {name!r}, {old.dtype} of shape {_shape(old)}, is replaced in forward by "
+                    f"{tensor.dtype} of shape {_shape(tensor)}; a buffer keeps its shape and dtype"
+                )
             found[name] = node
     return found
 

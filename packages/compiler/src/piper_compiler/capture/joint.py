@@ -28,6 +28,7 @@ from piper_compiler.capture.sums import fold_sums
 from piper_ir.errors import CaptureError
 from piper_ir.program import Signature, Step
 from piper_ir.sizes import TensorSpec
+from piper_ops import is_model_code
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ class ExtraOutput:
 
 @dataclass(frozen=True)
 class TracedChunk:
-    """A chunk's steps. `ports`, `steps` and their sizes are those of `piper_ir.program`, with plain integers.
+    """A chunk's steps. `ports`, `steps` and their sizes are those of `piper_ir.program`, with plain integers; costs list every
+    launch for itself.
 
     output_grads[k]: I or W reads the gradient of output k (the extra outputs follow the module's own). A mask given as True
     becomes False where no input's gradient depends on it. input_grads[k]: the chunk makes the gradient of input k.
@@ -302,7 +304,8 @@ def _check(graph: fx.Graph) -> None:
         target, name = node.target, str(node.target)
         if node.meta.get("recompute") is not None:
             raise CaptureError(
-                f"torch.utils.checkpoint inside the model is not followed{_where(node)}; what to drop is for the strategy"
+                f"torch.utils.checkpoint inside the model is not followed{_where(node)}; call the function "
+                "directly, which trains the same model"
             )
         if isinstance(target, OpOverload):
             if target._schema.is_mutable:
@@ -312,7 +315,7 @@ def _check(graph: fx.Graph) -> None:
         elif target.__module__ != "_operator":
             raise CaptureError(
                 f"{name} cannot be cut into forward and backward steps{_where(node)}; custom ops must be functional "
-                "(torch.library, mutates_args=()), and checkpointing or control flow belong to the strategy, not to the model"
+                "(torch.library, mutates_args=()), and a choice between values is written with torch.where, not as control flow"
             )
 
 
@@ -322,13 +325,14 @@ def _where(node: fx.Node | None) -> str:
 
 
 def _line_of(trace: str) -> str:
-    """' at file:line: code' of the innermost frame of a printed stack."""
+    """' at file:line: code' of the model's innermost frame in a printed stack."""
     lines = trace.splitlines()
     frames = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "')]
     if not frames:
         return ""
-    path, number = lines[frames[-1]].split('"')[1], lines[frames[-1]].split("line ")[1].split(",")[0]
-    code = lines[frames[-1] + 1].strip() if frames[-1] + 1 < len(lines) else ""
+    last = ([i for i in frames if is_model_code(lines[i].split('"')[1])] or frames)[-1]
+    path, number = lines[last].split('"')[1], lines[last].split("line ")[1].split(",")[0]
+    code = lines[last + 1].strip() if last + 1 < len(lines) else ""
     return f" at {path}:{number}: {code}"
 
 

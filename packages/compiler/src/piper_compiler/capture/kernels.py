@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 
 from torch import fx
 
@@ -15,14 +16,18 @@ from piper_ops import KernelInfo, kernel_of
 
 
 def cost(step: StepGraph) -> Cost:
-    """Equal kernels are counted together, in the order of their first launch."""
-    launched = Counter(_kernel(n) for n in step.graph.nodes if n.op == "call_function" and _launches(n))
-    return counted(launched)
+    """Return the kernels one by one, in the order of their launch."""
+    return listed(_kernel(n) for n in step.graph.nodes if n.op == "call_function" and _launches(n))
 
 
-def counted(launched: Mapping[KernelInfo, int]) -> Cost:
-    """How often each kernel is launched, as a cost."""
-    return Cost(tuple(Kernel(k.kind, k.dims, k.dtype, k.flops, k.bytes, n, k.lowering, k.op) for k, n in launched.items()))
+def listed(launched: Iterable[KernelInfo]) -> Cost:
+    """Return kernels as a cost, each for itself: which of them are equal at all numbers of rows is not known yet."""
+    return Cost(tuple(Kernel(k.kind, k.dims, k.dtype, k.flops, k.bytes, 1, k.lowering, k.op, k.formula) for k in launched))
+
+
+def counted(cost: Cost) -> Cost:
+    """Return a cost in which equal kernels are counted together, in the order of their first launch."""
+    return Cost(tuple(replace(kernel, count=n) for kernel, n in Counter(cost.kernels).items()))
 
 
 def _launches(node: fx.Node) -> bool:

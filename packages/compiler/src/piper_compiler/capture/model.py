@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from piper_compiler.capture import _torch
+from piper_compiler.capture import _torch, shared
 from piper_ir.errors import CaptureError
 from piper_ir.usercode import user_code
 
@@ -32,7 +33,8 @@ def fake_model(model: nn.Module | Callable[[], nn.Module], mode: _torch.FakeTens
         return _faked(model, mode, dtype)
     with user_code("model()", CaptureError):
         try:
-            with _torch.fake_construction():
+            with _torch.fake_construction(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch does, to copy modules
                 built = model()
         except (RuntimeError, TypeError, ValueError):
             built = model()
@@ -46,10 +48,19 @@ def _check(model: nn.Module) -> None:
     for name, p in model.named_parameters():
         if p.is_complex():
             raise CaptureError(
-                f"parameter {name!r} is {p.dtype}; parameters are floating-point here. Keep real and imaginary parts"
+                f"parameter {name!r} is {p.dtype}; parameters are floating-point here. Keep real and imaginary parts as two "
+                "parameters, and make torch.complex(real, imaginary) of them in forward"
             )
-        if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-            raise CaptureError(f"parameter {name!r} has a hook on its gradient, which a plan would not run; leave the hook out")
+        if p._backward_hooks:
+            raise CaptureError(
+                f"parameter {name!r} has a hook on its gradient, which a plan would not run. Do in forward what it does to "
+                "gradients: use Function.apply(parameter) of a torch.autograd.Function whose backward is the hook"
+            )
+        if getattr(p, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(
+                f"parameter {name!r} has a hook on its accumulated gradient, which a plan would not run. What changes "
+                "accumulated gradients belongs to the optimizer: Job(optimizer=...), and Job(clip_norm=...) to clip"
+            )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise CaptureError(f"{name!r} is an embedding with sparse gradients; build it with sparse=False")
@@ -58,14 +69,17 @@ def _check(model: nn.Module) -> None:
 def _faked(model: nn.Module, mode: _torch.FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
     _check(model)
     memo: dict[int, Any] = {}
-    for _, tensor, _ in named_tensors(model):
+    named = [(name, tensor) for name, tensor, _ in named_tensors(model)]
+    for _, tensor in named:
         if id(tensor) in memo:
             continue
         target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
         fake = _torch.fake_tensor(mode, tensor.shape, target)
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = _torch.fake_parameter(fake, tensor.requires_grad) if is_parameter else fake
-    return copy.deepcopy(model, memo)
+    fake_copy = copy.deepcopy(model, memo)
+    fake_copy.__dict__[shared.ATTRIBUTE] = shared.shared_tensors(named)
+    return fake_copy
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:

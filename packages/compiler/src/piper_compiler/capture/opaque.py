@@ -11,7 +11,6 @@ real. On a device for which torch takes other kernels they may differ.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -25,7 +24,7 @@ from piper_compiler.capture import _torch, _torch_joint
 from piper_compiler.capture.codegen import StepCode
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.joint import Interpreter, JointInput, TracedChunk, constants_of
-from piper_compiler.capture.kernels import counted
+from piper_compiler.capture.kernels import listed
 from piper_ir.errors import CaptureError
 from piper_ir.program import Cost, Liveness, Signature, Step
 from piper_ir.sizes import TensorSpec, bind
@@ -120,14 +119,14 @@ def _import(name: str, value: Any, module: fx.GraphModule) -> str:
 
 @dataclass
 class _Observed:
-    """Of one step: kernels in the order of their first launch, and the bytes held beyond those before, at each op that
+    """Of one step: kernels in the order of their launch, and the bytes held beyond those before, at each op that
     allocates."""
 
-    kernels: Counter[Any] = field(default_factory=Counter)
+    kernels: list[Any] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
 
     def cost(self) -> Cost:
-        return counted(self.kernels)
+        return listed(self.kernels)
 
     def liveness(self) -> Liveness:
         return Liveness((), (tuple(self.held),))
@@ -151,7 +150,7 @@ class _Watch(_torch.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func._schema.is_mutable or not any(r.alias_info for r in func._schema.returns):
-            self.observed.kernels[kernel_of(func, args, out, kwargs or {})] += 1
+            self.observed.kernels.append(kernel_of(func, args, out, kwargs or {}))
         if sum([self._add(t) for t in _torch.pytree.tree_leaves(out) if isinstance(t, Tensor)]):
             self.observed.held.append(self.live - self._base)
         return out
@@ -265,7 +264,7 @@ def _accumulate(params: Sequence[int], specs: Sequence[TensorSpec]) -> tuple[Sig
     observed = _Observed()
     for spec in specs:
         like = torch.empty(tuple(bind(d, 0) for d in spec.shape), dtype=getattr(torch, spec.dtype), device="meta")
-        observed.kernels[kernel_of(aten.add_.Tensor, (like, like), like, {})] += 1
+        observed.kernels.append(kernel_of(aten.add_.Tensor, (like, like), like, {}))
     freed = Liveness(tuple(range(len(params))), ((),) * (len(params) + 1))
     return Signature(tuple(gradients), (), tuple(params), observed.cost(), freed), StepCode(source)
 

@@ -2,14 +2,16 @@
 
 Own coordinates of an operation are those of the regions and tagged modules around it, and `layer`. Then, in program order:
 
-1. An operation without user coordinates takes those of its latest producer; without a producer, those of the operation
-   before it. What comes before anything tagged has none.
+1. An operation without user coordinates takes those of its latest producer: of those in the latest region, the last. Without a
+   producer it takes those of the operation before it. What comes before anything tagged has none.
    `opaque` is never taken over.
 2. An operation without a layer, between the first and the last operation with one, takes the layer of its latest producer if
    the user coordinates agree. Before the first layer (embedding) and after the last (head, loss) it has none.
 3. It joins the latest region with its coordinates if everything it needs is in regions up to that one, and if nothing that
    ran since then changes what it reads; otherwise it opens a new visit of its coordinates. An operation that changes a
-   tensor in place never joins a region that is not the latest.
+   tensor in place never joins a region that is not the latest. An operation without coordinates of its own, between the first
+   and the last operation with a layer, joins the latest region instead of opening a new visit.
+4. An operation of this kind moves to the first region that reads it, if fewer bytes cross then (`sinking`).
 
 Regions are numbered as they are opened and use values of earlier numbers only, so the cut is acyclic by construction.
 Views of parameters, buffers and batch tensors, and tensors made of nothing (arange, zeros), belong to no region: every region
@@ -28,6 +30,7 @@ from piper_compiler.capture import _torch
 from piper_compiler.capture.concrete import is_size, line_of, tensors_of
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.replay import Facts
+from piper_compiler.capture.sinking import Sinking
 from piper_compiler.capture.tags import LAYER, OPAQUE, PREFIX, check_coordinate, layer_indexes, module_coords
 from piper_ir.errors import CaptureError
 
@@ -184,7 +187,7 @@ class _Assigner:
         read = [n for n in node.all_input_nodes if n in self._facts.storages]
         makers = [n for n in read if n in self.home]
         makers += [self._written[s][0] for n in read for s in self._facts.storages[n] if s in self._written]
-        return max(makers, key=self._position.__getitem__, default=None)
+        return max(makers, key=lambda n: (self.home[n].number, self._position[n]), default=None)
 
     def _coords(self, node: fx.Node, producer: fx.Node | None) -> Coords:
         own = self._own[node]
@@ -204,10 +207,32 @@ class _Assigner:
         latest = self._latest.get(key)
         if latest is not None and self._may_join(node, latest):
             return latest
+        if latest is not None and self.is_between(node) and OPAQUE not in self.regions[-1].coords:
+            return self.regions[-1]
         region = Region(len(self.regions), coords, latest.visit + 1 if latest else 0)
         self.regions.append(region)
         self._latest[key] = region
         return region
+
+    def is_between(self, node: fx.Node) -> bool:
+        """Whether an operation without coordinates of its own stands between layers; without any layers, anywhere."""
+        first, last = self._layered
+        return not self._own[node] and (last < 0 or first < self._position[node] < last)
+
+    def sink(self) -> None:
+        """Move operations between layers to where they are read."""
+        nodes = list(self._position)
+        movable = [n for n in nodes if self.is_between(n) and self.home[n].coords and OPAQUE not in self.home[n].coords]
+        if not movable:
+            return
+        sinking = Sinking(nodes, {n: r.number for n, r in self.home.items()}, movable, self._facts)
+        for region in reversed(self.regions):
+            own = [self._position[n] for n in region.nodes if self._own[n]]
+            if own and OPAQUE not in region.coords and (LAYER in region.coords or self._layered[1] < 0):
+                sinking.into(region.number, region.nodes, min(own))
+        for region in self.regions:
+            region.nodes = [n for n in nodes if sinking.home[n] == region.number]
+        self.regions = [r for r in self.regions if r.nodes]
 
     def _may_join(self, node: fx.Node, region: Region) -> bool:
         if region is self.regions[-1]:
@@ -228,6 +253,7 @@ def assign(nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: Fa
     assigner = _Assigner(nodes, coords, facts)
     for node in nodes:
         assigner.add(node)
+    assigner.sink()
     seen: dict[str, Region] = {}
     for region in assigner.regions:
         other = seen.setdefault(region.id, region)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from piper_compiler.capture.joint import TracedChunk
 from piper_ir.errors import CaptureError
@@ -48,19 +50,22 @@ class Fitter:
         )
 
     def _cost(self, step: Step, costs: Sequence[Cost]) -> Cost:
-        first = costs[0].kernels
-        shape = [(k.kind, k.dtype, len(k.dims), k.count, k.lowering, k.op) for k in first]
-        if any([(k.kind, k.dtype, len(k.dims), k.count, k.lowering, k.op) for k in c.kernels] != shape for c in costs):
+        """Fit kernels by their places in the step. Only those equal in all traces are counted together: at one number of rows,
+        kernels that have nothing to do with each other may coincide."""
+        if len({len(c.kernels) for c in costs}) != 1:
             raise NotAffine(f"step {step} launches other kernels")
-        return Cost(tuple(self._kernel(step, kernels) for kernels in zip(*(c.kernels for c in costs), strict=True)))
+        launched = Counter(zip(*(c.kernels for c in costs), strict=True))
+        return Cost(tuple(replace(self._kernel(step, kernels), count=n) for kernels, n in launched.items()))
 
     def _kernel(self, step: Step, kernels: Sequence[Kernel]) -> Kernel:
+        if len({(k.kind, k.dtype, len(k.dims), k.lowering, k.op) for k in kernels}) != 1:
+            raise NotAffine(f"step {step} launches other kernels")
         what = f"{kernels[0].kind} kernel of step {step}"
         dims = tuple(self._fit(f"{what}: dims", d) for d in zip(*(k.dims for k in kernels), strict=True))
         flops = self._fit(f"{what}: flops", [k.flops for k in kernels])
         moved = self._fit(f"{what}: bytes", [k.bytes for k in kernels])
         first = kernels[0]
-        return Kernel(first.kind, dims, first.dtype, flops, moved, first.count, first.lowering, first.op)
+        return Kernel(first.kind, dims, first.dtype, flops, moved, 1, first.lowering, first.op, first.formula)
 
     def _liveness(self, step: Step, liveness: Sequence[Liveness]) -> Liveness:
         first = liveness[0]

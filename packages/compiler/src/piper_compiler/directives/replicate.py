@@ -8,19 +8,23 @@ Legality
  2. Whole chunks are selected: parameters belong to a chunk, not to a phase or microbatch.
  3. No selected chunk is replicated already.
  4. The axes are not axes on which the nodes are placed.
- 5. bucket_mb is positive, and zero is a level that exists (0).
+ 5. bucket_mb is a positive number, and zero is a level that exists (0).
  6. The stream for reductions is not the compute stream.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from piper_compiler.directives.base import compute_nodes, directive, fail, site_field
 from piper_ir.graph import Graph, Node, Replication
 from piper_ir.mesh import AXES
 from piper_ir.plan import COMPUTE
 from piper_ir.select import Where
+
+MOST_BUCKET_MB = 2**40
+"""No model is larger: a larger bucket holds all of it, too."""
 
 
 @directive
@@ -44,8 +48,8 @@ class Replicate:
             raise fail(self, 1, f"over={self.over!r}; one or more of {', '.join(sorted(AXES))} are accepted, as a tuple")
         if self.zero != 0:
             raise fail(self, 5, f"zero={self.zero}: only zero=0 exists in this version")
-        if self.bucket_mb <= 0:
-            raise fail(self, 5, "bucket_mb must be positive")
+        if type(self.bucket_mb) not in (int, float) or not 0 < self.bucket_mb < inf:
+            raise fail(self, 5, f"bucket_mb must be positive and finite; it is {self.bucket_mb!r}")
         if self.reduce == COMPUTE:
             raise fail(self, 6, f"the stream {COMPUTE!r} is for compute; choose another name")
         nodes = compute_nodes(self, graph, self.selection)
@@ -69,7 +73,7 @@ class Replicate:
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
         over = tuple(a for a in graph.mesh.axes if a in self.over)
-        record = Replication(over, int(self.bucket_mb * 2**20), self.reduce, edit.applied)
+        record = Replication(over, int(min(self.bucket_mb, MOST_BUCKET_MB) * 2**20), self.reduce, edit.applied)
         for node in graph.select(self.selection):
             edit.replication[str(node.coords["chunk"])] = record
         return edit.done()

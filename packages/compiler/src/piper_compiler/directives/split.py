@@ -9,6 +9,7 @@ Legality
  3. All nodes are selected: `where()`. (A part of the model that sees other microbatches than the rest has no single-device
     equivalent.)
  4. Nothing is placed yet: communication belongs to a microbatch.
+ 5. The copies of all nodes are at most as many as `piper_ir.limits` accepts: a graph holds each of them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from piper_compiler.directives.base import compute_nodes, directive, fail, site_field
 from piper_ir.graph import Editor, Graph, Node, OverlapGroup
+from piper_ir.limits import MOST_NODES, most
 from piper_ir.select import Where
 
 
@@ -40,6 +42,9 @@ class Split:
         everything = sum(n.coords["op"] == "compute" for n in graph.nodes.values())
         if len(selected) != everything:
             raise fail(self, 3, f"{len(selected)} of {everything} nodes are selected; use where() to select all")
+        if everything * self.microbatches > MOST_NODES:
+            least = most(MOST_NODES, everything)
+            raise fail(self, 5, f"{everything} nodes in each microbatch; at most {least} microbatches of them are accepted")
 
     def apply(self, graph: Graph) -> Graph:
         return split_all(graph, self.microbatches)

@@ -12,7 +12,7 @@ from piper_compiler.passes.buckets import make_buckets
 from piper_compiler.ports import trains
 from piper_ir.errors import CompileError
 from piper_ir.graph import Editor, Graph, Node
-from piper_ir.ops import COMM, Add, AllReduce, Compute, SquaredNorm, Update, Zeros
+from piper_ir.ops import COMM, Add, Collective, Compute, SquaredNorm, Update, Zeros
 from piper_ir.plan import Bucket, Channel
 from piper_ir.program import Program
 from piper_ir.sizes import TensorSpec
@@ -117,7 +117,8 @@ def _check_buffers(graph: Graph) -> None:
             if len(roles) > 1:
                 raise CompileError(
                     f"buffer {output.ref!r} is updated in {chunk.id} and used on {', '.join(sorted(roles))}, whose copies would "
-                    f"differ; place {', '.join(users)} on one device"
+                    f"differ; place {', '.join(users)} on one device",
+                    tuple(users),
                 )
 
 
@@ -155,14 +156,24 @@ def _order_buffers(edit: Editor) -> None:
 
 
 def _reduce(edit: Editor) -> None:
-    """One AllReduce per bucket and holder, for buckets that several ranks hold."""
+    """Add one all-reduce per bucket and holder, for buckets that several ranks hold."""
     for bucket in list(edit.buckets.values()):
         if not bucket.channel:
             continue
         for role in bucket.roles:
             stream = edit.channels[bucket.channel].stream_on(role)
             coords: dict[str, int | str] = {"phase": "B", "op": "allreduce", "bucket": bucket.id}
-            edit.add(Node(f"reduce.{bucket.id}#{role}", AllReduce(bucket.channel, bucket.id), coords, (), (), role, stream))
+            edit.add(
+                Node(
+                    f"reduce.{bucket.id}#{role}",
+                    Collective("all_reduce", bucket.channel, bucket.id),
+                    coords,
+                    (),
+                    (),
+                    role,
+                    stream,
+                )
+            )
 
 
 def _sum_over_roles(edit: Editor, name: str, local: Mapping[str, str], over: tuple[str, ...], spec: TensorSpec) -> dict[str, str]:
@@ -178,7 +189,7 @@ def _sum_over_roles(edit: Editor, name: str, local: Mapping[str, str], over: tup
     for role in roles:
         out[role] = edit.value(f"{name}.total#{role}", spec, "scalar")
         coords: dict[str, int | str] = {"phase": "U", "op": "allreduce"}
-        edit.add(Node(f"reduce.{name}#{role}", AllReduce(name), coords, (local[role],), (out[role],), role, name))
+        edit.add(Node(f"reduce.{name}#{role}", Collective("all_reduce", name), coords, (local[role],), (out[role],), role, name))
     return out
 
 

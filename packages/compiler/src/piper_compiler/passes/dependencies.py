@@ -14,7 +14,7 @@ from piper_compiler.passes.overlap import spans
 from piper_compiler.ports import trains
 from piper_ir.errors import CompileError
 from piper_ir.graph import Graph, Node
-from piper_ir.ops import COMM, AllReduce, Compute, Recv, Send, SquaredNorm, Update
+from piper_ir.ops import COMM, Collective, Compute, Recv, Send, SquaredNorm, Update
 
 Fact = TypeVar("Fact")
 
@@ -110,7 +110,7 @@ class _StateEdges:
         self.on_role: dict[str, list[int]] = {}
         for i, node in enumerate(nodes):
             op = node.op
-            if isinstance(op, AllReduce):
+            if isinstance(op, Collective):
                 if op.bucket:
                     self.reductions[(op.bucket, node.role)] = i
             elif not comm[i] and not isinstance(op, Update):
@@ -119,7 +119,7 @@ class _StateEdges:
     def of(self, node: Node) -> list[int]:
         """A reduction comes after the last accumulation, the norm after the reductions, the Update after everything."""
         match node.op:
-            case AllReduce(bucket=bucket) if bucket:
+            case Collective(bucket=bucket) if bucket:
                 return self.accumulators.get((bucket, node.role), [])
             case SquaredNorm(buckets=buckets):
                 return [i for b in buckets for i in self._complete(b, node.role)]
@@ -170,8 +170,10 @@ def cycle_error(graph: Graph, deps: Dependencies, stuck: set[int]) -> CompileErr
         else:
             why = f"ordered by {graph.log[applied]}" if applied < len(graph.log) else "microbatches update a buffer in order"
         lines.append(f"  {b.id} on {b.role} waits for {a.id} on {a.role}: {why}")
+    chunks = dict.fromkeys(n.op.chunk for n in map(deps.node, cycle) if isinstance(n.op, Compute))
     return CompileError(
-        "the orders and the data together are cyclic, so nothing on this cycle can ever start:\n" + "\n".join(lines)
+        "the orders and the data together are cyclic, so nothing on this cycle can ever start:\n" + "\n".join(lines),
+        tuple(chunks),
     )
 
 

@@ -164,6 +164,7 @@ def states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
     specs = {p.name: p.spec for p in graph.program.params} | {b.name: b.spec for b in graph.program.buffers}
     for chunk in graph.program.chunks:
         kinds: dict[str, Literal["param", "buffer"]] = {e.ref: e.kind for e in chunk.inputs if e.kind in ("param", "buffer")}
+        kinds |= {o.ref: "buffer" for o in chunk.outputs if o.kind == "buffer"}  # replaced without being read
         alone = [State(f"{kind}:{ref}", kind, bind(specs[ref].nbytes, 0)) for ref, kind in kinds.items() if ref not in bucketed]
         for role in {graph.nodes[f"{chunk.id}.F@{mb}"].role: None for mb in range(graph.microbatches)}:
             out[role].update({s.id: s for s in alone})

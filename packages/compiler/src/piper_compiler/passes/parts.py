@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from piper_compiler.durations import InstructionSeconds
+from piper_compiler.durations import InstructionSeconds, collective_bytes
 from piper_compiler.passes.dependencies import Dependencies
 from piper_compiler.ports import kept, port_category, steps_of, value_reads, value_writes
 from piper_ir.graph import Graph, GraphValue, Node
-from piper_ir.ops import AllReduce, Compute, Load, Op, Seed
+from piper_ir.ops import Collective, Compute, Load, Op, Seed
 from piper_ir.plan import Category, is_state
 from piper_ir.program import Chunk
 from piper_ir.program import Step as ChunkStep
@@ -82,8 +82,8 @@ class PartMaker:
         """The part of a communication instruction."""
         node = deps.node(i)
         self._declare(node.writes)
-        if isinstance(node.op, AllReduce):
-            seconds = self.seconds.reduction(self.graph.buckets[node.op.bucket] if node.op.bucket else None)
+        if isinstance(node.op, Collective):
+            seconds = self.seconds.collective(collective_bytes(self.graph, node, node.op, self.rows))
         else:
             seconds = self.seconds.transfer(self.nbytes((*node.reads, *node.writes)[0]))
         return [(node.id, node.op, node.mb, node.reads, node.writes)], seconds

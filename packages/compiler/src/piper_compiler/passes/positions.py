@@ -1,7 +1,7 @@
 """Where communication stands in a role's program order.
 
 The communication of a role follows the global order of transfers, so that the issue orders of all ranks, restricted to
-communication, are projections of one order (what NCCL needs: rule 21, trap 45). Within that: a send or a reduction comes right
+communication, are projections of one order (what NCCL needs: rule 21, trap 45). Within that: a send or a collective comes right
 after the compute that it needs; a receive `recv_ahead` compute instructions before its first reader, or as early as can be
 when it has no bytes; never so late that what follows it would be late (rule 23).
 """
@@ -16,7 +16,7 @@ from piper_compiler.passes.arrays import NEVER, Ints
 from piper_compiler.passes.columns import Columns
 from piper_compiler.passes.dependencies import Dependencies
 from piper_ir.graph import Graph
-from piper_ir.ops import AllReduce, Recv
+from piper_ir.ops import Collective, Recv
 from piper_ir.sizes import bind
 
 
@@ -39,7 +39,7 @@ def positions(graph: Graph, deps: Dependencies, c: Columns, task: Ints, recv_ahe
     order = np.lexsort((c.place[nodes], meets, c.role[nodes]))
     nodes, receive = nodes[order], receive[order]
     early = c.each(_early(graph, deps, recv_ahead))[nodes]
-    reduced = c.each(isinstance(n.op, AllReduce) for n in deps.nodes)[nodes] > 0
+    collective = c.each(isinstance(n.op, Collective) for n in deps.nodes)[nodes] > 0
 
     reader, need = np.full(len(c.of), NEVER), np.full(len(c.of), -1)
     read = c.comm[c.source] & ~c.comm[c.target]
@@ -47,7 +47,7 @@ def positions(graph: Graph, deps: Dependencies, c: Columns, task: Ints, recv_ahe
     np.maximum.at(need, c.target, task[c.source])
     reader, need = reader[nodes], need[nodes] + 1
     wanted = np.where(receive, np.maximum(reader - early, 0), need)
-    latest = np.where(receive, reader, np.where(reduced, NEVER, need))
+    latest = np.where(receive, reader, np.where(collective, NEVER, need))
 
     counts = np.bincount(c.role[nodes], minlength=len(graph.roles))
     for mine in _slices(counts):

@@ -18,13 +18,13 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from piper_compiler.durations import LINK, InstructionSeconds
+from piper_compiler.durations import LINK, InstructionSeconds, collective_bytes, collective_seconds
 from piper_compiler.passes.dependencies import Dependencies, cycle_error
 from piper_compiler.ports import signatures, steps_of
 from piper_ir.graph import Coord, Graph, Node
-from piper_ir.ops import AllReduce, Compute, Recv
+from piper_ir.ops import Collective, Compute, Recv
 from piper_ir.program import Chunk
-from piper_ir.sizes import ITEM_BYTES, bind
+from piper_ir.sizes import bind
 
 BACKWARD, FORWARD, WEIGHT, UPDATE = 0, 1, 2, 3
 """Ranks of the phases: what goes first where there is a choice."""
@@ -77,7 +77,7 @@ class Scheduler:
         heads = [rank * self.each + self.stages + stage for rank, stage in kinds]
         self.group: list[Group] = [heads[k] + self.stages * mb for k, mb in zip(deps.of, deps.mb, strict=True)]
         self.along = deps.column(_along(graph, nodes, kinds))
-        self.reductions = {k: n.op for k, n in enumerate(nodes) if isinstance(n.op, AllReduce)}
+        self.collectives = {k: n.op for k, n in enumerate(nodes) if isinstance(n.op, Collective)}
         self.free = {self.group[i] for i in deps.ordered if kinds[deps.of[i]][0] == FORWARD}
         """Forwards that an order mentions."""
         self.limit = _limits(graph, nodes, kinds)
@@ -88,7 +88,7 @@ class Scheduler:
                 left[key] = left.get(key, 0) + 1
         self.events: list[tuple[float, int, int]] = []
         self.sequence: list[int] = []
-        self.arrived: dict[tuple[str, str], list[int]] = {}
+        self.arrived: dict[tuple[Collective, int], list[int]] = {}
 
     def run(self) -> list[int]:
         waiting: list[int] = np.bincount(self.deps.target, minlength=len(self.deps.comm)).tolist()
@@ -144,15 +144,17 @@ class Scheduler:
             heappush(waiting, (self.along[i], i))
 
     def _communicate(self, i: int, now: float, over: list[int]) -> None:
-        """Communication needs no processor: it starts at once, a reduction when the last of its members can. `over`: what is done
-        by now."""
-        op = self.reductions.get(self.deps.of[i])
+        """Start a communication, which needs no processor: a collective once the last of its members can. `over`: what is done by
+        now."""
+        op = self.collectives.get(self.deps.of[i])
         members = [i]
         if op is not None:
-            members = self.arrived.setdefault((op.channel, op.bucket), [])
+            key = op, self.deps.mb[i]
+            members = self.arrived.setdefault(key, [])
             members.append(i)
             if len(members) < len(self.graph.channels[op.channel].roles):
                 return
+            del self.arrived[key]
             members.sort()
         sequence = self.sequence
         for j in members:
@@ -277,8 +279,8 @@ def node_seconds(
             seconds = sizes.get(id(spec))
             if seconds is None:
                 seconds = sizes[id(spec)] = graph.program.hop + bind(spec.nbytes, rows) / LINK
-        elif isinstance(op, AllReduce) and op.bucket and graph.program.source != "synthetic":
-            seconds = graph.buckets[op.bucket].numel * ITEM_BYTES[graph.buckets[op.bucket].dtype] / LINK
+        elif isinstance(op, Collective) and graph.program.source != "synthetic":
+            seconds = collective_seconds(collective_bytes(graph, node, op, rows))
         else:
             seconds = 0.0
         out.append(seconds)

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import prod
 
 from piper_compiler.actions import Action, Orders, Phase, Slot
 from piper_ir.errors import DirectiveError
+from piper_ir.limits import MOST_NODES
+
+FACTORS = ("pp", "chunks", "microbatches")
+"""Arguments of a recipe whose product is the number of forwards in its order."""
 
 
 def check_numbers(name: str, **given: int) -> None:
-    """DirectiveError unless every number that the recipe `name` was given is an integer of at least 1."""
+    """Raise DirectiveError unless every number of the recipe `name` is an integer of at least 1, and its order is not too long.
+
+    A recipe writes an order with a forward for each stage and microbatch."""
     if any(type(n) is not int or n < 1 for n in given.values()):
         shown = ", ".join(f"{key}={n!r}" for key, n in given.items())
         raise DirectiveError(f"{name}({shown}): {'both' if len(given) == 2 else 'all'} must be integers of at least 1")
+    forwards = prod(given.get(factor, 1) for factor in FACTORS)
+    if forwards > MOST_NODES:
+        shown = ", ".join(f"{key}={n!r}" for key, n in given.items())
+        most = max(1, MOST_NODES * given.get("microbatches", 1) // forwards)
+        raise DirectiveError(
+            f"{name}({shown}): {forwards} forwards of a stage and a microbatch; at most {MOST_NODES} are accepted, with these "
+            f"stages {most} microbatches"
+        )
 
 
 def loop(pp: int, device: int, chunk: int) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Literal
 
 from piper_compiler.directives import Directive, order, partition, place, replicate, split
+from piper_compiler.recipes.arithmetic import check_numbers
 from piper_compiler.recipes.registry import recipe
-from piper_ir.errors import DirectiveError
 from piper_ir.select import Where, where
 
 At = Literal["even", "cost"] | tuple[int, ...]
@@ -23,7 +23,7 @@ At = Literal["even", "cost"] | tuple[int, ...]
 def gpipe(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
     """All forwards, then all backwards, one stage per device. Source: Huang et al. 2019, arXiv 1811.06965.
     Makespan (m + p - 1)(F + B); peak on every device: m activations. Any pp and microbatches."""
-    _check(pp, microbatches)
+    check_numbers("gpipe", pp=pp, microbatches=microbatches)
     orders = [[*(("F", i) for i in range(microbatches)), *(("B", i) for i in range(microbatches))]] * pp
     return (*pipeline(pp=pp, microbatches=microbatches, at=at), *stage_orders(orders))
 
@@ -39,7 +39,7 @@ def one_f_one_b(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directi
     """One forward, one backward after a warm-up of p - r - 1 forwards on device r. Source: Narayanan et al. 2019
     (PipeDream), the flushing variant of arXiv 2006.09503. Makespan (m + p - 1)(F + B); peak on device r: min(m, p - r)
     activations. Any pp and microbatches."""
-    _check(pp, microbatches)
+    check_numbers("one_f_one_b", pp=pp, microbatches=microbatches)
     orders = []
     for r in range(pp):
         warm = min(pp - r - 1, microbatches)
@@ -53,7 +53,7 @@ def one_f_one_b(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directi
 
 def pipeline(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
     """Partition into pp stages, split, and place stage r on device r, in the default order."""
-    _check(pp, microbatches)
+    check_numbers("pipeline", pp=pp, microbatches=microbatches)
     places = (place(where(stage=r), on=dict(pp=r)) for r in range(pp))
     return (partition(stages=pp, at=at), split(where(), microbatches=microbatches), *places)
 
@@ -74,8 +74,3 @@ def stage_orders(orders: Iterable[list[tuple[str, int]]]) -> tuple[Directive, ..
         if len(selections) > 1:
             out.append(order(*selections, missing="skip"))  # frozen stages have no backward
     return tuple(out)
-
-
-def _check(pp: int, microbatches: int) -> None:
-    if type(pp) is not int or type(microbatches) is not int or pp < 1 or microbatches < 1:
-        raise DirectiveError(f"pp={pp!r}, microbatches={microbatches!r}: both must be integers of at least 1")

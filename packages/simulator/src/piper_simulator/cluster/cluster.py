@@ -11,6 +11,7 @@ from functools import cached_property
 from itertools import groupby
 
 from piper_ir.errors import ClusterError
+from piper_ir.limits import MOST_RANKS
 from piper_simulator.cluster.checks import COUNT, Count, Factor, KeyPath, check_fields
 from piper_simulator.cluster.device import CPU, Device
 from piper_simulator.cluster.network import Links, Network
@@ -59,6 +60,9 @@ class Cluster:
             COUNT(count, where.at(f"nodes[{k}]"))
             if device.synchronous != self.synchronous:
                 raise where.at("nodes").error(f"{device.name} and {self.device.name}: devices beside a CPU are not simulated")
+        if self.devices > MOST_RANKS:
+            total = f"{self.per_node} devices on each of {self.node_count} nodes"
+            raise where.at("nodes").error(f"{total}; at most {MOST_RANKS} devices are accepted")
         if len(self.network.links) not in (1, len(self.nodes)):
             raise where.at("network.links").error(
                 f"{len(self.network.links)} of them for {len(self.nodes)} runs of nodes; one for all, or one for each, is needed"

@@ -20,11 +20,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf, log2
-from typing import Literal
 
+from piper_ir.collectives import law_of
 from piper_simulator.cluster.checks import NotNegative, Positive
-
-NcclOp = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 LL, LL128, SIMPLE = range(3)
 US = 1e-6
@@ -86,12 +84,12 @@ class Ranks:
     network: float
 
 
-def seconds(of: Nccl, op: NcclOp, nbytes: float, ranks: Ranks) -> float:
+def seconds(of: Nccl, op: str, nbytes: float, ranks: Ranks) -> float:
     """Return the seconds of a collective on `nbytes` of the whole tensor."""
     return min(s for _, s in estimates(of, op, nbytes, ranks)) if ranks.n > 1 else 0.0
 
 
-def estimates(of: Nccl, op: NcclOp, nbytes: float, ranks: Ranks) -> Iterator[tuple[str, float]]:
+def estimates(of: Nccl, op: str, nbytes: float, ranks: Ranks) -> Iterator[tuple[str, float]]:
     """Yield name and seconds of each algorithm with each protocol."""
     for protocol, name in ((LL, "LL"), (LL128, "LL128"), (SIMPLE, "Simple")):
         yield f"ring {name}", ring(of, op, nbytes, ranks, protocol)
@@ -101,9 +99,9 @@ def estimates(of: Nccl, op: NcclOp, nbytes: float, ranks: Ranks) -> Iterator[tup
         yield "NVLS" if ranks.nodes == 1 else "NVLSTree", nvls(of, nbytes, ranks)
 
 
-def ring(of: Nccl, op: NcclOp, nbytes: float, ranks: Ranks, protocol: int) -> float:
+def ring(of: Nccl, op: str, nbytes: float, ranks: Ranks, protocol: int) -> float:
     """Return the seconds around a ring."""
-    rounds = 2 if op == "all_reduce" else 1
+    rounds = law_of(op).rounds
     steps, between = rounds * (ranks.n - 1), rounds * (ranks.nodes - 1)
     hop, net = RING_HOP[_hops(ranks.kind)][protocol] * of.hop_factor, RING_NET[protocol] * of.net_hop_factor
     latency = RING_BASE[protocol] + _more(of, protocol) + (steps - between) * hop + between * net

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
+from piper_ir.collectives import COLLECTIVES
 from piper_ir.costs import CommDuration, Costs
 from piper_simulator.cluster.checks import Count, Factor, Index, NotNegative, Positive, check_fields, one_of
 from piper_simulator.cluster.nccl import Nccl
 
-MessageOp = Literal["p2p", "all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
-OPS: tuple[str, ...] = get_args(MessageOp)
-"""Tables and formulas know the durations of these messages by these names."""
+OPS: tuple[str, ...] = ("p2p", *COLLECTIVES)
+"""Tables and formulas name the ops of messages so: transfers, and the kinds of collectives."""
 
 INTRA = ("nvswitch", "nvlink", "pcie", "host")
 INTER = ("infiniband", "roce", "ethernet", "host")

@@ -17,11 +17,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import permutations
 
 from piper_ir.errors import ClusterError
-from piper_simulator.cluster.network import MessageOp
-from piper_simulator.contention.flows import End, Resource, Route, Wiring, demand, passes, shared_resources
+from piper_simulator.contention.flows import End, Wiring, demand, route, shared_resources
 from piper_simulator.contention.rates import Flow
 
 
@@ -40,7 +38,7 @@ class Message:
     """
 
     channel: str
-    op: MessageOp
+    op: str
     nbytes: int
     seconds: float
     instances: tuple[tuple[int, ...], ...]
@@ -68,32 +66,4 @@ def demands(messages: Sequence[Message], wires: Wiring) -> list[Flow]:
             ends = {role: End(named, device.sms, device.memory_bandwidth) for role, named in m.ends.items()}
             known[key] = demand(len(known), routes[m.channel], m.nbytes, m.seconds, ends, wires, shared)
         out.append(known[key])
-    return out
-
-
-def route(op: MessageOp, instances: Sequence[Sequence[int]], wires: Wiring) -> Route:
-    """Return what all instances of a group pass through.
-
-    ClusterError without a member, and for groups of different sizes."""
-    sizes = {len(members) for members in instances}
-    if len(sizes) != 1 or sizes == {0}:
-        raise ClusterError(f"{op} of groups of {sorted(sizes)} ranks; instances of one group have the same number, at least 1")
-    n = sizes.pop()
-    if op == "p2p" and n != 2:
-        raise ClusterError(f"p2p of {n} ranks; it has a source and a destination")
-    rounds = 2 if op == "all_reduce" else 1
-    found = Route(1.0, 1) if op == "p2p" else Route(rounds * (n - 1) / n, 2)
-    for members in instances:
-        found.add(_to_all(members, wires) if op == "all_to_all" else passes(wires, members, op == "p2p"), wires)
-    return found
-
-
-def _to_all(members: Sequence[int], wires: Wiring) -> dict[Resource, float]:
-    """Return how often the wire bytes of a rank pass through each resource in an all-to-all.
-
-    Every member sends as much to each other one."""
-    out: dict[Resource, float] = {}
-    for pair in permutations(members, 2):
-        for resource, times in passes(wires, pair, p2p=True).items():
-            out[resource] = out.get(resource, 0.0) + times / (len(members) - 1)
     return out

@@ -1,9 +1,12 @@
 """Say what the messages of a plan ask of a cluster: links, NICs, memory and SMs.
 
 What follows from it is in `piper_simulator.contention.rates`. A message of B bytes per rank carries B over the wire
-point-to-point, 2 (n - 1) / n B around a ring of n ranks. While it runs it takes of each link on its way the part (wire
-bytes / duration) / (link's bytes/s). What a message takes beyond its bytes at the rate of its links is latency, in
-which others use them. A message that was measured faster than that takes all of its link.
+point-to-point and `Law.wire` of them in a collective (2 (n - 1) / n B for an all-reduce of n ranks, (n - 1) / n B for
+the others). A rank touches 2 bytes of memory per wire byte of a collective: it reads what it sends and writes what it
+receives. In an all-to-all each member sends 1 / (n - 1) of its wire bytes to each other one, as if point-to-point; the
+other collectives go around a ring. While a message runs it takes of each link on its way the part
+(wire bytes / duration) / (link's bytes/s). What it takes beyond its bytes at the rate of its links is latency, in which
+others use them. A message that was measured faster than that takes all of its link.
 
 Links are one-way. A *port* of a device carries what stays on its node, a *NIC* what leaves or enters the node. A ring
 passes out of and into the port of each member that is not alone on its node. At a node's border it is spread over the
@@ -28,9 +31,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import permutations
+from typing import TypeVar, assert_never
 
+from piper_ir.collectives import law_of
 from piper_ir.errors import ClusterError
-from piper_ir.ops import COMM
+from piper_ir.ops import COMM, message_op
 from piper_ir.plan import Channel, Plan
 from piper_ir.timing import Prepared
 from piper_simulator.cluster.cluster import Cluster
@@ -42,6 +48,8 @@ PORT_SM_SHARE, NIC_SM_SHARE = 0.15, 0.02
 PORT_SMS, NIC_SMS = 10, 2
 """A message takes such a fraction of the SMs, and so many SMs saturate its link. Sources: see the module."""
 
+Used = TypeVar("Used")
+"""A route is of such a key, which may be anything."""
 Resource = tuple[str, int, int]
 """A resource is a kind of link with its direction, the number of the device (port) or NIC, and of a slow link the node
 at its other end, else -1."""
@@ -155,7 +163,7 @@ def message_flows(plan: Plan, prepared: Prepared, work: Sequence[Work], wires: W
     for members in prepared.groups:
         op = ops[members[0]]
         assert isinstance(op, COMM), "groups are of communication"
-        out.append(demands.flow(plan.channel(op.channel), work[members[0]]))
+        out.append(demands.flow(plan.channel(op.channel), message_op(op), work[members[0]]))
     return out
 
 
@@ -171,29 +179,39 @@ class _Demands:
         self.wires = wires
         self.plan = plan
         self.index = {role: r for r, role in enumerate(roles)}
-        self.routes = {c.id: _route(plan, c, wires) for c in plan.channels}
+        self.routes = {(c.id, op): route(op, instances(plan, c), wires) for c, op in _uses(plan)}
         self.shared = shared_resources(self.routes, wires)
         self.sms = _sms(plan, wires)
-        self.known: dict[tuple[str, int, float], Flow] = {}
+        self.known: dict[tuple[str, str, int, float], Flow] = {}
 
-    def flow(self, channel: Channel, work: Work) -> Flow:
-        key = channel.id, work.bytes, work.seconds
+    def flow(self, channel: Channel, op: str, work: Work) -> Flow:
+        key = channel.id, op, work.bytes, work.seconds
         if key not in self.known:
-            self.known[key] = self._flow(len(self.known), channel, work)
+            self.known[key] = self._flow(len(self.known), channel, op, work)
         return self.known[key]
 
-    def _flow(self, id: int, channel: Channel, work: Work) -> Flow:
-        ends = {self.index[role]: self._end(channel, k) for k, role in enumerate(channel.roles)}
-        return demand(id, self.routes[channel.id], work.bytes, work.seconds, ends, self.wires, self.shared)
+    def _flow(self, id: int, channel: Channel, op: str, work: Work) -> Flow:
+        ends = {self.index[role]: self._end(channel, op, k) for k, role in enumerate(channel.roles)}
+        return demand(id, self.routes[channel.id, op], work.bytes, work.seconds, ends, self.wires, self.shared)
 
-    def _end(self, channel: Channel, k: int) -> End:
+    def _end(self, channel: Channel, op: str, k: int) -> End:
         device = self.wires.cluster.of(self.plan.role(channel.roles[k]).ranks[0])
-        return End(self._sms_at(channel, k), device.sms, device.memory_bandwidth)
+        return End(self._sms_at(channel, op, k), device.sms, device.memory_bandwidth)
 
-    def _sms_at(self, channel: Channel, k: int) -> int | None:
-        """Return the SMs that the stream of an end names. Copy engines cannot add, so a reduction does without them."""
+    def _sms_at(self, channel: Channel, op: str, k: int) -> int | None:
+        """Return the SMs that the stream of an end names.
+
+        Copy engines cannot add, so a collective that sums does without them."""
         named = self.sms.get((channel.roles[k], channel.streams[k]))
-        return None if channel.kind == "group" and not named else named
+        sums = op != "p2p" and law_of(op).result == "sum"
+        return None if sums and not named else named
+
+
+def _uses(plan: Plan) -> list[tuple[Channel, str]]:
+    """Return the channels of a plan, each with the ops of its messages."""
+    used = {(op.channel, message_op(op)) for _, _, instr in plan.instructions() if isinstance(op := instr.parts[0].op, COMM)}
+    place = {c.id: k for k, c in enumerate(plan.channels)}
+    return [(plan.channel(c), op) for c, op in sorted(used, key=lambda use: (place[use[0]], use[1]))]
 
 
 def demand(
@@ -240,14 +258,44 @@ def _sms(plan: Plan, wires: Wiring) -> dict[tuple[str, str], int]:
     return out
 
 
-def _route(plan: Plan, channel: Channel, wires: Wiring) -> Route:
-    """Return what all instances of a channel pass through."""
-    found, p2p = instances(plan, channel), channel.kind == "p2p"
-    n = len(found[0])
-    route = Route(1.0, 1) if p2p else Route(2 * (n - 1) / n, 2)
-    for members in found:
-        route.add(passes(wires, members, p2p), wires)
-    return route
+def route(op: str, groups: Sequence[Sequence[int]], wires: Wiring) -> Route:
+    """Return what the messages of an op pass through when all of these groups of ranks do it at the same time.
+
+    ClusterError without a member, and for groups of different sizes."""
+    sizes = {len(members) for members in groups}
+    if len(sizes) != 1 or sizes == {0}:
+        raise ClusterError(f"{op} of groups of {sorted(sizes)} ranks; instances of one group have the same number, at least 1")
+    n = sizes.pop()
+    if op == "p2p":
+        if n != 2:
+            raise ClusterError(f"p2p of {n} ranks; it has a source and a destination")
+        return _through(Route(1.0, 1), [passes(wires, members, True) for members in groups], wires)
+    law = law_of(op)
+    found = Route(law.wire(n), 2)
+    match law.route:
+        case "ring":
+            return _through(found, [passes(wires, members, False) for members in groups], wires)
+        case "pairs":
+            return _through(found, [_to_all(members, wires) for members in groups], wires)
+        case _:
+            assert_never(law.route)
+
+
+def _through(found: Route, groups: Sequence[Mapping[Resource, float]], wires: Wiring) -> Route:
+    for passed in groups:
+        found.add(passed, wires)
+    return found
+
+
+def _to_all(members: Sequence[int], wires: Wiring) -> dict[Resource, float]:
+    """Return how often the wire bytes of a rank pass through each resource in an all-to-all.
+
+    Every member sends as much to each other one."""
+    out: dict[Resource, float] = {}
+    for pair in permutations(members, 2):
+        for resource, times in passes(wires, pair, p2p=True).items():
+            out[resource] = out.get(resource, 0.0) + times / (len(members) - 1)
+    return out
 
 
 def passes(wires: Wiring, members: Sequence[int], p2p: bool) -> dict[Resource, float]:
@@ -285,16 +333,16 @@ def passes(wires: Wiring, members: Sequence[int], p2p: bool) -> dict[Resource, f
     return found
 
 
-def shared_resources(routes: Mapping[str, Route], wires: Wiring) -> dict[Resource, int]:
+def shared_resources(routes: Mapping[Used, Route], wires: Wiring) -> dict[Resource, int]:
     """Give numbers to the resources that can ever be short of capacity.
 
     One stands for all that carry the same."""
-    carried: dict[Resource, list[tuple[str, float]]] = {}
+    carried: dict[Resource, list[tuple[Used, float]]] = {}
     for id, route in routes.items():
         for resource, times in route.passes.items():
             carried.setdefault(resource, []).append((id, times))
     out: dict[Resource, int] = {}
-    seen: set[tuple[float, tuple[tuple[str, float], ...]]] = set()
+    seen: set[tuple[float, tuple[tuple[Used, float], ...]]] = set()
     for resource, users in carried.items():
         capacity = wires.capacity(resource)
         (id, times), *others = users

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
+from piper_ir.collectives import law_of
 from piper_ir.costs import Duration
 from piper_simulator.cluster import nccl
 from piper_simulator.cluster.cluster import Cluster
-from piper_simulator.cluster.network import Links, MessageOp, Network, SlowLink
+from piper_simulator.cluster.network import Links, Network, SlowLink
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ def rank_group(cluster: Cluster, members: Sequence[int]) -> RankGroup:
     )  # fmt: skip
 
 
-def duration(cluster: Cluster, op: MessageOp, nbytes: int, of: RankGroup, imbalance: float = 1.0) -> Duration:
+def duration(cluster: Cluster, op: str, nbytes: int, of: RankGroup, imbalance: float = 1.0) -> Duration:
     """Return the duration of a message of `nbytes` on each rank (all_gather, reduce_scatter: of the whole tensor).
 
     `imbalance` is the most that a rank of an all-to-all receives over the mean. The table is for links as they should
@@ -87,7 +89,7 @@ def duration(cluster: Cluster, op: MessageOp, nbytes: int, of: RankGroup, imbala
     return Duration(formula, "formula")
 
 
-def by_formula(cluster: Cluster, op: MessageOp, nbytes: float, of: RankGroup, imbalance: float = 1.0) -> float:
+def by_formula(cluster: Cluster, op: str, nbytes: float, of: RankGroup, imbalance: float = 1.0) -> float:
     """Return the seconds of a message by the cluster's model.
 
     Between two kinds of devices it takes as long as the slower one takes among its like: the slowest link of a ring, or
@@ -95,17 +97,23 @@ def by_formula(cluster: Cluster, op: MessageOp, nbytes: float, of: RankGroup, im
     return max([_of_kind(cluster.network, cluster.kinds[k].links, op, nbytes, of, imbalance) for k in of.kinds])
 
 
-def _of_kind(network: Network, links: Links, op: MessageOp, nbytes: float, of: RankGroup, imbalance: float) -> float:
+def _of_kind(network: Network, links: Links, op: str, nbytes: float, of: RankGroup, imbalance: float) -> float:
     if of.ranks == 1:
         return 0.0
     if op == "p2p":
         return _point_to_point(network, links, nbytes, of)
-    if op == "all_to_all":
-        return _all_to_all(network, links, nbytes, of, imbalance)
-    if links.communication == "nccl":
-        ranks = nccl.Ranks(of.ranks, of.nodes, links.intra_kind, bus_bandwidth(network, links, of), _network(network, links, of))
-        return nccl.seconds(links.nccl, op, nbytes, ranks)
-    return _ring(network, links, op, nbytes, of)
+    law = law_of(op)
+    match law.route:
+        case "pairs":
+            return _all_to_all(network, links, nbytes, of, imbalance)
+        case "ring" if links.communication == "nccl":
+            bandwidth = bus_bandwidth(network, links, of)
+            ranks = nccl.Ranks(of.ranks, of.nodes, links.intra_kind, bandwidth, _network(network, links, of))
+            return nccl.seconds(links.nccl, op, nbytes, ranks)
+        case "ring":
+            return _ring(network, links, law.rounds, nbytes, of)
+        case _:
+            assert_never(law.route)
 
 
 def bus_bandwidth(network: Network, links: Links, of: RankGroup) -> float:
@@ -126,12 +134,8 @@ def _network(network: Network, links: Links, of: RankGroup) -> float:
     return of.least * per_device
 
 
-def _ring(network: Network, links: Links, op: MessageOp, nbytes: float, of: RankGroup) -> float:
-    """Return the seconds of one ring.
-
-    An all-reduce takes 2 (n - 1) hops and 2 (n - 1) / n of the bytes, an all-gather or a reduce-scatter half of both.
-    """
-    rounds = 2 if op == "all_reduce" else 1
+def _ring(network: Network, links: Links, rounds: int, nbytes: float, of: RankGroup) -> float:
+    """Return the seconds of a ring: rounds * (n - 1) hops, and rounds * (n - 1) / n of the bytes over its slowest link."""
     hops, between = rounds * (of.ranks - 1), rounds * (of.nodes - 1)
     latency = (hops - between) * links.intra_latency + between * links.inter_latency
     share = rounds * (of.ranks - 1) / of.ranks

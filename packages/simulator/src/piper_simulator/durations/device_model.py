@@ -16,14 +16,13 @@ from dataclasses import replace
 
 from piper_ir.costs import Costs, Duration
 from piper_ir.errors import ClusterError
-from piper_ir.ops import COMM, Comm, Compute, Load, Update
+from piper_ir.ops import COMM, Comm, Compute, Load, Update, message_op
 from piper_ir.plan import Channel, Instr, Part, Plan, RolePlan
 from piper_ir.program import Step
 from piper_ir.trace import Source
 from piper_ir.traffic import Traffic
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
-from piper_simulator.cluster.network import MessageOp
 from piper_simulator.durations.communication import RankGroup, by_formula, crossed, duration, rank_group
 from piper_simulator.durations.cost_model import CostModel, Work, given_only
 from piper_simulator.durations.instances import instances
@@ -67,10 +66,10 @@ class DeviceModel(CostModel):
         self._took: dict[tuple[int, Step, int], tuple[Took, int, tuple[str, ...]]] = {}
         self._groups: dict[str, frozenset[RankGroup]] = {}
         self._slowest: dict[str, float] = {}
-        self._messages: dict[tuple[str, int], Work] = {}
+        self._messages: dict[tuple[str, str, int], Work] = {}
         self._others: dict[tuple[str, int, Updated | None, int], Work] = {}
         self._kinds_of: dict[str, tuple[int, ...]] = {}
-        self._busy_s: dict[tuple[str, int], float] = {}
+        self._busy_s: dict[tuple[str, str, int], float] = {}
         self._beside: dict[str, dict[int, float]] = {}
         self._calls: dict[str, set[int]] = {}
 
@@ -148,9 +147,9 @@ class DeviceModel(CostModel):
         return taken
 
     def _busy(self, op: Comm, part: Part) -> float:
-        key = (op.channel, self._traffic.message(op, part))
+        key = (op.channel, message_op(op), self._traffic.message(op, part))
         if key not in self._busy_s:
-            self._busy_s[key] = self.costs.busy_s(*self._comm_key(self.plan.channel(op.channel), key[1]))
+            self._busy_s[key] = self.costs.busy_s(*self._comm_key(self.plan.channel(op.channel), key[1], key[2]))
         return self._busy_s[key]
 
     def _part(self, role: RolePlan, part: Part, kind: int) -> Work:
@@ -217,43 +216,40 @@ class DeviceModel(CostModel):
         return device
 
     def _comm(self, op: Comm, part: Part) -> Work:
-        key = (op.channel, self._traffic.message(op, part))
+        key = (op.channel, message_op(op), self._traffic.message(op, part))
         if key not in self._messages:
-            self._messages[key] = self._message(self.plan.channel(op.channel), key[1])
+            self._messages[key] = self._message(self.plan.channel(op.channel), key[1], key[2])
         return self._messages[key]
 
-    def _comm_key(self, channel: Channel, nbytes: int) -> tuple[str, int, int, int]:
+    def _comm_key(self, channel: Channel, op: str, nbytes: int) -> tuple[str, int, int, int]:
         """Return how `Costs` names a message."""
         members = self.plan.peers(channel, self.plan.role(channel.roles[0]).ranks[0])
         nodes = 1 if self.cluster is None else len({self.cluster.node_of(r) for r in members})
-        return "p2p" if channel.kind == "p2p" else "all_reduce", nbytes, len(members), nodes
+        return op, nbytes, len(members), nodes
 
-    def _message(self, channel: Channel, nbytes: int) -> Work:
-        p2p = channel.kind == "p2p"
-        key = self._comm_key(channel, nbytes)
+    def _message(self, channel: Channel, op: str, nbytes: int) -> Work:
+        key = self._comm_key(channel, op, nbytes)
         known = self.costs.of_comm(*key) if self.costs.comm and self._all_known(channel) else None
         if known is not None:
             self._provenance.sent(*key)
-            return Work(known.seconds * self._stretch(channel, nbytes), known.source, bytes=nbytes)
+            return Work(known.seconds * self._stretch(channel, op, nbytes), known.source, bytes=nbytes)
         if self.given:
             return Work(0.0, "given", bytes=nbytes)
         self._need(f"a message on channel {channel.id}", 0)
         cluster = self.cluster
         assert cluster is not None, "needed"
-        op: MessageOp = "p2p" if p2p else "all_reduce"
         found = max((duration(cluster, op, nbytes, g) for g in self._instances(channel, cluster)), key=lambda d: d.seconds)
         if found.source == "formula":
             self._provenance.sent_unknown(*key)
         return Work(found.seconds, found.source, bytes=nbytes)
 
-    def _stretch(self, channel: Channel, nbytes: int) -> float:
+    def _stretch(self, channel: Channel, op: str, nbytes: int) -> float:
         """Return how many times as long as measured a message takes over slow links.
 
         A measured message changes as its formula does."""
         cluster = self.cluster
         if cluster is None or not cluster.network.slow_links:
             return 1.0
-        op: MessageOp = "p2p" if channel.kind == "p2p" else "all_reduce"
         groups = self._instances(channel, cluster)
         healthy = max(by_formula(cluster, op, nbytes, replace(g, inter_factor=1.0, intra_factor=1.0)) for g in groups)
         return max(by_formula(cluster, op, nbytes, g) for g in groups) / healthy if healthy else 1.0

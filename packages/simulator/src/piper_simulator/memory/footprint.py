@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from piper_ir.memory_owners import Held, held_at_peak
-from piper_ir.ops import AllReduce, Recv
 from piper_ir.plan import Plan, RolePlan
 from piper_simulator.memory.device_memory import DeviceMemory
 
@@ -40,8 +39,7 @@ def footprint(plan: Plan, role: RolePlan, device: DeviceMemory) -> dict[str, int
 
 def _received(role: RolePlan) -> set[str]:
     """Return the values that a communication writes."""
-    parts = (p for i in role.program if i.comm for p in i.parts)
-    return {v for p in parts if isinstance(p.op, Recv | AllReduce) for v in p.writes}
+    return {v for i in role.program if i.comm for p in i.parts for v in p.writes}
 
 
 def _line(held: Held, received: bool, losses: set[str]) -> str:

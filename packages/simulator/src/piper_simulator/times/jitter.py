@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from math import exp, isfinite, log
+from math import exp, log
 from random import Random
 from typing import Any
 
 from piper_ir.errors import PlanError
+from piper_ir.limits import most
 from piper_ir.plan import Plan
 from piper_ir.timing import Prepared, Times, prepare, sweep
 from piper_simulator.durations.instances import instances
@@ -31,6 +32,10 @@ from piper_simulator.times.splitting import SplitPlan, each_rank
 
 MOST = 2_000_000
 """So many instructions are timed, in all repetitions together: some seconds. At least two replicas are timed."""
+MOST_REPETITIONS, FEW_REPETITIONS = 100_000, 200
+"""More of them say nothing more of a percentile; so few are timed of any plan."""
+MOST_JITTER = 10.0
+"""Durations vary by less than 1 % on a healthy machine; with larger numbers than this a lognormal law says nothing."""
 WARM_UP = 3
 """So many steps come before those whose seconds count as of steady state."""
 
@@ -94,13 +99,14 @@ class TimedPlan:
 def distribution(held: TimedPlan, jitter: float, *, seed: int = 0, repetitions: int = 200) -> Distribution:
     """Draw durations and return how the step is spread. Equal arguments give equal numbers.
 
-    PlanError: a jitter that is negative or not a number, repetitions below 1."""
-    if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not isfinite(jitter) or jitter < 0:
-        raise PlanError(f"jitter is {jitter!r}; a coefficient of variation from 0 on is needed, e.g. 0.05")
-    if type(repetitions) is not int or repetitions < 1:
-        raise PlanError(f"repetitions is {repetitions!r}; a whole number from 1 on is needed")
+    PlanError: a jitter or repetitions out of range."""
+    if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter <= MOST_JITTER:
+        raise PlanError(f"jitter is {jitter!r}; a coefficient of variation from 0 to {MOST_JITTER:g} is needed, e.g. 0.05")
+    if type(repetitions) is not int or not 1 <= repetitions <= MOST_REPETITIONS:
+        raise PlanError(f"repetitions is {repetitions!r}; a whole number from 1 to {MOST_REPETITIONS} is needed")
     plan, world = held.plan, held.plan.mesh.world
     left_out = _left_out(held, repetitions)
+    _check_length(held, left_out, repetitions)
     apart = each_rank(plan, left_out).plan
     prepared = prepare(apart)
     durations: list[float] = []
@@ -120,6 +126,14 @@ def distribution(held: TimedPlan, jitter: float, *, seed: int = 0, repetitions: 
     return Distribution(
         _percentiles(alone), _percentiles(between), jitter, repetitions, seed, ranks, world, _note(ranks, world, plan.replicas)
     )
+
+
+def _check_length(held: TimedPlan, left_out: frozenset[int], repetitions: int) -> None:
+    """Raise PlanError for repetitions that would take many minutes, although few replicas are timed."""
+    each = 2 * sum(len(role.program) * sum(rank not in left_out for rank in role.ranks) for role in held.plan.roles)
+    accepted = max(FEW_REPETITIONS, most(100 * MOST, each))
+    if repetitions > accepted:
+        raise PlanError(f"repetitions is {repetitions}; at most {accepted} are accepted of a plan that times {each} instructions")
 
 
 def _varied(prepared: Prepared, durations: Sequence[float], jitter: float, random: Random) -> Iterator[list[float]]:

@@ -1,0 +1,89 @@
+"""Named tensors of a model that share bytes without being one object.
+
+A plan keeps every parameter and buffer apart. One Parameter under two names is one parameter of the plan. Two objects over the
+same bytes would be separated: what changes the one no longer changes the other. Where nothing changes either of them, that makes
+no difference; else the model is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from piper_ir.errors import CaptureError
+from piper_ops.opaque import storage_key
+
+ATTRIBUTE = "_piper_shared"
+"""Attribute of a fake model: the pairs of tensors that share bytes in the model that it stands for."""
+MOST_BYTES = 2**28
+"""Extent of two interleaved tensors up to which their bytes are compared one by one; beyond it they count as shared."""
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Two tensors, by their first names, with some bytes in common."""
+
+    first: str
+    second: str
+
+
+def shared_tensors(named: Sequence[tuple[str, Tensor]]) -> tuple[Shared, ...]:
+    """Return the pairs of different tensors that share bytes."""
+    by_storage: dict[int, dict[int, tuple[str, Tensor]]] = {}
+    for name, tensor in named:
+        if tensor.layout is torch.strided and tensor.numel():
+            by_storage.setdefault(storage_key(tensor), {}).setdefault(id(tensor), (name, tensor))
+    return tuple(pair for group in by_storage.values() for pair in _pairs(list(group.values())))
+
+
+def _pairs(group: Sequence[tuple[str, Tensor]]) -> Iterator[Shared]:
+    """Yield the pairs of one storage, by a sweep over where its tensors begin and end."""
+    order = {name: k for k, (name, _) in enumerate(group)}
+    open_ones: list[tuple[str, Tensor]] = []
+    for name, tensor in sorted(group, key=lambda item: _extent(item[1])):
+        open_ones = [(n, t) for n, t in open_ones if _extent(t)[1] > _extent(tensor)[0]]
+        yield from (Shared(*sorted((n, name), key=order.__getitem__)) for n, t in open_ones if _overlap(t, tensor))
+        open_ones.append((name, tensor))
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors of one storage, whose extents overlap, have a byte in common."""
+    end = max(_extent(a)[1], _extent(b)[1])
+    if (a.is_contiguous() and b.is_contiguous()) or end > MOST_BYTES:
+        return True
+    return bool((_bytes(a, end) & _bytes(b, end)).any())
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte in the storage, and the one after the last."""
+    last = sum(int(size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    first = int(tensor.storage_offset())
+    return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
+
+
+def _bytes(tensor: Tensor, end: int) -> Tensor:
+    """Return which of the first bytes of its storage a tensor has."""
+    size = tensor.element_size()
+    mask = torch.zeros(end, dtype=torch.bool, device="cpu")
+    mask.as_strided((*tensor.shape, size), (*(s * size for s in tensor.stride()), 1), tensor.storage_offset() * size).fill_(True)
+    return mask
+
+
+def check_shared(model: nn.Module, trainable: Collection[str], changed: Collection[str]) -> None:
+    """Raise CaptureError where a tensor that training changes shares bytes with another one. trainable: parameters with
+    requires_grad; changed: buffers that forward changes."""
+    pairs: tuple[Shared, ...] = getattr(model, ATTRIBUTE, ())
+    for pair in pairs:
+        writer = next((name for name in (pair.first, pair.second) if name in trainable or name in changed), None)
+        if writer is None:
+            continue
+        other = pair.second if writer == pair.first else pair.first
+        how = "is trained" if writer in trainable else "is changed in forward"
+        raise CaptureError(
+            f"{pair.first!r} and {pair.second!r} share memory without being one tensor, and {writer!r} {how}: on one device "
+            f"{other!r} changes with it, a plan keeps each by itself. Give both names the same object (`b.weight = a.weight` "
+            "ties parameters), make the view in forward, or copy it in the constructor: .clone()"
+        )

@@ -1,0 +1,130 @@
+"""Refuse a model whose forward keeps something that changes what its next call computes.
+
+A model is captured once, so every step of a plan computes what the first call computed. Where the traced code changes
+anything that existed before, it is traced again on the model as the first call left it. Both traces must compute the same.
+A tensor that the first call made of constants and kept counts as what it was made of: it is the same whenever it is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from piper_compiler.capture._torch import Change
+from piper_compiler.capture.concrete import canonical_text
+from piper_compiler.capture.dynamo import Forward
+from piper_compiler.capture.regions import operations
+from piper_compiler.capture.replay import Facts, replay
+from piper_ir.errors import CaptureError
+
+ADVICE = (
+    "A model is captured once, so every step would compute what the first one did. Make it a buffer of fixed size "
+    "(register_buffer) that forward updates, or compute it anew in every forward"
+)
+
+
+def check_steady(first: Forward) -> None:
+    """Trace the next call where forward changed something. CaptureError if it computes something else than the first."""
+    if first.repeat is None:
+        return
+    changes, wanted = first.repeat.changes, _transcript(first, {})
+    for counters_far in (False, True):
+        try:
+            again = first.repeat.trace(counters_far)
+        except CaptureError as error:
+            raise CaptureError(f"{_subject(changes, [])}; its next call cannot be captured: {error}. {ADVICE}") from error
+        if again is None:  # there are no counters
+            return
+        texts = {name: wanted.texts[node] for name, node in again.kept.items() if node in wanted.constants}
+        got = _transcript(again, texts)
+        if got.lines != wanted.lines:
+            kept = [o.name for o in again.origins.values() if o.kind == "kept"]
+            read = [name for name in kept if name not in texts] or kept
+            raise CaptureError(f"{_subject(changes, read)} and computes something else the next time. {ADVICE}")
+
+
+def _subject(changes: Sequence[Change], kept: Sequence[str]) -> str:
+    """Say where forward changes what. kept: names of the tensors among it that the next call reads."""
+    holders = [c for c in changes if any(_holds(c.name, k) for k in kept)]
+    shown = holders or list(changes)
+    names = [k for k in kept if holders] or dict.fromkeys(c.name for c in shown)
+    line = next((f"{c.line}: " for c in shown if c.line), "")
+    return f"{line}forward changes {', '.join(names)}"
+
+
+def _holds(changed: str, kept: str) -> bool:
+    """Whether a tensor of this name is what was changed, or is in it. register_buffer changes "_buffers" of a module."""
+    module, _, last = changed.rpartition(".")
+    if last == "_buffers":
+        return kept.rpartition(".")[0] == module
+    return kept == changed or kept.startswith((f"{changed}.", f"{changed}["))
+
+
+@dataclass
+class _Transcript:
+    """What a graph computes, without names. lines: operations on anything but constants, and the results. texts: node -> how
+    the lines call it; of a constant, what it is made of, with all that is written to it."""
+
+    lines: list[str] = field(default_factory=list)
+    texts: dict[fx.Node, str] = field(default_factory=dict)
+    constants: set[fx.Node] = field(default_factory=set)
+
+
+def _transcript(forward: Forward, kept: Mapping[str, str]) -> _Transcript:
+    """Write down what a graph computes. kept: texts of tensors that an earlier call made of constants, by name."""
+    ops = operations(forward.graph)
+    facts = replay(forward, ops.statements)
+    out = _Transcript(constants=_constants(forward, ops.nodes, facts, kept))
+    for node, origin in forward.origins.items():
+        out.texts[node] = kept.get(origin.name) or f"{origin.kind} {origin.name}"
+    for node in ops.nodes:
+        if node.op == "get_attr":
+            line = str(getattr(forward.owner, str(node.target)))
+        else:
+            line = f"{ops.grad_mode[node]} {canonical_text(node, out.texts)}"
+        if node not in out.constants:
+            out.lines.append(line)
+            out.texts[node] = f"%{len(out.lines)}"
+            continue
+        out.texts[node] = _digest(line.partition(" ")[2])
+        for other in out.constants:
+            if other is not node and other in out.texts and facts.storages[other] & facts.writes[node]:
+                out.texts[other] = _digest(out.texts[other] + line)
+    results = [forward.loss, forward.weight, *(node for _, node in sorted(forward.rewrites.items()))]
+    out.lines += [out.texts[n] for n in results if n is not None]
+    return out
+
+
+def _digest(text: str) -> str:
+    return f"constant {hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _constants(forward: Forward, nodes: Iterable[fx.Node], facts: Facts, kept: Mapping[str, str]) -> set[fx.Node]:
+    """Return the nodes whose tensors are the same in every step: made of nothing, of other constants, or of parameters and
+    buffers that nothing changes."""
+    trained = {p.name for p in forward.params if p.requires_grad}
+    leaves = {
+        n
+        for n, o in forward.origins.items()
+        if o.name in kept
+        or (o.kind == "param" and o.name not in trained)
+        or (o.kind == "buffer" and o.name not in forward.rewrites)
+    }
+    order, changing = list(nodes), frozenset[int]()
+    while True:
+        found = {n for n in leaves if not facts.storages[n] & changing}
+        for node in order:
+            sources = [n for n in node.all_input_nodes if n in facts.storages]
+            steady = node.op != "get_attr" and node not in facts.random and all(n in found for n in sources)
+            if steady and not (facts.storages[node] | facts.writes[node]) & changing:
+                found.add(node)
+        written = frozenset().union(
+            *(facts.writes[n] for n in order if n not in found),
+            *(facts.writes[n] & facts.storages[leaf] for n in order for leaf in leaves),
+        )
+        if written <= changing:
+            return found
+        changing |= written

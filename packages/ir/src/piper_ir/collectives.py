@@ -1,0 +1,97 @@
+"""The collectives: one row of a table for each, from which verifier, simulator and executors read what it does.
+
+A collective joins the n members of a channel, ordered by rank; each member gives one tensor and gets one. A tensor is *whole*
+when it has the full length along its first dimension, and a *part* when it is one of the n equal blocks of that length; block k
+belongs to the k-th member. The bytes of a message are those of the whole tensor. To add a collective: a row here, and a binding
+in each transport that is to carry it (`piper_runtime.gloo`, `piper_runtime.nccl`); CONTRIBUTING.md shows it for a broadcast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from piper_ir.errors import PlanError
+from piper_ir.sizes import Dim, TensorSpec
+
+Extent = Literal["whole", "part"]
+Combination = Literal["sum", "blocks", "first"]
+Pattern = Literal["ring", "pairs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """Describe one collective.
+
+    name: how a plan's text and messages call it.
+    reads, writes: what a member gives and what it gets; both have the same dtype.
+    result: what it gets. "sum": of what all members give; "blocks": one block of each member, in the order of ranks;
+        "first": what the first member gives. Where a part is written, it is the member's own block of that.
+    route: "ring": everything passes by every member. "pairs": each member sends a block to each other one.
+    rounds: how often the whole tensor goes around a ring, so that rounds * (n - 1) / n of its bytes leave each member
+        (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009). 1 for pairs.
+    buckets: whether it may work in place on the gradients of a bucket, instead of on values.
+    spoils: whether what it reads is undefined afterwards, so that a transport may use it as room to work in.
+    undoes: the collective that it takes back when the same members run it on that one's results.
+    """
+
+    name: str
+    reads: Extent
+    writes: Extent
+    result: Combination
+    route: Pattern = "ring"
+    rounds: int = 1
+    buckets: bool = False
+    spoils: bool = False
+    undoes: str = ""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the result can replace what is read: same size, and no block changes its place."""
+        return self.reads == self.writes and self.result != "blocks"
+
+    @property
+    def blocks(self) -> bool:
+        """Whether a whole tensor of it is made of n equal blocks, so that its first dimension must divide by n."""
+        return self.result == "blocks" or self.writes == "part"
+
+    def wire(self, n: int) -> float:
+        """Return the bytes that leave each of n members, per byte of the message."""
+        return self.rounds * (n - 1) / n
+
+    def written(self, read: TensorSpec, n: int) -> TensorSpec:
+        """Return what n members get when each gives `read`. PlanError when the first dimension does not divide."""
+        if not self.blocks:
+            return read
+        if not read.shape:
+            raise PlanError(f"{self.name} takes a tensor apart along its first dimension, and a scalar has none")
+        rows, *others = read.shape
+        return TensorSpec((self._rows(rows, n), *others), read.dtype)
+
+    def _rows(self, rows: Dim, n: int) -> Dim:
+        if self.reads == "part":
+            return rows * n
+        if not isinstance(rows, int) or rows % n:
+            raise PlanError(f"{self.name} of {n} members needs a first dimension that divides by {n}, found {rows}")
+        return rows // n if self.writes == "part" else rows
+
+
+COLLECTIVES: dict[str, Law] = {
+    "all_reduce": Law("AllReduce", "whole", "whole", "sum", rounds=2, buckets=True),
+    "all_gather": Law("AllGather", "part", "whole", "blocks", undoes="reduce_scatter"),
+    "reduce_scatter": Law("ReduceScatter", "whole", "part", "sum", spoils=True),
+    "all_to_all": Law("AllToAll", "whole", "whole", "blocks", route="pairs", undoes="all_to_all"),
+}
+"""Kind of a collective -> its law. The kinds are the names under which costs and cluster files know it too."""
+
+
+def law_of(kind: str) -> Law:
+    """Return the law of a kind of collective. PlanError when there is none."""
+    if kind not in COLLECTIVES:
+        raise PlanError(f"there is no collective {kind!r}; known are {', '.join(COLLECTIVES)}")
+    return COLLECTIVES[kind]
+
+
+def kind_named(name: str) -> str | None:
+    """Return the kind of the collective with this name in a plan's text, None when there is none."""
+    return next((kind for kind, law in COLLECTIVES.items() if law.name == name), None)

@@ -1,0 +1,248 @@
+"""The laws of collectives, and each rule of `verify` that they touch against a plan in which one thing is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from packages.ir.tests.plans_for_tests import change_instr, change_part, change_program, find
+from piper_ir.codec import dumps, loads
+from piper_ir.collectives import COLLECTIVES, Law, kind_named, law_of
+from piper_ir.errors import PlanError
+from piper_ir.ops import Collective, message_op
+from piper_ir.plan import Instr, Plan, Value
+from piper_ir.sizes import TensorSpec
+from piper_ir.text import format_plan, parse_plan
+from piper_ir.timing import prepare
+from piper_ir.traffic import Traffic
+from piper_ir.verify import check
+from tests.collective_plans import plan
+
+PLANS = {n: plan(n) for n in (2, 4)}
+GOOD = PLANS[2]
+
+
+def spec(*shape: int) -> TensorSpec:
+    return TensorSpec(shape, "float32")
+
+
+def test_what_is_written_follows_from_what_is_read() -> None:
+    shapes = {kind: law.written(spec(8, 3), 4).shape for kind, law in COLLECTIVES.items()}
+    assert shapes == {"all_reduce": (8, 3), "all_gather": (32, 3), "reduce_scatter": (2, 3), "all_to_all": (8, 3)}
+    assert COLLECTIVES["all_reduce"].written(spec(), 4) == spec(), "a scalar is whole"
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "reduce_scatter", "all_to_all"])
+def test_what_cannot_be_taken_apart_is_refused(kind: str) -> None:
+    with pytest.raises(PlanError, match=f"{COLLECTIVES[kind].name} takes a tensor apart along its first dimension"):
+        law_of(kind).written(spec(), 2)
+    if COLLECTIVES[kind].reads == "whole":
+        with pytest.raises(PlanError, match=r"of 4 members needs a first dimension that divides by 4, found 6"):
+            law_of(kind).written(spec(6), 4)
+
+
+def test_bytes_on_the_wire() -> None:
+    """The factors are those by which NCCL's tests turn algorithm into bus bandwidth."""
+    factors = {kind: [law.wire(n) for n in (1, 2, 4)] for kind, law in COLLECTIVES.items()}
+    half = [0.0, 0.5, 0.75]
+    assert factors == {"all_reduce": [0.0, 1.0, 1.5], "all_gather": half, "reduce_scatter": half, "all_to_all": half}
+
+
+def test_unknown_kinds_are_named() -> None:
+    with pytest.raises(PlanError, match="there is no collective 'gossip'; known are all_reduce, all_gather"):
+        law_of("gossip")
+    assert kind_named("AllGather") == "all_gather" and kind_named("Gossip") is None
+
+
+@pytest.mark.parametrize("n", PLANS)
+def test_a_plan_with_every_collective_is_good(n: int) -> None:
+    made = PLANS[n]
+    assert check(made) == []
+    assert parse_plan(format_plan(made)) == made and loads(Plan, dumps(made)) == made
+    used = {i.parts[0].op.kind for _, _, i in made.instructions() if isinstance(i.parts[0].op, Collective)}
+    assert used == {"all_gather", "reduce_scatter", "all_to_all"}
+    groups = [g for g, p2p in zip(prepare(made).groups, prepare(made).p2p, strict=True) if not p2p]
+    assert len(groups) == 2 * 4 and all(len(g) == n for g in groups), "all members start together"
+
+
+def test_the_bytes_of_a_message_are_those_of_the_whole_tensor() -> None:
+    traffic = Traffic(PLANS[4])
+    parts = [i.parts[0] for i in PLANS[4].roles[0].program if isinstance(i.parts[0].op, Collective)]
+    sizes = {message_op(p.op): traffic.message(p.op, p) for p in parts}  # type: ignore[arg-type]  # collectives
+    assert sizes == dict.fromkeys(("all_to_all", "reduce_scatter", "all_gather"), 4 * 4 * 8)
+
+
+Break = Callable[[Plan], Plan]
+BREAKS: list[tuple[str, str, Break]] = []
+
+
+def breaks(rule: str, message: str) -> Callable[[Break], Break]:
+    """Register a change of the good plan, the one rule that it breaks, and words that the message must have."""
+
+    def register(function: Break) -> Break:
+        BREAKS.append((rule, message, function))
+        return function
+
+    return register
+
+
+def everywhere(made: Plan, node: str, op: Collective) -> Plan:
+    """The op in place of that of a node on every role; "{}" in the node stands for the role."""
+    for role in made.roles:
+        made = change_part(made, role.role, node.format(role.role), op=op)
+    return made
+
+
+@breaks("R06-names", "there is no collective gossip (known are all_reduce, all_gather, reduce_scatter, all_to_all)")
+def _unknown(made: Plan) -> Plan:
+    return everywhere(made, "all_to_all.held@0#{}", Collective("gossip", "swap"))
+
+
+@breaks("R07-signature", "AllGather works on values, and it names the bucket b0")
+def _bucket(made: Plan) -> Plan:
+    return change_part(made, "r0", "all_gather.whole@0#r0", op=Collective("all_gather", "sum", "b0"), reads=(), writes=())
+
+
+@breaks("R07-signature", "AllToAll of 2 members needs a first dimension that divides by 2, found 3")
+def _odd(made: Plan) -> Plan:
+    return replace(made, values={**made.values, "h@0": Value("h@0", TensorSpec((3, 4), "float64"), "activation")})
+
+
+@breaks("R07-signature", "it writes part@0#r0, a float64[4,4]; float64[2,4] is expected")
+def _too_large(made: Plan) -> Plan:
+    return replace(made, values={**made.values, "part@0#r0": replace(made.values["whole@0#r0"], id="part@0#r0")})
+
+
+@breaks("R10-channel-use", "channel h.1 is p2p; AllToAll needs group")
+def _on_p2p(made: Plan) -> Plan:
+    return everywhere(made, "all_to_all.held@0#{}", Collective("all_to_all", "h.1"))
+
+
+@breaks("R12-allocated", "the buffer of held@1#r1 is allocated 0 times; once is expected")
+def _not_allocated(made: Plan) -> Plan:
+    role = made.role("r1")
+    first = tuple(v for v in role.allocs_first if v != "held@1#r1")
+    return replace(made, roles=(made.roles[0], replace(role, allocs_first=first)))
+
+
+@breaks("R13-read-after-write", "no wait makes this instruction come after it")
+def _not_awaited(made: Plan) -> Plan:
+    return change_instr(made, "r1", "branch1.F@0", waits=(("recv", 1),))
+
+
+@breaks("R16-free-covered", "without having waited for instruction")
+def _freed_early(made: Plan) -> Plan:
+    update = made.role("r1").program[find(made, "r1", "update#1")]
+    waits = tuple((s, n - (s == "group")) for s, n in update.waits)
+    return change_instr(made, "r1", "update#1", waits=waits)
+
+
+@breaks("R18-group-match", "AllGather of float64[2,4] on role r0, AllReduce of float64[2,4] on role r1")
+def _other_kind(made: Plan) -> Plan:
+    values = {**made.values, "whole@0#r1": replace(made.values["part@0#r1"], id="whole@0#r1")}
+    op = Collective("all_reduce", "sum")
+    return change_part(replace(made, values=values), "r1", "all_gather.whole@0#r1", op=op)
+
+
+@breaks("R18-group-match", "channel sum: role r0 meets 3 times, role r1 meets 4 times")
+def _missing(made: Plan) -> Plan:
+    """The last gather of r0, and its update's wait for it; what it would have written goes unwritten on r0."""
+
+    def edit(program: list[Instr]) -> None:
+        del program[find(made, "r0", "all_gather.whole@1#r0")]
+        k = next(k for k, i in enumerate(program) if i.name.startswith("stem.W@1"))
+        last = program[k].parts[0]
+        program[k] = replace(program[k], parts=(replace(last, reads=(*last.reads[:2], "whole@0#r0")),), waits=(("group", 7),))
+        frees = tuple(v for v in program[-1].frees_before if v != "whole@1#r0")
+        waits = tuple((s, 7 if s == "group" else n) for s, n in program[-1].waits)
+        program[-1] = replace(program[-1], waits=waits, frees_before=frees)
+
+    made = change_program(made, "r0", edit)
+    role = made.role("r0")
+    first = tuple(v for v in role.allocs_first if v != "whole@1#r0")
+    values = {k: v for k, v in made.values.items() if k != "whole@1#r0"}
+    return replace(made, roles=(replace(role, allocs_first=first), made.roles[1]), values=values)
+
+
+@breaks("R19-deadlock", "meets r1[")
+def _crossed(made: Plan) -> Plan:
+    """r0 exchanges before it sends what r1 must have to exchange."""
+
+    def edit(program: list[Instr]) -> None:
+        send = find(made, "r0", "send.h@0#r1")
+        swap = find(made, "r0", "all_to_all.swapped@0#r0")
+        program[send] = replace(program[send], waits=(("compute", 1), ("group", 1)))
+        program.insert(send, program.pop(swap))
+
+    return change_program(made, "r0", edit)
+
+
+@breaks(
+    "R27-dataflow", "branch0.F@0 reads swapped@0#r0 as in0: missing stem:out0@0; not asked for blocks of AllToAll of stem:out0@0"
+)
+def _not_put_together(made: Plan) -> Plan:
+    return change_part(made, "r0", "branch0.F@0", reads=("swapped@0#r0",))
+
+
+@breaks("R27-dataflow", "not asked for blocks of AllToAll of blocks of AllToAll of")
+def _other_members(made: Plan) -> Plan:
+    """The second exchange is over replicas too: not the members that took the tensor apart."""
+    wide = replace(made.channel("swap"), id="wide", over=("dp",))
+    return everywhere(replace(made, channels=(*made.channels, wide)), "all_to_all.held@0#{}", Collective("all_to_all", "wide"))
+
+
+@breaks("R27-dataflow", "stem.W@0 reads whole@0#r0 as tan0: missing branch0:gin0@0, branch1:gin0@0")
+def _gathered_only(made: Plan) -> Plan:
+    """What is gathered is no sum."""
+    small = {id: replace(v, spec=TensorSpec((2, 4), "float64")) for id, v in made.values.items() if id.startswith("part@0")}
+    return everywhere(replace(made, values={**made.values, **small}), "reduce_scatter.part@0#{}", Collective("first_part", "sum"))
+
+
+@breaks("R29-spoiled", "gh0@0 is undefined after ReduceScatter, and instruction")
+def _read_again(made: Plan) -> Plan:
+    """r0's weight gradient reads what the reduction may use as room to work in."""
+    return change_part(made, "r0", "branch0.W@0", reads=("held@0#r0", "gh0@0"))
+
+
+FIRST_PART = Law("FirstPart", "whole", "part", "first")
+
+
+@pytest.mark.parametrize(("rule", "message", "change"), BREAKS, ids=[f.__name__.lstrip("_") for _, _, f in BREAKS])
+def test_one_fault_breaks_one_rule(rule: str, message: str, change: Break, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COLLECTIVES, "first_part", FIRST_PART) if change is _gathered_only else None
+    found = check(change(GOOD))
+    assert {v.rule for v in found} == {rule}, [str(v) for v in found]
+    assert any(message in str(v) for v in found), [str(v) for v in found]
+
+
+def test_a_reduction_of_a_bucket_is_an_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another collective works on buckets."""
+    from packages.ir.tests.plans_for_tests import good_plan
+
+    monkeypatch.setitem(COLLECTIVES, "average", replace(COLLECTIVES["all_reduce"], name="Average"))
+    made = good_plan()
+    for role in ("pp0", "pp1"):
+        made = change_part(made, role, "reduce.tied", op=Collective("average", "tied", "tied"))
+    assert {v.rule for v in check(made)} == {"R24-reduction"}
+    assert "is given to Average; AllReduce is expected" in str(check(made)[0])
+
+
+def test_what_reads_before_a_spoiling_collective_is_fine() -> None:
+    """The weight gradient of branch 0 reads it first, and the reduction waits for that."""
+    role = GOOD.role("r0")
+    at, reduce = find(GOOD, "r0", "branch0.W@0"), find(GOOD, "r0", "reduce_scatter.part@0#r0")
+    count = sum(i.stream == "compute" for i in role.program[: at + 1])
+
+    def edit(program: list[Instr]) -> None:
+        program.insert(reduce, program.pop(at))
+        program[reduce + 1] = replace(program[reduce + 1], waits=(("compute", count),))
+
+    moved = change_part(change_program(GOOD, "r0", edit), "r0", "branch0.W@0", reads=("held@0#r0", "gh0@0"))
+    assert {v.rule for v in check(moved)} == {"R27-dataflow"}, "it is not what the branch asks for, but it is there"
+
+
+def test_a_channel_may_carry_collectives_of_several_kinds() -> None:
+    ops = [i.parts[0].op for i in GOOD.roles[0].program]
+    assert {op.kind for op in ops if isinstance(op, Collective) and op.channel == "sum"} == {"reduce_scatter", "all_gather"}
