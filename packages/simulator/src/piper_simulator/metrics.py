@@ -76,7 +76,8 @@ def _visited(plan: Plan, tokens: int) -> dict[str, float]:
 
 
 def without_formula(plan: Plan) -> dict[str, float]:
-    """Return the operators whose FLOPs nothing knows, each with its share of the bytes that all compute of a step moves.
+    """Return the operators whose FLOPs nothing knows, each with its share of the bytes that all compute of a step
+    moves.
 
     The share is of bytes because the FLOPs are what is missing."""
     total, of = 0, dict[str, int]()
@@ -92,7 +93,7 @@ def without_formula(plan: Plan) -> dict[str, float]:
 
 
 MOST_NAMED = 8
-"""Operators that a note names one by one."""
+"""A note names so many operators one by one."""
 
 
 def flop_notes(missing: Mapping[str, float], mfu: float | None, hfu: float | None) -> list[str]:

@@ -51,7 +51,7 @@ PORT_SMS, NIC_SMS = 10, 2
 """A message takes such a fraction of the SMs, and so many SMs saturate its link. Sources: see the module."""
 
 Used = TypeVar("Used")
-"""What a route is of: any key."""
+"""A route is of such a key, which may be anything."""
 Resource = tuple[str, int, int]
 """A resource is a kind of link with its direction, the number of the device (port) or NIC, and of a slow link the node
 at its other end, else -1."""
