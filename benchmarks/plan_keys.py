@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -154,7 +155,8 @@ def key(make: Callable[[], Plan]) -> str:
     try:
         plan = make()
     except PiperError as e:
-        return "refused " + _hash(f"{type(e).__name__}: {e}")
+        message = re.sub(r"(\w+\.py):\d+", r"\1", str(e))  # without the lines that wrote the directives
+        return "refused " + _hash(f"{type(e).__name__}: {message}")
     peaks = [(r.role, r.peak_bytes, r.peak_at, dict(r.peak_by_category)) for r in plan.roles]
     return _hash(f"{format_plan(plan)}{peaks}{plan.key}")
 
