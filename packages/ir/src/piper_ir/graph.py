@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from math import prod
 from typing import Literal, TypeVar
 
 from piper_ir.costs import Costs
-from piper_ir.errors import CompileError, SelectorError
+from piper_ir.errors import CompileError
+from piper_ir.graph_names import NamedNodes
 from piper_ir.graph_parts import (
     Applied,
     At,
@@ -39,11 +39,11 @@ from piper_ir.graph_parts import (
     send_id,
     without,
 )
+from piper_ir.graph_select import Selecting, Terms
 from piper_ir.mesh import Mesh
-from piper_ir.ops import Add, Compute, Op, Recv, Send
+from piper_ir.ops import Compute, Op, Recv, Send
 from piper_ir.plan import Bucket, Category, Channel
 from piper_ir.program import Program
-from piper_ir.select import ANY, NONE, Match, Where
 from piper_ir.sizes import TensorSpec
 
 __all__ = [
@@ -62,11 +62,10 @@ __all__ = [
 ]
 
 K = TypeVar("K")
-Terms = tuple[tuple[str, Match], ...]
 
 
 @dataclass(frozen=True)
-class Graph:
+class Graph(NamedNodes, Selecting):
     """`families`: id -> its nodes, which differ in their microbatches. `writers` and `users`: value -> the ids of the nodes that
     write or read it. `order_edges` maps (before, after) to the index in `log` of the directive that asked for it, `overlaps` are
     the groups that an order leaves open. `roles`: role -> the mesh coordinates that it fixes. `replication`: chunk -> how it
@@ -106,200 +105,13 @@ class Graph:
         """Begin another graph."""
         return Editor(self)
 
-    @cached_property
-    def sequence(self) -> tuple[Node, ...]:
-        """All nodes in the order in which they were made."""
-        every = [node for family in self.families.values() for node in family]
-        return tuple(sorted(every, key=lambda node: (node.made, node.each[0])))
-
     def compute(self, chunk: str, step: str) -> tuple[Node, ...]:
         """The nodes that compute a step of a chunk, by their first microbatch."""
         return tuple(sorted(self.families.get(compute_id(chunk, step), ()), key=lambda node: node.each[0]))
 
-    def at(self, place: At) -> Node | None:
-        """The node of an id that stands for a microbatch."""
-        return next((node for node in self.families.get(place[0], ()) if place[1] in node.each), None)
-
     def writers_of(self, value: str, mbs: Mbs | None) -> Iterator[tuple[Node, Mbs | None]]:
         """The nodes that write a value, each with those of the microbatches in which it does."""
         return _writers(self.families, self.writers, value, mbs)
-
-    def reads_at(self, node: Node, mb: int) -> list[At]:
-        """The values that a node reads in a microbatch; see `Node` for one of the whole step."""
-        if mb >= 0:
-            return [(v, mb) for v in node.reads]
-        out: list[At] = []
-        for v in node.reads:
-            made = [n for id in self.writers.get(v, ()) for n in self.families[id] if n.mbs is not None and n.role == node.role]
-            out += [(v, k) for k in sorted(k for n in made for k in n.each)] if made else [(v, -1)]
-        return out
-
-    def name(self, at: At) -> str:
-        """What a node is called in a microbatch."""
-        node = self.at(at)
-        return at[0] if node is None else node.name(at[1])
-
-    def names(self, values: Iterable[At]) -> tuple[str, ...]:
-        """What values are called in microbatches."""
-        return tuple([named(v, self.values[v].tail if v in self.values else "", mb) for v, mb in values])
-
-    def copies(self, nodes: Iterable[Node]) -> list[Node]:
-        """The nodes as they are called in each of their microbatches, with `mb` among their coordinates."""
-        out = []
-        for n in nodes:
-            for mb in n.each:
-                coords = n.coords if mb < 0 else {**n.coords, "mb": mb}
-                writes = self.names([(v, mb) for v in n.writes])
-                out.append(Node(n.name(mb), n.op, coords, self.names(self.reads_at(n, mb)), writes, n.role, n.stream))
-        return out
-
-    @cached_property
-    def nodes(self) -> Mapping[str, Node]:
-        """Every node in every microbatch by its name there. Made when it is first asked for: it grows with the microbatches."""
-        return {node.id: node for node in self.copies(self.sequence)}
-
-    @cached_property
-    def places(self) -> Mapping[str, At]:
-        """Name in `nodes` -> id and microbatch."""
-        return {n.name(mb): (n.id, mb) for n in self.sequence for mb in n.each}
-
-    @property
-    def writer(self) -> Mapping[str, str]:
-        """Value -> the node that writes it, by their names in `nodes`."""
-        return {v: node.id for node in self.nodes.values() for v in node.writes}
-
-    @property
-    def readers(self) -> Mapping[str, tuple[str, ...]]:
-        """Value -> the nodes that read it, by their names in `nodes`."""
-        out: dict[str, dict[str, None]] = {}
-        for node in self.nodes.values():
-            for v in node.reads:
-                out.setdefault(v, {})[node.id] = None
-        return {v: tuple(ids) for v, ids in out.items()}
-
-    def coordinates(self) -> dict[str, list[Coord]]:
-        """Every coordinate with its values, sorted: what a selector may name."""
-        out: dict[str, set[Coord]] = {"mb": set(range(self.microbatches))} if self.microbatches else {}
-        for name, value in self.index:
-            out.setdefault(name, set()).add(value)
-        return {n: sorted(vs, key=lambda v: (isinstance(v, str), v)) for n, vs in sorted(out.items())}
-
-    def find(self, selection: Where) -> list[Node]:
-        """The selected nodes along the step, each in those of its microbatches that are selected; none is no error.
-        Communication only when `op` asks for it."""
-        wanted, rest = _by_mb(selection)
-        found = self._found.get(rest)
-        if found is None:
-            found = self._found[rest] = sorted(self._matching(dict(rest)), key=self.along)
-        if wanted is None:
-            return list(found)
-        return [node if mbs is node.mbs else in_mbs(node, mbs) for node in found for mbs in _selected(node, wanted)]
-
-    def pick(self, selection: Where) -> list[Node]:
-        """`find`, with a SelectorError when nothing matches."""
-        found = self.find(selection)
-        if not found:
-            raise SelectorError(f"{selection} matches no node. {self._what_exists(_with_op(selection.terms))}")
-        return found
-
-    def turns(self, selection: Where) -> list[tuple[Node, int]]:
-        """The selected nodes microbatch by microbatch, in topological order: forward before backward, then by microbatch, then
-        along the program (backward: against it)."""
-        wanted, rest = _by_mb(selection)
-        if type(wanted) is int and wanted >= 0 and rest in self._found:  # most selections of an order
-            return [(node, wanted) for node in self._found[rest] if wanted in node.each]
-        found = [(node, mb) for node in self.find(selection) for mb in node.each]
-        return sorted(found, key=lambda at: (_rank(at[0]), at[1], self.along(at[0])))
-
-    def matching(self, selection: Where) -> list[Node]:
-        """The selected nodes by their names in each microbatch, in no order; none is no error."""
-        return self.copies(self.find(selection))
-
-    def select(self, selection: Where) -> list[Node]:
-        """The selected nodes by their names in each microbatch, in topological order. SelectorError when nothing matches."""
-        return sorted(self.copies(self.pick(selection)), key=self.position)
-
-    def _matching(self, terms: dict[str, Match]) -> list[Node]:
-        indexed = {n: w for n, w in terms.items() if w not in (ANY, NONE)} if terms["op"] == "compute" else {"op": terms["op"]}
-        rest = Where(tuple(terms.items()))
-        found = [node for id in self._candidates(indexed) for node in self.families[id]]
-        return [node for node in found if rest.matches(node.coords)]
-
-    def _candidates(self, terms: Mapping[str, Match]) -> Iterable[str]:
-        """Ids that have the wanted values of all terms: an intersection that costs time in the shortest list."""
-        found: list[frozenset[str]] = []
-        for name, wanted in terms.items():
-            if wanted not in (ANY, NONE):
-                keys = wanted if isinstance(wanted, tuple) else (wanted,)
-                found.append(frozenset(id for k in keys for id in self.index.get((name, k), ())))
-        if not found:
-            return self.families
-        found.sort(key=len)
-        return found[0].intersection(*found[1:])
-
-    def _what_exists(self, terms: Mapping[str, object]) -> str:
-        there = self.coordinates()
-        unknown = [t for t in terms if t not in there]
-        if unknown:
-            return f"There is no coordinate {unknown[0]!r}; there are {', '.join(there)}."
-        shown = [f"{n} in {_span(there[n])}" for n in terms if n != "op"]
-        return "There are nodes with " + ", ".join(shown) + "." if shown else "The graph has no such node."
-
-    def along(self, node: Node) -> tuple[int, int, str]:
-        """A sort key along the step, whatever the microbatch."""
-        rank = _rank(node)
-        chunk = self.chunk_index.get(str(node.coords.get("chunk", "")), 0)
-        after = 0 if isinstance(node.op, Add) else 1
-        return rank, (chunk if rank == 0 else -chunk) * 2 + after, node.id
-
-    def position(self, node: Node) -> tuple[int, int, int, str]:
-        """A sort key that is a topological order of any set of compute nodes of single microbatches."""
-        rank, place, id = self.along(node)
-        return rank, node.mb, place, id
-
-
-_RANKS = {"F": 0, "B": 1, "I": 1, "W": 2}
-
-
-def _rank(node: Node) -> int:
-    return _RANKS.get(str(node.coords.get("phase")), 3)
-
-
-def _with_op(terms: Terms) -> dict[str, Match]:
-    """The terms of a selection, which is one of compute nodes unless it says otherwise."""
-    return {"op": "compute"} | dict(terms)
-
-
-def _by_mb(selection: Where) -> tuple[Match | None, Terms]:
-    """The microbatches that a selection asks for, if it does, and its other terms."""
-    wanted: Match | None = None
-    rest = []
-    named_op = False
-    for term in selection.terms:
-        if term[0] == "mb":
-            wanted = term[1]
-        else:
-            rest.append(term)
-            named_op = named_op or term[0] == "op"
-    if not named_op:
-        rest.append(_COMPUTE)
-    return wanted, tuple(rest)
-
-
-_COMPUTE = ("op", "compute")
-
-
-def _selected(node: Node, wanted: Match) -> Iterable[Mbs | None]:
-    """The microbatches of a node that a selection of some asks for: none or one set of them."""
-    if node.mbs is None:
-        return (None,) if Where((("mb", wanted),)).matches(node.coords) else ()
-    if wanted == ANY:
-        return (node.mbs,)
-    if isinstance(wanted, str):  # NONE, or a name, which no microbatch has
-        return ()
-    asked = wanted if isinstance(wanted, tuple) else (wanted,)
-    mbs = common(node.mbs, mbs_of([mb for mb in asked if isinstance(mb, int)]))
-    return (mbs,) if mbs else ()
 
 
 def _writers(
@@ -310,12 +122,6 @@ def _writers(
             shared = common(node.mbs, mbs)
             if value in node.writes and (shared is None or shared):
                 yield node, shared
-
-
-def _span(values: list[Coord]) -> str:
-    if len(values) > 4 and all(isinstance(v, int) for v in values):
-        return f"{values[0]}..{values[-1]}"
-    return ", ".join(map(str, values))
 
 
 def op_name(op: Op) -> str:
