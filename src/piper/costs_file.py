@@ -7,8 +7,7 @@ from pathlib import Path
 from piper_ir.codec import dumps, loads
 from piper_ir.costs import Costs, Duration
 from piper_ir.errors import FormatError, OutputError
-from piper_ir.files import write_whole
-from piper_ir.units import time_text
+from piper_ir.tools import time_text, write_whole
 from piper_report.summary import Table, percent
 
 

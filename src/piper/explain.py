@@ -10,8 +10,8 @@ from piper_ir.ops import Compute
 from piper_ir.plan import Instr, Plan, RolePlan
 from piper_ir.program import Chunk, Step
 from piper_ir.sizes import ITEM_BYTES, bind
-from piper_ir.units import flops_text, size_text
-from piper_ir.verify_rules import title
+from piper_ir.tools import flops_text, size_text
+from piper_ir.verify import title
 
 FEW = 0.3
 """A smaller share of backward in W than this leaves little to schedule: in a transformer of linear layers it is about a half."""

@@ -25,7 +25,6 @@ from packages.ir.tests.plans_for_tests import (
     lone_plan,
 )
 from packages.ir.tests.test_collective_rules import BREAKS as COLLECTIVE_BREAKS
-from piper_ir import verify_training
 from piper_ir.errors import PlanError
 from piper_ir.memory import with_peaks
 from piper_ir.mesh import Mesh
@@ -34,8 +33,9 @@ from piper_ir.plan import Instr, Part, Plan
 from piper_ir.program import Input, Output
 from piper_ir.sizes import Affine, TensorSpec
 from piper_ir.verify import RULES, check, verify
-from piper_ir.verify_rules import Findings
-from piper_ir.verify_values import Order
+from piper_ir.verify import training as verify_training
+from piper_ir.verify.rules import Findings
+from piper_ir.verify.values import Order
 
 GOOD = good_plan()
 

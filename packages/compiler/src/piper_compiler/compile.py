@@ -13,12 +13,12 @@ from piper_compiler.passes.lower import Options, lower
 from piper_compiler.passes.outline import Outline, alike, outline
 from piper_compiler.strategy import Strategy
 from piper_compiler.uniform import NotUniform, Uniform
-from piper_ir.collector import no_garbage_collection
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, DirectiveError, PiperError
 from piper_ir.graph import Applied, Graph
 from piper_ir.plan import Plan
 from piper_ir.program import Program
+from piper_ir.tools import no_garbage_collection
 
 __all__ = ["Lowered", "Options", "Outline", "Training", "apply_directives", "compile_program", "outline_program", "settled"]
 

@@ -1,8 +1,8 @@
 """Costs: durations that somebody measured, looked up or decided, each with its source, and where they come from.
 
-A simulation takes a duration from here before it computes one; `partition(at="cost")` weighs layers by it. Of what was measured
-at several sizes, a size in between is interpolated (`piper_ir.interpolate`), and so is one up to a factor of 2 beyond; further
-away nothing is known.
+A simulation takes a duration from here before it computes one, and `partition(at="cost")` weighs layers by it. Between
+measured sizes, and up to a factor of 2 beyond them, durations are interpolated (`piper_ir.tools.interpolate`); further away
+nothing is known.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from piper_ir.errors import FormatError
-from piper_ir.interpolate import Points, log_log, within
 from piper_ir.program import Step
+from piper_ir.tools import Points, log_log, within
 from piper_ir.trace import Source
 
 K = TypeVar("K")
@@ -66,7 +66,7 @@ class CommDuration:
 @dataclass(frozen=True, slots=True)
 class PartDuration:
     """Another op of the compute stream by its class name ("Load", "Add", "Update", ...) and the bytes of memory that it reads and
-    writes (`piper_ir.traffic`). "Batch" is the job's batch function for one microbatch; its `amount` counts rows."""
+    writes (`piper_ir.plan_bytes`). "Batch" is the job's batch function for one microbatch; its `amount` counts rows."""
 
     op: str
     amount: int
@@ -95,7 +95,7 @@ class AllocatorCosts:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where and how costs were measured. `device`: `piper_ir.machine.machine_name`, or the accelerator's name; `cluster`: the
+    """Where and how costs were measured. `device`: `piper_ir.tools.machine_name`, or the accelerator's name; `cluster`: the
     name of the cluster for which they stand; `ranks` ran at once, each with `threads` threads; `program`: key of the program;
     `date` in ISO 8601; `repeats` of each duration, of which it is the median."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from piper_ir.memory import peak
 from piper_ir.plan import COMPUTE, Plan, RolePlan, part_peak
-from piper_ir.units import size_text
+from piper_ir.tools import size_text
 
 
 @dataclass(frozen=True, slots=True)

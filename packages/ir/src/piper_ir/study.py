@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from piper_ir.codec import FORMAT_VERSION
-from piper_ir.units import size_text
+from piper_ir.tools import size_text
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from matplotlib.patches import Patch
 
 from piper_ir.phases import PHASES, Kind, Phase
 from piper_ir.plan import COMPUTE, Plan
+from piper_ir.tools import time_text
 from piper_ir.trace import Span, Trace
-from piper_ir.units import time_text
 from piper_report.idle import makespan
 from piper_report.phases import kinds
 from piper_report.style import (

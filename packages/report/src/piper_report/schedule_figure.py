@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from piper_ir.errors import OutputError
-from piper_ir.files import write_whole
 from piper_ir.phases import PHASES, Kind
 from piper_ir.plan import COMPUTE, Plan
+from piper_ir.tools import write_whole
 from piper_ir.trace import Span, Trace
 from piper_report.idle import makespan
 from piper_report.phases import chunk_numbers, chunks_of, kinds

@@ -8,8 +8,8 @@ from string import ascii_lowercase
 
 from piper_ir.phases import PHASES, Kind, Phase
 from piper_ir.plan import COMPUTE, Plan
+from piper_ir.tools import time_text
 from piper_ir.trace import Span, Trace
-from piper_ir.units import time_text
 from piper_report.idle import makespan
 from piper_report.phases import chunk_numbers, chunks_of, kinds
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from piper_ir.memory_owners import Owner
-from piper_ir.units import size_text, time_text
+from piper_ir.tools import size_text, time_text
 
 SHOWN = 3
 """Owners that a line of text names."""

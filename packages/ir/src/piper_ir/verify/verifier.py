@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from piper_ir.collector import no_garbage_collection
 from piper_ir.errors import PlanError
 from piper_ir.memory import peak
 from piper_ir.plan import Plan
-from piper_ir.verify_dataflow import check_dataflow
-from piper_ir.verify_form import check_instructions, check_tables
-from piper_ir.verify_rules import RULES, Findings, Violation
-from piper_ir.verify_run import Events, meetings, run
-from piper_ir.verify_training import check_holders, check_layout, check_reductions, check_steps
-from piper_ir.verify_values import Order, check_values
+from piper_ir.tools import no_garbage_collection
+from piper_ir.verify.dataflow import check_dataflow
+from piper_ir.verify.form import check_instructions, check_tables
+from piper_ir.verify.rules import RULES, Findings, Violation
+from piper_ir.verify.run import Events, meetings, run
+from piper_ir.verify.training import check_holders, check_layout, check_reductions, check_steps
+from piper_ir.verify.values import Order, check_values
 
 __all__ = ["RULES", "Violation", "check", "verify"]
 

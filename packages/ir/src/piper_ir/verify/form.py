@@ -13,7 +13,7 @@ from piper_ir.ops import COMM, Add, Collective, Comm, Compute, Load, Op, Recv, S
 from piper_ir.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan, Values, is_state
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, TensorSpec, bind
-from piper_ir.verify_rules import Findings, part_name
+from piper_ir.verify.rules import Findings, part_name
 
 _PORT = regex(r"(in|out|saved|tan|gin|iw)(\d+)")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from piper_ir.ops import Collective
 from piper_ir.plan import COMPUTE, Instr, RolePlan
-from piper_ir.verify_rules import Findings, title
+from piper_ir.verify.rules import Findings, title
 
 Place = tuple[int, int]
 """An instruction and a part of it. Part -1: what the instruction does before its parts; LAST: after them."""

@@ -9,14 +9,14 @@ from piper_ir.plan import Bucket, Part, Plan, RolePlan
 from piper_ir.sizes import ITEM_BYTES, bind
 
 
-class Traffic:
+class PlanBytes:
     """Of one plan; sizes that many values share are computed once."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._sizes: dict[int, int] = {}
 
-    def touched(self, role: RolePlan, part: Part) -> int:
+    def memory_bytes(self, role: RolePlan, part: Part) -> int:
         """Bytes of memory that an op other than Compute reads and writes."""
         nbytes = sum([self.nbytes(v) for v in (*part.reads, *part.writes)])
         match part.op:
@@ -28,7 +28,7 @@ class Traffic:
             case _:
                 return nbytes
 
-    def message(self, op: Comm, part: Part) -> int:
+    def message_bytes(self, op: Comm, part: Part) -> int:
         """Return the bytes of a communication's message: of what is sent, or of the whole tensor of a collective."""
         match op:
             case Collective(bucket=bucket) if bucket:

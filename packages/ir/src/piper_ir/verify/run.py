@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from piper_ir.ops import COMM, Collective, op_name
 from piper_ir.plan import COMPUTE, Channel, Plan, RolePlan
-from piper_ir.verify_rules import Findings, Violation, title
+from piper_ir.verify.rules import Findings, Violation, title
 
 Reason = tuple[int, str]
 """An instruction that must be done first, and why."""

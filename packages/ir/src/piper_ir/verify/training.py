@@ -11,8 +11,8 @@ from piper_ir.ops import Collective, Compute, Seed, SquaredNorm, Update
 from piper_ir.plan import Bucket, Part, Plan, RolePlan
 from piper_ir.program import Step
 from piper_ir.sizes import ITEM_BYTES, bind
-from piper_ir.verify_rules import Findings
-from piper_ir.verify_values import Order, Place
+from piper_ir.verify.rules import Findings
+from piper_ir.verify.values import Order, Place
 
 STEPS: tuple[Step, ...] = ("F", "I", "W")
 ALIGNMENT = 256

@@ -14,8 +14,8 @@ from typing import assert_never
 from piper_ir.ops import Add, Collective, Compute, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
 from piper_ir.plan import Channel, Part, Plan, RolePlan, is_state
 from piper_ir.program import Chunk
-from piper_ir.verify_rules import Findings, part_name
-from piper_ir.verify_run import Events
+from piper_ir.verify.rules import Findings, part_name
+from piper_ir.verify.run import Events
 
 Atom = tuple[str, str, int]
 

@@ -1,0 +1,27 @@
+"""Hold small helpers that know nothing of plans: numbers as text, whole files, interpolation, this machine, calls of user code.
+
+The modules here may import the standard library and `piper_ir.errors`.
+"""
+
+from piper_ir.tools.files import write_whole
+from piper_ir.tools.gc_pause import no_garbage_collection
+from piper_ir.tools.interpolate import REACH, Points, log_log, within
+from piper_ir.tools.machine import machine_name, usable_cores
+from piper_ir.tools.units import flops_text, size_text, time_text
+from piper_ir.tools.user_calls import PACKAGES, user_code
+
+__all__ = [
+    "PACKAGES",
+    "REACH",
+    "Points",
+    "flops_text",
+    "log_log",
+    "machine_name",
+    "no_garbage_collection",
+    "size_text",
+    "time_text",
+    "usable_cores",
+    "user_code",
+    "within",
+    "write_whole",
+]
