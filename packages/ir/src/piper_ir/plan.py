@@ -15,12 +15,14 @@ Communication is by *channel*: one FIFO per directed pair of roles, or one set o
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Literal
 
+from piper_ir.codec import dumps
 from piper_ir.mesh import Mesh
 from piper_ir.ops import COMM, Compute, Op, Update
 from piper_ir.program import BatchTensor, Buffer, Chunk, Param
@@ -289,10 +291,6 @@ class Plan:
     @cached_property
     def key(self) -> str:
         """Content hash: equal plans have equal keys, on every machine."""
-        import hashlib
-
-        from piper_ir.codec import dumps
-
         return hashlib.sha256(dumps(self).encode()).hexdigest()[:16]
 
 

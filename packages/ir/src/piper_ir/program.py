@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from piper_ir.codec import dumps
 from piper_ir.sizes import Dim, TensorSpec, bind
 
 Step = Literal["F", "I", "W"]
@@ -270,6 +271,4 @@ class Program:
     @cached_property
     def key(self) -> str:
         """Content hash: equal programs have equal keys, on every machine."""
-        from piper_ir.codec import dumps
-
         return hashlib.sha256(dumps(self).encode()).hexdigest()[:16]
