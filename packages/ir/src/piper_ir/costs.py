@@ -126,10 +126,10 @@ class Costs:
     host: HostCosts | None = None
     allocator: AllocatorCosts | None = None
     origin: Origin | None = None
-    _steps: dict[tuple[str, str], Table] = field(init=False, repr=False, compare=False)
-    _comm: dict[tuple[str, int, int], Table] = field(init=False, repr=False, compare=False)
-    _busy: dict[tuple[str, int, int], Table] = field(init=False, repr=False, compare=False)
-    _parts: dict[str, Table] = field(init=False, repr=False, compare=False)
+    _steps: dict[tuple[str, str], _DurationsBySize] = field(init=False, repr=False, compare=False)
+    _comm: dict[tuple[str, int, int], _DurationsBySize] = field(init=False, repr=False, compare=False)
+    _busy: dict[tuple[str, int, int], _DurationsBySize] = field(init=False, repr=False, compare=False)
+    _parts: dict[str, _DurationsBySize] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for chunk, found in self.compute.items():
@@ -184,7 +184,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class _DurationsBySize:
     """What was measured of one thing, by size, ascending."""
 
     points: Points
@@ -208,10 +208,10 @@ class Table:
         return seconds * max((d.spread / d.seconds for d in self.exact.values() if d.seconds), default=0.0)
 
 
-def _tables(entries: Iterable[tuple[K, int, Duration]]) -> dict[K, Table]:
+def _tables(entries: Iterable[tuple[K, int, Duration]]) -> dict[K, _DurationsBySize]:
     found: dict[K, dict[int, Duration]] = {}
     for key, x, duration in entries:
         if x in found.setdefault(key, {}):
             raise FormatError(f"Costs: two durations of {key} at {x}; one is needed")
         found[key][x] = duration
-    return {k: Table(tuple((x, d[x].seconds) for x in sorted(d)), d) for k, d in found.items()}
+    return {k: _DurationsBySize(tuple((x, d[x].seconds) for x in sorted(d)), d) for k, d in found.items()}

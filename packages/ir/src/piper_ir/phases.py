@@ -24,7 +24,7 @@ PHASES: Mapping[Phase, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class InstrLabel:
     """Of an instruction: `halves` are its phases with their microbatches (-1 for ops of the whole step); two of them when it is
     an overlapped pair, the forward one first."""
 
@@ -45,20 +45,20 @@ class Kind:
         return "&".join(letters.get(p, p) + (str(mb) if mb >= 0 else "") for p, mb in self.halves)
 
 
-def of_instr(instr: Instr) -> Kind:
+def instr_label(instr: Instr) -> InstrLabel:
     """The kind of an instruction of a plan, from its parts."""
     first = next((p.mb for p in instr.parts if p.mb >= 0), -1)
     if instr.comm:
-        return Kind((("comm", first),))
+        return InstrLabel((("comm", first),))
     steps: dict[tuple[bool, int], set[str]] = {}
     for part in instr.parts:
         if isinstance(part.op, Compute):
             steps.setdefault((part.op.step != "F", part.mb), set()).add(part.op.step)
     if not steps:
         update = any(isinstance(p.op, Update) for p in instr.parts)
-        return Kind(((("U", -1) if update else ("other", first)),))
+        return InstrLabel(((("U", -1) if update else ("other", first)),))
     halves = {backward: (_joined(found), mb) for (backward, mb), found in reversed(steps.items())}  # the first microbatch of each
-    return Kind(tuple(halves[b] for b in sorted(halves)))
+    return InstrLabel(tuple(halves[b] for b in sorted(halves)))
 
 
 def _joined(steps: set[str]) -> Phase:

@@ -26,7 +26,7 @@ Waits = tuple[tuple[str, int], ...]
 """(stream, n): the first n of its instructions must be done."""
 Member = tuple[int, int, tuple[int, ...]]
 """A node, the slot of its predecessor on its stream, the nodes that it waits for."""
-Step = tuple[int, int, tuple[int, ...], tuple[tuple[Member, ...], bool] | None]
+SweepStep = tuple[int, int, tuple[int, ...], tuple[tuple[Member, ...], bool] | None]
 """A member: a node of its own; or the first of a group, with all members and whether the group is a point-to-point transfer."""
 
 
@@ -44,7 +44,7 @@ class Prepared:
     groups: tuple[tuple[int, ...], ...]
     group_of: tuple[int, ...]
     p2p: tuple[bool, ...]
-    order: tuple[Step, ...]
+    order: tuple[SweepStep, ...]
 
     def __len__(self) -> int:
         return len(self.stream_of)
@@ -290,7 +290,7 @@ def _groups(
     return tuple(groups), tuple(p2p)
 
 
-def _order(orders: Sequence[IssueOrder], of: Prepared, waits: Sequence[tuple[int, ...]]) -> tuple[Step, ...]:
+def _order(orders: Sequence[IssueOrder], of: Prepared, waits: Sequence[tuple[int, ...]]) -> tuple[SweepStep, ...]:
     """A fixed topological order, the members of a group next to each other: each stream in turn goes as far as it can. PlanError
     with the cycle when there is none."""
     streams, stream_of, groups, group_of = of.streams, of.stream_of, of.groups, of.group_of
@@ -299,7 +299,7 @@ def _order(orders: Sequence[IssueOrder], of: Prepared, waits: Sequence[tuple[int
     held: list[list[int]] = [[] for _ in range(n)]  # of each node, the streams that wait for it
     arrived = [0] * len(groups)
     done = bytearray(n)
-    order: list[Step] = []
+    order: list[SweepStep] = []
     ready = list(reversed(range(len(streams))))  # streams: each is here, or held by a node, or by its group
     while ready:
         s = ready.pop()

@@ -4,7 +4,7 @@ Nothing else in Piper decides that. The modules here may import the vocabulary o
 `piper_ir.tools`. All of them import `rules`, and `verifier` puts them together.
 """
 
-from piper_ir.verify.rules import RULES, Violation, title
+from piper_ir.verify.rules import RULES, Violation, instr_title
 from piper_ir.verify.verifier import check, verify
 
-__all__ = ["RULES", "Violation", "check", "title", "verify"]
+__all__ = ["RULES", "Violation", "check", "instr_title", "verify"]

@@ -24,7 +24,7 @@ Atom = tuple[str, str, int]
 class _Sum:
     """Terms as a tree, opened on demand, for running sums would otherwise take quadratic space. `over`: axes summed over."""
 
-    terms: tuple[Origin, ...]
+    terms: tuple[_Origin, ...]
     over: tuple[str, ...] = ()
 
 
@@ -36,10 +36,10 @@ class _Blocks:
     name: str
     kind: str
     channel: Channel
-    whole: Mapping[str, Origin]
+    whole: Mapping[str, _Origin]
 
 
-Origin = Atom | _Sum | _Blocks
+_Origin = Atom | _Sum | _Blocks
 SEED = "seed"
 
 
@@ -60,7 +60,7 @@ class _Dataflow:
     def __init__(self, out: Findings) -> None:
         self._out = out
         self._plan = out.plan
-        self._origin: dict[str, Origin] = {}
+        self._origin: dict[str, _Origin] = {}
         self._asked: dict[tuple[str, str], list[_Asked]] = {}
         self._tangents = _tangents(self._plan)
         self._weights = [f"out{k}" for c in self._plan.chunks for k, o in enumerate(c.outputs) if o.kind == "weight"]
@@ -77,7 +77,7 @@ class _Dataflow:
         source = next(v for p in parts.values() for v in p.reads)
         self._origin.update({v: self._origin[source] for p in parts.values() for v in p.writes})
 
-    def _collected(self, op: Collective, reads: Mapping[str, Origin]) -> Mapping[str, Origin]:
+    def _collected(self, op: Collective, reads: Mapping[str, _Origin]) -> Mapping[str, _Origin]:
         """What a collective gives to each role, of what each role's member gives."""
         law, channel = op.law, self._plan.channel(op.channel)
         over = tuple(a for a in channel.over if self._plan.mesh.size(a) > 1)
@@ -91,7 +91,7 @@ class _Dataflow:
             case "first" if law.writes == "whole":
                 return dict.fromkeys(reads, reads[min(reads, key=lambda r: self._plan.role(r).ranks[0])])
             case "sum":
-                whole: Mapping[str, Origin] = dict.fromkeys(reads, total)
+                whole: Mapping[str, _Origin] = dict.fromkeys(reads, total)
             case "first" | "blocks":
                 whole = reads
             case _:
@@ -159,7 +159,7 @@ class _Dataflow:
             if found != wanted:
                 yield f"the norm that it clips by is not the sum over each bucket, once: {_difference(found, wanted)}"
 
-    def _weight_problems(self, origin: Origin) -> Iterable[str]:
+    def _weight_problems(self, origin: _Origin) -> Iterable[str]:
         plan = self._plan
         replicated = frozenset(a for a in plan.replicated if plan.mesh.size(a) > 1)
         last = plan.chunks[-1].id
@@ -181,7 +181,7 @@ class _Asked:
         if len(self.terms) == 1:
             object.__setattr__(self, "only", next(iter(self.terms)))
 
-    def problem(self, origin: Origin, mb: int) -> str:
+    def problem(self, origin: _Origin, mb: int) -> str:
         if isinstance(origin, tuple):
             if origin[2] == mb and len(self.terms) == 1 and origin[:2] in self.terms:
                 return ""
@@ -193,10 +193,10 @@ class _Asked:
 Opened = Counter[tuple[Atom, frozenset[str]]]
 
 
-def _open(origin: Origin) -> Opened:
+def _open(origin: _Origin) -> Opened:
     """Each atom of a sum, with the axes over which it was summed, and how often it counts."""
     found: Opened = Counter()
-    todo: list[tuple[Origin, frozenset[str]]] = [(origin, frozenset())]
+    todo: list[tuple[_Origin, frozenset[str]]] = [(origin, frozenset())]
     while todo:
         term, over = todo.pop()
         if isinstance(term, _Sum):
@@ -215,7 +215,7 @@ def _takes_back(op: Collective, channel: Channel, blocks: _Blocks) -> bool:
     return same and op.law.undoes == blocks.kind
 
 
-def _origin_name(origin: Origin) -> str:
+def _origin_name(origin: _Origin) -> str:
     if isinstance(origin, _Blocks):
         return f"blocks of {origin.name}"
     return _names(_open(origin))

@@ -72,11 +72,11 @@ class Findings:
         if role is None:
             self.found.append(Violation(rule, message))
         else:
-            place = instruction(role, index) if index >= 0 else describe(role)
+            place = instr_text(role, index) if index >= 0 else role_text(role)
             self.found.append(Violation(rule, f"{place}: {message}", role.role, index))
 
 
-def describe(role: RolePlan) -> str:
+def role_text(role: RolePlan) -> str:
     """ "role pp0 (ranks 0, 1)"; long lists of ranks are shortened."""
     ranks = [str(r) for r in role.ranks]
     if len(ranks) > 4:
@@ -84,12 +84,12 @@ def describe(role: RolePlan) -> str:
     return f"role {role.role} (rank{'s' if len(role.ranks) != 1 else ''} {', '.join(ranks)})"
 
 
-def instruction(role: RolePlan, index: int) -> str:
+def instr_text(role: RolePlan, index: int) -> str:
     """ "role pp0 (ranks 0, 1), instruction 12 on compute: layer0.F@3"."""
-    return f"{describe(role)}, instruction {index} on {role.program[index].stream}: {title(role.program[index])}"
+    return f"{role_text(role)}, instruction {index} on {role.program[index].stream}: {instr_title(role.program[index])}"
 
 
-def title(instr: Instr) -> str:
+def instr_title(instr: Instr) -> str:
     """The node of its first chunk, else of its first part, with the number of further parts: "layer0.F@3+1"."""
     if not instr.parts:
         return "(no parts)"

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 
 from piper_ir.ops import COMM, Collective, op_name
 from piper_ir.plan import COMPUTE, Channel, Plan, RolePlan
-from piper_ir.verify.rules import Findings, Violation, title
+from piper_ir.verify.rules import Findings, Violation, instr_title
 
-Reason = tuple[int, str]
+_Reason = tuple[int, str]
 """An instruction that must be done first, and why."""
-Block = tuple[int, int, str]
+_Blocked = tuple[int, int, str]
 """An instruction that cannot start, one that must be done first, and why."""
 
 
@@ -45,7 +45,7 @@ class Events:
 
     def says(self, i: int) -> str:
         role, index = self.at[i]
-        return f"{role.role}[{index}] {title(role.program[index])} on {role.program[index].stream}"
+        return f"{role.role}[{index}] {instr_title(role.program[index])} on {role.program[index].stream}"
 
 
 def meetings(out: Findings) -> list[list[int]]:
@@ -109,7 +109,7 @@ def run(out: Findings, events: Events) -> list[int]:
     return order if serial else []
 
 
-def _conditions(events: Events, serial: bool) -> Iterator[tuple[int, list[Reason]]]:
+def _conditions(events: Events, serial: bool) -> Iterator[tuple[int, list[_Reason]]]:
     """Each instruction with those that must be done before it starts, and why."""
     number = 0
     for role in events.plan.roles:
@@ -117,7 +117,7 @@ def _conditions(events: Events, serial: bool) -> Iterator[tuple[int, list[Reason
         issued = -1
         for instr in role.program:
             own = streams[instr.stream]
-            before: list[Reason] = [(own[-1], "is next on its stream after")] if own else []
+            before: list[_Reason] = [(own[-1], "is next on its stream after")] if own else []
             before += [(streams[s][n - 1], "waits for") for s, n in instr.waits]
             if instr.stream != COMPUTE:
                 if streams[COMPUTE]:
@@ -151,7 +151,7 @@ def _sweep(events: Events, serial: bool) -> list[int]:
 def _cycle(events: Events, done: list[int], serial: bool) -> list[tuple[int, str]]:
     """A short cycle of waiting among the events that did not happen: (instruction, why it cannot start), each naming the next."""
     happened = set(done)
-    blocked: dict[int, list[Block]] = {}
+    blocked: dict[int, list[_Blocked]] = {}
     for i, conditions in _conditions(events, serial):
         waits = [(i, before, why) for before, why in conditions if events.event[before] not in happened]
         if waits:
@@ -170,9 +170,9 @@ def _cycle(events: Events, done: list[int], serial: bool) -> list[tuple[int, str
     return lines
 
 
-def _way_round(events: Events, blocked: dict[int, list[Block]], start: int) -> list[Block]:
+def _way_round(events: Events, blocked: dict[int, list[_Blocked]], start: int) -> list[_Blocked]:
     """The shortest way from an event through what blocks it back to itself, breadth first."""
-    came: dict[int, Block] = {}
+    came: dict[int, _Blocked] = {}
     todo = [start]
     for e in todo:  # grows while it is walked
         for block in blocked[e]:

@@ -12,19 +12,19 @@ from piper_ir.plan import Bucket, Part, Plan, RolePlan
 from piper_ir.program import Step
 from piper_ir.sizes import ITEM_BYTES, bind
 from piper_ir.verify.rules import Findings
-from piper_ir.verify.values import Order, Place
+from piper_ir.verify.values import HappensBefore, UsePosition
 
 STEPS: tuple[Step, ...] = ("F", "I", "W")
 ALIGNMENT = 256
 """Bytes; what CUDA's allocator and vectorised kernels assume of a tensor's start."""
 
-Where = tuple[RolePlan, Place]
+_RolePosition = tuple[RolePlan, UsePosition]
 
 
 def check_steps(out: Findings) -> None:
     """R21, R26."""
     plan = out.plan
-    ran: dict[tuple[str, int, str], list[Where]] = {}
+    ran: dict[tuple[str, int, str], list[_RolePosition]] = {}
     for role, place, part in _parts(plan):
         if isinstance(part.op, Compute):
             ran.setdefault((part.op.chunk, part.mb, part.op.step), []).append((role, place))
@@ -41,7 +41,7 @@ def check_steps(out: Findings) -> None:
     for chunk in plan.chunks:
         wanted = [s for s in STEPS if s in chunk.steps]
         for mb in range(plan.microbatches):
-            before: Where | None = None
+            before: _RolePosition | None = None
             for step in wanted:
                 found = ran.get((chunk.id, mb, step), [])
                 times = 0 if chunk.steps[step].empty else 1
@@ -56,15 +56,15 @@ def check_steps(out: Findings) -> None:
                     before = found[0]
 
 
-def _check_buffers(out: Findings, ran: dict[tuple[str, int, str], list[Where]]) -> None:
+def _check_buffers(out: Findings, ran: dict[tuple[str, int, str], list[_RolePosition]]) -> None:
     """Check that forwards use a buffer that one of them updates as on one device: microbatch by microbatch, on one role."""
     plan = out.plan
     for name in dict.fromkeys(o.ref for c in plan.chunks for o in c.outputs if o.kind == "buffer"):
         updating = {c.id for c in plan.chunks if any(o.kind == "buffer" and o.ref == name for o in c.outputs)}
         reading = {c.id for c in plan.chunks if any(i.kind == "buffer" and i.ref == name for i in c.inputs)}
         users = [c.id for c in plan.chunks if c.id in updating | reading]
-        update: Where | None = None
-        reads: list[Where] = []  # since the update
+        update: _RolePosition | None = None
+        reads: list[_RolePosition] = []  # since the update
         for mb, user in product(range(plan.microbatches), users):
             for where in ran.get((user, mb, "F"), []):
                 what = "updates a buffer" if user in updating else f"reads the buffer {name}, which others update"
@@ -77,7 +77,7 @@ def _check_buffers(out: Findings, ran: dict[tuple[str, int, str], list[Where]]) 
                     reads.append(where)
 
 
-def _check_follows(out: Findings, what: str, found: Where, before: Where | None) -> None:
+def _check_follows(out: Findings, what: str, found: _RolePosition, before: _RolePosition | None) -> None:
     if before is None:
         return
     role, place = found
@@ -87,7 +87,7 @@ def _check_follows(out: Findings, what: str, found: Where, before: Where | None)
         out.add("R21-steps", f"{what}: runs before instruction {before[1][0]}, which it must follow", role, place[0])
 
 
-def _parts(plan: Plan) -> Iterator[tuple[RolePlan, Place, Part]]:
+def _parts(plan: Plan) -> Iterator[tuple[RolePlan, UsePosition, Part]]:
     for role, index, instr in plan.instructions():
         for p, part in enumerate(instr.parts):
             yield role, (index, p), part
@@ -164,14 +164,14 @@ def _members_problem(plan: Plan, bucket: Bucket) -> str:
 class _Use:
     """What one role does to one bucket."""
 
-    accumulations: list[Place] = field(default_factory=list)
-    uses: list[Place] = field(default_factory=list)
-    norms: list[Place] = field(default_factory=list)
-    reductions: list[Place] = field(default_factory=list)
-    updates: list[Place] = field(default_factory=list)
+    accumulations: list[UsePosition] = field(default_factory=list)
+    uses: list[UsePosition] = field(default_factory=list)
+    norms: list[UsePosition] = field(default_factory=list)
+    reductions: list[UsePosition] = field(default_factory=list)
+    updates: list[UsePosition] = field(default_factory=list)
 
 
-def check_reductions(out: Findings, orders: dict[str, Order]) -> None:
+def check_reductions(out: Findings, orders: dict[str, HappensBefore]) -> None:
     """R24, R25, and of R26 that all updates clip alike."""
     touched = _Touched(out.plan)
     for role in out.plan.roles:
@@ -213,7 +213,7 @@ class _Touched:
                 added = {home[chunk.inputs[k].ref] for k in sig.accumulates if chunk.inputs[k].ref in home}
                 self._steps[chunk.id, step] = added | {home[r] for r in refs if r in home}, added
 
-    def record(self, uses: dict[str, _Use], part: Part, place: Place) -> None:
+    def record(self, uses: dict[str, _Use], part: Part, place: UsePosition) -> None:
         match part.op:
             case Compute(chunk=chunk, step=step):
                 used, added = self._steps[chunk, step]
@@ -236,7 +236,7 @@ class _Touched:
 class _BucketOnRole:
     """R24 and R25 for one bucket on one role that holds it."""
 
-    def __init__(self, out: Findings, role: RolePlan, order: Order, bucket: Bucket, use: _Use) -> None:
+    def __init__(self, out: Findings, role: RolePlan, order: HappensBefore, bucket: Bucket, use: _Use) -> None:
         self.out, self.role, self.order, self.bucket, self.use = out, role, order, bucket, use
 
     def add(self, rule: str, message: str, index: int = -1) -> None:

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 from piper_ir.ops import Collective
 from piper_ir.plan import COMPUTE, Instr, RolePlan
-from piper_ir.verify.rules import Findings, title
+from piper_ir.verify.rules import Findings, instr_title
 
-Place = tuple[int, int]
+UsePosition = tuple[int, int]
 """An instruction and a part of it. Part -1: what the instruction does before its parts; LAST: after them."""
 LAST = 1 << 30
-FIRST: Place = (-1, LAST)
+FIRST: UsePosition = (-1, LAST)
 """Before the first instruction of a step."""
 
 
-class Order:
+class HappensBefore:
     """Happens-before within one role: stream order and waits, closed transitively (a vector clock with an entry per stream).
 
     The order in which the host issues does not count: a device runs ahead of or behind it.
@@ -51,17 +51,17 @@ class Order:
 class _Life:
     """Where a role allocates (by itself, not by writing), writes, reads and frees one value."""
 
-    allocs: list[Place] = field(default_factory=list)
-    writes: list[Place] = field(default_factory=list)
-    reads: list[Place] = field(default_factory=list)
-    frees: list[Place] = field(default_factory=list)
+    allocs: list[UsePosition] = field(default_factory=list)
+    writes: list[UsePosition] = field(default_factory=list)
+    reads: list[UsePosition] = field(default_factory=list)
+    frees: list[UsePosition] = field(default_factory=list)
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[UsePosition]:
         for places in (self.writes, self.reads, self.allocs, self.frees):
             yield from places
 
 
-def check_values(out: Findings, orders: dict[str, Order]) -> None:
+def check_values(out: Findings, orders: dict[str, HappensBefore]) -> None:
     """Check R11 to R16 and R29, for plans whose form is right."""
     home: dict[str, str] = {}
     plain = _plain_values(out.plan.roles)
@@ -166,20 +166,20 @@ def _check_writers(out: Findings, role: RolePlan, value: str, life: _Life, home:
 class _Lifetime:
     """R12 to R16 and R29 for one value on the role that writes it."""
 
-    def __init__(self, out: Findings, role: RolePlan, order: Order, value: str, life: _Life) -> None:
+    def __init__(self, out: Findings, role: RolePlan, order: HappensBefore, value: str, life: _Life) -> None:
         self.out, self.role, self.order, self.value, self.life = out, role, order, value, life
         self.writer = life.writes[0]
 
     def add(self, rule: str, message: str, index: int) -> None:
         self.out.add(rule, message, self.role, index)
 
-    def instr(self, place: Place) -> Instr:
+    def instr(self, place: UsePosition) -> Instr:
         return self.role.program[place[0]]
 
-    def says(self, place: Place) -> str:
+    def says(self, place: UsePosition) -> str:
         if place == FIRST:
             return "the start of the step"
-        return f"instruction {place[0]} ({self.instr(place).stream}: {title(self.instr(place))})"
+        return f"instruction {place[0]} ({self.instr(place).stream}: {instr_title(self.instr(place))})"
 
     def check(self) -> None:
         self._check_allocation()
@@ -214,7 +214,7 @@ class _Lifetime:
             message = f"the buffer of {self.value} is made by {self.says(allocs[0])}; it must stand before, and be waited for"
             self.add("R12-allocated", message, index)
 
-    def _check_read(self, place: Place) -> bool:
+    def _check_read(self, place: UsePosition) -> bool:
         w = self.writer
         ok = w < place if w[0] == place[0] else self.order.precedes(w[0], place[0])
         if not ok:
@@ -232,7 +232,7 @@ class _Lifetime:
                     message = f"{self.value} is undefined after {op.law.name}, and {self.says(late)} may read it then"
                     self.add("R29-spoiled", message, place[0])
 
-    def _check_use_before_free(self, use: Place, free: Place) -> bool:
+    def _check_use_before_free(self, use: UsePosition, free: UsePosition) -> bool:
         if use[0] > free[0] or (use[0] == free[0] and use[1] > free[1]):
             self.add("R15-use-after-free", f"it uses {self.value}, which {self.says(free)} frees before", use[0])
             return False

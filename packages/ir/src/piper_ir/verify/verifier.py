@@ -16,7 +16,7 @@ from piper_ir.verify.form import check_instructions, check_tables
 from piper_ir.verify.rules import RULES, Findings, Violation
 from piper_ir.verify.run import Events, meetings, run
 from piper_ir.verify.training import check_holders, check_layout, check_reductions, check_steps
-from piper_ir.verify.values import Order, check_values
+from piper_ir.verify.values import HappensBefore, check_values
 
 __all__ = ["RULES", "Violation", "check", "verify"]
 
@@ -45,7 +45,7 @@ def check(plan: Plan) -> list[Violation]:
 
 def _check_use(out: Findings) -> None:
     """R11 to R27."""
-    orders = {role.role: Order(role) for role in out.plan.roles}
+    orders = {role.role: HappensBefore(role) for role in out.plan.roles}
     check_values(out, orders)
     met = meetings(out)
     if out.found:
