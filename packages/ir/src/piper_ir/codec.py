@@ -1,8 +1,10 @@
-"""JSON both ways for the frozen dataclasses of the IR. Parsed strictly: unknown keys, wrong types and truncated text are errors.
+"""Write the frozen dataclasses of the IR as JSON, and read them back strictly.
 
-A dataclass becomes an object with a key per field that differs from its default. In a union of dataclasses (ops, directives)
-the key "is" names the class. An Affine is written as [a, b]. Top-level documents carry "format" (the class) and "version".
-A class whose fields are not what is written has a document class that stands for it (`register`); a Graph has one in
+Unknown keys, wrong types and truncated text are errors. A dataclass becomes an object with a key per field that differs
+from its default. In a union of dataclasses (ops, directives) the key "is" names the class. An Affine is written as
+[a, b]. Top-level documents carry "format" (the class) and "version".
+
+A class whose fields are not what is written has a document class that stands for it (`register`). A Graph has one in
 `piper_ir.graph_json`, which must be imported where graphs are written or read.
 """
 
@@ -32,7 +34,7 @@ Decoder = Callable[[Any, str], Any]
 
 @dataclass(frozen=True, slots=True)
 class _DocumentForm:
-    """The class that is written in place of another one, and the way there and back."""
+    """Name the class that is written in place of another one, and the way there and back."""
 
     document: type
     to_document: Callable[[Any], Any]
@@ -62,7 +64,8 @@ def dumps(document: Any, indent: int | None = None) -> str:
 def loads(kind: type[T], text: str, where: str = "text") -> T:
     """Parse a document of the given class.
 
-    FormatError names the place (a path of keys) and what was expected. CompileError: a Graph in which a value has two writers.
+    FormatError names the place (a path of keys) and what was expected. A Graph in which a value has two writers is a
+    CompileError.
     """
     form = _DOCUMENT_FORMS.get(kind)
     written: Any = kind if form is None else form.document
@@ -71,7 +74,10 @@ def loads(kind: type[T], text: str, where: str = "text") -> T:
 
 
 def read_document(name: str, version: int, text: str, where: str) -> dict[str, Any]:
-    """The content of a JSON document of this format and version, without the two. FormatError for anything else."""
+    """Return the content of a JSON document without the two keys that say its format and version.
+
+    FormatError when it has other ones, or is no JSON.
+    """
     try:
         data = json.loads(text)
     except json.JSONDecodeError as e:
@@ -91,13 +97,13 @@ def read_document(name: str, version: int, text: str, where: str) -> dict[str, A
 
 
 def _format(kind: type) -> str:
-    """What a document of this class is called: its FORMAT if it stands for another class, else its name."""
+    """Return what a document of this class is called: its FORMAT if it stands for another class, else its name."""
     name: str = getattr(kind, "FORMAT", kind.__name__)
     return name
 
 
 def encode(value: Any) -> Any:
-    """A plain JSON value for a dataclass, container or scalar of the IR."""
+    """Return a plain JSON value for a dataclass, container or scalar of the IR."""
     kind: Any = type(value)
     if kind in _PLAIN:
         return value
@@ -105,12 +111,12 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: Any, value: Any, where: str) -> Any:
-    """The inverse of `encode`, given the type that is expected."""
+    """Return the value of the expected type that a JSON value stands for: the inverse of `encode`."""
     return _decoder(kind)(value, where)
 
 
 def tagged(value: Any) -> dict[str, Any]:
-    """A dataclass with its class name under "is", for members of an open or closed union."""
+    """Return a dataclass with its class name under "is", for members of an open or closed union."""
     return {"is": type(value).__name__, **encode(value)}
 
 
@@ -168,7 +174,7 @@ def _is_text(hint: Any) -> bool:
 
 
 def _is_class(option: Any) -> bool:
-    """Whether an option of a union is a dataclass that is written as an object."""
+    """Return whether an option of a union is a dataclass that is written as an object."""
     return is_dataclass(option) and option is not Affine
 
 

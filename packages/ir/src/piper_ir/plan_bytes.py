@@ -1,4 +1,4 @@
-"""Bytes that the instructions of a plan move: messages, and memory touched by what is not a chunk."""
+"""Count the bytes that the instructions of a plan move: in messages, and in memory for what is not a chunk."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from piper_ir.sizes import ITEM_BYTES, bind
 
 
 class PlanBytes:
-    """Of one plan; sizes that many values share are computed once."""
+    """Count the bytes of one plan; sizes that many values share are computed once."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._sizes: dict[int, int] = {}
 
     def memory_bytes(self, role: RolePlan, part: Part) -> int:
-        """Bytes of memory that an op other than Compute reads and writes."""
+        """Return the bytes of memory that an op other than Compute reads and writes."""
         nbytes = sum([self.nbytes(v) for v in (*part.reads, *part.writes)])
         match part.op:
             case SquaredNorm(buckets=buckets):
@@ -44,6 +44,7 @@ class PlanBytes:
         return sum(map(self.nbytes, message))
 
     def nbytes(self, value: str) -> int:
+        """Return the bytes of a value."""
         spec = self._plan.values[value].spec
         if id(spec) not in self._sizes:  # microbatches share specs: objects that the plan keeps alive
             self._sizes[id(spec)] = bind(spec.nbytes, 0)
@@ -51,5 +52,5 @@ class PlanBytes:
 
 
 def bucket_bytes(bucket: Bucket) -> int:
-    """Bytes of a bucket's gradients."""
+    """Return the bytes of a bucket's gradients."""
     return bucket.numel * ITEM_BYTES[bucket.dtype]

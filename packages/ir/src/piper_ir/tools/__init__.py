@@ -1,4 +1,4 @@
-"""Hold small helpers that know nothing of plans: numbers as text, whole files, interpolation, this machine, calls of user code.
+"""Hold small helpers that know nothing of plans: for numbers as text, files, interpolation, this machine, user code.
 
 The modules here may import the standard library and `piper_ir.errors`.
 """

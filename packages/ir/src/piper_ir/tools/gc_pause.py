@@ -1,4 +1,4 @@
-"""Pauses of Python's garbage collector."""
+"""Pause Python's garbage collector."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """For work that makes very many objects, few of them in reference cycles: the collector would walk them again and again while
-    they grow (twice the time for a graph of 25,000 nodes, a tenth more for the capture of a model)."""
+    """Turn the garbage collector off for work that makes very many objects, few of them in reference cycles.
+
+    The collector would walk them again and again while they grow: that takes twice the time for a graph of 25,000
+    nodes, and a tenth more for the capture of a model.
+    """
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,10 +1,11 @@
-"""Rules R17 to R20: an abstract run of a plan under every blocking condition of the real engines.
+"""Check rules R17 to R20: an abstract run of a plan under every blocking condition of the real engines.
 
-What must be done before an instruction starts: its predecessor on its stream; what it waits for; the compute before it in program
-order, for one host thread issues and, on a CPU, computes; and the same for its peers, for a send, its receive and all members
-of a reduction start and end together. Every condition waits for a fixed set of instructions, so the run gets to its end, in any
-timing, exactly when the graph of these conditions has no cycle. It is run on roles: the ranks of a role meet each other in
-equal instructions, so a cycle among ranks folds to one among roles, and the other way round.
+Before an instruction starts, these must be done: its predecessor on its stream; what it waits for; the compute before
+it in program order, since one host thread issues and, on a CPU, computes; and the same for its peers, since a send, its
+receive and all members of a collective start and end together. Every condition waits for a fixed set of instructions,
+so the run gets to its end, in any timing, exactly when the graph of these conditions has no cycle. Roles stand for
+their ranks: the ranks of a role meet each other in equal instructions, so a cycle among ranks folds to one among roles,
+and the other way round.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _Blocked = tuple[int, int, str]
 
 
 class Events:
-    """What happens in a plan, as one number per instruction; instructions that meet on a channel are one event.
+    """Number what happens in a plan; instructions that meet on a channel are one event, all others one each.
 
     `members[e]` are the instructions (numbered through all roles) of event e.
     """
@@ -44,12 +45,13 @@ class Events:
         self.members.append(instructions)
 
     def says(self, i: int) -> str:
+        """Return what messages call an instruction."""
         role, index = self.at[i]
         return f"{role.role}[{index}] {instr_title(role.program[index])} on {role.program[index].stream}"
 
 
 def meetings(out: Findings) -> list[list[int]]:
-    """R17, R18. Which instructions meet, per channel in order. Instructions are numbered through all roles."""
+    """Return which instructions meet, numbered through all roles, per channel in order; checks R17 and R18."""
     uses: dict[str, dict[str, list[int]]] = {c.id: {r: [] for r in c.roles} for c in out.plan.channels}
     at: list[tuple[RolePlan, int]] = []
     for number, (role, index, instr) in enumerate(out.plan.instructions()):
@@ -89,7 +91,7 @@ def _mismatch(channel: Channel, n: int, carried: list[str]) -> str:
 
 
 def run(out: Findings, events: Events) -> list[int]:
-    """R19, R20. The events in an order in which they can happen; empty when there is none."""
+    """Return the events in an order in which they can happen, empty when there is none; checks R19 and R20."""
     order = _sweep(events, serial=True)
     if len(order) == len(events.members):
         return order  # every condition of the ordinary run is one of the serial run too
@@ -110,7 +112,7 @@ def run(out: Findings, events: Events) -> list[int]:
 
 
 def _conditions(events: Events, serial: bool) -> Iterator[tuple[int, list[_Reason]]]:
-    """Each instruction with those that must be done before it starts, and why."""
+    """Yield each instruction with those that must be done before it starts, and why."""
     number = 0
     for role in events.plan.roles:
         streams: dict[str, list[int]] = {s: [] for s in role.streams}
@@ -131,7 +133,7 @@ def _conditions(events: Events, serial: bool) -> Iterator[tuple[int, list[_Reaso
 
 
 def _sweep(events: Events, serial: bool) -> list[int]:
-    """The events that can happen, in an order in which they can: those of low numbers as early as possible."""
+    """Return the events that can happen, in an order in which they can: those of low numbers as early as possible."""
     missing = [0] * len(events.members)
     after: list[list[int]] = [[] for _ in events.members]
     event = events.event
@@ -149,7 +151,10 @@ def _sweep(events: Events, serial: bool) -> list[int]:
 
 
 def _cycle(events: Events, done: list[int], serial: bool) -> list[tuple[int, str]]:
-    """A short cycle of waiting among the events that did not happen: (instruction, why it cannot start), each naming the next."""
+    """Return a short cycle of waiting among the events that did not happen.
+
+    Each entry is an instruction and why it cannot start, which names the next.
+    """
     happened = set(done)
     blocked: dict[int, list[_Blocked]] = {}
     for i, conditions in _conditions(events, serial):
@@ -171,7 +176,7 @@ def _cycle(events: Events, done: list[int], serial: bool) -> list[tuple[int, str
 
 
 def _way_round(events: Events, blocked: dict[int, list[_Blocked]], start: int) -> list[_Blocked]:
-    """The shortest way from an event through what blocks it back to itself, breadth first."""
+    """Return the shortest way from an event through what blocks it back to itself, found breadth first."""
     came: dict[int, _Blocked] = {}
     todo = [start]
     for e in todo:  # grows while it is walked
