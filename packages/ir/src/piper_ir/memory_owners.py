@@ -95,9 +95,13 @@ def origins(plan: Plan) -> dict[str, tuple[str, int]]:
                 case _:
                     others.update(dict.fromkeys(part.writes, part.mb))
     out |= {v: (v, mb) for v, mb in others.items() if v not in out}
-    return out | {
-        there: out[here] for channel, values in arrived.items() for here, there in zip(sent[channel], values, strict=True)
-    }
+    source = {there: here for channel, values in arrived.items() for here, there in zip(sent[channel], values, strict=True)}
+    for value in source:
+        first = value
+        while first in source:  # it may have been passed on from rank to rank
+            first = source[first]
+        out[value] = out.get(first, (first, -1))
+    return out
 
 
 def _at_peak(plan: Plan, role: RolePlan) -> tuple[dict[str, int], int, Part | None]:
