@@ -29,9 +29,7 @@ from piper_runtime.processes import Pool
 from piper_runtime.profiler_plans import channels_plan, group_channel
 from piper_runtime.rank import Comm
 from piper_runtime.staging import StagedCommunicators
-from piper_simulator import DeviceModel, load_cluster
-from piper_simulator.contention.flows import message_flows, route, wiring
-from piper_simulator.durations.communication import by_formula, rank_group
+from piper_simulator import DeviceModel, by_formula, load_cluster, message_flows, rank_group, route, wiring
 from tests.collective_model import code, job
 from tests.collective_plans import plan
 

@@ -12,7 +12,7 @@ from piper_simulator.cluster.named import cpu_local, load_cluster, product_clust
 from piper_simulator.cluster.network import Links, Network, SlowLink
 from piper_simulator.cluster.stacks import STACKS
 from piper_simulator.contention.demands import Message, demands
-from piper_simulator.contention.flows import message_flows, wiring
+from piper_simulator.contention.flows import message_flows, route, wiring
 from piper_simulator.durations.communication import by_formula, rank_group
 from piper_simulator.durations.cost_model import CostModel, CostModelFactory, Work, given_only, model_for
 from piper_simulator.durations.device_model import DeviceModel
@@ -67,6 +67,7 @@ __all__ = [
     "product_cluster",
     "rank_group",
     "read_messages",
+    "route",
     "run_engine",
     "simulate",
     "split",

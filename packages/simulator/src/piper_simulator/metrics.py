@@ -53,7 +53,7 @@ def model_flops(plan: Plan, tokens_per_row: int) -> int:
 def _visited(plan: Plan, tokens: int) -> dict[str, float]:
     """Return for each parameter of experts the part of it that a token visits, at so many tokens per microbatch.
 
-    In a batch of products [M, K] x [K, N], one per expert, each expert has M of the tokens; places that no token took
+    In a batch of products [M, K] x [K, N], one per expert, each expert has M of the tokens. Places that no token took
     are in M, for what runs does not know them. In a grouped product all experts of [E, K, N] share the M rows."""
     shapes = {p.name: tuple(bind(d, plan.rows) for d in p.spec.shape) for p in plan.params}
     out: dict[str, float] = {}

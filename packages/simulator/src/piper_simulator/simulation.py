@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from piper_ir.collector import no_garbage_collection
 from piper_ir.costs import AllocatorCosts, Costs
 from piper_ir.errors import PlanError
 from piper_ir.limits import MOST_STEP_INSTRUCTIONS, most
@@ -15,6 +14,7 @@ from piper_ir.memory import Usage, peak, scan
 from piper_ir.memory_owners import owners
 from piper_ir.plan import Plan, RolePlan
 from piper_ir.timing import Times, prepare
+from piper_ir.tools import no_garbage_collection
 from piper_ir.trace import MemSample, Span, Trace
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
@@ -101,6 +101,12 @@ class Simulation:
         """Return the last of the steps, in seconds from its first start; it is made when it is first asked for."""
         with no_garbage_collection():
             return self._run.trace()
+
+    @cached_property
+    def role_trace(self) -> Trace:
+        """The same as `trace`, once for all ranks that do the same at the same times (`Trace.alike`)."""
+        with no_garbage_collection():
+            return self._run.trace(by_role=True)
 
     def distribution(self, jitter: float, *, seed: int = 0, repetitions: int = 200) -> Distribution:
         """Return how the step is spread when durations vary.
@@ -316,8 +322,8 @@ class _Run:
     step: int
     notes: Mapping[str, str]
 
-    def trace(self) -> Trace:
-        """Make the trace: spans and memory by rank, then in program order.
+    def trace(self, by_role: bool = False) -> Trace:
+        """Make the trace: spans and memory by rank, then in program order; `by_role`: of the first of ranks that are alike.
 
         A memory sample stands at its instruction's start: only the stream "compute" allocates and frees, in program
         order, so the peak in program order is the peak in time."""
@@ -326,7 +332,11 @@ class _Run:
         names = [[instr.name for instr in role.program] for role in roles]
         spans: list[Span] = []
         memory: list[MemSample] = []
+        alike = tuple(role.ranks for role in roles) if by_role else ()
+        firsts = {ranks[0] for ranks in alike}
         for rank, r in enumerate(parts.role_of):
+            if by_role and rank not in firsts:
+                continue
             first = self.held.prepared.offsets[r]
             for i, instr in enumerate(roles[r].program):
                 node = first + i
@@ -335,7 +345,8 @@ class _Run:
                 spans.append(Span(rank, instr.stream, i, names[r][i], start, end, ready, w.bytes, w.flops, w.source))
             usages = self.usages[parts.of[r]]
             memory.extend(MemSample(rank, u.instr, times.start[first + u.instr] - origin, u.bytes) for u in usages)
-        return Trace(self.held.plan.key, "simulated", tuple(spans), tuple(memory), step=self.step, notes=self.notes)
+        whole = tuple(spans), tuple(memory)
+        return Trace(self.held.plan.key, "simulated", *whole, step=self.step, notes=self.notes, alike=alike)
 
     def footprint(self, rank: int) -> dict[str, int]:
         k = self.held.parts.role_of[rank]

@@ -12,7 +12,7 @@ from piper_simulator.cluster.checks import Count, Factor, Index, NotNegative, Po
 from piper_simulator.cluster.nccl import Nccl
 
 OPS: tuple[str, ...] = ("p2p", *COLLECTIVES)
-"""Tables and formulas name the ops of messages so: transfers, and the kinds of collectives."""
+"""Tables and formulas know messages by these names: transfers, and the kinds of collectives."""
 
 INTRA = ("nvswitch", "nvlink", "pcie", "host")
 INTER = ("infiniband", "roce", "ethernet", "host")

@@ -1,12 +1,14 @@
 """Say what the messages of a plan ask of a cluster: links, NICs, memory and SMs.
 
 What follows from it is in `piper_simulator.contention.rates`. A message of B bytes per rank carries B over the wire
-point-to-point and `Law.wire` of them in a collective (2 (n - 1) / n B for an all-reduce of n ranks, (n - 1) / n B for
-the others). A rank touches 2 bytes of memory per wire byte of a collective: it reads what it sends and writes what it
-receives. In an all-to-all each member sends 1 / (n - 1) of its wire bytes to each other one, as if point-to-point; the
-other collectives go around a ring. While a message runs it takes of each link on its way the part
-(wire bytes / duration) / (link's bytes/s). What it takes beyond its bytes at the rate of its links is latency, in which
-others use them. A message that was measured faster than that takes all of its link.
+point-to-point, and in a collective of n ranks what `piper_ir.collectives.Law.wire` says: 2 (n - 1) / n B for an
+all-reduce, (n - 1) / n B for the others. A rank touches 2 bytes of memory per wire byte of a collective, for it reads
+what it sends and writes what it receives. In an all-to-all each member sends 1 / (n - 1) of its wire bytes to each
+other one, as if point-to-point; the other collectives go around a ring.
+
+While a message runs it takes of each link on its way the part (wire bytes / duration) / (link's bytes/s). What a
+message takes beyond its bytes at the rate of its links is latency, in which others use them.
+A message that was measured faster than that takes all of its link.
 
 Links are one-way. A *port* of a device carries what stays on its node, a *NIC* what leaves or enters the node. A ring
 passes out of and into the port of each member that is not alone on its node. At a node's border it is spread over the
@@ -259,7 +261,7 @@ def _sms(plan: Plan, wires: Wiring) -> dict[tuple[str, str], int]:
 
 
 def route(op: str, groups: Sequence[Sequence[int]], wires: Wiring) -> Route:
-    """Return what the messages of an op pass through when all of these groups of ranks do it at the same time.
+    """Return what the messages of an op pass through when all of these groups of ranks send them at the same time.
 
     ClusterError without a member, and for groups of different sizes."""
     sizes = {len(members) for members in groups}
@@ -271,20 +273,19 @@ def route(op: str, groups: Sequence[Sequence[int]], wires: Wiring) -> Route:
             raise ClusterError(f"p2p of {n} ranks; it has a source and a destination")
         return _through(Route(1.0, 1), [passes(wires, members, True) for members in groups], wires)
     law = law_of(op)
-    found = Route(law.wire(n), 2)
     match law.route:
         case "ring":
-            return _through(found, [passes(wires, members, False) for members in groups], wires)
+            return _through(Route(law.wire(n), 2), [passes(wires, members, False) for members in groups], wires)
         case "pairs":
-            return _through(found, [_to_all(members, wires) for members in groups], wires)
+            return _through(Route(law.wire(n), 2), [_to_all(members, wires) for members in groups], wires)
         case _:
             assert_never(law.route)
 
 
-def _through(found: Route, groups: Sequence[Mapping[Resource, float]], wires: Wiring) -> Route:
+def _through(empty: Route, groups: Sequence[Mapping[Resource, float]], wires: Wiring) -> Route:
     for passed in groups:
-        found.add(passed, wires)
-    return found
+        empty.add(passed, wires)
+    return empty
 
 
 def _to_all(members: Sequence[int], wires: Wiring) -> dict[Resource, float]:

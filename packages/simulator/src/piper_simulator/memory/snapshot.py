@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from piper_ir.plan import COMPUTE, Instr, Part, Plan, RolePlan, part_peak
+from piper_ir.memory import PartUse, Step, steps
+from piper_ir.plan import Part, Plan, RolePlan
 from piper_simulator.memory.caching_allocator import CachedBlock, CachingAllocator
 
 Snapshot = dict[str, Any]
@@ -31,41 +32,40 @@ def snapshot(plan: Plan, role: RolePlan, spans: Sequence[tuple[float, float]]) -
         log.allocate(state.id, state.nbytes, state.category, "before the step", -1)
     for v in role.allocs_first:
         log.value(plan, v, "before the step", -1)
-    for index, (instr, (start, end)) in enumerate(zip(role.program, spans, strict=True)):
-        if instr.stream == COMPUTE:
-            _run(log, plan, index, instr, round(start * 1e6), round(end * 1e6))
+    for step in steps(plan, role):
+        start, end = spans[step.index]
+        _run(log, plan, step, round(start * 1e6), round(end * 1e6))
     return log.snapshot()
 
 
-def _run(log: _Log, plan: Plan, index: int, instr: Instr, start: int, end: int) -> None:
+def _run(log: _Log, plan: Plan, step: Step, start: int, end: int) -> None:
     log.time_us = max(log.time_us, start)
-    log.free(instr.frees_before)
-    for part in instr.parts:
-        _run_part(log, plan, index, instr, part)
+    log.free(step.early)
+    for use in step.uses:
+        _run_part(log, plan, step, use)
     log.time_us = max(log.time_us, end)
-    log.free(v for part in instr.parts[-1:] for v in part.frees if v in log)
-    for v in instr.allocs_after:
-        log.value(plan, v, instr.name, index)
+    log.free(v for use in step.uses[-1:] for v in use.part.frees if v in log)
+    for v in step.made:
+        log.value(plan, v, step.instr.name, step.index)
 
 
-def _run_part(log: _Log, plan: Plan, index: int, instr: Instr, part: Part) -> None:
+def _run_part(log: _Log, plan: Plan, step: Step, use: PartUse[Part]) -> None:
     """Allocate what the part writes, and at its fullest moment what it holds beside.
 
     That is temporaries, or less of the inputs than it was given."""
-    sizes = {v: plan.values[v].nbytes for v in (*part.reads, *part.writes)}
-    beside = part_peak(plan, part, sizes) - sum(sizes[v] for v in part.writes)
+    part, beside = use.part, use.beside
     for v in part.frees:
         if beside >= 0:
             break
         if v not in part.writes:
             log.free((v,))
-            beside += sizes[v]
+            beside += plan.values[v].nbytes
     for v in part.writes:
-        log.value(plan, v, part.node, index)
+        log.value(plan, v, part.node, step.index)
     if beside > 0:
-        log.allocate("workspace", beside, "workspace", part.node, index)
+        log.allocate("workspace", beside, "workspace", part.node, step.index)
         log.free(("workspace",))
-    if part is not instr.parts[-1]:
+    if use is not step.uses[-1]:
         log.free(v for v in part.frees if v in log)
 
 
