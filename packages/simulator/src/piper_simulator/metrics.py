@@ -76,10 +76,9 @@ def _visited(plan: Plan, tokens: int) -> dict[str, float]:
 
 
 def without_formula(plan: Plan) -> dict[str, float]:
-    """Return the operators whose FLOPs nothing knows, each with its share of the bytes that all compute of a step
-    moves.
+    """Return the operators whose FLOPs nothing knows, with their share of the bytes that compute moves.
 
-    The share is of bytes because the FLOPs are what is missing."""
+    All compute of a step counts. The share is of bytes because the FLOPs are what is missing."""
     total, of = 0, dict[str, int]()
     costs = [sig.cost for chunk in plan.chunks for sig in chunk.steps.values()]
     count = Counter(map(id, costs))  # equal layers share theirs

@@ -5,9 +5,9 @@ their sum, and never less than the launches: max(sum of kernels, number of kerne
 
 With a stack (`piper_simulator.cluster.stacks`) the kind of kernel decides:
 
-    matmul      2 M N K FLOPs / (peak x matmul_fraction x tiles / (waves x SMs)): pieces of the result of a size of TILES,
-                as many at once as there are SMs, the last wave as long as any; K in whole steps of STEP (NVIDIA, Matrix
-                Multiplication Background User's Guide: tile and wave quantization)
+    matmul      2 M N K FLOPs / (peak x matmul_fraction x tiles / (waves x SMs)): pieces of the result of a size of
+                TILES, as many at once as there are SMs, the last wave as long as any; K in whole steps of STEP
+                (NVIDIA, Matrix Multiplication Background User's Guide: tile and wave quantization)
     attention   in 16 bit FLOPs / (peak x what the stack's kernel reaches forward or backward)
     the others  bytes at the part of the bandwidth that so many bytes reach (`memory_steps`); where the stack runs an
                 operator as several kernels (`piper_simulator.durations.eager_launches`), each with its own bytes
