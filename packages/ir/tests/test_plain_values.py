@@ -45,9 +45,9 @@ def _edited(found: tuple[str, ...], values: list[str], draw: random.Random) -> t
 
 
 def violations(plan: Plan) -> list[Violation]:
-    out = Findings(plan)
-    check_values(out, {role.role: HappensBefore(role) for role in plan.roles})
-    return out.found
+    findings = Findings(plan)
+    check_values(findings, {role.role: HappensBefore(role) for role in plan.roles})
+    return findings.violations
 
 
 def test_broken_plans_are_found_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -508,10 +508,10 @@ def test_a_buffer_is_read_after_its_update_of_the_microbatch_before() -> None:
     chunks = (embed, replace(head, inputs=(*head.inputs, read), outputs=(*head.outputs, update)))
 
     def found(places: dict[tuple[str, int], int]) -> list[str]:
-        out = Findings(replace(GOOD, chunks=chunks))
+        findings = Findings(replace(GOOD, chunks=chunks))
         role = GOOD.roles[0]
-        verify_training._check_buffers(out, {(c, mb, "F"): [(role, (at, 0))] for (c, mb), at in places.items()})
-        return [v.message for v in out.found]
+        verify_training._check_buffers(findings, {(c, mb, "F"): [(role, (at, 0))] for (c, mb), at in places.items()})
+        return [v.message for v in findings.violations]
 
     assert found(uses) == []
     (early,) = found({**uses, ("embed", 1): 0, ("embed", 0): -1, ("head", 0): 1})

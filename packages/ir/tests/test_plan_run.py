@@ -105,23 +105,23 @@ def _disturbed(draw: st.DrawFn, program: list[Instr]) -> list[Instr]:
     """Swaps of neighbours on different channels, then waits for earlier instructions."""
     for k in draw(st.lists(st.integers(0, max(0, len(program) - 2)), max_size=6 if len(program) > 1 else 0)):
         program[k], program[k + 1] = program[k + 1], program[k]
-    out: list[Instr] = []
+    findings: list[Instr] = []
     counts: Counter[str] = Counter()
     for instr in program:
         others = [s for s in STREAMS if counts[s] and s != instr.stream]
         chosen = draw(st.lists(st.sampled_from(others), unique=True, max_size=2)) if others else []
-        out.append(Instr(instr.stream, instr.parts, tuple((s, draw(st.integers(1, counts[s]))) for s in chosen)))
+        findings.append(Instr(instr.stream, instr.parts, tuple((s, draw(st.integers(1, counts[s]))) for s in chosen)))
         counts[instr.stream] += 1
-    return out
+    return findings
 
 
 def _verdict(plan: Plan) -> list[Violation]:
-    out = Findings(plan)
-    met = meetings(out)
-    assert not out.found, "swaps of neighbours keep the number of sends and receives"
-    order = run(out, Events(plan, met))
-    assert bool(order) == all(v.rule != "R19-deadlock" for v in out.found)
-    return out.found
+    findings = Findings(plan)
+    met = meetings(findings)
+    assert not findings.violations, "swaps of neighbours keep the number of sends and receives"
+    order = run(findings, Events(plan, met))
+    assert bool(order) == all(v.rule != "R19-deadlock" for v in findings.violations)
+    return findings.violations
 
 
 SEEN: Counter[str] = Counter()
