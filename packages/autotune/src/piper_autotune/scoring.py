@@ -16,7 +16,8 @@ from piper_compiler import Outline, Strategy, compile_program, outline_program
 from piper_ir.errors import CaptureError, PiperError
 from piper_ir.plan import Plan, RolePlan
 from piper_ir.program import Program
-from piper_ir.timing import Prepared, prepare, step_and_period
+from piper_ir.steady_state import step_and_period
+from piper_ir.timing import Prepared, prepare
 from piper_ir.tools import no_garbage_collection, size_text
 from piper_ir.verify import verify
 from piper_simulator import SHOWN, Cluster, CostModel, Device, device_memory, model_for, simulate, too_much

@@ -17,7 +17,8 @@ from functools import partial
 from simpy import Environment, Event
 from simpy.events import Timeout
 
-from piper_ir.timing import Prepared, Times, host_seconds, later_half, steady
+from piper_ir.steady_state import host_seconds, later_half, steady
+from piper_ir.timing import Prepared, Times
 from piper_simulator.rates import Activity, Flow, Message, Pool
 
 Running = Generator[Event, None, None]
@@ -46,8 +47,11 @@ PERIOD_STEPS = 6, 16
 
 
 def period(prepared: Prepared, durations: Sequence[float], flows: Sequence[Flow], *, latency: float, issue: float) -> float:
-    """`piper_ir.timing.period` under contention: by runs of the engine until steps repeat, to 1e-9. Steps count as long as every
-    stream has more to come: afterwards there is less to share with. Where a stream runs so far ahead that hardly any do, all."""
+    """Return the period as `piper_ir.steady_state.period` does, but under contention: run steps until they repeat, to 1e-9.
+
+    Steps count as long as every stream has more to come, since afterwards there is less to share with. Where a stream
+    runs so far ahead that hardly any step does, all count.
+    """
     last = [nodes[-1] for nodes in prepared.streams]
     host = host_seconds(prepared, issue)
     if not last:
