@@ -9,7 +9,7 @@ import pytest
 from packages.ir.tests.plans_for_tests import good_plan
 from piper_ir.codec import dumps, loads
 from piper_ir.memory import on_device, peak, scan
-from piper_ir.memory_owners import Owner, held_at_peak, owners
+from piper_ir.memory_owners import MemoryOwner, held_at_peak, owners
 from piper_ir.ops import Compute, Update
 from piper_ir.plan import Plan, RolePlan, part_peak
 from piper_ir.program import Inside, Liveness
@@ -85,6 +85,8 @@ def test_an_update_holds_its_temporaries() -> None:
 
 
 def test_an_owner_in_words() -> None:
-    assert Owner("activation", "layers.3", 8, (0, 1, 2, 3), 13 << 30).text == "layers.3: activation 13 GiB of 4 microbatches"
-    assert Owner("activation", "layers.3", 8, (2,), 1 << 20).text == "layers.3: activation 1 MiB of 1 microbatch"
-    assert Owner("param", "bucket0: w", 1, (), 5).text == "bucket0: w: param 5 B"
+    assert (
+        MemoryOwner("activation", "layers.3", 8, (0, 1, 2, 3), 13 << 30).text == "layers.3: activation 13 GiB of 4 microbatches"
+    )
+    assert MemoryOwner("activation", "layers.3", 8, (2,), 1 << 20).text == "layers.3: activation 1 MiB of 1 microbatch"
+    assert MemoryOwner("param", "bucket0: w", 1, (), 5).text == "bucket0: w: param 5 B"
