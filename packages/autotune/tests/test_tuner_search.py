@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import optuna
 import pytest
 
 from packages.autotune.tests.tuner_spaces import exhaustive, problem, strategy
-from piper_autotune import Measured, NothingFoundError, Progress, SearchError, Study, tune
+from piper_autotune import Measured, NothingFoundError, Progress, SearchError, Study, storage, tune
 from piper_autotune.evaluators import Here
 from piper_autotune.problem import Problem, Programs
 from piper_autotune.rules import RULES
@@ -326,3 +328,35 @@ def test_a_storage_that_gets_locked_in_mid_search_loses_nothing(tmp_path: Path, 
     study = caught.value.study
     assert study.interrupted and len(study.rows) == 5 and study.best is not None
     assert not [r for r in study.rows if r.kind == "strategy"], "it is no fault of the strategy"
+
+
+@pytest.mark.parametrize("said", ["table studies already exists", "UNIQUE constraint failed: version_info.version_info_id"])
+def test_a_database_that_another_search_makes_at_the_same_moment_is_opened(
+    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slower of two searches finds the tables half made; a moment later all of them are there."""
+    made, calls = optuna.create_study, [said]
+
+    def raced(**given: Any) -> Any:
+        if calls:
+            raise RuntimeError(calls.pop())
+        return made(**given)
+
+    monkeypatch.setattr(storage.optuna, "create_study", raced)
+    monkeypatch.setattr(storage, "WAITS_S", (0.0,))
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    assert storage.open_study(url, "name", optuna.samplers.RandomSampler(seed=0)).study_name == "name"
+    calls += [said, said]
+    with pytest.raises(TuneError, match="is being set up by another search at this moment; start this one again"):
+        storage.open_study(url, "name", optuna.samplers.RandomSampler(seed=0))
+
+
+def test_searches_that_make_a_database_at_once_all_open_it(tmp_path: Path) -> None:
+    url, start = f"sqlite:///{tmp_path / 'study.db'}", Barrier(4)
+
+    def opened(_: int) -> str:
+        start.wait()
+        return storage.open_study(url, "name", optuna.samplers.RandomSampler(seed=0)).study_name
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(opened, range(4))] == ["name"] * 4

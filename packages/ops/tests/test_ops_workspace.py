@@ -14,7 +14,7 @@ from torch import Tensor
 from piper_ops import attention, attention_dgrad, cross_entropy, cross_entropy_dgrad, losses, sdpa
 from piper_ops.library import KERNELS as OPS
 from piper_ops.sdpa_kernels import KERNELS
-from piper_ops.workspace import Own, held_inside, own_on_cuda
+from piper_ops.workspace import Own, held_inside, own_on_cpu, own_on_cuda
 
 CLASSES, SLICE = 50, 1000
 MEASURED = Path(__file__).resolve().parents[3] / "benchmarks" / "measured" / "gpu-check-h200-last.txt"
@@ -123,3 +123,37 @@ def test_the_gradient_of_attention_by_hand(dtype: torch.dtype, length: int, kv_h
 def test_other_ops_have_no_memory_of_their_own_that_is_counted() -> None:
     x = torch.randn(4)
     assert own_on_cuda(torch.ops.aten.add.Tensor, (x, x), x) is None
+
+
+MASKS = {
+    "none": None,
+    "bool": torch.ones(40, 40, dtype=torch.bool).tril(),
+    "bool per row": torch.ones(2, 1, 40, 40, dtype=torch.bool),
+    "bool per head": torch.ones(4, 40, 40, dtype=torch.bool),
+    "float32": torch.zeros(40, 40),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_mask_made_for_the_kernel_is_counted_on_a_cpu(name: str, dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(2, 40, 4, 16).to(dtype) for _ in range(3))
+    mask = MASKS[name]
+    out, lse = OPS[attention](q, k, v, mask)
+    forward, backward = (q, k, v, mask), (out, q, k, v, out, lse, mask)
+    needs = mask is not None and (mask.dtype == torch.bool or dtype == torch.float64)
+    wanted = mask.numel() * dtype.itemsize if mask is not None and needs else 0
+    assert own_on_cpu(attention, forward, (out, lse)) == own_on_cpu(attention_dgrad, backward, (q, k, v)) == wanted
+    assert held_inside(OPS[attention_dgrad], *backward) == wanted
+    plain = held_inside(OPS[attention], q, k, v)  # the logsumexp is made contiguous
+    until_the_end = mask is not None and mask.dtype == torch.bool
+    assert held_inside(OPS[attention], *forward) == (wanted + plain if until_the_end else max(wanted, plain))
+
+
+@pytest.mark.parametrize(("keys", "padded"), [(40, 48), (64, 64)])
+def test_the_efficient_kernel_on_cuda_reads_a_bias_in_rows_of_16(keys: int, padded: int) -> None:
+    q, k = torch.empty(2, 8, 4, 16, device="meta"), torch.empty(2, keys, 4, 16, device="meta")
+    mask = torch.ones(8, keys, dtype=torch.bool, device="meta")
+    out, lse = torch.empty(2, 8, 4, 16, device="meta"), torch.empty(2, 4, 8, device="meta")
+    own = own_on_cuda(attention, (q, k, k, mask), (out, lse))
+    assert own == Own(8 * keys * 4 + 8 * padded * 4)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -79,7 +79,7 @@ def read_document(name: str, version: int, text: str, where: str) -> dict[str, A
     FormatError when it has other ones, or is no JSON.
     """
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as e:
         cut = e.pos >= len(text.rstrip()) - 1 or e.msg.startswith("Unterminated")
         hint = " (is the file truncated?)" if cut else ""
@@ -94,6 +94,16 @@ def read_document(name: str, version: int, text: str, where: str) -> dict[str, A
     if type(number) is not int or number != version:
         raise FormatError(f'{where}: "version" is {number!r}; this Piper reads version {version}')
     return data
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of a JSON text, for `object_pairs_hook`. FormatError for a key that it has twice: the last would win."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise FormatError(f"the key {twice!r} stands twice in one object; leave one of them out")
+    return out
 
 
 def _format(kind: type) -> str:
@@ -128,7 +138,7 @@ def _encoder(kind: type) -> Encoder:
         return _dataclass_encoder(kind)
     if issubclass(kind, Mapping):
         return lambda v: {str(k): encode(x) for k, x in v.items()}
-    if issubclass(kind, tuple | list):
+    if issubclass(kind, Sequence):
         return lambda v: [encode(x) for x in v]
     raise TypeError(f"no JSON form for {kind.__name__}")
 
@@ -204,6 +214,8 @@ def _decoder(hint: Any) -> Decoder:
         return _literal_decoder(get_args(hint))
     if origin is tuple:
         return _tuple_decoder(get_args(hint))
+    if origin is Sequence:
+        return _tuple_decoder((*get_args(hint), ...))
     if origin is not None and issubclass(origin, Mapping):
         return _mapping_decoder(get_args(hint)[1])
     if hint is Affine:

@@ -18,11 +18,11 @@ each side.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 from piper_ir.codec import dumps
 from piper_ir.mesh import Mesh
@@ -30,6 +30,8 @@ from piper_ir.ops import COMM, Compute, Op, Update
 from piper_ir.program import BatchTensor, Buffer, Chunk, Param
 from piper_ir.sizes import TensorSpec, bind
 
+V = TypeVar("V")
+Co = TypeVar("Co", covariant=True)
 PLAN_VERSION = 1
 COMPUTE = "compute"
 """The one stream of a role that computes, allocates and frees."""
@@ -237,7 +239,7 @@ class RolePlan:
     role: str
     placed: Mapping[str, int]
     ranks: tuple[int, ...]
-    program: tuple[Instr, ...]
+    program: Sequence[Instr]
     streams: tuple[str, ...]
     states: tuple[State, ...] = ()
     allocs_first: tuple[str, ...] = ()
@@ -385,7 +387,20 @@ class Plan:
         return hashlib.sha256(dumps(self).encode()).hexdigest()[:16]
 
 
-def part_peak(plan: Plan, part: Part, nbytes: Mapping[str, int]) -> int:
+class PartLike(Protocol[Co]):
+    """Say what memory asks of a part, whose values may be names or numbers."""
+
+    @property
+    def op(self) -> Op: ...
+    @property
+    def reads(self) -> tuple[Co, ...]: ...
+    @property
+    def writes(self) -> tuple[Co, ...]: ...
+    @property
+    def frees(self) -> tuple[Co, ...]: ...
+
+
+def part_peak(plan: Plan, part: PartLike[V], nbytes: Mapping[V, int]) -> int:
     """Return the most bytes that a part holds while it runs, above those alive before it.
 
     These are its writes and temporaries, less what its dying inputs give back early (hence it can be below the bytes of
@@ -409,7 +424,7 @@ def part_peak(plan: Plan, part: Part, nbytes: Mapping[str, int]) -> int:
     return sig.liveness.peak({dying[v]: nbytes[v] for v in part.frees if v in dying}, plan.device)
 
 
-def value_ports(chunk: Chunk, part: Part) -> dict[int, str]:
+def value_ports(chunk: Chunk, part: PartLike[V]) -> dict[int, V]:
     """Return the ids of the values that a part reads, by their index in the signature's reads.
 
     A part lists its values in the order of the signature's ports, without the ports that are parameters or buffers.

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, assert_never, get_args
 
-from piper_ir.codec import decode, encode
+from piper_ir.codec import decode, encode, unique_keys
 from piper_ir.collectives import COLLECTIVES, kind_named
 from piper_ir.errors import FormatError, PiperError
 from piper_ir.ops import Add, Collective, Compute, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros, op_name
@@ -372,7 +372,7 @@ def _parse_collective(name: str, words: _Words) -> Collective:
 
 def _load(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as e:
         raise FormatError(f"not JSON: {e.msg} at column {e.colno} of {text[:40]}{'...' if len(text) > 40 else ''}") from None
 

@@ -78,6 +78,8 @@ class Trace:
         step: the number of the step, counted from 0.
         notes: what a reader should know, by topic.
         waits: calls of Job.batch, on the stream BATCH, each with the instruction that it held up.
+        alike: ranks that do the same at the same times, of which only the first has spans and samples; empty where
+            every rank has its own.
         version: the version of the file format.
     """
 
@@ -89,4 +91,9 @@ class Trace:
     step: int = 0
     notes: Mapping[str, str] = field(default_factory=dict)
     waits: tuple[Span, ...] = ()
+    alike: tuple[tuple[int, ...], ...] = ()
     version: int = TRACE_VERSION
+
+    def shown_as(self) -> dict[int, int]:
+        """Return for each rank that has no spans of its own the rank whose spans are its, too."""
+        return {rank: ranks[0] for ranks in self.alike for rank in ranks[1:]}

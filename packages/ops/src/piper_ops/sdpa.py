@@ -48,11 +48,12 @@ def _default_scale(q: Tensor, scale: float | None) -> float:
     return float(q.shape[-1]) ** -0.5 if scale is None else scale
 
 
-def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
+def additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return a mask as the kernels take it. Of a bool mask that is a float one, and no other temporary is made."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
+        mask = torch.full(mask.shape, float("-inf"), dtype=q.dtype, device=q.device).masked_fill_(mask, 0.0)
     return mask.unsqueeze(0) if mask.dim() == 3 else mask
 
 
@@ -114,7 +115,7 @@ def run_forward(
     forward: Forward, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """piper::attention by one of `sdpa_kernels.KERNELS`."""
-    options = Options(_additive(mask, q), is_causal, _default_scale(q, scale))
+    options = Options(additive(mask, q), is_causal, _default_scale(q, scale))
     out, lse = forward(_heads_first(q), _heads_first(k), _heads_first(v), options)
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 
@@ -173,7 +174,7 @@ def run_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """piper::attention_dgrad by one of `sdpa_kernels.KERNELS`."""
-    options = Options(_additive(mask, q), is_causal, _default_scale(q, scale))
+    options = Options(additive(mask, q), is_causal, _default_scale(q, scale))
     grad, q, k, v, out = (_heads_first(t) for t in (grad_out.contiguous(), q, k, v, out.contiguous()))
     gq, gk, gv = (g.transpose(1, 2).contiguous() for g in backward(grad, q, k, v, out, logsumexp.contiguous(), options))
     return gq, gk, gv

@@ -43,19 +43,19 @@ Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], T
 
 def cpu_flash(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Pair:
     """torch's flash attention for CPU: any float dtype, with or without a mask."""
-    out, lse = _cpu_flash(q, k, v, 0.0, o.is_causal, attn_mask=_cpu_mask(o.mask, q), scale=o.scale)
+    out, lse = _cpu_flash(q, k, v, 0.0, o.is_causal, attn_mask=cpu_mask(o.mask, q), scale=o.scale)
     return out, lse
 
 
 def cpu_flash_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: Options) -> Triple:
     """The backward of `cpu_flash`."""
-    mask = _cpu_mask(o.mask, q)
+    mask = cpu_mask(o.mask, q)
     grads: Triple = _cpu_flash_backward(grad, q, k, v, out, lse, 0.0, o.is_causal, attn_mask=mask, scale=o.scale)
     return grads
 
 
-def _cpu_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    # the kernel reads a mask of q's dtype, or a float32 one beside half precision
+def cpu_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return an additive mask of q's dtype, or a float32 one beside half precision."""
     if mask is None or mask.dtype == q.dtype or (mask.dtype == torch.float32 and q.dtype in HALF):
         return mask
     return mask.to(q.dtype)
@@ -95,7 +95,7 @@ def cuda_cudnn_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
 def cuda_efficient(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Pair:
     """aten's memory-efficient attention: with a mask as bias; grouped heads are repeated."""
     k, v = _repeat_heads(q, k, v)
-    bias = _aligned_bias(q, k, o.mask)
+    bias = aligned_bias(q, k, o.mask)
     out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, o.is_causal, scale=o.scale)[:2]
     return out, lse[..., : q.shape[2]]
 
@@ -104,7 +104,7 @@ def cuda_efficient_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Ten
     """The backward of `cuda_efficient`; gradients of repeated heads are summed."""
     kv_heads = k.shape[1]
     k, v = _repeat_heads(q, k, v)
-    bias = _aligned_bias(q, k, o.mask)
+    bias = aligned_bias(q, k, o.mask)
     # padding rows must give exp(score - lse) = 0
     lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % LSE_ALIGNMENT), value=float("inf"))
     seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))  # unread without dropout
@@ -114,7 +114,8 @@ def cuda_efficient_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Ten
     return gq, _sum_groups(gk, kv_heads), _sum_groups(gv, kv_heads)
 
 
-def _aligned_bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
+def aligned_bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Return an additive mask as the efficient kernel takes it, copied where its rows do not start at multiples."""
     if mask is None:
         return None
     keys = k.shape[2]

@@ -1,4 +1,4 @@
-"""Bytes that the kernels of ops hold on a CUDA device beside their arguments and results, where they are worth counting.
+"""Bytes that the kernels of ops hold beside their arguments and results, on a CUDA device where they are worth counting.
 
 The bytes of the loss are those of reductions "mean" and "sum", which keep some bytes per row that "none" does not; in bfloat16 an
 H200's allocator was asked for as many, to the byte (benchmarks/measured/gpu-check-h200-last.txt). Attention's gradient is that
@@ -23,7 +23,7 @@ from piper_ops.costs import call_of
 from piper_ops.library import accumulate_dtype
 from piper_ops.lowering import LoweringName, attention_lowering
 from piper_ops.registry import Call
-from piper_ops.sdpa_kernels import KERNELS, LSE_ALIGNMENT
+from piper_ops.sdpa_kernels import KERNELS, LSE_ALIGNMENT, aligned_bias, cpu_mask
 
 CAPABILITIES = ((8, 0), (9, 0))
 """Devices whose lowerings are looked at: the later ones choose as one of these does."""
@@ -47,6 +47,32 @@ def own_on_cuda(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta
     fake or real, with concrete shapes."""
     rule = _RULES.get(op)
     return None if rule is None else rule(call_of(op, args_meta, out_meta, kwargs_meta or {}))
+
+
+def own_on_cpu(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> int:
+    """Bytes that the kernel of an op holds of its own on a CPU until it is done: a mask of attention in the form that torch's
+    kernel takes."""
+    if op not in (sdpa.attention, sdpa.attention_dgrad):
+        return 0
+    call = call_of(op, args_meta, out_meta, kwargs_meta or {})
+    return _made(call, lambda q, k, mask: cpu_mask(sdpa.additive(mask, q), q))
+
+
+def _made(call: Call, make: Callable[[Tensor, Tensor, Tensor], Any]) -> int:
+    """Bytes of what is made of the mask of attention, all of it alive at once."""
+    if call.args["mask"] is None:
+        return 0
+    q, k, mask = (_on_meta(call.args[name]) for name in ("q", "k", "mask"))
+    return held_inside(lambda *given: (make(*given), None)[1], q, k, mask)
+
+
+def _bias(call: Call) -> int:
+    """Bytes of the bias that the efficient kernel reads, and of the mask that it is made of."""
+    return _made(call, lambda q, k, mask: aligned_bias(_heads_first(q), _heads_first(k), sdpa.additive(mask, q)))
+
+
+def _heads_first(tensor: Tensor) -> Tensor:
+    return tensor.transpose(1, 2)
 
 
 def _cross_entropy(call: Call) -> Own:
@@ -77,9 +103,9 @@ def _in_slices(logits: Tensor, always: int, row: int, more: int = 0) -> Own:
 
 
 def _attention(call: Call) -> Own:
-    """The fused kernels hold nothing worth counting."""
+    """The fused kernels hold nothing worth counting, beside a mask made for them."""
     names = ("q", "k", "v", "mask", "is_causal", "scale")
-    return Own(_most(call, lambda name: _math(call, sdpa.run_forward, 0, names) if name == "math" else 0))
+    return Own(_most(call, lambda name: _math(call, sdpa.run_forward, 0, names) if name == "math" else _bias(call)))
 
 
 def _attention_dgrad(call: Call) -> Own:
@@ -113,7 +139,7 @@ def _fused_dgrad(call: Call, name: LoweringName) -> int:
     if name == "cuda_flash":
         return 4 * rows * _up(queries, 128) * (_up(dim, 32 if dim <= 128 else 64) + 1) + repeated
     summed = 4 * rows * queries * (v.shape[3] if item == 4 else dim)
-    return summed + 4 * rows * (queries + _up(queries, LSE_ALIGNMENT)) + 2 * repeated
+    return summed + 4 * rows * (queries + _up(queries, LSE_ALIGNMENT)) + 2 * repeated + _bias(call)
 
 
 def _up(size: int, multiple: int) -> int:

@@ -120,7 +120,7 @@ def _gantt(line: Timeline, window: Window, name: str, title: str) -> Picture:
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, handlelength=1.6)
     every = [row for some in rows.values() for row in some]
     both = " over ".join("predicted" if t.kind == "simulated" else "measured" for t in line.traces)
-    everyone = len({s.rank for t in line.traces for s in t.spans})
+    everyone = len({s.rank for t in line.traces for s in t.spans} | {rank for t in line.traces for rank in t.shown_as()})
     alt = (
         f"Gantt chart of one step, {both}: {len(rows)} of {everyone} ranks, each with its streams, "
         f"from {time_text(window.start)} to {time_text(window.end)} after the step began."

@@ -24,3 +24,22 @@ def write_whole(path: Path, content: str | bytes) -> None:
             with suppress(OSError):  # it may not be there; the first error is what matters
                 unfinished.unlink()
         raise
+
+
+ROOM = 1 << 20
+"""Bytes that a file is to have room for, so that a full disk is noticed before the work and not after it."""
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError when `write_whole` could not write a file here now. What is there stays as it is."""
+    if path.exists() and not path.is_file():
+        with path.open("ab"):
+            return
+    target = Path(os.path.realpath(path))
+    trial = target.with_name(f"{target.name}.unfinished")
+    try:
+        with trial.open("wb") as file:
+            file.write(bytes(ROOM))
+    finally:
+        with suppress(OSError):
+            trial.unlink()
