@@ -1,4 +1,4 @@
-"""JSON both ways, and every kind of bad text."""
+"""JSON is written and read back, and every kind of bad text is refused."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_what_has_no_json_form_is_a_type_error() -> None:
 
 @dataclass(frozen=True)
 class Distances:
-    """Stands for a class whose fields JSON cannot hold."""
+    """Stand for a class whose fields JSON cannot hold."""
 
     between: Mapping[tuple[str, str], int]
 

@@ -1,4 +1,4 @@
-"""The quick way through values whose life is plain says what the rules say of each value alone."""
+"""The quick way through plain values finds what the rules find for each value alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FIELDS = ("reads", "writes", "frees", "frees_before", "allocs_after")
 
 
 def broken(plan: Plan, draw: random.Random) -> Plan:
-    """A value is left out, repeated or put in, once or twice, anywhere."""
+    """Leave out, repeat or put in a value, once or twice, anywhere."""
     for _ in range(draw.choice((1, 1, 2))):
         role = draw.choice(plan.roles)
         index = draw.randrange(len(role.program))
@@ -45,9 +45,9 @@ def _edited(found: tuple[str, ...], values: list[str], draw: random.Random) -> t
 
 
 def violations(plan: Plan) -> list[Violation]:
-    out = Findings(plan)
-    check_values(out, {role.role: HappensBefore(role) for role in plan.roles})
-    return out.found
+    findings = Findings(plan)
+    check_values(findings, {role.role: HappensBefore(role) for role in plan.roles})
+    return findings.violations
 
 
 def test_broken_plans_are_found_alike(monkeypatch: pytest.MonkeyPatch) -> None:

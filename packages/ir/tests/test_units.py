@@ -1,4 +1,4 @@
-"""Seconds, bytes and FLOPs for people."""
+"""Seconds, bytes and FLOPs are written for people."""
 
 import pytest
 

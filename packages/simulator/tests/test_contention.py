@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packages.simulator.tests.toys import beside, changed, toy
-from piper_ir import timing
+from piper_ir import steady_state
 from piper_ir.errors import ClusterError
 from piper_ir.ops import Recv, Send
 from piper_ir.plan import Plan
@@ -259,7 +259,7 @@ def test_the_period_of_a_plan_is_that_of_its_sweep_or_longer(seed: int) -> None:
     plan, durations, found = random_flows(seed)
     prepared = prepare(plan)
     period = engine.period(prepared, durations, found, latency=plan.hop, issue=0.01)
-    assert period >= 0.99 * timing.period(prepared, durations, latency=plan.hop, issue=0.01)
+    assert period >= 0.99 * steady_state.period(prepared, durations, latency=plan.hop, issue=0.01)
 
 
 def random_flows(seed: int) -> tuple[Plan, list[float], list[Flow]]:

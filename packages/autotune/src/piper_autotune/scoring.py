@@ -17,7 +17,7 @@ from piper_ir.errors import CaptureError, PiperError
 from piper_ir.instr_table import InstrTable
 from piper_ir.plan import Instr, Plan, RolePlan
 from piper_ir.program import Program
-from piper_ir.timing import step_and_period
+from piper_ir.steady_state import step_and_period
 from piper_ir.tools import no_garbage_collection, size_text
 from piper_ir.verify import verify
 from piper_simulator import SHOWN, Cluster, CostModel, Device, device_memory, model_for, simulate, too_much

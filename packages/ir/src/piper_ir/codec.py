@@ -88,9 +88,9 @@ def read_document(name: str, version: int, text: str, where: str) -> dict[str, A
         raise FormatError(f"{where}: not JSON that this Piper writes: {e}") from None
     if not isinstance(data, dict):
         raise FormatError(f"{where}: a JSON object is expected, found {_kind(data)}")
-    found, number = data.pop("format", None), data.pop("version", None)
-    if found != name:
-        raise FormatError(f'{where}: "format" is {found!r}; a {name} is expected here')
+    format_name, number = data.pop("format", None), data.pop("version", None)
+    if format_name != name:
+        raise FormatError(f'{where}: "format" is {format_name!r}; a {name} is expected here')
     if type(number) is not int or number != version:
         raise FormatError(f'{where}: "version" is {number!r}; this Piper reads version {version}')
     return data
@@ -145,18 +145,18 @@ def _encoder(kind: type) -> Encoder:
 
 def _dataclass_encoder(kind: type) -> Encoder:
     hints = get_type_hints(kind)
-    plan: list[tuple[str, Any, bool]] = []
+    written: list[tuple[str, Any, bool]] = []
     for f in _written_fields(kind, hints):
         default = f.default if f.default is not MISSING else f.default_factory() if f.default_factory is not MISSING else MISSING
-        plan.append((f.name, default, _is_union_of_classes(hints[f.name])))
+        written.append((f.name, default, _is_union_of_classes(hints[f.name])))
 
     def run(v: Any) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        for name, default, union in plan:
+        encoded: dict[str, Any] = {}
+        for name, default, union in written:
             x = getattr(v, name)
             if default is MISSING or x != default:
-                out[name] = tagged(x) if union and is_dataclass(x) else encode(x)
-        return out
+                encoded[name] = tagged(x) if union and is_dataclass(x) else encode(x)
+        return encoded
 
     return run
 

@@ -185,8 +185,8 @@ class Costs:
     _parts: dict[str, _DurationsBySize] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for chunk, found in self.compute.items():
-            for step in found:
+        for chunk, by_step in self.compute.items():
+            for step in by_step:
                 if step not in STEPS:
                     raise FormatError(f"Costs: chunk {chunk!r} has a duration for step {step!r}; the steps are F, I and W")
         steps = (((s.code, s.step), s.rows, s.duration) for s in self.steps)
@@ -220,8 +220,8 @@ class Costs:
 
     def busy_s(self, op: str, nbytes: int, group: int, nodes: int = 1) -> float:
         """Return the processor seconds that a communication takes from computation on each rank; 0 if not known."""
-        found = table.at_least(nbytes) if (table := self._busy.get((op, group, nodes))) is not None else None
-        return found.seconds if found is not None else 0.0
+        busy = table.at_least(nbytes) if (table := self._busy.get((op, group, nodes))) is not None else None
+        return busy.seconds if busy is not None else 0.0
 
     def of_part(self, op: str, amount: int) -> Duration | None:
         """Return the duration of another op of the compute stream; None when it is not known.
@@ -251,8 +251,8 @@ class _DurationsBySize:
 
     def at(self, x: int) -> Duration | None:
         """Return the measured or interpolated duration; None beyond a factor of 2 outside of what was measured."""
-        if (found := self.exact.get(x)) is not None:
-            return found
+        if (measured := self.exact.get(x)) is not None:
+            return measured
         seconds = log_log(self.points, x)
         return None if seconds is None else Duration(seconds, "interpolated", self._spread(seconds))
 
@@ -268,9 +268,9 @@ class _DurationsBySize:
 
 
 def _tables(entries: Iterable[tuple[K, int, Duration]]) -> dict[K, _DurationsBySize]:
-    found: dict[K, dict[int, Duration]] = {}
+    by_size: dict[K, dict[int, Duration]] = {}
     for key, x, duration in entries:
-        if x in found.setdefault(key, {}):
+        if x in by_size.setdefault(key, {}):
             raise FormatError(f"Costs: two durations of {key} at {x}; one is needed")
-        found[key][x] = duration
-    return {k: _DurationsBySize(tuple((x, d[x].seconds) for x in sorted(d)), d) for k, d in found.items()}
+        by_size[key][x] = duration
+    return {k: _DurationsBySize(tuple((x, d[x].seconds) for x in sorted(d)), d) for k, d in by_size.items()}

@@ -12,7 +12,7 @@ from piper_ir.tools import size_text
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class MemoryOwner:
     """`count` values or states of one category and owner (a chunk, a bucket with its first parameter, a batch tensor) that hold
     `bytes` together, in the microbatches `mbs` (empty for states)."""
 
@@ -44,14 +44,14 @@ class Held:
     chunk: str = ""
 
 
-def owners(plan: Plan, role: RolePlan) -> list[Owner]:
+def owners(plan: Plan, role: RolePlan) -> list[MemoryOwner]:
     """Largest first; their bytes add up to the role's peak as `piper_ir.memory.peak` counts it. "workspace" belongs to the chunk
     that runs at the peak; inputs that it has given back by then are left out, as there."""
     found: dict[tuple[str, str], list[Held]] = {}
     for held in held_at_peak(plan, role):
         found.setdefault((held.category, held.name), []).append(held)
     out = [
-        Owner(category, name, len(held), tuple(sorted({h.mb for h in held if h.mb >= 0})), sum(h.bytes for h in held))
+        MemoryOwner(category, name, len(held), tuple(sorted({h.mb for h in held if h.mb >= 0})), sum(h.bytes for h in held))
         for (category, name), held in found.items()
     ]
     return sorted((o for o in out if o.bytes), key=lambda o: (-o.bytes, o.category, o.name))

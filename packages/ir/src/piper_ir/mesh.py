@@ -61,10 +61,10 @@ class Mesh:
 
     def coords(self, rank: int) -> dict[str, int]:
         """Return the coordinates of a rank by axis."""
-        out = {}
+        coords_by_axis = {}
         for axis, size in self.sizes:
-            rank, out[axis] = divmod(rank, size)
-        return out
+            rank, coords_by_axis[axis] = divmod(rank, size)
+        return coords_by_axis
 
     def ranks(self, fixed: Mapping[str, int]) -> tuple[int, ...]:
         """Return all ranks, ascending, at which the axes of `fixed` have the given coordinates."""

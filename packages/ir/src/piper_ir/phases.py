@@ -64,7 +64,7 @@ def instr_label(instr: Instr) -> InstrLabel:
         update = any(isinstance(p.op, Update) for p in instr.parts)
         return InstrLabel(((("U", -1) if update else ("other", first)),))
     # Reversed, so that the first microbatch of each direction is kept.
-    halves = {backward: (_joined(found), mb) for (backward, mb), found in reversed(steps.items())}
+    halves = {backward: (_joined(steps_there), mb) for (backward, mb), steps_there in reversed(steps.items())}
     return InstrLabel(tuple(halves[b] for b in sorted(halves)))
 
 

@@ -348,10 +348,10 @@ class Plan:
 
     def role_of(self, rank: int) -> RolePlan:
         """Return the role that a rank runs; KeyError for a rank outside of the mesh."""
-        found = self._role_at.get(rank)
-        if found is None:
+        role = self._role_at.get(rank)
+        if role is None:
             raise KeyError(f"rank {rank} is in no role; the mesh has {self.mesh.world} ranks")
-        return found
+        return role
 
     def replica_of(self, rank: int) -> int:
         """Return the data-parallel index i of a rank, from 0 to D - 1, where D is `replicas`.
@@ -367,10 +367,10 @@ class Plan:
 
     def peers(self, channel: Channel, rank: int) -> tuple[int, ...]:
         """Return the ranks of `rank`'s instance of a channel, ascending; (source, destination) for p2p."""
-        here = self.mesh.coords(rank)
-        free = {a: here[a] for a in self.mesh.axes if a not in channel.over and a not in self.role_of(rank).placed}
+        coords = self.mesh.coords(rank)
+        free = {a: coords[a] for a in self.mesh.axes if a not in channel.over and a not in self.role_of(rank).placed}
         if channel.kind == "p2p":
-            source, destination = (self.mesh.rank({**here, **self.role(r).placed}) for r in channel.roles)
+            source, destination = (self.mesh.rank({**coords, **self.role(r).placed}) for r in channel.roles)
             return source, destination
         members = {r for role in channel.roles for r in self.mesh.ranks({**free, **self.role(role).placed})}
         return tuple(sorted(members))

@@ -144,10 +144,10 @@ class Liveness:
         freed = 0
         peak = 0
         for i, segment in enumerate(self.segments):
-            held = max([bind(d, 0) for d in segment], default=0)
+            most_held = max([bind(d, 0) for d in segment], default=0)
             if device == "cuda" and self.inside:
-                held = max((held, *(k.bytes(0) for k in self.inside[i])))
-            peak = max(peak, held - freed)
+                most_held = max((most_held, *(k.bytes(0) for k in self.inside[i])))
+            peak = max(peak, most_held - freed)
             if i < len(self.consumed):
                 freed += dying.get(self.consumed[i], 0)
         return peak
@@ -254,7 +254,7 @@ def bind_chunks(chunks: Iterable[Chunk], rows: int) -> tuple[Chunk, ...]:
     """Return chunks at a number of rows; equal layers, which share their ports and steps, share the bound ones."""
     ports: dict[int, Mapping[str, TensorSpec]] = {}
     steps: dict[int, Signature] = {}
-    out = []
+    bound = []
     for chunk in chunks:
         inputs = tuple(Input(i.kind, i.ref, i.spec.bind(rows), i.needs_grad) for i in chunk.inputs)
         outputs = tuple(Output(o.kind, o.spec.bind(rows), o.ref, o.needs_grad, o.varies) for o in chunk.outputs)
@@ -263,9 +263,11 @@ def bind_chunks(chunks: Iterable[Chunk], rows: int) -> tuple[Chunk, ...]:
         for sig in chunk.steps.values():
             if id(sig) not in steps:
                 steps[id(sig)] = sig.bind(rows)
-        mine = {s: steps[id(sig)] for s, sig in chunk.steps.items()}
-        out.append(Chunk(chunk.id, chunk.coords, inputs, outputs, ports[id(chunk.ports)], mine, chunk.code, chunk.random))
-    return tuple(out)
+        bound_steps = {s: steps[id(sig)] for s, sig in chunk.steps.items()}
+        bound.append(
+            Chunk(chunk.id, chunk.coords, inputs, outputs, ports[id(chunk.ports)], bound_steps, chunk.code, chunk.random)
+        )
+    return tuple(bound)
 
 
 @dataclass(frozen=True, slots=True)

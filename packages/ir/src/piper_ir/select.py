@@ -38,9 +38,9 @@ class Where:
     @staticmethod
     def of(terms: tuple[tuple[str, Match], ...]) -> Where:
         """Return the selection with these terms without checking them: they are those of another selection."""
-        found = object.__new__(Where)
-        object.__setattr__(found, "terms", terms)
-        return found
+        selection = object.__new__(Where)
+        object.__setattr__(selection, "terms", terms)
+        return selection
 
     def matches(self, coords: Mapping[str, int | str]) -> bool:
         """Return whether a node with these coordinates is selected."""

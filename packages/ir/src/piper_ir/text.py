@@ -317,10 +317,10 @@ def _parse_part(words: _Words) -> Part:
 
 
 def _clauses(words: _Words, options: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
-    while name := words.accept(*(o for o in options if o not in found)):
-        found[name] = words.names()
-    return found
+    clauses: dict[str, tuple[str, ...]] = {}
+    while name := words.accept(*(o for o in options if o not in clauses)):
+        clauses[name] = words.names()
+    return clauses
 
 
 def _wait(word: str) -> tuple[str, int]:
@@ -378,10 +378,10 @@ def _load(text: str) -> Any:
 
 
 def _object(text: str) -> dict[str, Any]:
-    found = _load(text)
-    if not isinstance(found, dict):
+    value = _load(text)
+    if not isinstance(value, dict):
         raise FormatError("a JSON object is expected")
-    return found
+    return value
 
 
 def _int(text: str, expected: str) -> int:

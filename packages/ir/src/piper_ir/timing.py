@@ -198,34 +198,34 @@ def sweep(
     end, done = _carried(prepared, after)
     for node, before, waits, group in prepared.order:
         if group is None:
-            at = ready[node]
+            moment = ready[node]
             for w in waits:
-                if done[w] > at:
-                    at = done[w]
-            ready[node] = at
-            if end[before] > at:
-                at = end[before]
-            start[node] = at
-            at += durations[node]
-            end[node] = at
-            done[node] = at if at > done[before] else done[before]
+                if done[w] > moment:
+                    moment = done[w]
+            ready[node] = moment
+            if end[before] > moment:
+                moment = end[before]
+            start[node] = moment
+            moment += durations[node]
+            end[node] = moment
+            done[node] = moment if moment > done[before] else done[before]
             continue
         members, p2p = group
-        at = 0.0
+        moment = 0.0
         for m, before, waits in members:
-            can = ready[m]
+            free_at = ready[m]
             for w in waits:
-                if done[w] > can:
-                    can = done[w]
-            ready[m] = can
-            if can > at:
-                at = can
-            if end[before] > at:
-                at = end[before]
-        stop = at + durations[node]
+                if done[w] > free_at:
+                    free_at = done[w]
+            ready[m] = free_at
+            if free_at > moment:
+                moment = free_at
+            if end[before] > moment:
+                moment = end[before]
+        stop = moment + durations[node]
         seen = stop + latency if p2p else stop
         for m, before, _ in members:
-            start[m], end[m] = at, stop
+            start[m], end[m] = moment, stop
             done[m] = seen if seen > done[before] else done[before]
     n = len(prepared)
     return Times(start, end[:n], done[:n], ready, host)
@@ -245,70 +245,12 @@ def _issued(prepared: Prepared, issue: float, after: Times | None) -> tuple[list
     clocks = list(after.host) if after is not None else [0.0] * len(prepared.roles)
     if not issue:
         return [0.0] * len(prepared), clocks
-    out: list[float] = []
+    issued_at: list[float] = []
     for r, (first, end) in enumerate(pairwise(prepared.offsets)):
         issued = list(accumulate(repeat(issue, end - first), initial=clocks[r]))
-        out += issued[1:]
+        issued_at += issued[1:]
         clocks[r] = issued[-1]
-    return out, clocks
-
-
-def period(prepared: Prepared, durations: Sequence[float], *, latency: float = 0.0, issue: float = 0.0, most: int = 64) -> float:
-    """Return seconds per step in steady state (see `steady`), from at most `most` steps without a barrier."""
-    return step_and_period(prepared, durations, latency=latency, issue=issue, most=most)[1]
-
-
-def step_and_period(
-    prepared: Prepared, durations: Sequence[float], *, latency: float = 0.0, issue: float = 0.0, most: int = 64
-) -> tuple[float, float]:
-    """Return the seconds of the first step alone (`sweep`), and the `period`."""
-    last = [nodes[-1] for nodes in prepared.streams]
-    host = host_seconds(prepared, issue)
-    history: list[list[float]] = []
-    times = first = sweep(prepared, durations, latency=latency, issue=issue)
-    for k in range(most if last else 0):
-        if k:
-            times = sweep(prepared, durations, latency=latency, issue=issue, after=times)
-        history.append([times.end[x] for x in last])
-        found = steady(history, host)
-        if found is not None:
-            return first.makespan, found
-    return first.makespan, later_half(history, host)
-
-
-def host_seconds(prepared: Prepared, issue: float) -> float:
-    """Return the seconds that the busiest host needs for the instructions of a step."""
-    return issue * max((b - a for a, b in pairwise(prepared.offsets)), default=0)
-
-
-def steady(history: Sequence[Sequence[float]], host: float, tolerance: float = 1e-12) -> float | None:
-    """Return the period of steps that are in steady state, None when they are not.
-
-    They are once every stream advances by the same amount over c steps, twice in a row, for a c up to 4 (such systems
-    may alternate between patterns), and no host needs longer for its instructions: hosts are never blocked, and what is
-    issued ever earlier holds nothing up. `history` has, per step, the end of each stream's last node; `host` is the
-    seconds per step of the busiest host.
-    """
-    for c in range(1, 5):
-        if len(history) > c + 1:
-            gains = _gains(history[-1], history[-1 - c]) + _gains(history[-2], history[-2 - c])
-            slack = tolerance * max(history[-1])
-            if max(gains) - min(gains) <= slack and host * c <= max(gains) + slack:
-                return max(gains) / c
-    return None
-
-
-def later_half(history: Sequence[Sequence[float]], host: float) -> float:
-    """Return the period of what never gets steady, such as parts of a plan that share nothing.
-
-    It is that of the slowest stream or host, over the later half of the steps.
-    """
-    half = len(history) // 2
-    return max(*_gains(history[-1], history[-1 - half]), host * half) / half if half else 0.0
-
-
-def _gains(now: Sequence[float], then: Sequence[float]) -> list[float]:
-    return [a - b for a, b in zip(now, then, strict=True)]
+    return issued_at, clocks
 
 
 def _groups(
@@ -338,70 +280,70 @@ def _groups(
     return tuple(groups), tuple(p2p)
 
 
-def _order(orders: Sequence[IssueOrder], of: Prepared, waits: Sequence[tuple[int, ...]]) -> tuple[SweepStep, ...]:
+def _order(orders: Sequence[IssueOrder], prepared: Prepared, waits: Sequence[tuple[int, ...]]) -> tuple[SweepStep, ...]:
     """Return a fixed topological order, in which each stream in turn goes as far as it can.
 
     The members of a group stand next to each other. PlanError with the cycle when there is no order.
     """
-    streams, stream_of, groups, group_of = of.streams, of.stream_of, of.groups, of.group_of
+    streams, stream_of, groups, group_of = prepared.streams, prepared.stream_of, prepared.groups, prepared.group_of
     n = len(stream_of)
-    at = [0] * len(streams)  # of each stream, how many of its nodes are done
-    held: list[list[int]] = [[] for _ in range(n)]  # of each node, the streams that wait for it
+    ended = [0] * len(streams)  # per stream: how many of its nodes are done
+    waiting: list[list[int]] = [[] for _ in range(n)]  # per node: the streams that wait for it
     arrived = [0] * len(groups)
     done = bytearray(n)
     order: list[SweepStep] = []
-    ready = list(reversed(range(len(streams))))  # streams: each is here, or held by a node, or by its group
+    ready = list(reversed(range(len(streams))))  # each stream is here, or waits for a node, or for its group
     while ready:
-        s = ready.pop()
-        nodes, k = streams[s], at[s]
-        before = nodes[k - 1] if k else n + s
-        while k < len(nodes):
-            node = nodes[k]
-            mine = waits[node]
-            for w in mine:
+        stream = ready.pop()
+        nodes, position = streams[stream], ended[stream]
+        before = nodes[position - 1] if position else n + stream
+        while position < len(nodes):
+            node = nodes[position]
+            node_waits = waits[node]
+            for w in node_waits:
                 if not done[w]:
-                    held[w].append(s)
+                    waiting[w].append(stream)
                     break
             else:
-                g = group_of[node]
-                if g < 0:
-                    order.append((node, before, mine, None))
+                group = group_of[node]
+                if group < 0:
+                    order.append((node, before, node_waits, None))
                     done[node] = 1
-                    if held[node]:
-                        ready += held[node]
+                    if waiting[node]:
+                        ready += waiting[node]
                     before = node
-                    k += 1
+                    position += 1
                     continue
-                arrived[g] += 1
-                members = groups[g]
-                if arrived[g] == len(members):
-                    at[s] = k
+                arrived[group] += 1
+                members = groups[group]
+                if arrived[group] == len(members):
+                    ended[stream] = position
                     whole: list[Member] = []
                     for m in members:
-                        own = stream_of[m]
-                        i = at[own]
-                        at[own] = i + 1
-                        whole.append((m, streams[own][i - 1] if i else n + own, waits[m]))
+                        member_stream = stream_of[m]
+                        i = ended[member_stream]
+                        ended[member_stream] = i + 1
+                        whole.append((m, streams[member_stream][i - 1] if i else n + member_stream, waits[m]))
                         done[m] = 1
-                        ready += held[m]
-                        if own != s:
-                            ready.append(own)
-                    order.append((*whole[0], (tuple(whole), of.p2p[g])))
+                        ready += waiting[m]
+                        if member_stream != stream:
+                            ready.append(member_stream)
+                    order.append((*whole[0], (tuple(whole), prepared.p2p[group])))
                     before = node
-                    k += 1
+                    position += 1
                     continue
             break
-        at[s] = k
+        ended[stream] = position
     if not all(done):
-        raise PlanError(_cycle(orders, of, waits, {i for i, ran in enumerate(done) if ran}))
+        raise PlanError(_cycle(orders, prepared, waits, {i for i, ran in enumerate(done) if ran}))
     return tuple(order)
 
 
-def _cycle(orders: Sequence[IssueOrder], of: Prepared, waits: Sequence[tuple[int, ...]], ran: set[int]) -> str:
+def _cycle(orders: Sequence[IssueOrder], prepared: Prepared, waits: Sequence[tuple[int, ...]], ran: set[int]) -> str:
     """Return the message of a deadlock, in which each line waits for the next, and the last for the first."""
-    offsets, groups, group_of, n = of.offsets, of.groups, of.group_of, len(waits)
+    offsets, groups, group_of, n = prepared.offsets, prepared.groups, prepared.group_of, len(waits)
     before = [0] * n
-    for s, nodes in enumerate(of.streams):
+    for s, nodes in enumerate(prepared.streams):
         for a, b in pairwise((n + s, *nodes)):
             before[b] = a
     path: list[tuple[int, str]] = []
@@ -410,13 +352,13 @@ def _cycle(orders: Sequence[IssueOrder], of: Prepared, waits: Sequence[tuple[int
     while node not in seen:
         seen[node] = len(path)
         blockers = [(w, "waits for") for w in waits[node]] + [(before[node], "comes on its stream after")]
-        found = next((b for b in blockers if b[0] < n and b[0] not in ran), None)
-        if found is None:  # held up by a partner that cannot come
+        blocker = next((b for b in blockers if b[0] < n and b[0] not in ran), None)
+        if blocker is None:  # held up by a partner that cannot come
             partners = groups[group_of[node]]
             stuck = (m for m in partners if any(b < n and b not in ran for b in (*waits[m], before[m])))
-            found = next(stuck), "meets"
-        path.append((node, found[1]))
-        node = found[0]
+            blocker = next(stuck), "meets"
+        path.append((node, blocker[1]))
+        node = blocker[0]
     lines = [f"  {_where(orders, offsets, x)} {why}" for x, why in path[seen[node] :]]
     return "\n".join(["deadlock: these instructions wait for each other", *lines, f"  {_where(orders, offsets, node)}"])
 

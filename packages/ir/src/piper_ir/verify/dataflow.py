@@ -48,9 +48,9 @@ _Origin = Atom | _Sum | _Blocks
 SEED = "seed"
 
 
-def check_dataflow(out: Findings, events: Events, order: list[int]) -> None:
+def check_dataflow(findings: Findings, events: Events, order: list[int]) -> None:
     """Check R27 along the events of the plan, in an order in which they happen."""
-    flow = _Dataflow(out)
+    flow = _Dataflow(findings)
     for event in order:
         members = [events.at[i] for i in events.members[event]]
         role, index = members[0]
@@ -64,9 +64,9 @@ def check_dataflow(out: Findings, events: Events, order: list[int]) -> None:
 class _Dataflow:
     """Follow where the values of a plan come from, and compare that with what their readers ask for."""
 
-    def __init__(self, out: Findings) -> None:
-        self._out = out
-        self._plan = out.plan
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+        self._plan = findings.plan
         self._origin: dict[str, _Origin] = {}
         self._asked: dict[tuple[str, str], list[_Asked]] = {}
         self._tangents = _tangents(self._plan)
@@ -116,7 +116,7 @@ class _Dataflow:
                         problem = asked.problem(origin[value], mb)
                         if problem:
                             text = f"{part_name(part)} reads {value} as {asked.name}: {problem}"
-                            self._out.add("R27-dataflow", text, role, index)
+                            self._findings.add("R27-dataflow", text, role, index)
                 writes = self._plan.chunk(op.chunk).steps[op.step].writes  # type: ignore[index]  # R07 refuses B
                 origin.update(zip(part.writes, [(op.chunk, port, mb) for port in writes], strict=True))
             case Load(tensor=tensor):
@@ -131,7 +131,7 @@ class _Dataflow:
                 origin[part.writes[0]] = _Sum(tuple(("", f"norm {b}", -1) for b in buckets))
             case Update():
                 for problem in self._update_problems(op, part):
-                    self._out.add("R27-dataflow", f"{part_name(part)}: {problem}", role, index)
+                    self._findings.add("R27-dataflow", f"{part_name(part)}: {problem}", role, index)
             case Send() | Recv() | Collective():
                 raise AssertionError("communication happens in `communicate`")
             case _:
@@ -161,19 +161,19 @@ class _Dataflow:
         if op.weighted:
             yield from self._weight_problems(self._origin[reads.pop(0)])
         if op.clip is not None:
-            found = _open(self._origin[reads.pop(0)])
+            opened = _open(self._origin[reads.pop(0)])
             wanted = Counter({(("", f"norm {b.id}", -1), frozenset[str]()): 1 for b in self._plan.buckets})
-            if found != wanted:
-                yield f"the norm that it clips by is not the sum over each bucket, once: {_difference(found, wanted)}"
+            if opened != wanted:
+                yield f"the norm that it clips by is not the sum over each bucket, once: {_difference(opened, wanted)}"
 
     def _weight_problems(self, origin: _Origin) -> Iterable[str]:
         plan = self._plan
         replicated = frozenset(a for a in plan.replicated if plan.mesh.size(a) > 1)
         last = plan.chunks[-1].id
-        found = _open(origin)
+        opened = _open(origin)
         wanted = Counter({((last, port, mb), replicated): 1 for port in self._weights for mb in range(plan.microbatches)})
-        if found != wanted:
-            yield f"the weight that it divides by is not the sum over microbatches and replicas: {_difference(found, wanted)}"
+        if opened != wanted:
+            yield f"the weight that it divides by is not the sum over microbatches and replicas: {_difference(opened, wanted)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +196,9 @@ class _Asked:
         if isinstance(origin, tuple):
             if origin[2] == mb and len(self.terms) == 1 and origin[:2] in self.terms:
                 return ""
-        found = _open(origin)
+        opened = _open(origin)
         wanted = Counter({((chunk, port, mb), frozenset[str]()): 1 for chunk, port in self.terms})
-        return "" if found == wanted else _difference(found, wanted)
+        return "" if opened == wanted else _difference(opened, wanted)
 
 
 Opened = Counter[tuple[Atom, frozenset[str]]]
@@ -206,17 +206,17 @@ Opened = Counter[tuple[Atom, frozenset[str]]]
 
 def _open(origin: _Origin) -> Opened:
     """Return each atom of a sum, with the axes over which it was summed, and how often it counts."""
-    found: Opened = Counter()
+    opened: Opened = Counter()
     todo: list[tuple[_Origin, frozenset[str]]] = [(origin, frozenset())]
     while todo:
         term, over = todo.pop()
         if isinstance(term, _Sum):
             todo += [(t, over.union(term.over)) for t in term.terms]
         elif isinstance(term, _Blocks):
-            found[("", f"blocks of {term.name}", -1), over] += 1
+            opened[("", f"blocks of {term.name}", -1), over] += 1
         else:
-            found[term, over] += 1
-    return found
+            opened[term, over] += 1
+    return opened
 
 
 def _takes_back(op: Collective, channel: Channel, blocks: _Blocks) -> bool:
@@ -232,12 +232,12 @@ def _origin_name(origin: _Origin) -> str:
     return _names(_open(origin))
 
 
-def _difference(found: Opened, wanted: Opened) -> str:
+def _difference(opened: Opened, wanted: Opened) -> str:
     lines = []
-    if wanted - found:
-        lines.append(f"missing {_names(wanted - found)}")
-    if found - wanted:
-        lines.append(f"not asked for {_names(found - wanted)}")
+    if wanted - opened:
+        lines.append(f"missing {_names(wanted - opened)}")
+    if opened - wanted:
+        lines.append(f"not asked for {_names(opened - wanted)}")
     return "; ".join(lines)
 
 

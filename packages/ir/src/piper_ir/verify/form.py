@@ -18,59 +18,59 @@ from piper_ir.verify.rules import Findings, part_name
 _PORT = regex(r"(in|out|saved|tan|gin|iw)(\d+)")
 
 
-def check_tables(out: Findings) -> None:
+def check_tables(findings: Findings) -> None:
     """Check R01, R02, R06 and R09: roles, streams and channels are consistent, and every name is known."""
-    plan = out.plan
-    _ids(out)
-    _ranks(out)
+    plan = findings.plan
+    _ids(findings)
+    _ranks(findings)
     for role in plan.roles:
         if len(set(role.streams)) != len(role.streams) or COMPUTE not in role.streams:
-            out.add("R02-streams", f"streams are {', '.join(role.streams)}", role)
+            findings.add("R02-streams", f"streams are {', '.join(role.streams)}", role)
         for value in role.allocs_first:
             if value not in plan.values:
-                out.add("R06-names", f"there is no value {value} in the plan, to be allocated first", role)
+                findings.add("R06-names", f"there is no value {value} in the plan, to be allocated first", role)
     for channel in plan.channels:
         problem = _channel_problem(plan, channel)
         if problem:
-            out.add("R09-channels", f"channel {channel.id}: {problem}")
+            findings.add("R09-channels", f"channel {channel.id}: {problem}")
     known = set(plan.values)
     for role, index, instr in plan.instructions():
         if instr.stream not in role.streams:
-            out.add("R02-streams", f"the role has the streams {', '.join(role.streams)}", role, index)
+            findings.add("R02-streams", f"the role has the streams {', '.join(role.streams)}", role, index)
         for name in _unknown(plan, known, instr):
-            out.add("R06-names", f"there is no {name} in the plan", role, index)
+            findings.add("R06-names", f"there is no {name} in the plan", role, index)
 
 
-def check_instructions(out: Findings) -> None:
+def check_instructions(findings: Findings) -> None:
     """Check R03, R04, R05, R07, R08 and R10 on plans whose tables hold."""
-    plan = out.plan
+    plan = findings.plan
     signatures, states = _Signatures(plan), _States(plan)
     for role in plan.roles:
         done = dict.fromkeys(role.streams, 0)
         for index, instr in enumerate(role.program):
             problem = _parts_problem(instr)
             if problem:
-                out.add("R03-parts", problem, role, index)
+                findings.add("R03-parts", problem, role, index)
             if instr.stream != COMPUTE and (instr.frees_before or instr.allocs_after or any(p.frees for p in instr.parts)):
-                out.add(
+                findings.add(
                     "R04-allocation", f"stream {instr.stream} allocates or frees; move it to a compute instruction", role, index
                 )
             for stream, count in instr.waits:
                 if not 1 <= count <= done.get(stream, 0):
-                    out.add("R05-waits", _wait_problem(role, stream, count, done), role, index)
+                    findings.add("R05-waits", _wait_problem(role, stream, count, done), role, index)
             for part in instr.parts:
                 for problem in signatures.problems(part):
-                    out.add("R07-signature", f"{part_name(part)}: {problem}", role, index)
+                    findings.add("R07-signature", f"{part_name(part)}: {problem}", role, index)
                 if isinstance(part.op, COMM):
                     use = _use_problem(plan, role, instr, part.op)
                     if use:
-                        out.add("R10-channel-use", use, role, index)
+                        findings.add("R10-channel-use", use, role, index)
             done[instr.stream] += 1
-        states.check(out, role)
+        states.check(findings, role)
 
 
-def _ids(out: Findings) -> None:
-    plan = out.plan
+def _ids(findings: Findings) -> None:
+    plan = findings.plan
     tables: dict[str, Iterable[str]] = {
         "role": (r.role for r in plan.roles),
         "channel": (c.id for c in plan.channels),
@@ -83,13 +83,13 @@ def _ids(out: Findings) -> None:
     for what, ids in tables.items():
         for id, count in Counter(ids).items():
             if count > 1:
-                out.add("R06-names", f"{count} {what}s are called {id}; ids must differ")
+                findings.add("R06-names", f"{count} {what}s are called {id}; ids must differ")
     if not isinstance(plan.values, Values):  # a Values makes a value's id of its key
         for key, value in plan.values.items():
             if key != value.id:
-                out.add("R06-names", f"the value {value.id} stands under the key {key}")
-    _chunks(out)
-    _sizes(out)
+                findings.add("R06-names", f"the value {value.id} stands under the key {key}")
+    _chunks(findings)
+    _sizes(findings)
     roles = {r.role for r in plan.roles}
     params = {p.name for p in plan.params}
     for bucket in plan.buckets:
@@ -100,12 +100,12 @@ def _ids(out: Findings) -> None:
         if bucket.dtype not in ITEM_BYTES:
             missing.append(f"dtype {bucket.dtype}")
         if missing:
-            out.add("R06-names", f"bucket {bucket.id} names {', '.join(missing)}, which the plan does not have")
+            findings.add("R06-names", f"bucket {bucket.id} names {', '.join(missing)}, which the plan does not have")
 
 
-def _chunks(out: Findings) -> None:
+def _chunks(findings: Findings) -> None:
     """Check R06 inside of chunks: their inputs, and the ports and parameters of their signatures."""
-    plan = out.plan
+    plan = findings.plan
     known = {("value", f"{c.id}:out{k}") for c in plan.chunks for k in range(len(c.outputs))}
     known |= {("param", p.name) for p in plan.params} | {("buffer", b.name) for b in plan.buffers}
     known |= {("batch", b.name) for b in plan.batch}
@@ -113,12 +113,12 @@ def _chunks(out: Findings) -> None:
         where = f"chunk {chunk.id}"
         for k, entry in enumerate(chunk.inputs):
             if (entry.kind, entry.ref) not in known:
-                out.add("R06-names", f"input {k} of {where} is the {entry.kind} {entry.ref}, which the plan does not have")
+                findings.add("R06-names", f"input {k} of {where} is the {entry.kind} {entry.ref}, which the plan does not have")
         for step, sig in chunk.steps.items():
             unknown = [p for p in (*sig.reads, *sig.writes) if not _is_port(chunk, p)]
             unknown += [f"accumulator {k}" for k in sig.accumulates if not _is_param(chunk, k)]
             if unknown:
-                out.add("R06-names", f"{step} of {where} uses {', '.join(unknown)}, which the chunk does not have")
+                findings.add("R06-names", f"{step} of {where} uses {', '.join(unknown)}, which the chunk does not have")
 
 
 def _is_port(chunk: Chunk, port: str) -> bool:
@@ -134,9 +134,9 @@ def _is_param(chunk: Chunk, index: int) -> bool:
     return 0 <= index < len(chunk.inputs) and chunk.inputs[index].kind == "param"
 
 
-def _sizes(out: Findings) -> None:
+def _sizes(findings: Findings) -> None:
     """Check for R07 that what a plan holds has shapes of plain numbers."""
-    plan = out.plan
+    plan = findings.plan
     specs = [("value", id, spec) for id, (spec, _) in plan.kinds.items()]
     specs += [("parameter", p.name, p.spec) for p in plan.params] + [("buffer", b.name, b.spec) for b in plan.buffers]
     good: set[int] = set()  # by identity: microbatches share specs, objects that the plan keeps alive
@@ -146,25 +146,25 @@ def _sizes(out: Findings) -> None:
         if all(isinstance(size, int) and size >= 0 for size in spec.shape):
             good.add(id(spec))
         else:
-            out.add("R07-signature", f"{what} {name} is a {spec}; in a plan all sizes are integers from 0")
+            findings.add("R07-signature", f"{what} {name} is a {spec}; in a plan all sizes are integers from 0")
 
 
-def _ranks(out: Findings) -> None:
-    plan = out.plan
+def _ranks(findings: Findings) -> None:
+    plan = findings.plan
     owner: dict[int, str] = {}
     for role in plan.roles:
         wrong = [f"{a}={c}" for a, c in role.placed.items() if not 0 <= c < plan.mesh.size(a)]
         if wrong:
-            out.add("R01-ranks", f"{', '.join(wrong)} is outside of {plan.mesh}", role)
+            findings.add("R01-ranks", f"{', '.join(wrong)} is outside of {plan.mesh}", role)
         elif role.ranks != plan.mesh.ranks(role.placed):
-            out.add("R01-ranks", f"the ranks at {dict(role.placed)} are {plan.mesh.ranks(role.placed)}", role)
+            findings.add("R01-ranks", f"the ranks at {dict(role.placed)} are {plan.mesh.ranks(role.placed)}", role)
         for rank in role.ranks:
             if rank in owner:
-                out.add("R01-ranks", f"rank {rank} is also in role {owner[rank]}", role)
+                findings.add("R01-ranks", f"rank {rank} is also in role {owner[rank]}", role)
             owner[rank] = role.role
     idle = sorted(set(range(plan.mesh.world)) - owner.keys())
     if idle:
-        out.add("R01-ranks", f"no role has rank{'s' if len(idle) > 1 else ''} {', '.join(map(str, idle))} of {plan.mesh}")
+        findings.add("R01-ranks", f"no role has rank{'s' if len(idle) > 1 else ''} {', '.join(map(str, idle))} of {plan.mesh}")
 
 
 def _channel_problem(plan: Plan, channel: Channel) -> str:
@@ -242,8 +242,8 @@ def _parts_problem(instr: Instr) -> str:
 def _wait_problem(role: RolePlan, stream: str, count: int, done: dict[str, int]) -> str:
     if stream not in done:
         return f"it waits for the stream {stream}; the role has {', '.join(role.streams)}"
-    there = done[stream]
-    return f"it waits for {count} instructions of {stream}, of which {there} stand before it; 1 to {there} can be waited for"
+    earlier = done[stream]
+    return f"it waits for {count} instructions of {stream}, of which {earlier} stand before it; 1 to {earlier} can be waited for"
 
 
 def _use_problem(plan: Plan, role: RolePlan, instr: Instr, op: Comm) -> str:
@@ -294,11 +294,11 @@ class _Signatures:
         if len(values) != len(expected):
             yield f"it {verb} {len(values)} values; {len(expected)} are expected"
             return
-        found = [self._kinds[v][0] for v in values]
-        if found != expected:  # equal objects first, of which microbatches have the same
-            for value, is_a, spec in zip(values, found, expected, strict=True):
-                if is_a != spec:
-                    yield f"it {verb} {value}, a {is_a}; {spec} is expected"
+        specs = [self._kinds[v][0] for v in values]
+        if specs != expected:  # equal objects first, of which microbatches have the same
+            for value, actual, spec in zip(values, specs, expected, strict=True):
+                if actual != spec:
+                    yield f"it {verb} {value}, a {actual}; {spec} is expected"
 
     def _step(self, op: Compute) -> tuple[list[TensorSpec], list[TensorSpec]]:
         key = (op.chunk, op.step)
@@ -348,8 +348,8 @@ class _Signatures:
     def _members(self, channel: str) -> int:
         """Return how many ranks meet on a group channel."""
         if channel not in self._sizes:
-            found = self._plan.channel(channel)
-            self._sizes[channel] = len(self._plan.peers(found, self._plan.role(found.roles[0]).ranks[0]))
+            group = self._plan.channel(channel)
+            self._sizes[channel] = len(self._plan.peers(group, self._plan.role(group.roles[0]).ranks[0]))
         return self._sizes[channel]
 
 
@@ -381,18 +381,18 @@ class _States:
             [*names, *(f"{kind}:{b.id}" for b in self._plan.buckets if role.role in b.roles for kind in ("param", "grad"))]
         )
 
-    def check(self, out: Findings, role: RolePlan) -> None:
+    def check(self, findings: Findings, role: RolePlan) -> None:
         """Compare the states of a role with those that it uses."""
         owned = Counter(s.id for s in role.states)
         for id in self.needed(role):
             if id not in owned:
-                out.add("R08-states", f"it uses {id} and has no such state", role)
+                findings.add("R08-states", f"it uses {id} and has no such state", role)
         for id, count in owned.items():
             if count > 1:
-                out.add("R08-states", f"it has the state {id} {count} times", role)
+                findings.add("R08-states", f"it has the state {id} {count} times", role)
         for state in role.states:
             if state.id.partition(":")[0] != state.category:
-                out.add("R08-states", f"the state {state.id} has the category {state.category}", role)
+                findings.add("R08-states", f"the state {state.id} has the category {state.category}", role)
             elif state.category != "optim" and self._sizes.get(state.id) != state.nbytes:
                 expected = f"{self._sizes[state.id]} are expected" if state.id in self._sizes else "the plan has no such tensor"
-                out.add("R08-states", f"the state {state.id} has {state.nbytes} bytes; {expected}", role)
+                findings.add("R08-states", f"the state {state.id} has {state.nbytes} bytes; {expected}", role)

@@ -72,16 +72,16 @@ class Findings:
     """Collect the violations of one plan in the order in which they are found."""
 
     plan: Plan
-    found: list[Violation] = field(default_factory=list)
+    violations: list[Violation] = field(default_factory=list)
 
     def add(self, rule: str, message: str, role: RolePlan | None = None, index: int = -1) -> None:
         """Add a violation of a rule, with the role and the instruction whose fault it is."""
         assert rule in RULES, rule
         if role is None:
-            self.found.append(Violation(rule, message))
+            self.violations.append(Violation(rule, message))
         else:
             place = instr_text(role, index) if index >= 0 else role_text(role)
-            self.found.append(Violation(rule, f"{place}: {message}", role.role, index))
+            self.violations.append(Violation(rule, f"{place}: {message}", role.role, index))
 
 
 def role_text(role: RolePlan) -> str:

@@ -50,30 +50,30 @@ class Events:
         return f"{role.role}[{index}] {instr_title(role.program[index])} on {role.program[index].stream}"
 
 
-def meetings(out: Findings) -> list[list[int]]:
+def meetings(findings: Findings) -> list[list[int]]:
     """Return which instructions meet, numbered through all roles, per channel in order; checks R17 and R18."""
-    uses: dict[str, dict[str, list[int]]] = {c.id: {r: [] for r in c.roles} for c in out.plan.channels}
-    at: list[tuple[RolePlan, int]] = []
-    for number, (role, index, instr) in enumerate(out.plan.instructions()):
-        at.append((role, index))
+    uses: dict[str, dict[str, list[int]]] = {c.id: {r: [] for r in c.roles} for c in findings.plan.channels}
+    role_and_index: list[tuple[RolePlan, int]] = []
+    for number, (role, index, instr) in enumerate(findings.plan.instructions()):
+        role_and_index.append((role, index))
         op = instr.parts[0].op
         if isinstance(op, COMM):
             uses[op.channel][role.role].append(number)
-    found: list[list[int]] = []
-    for channel in out.plan.channels:
+    all_meetings: list[list[int]] = []
+    for channel in findings.plan.channels:
         sides = list(uses[channel.id].values())
         rule = "R17-p2p-match" if channel.kind == "p2p" else "R18-group-match"
         if len({len(s) for s in sides}) > 1:
             verbs = ("sends", "receives") if channel.kind == "p2p" else ("meets",) * len(sides)
             counts = [f"role {r} {verb} {len(s)} times" for r, verb, s in zip(channel.roles, verbs, sides, strict=True)]
-            out.add(rule, f"channel {channel.id}: {', '.join(counts)}")
+            findings.add(rule, f"channel {channel.id}: {', '.join(counts)}")
             continue
         for n, met in enumerate(zip(*sides, strict=True)):
-            carried = [_carries(out.plan, *at[i]) for i in met]
+            carried = [_carries(findings.plan, *role_and_index[i]) for i in met]
             if len(set(carried)) > 1:
-                out.add(rule, _mismatch(channel, n, carried), *at[met[0]])
-            found.append(list(met))
-    return found
+                findings.add(rule, _mismatch(channel, n, carried), *role_and_index[met[0]])
+            all_meetings.append(list(met))
+    return all_meetings
 
 
 def _carries(plan: Plan, role: RolePlan, index: int) -> str:
@@ -90,7 +90,7 @@ def _mismatch(channel: Channel, n: int, carried: list[str]) -> str:
     return f"number {n} on channel {channel.id} is {sides}; all must carry the same"
 
 
-def run(out: Findings, events: Events) -> list[int]:
+def run(findings: Findings, events: Events) -> list[int]:
     """Return the events in an order in which they can happen, empty when there is none; checks R19 and R20."""
     order = _sweep(events, serial=True)
     if len(order) == len(events.members):
@@ -107,7 +107,7 @@ def run(out: Findings, events: Events) -> list[int]:
     text = f"the run hangs{' ' if what else ''}{what}; these wait for each other:"
     for i, reason in cycle:
         text += f"\n  {events.says(i)} {reason}"
-    out.found.append(Violation(rule, text, role.role, index))
+    findings.violations.append(Violation(rule, text, role.role, index))
     return order if serial else []
 
 

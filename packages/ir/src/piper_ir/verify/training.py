@@ -21,9 +21,9 @@ ALIGNMENT = 256
 _RolePosition = tuple[RolePlan, UsePosition]
 
 
-def check_steps(out: Findings) -> None:
+def check_steps(findings: Findings) -> None:
     """Check R21, and of R26 how loss gradients start and updates are weighted."""
-    plan = out.plan
+    plan = findings.plan
     ran: dict[tuple[str, int, str], list[_RolePosition]] = {}
     for role, place, part in _parts(plan):
         if isinstance(part.op, Compute):
@@ -31,34 +31,36 @@ def check_steps(out: Findings) -> None:
         elif isinstance(part.op, Seed):
             expected = 1.0 if plan.loss_kind == "sum" else 1 / (plan.microbatches * plan.replicas)
             if not isclose(part.op.value, expected, rel_tol=1e-12):
-                out.add("R26-scale", f"the loss gradient starts from {part.op.value!r}; {expected!r} is expected", role, place[0])
+                findings.add(
+                    "R26-scale", f"the loss gradient starts from {part.op.value!r}; {expected!r} is expected", role, place[0]
+                )
         elif isinstance(part.op, Update) and part.op.weighted != (plan.loss_kind == "sum"):
-            out.add("R26-scale", f"weighted is {part.op.weighted}, but the loss is a {plan.loss_kind}", role, place[0])
+            findings.add("R26-scale", f"weighted is {part.op.weighted}, but the loss is a {plan.loss_kind}", role, place[0])
     if plan.chunks and plan.microbatches > len(ran):  # said once, since there may be any number of microbatches
-        out.add("R21-steps", f"the plan has {plan.microbatches} microbatches, and runs {len(ran)} steps in all")
+        findings.add("R21-steps", f"the plan has {plan.microbatches} microbatches, and runs {len(ran)} steps in all")
         return
-    _check_buffers(out, ran)
+    _check_buffers(findings, ran)
     for chunk in plan.chunks:
         wanted = [s for s in STEPS if s in chunk.steps]
         for mb in range(plan.microbatches):
             before: _RolePosition | None = None
             for step in wanted:
-                found = ran.get((chunk.id, mb, step), [])
+                runs = ran.get((chunk.id, mb, step), [])
                 times = 0 if chunk.steps[step].empty else 1
-                if len(found) != times:
-                    roles = f" (on {', '.join(role.role for role, _ in found)})" if found else ""
-                    out.add(
+                if len(runs) != times:
+                    roles = f" (on {', '.join(role.role for role, _ in runs)})" if runs else ""
+                    findings.add(
                         "R21-steps",
-                        f"{step} of chunk {chunk.id} runs {len(found)} times{roles} for microbatch {mb}; {times} expected",
+                        f"{step} of chunk {chunk.id} runs {len(runs)} times{roles} for microbatch {mb}; {times} expected",
                     )
-                elif found:
-                    _check_follows(out, f"{step} of chunk {chunk.id} for microbatch {mb}", found[0], before)
-                    before = found[0]
+                elif runs:
+                    _check_follows(findings, f"{step} of chunk {chunk.id} for microbatch {mb}", runs[0], before)
+                    before = runs[0]
 
 
-def _check_buffers(out: Findings, ran: dict[tuple[str, int, str], list[_RolePosition]]) -> None:
+def _check_buffers(findings: Findings, ran: dict[tuple[str, int, str], list[_RolePosition]]) -> None:
     """Check R21 for buffers: forwards use one that they update as on one device, by microbatch and on one role."""
-    plan = out.plan
+    plan = findings.plan
     for name in dict.fromkeys(o.ref for c in plan.chunks for o in c.outputs if o.kind == "buffer"):
         updating = {c.id for c in plan.chunks if any(o.kind == "buffer" and o.ref == name for o in c.outputs)}
         reading = {c.id for c in plan.chunks if any(i.kind == "buffer" and i.ref == name for i in c.inputs)}
@@ -70,21 +72,21 @@ def _check_buffers(out: Findings, ran: dict[tuple[str, int, str], list[_RolePosi
                 what = "updates a buffer" if user in updating else f"reads the buffer {name}, which others update"
                 follows = [update, *reads] if user in updating else [update]
                 for before in follows:
-                    _check_follows(out, f"F of chunk {user}, which {what}, for microbatch {mb}", where, before)
+                    _check_follows(findings, f"F of chunk {user}, which {what}, for microbatch {mb}", where, before)
                 if user in updating:
                     update, reads = where, []
                 else:
                     reads.append(where)
 
 
-def _check_follows(out: Findings, what: str, found: _RolePosition, before: _RolePosition | None) -> None:
+def _check_follows(findings: Findings, what: str, position: _RolePosition, before: _RolePosition | None) -> None:
     if before is None:
         return
-    role, place = found
+    role, place = position
     if role.role != before[0].role:
-        out.add("R21-steps", f"{what}: runs here, the one that it follows on role {before[0].role}", role, place[0])
+        findings.add("R21-steps", f"{what}: runs here, the one that it follows on role {before[0].role}", role, place[0])
     elif place < before[1]:
-        out.add("R21-steps", f"{what}: runs before instruction {before[1][0]}, which it must follow", role, place[0])
+        findings.add("R21-steps", f"{what}: runs before instruction {before[1][0]}, which it must follow", role, place[0])
 
 
 def _parts(plan: Plan) -> Iterator[tuple[RolePlan, UsePosition, Part]]:
@@ -93,33 +95,35 @@ def _parts(plan: Plan) -> Iterator[tuple[RolePlan, UsePosition, Part]]:
             yield role, (index, p), part
 
 
-def check_layout(out: Findings) -> None:
+def check_layout(findings: Findings) -> None:
     """Check R22."""
-    params = {p.name: p for p in out.plan.params}
-    for bucket in out.plan.buckets:
+    params = {p.name: p for p in findings.plan.params}
+    for bucket in findings.plan.buckets:
         where = f"bucket {bucket.id}"
         item, end, last = ITEM_BYTES[bucket.dtype], 0, "the start"
         if len(bucket.params) != len(bucket.offsets):
-            out.add("R22-buckets", f"{where} has {len(bucket.params)} parameters and {len(bucket.offsets)} offsets")
+            findings.add("R22-buckets", f"{where} has {len(bucket.params)} parameters and {len(bucket.offsets)} offsets")
             continue
         for name, offset in zip(bucket.params, bucket.offsets, strict=True):
             if offset * item % ALIGNMENT:
-                out.add("R22-buckets", f"{where}: {name} starts at byte {offset * item}, which is no multiple of {ALIGNMENT}")
+                findings.add(
+                    "R22-buckets", f"{where}: {name} starts at byte {offset * item}, which is no multiple of {ALIGNMENT}"
+                )
             if offset < end:
-                out.add("R22-buckets", f"{where}: {name} starts at element {offset}, inside of {last}, which ends at {end}")
+                findings.add("R22-buckets", f"{where}: {name} starts at element {offset}, inside of {last}, which ends at {end}")
             end, last = offset + bind(params[name].spec.numel, 0), name
         if end > bucket.numel:
-            out.add("R22-buckets", f"{where} has {bucket.numel} elements; {last} ends at {end}")
+            findings.add("R22-buckets", f"{where} has {bucket.numel} elements; {last} ends at {end}")
 
 
-def check_holders(out: Findings) -> None:
+def check_holders(findings: Findings) -> None:
     """Check R23."""
-    plan = out.plan
+    plan = findings.plan
     inside: dict[str, Bucket] = {}
     for bucket in plan.buckets:
         for name in bucket.params:
             if name in inside:
-                out.add("R23-holders", f"parameter {name} is in the buckets {inside[name].id} and {bucket.id}")
+                findings.add("R23-holders", f"parameter {name} is in the buckets {inside[name].id} and {bucket.id}")
             inside[name] = bucket
     users: dict[str, set[str]] = {}
     for role in plan.roles:
@@ -131,14 +135,14 @@ def check_holders(out: Findings) -> None:
         held = inside.get(param.name)
         if param.trained != (held is not None):
             text = "is trained and in no bucket" if held is None else f"is not trained, but in bucket {held.id}"
-            out.add("R23-holders", f"parameter {param.name} {text}")
+            findings.add("R23-holders", f"parameter {param.name} {text}")
         elif held is not None and users.get(param.name, set()) != set(held.roles):
             uses, holds = ", ".join(sorted(users.get(param.name, ()))) or "no role", ", ".join(sorted(held.roles))
-            out.add("R23-holders", f"parameter {param.name} is used by {uses}; its bucket {held.id} is held by {holds}")
+            findings.add("R23-holders", f"parameter {param.name} is used by {uses}; its bucket {held.id} is held by {holds}")
     for bucket in plan.buckets:
         problem = _members_problem(plan, bucket)
         if problem:
-            out.add("R23-holders", f"bucket {bucket.id}: {problem}")
+            findings.add("R23-holders", f"bucket {bucket.id}: {problem}")
 
 
 def _members_problem(plan: Plan, bucket: Bucket) -> str:
@@ -171,33 +175,33 @@ class _Use:
     updates: list[UsePosition] = field(default_factory=list)
 
 
-def check_reductions(out: Findings, orders: dict[str, HappensBefore]) -> None:
+def check_reductions(findings: Findings, orders: dict[str, HappensBefore]) -> None:
     """Check R24, R25, and of R26 that all updates clip alike."""
-    touched = _Touched(out.plan)
-    for role in out.plan.roles:
-        uses = {b.id: _Use() for b in out.plan.buckets}
+    touched = _Touched(findings.plan)
+    for role in findings.plan.roles:
+        uses = {b.id: _Use() for b in findings.plan.buckets}
         for i, instr in enumerate(role.program):
             for p, part in enumerate(instr.parts):
                 touched.record(uses, part, (i, p))
-        for bucket in out.plan.buckets:
+        for bucket in findings.plan.buckets:
             use = uses[bucket.id]
             if role.role in bucket.roles:
-                _BucketOnRole(out, role, orders[role.role], bucket, use).check()
+                _BucketOnRole(findings, role, orders[role.role], bucket, use).check()
             elif use.updates or use.reductions or use.norms:
                 index = (use.updates + use.reductions + use.norms)[0][0]
-                out.add("R25-update", f"it touches bucket {bucket.id}, which {', '.join(bucket.roles)} hold", role, index)
-    _check_clips(out)
+                findings.add("R25-update", f"it touches bucket {bucket.id}, which {', '.join(bucket.roles)} hold", role, index)
+    _check_clips(findings)
 
 
-def _check_clips(out: Findings) -> None:
+def _check_clips(findings: Findings) -> None:
     """Check that the bound of the global norm is one number for the whole gradient."""
     clips: dict[float | None, str] = {}
-    for role, place, part in _parts(out.plan):
+    for role, place, part in _parts(findings.plan):
         if isinstance(part.op, Update) and part.op.buckets and part.op.clip not in clips:
             clips[part.op.clip] = role.role
             if len(clips) > 1:
                 bounds = ", ".join(f"{clip} on {where}" for clip, where in clips.items())
-                out.add("R26-scale", f"gradients are clipped differently: {bounds}", role, place[0])
+                findings.add("R26-scale", f"gradients are clipped differently: {bounds}", role, place[0])
 
 
 class _Touched:
@@ -237,12 +241,12 @@ class _Touched:
 class _BucketOnRole:
     """Check R24 and R25 for one bucket on one role that holds it."""
 
-    def __init__(self, out: Findings, role: RolePlan, order: HappensBefore, bucket: Bucket, use: _Use) -> None:
-        self.out, self.role, self.order, self.bucket, self.use = out, role, order, bucket, use
+    def __init__(self, findings: Findings, role: RolePlan, order: HappensBefore, bucket: Bucket, use: _Use) -> None:
+        self.findings, self.role, self.order, self.bucket, self.use = findings, role, order, bucket, use
 
     def add(self, rule: str, message: str, index: int = -1) -> None:
         """Add a violation that names the bucket."""
-        self.out.add(rule, f"bucket {self.bucket.id} {message}", self.role, index)
+        self.findings.add(rule, f"bucket {self.bucket.id} {message}", self.role, index)
 
     def check(self) -> None:
         """Add what is wrong with the reduction, else with the update of the bucket."""

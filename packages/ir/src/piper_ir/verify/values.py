@@ -63,28 +63,28 @@ class _Life:
             yield from places
 
 
-def check_values(out: Findings, orders: dict[str, HappensBefore]) -> None:
+def check_values(findings: Findings, orders: dict[str, HappensBefore]) -> None:
     """Check R11 to R16 and R29 on plans whose form is right."""
     home: dict[str, str] = {}
-    plain = _plain_values(out.plan.roles)
+    plain = _plain_values(findings.plan.roles)
     for name, values in plain.items():
         home.update(dict.fromkeys(values, name))
-    lives = {role.role: _lives(role, plain[role.role]) for role in out.plan.roles}
-    for role in out.plan.roles:
+    lives = {role.role: _lives(role, plain[role.role]) for role in findings.plan.roles}
+    for role in findings.plan.roles:
         for value, life in lives[role.role].items():
             if life.writes:
-                _check_writers(out, role, value, life, home)
-    for value in out.plan.values:
+                _check_writers(findings, role, value, life, home)
+    for value in findings.plan.values:
         if value not in home:
-            out.add("R11-written-once", f"nothing writes {value}")
-    for role in out.plan.roles:
+            findings.add("R11-written-once", f"nothing writes {value}")
+    for role in findings.plan.roles:
         order = orders[role.role]
         for value, life in lives[role.role].items():
             if home.get(value) == role.role:
-                _Lifetime(out, role, order, value, life).check()
+                _Lifetime(findings, role, order, value, life).check()
             elif value in home:
                 index = max(0, next(life.places())[0])
-                out.add("R11-written-once", f"it uses {value}, which lives on role {home[value]}", role, index)
+                findings.add("R11-written-once", f"it uses {value}, which lives on role {home[value]}", role, index)
 
 
 def _plain_values(roles: Sequence[RolePlan]) -> dict[str, set[str]]:
@@ -93,12 +93,12 @@ def _plain_values(roles: Sequence[RolePlan]) -> dict[str, set[str]]:
     No communication and no other role touches them, and the one stream that computes writes them once, reads them
     afterwards and frees them once, at last.
     """
-    found = {role.role: _plain(role) for role in roles}
+    plain_and_odd = {role.role: _plain(role) for role in roles}
     seen, shared = set[str](), set[str]()
-    for values in (values for both in found.values() for values in both):
+    for values in (values for both in plain_and_odd.values() for values in both):
         shared |= seen & values
         seen |= values
-    return {name: plain - shared for name, (plain, _) in found.items()}
+    return {name: plain - shared for name, (plain, _) in plain_and_odd.items()}
 
 
 def _plain(role: RolePlan) -> tuple[set[str], set[str]]:
@@ -106,29 +106,29 @@ def _plain(role: RolePlan) -> tuple[set[str], set[str]]:
 
     They are found with sets, for there are very many.
     """
-    odd, alive, gone = set(role.allocs_first), set[str](), set[str]()
+    others, alive, freed = set(role.allocs_first), set[str](), set[str]()
     for instr in role.program:
-        odd.update(instr.frees_before, instr.allocs_after)
+        others.update(instr.frees_before, instr.allocs_after)
         for part in instr.parts:
             if instr.stream != COMPUTE:
-                odd.update(part.reads, part.writes, part.frees)
+                others.update(part.reads, part.writes, part.frees)
                 continue
             if not alive.issuperset(part.reads):
-                odd.update([v for v in part.reads if v not in alive])
-            if not gone.isdisjoint(part.writes):
-                odd.update(part.writes)
+                others.update([v for v in part.reads if v not in alive])
+            if not freed.isdisjoint(part.writes):
+                others.update(part.writes)
             before = len(alive)
             alive.update(part.writes)
             if len(alive) != before + len(part.writes):
-                odd.update(part.writes)
+                others.update(part.writes)
             if part.frees:
                 before = len(alive)
                 alive.difference_update(part.frees)
                 if len(alive) != before - len(part.frees):
-                    odd.update(part.frees)
-                gone.update(part.frees)
-    odd |= alive
-    return gone - odd, odd
+                    others.update(part.frees)
+                freed.update(part.frees)
+    others |= alive
+    return freed - others, others
 
 
 def _lives(role: RolePlan, plain: set[str]) -> dict[str, _Life]:
@@ -162,25 +162,25 @@ def _lives(role: RolePlan, plain: set[str]) -> dict[str, _Life]:
     return lives
 
 
-def _check_writers(out: Findings, role: RolePlan, value: str, life: _Life, home: dict[str, str]) -> None:
+def _check_writers(findings: Findings, role: RolePlan, value: str, life: _Life, home: dict[str, str]) -> None:
     first = life.writes[0]
     if value in home and home[value] != role.role:
-        out.add("R11-written-once", f"it writes {value}, which role {home[value]} writes too", role, first[0])
+        findings.add("R11-written-once", f"it writes {value}, which role {home[value]} writes too", role, first[0])
     elif len(life.writes) > 1:
-        out.add("R11-written-once", f"it writes {value}, which instruction {first[0]} writes too", role, life.writes[1][0])
+        findings.add("R11-written-once", f"it writes {value}, which instruction {first[0]} writes too", role, life.writes[1][0])
     home.setdefault(value, role.role)
 
 
 class _Lifetime:
     """Check R12 to R16 and R29 for one value on the role that writes it."""
 
-    def __init__(self, out: Findings, role: RolePlan, order: HappensBefore, value: str, life: _Life) -> None:
-        self.out, self.role, self.order, self.value, self.life = out, role, order, value, life
+    def __init__(self, findings: Findings, role: RolePlan, order: HappensBefore, value: str, life: _Life) -> None:
+        self.findings, self.role, self.order, self.value, self.life = findings, role, order, value, life
         self.writer = life.writes[0]
 
     def add(self, rule: str, message: str, index: int) -> None:
         """Add a violation at an instruction of the role."""
-        self.out.add(rule, message, self.role, index)
+        self.findings.add(rule, message, self.role, index)
 
     def instr(self, place: UsePosition) -> Instr:
         """Return the instruction at a position."""

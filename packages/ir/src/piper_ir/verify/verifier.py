@@ -38,42 +38,42 @@ def check(plan: Plan) -> list[Violation]:
 
     Rules are checked in groups; a group is checked only if those before it hold, because it builds on them.
     """
-    out = Findings(plan)
+    findings = Findings(plan)
     groups: tuple[Callable[[Findings], None], ...] = (check_tables, check_instructions, _check_use, _check_memory)
     with no_garbage_collection():
         for group in groups:
-            group(out)
-            if out.found:
+            group(findings)
+            if findings.violations:
                 break
-    return out.found
+    return findings.violations
 
 
-def _check_use(out: Findings) -> None:
+def _check_use(findings: Findings) -> None:
     """Check R11 to R27 and R29."""
-    orders = {role.role: HappensBefore(role) for role in out.plan.roles}
-    check_values(out, orders)
-    met = meetings(out)
-    if out.found:
+    orders = {role.role: HappensBefore(role) for role in findings.plan.roles}
+    check_values(findings, orders)
+    met = meetings(findings)
+    if findings.violations:
         return
-    events = Events(out.plan, met)
-    order = run(out, events)
-    check_steps(out)
-    check_layout(out)
-    if not out.found:
-        check_holders(out)
-    if not out.found:
-        check_reductions(out, orders)
-    if not out.found:
-        check_dataflow(out, events, order)
+    events = Events(findings.plan, met)
+    order = run(findings, events)
+    check_steps(findings)
+    check_layout(findings)
+    if not findings.violations:
+        check_holders(findings)
+    if not findings.violations:
+        check_reductions(findings, orders)
+    if not findings.violations:
+        check_dataflow(findings, events, order)
 
 
-def _check_memory(out: Findings) -> None:
+def _check_memory(findings: Findings) -> None:
     """Check R28."""
-    for role in out.plan.roles:
-        most = peak(out.plan, role)
+    for role in findings.plan.roles:
+        usage = peak(findings.plan, role)
         stated = (role.peak_bytes, role.peak_at, dict(role.peak_by_category))
-        found = (most.total, most.instr, dict(most.bytes))
-        if stated != found:
+        scanned = (usage.total, usage.instr, dict(usage.bytes))
+        if stated != scanned:
             names = ("bytes", "instruction", "by category")
-            wrong = [f"{n} {s!r}, and the scan gives {f!r}" for n, s, f in zip(names, stated, found, strict=True) if s != f]
-            out.add("R28-peak", f"the plan states a peak of {'; '.join(wrong)}", role)
+            wrong = [f"{n} {s!r}, and the scan gives {f!r}" for n, s, f in zip(names, stated, scanned, strict=True) if s != f]
+            findings.add("R28-peak", f"the plan states a peak of {'; '.join(wrong)}", role)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from piper_ir.memory_owners import Owner
+from piper_ir.memory_owners import MemoryOwner
 from piper_ir.tools import size_text, time_text
 
 SHOWN = 3
@@ -43,7 +43,7 @@ class OomVerdict:
     at: str
     instr: int
     time_s: float
-    owners: tuple[Owner, ...]
+    owners: tuple[MemoryOwner, ...]
     beside: int
 
     @property

@@ -18,7 +18,8 @@ from functools import partial
 from simpy import Environment, Event
 from simpy.events import Timeout
 
-from piper_ir.timing import Prepared, Times, host_seconds, later_half, steady
+from piper_ir.steady_state import host_seconds, later_half, steady
+from piper_ir.timing import Prepared, Times
 from piper_simulator.contention.rates import Activity, Flow, RunningMessage, SharedPool
 
 Running = Generator[Event, None, None]
@@ -48,10 +49,11 @@ PERIOD_STEPS = 6, 16
 
 
 def period(prepared: Prepared, durations: Sequence[float], flows: Sequence[Flow], *, latency: float, issue: float) -> float:
-    """Return the seconds per step in steady state under contention, as `piper_ir.timing.period` does without.
+    """Return the period as `piper_ir.steady_state.period` does, but under contention: run steps until they repeat, to 1e-9.
 
-    The engine runs until steps repeat, to 1e-9. Steps count as long as every stream has more to come: afterwards there
-    is less to share with. Where a stream runs so far ahead that hardly any do, all count."""
+    Steps count as long as every stream has more to come, since afterwards there is less to share with. Where a stream
+    runs so far ahead that hardly any step does, all count.
+    """
     last = [nodes[-1] for nodes in prepared.streams]
     host = host_seconds(prepared, issue)
     if not last:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from piper_ir import timing
+from piper_ir import steady_state, timing
 from piper_ir.plan import Plan
 from piper_ir.timing import Prepared, Times
 from piper_simulator.cluster.cluster import Cluster
@@ -76,7 +76,7 @@ def time_steps(
     durations = _alone(prepared, work, flows)
     if flows is None:
         times = engine.run_engine(prepared, durations, latency=latency, issue=issue, steps=steps)
-        period_s = timing.period(prepared, durations, latency=latency, issue=issue)
+        period_s = steady_state.period(prepared, durations, latency=latency, issue=issue)
         return Timed(times[0], times[-1], durations, period_s, None)
     first = step_alone(prepared, work, flows, latency=latency, issue=issue)
     last = (
