@@ -90,4 +90,5 @@ def owned(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> tu
 
 def storage_key(t: torch.Tensor) -> int:
     """Equal for tensors that share a storage, while both live."""
-    return t.untyped_storage()._cdata
+    key: int = t.untyped_storage()._cdata
+    return key

@@ -45,14 +45,15 @@ class Own:
 def own_on_cuda(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> Own | None:
     """What the kernel of `op(*args_meta, **kwargs_meta) -> out_meta` holds of its own; None where nothing is counted. Tensors are
     fake or real, with concrete shapes."""
-    rule = _RULES.get(op)
-    return None if rule is None else rule(call_of(op, args_meta, out_meta, kwargs_meta or {}))
+    if not isinstance(op, torch._ops.OpOverload) or op not in _RULES:
+        return None
+    return _RULES[op](call_of(op, args_meta, out_meta, kwargs_meta or {}))
 
 
 def own_on_cpu(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> int:
     """Bytes that the kernel of an op holds of its own on a CPU until it is done: a mask of attention in the form that torch's
     kernel takes."""
-    if op not in (sdpa.attention, sdpa.attention_dgrad):
+    if not isinstance(op, torch._ops.OpOverload) or op not in (sdpa.attention, sdpa.attention_dgrad):
         return 0
     call = call_of(op, args_meta, out_meta, kwargs_meta or {})
     return _made(call, lambda q, k, mask: cpu_mask(sdpa.additive(mask, q), q))
@@ -160,10 +161,11 @@ def _on_meta(value: Any) -> Any:
 def held_inside(function: Callable[..., Any], *args: Any) -> int:
     """Most bytes of tensors that `function(*args)` holds while it runs, beside its arguments and less its results. It sees what
     the dispatcher sees: not what an operator of torch's allocates inside."""
-    with _Live(tree_leaves(args)) as live:
+    live = _Live(tree_leaves(args))
+    with live:
         results = function(*args)
-    mine = {t.untyped_storage() for t in tree_leaves(results) if isinstance(t, Tensor)}
-    return live.most - sum(s.nbytes() for s in mine)
+    own = {t.untyped_storage() for t in tree_leaves(results) if isinstance(t, Tensor)}
+    return live.most - sum(s.nbytes() for s in own)
 
 
 class _Live(TorchDispatchMode):
@@ -173,7 +175,7 @@ class _Live(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
         self._given = {t.untyped_storage()._cdata for t in given if isinstance(t, Tensor)}
         self._alive: WeakSet[Any] = WeakSet()
-        self.most = 0
+        self.most: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -184,7 +186,7 @@ class _Live(TorchDispatchMode):
         return out
 
 
-_RULES: dict[object, Callable[[Call], Own]] = {
+_RULES: dict[torch._ops.OpOverload, Callable[[Call], Own]] = {
     losses.cross_entropy: _cross_entropy,
     losses.cross_entropy_dgrad: _cross_entropy_dgrad,
     sdpa.attention: _attention,
