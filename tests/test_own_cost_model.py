@@ -11,7 +11,7 @@ import pytest
 
 import piper
 from piper.emulation import durations_on, emulate
-from piper_autotune.problem import Problem
+from piper_autotune.problem import TuningProblem
 from piper_ir.errors import ClusterError
 from piper_ir.ops import Compute
 from piper_ir.plan import Instr, Plan, RolePlan
@@ -126,7 +126,7 @@ def test_a_search_rests_on_it(model: Any, workers: int) -> None:
 def test_searches_with_different_models_have_different_names() -> None:
     """A search in a storage goes on only where the last one asked the same model."""
     models = (None, ConstantRates, Whole, partial(ConstantRates, flops_per_s=1.0), partial(ConstantRates, flops_per_s=2.0))
-    facts = {repr(Problem(program(), **({} if m is None else {"model": m})).facts()) for m in models}
+    facts = {repr(TuningProblem(program(), **({} if m is None else {"model": m})).facts()) for m in models}
     assert len(facts) == len(models)
     assert all(" at 0x" not in f for f in facts), "the same in another process"
 

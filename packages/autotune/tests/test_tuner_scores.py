@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from packages.autotune.tests.tuner_spaces import problem
 from packages.compiler.tests.compile_cases import SCHEDULES, RandomProgram, random_case
-from piper_autotune import Problem, scoring
+from piper_autotune import TuningProblem, scoring
 from piper_autotune.scoring import Refused, Scored, score
 from piper_compiler import Outline, Strategy, Training, recipes, synthetic
 from piper_ir.costs import AllocatorCosts, Costs, Duration, PartDuration
@@ -25,7 +25,7 @@ MIXED = load_cluster("a100x1*3+h100x1*5")
 CLUSTERS = (None, MIXED, load_cluster("h100x8"), load_cluster("a100x1*8"), load_cluster("cpu-local"), SLOW)
 
 
-def both(of: Problem, chosen: Strategy, rows: int, monkeypatch: pytest.MonkeyPatch) -> tuple[object, object]:
+def both(of: TuningProblem, chosen: Strategy, rows: int, monkeypatch: pytest.MonkeyPatch) -> tuple[object, object]:
     """The score, and that of the plan without outlines."""
     quick = score(of, chosen, {rows: None})
     with monkeypatch.context() as patch:
@@ -48,7 +48,7 @@ def test_scores_of_outlines_are_scores_of_plans(draw: st.DataObject, monkeypatch
         drawn = RandomProgram(draw.draw(st.randoms(use_true_random=False)), stages)
         program = replace(drawn.build(), source="captured")
     rows = draw.draw(st.integers(1, 3))
-    of = Problem(
+    of = TuningProblem(
         program,
         rows * microbatches * dp,
         Training(clip=draw.draw(st.sampled_from((None, 2.0)))),
@@ -69,7 +69,7 @@ def batch_costs() -> Costs:
 def test_scores_of_any_strategy_are_those_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(0, 90):
         case = random_case(seed)
-        of = Problem(case.program, case.global_batch, case.training, load_cluster("h100x8"))
+        of = TuningProblem(case.program, case.global_batch, case.training, load_cluster("h100x8"))
         for rows in (1, 2, 3, 4, 5):
             quick, plain = both(of, case.strategy, rows, monkeypatch)
             assert quick == plain, case.text

@@ -8,19 +8,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from piper_autotune.confirm import Measured
-    from piper_autotune.problem import Problem
-    from piper_autotune.search import Progress
+    from piper_autotune.confirm import Confirmation
+    from piper_autotune.problem import TuningProblem
+    from piper_autotune.search import SearchProgress
     from piper_autotune.study import NothingFoundError, SearchError, Study
     from piper_autotune.tuner import tune
 
-__all__ = ["Measured", "NothingFoundError", "Problem", "Progress", "SearchError", "Study", "tune"]
+__all__ = ["Confirmation", "NothingFoundError", "TuningProblem", "SearchProgress", "SearchError", "Study", "tune"]
 
 _HOME = {
-    "Measured": "confirm",
+    "Confirmation": "confirm",
     "NothingFoundError": "study",
-    "Problem": "problem",
-    "Progress": "search",
+    "TuningProblem": "problem",
+    "SearchProgress": "search",
     "SearchError": "study",
     "Study": "study",
     "tune": "tuner",

@@ -11,7 +11,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Literal
 
-from piper_autotune.problem import Problem, Variants
+from piper_autotune.problem import TuningProblem, Variants
 from piper_compiler import Outline, Strategy, compile_program, outline_program
 from piper_ir.collector import no_garbage_collection
 from piper_ir.errors import CaptureError, PiperError
@@ -56,7 +56,7 @@ class _Missing(Exception):
         self.rows = rows
 
 
-def score(problem: Problem, strategy: Strategy, variants: Variants, engine: bool = False) -> Scored | Refused | Needs:
+def score(problem: TuningProblem, strategy: Strategy, variants: Variants, engine: bool = False) -> Scored | Refused | Needs:
     """What becomes of a strategy. With `engine` the event engine gives the times, else the sweep."""
     compiling = _Compiling(problem, strategy, variants)
     try:
@@ -76,7 +76,7 @@ def score(problem: Problem, strategy: Strategy, variants: Variants, engine: bool
 class _Compiling:
     """A strategy with all that compiling it takes."""
 
-    problem: Problem
+    problem: TuningProblem
     strategy: Strategy
     variants: Variants
 
@@ -104,7 +104,7 @@ class _Compiling:
         return self.problem.program if found is None else found
 
 
-def _in_outline(problem: Problem, compiling: _Compiling) -> Scored | None:
+def _in_outline(problem: TuningProblem, compiling: _Compiling) -> Scored | None:
     """The score of a strategy that has an outline."""
     if not problem.uniform or (found := compiling.outline()) is None:
         return None
@@ -126,13 +126,13 @@ def seconds_of(model: CostModel, plan: Plan) -> list[float]:
     return out
 
 
-def _of_plan(problem: Problem, plan: Plan, engine: bool) -> Scored | Refused:
+def _of_plan(problem: TuningProblem, plan: Plan, engine: bool) -> Scored | Refused:
     if engine:
         verify(plan)
     return _predicted(problem, plan, None if engine else prepare(plan))
 
 
-def _predicted(problem: Problem, plan: Plan, prepared: Prepared | None) -> Scored | Refused:
+def _predicted(problem: TuningProblem, plan: Plan, prepared: Prepared | None) -> Scored | Refused:
     """The score of a plan or its outline. `prepared`: for the sweep; None asks the engine."""
     if problem.one_role and len(plan.roles) > 1:
         return Refused("illegal", problem.one_role)
