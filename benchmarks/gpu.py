@@ -44,7 +44,7 @@ from piper_runtime.processes import Pool
 from piper_runtime.rank import Rank
 from piper_runtime.resident import most_on_device, reset_most_on_device
 from piper_runtime.run import WARMUP_STEPS, trainee
-from piper_simulator.clusters import product_cluster
+from piper_simulator import product_cluster
 
 LARGE = Regime("kernels of 100 us and more", width=2048, heads=16, layers=2, context=1024, rows=8, microbatches=8, steps=1)
 SINGLE = Regime("in float32", width=1024, heads=16, layers=2, context=1024, rows=4, microbatches=8, steps=1)

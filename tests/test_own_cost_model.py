@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 import piper
 from piper.emulation import durations_on, emulate
-from piper_autotune.problem import TuningProblem
+from piper_autotune.problem import Programs, TuningProblem
+from piper_autotune.scoring import Scored, score
+from piper_autotune.sketch import Sketches
 from piper_ir.errors import ClusterError
 from piper_ir.ops import Compute
 from piper_ir.plan import Instr, Plan, RolePlan
@@ -121,6 +125,38 @@ def test_a_search_rests_on_it(model: Any, workers: int) -> None:
         found = piper.simulate(plan, CLUSTER, model=model)
         assert row["period_s"] == pytest.approx(found.period_s) and found.step_s == pytest.approx((m + 1) * 3e12 / rate)
     assert rows[2]["source"] == rows[4]["source"] == "engine" and set(rows) == {2, 4}
+
+
+def test_the_bounds_and_the_sweep_of_a_search_rest_on_it() -> None:
+    """Neither asks Piper's formulas: a bound that is higher than what the model says would reject good candidates."""
+    problem = TuningProblem(program(), cluster=piper.load_cluster(CLUSTER), model=ConstantRates)
+    chosen = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=4))
+    sketches = Sketches(problem, Programs(problem, None))
+    sketch = sketches.sketch(chosen)
+    assert sketch is not None and sketches.period_s(chosen, sketch, 1) == pytest.approx(4 * 3.0)
+    for model in (ConstantRates, Whole):  # by outline, and by the whole plan
+        scored = score(replace(problem, model=model), chosen, {1: None})
+        assert isinstance(scored, Scored) and scored.source == "sweep" and scored.step_s == pytest.approx(5 * 3.0)
+
+
+OWN_FILE = """
+from piper_simulator import CostModel, Work
+
+class Second(CostModel):
+    def __init__(self, plan, cluster, costs):
+        pass
+
+    def work(self, role, instr):
+        return Work(1.0, "formula")
+"""
+
+
+def test_a_worker_that_cannot_import_its_file_gets_it_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("own_rates_of_a_script")
+    exec(OWN_FILE, module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    study = piper.tune(program(), strategy, cluster=CLUSTER, trials=2, workers=1, model=module.Second)
+    assert all(row["period_s"] >= 1.0 for row in study.table()) and study.table(), "no candidate failed in the worker"
 
 
 def test_searches_with_different_models_have_different_names() -> None:

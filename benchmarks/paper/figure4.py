@@ -142,7 +142,7 @@ def assumptions(clusters: Sequence[str]) -> list[tuple[str, str, str]]:
             "bf16, a bucket each: assumed",
         ),
         ("which stage", "the last, without the pipeline's bubble: its head is reduced beside all of its layers", "assumed"),
-        ("compute", "matrix products and attention, by formula, at the reached peak", "cost-model.md 1, 2"),
+        ("compute", "matrix products and attention, by formula, at the reached peak", "docs/clusters.md"),
         ("durations alone", "all-to-all and all-reduce by formula", "docs/decisions/0014"),
         ("sharing", "max-min fair on each link; compute loses SMs and memory bandwidth", "docs/decisions/0013"),
         ("left out", "norms and element-wise work, router, token permutation, optimizer, ZeRO's gather", "-"),

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from piper.interrupts import INTERRUPTED, hear, leave
+from piper.interrupts import INTERRUPTED, TERMINATED, hear, leave
 from piper.options import (
     Address,
     AsJson,
@@ -143,9 +143,9 @@ def tune(
                 workers=searchers(workers), progress=progress,
             )  # fmt: skip
         if as_json:
-            print(json.dumps(as_numbers(study, folder)))
+            print(json.dumps(as_numbers(study, folder, space.job.global_batch)))
         else:
-            show_study(study, file.name)
+            show_study(study, file.name, space.job.global_batch)
         if folder:
             study.save(folder)
             print(files_text(study, folder), file=sys.stderr)
@@ -397,6 +397,6 @@ def main() -> None:
     except SystemExit as e:
         with user_errors():
             sys.stdout.flush()
-        if e.code == INTERRUPTED:
-            leave()
+        if e.code in (INTERRUPTED, TERMINATED):
+            leave(e.code)
         raise

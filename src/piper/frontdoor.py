@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from piper_ir.collector import no_garbage_collection
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, JobError, OutputError, PiperWarning, PlanError
 from piper_ir.graph import Graph
+from piper_ir.keywords import check_keywords, checked_call
 from piper_ir.plan import Plan
 from piper_ir.program import Program
 
@@ -60,6 +62,7 @@ class Compiled:
     advancing: tuple[Advancing, ...] = ()
 
 
+@checked_call(CompileError)
 def compile(
     source: Job | Program,
     strategy: Strategy,
@@ -251,6 +254,7 @@ def _difference(ours: Any, theirs: Any) -> str:
     return f"are {len(ours)}, its program has {len(theirs)}"
 
 
+@checked_call(JobError)
 def execute(
     compiled: Compiled,
     job: Job | None = None,
@@ -286,9 +290,11 @@ def execute(
     if launcher == "emulated":
         from piper.emulation import emulate
 
+        check_keywords("execute", more, [*_EXECUTE, *inspect.signature(emulate).parameters], JobError)
         if log or on_step is not None:
             raise JobError('execute(launcher="emulated"): nothing is trained, so there are no steps for log and on_step')
         return emulate(compiled, steps=steps, cluster=cluster, timeout_s=timeout_s, trace=trace, out=out, **more)
+    check_keywords("execute", more, [*_EXECUTE, *inspect.signature(run).parameters], JobError)
     chosen = job or compiled.job
     if chosen is None or compiled.code is None:
         raise JobError("execute: this was compiled from a Program, which has no code and no data; compile a piper.Job to run it")
@@ -317,3 +323,6 @@ def execute(
         except OutputError as e:  # what was trained is worth more than its report
             warnings.warn(f"{e}. The run is complete, but its report is not", PiperWarning, stacklevel=2)
     return result
+
+
+_EXECUTE = [name for name in inspect.signature(execute).parameters if name != "more"]

@@ -50,7 +50,7 @@ def loop(
                 job, strategy, cluster=CPU, costs=costs, trials=trials, confirm=confirm, seed=seed, pool=pool, progress=progress
             )
         study.save(folder)
-        show_study(study, settings.name)
+        show_study(study, settings.name, job.global_batch)
         if study.best is None:
             raise TuneError("no candidate can be trained; the table above says why")
         return session(job, study.best, steps=steps, settings=replace(settings, costs=costs, folder=folder, pool=pool))

@@ -3,16 +3,16 @@
 plan.json, strategy.json: what was simulated or run. predicted.json: `Simulation.summary()` and `ranks`, per rank bubble_s,
 peak_bytes, device_bytes and peak_by_category; of more than 64 ranks `roles` instead, each with the `ranks` that it holds for.
 measured.json: losses, step_s, batch_s, period_s, tokens_per_s, peak_bytes by rank. spans-predicted.json, spans-measured.json: a
-`piper_ir.trace.Trace`. trace-predicted.json, trace-measured.json: the same for Chrome's viewer. metrics.jsonl: one object per
-step. hang.txt: where every rank was when a run hung. study.json, costs.json: of a tuning and of a profile. A folder holds what
-its command made; `piper report` shows what is there.
+`piper_ir.trace.Trace`. trace-predicted.json, trace-measured.json: the same for Chrome's viewer. weights.pt: the model's
+state_dict after the last step of `piper run`. metrics.jsonl: one object per step. hang.txt: where every rank was when a run hung.
+study.json, costs.json: of a tuning and of a profile. A folder holds what its command made; `piper report` shows what is there.
 """
 
 from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from piper_compiler import Strategy
     from piper_runtime import Run
     from piper_simulator import Simulation
+
+
+WEIGHTS = "weights.pt"
 
 
 def new_folder(out: Path, name: str) -> Path:
@@ -128,6 +131,25 @@ def save_run(folder: Path, run: Run, tokens_per_step: int | None = None) -> None
         if run.trace.spans:
             write_whole(folder / "spans-measured.json", dumps(run.trace))
             write_chrome(run.trace, folder / "trace-measured.json")
+
+
+def save_weights(folder: Path, state: Mapping[str, Any]) -> Path:
+    """Write a state_dict as weights.pt, for `torch.load(..., weights_only=True)` and Job(init=...). Returns where.
+
+    OutputError when it cannot be written; an older file stays as a whole then."""
+    import torch
+
+    path = folder / WEIGHTS
+    unfinished = path.with_name(f"{WEIGHTS}.unfinished")
+    with _writing(folder):
+        try:
+            torch.save(dict(state), unfinished)
+            unfinished.replace(path)
+        except RuntimeError as e:  # torch's own class for a disk that is full
+            raise OSError(0, str(e).splitlines()[0]) from e
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return path
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -46,7 +46,7 @@ def documents(kind: Any) -> st.SearchStrategy[Any]:
         return st.one_of([documents(a) for a in args])
     if origin is Literal:
         return st.sampled_from(args)
-    if origin is tuple and args[-1] is Ellipsis:
+    if origin is Sequence or (origin is tuple and args[-1] is Ellipsis):
         return st.lists(documents(args[0]), max_size=2).map(tuple)
     if origin is tuple:
         return st.tuples(*(documents(a) for a in args))

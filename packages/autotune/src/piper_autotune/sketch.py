@@ -78,7 +78,7 @@ class Sketches:
             return None
         roles: dict[str, list[str]] = {}
         for chunk in graph.program.chunks:
-            roles.setdefault(graph.nodes[f"{chunk.id}.F@0"].role or EVERYWHERE, []).append(chunk.id)
+            roles.setdefault(graph.compute(chunk.id, "F")[0].role or EVERYWHERE, []).append(chunk.id)
         parts = next((d.microbatches for d in strategy.directives if isinstance(d, Split)), 1)
         orders = [d for d in strategy.directives if isinstance(d, Order)]
         if graph.program.overlap and any(order.overlaps for order in orders):
@@ -88,7 +88,7 @@ class Sketches:
         groups: dict[tuple[str, Flight], list[str]] = {}
         for role, chunks in roles.items():
             for id in chunks:
-                coords = graph.nodes[f"{id}.F@0"].coords
+                coords = graph.compute(id, "F")[0].coords
                 key = tuple([coords.get(name) for name in used])
                 if key not in flights:
                     flights[key] = max([Flight(), *(in_flight(order, coords) for order in orders)], key=lambda f: f.most)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -112,7 +112,7 @@ def _encoder(kind: type) -> Encoder:
         return _dataclass_encoder(kind)
     if issubclass(kind, Mapping):
         return lambda v: {str(k): encode(x) for k, x in v.items()}
-    if issubclass(kind, tuple | list):
+    if issubclass(kind, Sequence):
         return lambda v: [encode(x) for x in v]
     raise TypeError(f"no JSON form for {kind.__name__}")
 
@@ -169,6 +169,8 @@ def _decoder(hint: Any) -> Decoder:
         return _literal_decoder(get_args(hint))
     if origin is tuple:
         return _tuple_decoder(get_args(hint))
+    if origin is Sequence:
+        return _tuple_decoder((*get_args(hint), ...))
     if origin is not None and issubclass(origin, Mapping):
         return _mapping_decoder(get_args(hint)[1])
     if hint is Affine:

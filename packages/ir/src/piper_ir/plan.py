@@ -15,17 +15,19 @@ Communication is by *channel*: one FIFO per directed pair of roles, or one set o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
 from piper_ir.mesh import Mesh
 from piper_ir.ops import COMM, Compute, Op, Update
 from piper_ir.program import BatchTensor, Buffer, Chunk, Param
 from piper_ir.sizes import TensorSpec, bind
 
+V = TypeVar("V")
+Co = TypeVar("Co", covariant=True)
 PLAN_VERSION = 1
 COMPUTE = "compute"
 """The one stream of a role that computes, allocates and frees."""
@@ -173,7 +175,7 @@ class RolePlan:
     role: str
     placed: Mapping[str, int]
     ranks: tuple[int, ...]
-    program: tuple[Instr, ...]
+    program: Sequence[Instr]
     streams: tuple[str, ...]
     states: tuple[State, ...] = ()
     allocs_first: tuple[str, ...] = ()
@@ -296,7 +298,20 @@ class Plan:
         return hashlib.sha256(dumps(self).encode()).hexdigest()[:16]
 
 
-def part_peak(plan: Plan, part: Part, nbytes: Mapping[str, int]) -> int:
+class PartLike(Protocol[Co]):
+    """What memory asks of a part, whose values may be names or numbers."""
+
+    @property
+    def op(self) -> Op: ...
+    @property
+    def reads(self) -> tuple[Co, ...]: ...
+    @property
+    def writes(self) -> tuple[Co, ...]: ...
+    @property
+    def frees(self) -> tuple[Co, ...]: ...
+
+
+def part_peak(plan: Plan, part: PartLike[V], nbytes: Mapping[V, int]) -> int:
     """Most bytes that a part holds while it runs, above those alive before it: its writes and temporaries, less what its dying
     inputs give back early (hence it can be below the bytes of its writes). `nbytes`: bytes of each value."""
     writes = sum(nbytes[v] for v in part.writes)
@@ -317,7 +332,7 @@ def part_peak(plan: Plan, part: Part, nbytes: Mapping[str, int]) -> int:
     return sig.liveness.peak({dying[v]: nbytes[v] for v in part.frees if v in dying}, plan.device)
 
 
-def value_ports(chunk: Chunk, part: Part) -> dict[int, str]:
+def value_ports(chunk: Chunk, part: PartLike[V]) -> dict[int, V]:
     """Index into the signature's reads -> value id. A part lists its values in the order of the signature's ports, without
     the ports that are parameters or buffers."""
     assert isinstance(part.op, Compute) and part.op.step != "B"

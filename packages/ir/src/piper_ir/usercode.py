@@ -26,9 +26,13 @@ def user_code(call: str, kind: type[PiperError]) -> Iterator[None]:
     except PiperError:
         raise
     except Exception as error:  # a user's function may fail in any way
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if not _ours(f.filename)]
-        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-        raise kind(f"{call} raised {type(error).__name__}: {error}{where}") from error
+        raise kind(f"{call} raised {type(error).__name__}: {error}{user_line(error)}") from error
+
+
+def user_line(error: BaseException) -> str:
+    """Return the user's innermost line in an exception, as " (file:line)"; an empty text when there is none."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _ours(f.filename)]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def _ours(file: str) -> bool:

@@ -129,6 +129,7 @@ def beside_table(prediction: Prediction, measured: MeasuredRun, *, title: str) -
         *_verdict(s),
         *_warm_up(measured),
         *_traced(measured, bool(did)),
+        *_far(prediction.period_s, measured.period_s, s["sources"]),
         f"predicted durations from: {sources(s['sources'])}",
         *_warnings(s),
     )
@@ -137,6 +138,23 @@ def beside_table(prediction: Prediction, measured: MeasuredRun, *, title: str) -
 
 def _warm_up(measured: MeasuredRun) -> tuple[str, ...]:
     return (WARM_UP,) if measured.step_s else ()
+
+
+FAR = 1.5
+"""A prediction that is wrong by more than this factor is not to be relied on."""
+MEASURED = ("measured", "interpolated", "given")
+"""Sources of durations that were measured here, or that are not predicted at all."""
+
+
+def _far(predicted: float, measured: float | None, shares: Mapping[str, float]) -> tuple[str, ...]:
+    """Say what makes a prediction better where it is far from what was measured, and rests on formulas."""
+    known = sum(shares.get(name, 0.0) for name in MEASURED)
+    if not measured or not predicted or known > 0.5 or 1 / FAR <= predicted / measured <= FAR:
+        return ()
+    return (
+        f"warning: predicted / measured is {predicted / measured:.2f}, and {1 - known:.0%} of the predicted durations were not "
+        "measured on this machine: run `piper profile FILE.py --out costs.json` once, then predict with --costs costs.json",
+    )
 
 
 def _traced(measured: MeasuredRun, traced: bool) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from piper_ir.codec import encode
 from piper_ir.memory_owners import owners
 from piper_ir.study import Row
 from piper_ir.units import size_text, time_text
-from piper_report.idle import Idle, idle
+from piper_report.idle import RankIdle, idle_ranks
 from piper_report.results import Results
 from piper_report.summary import ABSENT, COUNTED, FIRST_STEP, HFU, MFU, WAITING, WARM_UP, Table, percent
 from piper_report.training_figures import steps_of
@@ -65,7 +65,7 @@ def signed_percent(value: float) -> str:
 def headline(results: Results) -> Sheet:
     """The figures of `Simulation.summary` for the worst rank, predicted beside measured."""
     p, m = results.predicted, results.measured
-    gaps = idle(results.measured_trace, results.plan) if results.measured_trace is not None else []
+    gaps = idle_ranks(results.measured_trace, results.plan) if results.measured_trace is not None else []
     period = m.period_s if m else None
     most = max(m.peak_bytes.values(), default=None) if m else None
     mfu, hfu = (None, None) if period is None else _used(results, period)
@@ -109,7 +109,7 @@ def _used(results: Results, period: float) -> tuple[float | None, float | None]:
     return (p.mfu * ratio if p.mfu is not None else None, p.hfu * ratio if p.hfu is not None else None)
 
 
-def _worst(gaps: Sequence[Idle], name: str) -> float | None:
+def _worst(gaps: Sequence[RankIdle], name: str) -> float | None:
     values = [v for g in gaps if (v := getattr(g, name)) is not None]
     return max(values, default=None)
 
@@ -119,8 +119,8 @@ def rank_sheet(results: Results) -> Sheet | None:
     before, same = {}, dict[int, int]()
     if results.predicted_trace:
         same = results.predicted_trace.shown_as()
-        before = {g.rank: g for g in idle(results.predicted_trace, results.plan)}
-    after = {g.rank: g for g in idle(results.measured_trace, results.plan)} if results.measured_trace else {}
+        before = {g.rank: g for g in idle_ranks(results.predicted_trace, results.plan)}
+    after = {g.rank: g for g in idle_ranks(results.measured_trace, results.plan)} if results.measured_trace else {}
     peaks = {rank: r.peak_bytes for rank, r in results.predicted.by_rank().items()} if results.predicted else {}
     held_by = {int(r): b for r, b in results.measured.peak_bytes.items()} if results.measured else {}
     columns = [Column("rank", "rank"), Column("role", "role")]

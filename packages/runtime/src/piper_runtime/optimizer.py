@@ -144,7 +144,7 @@ def meta_parameters(params: Iterable[Param], dtype: torch.dtype) -> NamedParamet
 def call_optimizer(function: Callable[[NamedParameters], Optimizer], named: NamedParameters) -> Optimizer:
     """The user's optimizer over the given parameters. JobError when it is none, is refused by name, or holds foreign
     parameters."""
-    with user_code("Job.optimizer(named_parameters)", JobError):
+    with user_code("Job.optimizer([(name, parameter), ...])", JobError):
         optimizer: object = function(list(named))
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
