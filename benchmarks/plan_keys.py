@@ -31,7 +31,7 @@ from piper_compiler import Options, Strategy, Training, compile_program, order, 
 from piper_compiler.recipes import RECIPES
 from piper_ir.errors import PiperError
 from piper_ir.mesh import Mesh
-from piper_ir.plan import Device, Plan
+from piper_ir.plan import DeviceType, Plan
 from piper_ir.program import Program
 from piper_ir.select import where
 from piper_ir.text import format_plan
@@ -42,7 +42,7 @@ Case = tuple[str, Callable[[], Plan]]
 SIZES = {"small": (2, 8), "middle": (4, 12), "large": (6, 24)}
 """Devices and microbatches: all recipes accept them."""
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "plan_keys.json"
-DEVICES: tuple[Device, ...] = ("", "cpu", "cuda")
+DEVICES: tuple[DeviceType, ...] = ("", "cpu", "cuda")
 RANDOM = range(120)
 COMPOSED = range(80)
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"

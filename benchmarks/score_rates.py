@@ -15,10 +15,10 @@ from benchmarks.step_model import SMALL, job
 from piper.frontdoor import captured_job
 from piper_autotune.scoring import seconds_of
 from piper_compiler import Strategy, compile_program, recipes, synthetic
-from piper_ir.collector import no_garbage_collection
 from piper_ir.mesh import Mesh
 from piper_ir.program import Program
 from piper_ir.timing import step_and_period
+from piper_ir.tools import no_garbage_collection
 from piper_simulator import Cluster, DeviceModel, load_cluster
 
 GOAL = Goal("above", 10)

@@ -19,8 +19,8 @@ from piper_autotune.sketch import Sketches
 from piper_ir.errors import ClusterError
 from piper_ir.ops import Compute
 from piper_ir.plan import Instr, Plan, RolePlan
+from piper_ir.plan_bytes import PlanBytes
 from piper_ir.program import Cost, Kernel, Program
-from piper_ir.traffic import Traffic
 from piper_runtime.processes import Pool
 
 CLUSTER = "h100x4"
@@ -34,12 +34,12 @@ class ConstantRates(piper.CostModel):
     uniform = True
 
     def __init__(self, plan: Plan, cluster: piper.Cluster | None, costs: piper.Costs | None, flops_per_s: float = 1e12) -> None:
-        self.plan, self.traffic, self.flops_per_s = plan, Traffic(plan), flops_per_s
+        self.plan, self.traffic, self.flops_per_s = plan, PlanBytes(plan), flops_per_s
 
     def work(self, role: RolePlan, instr: Instr) -> piper.Work:
         if instr.comm:
             part = instr.parts[0]
-            nbytes = self.traffic.message(part.op, part)  # type: ignore[arg-type]  # a communication
+            nbytes = self.traffic.message_bytes(part.op, part)  # type: ignore[arg-type]  # a communication
             return piper.Work(nbytes / LINK, "formula", bytes=nbytes)
         steps = [part.op for part in instr.parts if isinstance(part.op, Compute)]
         flops = sum(self.plan.chunk(op.chunk).steps[op.step].cost.flops for op in steps)

@@ -22,7 +22,7 @@ from piper_autotune.problem import Programs
 from piper_autotune.scoring import Scored
 from piper_ir.errors import CompileError, JobError, TuneError
 from piper_ir.study import Row, limit_text
-from piper_ir.units import size_text
+from piper_ir.tools import size_text
 from piper_simulator import cpu_local, load_cluster
 
 ROWS = 8

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 
-from piper_ir.usercode import PACKAGES
+from piper_ir.tools import PACKAGES
 
 MOST_BYTES = 2**16
 """Bytes of one tensor, array or other buffer that are compared by content."""

@@ -8,8 +8,7 @@ from tempfile import NamedTemporaryFile
 from piper_ir.codec import dumps, loads
 from piper_ir.costs import Costs, Duration
 from piper_ir.errors import FormatError, OutputError
-from piper_ir.files import check_writable, write_whole
-from piper_ir.units import time_text
+from piper_ir.tools import check_writable, time_text, write_whole
 from piper_report.summary import Table, percent
 
 

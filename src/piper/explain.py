@@ -10,8 +10,8 @@ from piper_ir.ops import Compute
 from piper_ir.plan import Instr, Plan, RolePlan
 from piper_ir.program import Chunk, Step
 from piper_ir.sizes import ITEM_BYTES, bind
-from piper_ir.units import flops_text, size_text
-from piper_ir.verify_rules import title
+from piper_ir.tools import flops_text, size_text
+from piper_ir.verify import instr_title
 
 FEW = 0.3
 """A smaller share of backward in W than this leaves little to schedule: in a transformer of linear layers it is about a half."""
@@ -145,7 +145,7 @@ def _overlaps(compiled: Compiled) -> str:
         node = compiled.graph.at(group.nodes[0])
         assert node is not None, "an overlap is among nodes of the graph"
         role = compiled.plan.role(node.role)
-        found = [(known[0], title(i)) for i in role.program if (known := [letter[n] for n in _nodes(i) if n in letter])]
+        found = [(known[0], instr_title(i)) for i in role.program if (known := [letter[n] for n in _nodes(i) if n in letter])]
         shown = " ".join(f"{k}:{name}" for k, name in found[:8]) + (f" ... {len(found) - 8} more" if len(found) > 8 else "")
         lines.append(f"  {role.role:10} {shown}")
     return "\n".join(["overlaps, as interleaved", *lines]) if lines else ""

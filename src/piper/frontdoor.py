@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from piper.metrics import OnStep, check_logs, recorded
 from piper.results import hang_report, new_folder, save_run, unless_empty
 from piper_compiler import Lowered, Options, Strategy, Training, compile_program
-from piper_ir.collector import no_garbage_collection
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, JobError, OutputError, PiperWarning, PlanError
 from piper_ir.graph import Graph
 from piper_ir.keywords import check_keywords, checked_call
 from piper_ir.plan import Plan
 from piper_ir.program import Program
+from piper_ir.tools import no_garbage_collection
 
 if TYPE_CHECKING:
     from piper.content import Content

@@ -16,8 +16,7 @@ from piper_compiler.synthetic import MOST_SECONDS
 from piper_ir.codec import unique_keys
 from piper_ir.errors import FormatError, JobError
 from piper_ir.mesh import Mesh
-from piper_ir.units import time_text
-from piper_ir.usercode import user_code
+from piper_ir.tools import time_text, user_code
 from piper_simulator import Simulation, simulate
 
 OWN = ("pp", "microbatches", "chunks")

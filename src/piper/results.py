@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from piper_ir.errors import HangError, OutputError
-from piper_ir.files import write_whole
 from piper_ir.plan import Plan
+from piper_ir.tools import write_whole
 
 if TYPE_CHECKING:
     from piper_compiler import Strategy

@@ -26,7 +26,7 @@ from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, JobError, TuneError
 from piper_ir.program import Program
 from piper_ir.study import Row, limit_text
-from piper_ir.units import size_text, time_text
+from piper_ir.tools import size_text, time_text
 from piper_report.summary import FAR, Table
 from piper_simulator import CPU, Cluster, CostModelFactory, DeviceModel, load_cluster
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from piper_ir.units import size_text, time_text
+from piper_ir.tools import size_text, time_text
 from piper_report.summary import Table
 from piper_simulator import Cause, Comparison, PathPiece, StepDifference, Why
 

@@ -13,10 +13,10 @@ from piper_ir.collectives import COLLECTIVES, Law, kind_named, law_of
 from piper_ir.errors import PlanError
 from piper_ir.ops import Collective, message_op
 from piper_ir.plan import Instr, Plan, Value
+from piper_ir.plan_bytes import PlanBytes
 from piper_ir.sizes import TensorSpec
 from piper_ir.text import format_plan, parse_plan
 from piper_ir.timing import prepare
-from piper_ir.traffic import Traffic
 from piper_ir.verify import check
 from tests.collective_plans import plan
 
@@ -68,9 +68,9 @@ def test_a_plan_with_every_collective_is_good(n: int) -> None:
 
 
 def test_the_bytes_of_a_message_are_those_of_the_whole_tensor() -> None:
-    traffic = Traffic(PLANS[4])
+    traffic = PlanBytes(PLANS[4])
     parts = [i.parts[0] for i in PLANS[4].roles[0].program if isinstance(i.parts[0].op, Collective)]
-    sizes = {message_op(p.op): traffic.message(p.op, p) for p in parts}  # type: ignore[arg-type]  # collectives
+    sizes = {message_op(p.op): traffic.message_bytes(p.op, p) for p in parts}  # type: ignore[arg-type]  # collectives
     assert sizes == dict.fromkeys(("all_to_all", "reduce_scatter", "all_gather"), 4 * 4 * 8)
 
 

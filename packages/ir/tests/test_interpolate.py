@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piper_ir.interpolate import REACH, log_log, within
+from piper_ir.tools import REACH, log_log, within
 
 
 @given(st.floats(0.1, 3.0), st.floats(1e-9, 1e3), st.integers(1, 4000))

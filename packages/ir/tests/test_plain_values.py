@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from packages.ir.tests.plans_for_tests import good_plan
-from piper_ir import verify_values
 from piper_ir.plan import Instr, Part, Plan
-from piper_ir.verify_rules import Findings, Violation
-from piper_ir.verify_values import Order, check_values
+from piper_ir.verify import values as verify_values
+from piper_ir.verify.rules import Findings, Violation
+from piper_ir.verify.values import HappensBefore, check_values
 
 FIELDS = ("reads", "writes", "frees", "frees_before", "allocs_after")
 
@@ -46,7 +46,7 @@ def _edited(found: tuple[str, ...], values: list[str], draw: random.Random) -> t
 
 def violations(plan: Plan) -> list[Violation]:
     out = Findings(plan)
-    check_values(out, {role.role: Order(role) for role in plan.roles})
+    check_values(out, {role.role: HappensBefore(role) for role in plan.roles})
     return out.found
 
 

@@ -25,7 +25,6 @@ from packages.ir.tests.plans_for_tests import (
     lone_plan,
 )
 from packages.ir.tests.test_collective_rules import BREAKS as COLLECTIVE_BREAKS
-from piper_ir import verify_training
 from piper_ir.errors import PlanError
 from piper_ir.memory import with_peaks
 from piper_ir.mesh import Mesh
@@ -34,8 +33,9 @@ from piper_ir.plan import Instr, Part, Plan
 from piper_ir.program import Input, Output
 from piper_ir.sizes import Affine, TensorSpec
 from piper_ir.verify import RULES, check, verify
-from piper_ir.verify_rules import Findings
-from piper_ir.verify_values import Order
+from piper_ir.verify import training as verify_training
+from piper_ir.verify.rules import Findings
+from piper_ir.verify.values import HappensBefore
 
 GOOD = good_plan()
 
@@ -562,7 +562,7 @@ def test_a_deadlock_is_shown_as_a_cycle_of_waiting() -> None:
 
 
 def test_order_is_transitive_and_ignores_program_order_across_streams() -> None:
-    order = Order(GOOD.role("pp0"))
+    order = HappensBefore(GOOD.role("pp0"))
     first, sent, received, last = (find(GOOD, "pp0", n) for n in ("embed.F@0", "send.b@0", "recv.ga@1", "update"))
     assert order.precedes(first, sent) and order.precedes(first, last) and order.precedes(received, last)
     assert not order.precedes(sent, received) and not order.precedes(last, first) and not order.precedes(first, first)
@@ -603,7 +603,7 @@ def _without_one_wait(plan: Plan) -> Iterator[tuple[Plan, str, int, int]]:
 def test_any_wait_that_is_dropped_is_noticed_unless_others_imply_it() -> None:
     needed = implied = 0
     for plan, role, awaited, index in _without_one_wait(GOOD):
-        redundant = Order(plan.role(role)).precedes(awaited, index)
+        redundant = HappensBefore(plan.role(role)).precedes(awaited, index)
         assert (check(with_peaks(plan)) == []) == redundant, (role, index)
         needed, implied = needed + (not redundant), implied + redundant
     assert needed >= 15 and implied >= 5

@@ -12,8 +12,8 @@ from packages.ir.tests.plans_for_tests import SCALAR, good_plan
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Add, Collective, Recv, Send
 from piper_ir.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan, Value
-from piper_ir.verify_rules import Findings, Violation
-from piper_ir.verify_run import Events, meetings, run
+from piper_ir.verify.rules import Findings, Violation
+from piper_ir.verify.run import Events, meetings, run
 
 ROLES = ("a", "b", "c")
 STREAMS = (COMPUTE, "s0", "s1", "s2")

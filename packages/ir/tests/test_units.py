@@ -2,7 +2,7 @@
 
 import pytest
 
-from piper_ir.units import flops_text, size_text, time_text
+from piper_ir.tools import flops_text, size_text, time_text
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import pytest
 from packages.simulator.tests.toys import changed
 from piper_ir.costs import AllocatorCosts, CommDuration, Costs, Duration, HostCosts, Origin, PartDuration, StepDuration
 from piper_ir.errors import ClusterError
-from piper_ir.machine import machine_name
 from piper_ir.ops import Load
 from piper_ir.plan import Part, Plan, Value
 from piper_ir.program import Cost, Kernel
 from piper_ir.sizes import TensorSpec
+from piper_ir.tools import machine_name
 from piper_simulator import Simulation, cpu_local, load_cluster, simulate
 from tests.random_plans import PlanBuilder
 

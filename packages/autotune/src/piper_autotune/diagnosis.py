@@ -7,7 +7,7 @@ from collections import Counter
 from piper_autotune.problem import TuningProblem
 from piper_autotune.search import StrategySearch
 from piper_ir.study import Row
-from piper_ir.units import size_text
+from piper_ir.tools import size_text
 
 MEMORY_KINDS = ("memory", "states", "activations")
 MOST_COMPILED = 32

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from piper_autotune.problem import Programs, TuningProblem
 from piper_autotune.sketch import Sketch, Sketches
 from piper_compiler import Strategy
-from piper_ir.units import size_text, time_text
+from piper_ir.tools import size_text, time_text
 
 RULES: Mapping[str, str] = {
     "devices": "the mesh has more ranks than the cluster has devices",

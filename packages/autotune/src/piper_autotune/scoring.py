@@ -13,13 +13,12 @@ from typing import Literal
 
 from piper_autotune.problem import TuningProblem, Variants
 from piper_compiler import CompileRequest, Lowered, Strategy, compiled
-from piper_ir.collector import no_garbage_collection
 from piper_ir.errors import CaptureError, PiperError
 from piper_ir.instr_table import InstrTable
 from piper_ir.plan import Instr, Plan, RolePlan
 from piper_ir.program import Program
 from piper_ir.timing import step_and_period
-from piper_ir.units import size_text
+from piper_ir.tools import no_garbage_collection, size_text
 from piper_ir.verify import verify
 from piper_simulator import SHOWN, Cluster, CostModel, Device, device_memory, model_for, simulate, too_much
 

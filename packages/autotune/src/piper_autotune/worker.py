@@ -8,8 +8,8 @@ from multiprocessing.connection import Connection
 
 from piper_autotune.problem import TuningProblem
 from piper_autotune.scoring import score
-from piper_ir.collector import no_garbage_collection
 from piper_ir.program import Program
+from piper_ir.tools import no_garbage_collection
 
 READY = "ready"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import piper_ir.graph_json  # noqa: F401 - registers how `piper_ir.codec.dumps` writes the graphs that are made here
 from piper_compiler.ports import port_category, port_value, signatures, value_reads, value_writes
 from piper_ir.costs import Costs
 from piper_ir.graph import Editor, Graph, Node

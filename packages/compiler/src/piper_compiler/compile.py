@@ -24,7 +24,6 @@ from piper_compiler.passes.schedule import Scheduler, overlap_seconds
 from piper_compiler.passes.templates import Drafted
 from piper_compiler.request import CompileRequest, Options, Training
 from piper_compiler.strategy import Strategy
-from piper_ir.collector import no_garbage_collection
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, DirectiveError
 from piper_ir.graph import Applied, Graph
@@ -32,6 +31,7 @@ from piper_ir.memory import with_peaks
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Program
 from piper_ir.timing import Prepared
+from piper_ir.tools import no_garbage_collection
 
 __all__ = ["CompileRequest", "Lowered", "Options", "Training", "apply_directives", "compile_program", "compiled", "settled"]
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from piper_ir.codec import register
 from piper_ir.costs import Costs
 from piper_ir.graph import Applied, At, Graph, GraphValue, Node, OverlapGroup, Replication, Transport
 from piper_ir.graph_parts import in_mbs, mbs_of
@@ -78,3 +79,6 @@ def from_document(document: GraphDocument) -> Graph:
     edit.replication = dict(document.replication or {})
     edit.microbatches = document.microbatches
     return edit.done()
+
+
+register(Graph, GraphDocument, to_document, from_document)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from piper_ir.memory import peak, steps
 from piper_ir.ops import Compute, Load, Recv, Send
 from piper_ir.plan import Part, Plan, RolePlan
-from piper_ir.units import size_text
+from piper_ir.tools import size_text
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from piper_ir.files import write_whole
 from piper_ir.plan import COMPUTE
+from piper_ir.tools import write_whole
 from piper_ir.trace import BATCH, Trace
 
 MICROSECONDS = 1e6

@@ -10,10 +10,10 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 
-from piper_ir.phases import PHASES, Kind, Phase
+from piper_ir.phases import PHASES, InstrLabel, Phase
 from piper_ir.plan import COMPUTE, Plan
+from piper_ir.tools import time_text
 from piper_ir.trace import Span, Trace
-from piper_ir.units import time_text
 from piper_report.idle import makespan
 from piper_report.phases import kinds
 from piper_report.style import (
@@ -82,7 +82,7 @@ class Timeline:
 
     traces: Sequence[Trace]
     plan: Plan | None
-    kinds: Sequence[Mapping[Span, Kind]]
+    kinds: Sequence[Mapping[Span, InstrLabel]]
     begun: Sequence[Mapping[Span, float]]
     ranks: Sequence[int]
     length: float
@@ -160,7 +160,7 @@ def _begun(trace: Trace, plan: Plan | None) -> dict[Span, float]:
     return {s: max(x.start for x in group) for group in transfers(plan, trace) for s in group}
 
 
-def _add(row: _StreamRow, span: Span, kind: Kind, begun: float, window: Window) -> None:
+def _add(row: _StreamRow, span: Span, kind: InstrLabel, begun: float, window: Window) -> None:
     column = window.column
     if span.end - span.start < column and span.end < row.reached + column and row.drawn:
         row.hidden += 1
@@ -183,7 +183,7 @@ def _add(row: _StreamRow, span: Span, kind: Kind, begun: float, window: Window) 
         row.labels.append(((low + high) / 2, text, face))
 
 
-def _look(kind: Kind) -> Look:
+def _look(kind: InstrLabel) -> Look:
     phase = kind.phase
     if kind.mb < 0 or phase in ("other", "batch"):
         return tint(GREY if phase != "comm" else PALE, 1.0 if phase in ("U", "comm") else 0.5), GREY, ""
@@ -215,12 +215,12 @@ def _corners(start: float, width: float, y: int) -> list[tuple[float, float]]:
     return [(start, low), (start, high), (start + width, high), (start + width, low)]
 
 
-def _legend(found: set[Kind]) -> list[Patch]:
+def _legend(found: set[InstrLabel]) -> list[Patch]:
     """The phases that occur, in grey, then the colours of the microbatches."""
     phases: list[Phase] = [p for p in PHASES if any(k.phase == p for k in found)]
     out = []
     for p in phases:
-        look = _look(Kind(((p, -1),)))[0] if p in ("U", "other", "batch") else tint(GREY, STRENGTH.get(p, 1.0))
+        look = _look(InstrLabel(((p, -1),)))[0] if p in ("U", "other", "batch") else tint(GREY, STRENGTH.get(p, 1.0))
         edge = GREY if p in (*OUTLINED, "other", "batch", "U") else "white"
         out.append(Patch(facecolor=look, edgecolor=edge, hatch=HATCH.get(p, ""), label=PHASES[p]))
     mbs = sorted({mb for k in found for _, mb in k.halves if mb >= 0})

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from piper_ir.errors import OutputError
-from piper_ir.files import write_whole
 from piper_ir.study import Row, limit_text
+from piper_ir.tools import time_text, write_whole
 from piper_ir.trace import Trace
-from piper_ir.units import time_text
 from piper_report.clocks import NOTE, aligned
 from piper_report.gantt import timelines
 from piper_report.memory_figure import memory_figure

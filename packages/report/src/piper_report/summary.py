@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from piper_ir.plan import COMPUTE
+from piper_ir.tools import size_text, time_text
 from piper_ir.trace import Span, Trace
-from piper_ir.units import size_text, time_text
 
 ABSENT = "-"
 FIRST_STEP = "first step, alone"

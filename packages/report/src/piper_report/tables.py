@@ -12,7 +12,7 @@ from pandas import DataFrame
 from piper_ir.codec import encode
 from piper_ir.memory_owners import owners
 from piper_ir.study import Row
-from piper_ir.units import size_text, time_text
+from piper_ir.tools import size_text, time_text
 from piper_report.idle import RankIdle, idle_ranks
 from piper_report.results import Results
 from piper_report.summary import ABSENT, COUNTED, FIRST_STEP, HFU, MFU, WAITING, WARM_UP, Table, percent

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from piper_ir.study import Row, StudyDocument
-from piper_ir.units import size_text, time_text
+from piper_ir.tools import size_text, time_text
 from piper_report import style
 from piper_report.style import Picture, new_figure, panels, picture
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from piper_ir.errors import JobError
 from piper_ir.keywords import checked_fields
 from piper_ir.plan import Plan
-from piper_ir.usercode import user_code
+from piper_ir.tools import user_code
 from piper_runtime.job_advice import callable_problem, dtype_problem, precision_problem
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}

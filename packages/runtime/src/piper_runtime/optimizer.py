@@ -18,7 +18,7 @@ from piper_ir.errors import JobError
 from piper_ir.plan import Bucket, Plan
 from piper_ir.program import Param
 from piper_ir.sizes import ITEM_BYTES, bind
-from piper_ir.usercode import user_code
+from piper_ir.tools import user_code
 from piper_runtime import device as devices
 from piper_runtime.device import CPU, choose_device
 from piper_runtime.fused import fused_problem, warn_unfused

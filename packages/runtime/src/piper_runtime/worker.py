@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from piper_ir.errors import ExecutionError, PiperError
-from piper_ir.usercode import user_line
+from piper_ir.tools import user_line
 from piper_runtime.code import missing_operators
 from piper_runtime.emulate import EmulationRequest, emulate_rank
 from piper_runtime.engine import PeerError

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from piper_ir.collector import no_garbage_collection
 from piper_ir.costs import AllocatorCosts, Costs
 from piper_ir.errors import PlanError
 from piper_ir.limits import MOST_STEP_INSTRUCTIONS, most
@@ -15,6 +14,7 @@ from piper_ir.memory import Usage, peak, scan
 from piper_ir.memory_owners import owners
 from piper_ir.plan import Plan, RolePlan
 from piper_ir.timing import Times, prepare
+from piper_ir.tools import no_garbage_collection
 from piper_ir.trace import MemSample, Span, Trace
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from piper_compiler.capture import _torch, shared
 from piper_ir.errors import CaptureError
-from piper_ir.usercode import user_code
+from piper_ir.tools import user_code
 
 BatchMaker = Callable[[range], tuple[Any, Any]]
 """rows -> (inputs, targets), each with len(rows) rows."""

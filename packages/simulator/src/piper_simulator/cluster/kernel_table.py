@@ -28,9 +28,9 @@ from functools import cached_property
 from math import exp, log, prod, sqrt
 from typing import Annotated, Any, Literal
 
-from piper_ir.interpolate import log_log, within
 from piper_ir.program import Kernel
 from piper_ir.sizes import ITEM_BYTES, bind
+from piper_ir.tools import log_log, within
 from piper_ir.trace import Source
 from piper_simulator.cluster.checks import (
     COUNT,

@@ -18,9 +18,9 @@ from piper_ir.costs import Costs, Duration
 from piper_ir.errors import ClusterError
 from piper_ir.ops import COMM, Comm, Compute, Load, Update, message_op
 from piper_ir.plan import Channel, Instr, Part, Plan, RolePlan
+from piper_ir.plan_bytes import PlanBytes
 from piper_ir.program import Step
 from piper_ir.trace import Source
-from piper_ir.traffic import Traffic
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import Device
 from piper_simulator.durations.communication import RankGroup, by_formula, crossed, duration, rank_group
@@ -61,7 +61,7 @@ class DeviceModel(CostModel):
             issue = self.costs.host.issue_s
         self.issue_s, self._inline_s = (0.0, issue) if self._inline else (issue, 0.0)
         self.uniform = not self._inline and all(part.op != "Batch" for part in self.costs.parts)
-        self._traffic = Traffic(plan)
+        self._traffic = PlanBytes(plan)
         self._steps: dict[tuple[Compute, int], Work] = {}
         self._took: dict[tuple[int, Step, int], tuple[Took, int, tuple[str, ...]]] = {}
         self._groups: dict[str, frozenset[RankGroup]] = {}
@@ -147,7 +147,7 @@ class DeviceModel(CostModel):
         return taken
 
     def _busy(self, op: Comm, part: Part) -> float:
-        key = (op.channel, message_op(op), self._traffic.message(op, part))
+        key = (op.channel, message_op(op), self._traffic.message_bytes(op, part))
         if key not in self._busy_s:
             self._busy_s[key] = self.costs.busy_s(*self._comm_key(self.plan.channel(op.channel), key[1], key[2]))
         return self._busy_s[key]
@@ -160,7 +160,7 @@ class DeviceModel(CostModel):
         if self.given:
             return Work(0.0, "given")
         update = updated(self.plan, role, part.op) if isinstance(part.op, Update) else None
-        key = (type(part.op).__name__, self._traffic.touched(role, part), update, kind)
+        key = (type(part.op).__name__, self._traffic.memory_bytes(role, part), update, kind)
         if key not in self._others:
             self._others[key] = self._other(*key, part.node)
         found = self._others[key]
@@ -216,7 +216,7 @@ class DeviceModel(CostModel):
         return device
 
     def _comm(self, op: Comm, part: Part) -> Work:
-        key = (op.channel, message_op(op), self._traffic.message(op, part))
+        key = (op.channel, message_op(op), self._traffic.message_bytes(op, part))
         if key not in self._messages:
             self._messages[key] = self._message(self.plan.channel(op.channel), key[1], key[2])
         return self._messages[key]

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from piper_ir.costs import Costs
-from piper_ir.machine import machine_name
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Step
+from piper_ir.tools import machine_name
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.device import CPU
 from piper_simulator.cluster.kernel_table import REACH, How

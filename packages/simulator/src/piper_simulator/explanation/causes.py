@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from piper_ir.ops import COMM, Compute
-from piper_ir.phases import of_instr
+from piper_ir.phases import instr_label
 from piper_ir.plan import Instr, Plan, RolePlan
 from piper_ir.timing import Prepared
 from piper_simulator.explanation.critical import PathPiece
@@ -66,7 +66,7 @@ class Causes:
         if isinstance(op, COMM):
             channel = self._plan.channel(op.channel)
             return Cause("communication", channel.purpose, channel.id)
-        phase = of_instr(instr).phase
+        phase = instr_label(instr).phase
         if phase == "other":
             return Cause("compute", type(op).__name__, role.role)
         stages = {self._plan.chunk(p.op.chunk).coords.get("stage") for p in instr.parts if isinstance(p.op, Compute)}

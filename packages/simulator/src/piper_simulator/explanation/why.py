@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from piper_ir.collector import no_garbage_collection
 from piper_ir.costs import Costs
 from piper_ir.errors import PlanError
 from piper_ir.memory import peak
 from piper_ir.plan import Plan
+from piper_ir.tools import no_garbage_collection
 from piper_ir.trace import Source
 from piper_simulator.cluster.cluster import Cluster
 from piper_simulator.cluster.named import load_cluster

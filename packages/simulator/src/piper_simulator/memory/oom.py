@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from piper_ir.memory_owners import Owner
-from piper_ir.units import size_text, time_text
+from piper_ir.tools import size_text, time_text
 
 SHOWN = 3
 """A line of text names so many owners."""

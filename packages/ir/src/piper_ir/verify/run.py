@@ -1,10 +1,11 @@
-"""Rules R17 to R20: an abstract run of a plan under every blocking condition of the real engines.
+"""Check rules R17 to R20: an abstract run of a plan under every blocking condition of the real engines.
 
-What must be done before an instruction starts: its predecessor on its stream; what it waits for; the compute before it in program
-order, for one host thread issues and, on a CPU, computes; and the same for its peers, for a send, its receive and all members
-of a reduction start and end together. Every condition waits for a fixed set of instructions, so the run gets to its end, in any
-timing, exactly when the graph of these conditions has no cycle. It is run on roles: the ranks of a role meet each other in
-equal instructions, so a cycle among ranks folds to one among roles, and the other way round.
+Before an instruction starts, these must be done: its predecessor on its stream; what it waits for; the compute before
+it in program order, since one host thread issues and, on a CPU, computes; and the same for its peers, since a send, its
+receive and all members of a collective start and end together. Every condition waits for a fixed set of instructions,
+so the run gets to its end, in any timing, exactly when the graph of these conditions has no cycle. Roles stand for
+their ranks: the ranks of a role meet each other in equal instructions, so a cycle among ranks folds to one among roles,
+and the other way round.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from collections.abc import Iterator
 
 from piper_ir.ops import COMM, Collective, op_name
 from piper_ir.plan import COMPUTE, Channel, Plan, RolePlan
-from piper_ir.verify_rules import Findings, Violation, title
+from piper_ir.verify.rules import Findings, Violation, instr_title
 
-Reason = tuple[int, str]
+_Reason = tuple[int, str]
 """An instruction that must be done first, and why."""
-Block = tuple[int, int, str]
+_Blocked = tuple[int, int, str]
 """An instruction that cannot start, one that must be done first, and why."""
 
 
 class Events:
-    """What happens in a plan, as one number per instruction; instructions that meet on a channel are one event.
+    """Number what happens in a plan; instructions that meet on a channel are one event, all others one each.
 
     `members[e]` are the instructions (numbered through all roles) of event e.
     """
@@ -44,12 +45,13 @@ class Events:
         self.members.append(instructions)
 
     def says(self, i: int) -> str:
+        """Return what messages call an instruction."""
         role, index = self.at[i]
-        return f"{role.role}[{index}] {title(role.program[index])} on {role.program[index].stream}"
+        return f"{role.role}[{index}] {instr_title(role.program[index])} on {role.program[index].stream}"
 
 
 def meetings(out: Findings) -> list[list[int]]:
-    """R17, R18. Which instructions meet, per channel in order. Instructions are numbered through all roles."""
+    """Return which instructions meet, numbered through all roles, per channel in order; checks R17 and R18."""
     uses: dict[str, dict[str, list[int]]] = {c.id: {r: [] for r in c.roles} for c in out.plan.channels}
     at: list[tuple[RolePlan, int]] = []
     for number, (role, index, instr) in enumerate(out.plan.instructions()):
@@ -89,7 +91,7 @@ def _mismatch(channel: Channel, n: int, carried: list[str]) -> str:
 
 
 def run(out: Findings, events: Events) -> list[int]:
-    """R19, R20. The events in an order in which they can happen; empty when there is none."""
+    """Return the events in an order in which they can happen, empty when there is none; checks R19 and R20."""
     order = _sweep(events, serial=True)
     if len(order) == len(events.members):
         return order  # every condition of the ordinary run is one of the serial run too
@@ -109,15 +111,15 @@ def run(out: Findings, events: Events) -> list[int]:
     return order if serial else []
 
 
-def _conditions(events: Events, serial: bool) -> Iterator[tuple[int, list[Reason]]]:
-    """Each instruction with those that must be done before it starts, and why."""
+def _conditions(events: Events, serial: bool) -> Iterator[tuple[int, list[_Reason]]]:
+    """Yield each instruction with those that must be done before it starts, and why."""
     number = 0
     for role in events.plan.roles:
         streams: dict[str, list[int]] = {s: [] for s in role.streams}
         issued = -1
         for instr in role.program:
             own = streams[instr.stream]
-            before: list[Reason] = [(own[-1], "is next on its stream after")] if own else []
+            before: list[_Reason] = [(own[-1], "is next on its stream after")] if own else []
             before += [(streams[s][n - 1], "waits for") for s, n in instr.waits]
             if instr.stream != COMPUTE:
                 if streams[COMPUTE]:
@@ -131,7 +133,7 @@ def _conditions(events: Events, serial: bool) -> Iterator[tuple[int, list[Reason
 
 
 def _sweep(events: Events, serial: bool) -> list[int]:
-    """The events that can happen, in an order in which they can: those of low numbers as early as possible."""
+    """Return the events that can happen, in an order in which they can: those of low numbers as early as possible."""
     missing = [0] * len(events.members)
     after: list[list[int]] = [[] for _ in events.members]
     event = events.event
@@ -149,9 +151,12 @@ def _sweep(events: Events, serial: bool) -> list[int]:
 
 
 def _cycle(events: Events, done: list[int], serial: bool) -> list[tuple[int, str]]:
-    """A short cycle of waiting among the events that did not happen: (instruction, why it cannot start), each naming the next."""
+    """Return a short cycle of waiting among the events that did not happen.
+
+    Each entry is an instruction and why it cannot start, which names the next.
+    """
     happened = set(done)
-    blocked: dict[int, list[Block]] = {}
+    blocked: dict[int, list[_Blocked]] = {}
     for i, conditions in _conditions(events, serial):
         waits = [(i, before, why) for before, why in conditions if events.event[before] not in happened]
         if waits:
@@ -170,9 +175,9 @@ def _cycle(events: Events, done: list[int], serial: bool) -> list[tuple[int, str
     return lines
 
 
-def _way_round(events: Events, blocked: dict[int, list[Block]], start: int) -> list[Block]:
-    """The shortest way from an event through what blocks it back to itself, breadth first."""
-    came: dict[int, Block] = {}
+def _way_round(events: Events, blocked: dict[int, list[_Blocked]], start: int) -> list[_Blocked]:
+    """Return the shortest way from an event through what blocks it back to itself, found breadth first."""
+    came: dict[int, _Blocked] = {}
     todo = [start]
     for e in todo:  # grows while it is walked
         for block in blocked[e]:

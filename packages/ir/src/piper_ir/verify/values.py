@@ -1,4 +1,4 @@
-"""Rules R11 to R16 and R29: the life of every value, by what streams and waits guarantee within a role."""
+"""Check rules R11 to R16 and R29: the life of every value, by what streams and waits guarantee within a role."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from dataclasses import dataclass, field
 
 from piper_ir.ops import Collective
 from piper_ir.plan import COMPUTE, Instr, RolePlan
-from piper_ir.verify_rules import Findings, title
+from piper_ir.verify.rules import Findings, instr_title
 
-Place = tuple[int, int]
-"""An instruction and a part of it. Part -1: what the instruction does before its parts; LAST: after them."""
+UsePosition = tuple[int, int]
+"""An instruction and a part of it. Part -1 is what the instruction does before its parts, LAST what it does after."""
 LAST = 1 << 30
-FIRST: Place = (-1, LAST)
+FIRST: UsePosition = (-1, LAST)
 """Before the first instruction of a step."""
 
 
-class Order:
-    """Happens-before within one role: stream order and waits, closed transitively (a vector clock with an entry per stream).
+class HappensBefore:
+    """Say which instructions of a role happen before which others, by stream order and waits, closed transitively.
 
-    The order in which the host issues does not count: a device runs ahead of or behind it.
+    Each instruction has a vector clock with an entry per stream. The order in which the host issues does not count: a
+    device runs ahead of or behind it.
     """
 
     def __init__(self, role: RolePlan) -> None:
@@ -43,26 +44,27 @@ class Order:
             streams[c].append(index)
 
     def precedes(self, first: int, second: int) -> bool:
-        """Whether instruction `first` is done whenever instruction `second` starts."""
+        """Return whether instruction `first` is done whenever instruction `second` starts."""
         return self._before[second][self._column[first]] > self._position[first]
 
 
 @dataclass(slots=True)
 class _Life:
-    """Where a role allocates (by itself, not by writing), writes, reads and frees one value."""
+    """Say where a role allocates (by itself, not by writing), writes, reads and frees one value."""
 
-    allocs: list[Place] = field(default_factory=list)
-    writes: list[Place] = field(default_factory=list)
-    reads: list[Place] = field(default_factory=list)
-    frees: list[Place] = field(default_factory=list)
+    allocs: list[UsePosition] = field(default_factory=list)
+    writes: list[UsePosition] = field(default_factory=list)
+    reads: list[UsePosition] = field(default_factory=list)
+    frees: list[UsePosition] = field(default_factory=list)
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[UsePosition]:
+        """Yield where the role uses the value, the writes first."""
         for places in (self.writes, self.reads, self.allocs, self.frees):
             yield from places
 
 
-def check_values(out: Findings, orders: dict[str, Order]) -> None:
-    """Check R11 to R16 and R29, for plans whose form is right."""
+def check_values(out: Findings, orders: dict[str, HappensBefore]) -> None:
+    """Check R11 to R16 and R29 on plans whose form is right."""
     home: dict[str, str] = {}
     plain = _plain_values(out.plan.roles)
     for name, values in plain.items():
@@ -86,8 +88,11 @@ def check_values(out: Findings, orders: dict[str, Order]) -> None:
 
 
 def _plain_values(roles: Sequence[RolePlan]) -> dict[str, set[str]]:
-    """By role the values whose life keeps R11 to R16 for sure, as nearly all do: no communication and no other role touches
-    them, and the one stream that computes writes them once, reads them afterwards and frees them once, at last."""
+    """Return, by role, the values whose life keeps R11 to R16 for sure, as nearly all do.
+
+    No communication and no other role touches them, and the one stream that computes writes them once, reads them
+    afterwards and frees them once, at last.
+    """
     found = {role.role: _plain(role) for role in roles}
     seen, shared = set[str](), set[str]()
     for values in (values for both in found.values() for values in both):
@@ -97,7 +102,10 @@ def _plain_values(roles: Sequence[RolePlan]) -> dict[str, set[str]]:
 
 
 def _plain(role: RolePlan) -> tuple[set[str], set[str]]:
-    """The values of a role that are plain by what it does itself, and the others. Found with sets, for there are very many."""
+    """Return the values of a role that are plain by what it does itself, and the others.
+
+    They are found with sets, for there are very many.
+    """
     odd, alive, gone = set(role.allocs_first), set[str](), set[str]()
     for instr in role.program:
         odd.update(instr.frees_before, instr.allocs_after)
@@ -124,7 +132,7 @@ def _plain(role: RolePlan) -> tuple[set[str], set[str]]:
 
 
 def _lives(role: RolePlan, plain: set[str]) -> dict[str, _Life]:
-    """Of all values that are not plain, in the order in which the role first names them."""
+    """Return the lives of all values that are not plain, in the order in which the role first names them."""
     lives: dict[str, _Life] = {}
 
     def of(values: Iterable[str]) -> Iterator[_Life]:
@@ -164,24 +172,28 @@ def _check_writers(out: Findings, role: RolePlan, value: str, life: _Life, home:
 
 
 class _Lifetime:
-    """R12 to R16 and R29 for one value on the role that writes it."""
+    """Check R12 to R16 and R29 for one value on the role that writes it."""
 
-    def __init__(self, out: Findings, role: RolePlan, order: Order, value: str, life: _Life) -> None:
+    def __init__(self, out: Findings, role: RolePlan, order: HappensBefore, value: str, life: _Life) -> None:
         self.out, self.role, self.order, self.value, self.life = out, role, order, value, life
         self.writer = life.writes[0]
 
     def add(self, rule: str, message: str, index: int) -> None:
+        """Add a violation at an instruction of the role."""
         self.out.add(rule, message, self.role, index)
 
-    def instr(self, place: Place) -> Instr:
+    def instr(self, place: UsePosition) -> Instr:
+        """Return the instruction at a position."""
         return self.role.program[place[0]]
 
-    def says(self, place: Place) -> str:
+    def says(self, place: UsePosition) -> str:
+        """Return what messages call a position."""
         if place == FIRST:
             return "the start of the step"
-        return f"instruction {place[0]} ({self.instr(place).stream}: {title(self.instr(place))})"
+        return f"instruction {place[0]} ({self.instr(place).stream}: {instr_title(self.instr(place))})"
 
     def check(self) -> None:
+        """Add every violation of the value's life."""
         self._check_allocation()
         read_in_order = all([self._check_read(place) for place in self.life.reads])
         if read_in_order and len(self.life.reads) > 1:
@@ -193,7 +205,7 @@ class _Lifetime:
             again = self.life.frees[1]
             self.add("R14-freed-once", f"it frees {self.value}, which {self.says(self.life.frees[0])} frees too", again[0])
             return
-        if read_in_order:  # a use that is out of order already is reported once, not again for the free that follows from it
+        if read_in_order:  # else a use that is out of order would be reported again for the free that follows from it
             for use in (self.writer, *self.life.reads):
                 if not self._check_use_before_free(use, self.life.frees[0]):
                     break
@@ -214,7 +226,7 @@ class _Lifetime:
             message = f"the buffer of {self.value} is made by {self.says(allocs[0])}; it must stand before, and be waited for"
             self.add("R12-allocated", message, index)
 
-    def _check_read(self, place: Place) -> bool:
+    def _check_read(self, place: UsePosition) -> bool:
         w = self.writer
         ok = w < place if w[0] == place[0] else self.order.precedes(w[0], place[0])
         if not ok:
@@ -223,7 +235,7 @@ class _Lifetime:
         return ok
 
     def _check_spoiled(self) -> None:
-        """Whether what a collective leaves undefined is read by something else that does not come before it."""
+        """Check that what a collective leaves undefined is read by nothing else that does not come before it."""
         for place in self.life.reads:
             op = self.instr(place).parts[place[1]].op
             if isinstance(op, Collective) and op.law.spoils:
@@ -232,7 +244,7 @@ class _Lifetime:
                     message = f"{self.value} is undefined after {op.law.name}, and {self.says(late)} may read it then"
                     self.add("R29-spoiled", message, place[0])
 
-    def _check_use_before_free(self, use: Place, free: Place) -> bool:
+    def _check_use_before_free(self, use: UsePosition, free: UsePosition) -> bool:
         if use[0] > free[0] or (use[0] == free[0] and use[1] > free[1]):
             self.add("R15-use-after-free", f"it uses {self.value}, which {self.says(free)} frees before", use[0])
             return False

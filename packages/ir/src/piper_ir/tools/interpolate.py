@@ -1,4 +1,4 @@
-"""Between measured points: straight lines on log-log paper, and how far beyond their ends one may go."""
+"""Interpolate between measured points by straight lines on log-log paper, and a little beyond their ends."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from collections.abc import Sequence
 from math import exp, log
 
 REACH = 2.0
-"""Beyond the first and the last point the line goes on up to this factor. Times are close to a + b x; continued by a factor of 2
-from two points that are a factor of 2 apart, the line is at most 11 % below that, by a factor of 4 already 29 % (at b x = a)."""
+"""The factor up to which the line goes on beyond the first and the last point.
+
+Times are close to a + b x. Continued by a factor of 2 from two points that are a factor of 2 apart, the line is at most
+11 % below that; by a factor of 4 already 29 % (at b x = a)."""
 
 Points = Sequence[tuple[int, float]]
 """(x, y) with ascending positive x and y >= 0."""
 
 
 def log_log(points: Points, x: int) -> float | None:
-    """y at x: that of a point, or on the line through the two nearest. None beyond REACH, and between no two points."""
+    """Return y at x: that of a point, or that on the line through the two nearest points.
+
+    None beyond REACH, and where there are no two points.
+    """
     k = bisect_left(points, x, key=lambda p: p[0])
     if k < len(points) and points[k][0] == x:
         return points[k][1]
@@ -26,7 +31,7 @@ def log_log(points: Points, x: int) -> float | None:
 
 
 def within(points: Points, x: int) -> bool:
-    """Whether x lies between the first and the last point."""
+    """Return whether x lies between the first and the last point."""
     return bool(points) and points[0][0] <= x <= points[-1][0]
 
 

@@ -1,4 +1,4 @@
-"""Rules R01 to R10: each piece of a plan, seen alone, is well formed. Later checks rely on these and index without asking."""
+"""Check rules R01 to R10: each piece of a plan, seen alone, is well formed; later checks index without asking."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from piper_ir.ops import COMM, Add, Collective, Comm, Compute, Load, Op, Recv, S
 from piper_ir.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan, Values, is_state
 from piper_ir.program import Chunk
 from piper_ir.sizes import ITEM_BYTES, TensorSpec, bind
-from piper_ir.verify_rules import Findings, part_name
+from piper_ir.verify.rules import Findings, part_name
 
 _PORT = regex(r"(in|out|saved|tan|gin|iw)(\d+)")
 
 
 def check_tables(out: Findings) -> None:
-    """R01, R02, R06, R09: roles, streams and channels are consistent, and every name is known."""
+    """Check R01, R02, R06 and R09: roles, streams and channels are consistent, and every name is known."""
     plan = out.plan
     _ids(out)
     _ranks(out)
@@ -42,7 +42,7 @@ def check_tables(out: Findings) -> None:
 
 
 def check_instructions(out: Findings) -> None:
-    """R03, R04, R05, R07, R08, R10, for plans whose tables hold."""
+    """Check R03, R04, R05, R07, R08 and R10 on plans whose tables hold."""
     plan = out.plan
     signatures, states = _Signatures(plan), _States(plan)
     for role in plan.roles:
@@ -84,7 +84,7 @@ def _ids(out: Findings) -> None:
         for id, count in Counter(ids).items():
             if count > 1:
                 out.add("R06-names", f"{count} {what}s are called {id}; ids must differ")
-    if not isinstance(plan.values, Values):  # which makes a value's id of its key
+    if not isinstance(plan.values, Values):  # a Values makes a value's id of its key
         for key, value in plan.values.items():
             if key != value.id:
                 out.add("R06-names", f"the value {value.id} stands under the key {key}")
@@ -104,7 +104,7 @@ def _ids(out: Findings) -> None:
 
 
 def _chunks(out: Findings) -> None:
-    """R06 inside of chunks: inputs, and the ports and parameters of their signatures."""
+    """Check R06 inside of chunks: their inputs, and the ports and parameters of their signatures."""
     plan = out.plan
     known = {("value", f"{c.id}:out{k}") for c in plan.chunks for k in range(len(c.outputs))}
     known |= {("param", p.name) for p in plan.params} | {("buffer", b.name) for b in plan.buffers}
@@ -135,7 +135,7 @@ def _is_param(chunk: Chunk, index: int) -> bool:
 
 
 def _sizes(out: Findings) -> None:
-    """R07: what a plan holds has shapes of plain numbers."""
+    """Check for R07 that what a plan holds has shapes of plain numbers."""
     plan = out.plan
     specs = [("value", id, spec) for id, (spec, _) in plan.kinds.items()]
     specs += [("parameter", p.name, p.spec) for p in plan.params] + [("buffer", b.name, b.spec) for b in plan.buffers]
@@ -191,7 +191,7 @@ def _channel_problem(plan: Plan, channel: Channel) -> str:
 
 
 def _unknown(plan: Plan, known: set[str], instr: Instr) -> Iterable[str]:
-    """`known`: the plan's values."""
+    """Yield what an instruction names and the plan does not have; `known` are the plan's values."""
     for value in (*instr.frees_before, *instr.allocs_after):
         if value not in known:
             yield f"value {value}"
@@ -263,7 +263,7 @@ def _use_problem(plan: Plan, role: RolePlan, instr: Instr, op: Comm) -> str:
 
 
 class _Signatures:
-    """R07. What the parts of a plan must read and write."""
+    """Check R07: what the parts of a plan must read and write."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._kinds = plan, plan.kinds
@@ -272,6 +272,7 @@ class _Signatures:
         self._sizes: dict[str, int] = {}
 
     def problems(self, part: Part) -> Iterable[str]:
+        """Yield what is wrong with what a part reads and writes."""
         if isinstance(part.op, Compute | Load | Seed) and not 0 <= part.mb < self._plan.microbatches:
             yield f"microbatch {part.mb} is not in 0..{self._plan.microbatches - 1}"
         if isinstance(part.op, Compute):
@@ -310,7 +311,7 @@ class _Signatures:
         return self._steps[key]
 
     def _op(self, part: Part) -> tuple[list[TensorSpec], list[TensorSpec]]:
-        """Ops that take any shape are held to that of their first value."""
+        """Return what an op reads and writes; for ops that take any shape, that of their first value."""
         values, op = self._plan.values, part.op
         first = [values[v].spec for v in (*part.reads, *part.writes)[:1]] or [TensorSpec((), "float32")]
         match op:
@@ -337,7 +338,7 @@ class _Signatures:
                 assert_never(op)
 
     def _collective(self, op: Collective, first: list[TensorSpec]) -> tuple[list[TensorSpec], list[TensorSpec]]:
-        """What a member of a collective reads and writes. PlanError when its law does not allow it."""
+        """Return what a member of a collective reads and writes; PlanError when its law does not allow it."""
         if not op.bucket:
             return first, [op.law.written(first[0], self._members(op.channel))]
         if not op.law.buckets:
@@ -345,7 +346,7 @@ class _Signatures:
         return [], []
 
     def _members(self, channel: str) -> int:
-        """How many ranks meet on a group channel."""
+        """Return how many ranks meet on a group channel."""
         if channel not in self._sizes:
             found = self._plan.channel(channel)
             self._sizes[channel] = len(self._plan.peers(found, self._plan.role(found.roles[0]).ranks[0]))
@@ -353,12 +354,15 @@ class _Signatures:
 
 
 def port_spec(chunk: Chunk, port: str) -> TensorSpec:
-    """Shape and dtype of a port; inputs may be given by the chunk's list of inputs only."""
+    """Return the shape and dtype of a port; inputs may be given by the chunk's list of inputs only."""
     return chunk.ports[port] if port in chunk.ports else chunk.inputs[int(port.removeprefix("in"))].spec
 
 
 class _States:
-    """R08. The states that a role must own: parameters in a bucket are one flat state "param:BUCKET", the others stand alone."""
+    """Check R08: the states that a role must own.
+
+    Parameters in a bucket are one flat state "param:BUCKET"; the others stand alone.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -369,6 +373,7 @@ class _States:
         self._sizes |= {f"{kind}:{id}": size for id, size in flat.items() for kind in ("param", "grad")}
 
     def needed(self, role: RolePlan) -> Iterable[str]:
+        """Return the ids of the states that a role uses."""
         chunks = {part.op.chunk for instr in role.program for part in instr.parts if isinstance(part.op, Compute)}
         inputs = (i for c in self._plan.chunks if c.id in chunks for i in c.inputs if i.kind in ("param", "buffer"))
         names = [f"{i.kind}:{self._home.get(i.ref, i.ref) if i.kind == 'param' else i.ref}" for i in inputs]
@@ -377,6 +382,7 @@ class _States:
         )
 
     def check(self, out: Findings, role: RolePlan) -> None:
+        """Compare the states of a role with those that it uses."""
         owned = Counter(s.id for s in role.states)
         for id in self.needed(role):
             if id not in owned:

@@ -1,4 +1,4 @@
-"""Which machine this is, in words: measured costs say where they hold."""
+"""Say in words which machine this is, since measured costs say where they hold."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def machine_name() -> str:
-    """Processor and number of cores that this process may use, e.g. "AMD EPYC 9654, 2 cores"."""
+    """Return the processor and the number of cores that this process may use, such as "AMD EPYC 9654, 2 cores"."""
     return f"{_processor()}, {usable_cores()} cores"
 
 
 def usable_cores() -> int:
-    """Cores on which this process may run."""
+    """Return the number of cores on which this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -1,4 +1,4 @@
-"""Bytes that the instructions of a plan move: messages, and memory touched by what is not a chunk."""
+"""Count the bytes that the instructions of a plan move: in messages, and in memory for what is not a chunk."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from piper_ir.plan import Bucket, Part, Plan, RolePlan
 from piper_ir.sizes import ITEM_BYTES, bind
 
 
-class Traffic:
-    """Of one plan; sizes that many values share are computed once."""
+class PlanBytes:
+    """Count the bytes of one plan; sizes that many values share are computed once."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._sizes: dict[int, int] = {}
 
-    def touched(self, role: RolePlan, part: Part) -> int:
-        """Bytes of memory that an op other than Compute reads and writes."""
+    def memory_bytes(self, role: RolePlan, part: Part) -> int:
+        """Return the bytes of memory that an op other than Compute reads and writes."""
         nbytes = sum([self.nbytes(v) for v in (*part.reads, *part.writes)])
         match part.op:
             case SquaredNorm(buckets=buckets):
@@ -28,7 +28,7 @@ class Traffic:
             case _:
                 return nbytes
 
-    def message(self, op: Comm, part: Part) -> int:
+    def message_bytes(self, op: Comm, part: Part) -> int:
         """Return the bytes of a communication's message: of what is sent, or of the whole tensor of a collective."""
         match op:
             case Collective(bucket=bucket) if bucket:
@@ -44,6 +44,7 @@ class Traffic:
         return sum(map(self.nbytes, message))
 
     def nbytes(self, value: str) -> int:
+        """Return the bytes of a value."""
         spec = self._plan.values[value].spec
         if id(spec) not in self._sizes:  # microbatches share specs: objects that the plan keeps alive
             self._sizes[id(spec)] = bind(spec.nbytes, 0)
@@ -51,5 +52,5 @@ class Traffic:
 
 
 def bucket_bytes(bucket: Bucket) -> int:
-    """Bytes of a bucket's gradients."""
+    """Return the bytes of a bucket's gradients."""
     return bucket.numel * ITEM_BYTES[bucket.dtype]

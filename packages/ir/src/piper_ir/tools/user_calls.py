@@ -1,4 +1,4 @@
-"""Exceptions of the user's own functions, as one of Piper's errors that says whose they are and where."""
+"""Turn exceptions of the user's own functions into an error of Piper's that says whose function failed, and where."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from piper_ir.errors import PiperError
 
 LIBRARIES = (*(sysconfig.get_paths()[k] for k in ("stdlib", "purelib", "platlib")), "<")
-"""How file names start that are not the user's: installed libraries, Python's own, and generated code."""
+"""How the names of files start that are not the user's: installed libraries, Python's own, and generated code."""
 
 PACKAGES = {"piper_ir", "piper_ops", "piper_compiler", "piper_simulator", "piper_runtime", "piper_report", "piper_autotune"}
 """Folders that hold Piper's own code."""
@@ -19,8 +19,10 @@ PACKAGES = {"piper_ir", "piper_ops", "piper_compiler", "piper_simulator", "piper
 
 @contextmanager
 def user_code(call: str, kind: type[PiperError]) -> Iterator[None]:
-    """Around a call of a user's function, written as `call`. Raises `kind`, with the user's innermost line, for every
-    exception but Piper's own, which pass."""
+    """Raise `kind` with the user's innermost line when the user's function inside raises.
+
+    `call` says in the message how the function was called. Piper's own errors pass as they are.
+    """
     try:
         yield
     except PiperError:
@@ -36,5 +38,5 @@ def user_line(error: BaseException) -> str:
 
 
 def _ours(file: str) -> bool:
-    """Whether a file belongs to a library or to Piper, installed or in its repository."""
+    """Return whether a file belongs to a library or to Piper, installed or in its repository."""
     return file.startswith(LIBRARIES) or not PACKAGES.isdisjoint(Path(file).parts)

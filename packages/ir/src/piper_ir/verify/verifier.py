@@ -1,28 +1,31 @@
-"""`verify`: an abstract run of a plan under every blocking condition of the real engines, and the rules of a training step.
+"""Check all rules on a plan: an abstract run under every blocking condition of the real engines, and a training step's.
 
-The rules, each with its name and promise, are `RULES`. Nothing else in Piper decides whether a plan is right.
+The rules, each with its name and promise, are `RULES`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from piper_ir.collector import no_garbage_collection
 from piper_ir.errors import PlanError
 from piper_ir.memory import peak
 from piper_ir.plan import Plan
-from piper_ir.verify_dataflow import check_dataflow
-from piper_ir.verify_form import check_instructions, check_tables
-from piper_ir.verify_rules import RULES, Findings, Violation
-from piper_ir.verify_run import Events, meetings, run
-from piper_ir.verify_training import check_holders, check_layout, check_reductions, check_steps
-from piper_ir.verify_values import Order, check_values
+from piper_ir.tools import no_garbage_collection
+from piper_ir.verify.dataflow import check_dataflow
+from piper_ir.verify.form import check_instructions, check_tables
+from piper_ir.verify.rules import RULES, Findings, Violation
+from piper_ir.verify.run import Events, meetings, run
+from piper_ir.verify.training import check_holders, check_layout, check_reductions, check_steps
+from piper_ir.verify.values import HappensBefore, check_values
 
 __all__ = ["RULES", "Violation", "check", "verify"]
 
 
 def verify(plan: Plan) -> None:
-    """PlanError when the plan breaks a rule: shows the first violation, with role, ranks, instruction, stream. Linear time."""
+    """Raise PlanError when the plan breaks a rule.
+
+    The message shows the first violation with role, ranks, instruction and stream. Time is linear in the plan's size.
+    """
     violations = check(plan)
     if violations:
         more = len(violations) - 1
@@ -31,8 +34,10 @@ def verify(plan: Plan) -> None:
 
 
 def check(plan: Plan) -> list[Violation]:
-    """Every violation, in a stable order; empty for a good plan. Rules are checked in groups; a group is checked only if
-    those before it hold, because it builds on them."""
+    """Return every violation in a stable order; the list is empty for a good plan.
+
+    Rules are checked in groups; a group is checked only if those before it hold, because it builds on them.
+    """
     out = Findings(plan)
     groups: tuple[Callable[[Findings], None], ...] = (check_tables, check_instructions, _check_use, _check_memory)
     with no_garbage_collection():
@@ -44,8 +49,8 @@ def check(plan: Plan) -> list[Violation]:
 
 
 def _check_use(out: Findings) -> None:
-    """R11 to R27."""
-    orders = {role.role: Order(role) for role in out.plan.roles}
+    """Check R11 to R27 and R29."""
+    orders = {role.role: HappensBefore(role) for role in out.plan.roles}
     check_values(out, orders)
     met = meetings(out)
     if out.found:
@@ -63,7 +68,7 @@ def _check_use(out: Findings) -> None:
 
 
 def _check_memory(out: Findings) -> None:
-    """R28."""
+    """Check R28."""
     for role in out.plan.roles:
         most = peak(out.plan, role)
         stated = (role.peak_bytes, role.peak_at, dict(role.peak_by_category))

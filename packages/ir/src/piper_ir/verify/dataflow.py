@@ -1,7 +1,7 @@
-"""Rule R27: where every value comes from, followed through sends, sums and reductions, is what its reader asks for.
+"""Check rule R27: where a value comes from, followed through sends, sums and collectives, is what its reader asks for.
 
-An *atom* is a thing that is computed or loaded once per microbatch: (chunk, port, mb), ("", batch tensor, mb), or of the whole
-step ("", "norm " + bucket, -1). A value is an atom or a sum of atoms.
+An *atom* is a thing that is computed or loaded once per microbatch, (chunk, port, mb) or ("", batch tensor, mb), or
+once in the whole step, ("", "norm " + bucket, -1). A value is an atom or a sum of atoms.
 """
 
 from __future__ import annotations
@@ -14,37 +14,42 @@ from typing import assert_never
 from piper_ir.ops import Add, Collective, Compute, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
 from piper_ir.plan import Channel, Part, Plan, RolePlan, is_state
 from piper_ir.program import Chunk
-from piper_ir.verify_rules import Findings, part_name
-from piper_ir.verify_run import Events
+from piper_ir.verify.rules import Findings, part_name
+from piper_ir.verify.run import Events
 
 Atom = tuple[str, str, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sum:
-    """Terms as a tree, opened on demand, for running sums would otherwise take quadratic space. `over`: axes summed over."""
+    """Hold a sum as a tree of terms, opened on demand, since running sums would otherwise take quadratic space.
 
-    terms: tuple[Origin, ...]
+    `over` are the axes summed over.
+    """
+
+    terms: tuple[_Origin, ...]
     over: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Blocks:
-    """What the members of one collective hold between them, block by block: a value that nothing but another collective can put
-    together again. whole: by role, what a member has once it is together. One object per meeting."""
+    """Hold what the members of one collective have between them, block by block; there is one object per meeting.
+
+    Nothing but another collective can put such a value together again. `whole` says, by role, what a member has then.
+    """
 
     name: str
     kind: str
     channel: Channel
-    whole: Mapping[str, Origin]
+    whole: Mapping[str, _Origin]
 
 
-Origin = Atom | _Sum | _Blocks
+_Origin = Atom | _Sum | _Blocks
 SEED = "seed"
 
 
 def check_dataflow(out: Findings, events: Events, order: list[int]) -> None:
-    """R27, walking the events of the plan in an order in which they happen."""
+    """Check R27 along the events of the plan, in an order in which they happen."""
     flow = _Dataflow(out)
     for event in order:
         members = [events.at[i] for i in events.members[event]]
@@ -57,10 +62,12 @@ def check_dataflow(out: Findings, events: Events, order: list[int]) -> None:
 
 
 class _Dataflow:
+    """Follow where the values of a plan come from, and compare that with what their readers ask for."""
+
     def __init__(self, out: Findings) -> None:
         self._out = out
         self._plan = out.plan
-        self._origin: dict[str, Origin] = {}
+        self._origin: dict[str, _Origin] = {}
         self._asked: dict[tuple[str, str], list[_Asked]] = {}
         self._tangents = _tangents(self._plan)
         self._weights = [f"out{k}" for c in self._plan.chunks for k, o in enumerate(c.outputs) if o.kind == "weight"]
@@ -77,8 +84,8 @@ class _Dataflow:
         source = next(v for p in parts.values() for v in p.reads)
         self._origin.update({v: self._origin[source] for p in parts.values() for v in p.writes})
 
-    def _collected(self, op: Collective, reads: Mapping[str, Origin]) -> Mapping[str, Origin]:
-        """What a collective gives to each role, of what each role's member gives."""
+    def _collected(self, op: Collective, reads: Mapping[str, _Origin]) -> Mapping[str, _Origin]:
+        """Return what a collective gives to each role, from what each role's member gives."""
         law, channel = op.law, self._plan.channel(op.channel)
         over = tuple(a for a in channel.over if self._plan.mesh.size(a) > 1)
         total = _Sum(tuple(reads.values()), over)
@@ -91,7 +98,7 @@ class _Dataflow:
             case "first" if law.writes == "whole":
                 return dict.fromkeys(reads, reads[min(reads, key=lambda r: self._plan.role(r).ranks[0])])
             case "sum":
-                whole: Mapping[str, Origin] = dict.fromkeys(reads, total)
+                whole: Mapping[str, _Origin] = dict.fromkeys(reads, total)
             case "first" | "blocks":
                 whole = reads
             case _:
@@ -104,7 +111,7 @@ class _Dataflow:
         match op:
             case Compute():
                 mb, asks = part.mb, self._reads(op)
-                if [origin[v] for v in part.reads] != [(*asked.only, mb) for asked in asks]:  # which is what most ask for
+                if [origin[v] for v in part.reads] != [(*asked.only, mb) for asked in asks]:  # most ask for one atom
                     for value, asked in zip(part.reads, asks, strict=True):
                         problem = asked.problem(origin[value], mb)
                         if problem:
@@ -159,7 +166,7 @@ class _Dataflow:
             if found != wanted:
                 yield f"the norm that it clips by is not the sum over each bucket, once: {_difference(found, wanted)}"
 
-    def _weight_problems(self, origin: Origin) -> Iterable[str]:
+    def _weight_problems(self, origin: _Origin) -> Iterable[str]:
         plan = self._plan
         replicated = frozenset(a for a in plan.replicated if plan.mesh.size(a) > 1)
         last = plan.chunks[-1].id
@@ -171,7 +178,10 @@ class _Dataflow:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What a port asks for: the sum of these (chunk, port), each of the reader's microbatch. `only`: where it is one."""
+    """Say what a port asks for: a sum of terms (chunk, port), each in the reader's microbatch.
+
+    `only` is the term where there is one.
+    """
 
     name: str
     terms: frozenset[tuple[str, str]]
@@ -181,7 +191,8 @@ class _Asked:
         if len(self.terms) == 1:
             object.__setattr__(self, "only", next(iter(self.terms)))
 
-    def problem(self, origin: Origin, mb: int) -> str:
+    def problem(self, origin: _Origin, mb: int) -> str:
+        """Return how a value differs from what the port asks for in a microbatch; "" when it does not."""
         if isinstance(origin, tuple):
             if origin[2] == mb and len(self.terms) == 1 and origin[:2] in self.terms:
                 return ""
@@ -193,10 +204,10 @@ class _Asked:
 Opened = Counter[tuple[Atom, frozenset[str]]]
 
 
-def _open(origin: Origin) -> Opened:
-    """Each atom of a sum, with the axes over which it was summed, and how often it counts."""
+def _open(origin: _Origin) -> Opened:
+    """Return each atom of a sum, with the axes over which it was summed, and how often it counts."""
     found: Opened = Counter()
-    todo: list[tuple[Origin, frozenset[str]]] = [(origin, frozenset())]
+    todo: list[tuple[_Origin, frozenset[str]]] = [(origin, frozenset())]
     while todo:
         term, over = todo.pop()
         if isinstance(term, _Sum):
@@ -209,13 +220,13 @@ def _open(origin: Origin) -> Opened:
 
 
 def _takes_back(op: Collective, channel: Channel, blocks: _Blocks) -> bool:
-    """Whether a collective of a channel puts together what another one took apart: its inverse, among the same members."""
+    """Return whether a collective is the inverse of the one that made these blocks, among the same members."""
     before = blocks.channel
     same = set(channel.roles) == set(before.roles) and set(channel.over) == set(before.over)
     return same and op.law.undoes == blocks.kind
 
 
-def _origin_name(origin: Origin) -> str:
+def _origin_name(origin: _Origin) -> str:
     if isinstance(origin, _Blocks):
         return f"blocks of {origin.name}"
     return _names(_open(origin))
@@ -240,7 +251,7 @@ def _names(terms: Opened) -> str:
 
 
 def _tangents(plan: Plan) -> dict[tuple[str, str], list[tuple[str, str]]]:
-    """For each output, as (chunk, "tan{k}"), the gradients that sum to its tangent: its consumers', and the seed of a loss."""
+    """Return for each output, as (chunk, "tan{k}"), what sums to its tangent: gradients of its readers, a loss's seed."""
     sums: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for chunk in plan.chunks:
         for k, output in enumerate(chunk.outputs):

@@ -1,4 +1,4 @@
-"""Rules R21 to R26: the plan is one training step. Each bucket is reduced and updated when its gradient is complete."""
+"""Check rules R21 to R26: the plan is one training step, and each bucket is updated when its gradient is complete."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from piper_ir.ops import Collective, Compute, Seed, SquaredNorm, Update
 from piper_ir.plan import Bucket, Part, Plan, RolePlan
 from piper_ir.program import Step
 from piper_ir.sizes import ITEM_BYTES, bind
-from piper_ir.verify_rules import Findings
-from piper_ir.verify_values import Order, Place
+from piper_ir.verify.rules import Findings
+from piper_ir.verify.values import HappensBefore, UsePosition
 
 STEPS: tuple[Step, ...] = ("F", "I", "W")
 ALIGNMENT = 256
-"""Bytes; what CUDA's allocator and vectorised kernels assume of a tensor's start."""
+"""Bytes to a multiple of which CUDA's allocator and vectorised kernels assume that a tensor's start is aligned."""
 
-Where = tuple[RolePlan, Place]
+_RolePosition = tuple[RolePlan, UsePosition]
 
 
 def check_steps(out: Findings) -> None:
-    """R21, R26."""
+    """Check R21, and of R26 how loss gradients start and updates are weighted."""
     plan = out.plan
-    ran: dict[tuple[str, int, str], list[Where]] = {}
+    ran: dict[tuple[str, int, str], list[_RolePosition]] = {}
     for role, place, part in _parts(plan):
         if isinstance(part.op, Compute):
             ran.setdefault((part.op.chunk, part.mb, part.op.step), []).append((role, place))
@@ -34,14 +34,14 @@ def check_steps(out: Findings) -> None:
                 out.add("R26-scale", f"the loss gradient starts from {part.op.value!r}; {expected!r} is expected", role, place[0])
         elif isinstance(part.op, Update) and part.op.weighted != (plan.loss_kind == "sum"):
             out.add("R26-scale", f"weighted is {part.op.weighted}, but the loss is a {plan.loss_kind}", role, place[0])
-    if plan.chunks and plan.microbatches > len(ran):  # said once, not for each of what may be any number
+    if plan.chunks and plan.microbatches > len(ran):  # said once, since there may be any number of microbatches
         out.add("R21-steps", f"the plan has {plan.microbatches} microbatches, and runs {len(ran)} steps in all")
         return
     _check_buffers(out, ran)
     for chunk in plan.chunks:
         wanted = [s for s in STEPS if s in chunk.steps]
         for mb in range(plan.microbatches):
-            before: Where | None = None
+            before: _RolePosition | None = None
             for step in wanted:
                 found = ran.get((chunk.id, mb, step), [])
                 times = 0 if chunk.steps[step].empty else 1
@@ -56,15 +56,15 @@ def check_steps(out: Findings) -> None:
                     before = found[0]
 
 
-def _check_buffers(out: Findings, ran: dict[tuple[str, int, str], list[Where]]) -> None:
-    """Check that forwards use a buffer that one of them updates as on one device: microbatch by microbatch, on one role."""
+def _check_buffers(out: Findings, ran: dict[tuple[str, int, str], list[_RolePosition]]) -> None:
+    """Check R21 for buffers: forwards use one that they update as on one device, by microbatch and on one role."""
     plan = out.plan
     for name in dict.fromkeys(o.ref for c in plan.chunks for o in c.outputs if o.kind == "buffer"):
         updating = {c.id for c in plan.chunks if any(o.kind == "buffer" and o.ref == name for o in c.outputs)}
         reading = {c.id for c in plan.chunks if any(i.kind == "buffer" and i.ref == name for i in c.inputs)}
         users = [c.id for c in plan.chunks if c.id in updating | reading]
-        update: Where | None = None
-        reads: list[Where] = []  # since the update
+        update: _RolePosition | None = None
+        reads: list[_RolePosition] = []  # since the update
         for mb, user in product(range(plan.microbatches), users):
             for where in ran.get((user, mb, "F"), []):
                 what = "updates a buffer" if user in updating else f"reads the buffer {name}, which others update"
@@ -77,7 +77,7 @@ def _check_buffers(out: Findings, ran: dict[tuple[str, int, str], list[Where]]) 
                     reads.append(where)
 
 
-def _check_follows(out: Findings, what: str, found: Where, before: Where | None) -> None:
+def _check_follows(out: Findings, what: str, found: _RolePosition, before: _RolePosition | None) -> None:
     if before is None:
         return
     role, place = found
@@ -87,14 +87,14 @@ def _check_follows(out: Findings, what: str, found: Where, before: Where | None)
         out.add("R21-steps", f"{what}: runs before instruction {before[1][0]}, which it must follow", role, place[0])
 
 
-def _parts(plan: Plan) -> Iterator[tuple[RolePlan, Place, Part]]:
+def _parts(plan: Plan) -> Iterator[tuple[RolePlan, UsePosition, Part]]:
     for role, index, instr in plan.instructions():
         for p, part in enumerate(instr.parts):
             yield role, (index, p), part
 
 
 def check_layout(out: Findings) -> None:
-    """R22."""
+    """Check R22."""
     params = {p.name: p for p in out.plan.params}
     for bucket in out.plan.buckets:
         where = f"bucket {bucket.id}"
@@ -113,7 +113,7 @@ def check_layout(out: Findings) -> None:
 
 
 def check_holders(out: Findings) -> None:
-    """R23."""
+    """Check R23."""
     plan = out.plan
     inside: dict[str, Bucket] = {}
     for bucket in plan.buckets:
@@ -142,7 +142,7 @@ def check_holders(out: Findings) -> None:
 
 
 def _members_problem(plan: Plan, bucket: Bucket) -> str:
-    """Whether the channel of a bucket joins just the ranks among which the bucket is replicated."""
+    """Return what is wrong unless the channel of a bucket joins just the ranks among which the bucket is replicated."""
     for name in bucket.roles:
         open_axes = [a for a in plan.replicated if plan.mesh.size(a) > 1 and a not in plan.role(name).placed]
         missing = [a for a in open_axes if a not in bucket.over]
@@ -162,17 +162,17 @@ def _members_problem(plan: Plan, bucket: Bucket) -> str:
 
 @dataclass(slots=True)
 class _Use:
-    """What one role does to one bucket."""
+    """Say what one role does to one bucket."""
 
-    accumulations: list[Place] = field(default_factory=list)
-    uses: list[Place] = field(default_factory=list)
-    norms: list[Place] = field(default_factory=list)
-    reductions: list[Place] = field(default_factory=list)
-    updates: list[Place] = field(default_factory=list)
+    accumulations: list[UsePosition] = field(default_factory=list)
+    uses: list[UsePosition] = field(default_factory=list)
+    norms: list[UsePosition] = field(default_factory=list)
+    reductions: list[UsePosition] = field(default_factory=list)
+    updates: list[UsePosition] = field(default_factory=list)
 
 
-def check_reductions(out: Findings, orders: dict[str, Order]) -> None:
-    """R24, R25, and of R26 that all updates clip alike."""
+def check_reductions(out: Findings, orders: dict[str, HappensBefore]) -> None:
+    """Check R24, R25, and of R26 that all updates clip alike."""
     touched = _Touched(out.plan)
     for role in out.plan.roles:
         uses = {b.id: _Use() for b in out.plan.buckets}
@@ -190,7 +190,7 @@ def check_reductions(out: Findings, orders: dict[str, Order]) -> None:
 
 
 def _check_clips(out: Findings) -> None:
-    """The bound of the global norm is one number for the whole gradient."""
+    """Check that the bound of the global norm is one number for the whole gradient."""
     clips: dict[float | None, str] = {}
     for role, place, part in _parts(out.plan):
         if isinstance(part.op, Update) and part.op.buckets and part.op.clip not in clips:
@@ -201,7 +201,7 @@ def _check_clips(out: Findings) -> None:
 
 
 class _Touched:
-    """Which buckets the steps of each chunk use (by reading a parameter or adding to its gradient) and add to."""
+    """Know which buckets each step of a chunk uses, by reading a parameter or adding to its gradient, and adds to."""
 
     def __init__(self, plan: Plan) -> None:
         self._steps: dict[tuple[str, str], tuple[set[str], set[str]]] = {}
@@ -213,7 +213,8 @@ class _Touched:
                 added = {home[chunk.inputs[k].ref] for k in sig.accumulates if chunk.inputs[k].ref in home}
                 self._steps[chunk.id, step] = added | {home[r] for r in refs if r in home}, added
 
-    def record(self, uses: dict[str, _Use], part: Part, place: Place) -> None:
+    def record(self, uses: dict[str, _Use], part: Part, place: UsePosition) -> None:
+        """Add what a part does to the uses of the buckets."""
         match part.op:
             case Compute(chunk=chunk, step=step):
                 used, added = self._steps[chunk, step]
@@ -234,15 +235,17 @@ class _Touched:
 
 
 class _BucketOnRole:
-    """R24 and R25 for one bucket on one role that holds it."""
+    """Check R24 and R25 for one bucket on one role that holds it."""
 
-    def __init__(self, out: Findings, role: RolePlan, order: Order, bucket: Bucket, use: _Use) -> None:
+    def __init__(self, out: Findings, role: RolePlan, order: HappensBefore, bucket: Bucket, use: _Use) -> None:
         self.out, self.role, self.order, self.bucket, self.use = out, role, order, bucket, use
 
     def add(self, rule: str, message: str, index: int = -1) -> None:
+        """Add a violation that names the bucket."""
         self.out.add(rule, f"bucket {self.bucket.id} {message}", self.role, index)
 
     def check(self) -> None:
+        """Add what is wrong with the reduction, else with the update of the bucket."""
         reductions, wanted = self.use.reductions, int(bool(self.bucket.channel))
         if len(reductions) != wanted:
             again = reductions[1][0] if len(reductions) > 1 else -1

@@ -1,4 +1,4 @@
-"""The rules of a plan: one table, and what a broken one looks like. The checks are in the other `verify_*` modules."""
+"""List the rules of a plan in one table, and say what a broken rule looks like; the other modules here check them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,14 @@ RULES: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A broken rule: where (`role` "" and `index` -1 when it is no single role's or instruction's fault) and what is wrong."""
+    """Describe a broken rule.
+
+    Attributes:
+        rule: the name of the rule.
+        message: what is wrong.
+        role: the role whose fault it is; "" when it is no single role's.
+        index: the instruction whose fault it is; -1 when it is no single instruction's.
+    """
 
     rule: str
     message: str
@@ -62,35 +69,36 @@ class Violation:
 
 @dataclass(slots=True)
 class Findings:
-    """Collects the violations of one plan, in the order found."""
+    """Collect the violations of one plan in the order in which they are found."""
 
     plan: Plan
     found: list[Violation] = field(default_factory=list)
 
     def add(self, rule: str, message: str, role: RolePlan | None = None, index: int = -1) -> None:
+        """Add a violation of a rule, with the role and the instruction whose fault it is."""
         assert rule in RULES, rule
         if role is None:
             self.found.append(Violation(rule, message))
         else:
-            place = instruction(role, index) if index >= 0 else describe(role)
+            place = instr_text(role, index) if index >= 0 else role_text(role)
             self.found.append(Violation(rule, f"{place}: {message}", role.role, index))
 
 
-def describe(role: RolePlan) -> str:
-    """ "role pp0 (ranks 0, 1)"; long lists of ranks are shortened."""
+def role_text(role: RolePlan) -> str:
+    """Return a text such as "role pp0 (ranks 0, 1)"; long lists of ranks are shortened."""
     ranks = [str(r) for r in role.ranks]
     if len(ranks) > 4:
         ranks = [*ranks[:2], "...", ranks[-1]]
     return f"role {role.role} (rank{'s' if len(role.ranks) != 1 else ''} {', '.join(ranks)})"
 
 
-def instruction(role: RolePlan, index: int) -> str:
-    """ "role pp0 (ranks 0, 1), instruction 12 on compute: layer0.F@3"."""
-    return f"{describe(role)}, instruction {index} on {role.program[index].stream}: {title(role.program[index])}"
+def instr_text(role: RolePlan, index: int) -> str:
+    """Return a text such as "role pp0 (ranks 0, 1), instruction 12 on compute: layer0.F@3"."""
+    return f"{role_text(role)}, instruction {index} on {role.program[index].stream}: {instr_title(role.program[index])}"
 
 
-def title(instr: Instr) -> str:
-    """The node of its first chunk, else of its first part, with the number of further parts: "layer0.F@3+1"."""
+def instr_title(instr: Instr) -> str:
+    """Return the node of the first chunk, else of the first part, with the number of further parts: "layer0.F@3+1"."""
     if not instr.parts:
         return "(no parts)"
     main = next((p for p in instr.parts if isinstance(p.op, Compute)), instr.parts[0])
@@ -98,4 +106,5 @@ def title(instr: Instr) -> str:
 
 
 def part_name(part: Part) -> str:
+    """Return the op and the node of a part."""
     return f"{op_name(part.op)} {part.node}"

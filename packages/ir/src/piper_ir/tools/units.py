@@ -1,4 +1,4 @@
-"""Seconds, bytes and FLOPs as people read them."""
+"""Write seconds, bytes and FLOPs as people read them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ _FLOPS = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
 def time_text(seconds: float) -> str:
-    """With four digits and a unit that leaves one to three of them before the point: "1.25 s", "12.34 ms", "5 us". Less than a
-    picosecond is what differences of floats leave: "0 s"."""
+    """Return seconds with four digits and a unit that suits them: "1.25 s", "12.34 ms", "5 us".
+
+    Less than a picosecond is what differences of floats leave, and written as "0 s".
+    """
     if abs(seconds) < 1e-12:
         return "0 s"
     if abs(seconds) >= 1:
@@ -18,7 +20,7 @@ def time_text(seconds: float) -> str:
 
 
 def size_text(nbytes: float) -> str:
-    """With four digits and a binary unit: "1.5 GiB", "12 B"."""
+    """Return bytes with four digits and a binary unit: "1.5 GiB", "12 B"."""
     for unit, scale in _SIZES:
         if abs(nbytes) >= scale:
             return f"{_digits(nbytes / scale)} {unit}"
@@ -26,7 +28,7 @@ def size_text(nbytes: float) -> str:
 
 
 def flops_text(flops: float) -> str:
-    """With four digits and a decimal unit: "1.5 TFLOP", "12 FLOP"."""
+    """Return FLOPs with four digits and a decimal unit: "1.5 TFLOP", "12 FLOP"."""
     for unit, scale in _FLOPS:
         if abs(flops) >= scale:
             return f"{_digits(flops / scale)} {unit}FLOP"

@@ -1,4 +1,4 @@
-"""Files of results."""
+"""Write files of results."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file as a whole, or leave what was there: a full disk must neither take an older file with it nor leave half of a
-    new one. Links are followed. OSError when it cannot be written."""
+    """Write a file as a whole, or leave what was there; OSError when it cannot be written.
+
+    A full disk must neither take an older file with it nor leave half of a new one. Links are followed.
+    """
     special = path.exists() and not path.is_file()  # /dev/stdout, a pipe, a folder: nothing that could be replaced
     target = path if special else Path(os.path.realpath(path))
     unfinished = target if special else target.with_name(f"{target.name}.unfinished")
