@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, Any
 from piper.display import show
 from piper.results import new_folder, unless_empty
 from piper.strategy_facts import Facts, facts_of
-from piper_autotune import Confirmation, SearchError, SearchProgress, Study, TuningProblem
+from piper_autotune import RULES, Confirmation, SearchError, SearchProgress, Study, TuningProblem
 from piper_autotune import tune as search
-from piper_autotune.rules import RULES
 from piper_compiler import Strategy, Training
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, JobError, TuneError
 from piper_ir.program import Program
 from piper_ir.study import Row, limit_text
 from piper_ir.tools import size_text, time_text
-from piper_report.summary import FAR, Table
+from piper_report import FAR, Table
 from piper_simulator import CPU, Cluster, CostModelFactory, DeviceModel, load_cluster
 
 if TYPE_CHECKING:

@@ -10,19 +10,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from piper_autotune.confirm import Confirmation
     from piper_autotune.problem import TuningProblem
+    from piper_autotune.rules import RULES
     from piper_autotune.search import SearchProgress
     from piper_autotune.study import NothingFoundError, SearchError, Study
     from piper_autotune.tuner import tune
 
-__all__ = ["Confirmation", "NothingFoundError", "TuningProblem", "SearchProgress", "SearchError", "Study", "tune"]
+__all__ = ["RULES", "Confirmation", "NothingFoundError", "SearchError", "SearchProgress", "Study", "TuningProblem", "tune"]
 
 _HOME = {
+    "RULES": "rules",
     "Confirmation": "confirm",
     "NothingFoundError": "study",
-    "TuningProblem": "problem",
-    "SearchProgress": "search",
     "SearchError": "study",
+    "SearchProgress": "search",
     "Study": "study",
+    "TuningProblem": "problem",
     "tune": "tuner",
 }
 
