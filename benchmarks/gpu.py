@@ -37,7 +37,7 @@ from piper_ir.memory import on_device
 from piper_ir.ops import Compute
 from piper_ir.plan import Plan
 from piper_ops.lowering import LoweringName
-from piper_ops.sdpa_kernels import KERNELS, Options
+from piper_ops.sdpa_kernels import KERNELS, AttentionOptions
 from piper_runtime.device import using
 from piper_runtime.job import materialize
 from piper_runtime.processes import Pool
@@ -231,7 +231,7 @@ def ceilings() -> Iterator[Row]:
     yield Row("ceiling", "copy of 2 GiB, read and written", 2e-12 * source.nbytes / seconds, "TB/s")
     del source, target
     q, k, v, grad = (random(4, 1024, 16, 128, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
-    options = Options(None, True, 128**-0.5)
+    options = AttentionOptions(None, True, 128**-0.5)
     names: tuple[LoweringName, ...] = ("cuda_cudnn", "cuda_flash", "cuda_efficient")
     for name in names:
         forward, backward = KERNELS[name]

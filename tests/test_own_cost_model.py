@@ -13,7 +13,7 @@ import pytest
 
 import piper
 from piper.emulation import durations_on, emulate
-from piper_autotune.problem import Problem, Programs
+from piper_autotune.problem import Programs, TuningProblem
 from piper_autotune.scoring import Scored, score
 from piper_autotune.sketch import Sketches
 from piper_ir.errors import ClusterError
@@ -129,7 +129,7 @@ def test_a_search_rests_on_it(model: Any, workers: int) -> None:
 
 def test_the_bounds_and_the_sweep_of_a_search_rest_on_it() -> None:
     """Neither asks Piper's formulas: a bound that is higher than what the model says would reject good candidates."""
-    problem = Problem(program(), cluster=piper.load_cluster(CLUSTER), model=ConstantRates)
+    problem = TuningProblem(program(), cluster=piper.load_cluster(CLUSTER), model=ConstantRates)
     chosen = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=4))
     sketches = Sketches(problem, Programs(problem, None))
     sketch = sketches.sketch(chosen)
@@ -162,7 +162,7 @@ def test_a_worker_that_cannot_import_its_file_gets_it_by_value(monkeypatch: pyte
 def test_searches_with_different_models_have_different_names() -> None:
     """A search in a storage goes on only where the last one asked the same model."""
     models = (None, ConstantRates, Whole, partial(ConstantRates, flops_per_s=1.0), partial(ConstantRates, flops_per_s=2.0))
-    facts = {repr(Problem(program(), **({} if m is None else {"model": m})).facts()) for m in models}
+    facts = {repr(TuningProblem(program(), **({} if m is None else {"model": m})).facts()) for m in models}
     assert len(facts) == len(models)
     assert all(" at 0x" not in f for f in facts), "the same in another process"
 

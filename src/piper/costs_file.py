@@ -9,7 +9,7 @@ from piper_ir.codec import dumps, loads
 from piper_ir.costs import Costs, Duration
 from piper_ir.errors import FormatError, OutputError
 from piper_ir.tools import check_writable, time_text, write_whole
-from piper_report.summary import Table, percent
+from piper_report import Table, percent
 
 
 def save_costs(path: Path, costs: Costs) -> None:

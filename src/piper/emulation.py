@@ -19,7 +19,7 @@ from piper_ir.costs import Costs
 from piper_ir.plan import Plan
 from piper_ir.timing import prepare
 from piper_ir.tools import time_text
-from piper_report.summary import Table, percent
+from piper_report import Table, percent
 from piper_runtime import Job
 from piper_runtime.emulate import Durations, Emulation
 from piper_runtime.emulate import emulate as run

@@ -77,7 +77,7 @@ def save_prediction(folder: Path, prediction: Simulation) -> None:
 
     Of many ranks those that do the same at the same times are written once."""
     from piper_ir.codec import dumps
-    from piper_report.chrome import write_chrome
+    from piper_report import write_chrome
 
     many = len(prediction.bubble_s) > MOST_RANKS
     trace = prediction.role_trace if many else prediction.trace
@@ -121,7 +121,7 @@ def save_run(folder: Path, run: Run, tokens_per_step: int | None = None) -> None
     """measured.json, and spans-measured.json and trace-measured.json when spans were recorded. OutputError when a file cannot be
     written."""
     from piper_ir.codec import dumps
-    from piper_report.chrome import write_chrome
+    from piper_report import write_chrome
 
     with _writing(folder):
         rate = tokens_per_step / run.period_s if tokens_per_step and run.period_s else None

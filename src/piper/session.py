@@ -18,7 +18,7 @@ from piper_compiler import Strategy
 from piper_ir.costs import Costs
 from piper_ir.errors import OutputError, PiperWarning
 from piper_ir.memory import on_device
-from piper_report.summary import beside_table
+from piper_report import beside_table
 from piper_simulator import CPU, Cluster, Simulation, device_type, load_cluster, simulate
 
 if TYPE_CHECKING:

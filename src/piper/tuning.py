@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, Any
 from piper.display import show
 from piper.results import new_folder, unless_empty
 from piper.strategy_facts import Facts, facts_of
-from piper_autotune import Measured, Problem, Progress, SearchError, Study
+from piper_autotune import RULES, Confirmation, SearchError, SearchProgress, Study, TuningProblem
 from piper_autotune import tune as search
-from piper_autotune.rules import RULES
 from piper_compiler import Strategy, Training
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, JobError, TuneError
 from piper_ir.program import Program
 from piper_ir.study import Row, limit_text
 from piper_ir.tools import size_text, time_text
-from piper_report.summary import FAR, Table
+from piper_report import FAR, Table
 from piper_simulator import CPU, Cluster, CostModelFactory, DeviceModel, load_cluster
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def tune(
     pool: Workers | None = None,
     steps: int = CONFIRM_STEPS,
     out: str | Path | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[SearchProgress], None] | None = None,
     timeout_s: float = 60.0,
     global_batch: int | None = None,
     model: CostModelFactory = DeviceModel,
@@ -154,10 +153,10 @@ def problem_of(
     limit: int | None,
     global_batch: int | None,
     model: CostModelFactory = DeviceModel,
-) -> tuple[Problem, dict[str, Any]]:
+) -> tuple[TuningProblem, dict[str, Any]]:
     """What is searched for, and how a job's programs come to the workers."""
     if isinstance(source, Program):
-        return Problem(source, global_batch, cluster=cluster, costs=costs, memory_limit=limit, model=model), {}
+        return TuningProblem(source, global_batch, cluster=cluster, costs=costs, memory_limit=limit, model=model), {}
     from piper.frontdoor import captured_job, program_at
     from piper_runtime import Job, optimizer
 
@@ -169,7 +168,7 @@ def problem_of(
     spec = optimizer.optimizer_spec(source, captured.program.params)
     training = Training(spec.group_of, spec.state_bytes, source.clip_norm, source.tokens_per_row, spec.update_bytes)
     one_role = "" if spec.separable else f"Job.optimizer returned {spec.kind}, which needs all parameters on one role"
-    problem = Problem(captured.program, source.global_batch, training, cluster, costs, limit, one_role, model)
+    problem = TuningProblem(captured.program, source.global_batch, training, cluster, costs, limit, one_role, model)
     modules: tuple[ModuleType, ...] = (optimizer,)  # by value: a worker that imported it would import torch
     return problem, {"at_rows": lambda rows: program_at(captured, rows), "modules": modules}
 
@@ -204,16 +203,16 @@ def _check_local(cluster: Cluster | None) -> None:
 
 def _measure(
     job: Job, costs: Costs | None, launcher: str, pool: Workers | None, steps: int, timeout_s: float
-) -> Callable[[Strategy], Measured]:
+) -> Callable[[Strategy], Confirmation]:
     if type(steps) is not int or steps < 2:
         raise JobError(f"tune(steps={steps!r}): a confirming run needs at least 2 steps; the first warms up")
 
-    def measured(strategy: Strategy) -> Measured:
+    def measured(strategy: Strategy) -> Confirmation:
         from piper.frontdoor import compile, execute
 
         run = execute(compile(job, strategy, costs=costs), steps=steps, launcher=launcher, timeout_s=timeout_s, pool=pool)
         period_s = run.period_s if run.period_s is not None else median(run.step_s[1:])
-        return Measured(period_s, max(run.peak_bytes.values(), default=None))
+        return Confirmation(period_s, max(run.peak_bytes.values(), default=None))
 
     return measured
 
@@ -308,7 +307,7 @@ def _shown(row: dict[str, Any], facts: Facts | None) -> tuple[str, ...]:
 
 
 @contextmanager
-def bar(trials: int) -> Iterator[Callable[[Progress], None]]:
+def bar(trials: int) -> Iterator[Callable[[SearchProgress], None]]:
     """A progress bar with the best so far, on a terminal; without one nothing is drawn."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -318,7 +317,7 @@ def bar(trials: int) -> Iterator[Callable[[Progress], None]]:
     with Bar(*columns, console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty()) as drawn:
         task = drawn.add_task("no candidate fits yet", total=trials)
 
-        def show(now: Progress) -> None:
+        def show(now: SearchProgress) -> None:
             drawn.update(task, completed=now.done, description=f"{_best_text(now.best)}; {now.rejected} rejected")
 
         yield show

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from piper_ir.tools import size_text, time_text
-from piper_report.summary import Table
+from piper_report import Table
 from piper_simulator import Cause, Comparison, PathPiece, StepDifference, Why
 
 MOST = 12

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from packages.autotune.tests.tuner_spaces import problem
 from packages.compiler.tests.compile_cases import SCHEDULES, RandomProgram, random_case
-from piper_autotune import Problem, scoring
+from piper_autotune import TuningProblem, scoring
 from piper_autotune.scoring import Refused, Scored, score
 from piper_compiler import CompileRequest, Lowered, Strategy, Training, compiled, recipes, synthetic
 from piper_ir.costs import AllocatorCosts, Costs, Duration, PartDuration
@@ -34,7 +34,7 @@ def by_name(request: CompileRequest) -> Lowered:
     return Lowered(plan.graph, plain, lambda: prepare(plain))
 
 
-def both(of: Problem, chosen: Strategy, rows: int, monkeypatch: pytest.MonkeyPatch) -> tuple[object, object]:
+def both(of: TuningProblem, chosen: Strategy, rows: int, monkeypatch: pytest.MonkeyPatch) -> tuple[object, object]:
     """The score, and that of the plan by name."""
     quick = score(of, chosen, {rows: None})
     with monkeypatch.context() as patch:
@@ -57,7 +57,7 @@ def test_scores_of_tables_are_scores_of_plans_by_name(draw: st.DataObject, monke
         drawn = RandomProgram(draw.draw(st.randoms(use_true_random=False)), stages)
         program = replace(drawn.build(), source="captured")
     rows = draw.draw(st.integers(1, 3))
-    of = Problem(
+    of = TuningProblem(
         program,
         rows * microbatches * dp,
         Training(clip=draw.draw(st.sampled_from((None, 2.0)))),
@@ -78,7 +78,7 @@ def batch_costs() -> Costs:
 def test_scores_of_any_strategy_are_those_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(0, 90):
         case = random_case(seed)
-        of = Problem(case.program, case.global_batch, case.training, load_cluster("h100x8"))
+        of = TuningProblem(case.program, case.global_batch, case.training, load_cluster("h100x8"))
         for rows in (1, 2, 3, 4, 5):
             quick, plain = both(of, case.strategy, rows, monkeypatch)
             assert quick == plain, case.text

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-from piper_autotune.problem import Problem, Variants
+from piper_autotune.problem import TuningProblem, Variants
 from piper_compiler import CompileRequest, Lowered, Strategy, compiled
 from piper_ir.errors import CaptureError, PiperError
 from piper_ir.instr_table import InstrTable
@@ -56,7 +56,7 @@ class _Missing(Exception):
         self.rows = rows
 
 
-def score(problem: Problem, strategy: Strategy, variants: Variants, engine: bool = False) -> Scored | Refused | Needs:
+def score(problem: TuningProblem, strategy: Strategy, variants: Variants, engine: bool = False) -> Scored | Refused | Needs:
     """What becomes of a strategy. With `engine` the event engine gives the times, else the sweep."""
     compiling = _Compiling(problem, strategy, variants)
     try:
@@ -75,7 +75,7 @@ def score(problem: Problem, strategy: Strategy, variants: Variants, engine: bool
 class _Compiling:
     """A strategy with all that compiling it takes."""
 
-    problem: Problem
+    problem: TuningProblem
     strategy: Strategy
     variants: Variants
 
@@ -109,7 +109,7 @@ def _seconds(model: CostModel, role: RolePlan, instr: Instr) -> float:
     return model.work(role, instr).seconds
 
 
-def _of_plan(problem: Problem, lowered: Lowered, engine: bool) -> Scored | Refused:
+def _of_plan(problem: TuningProblem, lowered: Lowered, engine: bool) -> Scored | Refused:
     """The score of a plan, by the engine or the sweep."""
     plan = lowered.plan
     if engine:

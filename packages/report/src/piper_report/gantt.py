@@ -65,7 +65,7 @@ class Window:
 
 
 @dataclass(slots=True)
-class Row:
+class _StreamRow:
     """One stream of one rank in one trace: bars by look, and labels (middle in seconds, text, colour of what they stand on)."""
 
     name: str
@@ -136,16 +136,16 @@ def shown_ranks(traces: Sequence[Trace], plan: Plan | None) -> list[int]:
     return sorted(sorted(ranks, key=lambda r: (r not in firsts, r))[:MOST_RANKS])
 
 
-def _rows(line: Timeline, rank: int, window: Window) -> list[Row]:
+def _rows(line: Timeline, rank: int, window: Window) -> list[_StreamRow]:
     """Streams in the plan's order (without one: compute, then the others by name); of each one row per trace."""
     used = {s.stream for t in line.traces for s in (*t.spans, *t.waits) if s.rank == rank}
     known = [s for s in line.plan.role_of(rank).streams if s in used] if line.plan is not None else []
     streams = known + sorted(used - set(known), key=lambda name: (name != COMPUTE, name))
-    out: dict[tuple[str, int], Row] = {}
+    out: dict[tuple[str, int], _StreamRow] = {}
     for stream in streams:
         for i, trace in enumerate(line.traces):
             word = ("predicted" if trace.kind == "simulated" else "measured") if len(line.traces) > 1 else ""
-            out[stream, i] = Row(f"{stream}  {word}".strip() if i == 0 else word)
+            out[stream, i] = _StreamRow(f"{stream}  {word}".strip() if i == 0 else word)
     for i, (trace, found, begun) in enumerate(zip(line.traces, line.kinds, line.begun)):
         for span in sorted((s for s in (*trace.spans, *trace.waits) if s.rank == rank), key=lambda s: s.start):
             if span.start <= window.end and span.end >= window.start:
@@ -160,7 +160,7 @@ def _begun(trace: Trace, plan: Plan | None) -> dict[Span, float]:
     return {s: max(x.start for x in group) for group in transfers(plan, trace) for s in group}
 
 
-def _add(row: Row, span: Span, kind: InstrLabel, begun: float, window: Window) -> None:
+def _add(row: _StreamRow, span: Span, kind: InstrLabel, begun: float, window: Window) -> None:
     column = window.column
     if span.end - span.start < column and span.end < row.reached + column and row.drawn:
         row.hidden += 1
@@ -192,7 +192,7 @@ def _look(kind: InstrLabel) -> Look:
     return face, (colour if phase in OUTLINED else "white"), HATCH.get(phase, "")
 
 
-def _draw(ax: Axes, rows: Sequence[Row], unit: TimeUnit) -> None:
+def _draw(ax: Axes, rows: Sequence[_StreamRow], unit: TimeUnit) -> None:
     budget = MOST_LABELS
     for y, row in enumerate(rows):
         for (face, edge, hatch), bars in row.bars.items():

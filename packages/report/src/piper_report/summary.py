@@ -60,7 +60,7 @@ class Prediction(Protocol):
     def summary(self) -> Mapping[str, Any]: ...
 
 
-class Measured(Protocol):
+class MeasuredRun(Protocol):
     """What is read of a `piper_runtime.Run`: seconds per step, and bytes by rank (may be empty)."""
 
     @property
@@ -109,7 +109,7 @@ def _verdict(summary: Mapping[str, Any]) -> tuple[str, ...]:
     return (f"DOES NOT FIT: {oom['text']}",) if oom else ()
 
 
-def beside_table(prediction: Prediction, measured: Measured, *, title: str) -> Table:
+def beside_table(prediction: Prediction, measured: MeasuredRun, *, title: str) -> Table:
     """Return a table of predicted beside measured, with predicted / measured.
 
     It has the step time, of each rank its compute and what it waited for Job.batch (when spans were recorded), the peak memory
@@ -136,7 +136,7 @@ def beside_table(prediction: Prediction, measured: Measured, *, title: str) -> T
     return Table(title, ("", "predicted", "measured", "predicted / measured"), tuple(rows), notes)
 
 
-def _warm_up(measured: Measured) -> tuple[str, ...]:
+def _warm_up(measured: MeasuredRun) -> tuple[str, ...]:
     return (WARM_UP,) if measured.step_s else ()
 
 
@@ -157,7 +157,7 @@ def _far(predicted: float, measured: float | None, shares: Mapping[str, float]) 
     )
 
 
-def _traced(measured: Measured, traced: bool) -> tuple[str, ...]:
+def _traced(measured: MeasuredRun, traced: bool) -> tuple[str, ...]:
     """What step compute is of: the steady state is a median, and on a shared machine the last step may be far from it."""
     if not traced or not measured.step_s:
         return ()

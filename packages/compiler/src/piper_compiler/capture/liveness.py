@@ -23,7 +23,7 @@ from piper_compiler.capture import aliasing
 from piper_compiler.capture.schedule import Line
 from piper_compiler.capture.stepgraph import StepGraph
 from piper_ir.program import Inside, Liveness
-from piper_ops.workspace import Own, own_on_cpu, own_on_cuda
+from piper_ops import Workspace, cpu_workspace, cuda_workspace
 
 aten = torch.ops.aten
 
@@ -42,26 +42,26 @@ def analyse(step: StepGraph, lines: Sequence[Line]) -> Liveness:
     at_line = _bytes_at_lines(lines, last)
     ends = [last.get(inputs[k], -1) for k in consumed]
     spans = list(zip([-1, *ends], [*ends, len(lines)], strict=True))
-    inside_too = [(number, held + _own_on_cpu(lines[number].node)) for number, held in at_line]
+    inside_too = [(number, held + _cpu_workspace(lines[number].node)) for number, held in at_line]
     segments = [tuple(size for number, size in inside_too if start < number <= end) for start, end in spans]
     kernels = [(number, _inside(held, own)) for number, held in at_line if (own := _own(lines[number].node)) is not None]
     inside = [tuple(k for number, k in kernels if start < number <= end) for start, end in spans] if kernels else []
     return Liveness(tuple(consumed), tuple(segments), tuple(inside))
 
 
-def _own(node: fx.Node) -> Own | None:
+def _own(node: fx.Node) -> Workspace | None:
     """What a node's kernel holds inside on a CUDA device."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return own_on_cuda(node.target, args, node.meta["val"], kwargs)
+    return cuda_workspace(node.target, args, node.meta["val"], kwargs)
 
 
-def _own_on_cpu(node: fx.Node) -> int:
+def _cpu_workspace(node: fx.Node) -> int:
     """What a node's kernel holds inside on a CPU."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return own_on_cpu(node.target, args, node.meta["val"], kwargs)
+    return cpu_workspace(node.target, args, node.meta["val"], kwargs)
 
 
-def _inside(held: int, own: Own) -> Inside:
+def _inside(held: int, own: Workspace) -> Inside:
     return Inside(held + own.always, own.sliced, own.most)
 
 
