@@ -44,6 +44,7 @@ from piper_ir.mesh import Mesh
 from piper_ir.ops import Compute, Op, Recv, Send
 from piper_ir.plan import Bucket, Category, Channel
 from piper_ir.program import Program
+from piper_ir.select import Where
 from piper_ir.sizes import TensorSpec
 
 __all__ = [
@@ -89,7 +90,11 @@ class Graph(NamedNodes, Selecting):
     costs: Costs | None = None
     index: Mapping[tuple[str, Coord], tuple[str, ...]] = field(default_factory=dict, repr=False)
     chunk_index: Mapping[str, int] = field(default_factory=dict, repr=False)
-    _found: dict[Terms, list[Node]] = field(default_factory=dict, repr=False, compare=False)
+    _found: dict[Terms, list[Node]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _chains: dict[int, tuple[Where, Mapping[str, tuple[At, ...]]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _alike: dict[Terms, dict[str, list[str]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def replicated(self) -> tuple[str, ...]:
@@ -332,7 +337,6 @@ class Editor:
             microbatches=self.microbatches,
             log=(*self.graph.log, applied) if applied else self.graph.log,
             index={key: ids for key, ids in self._index.items() if ids},
-            _found={},
         )
 
 

@@ -95,9 +95,9 @@ def origins(plan: Plan) -> dict[str, tuple[str, int]]:
                 case _:
                     others.update(dict.fromkeys(part.writes, part.mb))
     out |= {v: (v, mb) for v, mb in others.items() if v not in out}
-    return out | {
-        there: out[here] for channel, values in arrived.items() for here, there in zip(sent[channel], values, strict=True)
-    }
+    for channel, values in arrived.items():
+        out |= {there: out.get(here, (here, -1)) for here, there in zip(sent.get(channel, ()), values, strict=False)}
+    return out
 
 
 def _at_peak(plan: Plan, role: RolePlan) -> tuple[dict[str, int], int, Part | None]:

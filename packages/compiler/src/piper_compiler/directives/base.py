@@ -119,16 +119,6 @@ def compute_nodes(item: Directive, graph: Graph, selection: Where) -> list[Node]
         raise type(e)(f"{describe(item)}{f' at {site}' if site else ''}: {e}") from None
 
 
-Turn = tuple[Node, int]
-"""A node in one of its microbatches."""
-
-
-def turns(item: Directive, graph: Graph, selection: Where) -> list[Turn]:
-    """Return the compute nodes of a selection microbatch by microbatch (see `Graph.turns`); a SelectorError names the
-    directive."""
-    return graph.turns(selection) or [(node, node.mb) for node in compute_nodes(item, graph, selection)]
-
-
 def names(graph: Graph, nodes: list[Node], most: int = 4) -> str:
     """Return what nodes are called in their microbatches, for a message."""
     each = sorted(graph.copies(nodes), key=graph.position)
