@@ -160,6 +160,19 @@ class Editor:
         self._made = graph.sequence[-1].made + 1 if graph.families else 0
 
     @property
+    def nodes(self) -> Mapping[str, Node]:
+        """The nodes as they are now, as in `Graph.nodes`; likewise `writer` and `readers`."""
+        return self.done().nodes
+
+    @property
+    def writer(self) -> Mapping[str, str]:
+        return self.done().writer
+
+    @property
+    def readers(self) -> Mapping[str, tuple[str, ...]]:
+        return self.done().readers
+
+    @property
     def applied(self) -> int:
         """The index that the directive being applied will have in the log."""
         return len(self.graph.log)

@@ -41,6 +41,14 @@ class Directive(Protocol):
     def apply(self, graph: Graph) -> Graph: ...
 
 
+@runtime_checkable
+class Settling(Protocol):
+    """A directive whose result depends on costs. `settled` returns one that makes what this one made of a graph, whatever the
+    costs."""
+
+    def settled(self, graph: Graph) -> Directive: ...
+
+
 REGISTRY: dict[str, type] = {}
 """Directives by class name, for reading a strategy from JSON."""
 
