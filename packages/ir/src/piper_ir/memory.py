@@ -15,7 +15,8 @@ from typing import Any, Generic, TypeVar
 from piper_ir.errors import PlanError
 from piper_ir.instr_table import InstrTable, TableKinds
 from piper_ir.ops import Compute
-from piper_ir.plan import CATEGORIES, COMPUTE, Category, DeviceType, Instr, Part, PartLike, Plan, RolePlan, part_peak
+from piper_ir.part_memory import PartLike, part_peak
+from piper_ir.plan import CATEGORIES, COMPUTE, Category, DeviceType, Instr, Part, Plan, RolePlan
 from piper_ir.sizes import TensorSpec, bind
 
 P = TypeVar("P", bound=PartLike[Any])
