@@ -114,7 +114,7 @@ class Setting:
         return Kernel("matmul", (m, n, k), DTYPE, 2 * m * n * k, ITEM * (m * n + n * k + m * k))
 
     def _attention(self) -> tuple[Kernel, ...]:
-        """4 s^2 FLOPs per row and channel, half of them because it is causal (cost-model.md 2)."""
+        """4 s^2 FLOPs per row and channel, half of them because it is causal."""
         c = self.config
         dims = (self.rows, c.heads, self.length, self.length, c.width // c.heads)
         flops = 4 * self.rows * self.length**2 * c.width // 2
