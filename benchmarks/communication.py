@@ -16,10 +16,7 @@ from statistics import fmean
 
 from benchmarks.measure import Goal, Row
 from piper_ir.costs import CommDuration, Costs
-from piper_simulator import Cluster, load_cluster
-from piper_simulator.checks import Where
-from piper_simulator.cluster_file import read_messages
-from piper_simulator.communication import by_formula, group
+from piper_simulator import Cluster, KeyPath, by_formula, load_cluster, rank_group, read_messages
 
 MIB = 1 << 20
 GOAL = Goal("below", 10)
@@ -34,7 +31,8 @@ CONSTANTS = {
     "ll_fraction": 0.25,
     "pass_bandwidth": 800e9,
 }
-"""What is fitted, and from where the fit starts: bandwidths of the links, and the corrections of `piper_simulator.nccl.Nccl`."""
+"""What is fitted, and from where the fit starts: bandwidths of the links, and the corrections of
+`piper_simulator.cluster.nccl.Nccl`."""
 WITHIN = tuple(k for k in CONSTANTS if k not in ("inter_bandwidth", "net_hop_factor"))
 """Those that one node shows."""
 ITERATIONS, QUICK_ITERATIONS = 400, 60
@@ -57,7 +55,7 @@ class Measured:
 def measured() -> Iterator[Measured]:
     """Both sets, at the sizes that are judged."""
     azure = load_cluster(f"{NAME}:8*16").links.messages
-    vtrain = read_messages(PUBLISHED / "all_reduce-a100-vtrain.csv", Where("benchmarks"))
+    vtrain = read_messages(PUBLISHED / "all_reduce-a100-vtrain.csv", KeyPath("benchmarks"))
     for name, rows, fitted in (("2 to 128 A100, Azure", azure, tuple(CONSTANTS)), ("2 to 8 A100, one node", vtrain, WITHIN)):
         yield Measured(name, tuple(r for r in rows if r.bytes >= MIB), fitted)
 
@@ -110,7 +108,9 @@ def _cluster(constants: Constants) -> Cluster:
 
 def errors(rows: Sequence[CommDuration], cluster: Cluster) -> list[float]:
     """predicted / measured - 1 by formula."""
-    return [by_formula(cluster, "all_reduce", r.bytes, group(cluster, range(r.group))) / r.duration.seconds - 1 for r in rows]
+    return [
+        by_formula(cluster, "all_reduce", r.bytes, rank_group(cluster, range(r.group))) / r.duration.seconds - 1 for r in rows
+    ]
 
 
 def fit(of: Measured, rows: Sequence[CommDuration], iterations: int) -> Constants:

@@ -37,14 +37,14 @@ from piper_ir.memory import on_device
 from piper_ir.ops import Compute
 from piper_ir.plan import Plan
 from piper_ops.lowering import LoweringName
-from piper_ops.sdpa_kernels import KERNELS, Options
+from piper_ops.sdpa_kernels import KERNELS, AttentionOptions
 from piper_runtime.device import using
 from piper_runtime.job import materialize
 from piper_runtime.processes import Pool
 from piper_runtime.rank import Rank
 from piper_runtime.resident import most_on_device, reset_most_on_device
 from piper_runtime.run import WARMUP_STEPS, trainee
-from piper_simulator.clusters import product_cluster
+from piper_simulator import product_cluster
 
 LARGE = Regime("kernels of 100 us and more", width=2048, heads=16, layers=2, context=1024, rows=8, microbatches=8, steps=1)
 SINGLE = Regime("in float32", width=1024, heads=16, layers=2, context=1024, rows=4, microbatches=8, steps=1)
@@ -231,7 +231,7 @@ def ceilings() -> Iterator[Row]:
     yield Row("ceiling", "copy of 2 GiB, read and written", 2e-12 * source.nbytes / seconds, "TB/s")
     del source, target
     q, k, v, grad = (random(4, 1024, 16, 128, dtype=torch.bfloat16).transpose(1, 2) for _ in range(4))
-    options = Options(None, True, 128**-0.5)
+    options = AttentionOptions(None, True, 128**-0.5)
     names: tuple[LoweringName, ...] = ("cuda_cudnn", "cuda_flash", "cuda_efficient")
     for name in names:
         forward, backward = KERNELS[name]

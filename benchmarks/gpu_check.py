@@ -36,9 +36,7 @@ from piper.models.presets import Config
 from piper_ops.losses import cross_entropy, cross_entropy_dgrad
 from piper_runtime.device import using
 from piper_runtime.processes import Pool
-from piper_simulator import Cluster
-from piper_simulator.clusters import product_cluster
-from piper_simulator.stacks import STACKS
+from piper_simulator import STACKS, Cluster, product_cluster
 
 GOALS = Goals(Goal("below", 25), Goal("below", 10), Goal("below", 3))
 ROWS, REPEATS = 32, 5

@@ -22,8 +22,7 @@ if __name__ == "__main__":  # run as a file, sys.path begins with this folder an
 from benchmarks.gpu import SMALL, name_of, prepared
 from piper_ir.ops import Compute
 from piper_ir.plan import Plan
-from piper_simulator import Cluster, load_cluster
-from piper_simulator.kernels import launches
+from piper_simulator import Cluster, launch_count, load_cluster
 
 MEASURED = Path(__file__).parent / "measured"
 OUT = MEASURED / "h200-eager.toml"
@@ -37,7 +36,7 @@ ATTENTION = 4 * 4 * 16 * 1024 * 1024 * 128 // 2
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """One per measured kernel, as `piper_simulator.kernel_rows` reads it."""
+    """One per measured kernel, as `piper_simulator.cluster.kernel_table` reads it."""
     check = json.loads(KERNELS.read_text(encoding="utf-8"))
     for row in check["rows"]:
         if row["section"] == "kernel" and row["name"] not in REPLACED:
@@ -99,7 +98,7 @@ def launched(plan: Plan, cluster: Cluster) -> tuple[int, int]:
     """Instructions, and kernels of chunks, in one step of a plan for one device."""
     program = plan.roles[0].program
     ops = [p.op for instr in program for p in instr.parts if isinstance(p.op, Compute)]
-    return len(program), sum(launches(cluster.device, plan.chunk(op.chunk).steps[op.step].cost) for op in ops)
+    return len(program), sum(launch_count(cluster.device, plan.chunk(op.chunk).steps[op.step].cost) for op in ops)
 
 
 def launch_seconds() -> tuple[float, str]:

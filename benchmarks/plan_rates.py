@@ -11,12 +11,10 @@ from typing import Any
 import piper
 from benchmarks.measure import Goal, Row, rate_row, repeated
 from piper_ir.plan import Plan
-from piper_ir.timing import Prepared, period, prepare, sweep
+from piper_ir.steady_state import period
+from piper_ir.timing import Prepared, prepare, sweep
 from piper_ir.verify import verify
-from piper_simulator import load_cluster
-from piper_simulator.contention import flows, wiring
-from piper_simulator.engine import run
-from piper_simulator.model import Work
+from piper_simulator import Work, load_cluster, message_flows, run_engine, wiring
 
 ENGINE_GOAL = Goal("above", 50_000)
 CONTENDED_GOAL = Goal("above", 30_000)
@@ -67,11 +65,11 @@ def contended(name: str, recipe: Callable[..., Any], pp: int, microbatches: int,
     prepared, cluster = prepare(plan), load_cluster(f"h100x1*{4 * pp}")
     message = Work(40e6 / cluster.links.inter_bandwidth, "formula", bytes=40_000_000)
     work = [message if instr.comm else Work(1e-3, "formula") for _, _, instr in plan.instructions()]
-    seconds, found = [w.seconds for w in work], flows(plan, prepared, work, wiring(cluster))
-    (times,) = run(prepared, seconds, flows=found)
+    seconds, found = [w.seconds for w in work], message_flows(plan, prepared, work, wiring(cluster))
+    (times,) = run_engine(prepared, seconds, flows=found)
     longer = sum(end - start > 1.001 * s for start, end, s in zip(times.start, times.end, seconds, strict=True))
     note = f"CPU time; {longer / len(prepared):.0%} of the instructions take longer than alone"
-    taken = repeated(lambda: run(prepared, seconds, flows=found), 3 if quick else 9, time.process_time)
+    taken = repeated(lambda: run_engine(prepared, seconds, flows=found), 3 if quick else 9, time.process_time)
     title = f"SimPy engine under contention, {name} pp={pp} dp=4 m={microbatches}, {len(prepared):,} instructions"
     return rate_row("simulate", title, len(prepared), taken, UNIT, CONTENDED_GOAL, note)
 
@@ -88,7 +86,9 @@ def _simulated(case: Case, quick: bool) -> list[Row]:
     plan, prepared, durations = case.plan, case.prepared, case.durations
     whole = "whole call: durations, engine, steady-state period, memory curve, Span objects, plan key"
     return [
-        rate("SimPy engine", lambda: run(prepared, durations, latency=plan.hop), "start, end and ready of every instruction"),
+        rate(
+            "SimPy engine", lambda: run_engine(prepared, durations, latency=plan.hop), "start, end and ready of every instruction"
+        ),
         rate("piper.simulate", lambda: piper.simulate(plan), whole),
     ]
 

@@ -19,7 +19,7 @@ import piper
 from benchmarks.measure import Goal, Row
 from benchmarks.step_model import LARGE, Regime, job
 from piper.profiling import profile
-from piper_ir.machine import usable_cores
+from piper_ir.tools import usable_cores
 from piper_runtime.processes import Pool
 from piper_runtime.run import WARMUP_STEPS
 from piper_simulator import Simulation, cpu_local, simulate

@@ -14,11 +14,11 @@ from benchmarks.measure import Goal, Row
 from benchmarks.step_model import SMALL, job
 from piper.frontdoor import captured_job
 from piper_autotune.scoring import seconds_of
-from piper_compiler import Strategy, outline_program, recipes, synthetic
-from piper_ir.collector import no_garbage_collection
+from piper_compiler import Strategy, compile_program, recipes, synthetic
 from piper_ir.mesh import Mesh
 from piper_ir.program import Program
-from piper_ir.timing import step_and_period
+from piper_ir.steady_state import step_and_period
+from piper_ir.tools import no_garbage_collection
 from piper_simulator import Cluster, DeviceModel, load_cluster
 
 GOAL = Goal("above", 10)
@@ -74,12 +74,12 @@ def score(case: Case) -> tuple[list[float], int]:
     gc.collect()
     marks = [time.process_time()]
     with no_garbage_collection():
-        found = outline_program(case.program, case.strategy, global_batch=case.global_batch)
-        assert found is not None, "its microbatches are alike"
+        found = compile_program(case.program, case.strategy, global_batch=case.global_batch)
+        prepared = found.prepared
         marks.append(time.process_time())
         model = DeviceModel(found.plan, case.cluster, None)
         durations = seconds_of(model, found.plan)
         marks.append(time.process_time())
-        step_and_period(found.prepared, durations, latency=found.plan.hop, issue=model.issue_s)
+        step_and_period(prepared, durations, latency=found.plan.hop, issue=model.issue_s)
         marks.append(time.process_time())
-    return [after - before for before, after in pairwise(marks)], len(found.prepared)
+    return [after - before for before, after in pairwise(marks)], len(prepared)

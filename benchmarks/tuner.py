@@ -18,10 +18,10 @@ from optuna.trial import FixedTrial
 
 from benchmarks import tuner_space as space
 from benchmarks.measure import Goal, Row
-from piper_autotune import Problem, Study, tune
+from piper_autotune import Study, TuningProblem, tune
 from piper_autotune.evaluators import Evaluator, Outcome, Processes
 from piper_autotune.problem import Programs
-from piper_autotune.rules import RULES, Rules
+from piper_autotune.rules import RULES, PruningRules
 from piper_autotune.scoring import Refused, Scored
 from piper_autotune.space import space_key
 from piper_compiler import Strategy, compile_program
@@ -48,7 +48,7 @@ def rows(quick: bool) -> Iterator[Row]:
     yield from regrets(problem, programs, table, 3 if quick else SEEDS)
 
 
-def _rate(problem: Problem, programs: Programs, more: Mapping[str, Any], count: int) -> Row:
+def _rate(problem: TuningProblem, programs: Programs, more: Mapping[str, Any], count: int) -> Row:
     """`count` distinct strategies of about 5,000 instructions, on CORES processes which have started and know the program: the
     median of their rates over BATCHES parts of the work."""
     made = space.large(SIZES.layers, count)
@@ -69,7 +69,7 @@ def _rate(problem: Problem, programs: Programs, more: Mapping[str, Any], count: 
     return Row("tune", name, median(rates), "plans/s", min(rates), max(rates), RATE_GOAL, note)
 
 
-def _instructions(problem: Problem, programs: Programs, strategy: Strategy) -> int:
+def _instructions(problem: TuningProblem, programs: Programs, strategy: Strategy) -> int:
     plan = compile_program(problem.program, strategy, global_batch=problem.global_batch, training=problem.training).plan
     return sum(len(role.program) for role in plan.roles)
 
@@ -85,7 +85,7 @@ def _evaluate(evaluator: Evaluator, strategies: Sequence[Strategy]) -> list[Outc
     return out + [evaluator.result(t) for t in tickets[len(out) :]]
 
 
-def exhaustive(problem: Problem, programs: Programs, more: Mapping[str, Any]) -> tuple[dict[Strategy, Outcome], Row]:
+def exhaustive(problem: TuningProblem, programs: Programs, more: Mapping[str, Any]) -> tuple[dict[Strategy, Outcome], Row]:
     """Every strategy of the space, compiled and scored once; kept in benchmarks/results for the same space, sizes and sources."""
     strategies = [space.strategy(FixedTrial(p), SIZES.layers) for p in space.points()]
     path = RESULTS / f"tuner-{_key(problem)}.json"
@@ -109,7 +109,7 @@ def exhaustive(problem: Problem, programs: Programs, more: Mapping[str, Any]) ->
     return dict(zip(strategies, outcomes, strict=True)), row
 
 
-def _key(problem: Problem) -> str:
+def _key(problem: TuningProblem) -> str:
     """Of what the outcomes depend on: the space, and the sources of what compiles and scores."""
     packages = Path(__file__).resolve().parent.parent / "packages"
     digest = hashlib.sha256()
@@ -140,11 +140,11 @@ class Table:
         """Nothing was started."""
 
 
-def regrets(problem: Problem, programs: Programs, table: Mapping[Strategy, Outcome], seeds: int) -> Iterator[Row]:
+def regrets(problem: TuningProblem, programs: Programs, table: Mapping[Strategy, Outcome], seeds: int) -> Iterator[Row]:
     """Regret: period of the best found over that of the best there is, less 1. Then the same for samplers of Optuna's alone."""
     scored = {s: o for s, o in table.items() if isinstance(o, Scored)}
     least = min(o.period_s for o in scored.values() if not o.reason)
-    judge = Rules(problem, programs)
+    judge = PruningRules(problem, programs)
     wrong = [s for s, o in scored.items() if judge.check(s) is not None and not o.reason]
     pruned = sum(judge.check(s) is not None for s in scored)
     yield Row("tune", "candidates pruned that would fit", len(wrong), "", goal=NONE_GOAL, note=f"{pruned:,} pruned for memory")
@@ -162,7 +162,9 @@ def regrets(problem: Problem, programs: Programs, table: Mapping[Strategy, Outco
         yield Row("tune", f"regret with Optuna's {name}, median", median(others), "", others[0], others[-1], note=note)
 
 
-def _search(problem: Problem, table: Mapping[Strategy, Outcome], seed: int, sampler: optuna.samplers.BaseSampler | None) -> Study:
+def _search(
+    problem: TuningProblem, table: Mapping[Strategy, Outcome], seed: int, sampler: optuna.samplers.BaseSampler | None
+) -> Study:
     function = partial(space.strategy, layers=SIZES.layers)
     return tune(problem, function, trials=TRIALS, seed=seed, sampler=sampler, evaluator=Table(table))
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
-from piper_autotune.problem import Problem, Programs
+from piper_autotune.problem import Programs, TuningProblem
 from piper_compiler import Strategy, recipes
 from piper_ir.mesh import Mesh
 from piper_simulator import load_cluster
@@ -100,7 +100,7 @@ def job(s: Sizes) -> piper.Job:
 
 
 @lru_cache(maxsize=2)
-def problem(s: Sizes = SIZES) -> tuple[Problem, Programs, dict[str, Any]]:
+def problem(s: Sizes = SIZES) -> tuple[TuningProblem, Programs, dict[str, Any]]:
     """The captured GPT as the tuner sees it."""
     from piper.tuning import problem_of
 

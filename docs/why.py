@@ -10,7 +10,7 @@ from pathlib import Path
 from piper.why_tables import comparison_tables, why_tables
 from piper_compiler import Strategy, compile_program, recipes, synthetic
 from piper_ir.mesh import Mesh
-from piper_report.summary import Table
+from piper_report import Table
 from piper_simulator import Why, compare, why
 
 HERE = Path(__file__).resolve().parent

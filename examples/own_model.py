@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import piper
 from piper_ir.ops import Compute
 from piper_ir.plan import Instr, Plan, RolePlan
-from piper_ir.traffic import Traffic
+from piper_ir.plan_bytes import PlanBytes
 
 FLOPS_PER_S, BYTES_PER_S = 1e12, 25e9
 
@@ -22,12 +22,12 @@ class ConstantRates(piper.CostModel):
     uniform = True  # an instruction takes as long wherever it stands, so that a search may ask once for each
 
     def __init__(self, plan: Plan, cluster: piper.Cluster | None, costs: piper.Costs | None) -> None:
-        self.plan, self.traffic = plan, Traffic(plan)
+        self.plan, self.traffic = plan, PlanBytes(plan)
 
     def work(self, role: RolePlan, instr: Instr) -> piper.Work:
         if instr.comm:
             part = instr.parts[0]
-            nbytes = self.traffic.message(part.op, part)
+            nbytes = self.traffic.message_bytes(part.op, part)
             return piper.Work(nbytes / BYTES_PER_S, "formula", bytes=nbytes)
         steps = [part.op for part in instr.parts if isinstance(part.op, Compute)]
         flops = sum(self.plan.chunk(op.chunk).steps[op.step].cost.flops for op in steps)

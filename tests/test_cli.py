@@ -4,12 +4,18 @@ nothing."""
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from piper.cli import app
+from piper.loading import load_file
 
 RECIPE = """
 import torch
@@ -88,6 +94,66 @@ def test_run_writes_results_and_a_second_run_loses_nothing(recipe: Path, tmp_pat
         names = {p.name for p in folder.iterdir()}
         assert {"plan.json", "strategy.json", "predicted.json", "trace-predicted.json", "trace-measured.json"} <= names
     assert json.loads((first / "measured.json").read_text())["losses"] == measured["losses"]
+
+
+def test_a_run_keeps_its_weights_for_a_next_one(recipe: Path, tmp_path: Path) -> None:
+    result = piper("run", recipe, "--launcher", "inline", "--steps", 2, "--out", tmp_path / "runs")
+    weights = tmp_path / "runs" / "recipe-001" / "weights.pt"
+    assert f"weights are in {weights}" in result.stdout
+    found = torch.load(weights, weights_only=True)
+    job = load_file(recipe, {}).job
+    model = job.model()
+    model.load_state_dict(found)
+    torch.manual_seed(job.seed)
+    started = job.model().state_dict()
+    assert found.keys() == started.keys() and any(not torch.equal(t, started[n]) for n, t in found.items())
+    assert not list(weights.parent.glob("*.unfinished"))
+
+
+def _interruptible() -> None:
+    """Hear SIGINT, which a suite ignores that was started in the background of a shell."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.mark.parametrize("launcher", ["processes", "inline"])
+def test_an_interrupted_run_keeps_its_weights(launcher: str, recipe: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "piper",
+        "run",
+        recipe,
+        "--launcher",
+        launcher,
+        "--steps",
+        "1000000",
+        "--out",
+        tmp_path / "runs",
+    ]
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    started = subprocess.Popen([*map(str, command)], cwd=tmp_path, preexec_fn=_interruptible, **pipes)
+    assert started.stdout is not None
+    while not started.stdout.readline().startswith("step    3"):
+        assert started.poll() is None
+    started.send_signal(signal.SIGINT)
+    out, errors = started.communicate(timeout=60)
+    assert started.returncode == 130 and errors.endswith("piper: interrupted\n"), errors
+    weights = tmp_path / "runs" / "recipe-001" / "weights.pt"
+    assert f"weights are in {weights}" in out and torch.load(weights, weights_only=True)
+
+
+def test_weights_that_find_no_room_are_a_warning_and_leave_no_half(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(state: Any, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise RuntimeError("PytorchStreamWriter failed writing file data/2: file write failed")
+
+    monkeypatch.setattr(torch, "save", full)
+    result = piper("run", recipe, "--launcher", "inline", "--steps", 1, "--out", tmp_path / "runs")
+    assert result.exit_code == 0 and "The weights of this run are lost" in result.stderr
+    folder = tmp_path / "runs" / "recipe-001"
+    assert (folder / "measured.json").exists() and not list(folder.glob("weights*"))
 
 
 def test_a_saved_strategy_is_used(recipe: Path, tmp_path: Path) -> None:

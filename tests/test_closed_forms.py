@@ -17,7 +17,7 @@ from piper_ir.mesh import Mesh
 from piper_ir.plan import Plan
 from piper_ir.timing import prepare, sweep
 from piper_simulator import simulate
-from piper_simulator.engine import run
+from piper_simulator.times.engine import run_engine
 
 EXAMPLES = settings().max_examples // 4
 Recipe = Callable[..., tuple[Directive, ...]]
@@ -107,7 +107,7 @@ def test_the_engine_equals_the_sweep(recipe: Recipe, p: int, m: int, hop: float,
     plan = pipeline(recipe, p, m, (f, 2, 1), hop)
     prepared = prepare(plan)
     durations = [0.1 + 0.01 * (n % 7) for n in range(len(prepared))]
-    (times,) = run(prepared, durations, latency=hop, issue=issue)
+    (times,) = run_engine(prepared, durations, latency=hop, issue=issue)
     assert times == sweep(prepared, durations, latency=hop, issue=issue)
 
 

@@ -29,10 +29,7 @@ from piper_runtime.processes import Pool
 from piper_runtime.profiler_plans import channels_plan, group_channel
 from piper_runtime.rank import Comm
 from piper_runtime.staging import StagedCommunicators
-from piper_simulator import load_cluster
-from piper_simulator.communication import by_formula, group
-from piper_simulator.contention import flows, route, wiring
-from piper_simulator.model import DeviceModel
+from piper_simulator import DeviceModel, by_formula, load_cluster, message_flows, rank_group, route, wiring
 from tests.collective_model import code, job
 from tests.collective_plans import plan
 
@@ -192,7 +189,7 @@ def test_negative_control_a_wrong_order_of_ranks_is_noticed(kind: str, monkeypat
 def test_simulated_messages_take_what_the_formulas_say() -> None:
     """Each by its own op, also where a channel carries several; wire bytes by the law."""
     made, cluster = PLANS[4], load_cluster("h100x8")
-    model, where = DeviceModel(made, cluster, None), group(cluster, range(4))
+    model, where = DeviceModel(made, cluster, None), rank_group(cluster, range(4))
     role, seen = made.roles[0], set[str]()
     for instr in role.program:
         op = instr.parts[0].op
@@ -206,7 +203,7 @@ def test_simulated_messages_take_what_the_formulas_say() -> None:
     work = [model.work(role, instr) for role, _, instr in made.instructions()]
     ops = [instr.parts[0].op for _, _, instr in made.instructions()]
     wires = wiring(cluster)
-    for members, flow in zip(prepared.groups, flows(made, prepared, work, wires), strict=True):
+    for members, flow in zip(prepared.groups, message_flows(made, prepared, work, wires), strict=True):
         op = ops[members[0]]
         if isinstance(op, Collective):
             assert route(message_op(op), [tuple(range(4))], wires).wire == COLLECTIVES[op.kind].wire(4) == 0.75

@@ -19,13 +19,15 @@ STEPS = 2
 """One update between two gradients: what is left over from the first step shows in the second."""
 
 seen: Counter[str] = Counter()
+MODELS = sorted(models.CASES.keys() - {"gpt_refilled"})
+"""Without one that is another again but for its batch function, which tests/mutants.py tries."""
 
 
 @st.composite
 def drawn(draw: st.DrawFn) -> Composition:
     """Any composition that the language can say and the models allow."""
     c = Composition(
-        model=draw(st.sampled_from(sorted(models.CASES))),
+        model=draw(st.sampled_from(MODELS)),
         pp=draw(st.integers(1, 4)),
         dp=draw(st.sampled_from((1, 1, 2, 3))),
         microbatches=draw(st.integers(1, 5)),
@@ -88,4 +90,4 @@ def test_the_compositions_were_not_all_alike() -> None:
             "world 6",
         }
         assert wanted <= seen.keys(), sorted(wanted - seen.keys())
-        assert len(models.CASES.keys() - seen.keys()) <= 3, sorted(models.CASES.keys() - seen.keys())
+        assert len(set(MODELS) - seen.keys()) <= 3, sorted(set(MODELS) - seen.keys())

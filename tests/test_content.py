@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import datetime
 from decimal import Decimal
 from enum import Enum
 from functools import cache, partial
@@ -38,6 +39,21 @@ class Record:
     more: tuple[Any, ...] = ()
 
 
+class Rate(float):
+    pass
+
+
+class Name(str):
+    """A text with an attribute of its own."""
+
+    def __init__(self, text: str) -> None:
+        self.length = 1
+
+
+class Queue(deque):  # type: ignore[type-arg]  # of anything
+    """Has a dictionary beside its items."""
+
+
 def cyclic(x: int) -> Record:
     out = Record(x)
     out.more = (out,)
@@ -64,6 +80,11 @@ MAKERS: list[Callable[[int], object]] = [
     Slotted,
     Record,
     cyclic,
+    Rate,
+    lambda x: Name(str(x)),
+    lambda x: Queue([x]),
+    lambda x: datetime(2000 + x, 1, 1),
+    lambda x: ValueError(x),
     lambda x: Kind(1 + x),
     lambda x: [Kind.ONE, Kind.TWO][x],
     lambda x: partial(int, base=x),

@@ -18,7 +18,7 @@ from piper_ir.errors import ExecutionError
 from piper_ir.memory import on_device, peak
 from piper_runtime.device import NO_CUDA, using
 from piper_runtime.processes import Pool
-from piper_simulator.clusters import product_cluster
+from piper_simulator.cluster.named import product_cluster
 from tests import compositions, parity
 from tests.compositions import Composition, fitted
 from tests.test_memory_truth import asked_for, lies, measure

@@ -16,8 +16,8 @@ import piper
 from piper.emulation import durations_on
 from piper_ir.ops import COMM
 from piper_ir.plan import Plan
+from piper_ir.plan_bytes import PlanBytes
 from piper_ir.trace import Span, Trace
-from piper_ir.traffic import Traffic
 from piper_runtime import execute
 from piper_runtime.emulate import emulate
 from piper_runtime.processes import Pool
@@ -150,11 +150,11 @@ def test_streams_run_in_order_and_waits_hold(ran: Executed) -> None:
 
 def test_members_of_a_communication_carry_the_bytes_of_its_message(ran: Executed) -> None:
     plan, trace = ran
-    traffic = Traffic(plan)
+    traffic = PlanBytes(plan)
     for span in trace.spans:
         part = plan.role_of(span.rank).program[span.instr].parts[0]
         if isinstance(part.op, COMM):
-            assert span.bytes == traffic.message(part.op, part), span.name
+            assert span.bytes == traffic.message_bytes(part.op, part), span.name
 
 
 def test_negative_control_a_span_moved_early_is_noticed(ran: Executed) -> None:

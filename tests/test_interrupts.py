@@ -45,3 +45,12 @@ def test_other_errors_in_finalizers_are_shown_as_ever_and_ignored_interrupts_sta
     assert code == 0 and "ZeroDivisionError" in errors
     ignored = "signal.signal(signal.SIGINT, signal.SIG_IGN); hear()"
     assert ran(f"{INTERRUPT}; print('went on')", tmp_path, ignored) == (0, "went on\n", "")
+
+
+def test_a_request_to_end_unwinds_and_says_so(tmp_path: Path) -> None:
+    terminate = "os.kill(os.getpid(), signal.SIGTERM)"
+    unwind = f"try:\n    {terminate}\n    time.sleep(30)\nfinally:\n    print('ended workers')\n"
+    assert ran(unwind, tmp_path, "hear()") == (143, "ended workers\n", "piper: ended by SIGTERM\n")
+    assert ran(unwind, tmp_path, "")[0] == -15, "the control: nothing is unwound"
+    ignored = "signal.signal(signal.SIGTERM, signal.SIG_IGN); hear()"
+    assert ran(f"{terminate}; print('went on')", tmp_path, ignored) == (0, "went on\n", "")

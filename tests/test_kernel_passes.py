@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from piper_ir.program import Kernel
 from piper_ops import losses
-from piper_simulator import passes
+from piper_simulator.durations import eager_launches
 
 CLASSES = 64
 ALLOCATES = {"empty", "new_empty"}
@@ -50,7 +50,7 @@ def test_cross_entropy_makes_the_passes_that_are_counted(dtype: torch.dtype, row
     """In one slice, in three, and in four of which the last is smaller. On a CPU too a softmax is one call, and short rows are
     read once; setting a sum to zero is a kernel of CUDA's within the loss, one per slice where there are several."""
     monkeypatch.setitem(losses.SLICE_ELEMENTS, "cpu", 4 * CLASSES)
-    monkeypatch.setattr(passes, "SLICE", 4 * CLASSES)
+    monkeypatch.setattr(eager_launches, "SLICE", 4 * CLASSES)
     logits, target = torch.randn(rows, CLASSES, dtype=dtype), torch.randint(CLASSES, (rows,))
     loss, lse = losses._cross_entropy_kernel(logits, target)
     kernels = {
@@ -59,7 +59,7 @@ def test_cross_entropy_makes_the_passes_that_are_counted(dtype: torch.dtype, row
     }
     for op, found in kernels.items():
         kernel = Kernel("loss", (rows, CLASSES), str(dtype).removeprefix("torch."), 0, 0, op=op)
-        counted = passes.launched_by_torch(kernel)
+        counted = eager_launches.launched_by_torch(kernel)
         expected = Counter[int]()
         for nbytes, n in counted.moved:
             expected[nbytes] += n
@@ -71,4 +71,4 @@ def test_cross_entropy_makes_the_passes_that_are_counted(dtype: torch.dtype, row
 
 
 def test_the_slice_is_the_operators() -> None:
-    assert losses.SLICE_ELEMENTS["cuda"] == passes.SLICE
+    assert losses.SLICE_ELEMENTS["cuda"] == eager_launches.SLICE

@@ -22,6 +22,7 @@ def test_runs_take_the_cuda_devices() -> None:
     with using("auto"):
         assert devices_of_runs(2) == load_cluster("h200x2")
         shared = devices_of_runs(3)
-    assert shared.devices == 3 and "3 ranks share 2 of these, and what they take from each other is not simulated" in shared.notes
+    assert shared.devices == 3
+    assert "3 ranks share 2 of these, and what they take from each other is not simulated" in shared.device.notes
     with using("cpu"):
         assert devices_of_runs(2).name == "cpu-local"

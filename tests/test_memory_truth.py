@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+import piper
 import piper_ops.losses
 import piper_runtime.report
 from piper_ir import memory
@@ -237,6 +240,52 @@ def test_what_the_allocator_may_be_asked_for() -> None:
     assert asked_for(planned, planned - planned // 500), "a plan has nothing to spare"
     saved = 19 << 20  # of a microbatch of the model in tests/test_cuda.py
     assert asked_for(planned, planned + saved) and asked_for(planned, int(1.05 * planned))
+
+
+class Masked(nn.Module):
+    """Attention with a mask of bools, of the batch or the same for all of it."""
+
+    mask: torch.Tensor
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(16, 48), nn.Linear(16, 16)]) for _ in range(2))
+        self.register_buffer("mask", torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() if shared else None)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for project, out in self.layers:
+            q, k, v = project(x).view(len(x), LENGTH, 3, 2, 8).permute(2, 0, 3, 1, 4)
+            mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask if self.mask is None else self.mask)
+            x = x + out(mixed.transpose(1, 2).reshape(len(x), LENGTH, 16))
+        return x
+
+
+LENGTH = 48
+
+
+def masked_batch(step: int, rows: range) -> Any:
+    x = torch.randn(len(rows), LENGTH, 16, generator=torch.Generator().manual_seed(step))
+    return (x, torch.ones(len(rows), 2, LENGTH, LENGTH, dtype=torch.bool).tril()), x
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "of the batch"])
+def test_a_mask_of_bools_is_counted_to_the_byte(shared: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's kernel takes a float mask, which is made of it inside, in forward and in backward."""
+    monkeypatch.setattr(piper_runtime.report, "MemoryCounter", lambda device, inside: MemoryCounter(device, inside=True))
+    sgd = compositions.OPTIMIZERS["sgd"]
+    job = piper.Job(
+        lambda: Masked(shared), masked_batch, F.mse_loss, sgd, global_batch=8, precision=piper.Precision(params=dtype)
+    )
+    compiled = piper.compile(job, piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=4)))
+    plan, records = compiled.plan, piper.execute(compiled, steps=1, launcher="inline").memory
+    assert not (found := lies(plan, dict(records))), "\n".join(found[:6])
+    for rank, record in records.items():
+        role = plan.role_of(rank)
+        measured = {p.instr: p.within - record.states for p in record.points}
+        steps = [{part.op.step for part in i.parts if isinstance(part.op, Compute)} for i in role.program]
+        backward = [p for p in planned(plan, role) if steps[p.instr] and "F" not in steps[p.instr]]
+        assert backward and [measured[p.instr] for p in backward] == [p.fullest for p in backward]
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.RMSprop, torch.optim.NAdam])

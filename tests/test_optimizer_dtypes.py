@@ -51,7 +51,7 @@ def job(optimizer: Callable[[Named], Optimizer], dtype: str) -> Job:
 
 
 def of(kind: type[Optimizer], **options: Any) -> Callable[[Named], Optimizer]:
-    return lambda named: kind([p for _, p in named], **{"lr": 0.05, **options})  # type: ignore[call-arg]
+    return lambda named: kind([p for _, p in named], **{"lr": 0.05, **options})  # type: ignore[call-arg]  # every optimizer takes lr
 
 
 OPTIMIZERS: dict[str, Callable[[Named], Optimizer]] = {

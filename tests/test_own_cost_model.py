@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 import piper
 from piper.emulation import durations_on, emulate
-from piper_autotune.problem import Problem
+from piper_autotune.problem import Programs, TuningProblem
+from piper_autotune.scoring import Scored, score
+from piper_autotune.sketch import Sketches
 from piper_ir.errors import ClusterError
 from piper_ir.ops import Compute
 from piper_ir.plan import Instr, Plan, RolePlan
+from piper_ir.plan_bytes import PlanBytes
 from piper_ir.program import Cost, Kernel, Program
-from piper_ir.traffic import Traffic
 from piper_runtime.processes import Pool
 
 CLUSTER = "h100x4"
@@ -30,12 +34,12 @@ class ConstantRates(piper.CostModel):
     uniform = True
 
     def __init__(self, plan: Plan, cluster: piper.Cluster | None, costs: piper.Costs | None, flops_per_s: float = 1e12) -> None:
-        self.plan, self.traffic, self.flops_per_s = plan, Traffic(plan), flops_per_s
+        self.plan, self.traffic, self.flops_per_s = plan, PlanBytes(plan), flops_per_s
 
     def work(self, role: RolePlan, instr: Instr) -> piper.Work:
         if instr.comm:
             part = instr.parts[0]
-            nbytes = self.traffic.message(part.op, part)  # type: ignore[arg-type]  # a communication
+            nbytes = self.traffic.message_bytes(part.op, part)  # type: ignore[arg-type]  # a communication
             return piper.Work(nbytes / LINK, "formula", bytes=nbytes)
         steps = [part.op for part in instr.parts if isinstance(part.op, Compute)]
         flops = sum(self.plan.chunk(op.chunk).steps[op.step].cost.flops for op in steps)
@@ -123,10 +127,42 @@ def test_a_search_rests_on_it(model: Any, workers: int) -> None:
     assert rows[2]["source"] == rows[4]["source"] == "engine" and set(rows) == {2, 4}
 
 
+def test_the_bounds_and_the_sweep_of_a_search_rest_on_it() -> None:
+    """Neither asks Piper's formulas: a bound that is higher than what the model says would reject good candidates."""
+    problem = TuningProblem(program(), cluster=piper.load_cluster(CLUSTER), model=ConstantRates)
+    chosen = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=4))
+    sketches = Sketches(problem, Programs(problem, None))
+    sketch = sketches.sketch(chosen)
+    assert sketch is not None and sketches.period_s(chosen, sketch, 1) == pytest.approx(4 * 3.0)
+    for model in (ConstantRates, Whole):  # by outline, and by the whole plan
+        scored = score(replace(problem, model=model), chosen, {1: None})
+        assert isinstance(scored, Scored) and scored.source == "sweep" and scored.step_s == pytest.approx(5 * 3.0)
+
+
+OWN_FILE = """
+from piper_simulator import CostModel, Work
+
+class Second(CostModel):
+    def __init__(self, plan, cluster, costs):
+        pass
+
+    def work(self, role, instr):
+        return Work(1.0, "formula")
+"""
+
+
+def test_a_worker_that_cannot_import_its_file_gets_it_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("own_rates_of_a_script")
+    exec(OWN_FILE, module.__dict__)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    study = piper.tune(program(), strategy, cluster=CLUSTER, trials=2, workers=1, model=module.Second)
+    assert all(row["period_s"] >= 1.0 for row in study.table()) and study.table(), "no candidate failed in the worker"
+
+
 def test_searches_with_different_models_have_different_names() -> None:
     """A search in a storage goes on only where the last one asked the same model."""
     models = (None, ConstantRates, Whole, partial(ConstantRates, flops_per_s=1.0), partial(ConstantRates, flops_per_s=2.0))
-    facts = {repr(Problem(program(), **({} if m is None else {"model": m})).facts()) for m in models}
+    facts = {repr(TuningProblem(program(), **({} if m is None else {"model": m})).facts()) for m in models}
     assert len(facts) == len(models)
     assert all(" at 0x" not in f for f in facts), "the same in another process"
 

@@ -22,10 +22,9 @@ from piper.frontdoor import compile
 from piper.profiling import _allocator, _host, _rows, profile
 from piper_ir.costs import AllocatorCosts, Costs, HostCosts
 from piper_ir.errors import ExecutionError, FormatError, JobError, OutputError
-from piper_ir.machine import machine_name
 from piper_ir.ops import COMM, Compute
-from piper_ir.traffic import Traffic
-from piper_ir.units import time_text
+from piper_ir.plan_bytes import PlanBytes
+from piper_ir.tools import machine_name, time_text
 from piper_runtime.processes import Pool
 from piper_runtime.profiler import ProfileReport
 from piper_simulator import cpu_local, simulate
@@ -77,8 +76,8 @@ def test_every_step_of_every_code_is_measured_at_all_rows(costs: Costs) -> None:
 
 def test_messages_of_the_plan_and_a_grid_up_to_the_gradient_are_measured(costs: Costs) -> None:
     plan = compile(JOB, PIPELINE).plan
-    traffic = Traffic(plan)
-    own = {traffic.message(p.op, p) for _, _, i in plan.instructions() for p in i.parts if isinstance(p.op, COMM)}
+    traffic = PlanBytes(plan)
+    own = {traffic.message_bytes(p.op, p) for _, _, i in plan.instructions() for p in i.parts if isinstance(p.op, COMM)}
     for op in ("p2p", "all_reduce"):
         sizes = costs.bytes_of(op, 2)
         assert own <= set(sizes) and sizes[0] == 4

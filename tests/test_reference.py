@@ -92,8 +92,8 @@ def made(model: Callable[[], nn.Module]) -> nn.Module:
 
 def test_tensors_that_share_memory_still_do() -> None:
     wide = made(SharedMemory)
-    wide.a.weight.data = wide.a.weight.data.double()  # type: ignore[union-attr]
-    wide.b.weight.data, wide.first = wide.a.weight.data, wide.a.weight.data[0]  # type: ignore[union-attr]
+    wide.a.weight.data = wide.a.weight.data.double()  # type: ignore[union-attr]  # a Module has any attribute
+    wide.b.weight.data, wide.first = wide.a.weight.data, wide.a.weight.data[0]  # type: ignore[union-attr]  # a Module has any attribute
     found = reference(job(SharedMemory), steps=STEPS)
     assert torch.equal(found.parameters["a.weight"], found.parameters["b.weight"])
     assert_trained(dict(found.state_dict), wide)
@@ -101,7 +101,7 @@ def test_tensors_that_share_memory_still_do() -> None:
 
 def test_complex_buffers_stay_complex() -> None:
     wide = made(Rotated)
-    wide.layers.double()  # type: ignore[operator]
+    wide.layers.double()  # type: ignore[operator]  # a Module has any attribute
     found = reference(job(Rotated), steps=STEPS)
     assert found.buffers["turns"].dtype is torch.complex64
     assert_trained(dict(found.state_dict), wide)
@@ -133,7 +133,7 @@ def saved(tmp_path: Path) -> Path:
 def test_a_float64_file_is_trained_as_it_is(saved: Path) -> None:
     from_file = job(Rotated, init=saved)
     plain = made(Rotated)
-    plain.layers.double()  # type: ignore[operator]
+    plain.layers.double()  # type: ignore[operator]  # a Module has any attribute
     plain.load_state_dict(torch.load(saved, weights_only=True))
     run = piper.execute(piper.compile(from_file, Strategy(Mesh())), steps=STEPS, launcher="inline", memory=False)
     assert_trained(dict(reference(from_file, steps=STEPS).state_dict), plain)

@@ -30,7 +30,7 @@ class Twins(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)) for _ in range(2))
         self.register_buffer("scale", torch.linspace(0.5, 1.5, width))
         self.register_buffer("shift", torch.linspace(-0.5, 0.5, width))
-        self.layers[1][0].bias.requires_grad_(not frozen)  # type: ignore[index, union-attr]
+        self.layers[1][0].bias.requires_grad_(not frozen)  # type: ignore[index, union-attr]  # a Module has any attribute
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -92,12 +92,12 @@ def saved_crossed(plan: Plan) -> Plan:
     """A backward reads two saved tensors of one spec in the other order."""
     for c, chunk in enumerate(plan.chunks):
         for step in ("I", "W"):
-            reads = list(chunk.steps[step].reads)  # type: ignore[index]
+            reads = list(chunk.steps[step].reads)  # type: ignore[index]  # the steps of a plan
             saved = [k for k, p in enumerate(reads) if p.startswith("saved")]
             for a, b in ((a, b) for a in saved for b in saved):
                 if a < b and chunk.ports[reads[a]] == chunk.ports[reads[b]]:
                     reads[a], reads[b] = reads[b], reads[a]
-                    crossed = replace(chunk.steps[step], reads=tuple(reads))  # type: ignore[index]
+                    crossed = replace(chunk.steps[step], reads=tuple(reads))  # type: ignore[index]  # the steps of a plan
                     return with_chunk(plan, c, steps={**chunk.steps, step: crossed})
     raise AssertionError("no two saved tensors are alike")
 

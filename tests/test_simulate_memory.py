@@ -14,7 +14,7 @@ from piper_autotune import NothingFoundError
 from piper_ir.memory import on_device
 from piper_report.results import load
 from piper_simulator import load_cluster, simulate
-from piper_simulator.footprint import BESIDE, LINES
+from piper_simulator.memory.footprint import BESIDE, LINES
 from tests.test_cli import RECIPE, fails, piper
 
 SMALL = 'name = "small"\nnodes = { count = 1, devices = 2 }\n[device]\nbase = "h100-80g-sxm"\nmemory_bytes = %d\n'

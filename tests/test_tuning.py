@@ -22,7 +22,7 @@ from piper_autotune.problem import Programs
 from piper_autotune.scoring import Scored
 from piper_ir.errors import CompileError, JobError, TuneError
 from piper_ir.study import Row, limit_text
-from piper_ir.units import size_text
+from piper_ir.tools import size_text
 from piper_simulator import cpu_local, load_cluster
 
 ROWS = 8
@@ -181,6 +181,42 @@ def test_the_command_gives_json(recipe: str, tmp_path: Path) -> None:
     assert found["state"] == "complete" and found["number"] in (0, 1) and found["folder"] == str(tmp_path / "out" / "recipe-001")
     assert (found["candidates"], found["rejected"], found["interrupted"]) == (2, {}, False)
     assert any("assumed, not measured" in text and not text.startswith("warning") for text in found["warnings"])
+
+
+SPACE_WITH_RULES = """
+def strategy(trial):
+    pp = trial.suggest_categorical("pp", (1, 2, 4096))
+    m = trial.suggest_categorical("microbatches", (1, 2, 4))
+    stages = min(pp, 2)
+    directives = piper.recipes.one_f_one_b(pp=stages, microbatches=m)
+    return piper.Strategy(piper.Mesh(pp=pp), directives)
+"""
+
+
+def test_the_table_says_mesh_schedule_rows_and_how_many_were_scored(recipe: str, tmp_path: Path) -> None:
+    """Of 9 points 3 have more ranks than the cluster has devices; a rule rejects them, and they cost no trial."""
+    path = Path(recipe)
+    path.write_text(f"import piper\n{RECIPE}{SPACE_WITH_RULES}")
+    args = ("--trials", "30", "--workers", "0", "--cluster", "h100x8", "--out", str(tmp_path / "out"))
+    text = command(recipe, *args).stdout
+    counted = re.search(r"best of (\d) candidates \((\d) more rejected by rules before compiling\), s/step", text)
+    assert counted is not None and int(counted[1]) + int(counted[2]) == 9 and int(counted[2]) >= 3
+    assert re.search(r"^pp=2, microbatches=2 +pp=2 +2 stages, 2 microbatches +4 ", text, re.MULTILINE)
+    assert re.search(r"^pp=1, microbatches=1 +1 device +1 stage, whole batch +8 ", text, re.MULTILINE)
+    found = json.loads(command(recipe, *args, "--json").stdout)
+    assert (found["candidates"], found["scored"]) == (9, int(counted[1]))
+    assert found["mesh"] and found["schedule"] and found["rows"]
+
+
+def test_a_prediction_far_from_what_was_measured_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(error: float | None) -> str:
+        row = Row(0, "complete", period_s=1.0, step_s=1.0, device_bytes=1, measured_period_s=1.0, error=error)
+        tuning.show_study(piper.Study("c", None, 0, (row,)), "f.py")
+        return capsys.readouterr().out
+
+    assert "predicted / measured is 0.11: run `piper profile FILE.py" in shown(-0.89)
+    assert "predicted / measured is 2.00" in shown(1.0)
+    assert "piper profile" not in shown(0.2) + shown(None)
 
 
 def test_where_nothing_was_found_json_has_the_reasons() -> None:

@@ -6,7 +6,8 @@ gradients of what they both hold (data parallelism). A layer's backward is
     all-to-all of the gradients of its experts' outputs, the experts, all-to-all of those of their inputs, attention
 
 and the gradients of its attention are reduced from then on; those of the head, before all layers. Of m microbatches only the last
-one's backward is followed by reductions. The program goes through the engine, the messages through `piper_simulator.demands`.
+one's backward is followed by reductions. The program goes through the engine, the messages through
+`piper_simulator.contention.demands`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,7 @@ from piper import models
 from piper_ir.plan import COMPUTE, Channel
 from piper_ir.program import Cost, Kernel
 from piper_ir.timing import IssueOrder, Times, prepare_orders
-from piper_simulator import Cluster, engine
-from piper_simulator.communication import by_formula, group
-from piper_simulator.contention import wiring
-from piper_simulator.demands import Message, demands
-from piper_simulator.kernels import step_seconds
+from piper_simulator import Cluster, Message, by_formula, demands, rank_group, run_engine, step_seconds, wiring
 
 DTYPE, ITEM = "bfloat16", 2
 MIB = 1 << 20
@@ -81,10 +78,10 @@ class Setting:
 
     def seconds(self, op: str, nbytes: float) -> float:
         """Of a message alone."""
-        found = by_formula(self.cluster, op, nbytes, group(self.cluster, self.members))
+        found = by_formula(self.cluster, op, nbytes, rank_group(self.cluster, self.members))
         if op != "all_to_all" or self.reached is None:
             return found
-        latency = by_formula(self.cluster, op, 0, group(self.cluster, self.members))
+        latency = by_formula(self.cluster, op, 0, rank_group(self.cluster, self.members))
         return (found - latency) / self.reached
 
     @cached_property
@@ -155,7 +152,7 @@ class Program:
         messages = [self._message(self.items[members[0]]) for members in prepared.groups]
         found = demands(messages, wiring(s.cluster))
         durations = [x.seconds for x in self.items]
-        (times,) = engine.run(prepared, durations, issue=s.cluster.device.host_issue_s, flows=found)
+        (times,) = run_engine(prepared, durations, issue=s.cluster.device.host_issue_s, flows=found)
         return Ran(tuple(self.items), times)
 
     def _message(self, item: Item) -> Message:

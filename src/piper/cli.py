@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from piper.interrupts import INTERRUPTED, hear, leave
+from piper.interrupts import INTERRUPTED, TERMINATED, hear, leave
 from piper.options import (
     Address,
     AsJson,
@@ -61,6 +61,7 @@ from piper.options import (
     searchers,
     user_errors,
 )
+from piper.pipes import open_output
 from piper_ir.errors import JobError
 
 RUNS, TIMEOUT_S, LOG = Path("runs"), 60.0, "jsonl"
@@ -142,9 +143,9 @@ def tune(
                 workers=searchers(workers), progress=progress,
             )  # fmt: skip
         if as_json:
-            print(json.dumps(as_numbers(study, folder)))
+            print(json.dumps(as_numbers(study, folder, space.job.global_batch)))
         else:
-            show_study(study, file.name)
+            show_study(study, file.name, space.job.global_batch)
         if folder:
             study.save(folder)
             print(files_text(study, folder), file=sys.stderr)
@@ -178,10 +179,13 @@ def run(
     with user_errors(locals()):
         from piper.costs_file import load_costs
         from piper.loading import load_file
-        from piper.metrics import log_names
+        from piper.metrics import check_logs
         from piper.session import Settings, as_numbers, session
         from piper_runtime.torchrun import is_first
 
+        first = is_first()  # of the processes that torchrun started, one prints and writes
+        trains = first and not print_launch and emulate is None
+        logs = check_logs(log.split(",")) if trains else ()
         recipe = load_file(file, pairs(params), strategy)
         if print_launch:
             from piper.launching import print_launch as print_lines
@@ -203,10 +207,9 @@ def run(
             return
         if nodes is not None:
             raise JobError("--nodes belongs to --print-launch; a run takes its nodes from --address or from torchrun")
-        first = is_first()  # of the processes that torchrun started, one prints and writes
         settings = Settings(
             launcher=launcher, address=address, costs=costs, out=out if first else None, name=file.stem, timeout_s=timeout_s,
-            log=log_names(log.split(",")) if first else (), ranges=ranges,
+            log=logs, ranges=ranges,
         )  # fmt: skip
         with redirect_stdout(StringIO()) if as_json or not first else nullcontext():
             done = session(recipe.job, recipe.strategy, steps=steps or recipe.steps, settings=settings)
@@ -387,10 +390,13 @@ def doctor(as_json: AsJson = False) -> None:
 
 def main() -> None:
     """Entry point of the `piper` command."""
+    open_output()
     hear()
     try:
         app()
     except SystemExit as e:
-        if e.code == INTERRUPTED:
-            leave()
+        with user_errors():
+            sys.stdout.flush()
+        if e.code in (INTERRUPTED, TERMINATED):
+            leave(e.code)
         raise

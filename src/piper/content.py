@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import torch
 
-from piper_ir.usercode import PACKAGES
+from piper_ir.tools import PACKAGES
 
 MOST_BYTES = 2**16
 """Bytes of one tensor, array or other buffer that are compared by content."""
@@ -38,6 +38,8 @@ MOST_VALUES = 200_000
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device)
 """Types whose `repr` is their content."""
 CONTAINERS = (list, tuple, set, frozenset, dict, types.MappingProxyType)
+BASES = (int, float, complex, str, bytes, bytearray)
+_MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 OPS = ("torch._ops", "torch.library")
 """Modules of the types of registered operators, which count by name: what they hold beside it are caches of torch's."""
 _GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
@@ -170,11 +172,11 @@ class _Walk:
         contains = isinstance(value, CONTAINERS)
         if contains:
             self._container(value, home)
+        if hidden := _hidden(value):
+            self._all("copied", parts) if (parts := _reduced(value)) else self._identity(value, *hidden)
         if attributes or hasattr(value, "__dict__"):
             self._all("attributes", (part for pair in attributes.items() for part in pair))
-        elif not contains and _home(type(value).__module__) == "known" and (parts := _reduced(value)):
-            self._all("copied", parts)
-        elif not contains:
+        elif not contains and not hidden:
             self._buffer(value)
 
     def _container(self, value: Any, home: Home) -> None:
@@ -282,6 +284,12 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
         for name in (slots,) if isinstance(slots, str) else slots:
             if name not in ("__dict__", "__weakref__") and hasattr(value, name):
                 yield name, getattr(value, name)
+
+
+def _hidden(value: object) -> list[str]:
+    """Return the classes in C, by name, that hold content of an object out of sight of its attributes. Arrays are no such."""
+    kinds = [k for k in type(value).__mro__[:-1] if not k.__flags__ & _MADE_IN_PYTHON and k not in CONTAINERS]
+    return [k.__qualname__ for k in kinds if k in BASES or _home(k.__module__) == "known"]
 
 
 def _reduced(value: Any) -> list[object] | None:

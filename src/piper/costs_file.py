@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from piper_ir.codec import dumps, loads
 from piper_ir.costs import Costs, Duration
 from piper_ir.errors import FormatError, OutputError
-from piper_ir.files import write_whole
-from piper_ir.units import time_text
-from piper_report.summary import Table, percent
+from piper_ir.tools import check_writable, time_text, write_whole
+from piper_report import Table, percent
 
 
 def save_costs(path: Path, costs: Costs) -> None:
-    """Write a costs file. OutputError when it cannot be written."""
+    """Write a costs file. When it cannot be written, the costs go to a file among the temporary ones, and OutputError says where:
+    they took minutes to measure."""
+    text = dumps(costs, indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, dumps(costs, indent=1) + "\n")
+        write_whole(path, text)
     except OSError as e:
-        raise OutputError(f"cannot write the costs to {path}: {e.strerror}; choose another file with --out") from None
+        raise OutputError(f"cannot write the costs to {path}: {e.strerror}; {_kept(text)}") from None
+
+
+def _kept(text: str) -> str:
+    """Write costs to a temporary file, and say where they are; if that cannot be, print them."""
+    try:
+        with NamedTemporaryFile("w", prefix="piper-costs-", suffix=".json", delete=False) as file:
+            file.write(text)
+    except OSError:
+        print(text)
+        return "they are printed to standard output"
+    return f"they are in {file.name} instead"
 
 
 def check_costs_path(path: Path) -> None:
@@ -27,6 +40,7 @@ def check_costs_path(path: Path) -> None:
         raise OutputError(f"cannot write the costs to {path}: it is a folder; choose a file with --out")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(path)
     except OSError as e:
         raise OutputError(f"cannot write the costs to {path}: {e.strerror}; choose another file with --out") from None
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table as Drawn
 from rich.text import Text
 
-from piper_report.summary import Table
+from piper_report import Table
 
 
 def show(table: Table) -> None:

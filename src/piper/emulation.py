@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 from piper.display import show
 from piper.frontdoor import Compiled, compile
 from piper.reporting import report_at_end
-from piper.results import new_folder, save_plan, save_prediction, save_run
+from piper.results import new_folder, save_plan, save_prediction, save_run, unless_empty
 from piper_compiler import Strategy
 from piper_ir.costs import Costs
 from piper_ir.plan import Plan
 from piper_ir.timing import prepare
-from piper_ir.units import time_text
-from piper_report.summary import Table, percent
+from piper_ir.tools import time_text
+from piper_report import Table, percent
 from piper_runtime import Job
 from piper_runtime.emulate import Durations, Emulation
 from piper_runtime.emulate import emulate as run
@@ -63,7 +63,8 @@ def emulate(
     plan = split(compiled.plan, device, shared=False).plan  # slow ranks sleep longer than others of their role
     durations = durations_on(plan, device, costs, model)
     folder = new_folder(Path(out), "emulated") if out is not None else None
-    result = run(plan, durations, steps=steps, timeout_s=timeout_s, trace=trace, pool=pool)
+    with unless_empty(folder):
+        result = run(plan, durations, steps=steps, timeout_s=timeout_s, trace=trace, pool=pool)
     if plan is not compiled.plan:
         result = replace(result, trace=replace(result.trace, plan_key=compiled.plan.key))
     if folder is not None:
@@ -120,7 +121,8 @@ def emulated_session(
     device = target(compiled.plan, cluster)
     simulated = simulate(compiled.plan, device, costs=costs, contention=False)  # ranks that sleep take nothing from each other
     folder = new_folder(out, name) if out is not None else None
-    emulated = emulate(compiled, steps=steps, cluster=device, costs=costs, timeout_s=timeout_s, trace=True)
+    with unless_empty(folder):
+        emulated = emulate(compiled, steps=steps, cluster=device, costs=costs, timeout_s=timeout_s, trace=True)
     show(emulation_table(simulated, emulated, title=f"{name} on {cluster}, simulated beside emulated on this machine"))
     if folder is not None:
         save_plan(folder, compiled.plan, strategy)

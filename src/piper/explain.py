@@ -10,8 +10,8 @@ from piper_ir.ops import Compute
 from piper_ir.plan import Instr, Plan, RolePlan
 from piper_ir.program import Chunk, Step
 from piper_ir.sizes import ITEM_BYTES, bind
-from piper_ir.units import flops_text, size_text
-from piper_ir.verify_rules import title
+from piper_ir.tools import flops_text, size_text
+from piper_ir.verify import instr_title
 
 FEW = 0.3
 """A smaller share of backward in W than this leaves little to schedule: in a transformer of linear layers it is about a half."""
@@ -99,12 +99,13 @@ def _directives(compiled: Compiled) -> str:
 
 
 def _order(compiled: Compiled) -> str:
-    ordered = {i for edge in compiled.graph.order_edges for i in edge}
-    free = [n for n in compiled.graph.nodes.values() if n.coords.get("op") == "compute" and n.id not in ordered]
+    ordered = {at for edge in compiled.graph.order_edges for at in edge}
+    compute = [n for n in compiled.graph.sequence if n.coords.get("op") == "compute"]
+    free = sum((n.id, mb) not in ordered for n in compute for mb in n.each)
     if not free:
         return "order: given by the strategy for all compute"
     return (
-        f"order: the default for {len(free)} compute nodes that no order directive mentions: go on with the stage and\n"
+        f"order: the default for {free} compute nodes that no order directive mentions: go on with the stage and\n"
         "  microbatch at hand, else backward before forward, else the lowest microbatch;\n"
         "  at most 1 + (stages after it) microbatches of a stage in flight (1F1B on a chain)"
     )
@@ -112,7 +113,7 @@ def _order(compiled: Compiled) -> str:
 
 def _split_backwards(compiled: Compiled) -> str:
     """Per role, what a split backward keeps of a microbatch after F, and after I for W."""
-    split = {n.op.chunk for n in compiled.graph.nodes.values() if isinstance(n.op, Compute) and n.op.step in ("I", "W")}
+    split = {n.op.chunk for n in compiled.graph.sequence if isinstance(n.op, Compute) and n.op.step in ("I", "W")}
     if not split:
         return ""
     lines = ["backward split into I and W: bytes kept of one microbatch"]
@@ -140,9 +141,11 @@ def _overlaps(compiled: Compiled) -> str:
     """Each overlap as the compiler interleaved it: instructions in program order, a member per letter."""
     lines = []
     for group in compiled.graph.overlaps:
-        letter = {id: "abcdefgh"[k % 8] for k, member in enumerate(group.members) for id in member}
-        role = compiled.plan.role(compiled.graph.nodes[group.nodes[0]].role)
-        found = [(known[0], title(i)) for i in role.program if (known := [letter[n] for n in _nodes(i) if n in letter])]
+        letter = {compiled.graph.name(at): "abcdefgh"[k % 8] for k, member in enumerate(group.members) for at in member}
+        node = compiled.graph.at(group.nodes[0])
+        assert node is not None, "an overlap is among nodes of the graph"
+        role = compiled.plan.role(node.role)
+        found = [(known[0], instr_title(i)) for i in role.program if (known := [letter[n] for n in _nodes(i) if n in letter])]
         shown = " ".join(f"{k}:{name}" for k, name in found[:8]) + (f" ... {len(found) - 8} more" if len(found) > 8 else "")
         lines.append(f"  {role.role:10} {shown}")
     return "\n".join(["overlaps, as interleaved", *lines]) if lines else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -10,15 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from piper.metrics import OnStep, recorded
-from piper.results import hang_report, new_folder, save_run
+from piper.metrics import OnStep, check_logs, recorded
+from piper.results import hang_report, new_folder, save_run, unless_empty
 from piper_compiler import Lowered, Options, Strategy, Training, compile_program
-from piper_ir.collector import no_garbage_collection
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, JobError, OutputError, PiperWarning, PlanError
 from piper_ir.graph import Graph
+from piper_ir.keywords import check_keywords, checked_call
 from piper_ir.plan import Plan
 from piper_ir.program import Program
+from piper_ir.tools import no_garbage_collection
 
 if TYPE_CHECKING:
     from piper.content import Content
@@ -60,6 +62,7 @@ class Compiled:
     advancing: tuple[Advancing, ...] = ()
 
 
+@checked_call(CompileError)
 def compile(
     source: Job | Program,
     strategy: Strategy,
@@ -251,6 +254,7 @@ def _difference(ours: Any, theirs: Any) -> str:
     return f"are {len(ours)}, its program has {len(theirs)}"
 
 
+@checked_call(JobError)
 def execute(
     compiled: Compiled,
     job: Job | None = None,
@@ -286,9 +290,11 @@ def execute(
     if launcher == "emulated":
         from piper.emulation import emulate
 
+        check_keywords("execute", more, [*_EXECUTE, *inspect.signature(emulate).parameters], JobError)
         if log or on_step is not None:
             raise JobError('execute(launcher="emulated"): nothing is trained, so there are no steps for log and on_step')
         return emulate(compiled, steps=steps, cluster=cluster, timeout_s=timeout_s, trace=trace, out=out, **more)
+    check_keywords("execute", more, [*_EXECUTE, *inspect.signature(run).parameters], JobError)
     chosen = job or compiled.job
     if chosen is None or compiled.code is None:
         raise JobError("execute: this was compiled from a Program, which has no code and no data; compile a piper.Job to run it")
@@ -297,6 +303,7 @@ def execute(
             f'execute(cluster={cluster!r}): launcher "{launcher}" runs on this machine; launcher="ray" takes an address, '
             'launcher="emulated" any cluster to imitate'
         )
+    check_logs(log)
     check_same_job(compiled, chosen)
     check_same_program(compiled)
     check_request(compiled.plan, chosen, steps, launcher, timeout_s)
@@ -308,7 +315,7 @@ def execute(
     code = compiled.code.export(codes, compiled.plan.rows)
     options = dict(steps=steps, launcher=launcher, cluster=cluster, timeout_s=timeout_s, trace=trace, memory=memory)
     options |= {"trainable": compiled.trainable}
-    with hang_report(folder), recorded(folder, log, compiled.plan, on_step) as heard:
+    with unless_empty(folder), hang_report(folder), recorded(folder, log, compiled.plan, on_step) as heard:
         result = run(compiled.plan, code, chosen, on_step=heard, **options, **more)
     if folder is not None:
         try:
@@ -316,3 +323,6 @@ def execute(
         except OutputError as e:  # what was trained is worth more than its report
             warnings.warn(f"{e}. The run is complete, but its report is not", PiperWarning, stacklevel=2)
     return result
+
+
+_EXECUTE = [name for name in inspect.signature(execute).parameters if name != "more"]

@@ -16,24 +16,28 @@ from typing import Any
 
 INTERRUPTED = 130
 """Exit code of a command that was interrupted, as shells have it: 128 + SIGINT."""
+TERMINATED = 128 + signal.SIGTERM
+"""Exit code of a command that was asked to end, as a batch system does before it kills."""
 AGAIN_S = 0.05
 """Until an interrupt that was dropped is told of again."""
 
 
 def hear() -> None:
-    """For the main thread of a command. Where interrupts are ignored, as in the background of a shell, they stay so."""
+    """Hear signals, in the main thread of a command. Ones that are ignored, as in the background of a shell, stay so."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminated)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted)
         sys.unraisablehook = _dropped
 
 
-def leave() -> None:
-    """After an interrupt, when workers and Ray are ended. Ray's native threads may crash an interpreter whose raylet the same
-    interrupt has ended, and the shell would hear of a segmentation fault: then this is the end."""
+def leave(code: int = INTERRUPTED) -> None:
+    """End at once after an interrupt, when workers and Ray are ended. Ray's native threads may crash an interpreter whose raylet
+    the same interrupt has ended, and the shell would hear of a segmentation fault."""
     if "ray" in sys.modules:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(INTERRUPTED)
+        os._exit(code)
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
@@ -41,6 +45,14 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
         os.write(2, b"piper: interrupted\n")
         os._exit(INTERRUPTED)
     raise KeyboardInterrupt
+
+
+def _terminated(number: int, frame: FrameType | None) -> None:
+    """End as after an interrupt: workers and Ray are ended on the way out."""
+    os.write(2, b"piper: ended by SIGTERM\n")
+    if _importing("torch"):
+        os._exit(TERMINATED)
+    raise SystemExit(TERMINATED)
 
 
 def _importing(name: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from piper_compiler import Strategy, load_strategy
 from piper_ir.errors import JobError, PiperError
-from piper_ir.usercode import user_code
+from piper_ir.tools import user_code
 from piper_runtime import Job
 from piper_runtime.shipping import RECIPE_MARK
 

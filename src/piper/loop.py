@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from piper.costs_file import save_costs
 from piper.loading import FixedTrial
 from piper.profiling import profile
-from piper.results import new_folder
+from piper.results import new_folder, unless_empty
 from piper.session import DEFAULTS, Session, Settings, session
 from piper.tuning import bar, saved, show_study, tune
 from piper_compiler import Strategy
@@ -40,7 +40,7 @@ def loop(
 
     first = strategy(FixedTrial({name: str(value) for name, value in baseline.items()}))
     folder = new_folder(out, settings.name)
-    with open_pool(settings.launcher, first.mesh.world, cluster=settings.address) as pool:
+    with unless_empty(folder), open_pool(settings.launcher, first.mesh.world, cluster=settings.address) as pool:
         print(f"profile on {first.mesh.world} ranks, launcher {settings.launcher}", flush=True)
         costs = profile(job, first, pool=pool)
         save_costs(folder / "costs.json", costs)
@@ -50,7 +50,7 @@ def loop(
                 job, strategy, cluster=CPU, costs=costs, trials=trials, confirm=confirm, seed=seed, pool=pool, progress=progress
             )
         study.save(folder)
-        show_study(study, settings.name)
+        show_study(study, settings.name, job.global_batch)
         if study.best is None:
             raise TuneError("no candidate can be trained; the table above says why")
         return session(job, study.best, steps=steps, settings=replace(settings, costs=costs, folder=folder, pool=pool))

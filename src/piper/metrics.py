@@ -82,7 +82,7 @@ class TensorBoard:
     """Scalars in the folder's "tensorboard", by torch's own writer. Needs the package tensorboard."""
 
     def __init__(self, folder: Path, flush_s: int = 5) -> None:
-        module = _library("tensorboard", "torch.utils.tensorboard")
+        module = _library("tensorboard")
         self._writer = module.SummaryWriter(log_dir=str(folder / "tensorboard"), flush_secs=flush_s)
 
     def write(self, metrics: StepMetrics) -> None:
@@ -98,7 +98,7 @@ class WeightsAndBiases:
     variables hold (WANDB_MODE=offline, WANDB_PROJECT, by default "piper")."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        wandb = _library("wandb", "wandb")
+        wandb = _library("wandb")
         project = os.environ.get("WANDB_PROJECT", "piper")
         self._run = wandb.init(project=project, name=folder.name, dir=str(folder.resolve()), config=dict(config))
 
@@ -109,9 +109,13 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def _library(package: str, module: str) -> ModuleType:
+LIBRARIES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+"""Name of a log, and of the package that it needs -> the module that is imported."""
+
+
+def _library(package: str) -> ModuleType:
     try:
-        return import_module(module)
+        return import_module(LIBRARIES[package])
     except ImportError as e:
         raise MissingPackageError(
             f'the log "{package}" needs the package {package}, which cannot be imported ({e}); install it with '
@@ -133,6 +137,17 @@ def log_names(names: Iterable[str]) -> tuple[str, ...]:
     for name in wanted:
         if name not in WRITERS:
             raise JobError(f"log {name!r} is not known; there are {', '.join(WRITERS)}")
+    return wanted
+
+
+def check_logs(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the logs that are meant, as `log_names` does. MissingPackageError for one whose library is not installed.
+
+    It is asked before a job is captured and before there is a folder."""
+    wanted = log_names(names)
+    for name in wanted:
+        if name in LIBRARIES:
+            _library(name)
     return wanted
 
 

@@ -20,8 +20,8 @@ from piper.why_tables import comparison_tables, why_tables
 from piper_compiler import Options, load_strategy
 from piper_ir.costs import Costs
 from piper_ir.errors import JobError, PiperError
-from piper_ir.units import time_text
-from piper_report.summary import FIRST_STEP, Table, memory_table, prediction_table
+from piper_ir.tools import time_text
+from piper_report import FIRST_STEP, Table, memory_table, prediction_table
 from piper_simulator import Cluster, Distribution, WhatIf, compare, device_type, simulate, why
 
 ONE_MORE = "one microbatch more"

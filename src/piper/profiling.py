@@ -16,12 +16,12 @@ from piper.frontdoor import Compiled, compile
 from piper_compiler import Strategy
 from piper_ir.costs import AllocatorCosts, CommDuration, Costs, Duration, HostCosts, Origin, PartDuration, StepDuration
 from piper_ir.errors import ExecutionError, JobError
-from piper_ir.machine import machine_name
 from piper_ir.mesh import Mesh
 from piper_ir.ops import COMM
 from piper_ir.plan import Plan
+from piper_ir.plan_bytes import PlanBytes
 from piper_ir.sizes import ITEM_BYTES, bind
-from piper_ir.traffic import Traffic
+from piper_ir.tools import machine_name
 from piper_simulator import CPU, product_cluster
 
 if TYPE_CHECKING:
@@ -135,9 +135,12 @@ def _requests(target: Compiled, singles: Sequence[Compiled], repeats: int) -> di
 def _sizes(plan: Plan, largest: Plan) -> tuple[int, ...]:
     """Bytes of messages: those of the plan, and a grid up to the whole gradient and to the largest boundary between chunks at the
     most rows. Multiples of 4, ascending."""
-    traffic = Traffic(plan)
+    traffic = PlanBytes(plan)
     own = {
-        traffic.message(part.op, part) for _, _, instr in plan.instructions() for part in instr.parts if isinstance(part.op, COMM)
+        traffic.message_bytes(part.op, part)
+        for _, _, instr in plan.instructions()
+        for part in instr.parts
+        if isinstance(part.op, COMM)
     }
     gradient = sum(bind(p.spec.numel, 0) * ITEM_BYTES[p.spec.dtype] for p in plan.params if p.trained)
     boundary = max((bind(o.spec.nbytes, 0) for c in largest.chunks for o in c.outputs if o.kind == "value"), default=0)

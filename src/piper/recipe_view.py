@@ -13,10 +13,10 @@ from piper_compiler import Directive, Options, Strategy, synthetic
 from piper_compiler.interchange import stages_of
 from piper_compiler.recipes import RECIPES, Recipe
 from piper_compiler.synthetic import MOST_SECONDS
+from piper_ir.codec import unique_keys
 from piper_ir.errors import FormatError, JobError
 from piper_ir.mesh import Mesh
-from piper_ir.units import time_text
-from piper_ir.usercode import user_code
+from piper_ir.tools import time_text, user_code
 from piper_simulator import Simulation, simulate
 
 OWN = ("pp", "microbatches", "chunks")
@@ -145,8 +145,10 @@ def arguments(params: Mapping[str, str]) -> dict[str, Any]:
         if name in OWN:
             raise JobError(f"-p {name}={text}: give it as --{name} {text}")
         try:
-            out[name] = json.loads(text)
-        except json.JSONDecodeError:
+            out[name] = json.loads(text, object_pairs_hook=unique_keys)
+        except FormatError as e:
+            raise JobError(f"-p {name}={text}: {e}") from None
+        except (ValueError, RecursionError):  # no JSON, or a number of thousands of digits
             out[name] = text
     return out
 

@@ -1,28 +1,33 @@
 """Folders of results: plans, traces and numbers on disk. No run overwrites another.
 
 plan.json, strategy.json: what was simulated or run. predicted.json: `Simulation.summary()` and `ranks`, per rank bubble_s,
-peak_bytes, device_bytes and peak_by_category. measured.json: losses, step_s, batch_s, period_s, tokens_per_s, peak_bytes by rank.
-spans-predicted.json, spans-measured.json: a `piper_ir.trace.Trace`. trace-predicted.json, trace-measured.json: the same for
-Chrome's viewer. metrics.jsonl: one object per step. hang.txt: where every rank was when a run hung. study.json, costs.json: of a
-tuning and of a profile. A folder holds what its command made; `piper report` shows what is there."""
+peak_bytes, device_bytes and peak_by_category; of more than 64 ranks `roles` instead, each with the `ranks` that it holds for.
+measured.json: losses, step_s, batch_s, period_s, tokens_per_s, peak_bytes by rank. spans-predicted.json, spans-measured.json: a
+`piper_ir.trace.Trace`. trace-predicted.json, trace-measured.json: the same for Chrome's viewer. weights.pt: the model's
+state_dict after the last step of `piper run`. metrics.jsonl: one object per step. hang.txt: where every rank was when a run hung.
+study.json, costs.json: of a tuning and of a profile. A folder holds what its command made; `piper report` shows what is there.
+"""
 
 from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from piper_ir.errors import HangError, OutputError
-from piper_ir.files import write_whole
 from piper_ir.plan import Plan
+from piper_ir.tools import write_whole
 
 if TYPE_CHECKING:
     from piper_compiler import Strategy
     from piper_runtime import Run
     from piper_simulator import Simulation
+
+
+WEIGHTS = "weights.pt"
 
 
 def new_folder(out: Path, name: str) -> Path:
@@ -43,6 +48,21 @@ def new_folder(out: Path, name: str) -> Path:
         raise OutputError(f"cannot make a folder for results in {out}: {e.strerror}; choose another with --out") from None
 
 
+@contextmanager
+def unless_empty(folder: Path | None) -> Iterator[None]:
+    """Remove a folder for results again when what is inside of the `with` fails before it has written any."""
+    try:
+        yield
+    except BaseException:
+        if folder is not None and folder.is_dir():
+            files = [*folder.iterdir()]
+            if all(f.is_file() and not f.stat().st_size for f in files):
+                for file in files:
+                    file.unlink()
+                folder.rmdir()
+        raise
+
+
 def save_plan(folder: Path, plan: Plan, strategy: Strategy) -> None:
     """plan.json and strategy.json. OutputError when a file cannot be written."""
     from piper_ir.codec import dumps
@@ -53,14 +73,29 @@ def save_plan(folder: Path, plan: Plan, strategy: Strategy) -> None:
 
 
 def save_prediction(folder: Path, prediction: Simulation) -> None:
-    """predicted.json, spans-predicted.json and trace-predicted.json. OutputError when a file cannot be written."""
-    from piper_ir.codec import dumps
-    from piper_report.chrome import write_chrome
+    """Write predicted.json, spans-predicted.json and trace-predicted.json. OutputError when a file cannot be written.
 
+    Of many ranks those that do the same at the same times are written once."""
+    from piper_ir.codec import dumps
+    from piper_report import write_chrome
+
+    many = len(prediction.bubble_s) > MOST_RANKS
+    trace = prediction.role_trace if many else prediction.trace
+    ranks = {"roles": _by_role(prediction)} if many else {"ranks": _by_rank(prediction)}
     with _writing(folder):
-        write_whole(folder / "predicted.json", json.dumps(prediction.summary() | {"ranks": _by_rank(prediction)}, indent=1))
-        write_whole(folder / "spans-predicted.json", dumps(prediction.trace))
-        write_chrome(prediction.trace, folder / "trace-predicted.json")
+        write_whole(folder / "predicted.json", json.dumps(prediction.summary() | ranks, indent=None if many else 1))
+        write_whole(folder / "spans-predicted.json", dumps(trace))
+        write_chrome(trace, folder / "trace-predicted.json")
+
+
+MOST_RANKS = 64
+"""Ranks that are written one by one."""
+
+
+def _by_role(prediction: Simulation) -> list[dict[str, Any]]:
+    """Return the entries of `_by_rank`, each once with all the ranks that it holds for."""
+    by_rank = _by_rank(prediction)
+    return [{"ranks": list(ranks)} | by_rank[ranks[0]] for ranks in prediction.role_trace.alike]
 
 
 def _by_rank(prediction: Simulation) -> list[dict[str, Any]]:
@@ -86,7 +121,7 @@ def save_run(folder: Path, run: Run, tokens_per_step: int | None = None) -> None
     """measured.json, and spans-measured.json and trace-measured.json when spans were recorded. OutputError when a file cannot be
     written."""
     from piper_ir.codec import dumps
-    from piper_report.chrome import write_chrome
+    from piper_report import write_chrome
 
     with _writing(folder):
         rate = tokens_per_step / run.period_s if tokens_per_step and run.period_s else None
@@ -96,6 +131,25 @@ def save_run(folder: Path, run: Run, tokens_per_step: int | None = None) -> None
         if run.trace.spans:
             write_whole(folder / "spans-measured.json", dumps(run.trace))
             write_chrome(run.trace, folder / "trace-measured.json")
+
+
+def save_weights(folder: Path, state: Mapping[str, Any]) -> Path:
+    """Write a state_dict as weights.pt, for `torch.load(..., weights_only=True)` and Job(init=...). Returns where.
+
+    OutputError when it cannot be written; an older file stays as a whole then."""
+    import torch
+
+    path = folder / WEIGHTS
+    unfinished = path.with_name(f"{WEIGHTS}.unfinished")
+    with _writing(folder):
+        try:
+            torch.save(dict(state), unfinished)
+            unfinished.replace(path)
+        except RuntimeError as e:  # torch's own class for a disk that is full
+            raise OSError(0, str(e).splitlines()[0]) from e
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return path
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 from piper.costs_file import load_costs
 from piper.display import show
 from piper.frontdoor import Compiled, compile, execute
+from piper.metrics import check_logs
 from piper.reporting import report_at_end
-from piper.results import new_folder, save_plan, save_prediction
+from piper.results import new_folder, save_plan, save_prediction, save_weights, unless_empty
 from piper_compiler import Strategy
 from piper_ir.costs import Costs
+from piper_ir.errors import OutputError, PiperWarning
 from piper_ir.memory import on_device
-from piper_report.summary import beside_table
+from piper_report import beside_table
 from piper_simulator import CPU, Cluster, Simulation, device_type, load_cluster, simulate
 
 if TYPE_CHECKING:
@@ -69,31 +72,54 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
     from piper.local import devices_of_runs
     from piper_runtime.run import check_request
 
+    check_logs(settings.log)
     costs = settings.durations()
     compiled = compile(job, strategy, costs=costs)
     check_request(compiled.plan, job, steps, settings.launcher, settings.timeout_s)
     folder = settings.folder  # made before hours of training, not after
     if folder is None and settings.out is not None:
         folder = new_folder(settings.out, settings.name)
-    cluster = devices_of_runs(compiled.plan.mesh.world)
-    compiled = replace(compiled, plan=on_device(compiled.plan, device_type(cluster)))
-    prediction = simulate(compiled.plan, cluster, costs=costs)
-    if folder is not None:
-        save_plan(folder, compiled.plan, strategy)
-        save_prediction(folder, prediction)
-    print(
-        f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
-        f"{steps} steps, launcher {settings.launcher}"
-    )
-    run = execute(
-        compiled, steps=steps, launcher=settings.launcher, cluster=settings.address, timeout_s=settings.timeout_s, trace=True,
-        folder=folder, log=settings.log, ranges=settings.ranges, pool=settings.pool, on_step=_print_step,
-    )  # fmt: skip
+    with unless_empty(folder):
+        cluster = devices_of_runs(compiled.plan.mesh.world)
+        compiled = replace(compiled, plan=on_device(compiled.plan, device_type(cluster)))
+        prediction = simulate(compiled.plan, cluster, costs=costs)
+        if folder is not None:
+            save_plan(folder, compiled.plan, strategy)
+            save_prediction(folder, prediction)
+        print(
+            f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
+            f"{steps} steps, launcher {settings.launcher}"
+        )
+        run = _executed(compiled, steps, settings, folder)
     show(beside_table(prediction, run, title=f"predicted for {cluster.name} beside measured"))
     if folder is not None:
+        _keep_weights(folder, run)
         print(f"results are in {folder}")
         report_at_end(folder)
     return Session(compiled, prediction, run, folder)
+
+
+def _executed(compiled: Compiled, steps: int, settings: Settings, folder: Path | None) -> Run:
+    """Execute, and keep the weights of a run that was interrupted and ended with a whole step."""
+    from piper_runtime.report import Interrupted
+
+    try:
+        return execute(
+            compiled, steps=steps, launcher=settings.launcher, cluster=settings.address, timeout_s=settings.timeout_s, trace=True,
+            folder=folder, log=settings.log, ranges=settings.ranges, pool=settings.pool, on_step=_print_step,
+        )  # fmt: skip
+    except Interrupted as e:
+        if folder is not None:
+            _keep_weights(folder, e.run)
+        raise
+
+
+def _keep_weights(folder: Path, run: Run) -> None:
+    """Write what was trained, or warn: a report of the run is still to be written."""
+    try:
+        print(f"weights are in {save_weights(folder, run.state_dict())}")
+    except OutputError as e:
+        warnings.warn(f"{e}. The weights of this run are lost", PiperWarning, stacklevel=2)
 
 
 def _print_step(record: StepRecord) -> None:

@@ -9,22 +9,24 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from math import log
 from pathlib import Path
 from statistics import median
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from piper.display import show
-from piper.results import new_folder
-from piper_autotune import Measured, Problem, Progress, SearchError, Study
+from piper.results import new_folder, unless_empty
+from piper.strategy_facts import Facts, facts_of
+from piper_autotune import RULES, Confirmation, SearchError, SearchProgress, Study, TuningProblem
 from piper_autotune import tune as search
 from piper_compiler import Strategy, Training
 from piper_ir.costs import Costs
-from piper_ir.errors import CompileError, JobError, PiperError, TuneError
+from piper_ir.errors import CompileError, JobError, TuneError
 from piper_ir.program import Program
 from piper_ir.study import Row, limit_text
-from piper_ir.units import size_text, time_text
-from piper_report.summary import Table
+from piper_ir.tools import size_text, time_text
+from piper_report import FAR, Table
 from piper_simulator import CPU, Cluster, CostModelFactory, DeviceModel, load_cluster
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ def tune(
     pool: Workers | None = None,
     steps: int = CONFIRM_STEPS,
     out: str | Path | None = None,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[SearchProgress], None] | None = None,
     timeout_s: float = 60.0,
     global_batch: int | None = None,
     model: CostModelFactory = DeviceModel,
@@ -127,16 +129,13 @@ def _joined(workers: int | str) -> Iterator[None]:
 def saved(folder: Path | None) -> Iterator[None]:
     """A search inside that fails, or finds nothing, leaves its study in the folder all the same: it has what was found, and the
     reasons. One that is refused before it begins leaves no folder."""
-    try:
-        yield
-    except SearchError as e:
-        if folder is not None:
-            e.study.save(folder)
-        raise
-    except PiperError:
-        if folder is not None and not any(folder.iterdir()):
-            folder.rmdir()
-        raise
+    with unless_empty(folder):
+        try:
+            yield
+        except SearchError as e:
+            if folder is not None:
+                e.study.save(folder)
+            raise
 
 
 def _device(cluster: str | Cluster | None) -> Cluster | None:
@@ -154,10 +153,10 @@ def problem_of(
     limit: int | None,
     global_batch: int | None,
     model: CostModelFactory = DeviceModel,
-) -> tuple[Problem, dict[str, Any]]:
+) -> tuple[TuningProblem, dict[str, Any]]:
     """What is searched for, and how a job's programs come to the workers."""
     if isinstance(source, Program):
-        return Problem(source, global_batch, cluster=cluster, costs=costs, memory_limit=limit, model=model), {}
+        return TuningProblem(source, global_batch, cluster=cluster, costs=costs, memory_limit=limit, model=model), {}
     from piper.frontdoor import captured_job, program_at
     from piper_runtime import Job, optimizer
 
@@ -169,7 +168,7 @@ def problem_of(
     spec = optimizer.optimizer_spec(source, captured.program.params)
     training = Training(spec.group_of, spec.state_bytes, source.clip_norm, source.tokens_per_row, spec.update_bytes)
     one_role = "" if spec.separable else f"Job.optimizer returned {spec.kind}, which needs all parameters on one role"
-    problem = Problem(captured.program, source.global_batch, training, cluster, costs, limit, one_role, model)
+    problem = TuningProblem(captured.program, source.global_batch, training, cluster, costs, limit, one_role, model)
     modules: tuple[ModuleType, ...] = (optimizer,)  # by value: a worker that imported it would import torch
     return problem, {"at_rows": lambda rows: program_at(captured, rows), "modules": modules}
 
@@ -204,16 +203,16 @@ def _check_local(cluster: Cluster | None) -> None:
 
 def _measure(
     job: Job, costs: Costs | None, launcher: str, pool: Workers | None, steps: int, timeout_s: float
-) -> Callable[[Strategy], Measured]:
+) -> Callable[[Strategy], Confirmation]:
     if type(steps) is not int or steps < 2:
         raise JobError(f"tune(steps={steps!r}): a confirming run needs at least 2 steps; the first warms up")
 
-    def measured(strategy: Strategy) -> Measured:
+    def measured(strategy: Strategy) -> Confirmation:
         from piper.frontdoor import compile, execute
 
         run = execute(compile(job, strategy, costs=costs), steps=steps, launcher=launcher, timeout_s=timeout_s, pool=pool)
         period_s = run.period_s if run.period_s is not None else median(run.step_s[1:])
-        return Measured(period_s, max(run.peak_bytes.values(), default=None))
+        return Confirmation(period_s, max(run.peak_bytes.values(), default=None))
 
     return measured
 
@@ -222,27 +221,54 @@ SHOWN = 10
 """Rows of the table on the screen."""
 
 
-def show_study(study: Study, name: str) -> None:
-    """Print the best candidates, how many were rejected for what, and the rules."""
+def show_study(study: Study, name: str, global_batch: int | None = None) -> None:
+    """Print the best candidates, how many were rejected for what, and the rules. `global_batch`: of the job, for the rows."""
+    shown = study.table()[:SHOWN]
     notes = [f"rejected: {count} {kind}" for kind, count in _rejected(study).items()]
     notes.append(f"rules asked before compiling: {', '.join(line.partition(':')[0] for line in study.rules)}")
     notes += [f"rule {line}" for line in study.rules if not line.endswith("(0 candidates)")]
-    notes += [f"warning: {text}" for text in _warnings(study.table()[:SHOWN])]
+    notes += [f"warning: {text}" for text in _warnings(shown)] + _far(shown)
     if study.interrupted:
         notes.append("warning: interrupted; this is what was found until then")
-    head = ("params", "predicted", "measured", "error", "memory")
-    rows = tuple(_shown(row) for row in study.table()[:SHOWN])
+    head = ("params", "mesh", "schedule", "rows", "predicted", "measured", "error", "memory")
+    rows = tuple(_shown(row, _facts(study, row, global_batch)) for row in shown)
     limit = limit_text(study.memory_limit, study.device_limits)
-    title = f"{name} on {study.cluster}{f' within {limit}' if limit else ''}: best of {len(study.rows)} candidates, s/step"
-    show(Table(title, head, rows, tuple(notes)))
+    within = f" within {limit}" if limit else ""
+    show(Table(f"{name} on {study.cluster}{within}: {_counted(study)}, s/step", head, rows, tuple(notes)))
 
 
-def as_numbers(study: Study, folder: Path | None) -> dict[str, Any]:
-    """For programs: the best row, its values None where there is none, and what is said of the search."""
+def _counted(study: Study) -> str:
+    """Say how many candidates were scored: those that a rule rejected cost no trial."""
+    by_rule = sum(row.kind in RULES for row in study.rows)
+    scored = f"best of {len(study.rows) - by_rule} candidates"
+    return f"{scored} ({by_rule} more rejected by rules before compiling)" if by_rule else scored
+
+
+def _far(shown: list[dict[str, Any]]) -> list[str]:
+    """Say what makes predictions better where one is far from what was measured."""
+    errors = [row["error"] for row in shown if row["error"] is not None]
+    if all(1 / FAR <= 1 + error <= FAR for error in errors):
+        return []
+    worst = max(errors, key=lambda error: abs(log(max(1 + error, 1e-9))))
+    hint = "run `piper profile FILE.py --out costs.json` on this machine, then search with --costs costs.json"
+    return [f"warning: predicted / measured is {1 + worst:.2f}: {hint}"]
+
+
+def as_numbers(study: Study, folder: Path | None, global_batch: int | None = None) -> dict[str, Any]:
+    """For programs: the best row, its values None where there is none, what its strategy is, and what is said of the search."""
     best = study.best_row
     row = dict.fromkeys(f.name for f in fields(Row)) if best is None else best.as_dict()
-    search = {"candidates": len(study.rows), "rejected": _rejected(study), "interrupted": study.interrupted}
+    facts = None if best is None else _facts(study, row, global_batch)
+    row |= {name: getattr(facts, name, None) for name in ("mesh", "schedule", "rows")}
+    counts = {"candidates": len(study.rows), "scored": sum(r.kind not in RULES for r in study.rows)}
+    search = counts | {"rejected": _rejected(study), "interrupted": study.interrupted}
     return row | {"folder": str(folder) if folder else None} | search | {"warnings": _warnings(study.table()[:SHOWN])}
+
+
+def _facts(study: Study, row: dict[str, Any], global_batch: int | None) -> Facts | None:
+    """Return what a row's strategy is; None for one that the study does not hold any more."""
+    strategy = study.strategies.get(row["number"])
+    return None if strategy is None else facts_of(strategy, global_batch)
 
 
 def _rejected(study: Study) -> dict[str, int]:
@@ -268,10 +294,11 @@ def _params(row: dict[str, Any]) -> str:
     return ", ".join(f"{k}={v}" for k, v in row["params"].items())
 
 
-def _shown(row: dict[str, Any]) -> tuple[str, ...]:
+def _shown(row: dict[str, Any], facts: Facts | None) -> tuple[str, ...]:
     measured, error = row["measured_period_s"], row["error"]
     return (
         _params(row),
+        *(("", "", "") if facts is None else (facts.mesh, facts.schedule, "" if facts.rows is None else str(facts.rows))),
         time_text(row["period_s"]),
         "" if measured is None else time_text(measured),
         "" if error is None else f"{error:+.1%}",
@@ -280,7 +307,7 @@ def _shown(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 @contextmanager
-def bar(trials: int) -> Iterator[Callable[[Progress], None]]:
+def bar(trials: int) -> Iterator[Callable[[SearchProgress], None]]:
     """A progress bar with the best so far, on a terminal; without one nothing is drawn."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -290,7 +317,7 @@ def bar(trials: int) -> Iterator[Callable[[Progress], None]]:
     with Bar(*columns, console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty()) as drawn:
         task = drawn.add_task("no candidate fits yet", total=trials)
 
-        def show(now: Progress) -> None:
+        def show(now: SearchProgress) -> None:
             drawn.update(task, completed=now.done, description=f"{_best_text(now.best)}; {now.rejected} rejected")
 
         yield show

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
-from piper_ir.units import size_text, time_text
-from piper_report.summary import Table
-from piper_simulator import Comparison, Difference, Owner, Piece, Why
+from piper_ir.tools import size_text, time_text
+from piper_report import Table
+from piper_simulator import Cause, Comparison, PathPiece, StepDifference, Why
 
 MOST = 12
 """Rows of a table; what is left out is counted in a note."""
@@ -30,7 +30,7 @@ def why_tables(why: Why) -> Iterator[Table]:
 
 
 def _path(why: Why) -> Table:
-    pieces: dict[Owner, int] = {}
+    pieces: dict[Cause, int] = {}
     for piece in why.path:
         owner = why.owners.of_piece(piece)
         pieces[owner] = pieces.get(owner, 0) + 1
@@ -50,7 +50,7 @@ def _path_in_order(why: Why) -> Table:
     return Table("critical path in order", ("", "from", "until", "instructions"), tuple(rows))
 
 
-def _run(why: Why, run: Sequence[Piece]) -> tuple[str, ...]:
+def _run(why: Why, run: Sequence[PathPiece]) -> tuple[str, ...]:
     """Neighbours on the path that have one owner."""
     first, last = why.owners.at(run[0].node)[1].name, why.owners.at(run[-1].node)[1].name
     names = first if first == last else f"{first} to {last}"
@@ -81,7 +81,7 @@ def _gaps(why: Why) -> Table:
     return Table("longest idle gaps", columns, tuple(rows), _left(len(gaps) - len(rows), "gaps"))
 
 
-def _most_of(held: Mapping[Owner, float], most: int = 1) -> str:
+def _most_of(held: Mapping[Cause, float], most: int = 1) -> str:
     """As in "F of stage 0 (1 s)"."""
     texts = [f"{o.text} ({time_text(s)})" for o, s in held.items()]
     return ", ".join(texts[:most]) + (f", {len(texts) - most} more" if len(texts) > most > 1 else "") or "-"
@@ -137,7 +137,7 @@ def comparison_tables(result: Comparison, names: tuple[str, str], cluster: str, 
 
 
 def _differences(
-    title: str, names: tuple[str, str], found: Sequence[Difference], total: Difference, form: Callable[[float], str]
+    title: str, names: tuple[str, str], found: Sequence[StepDifference], total: StepDifference, form: Callable[[float], str]
 ) -> Table:
     """The largest, what has not changed and the others as one row each, and their sum."""
     changed = [d for d in found if abs(d.change) > NEGLIGIBLE * max(total.a, total.b)]
@@ -146,11 +146,11 @@ def _differences(
     return Table(title, ("", *names, "change", ""), tuple(_difference(d, form) for d in rows))
 
 
-def _sum(name: str, found: Sequence[Difference]) -> list[Difference]:
-    return [Difference(name, sum(d.a for d in found), sum(d.b for d in found))] if found else []
+def _sum(name: str, found: Sequence[StepDifference]) -> list[StepDifference]:
+    return [StepDifference(name, sum(d.a for d in found), sum(d.b for d in found))] if found else []
 
 
-def _difference(d: Difference, form: Callable[[float], str]) -> tuple[str, ...]:
+def _difference(d: StepDifference, form: Callable[[float], str]) -> tuple[str, ...]:
     if abs(d.change) <= NEGLIGIBLE * max(d.a, d.b):
         return d.name, form(d.a), form(d.b), "0", ""
     return d.name, form(d.a), form(d.b), ("+" if d.change > 0 else "") + form(d.change), _change(d.a, d.b)

@@ -14,8 +14,8 @@ from optuna.trial import FixedTrial
 from packages.autotune.tests.tuner_spaces import exhaustive, problem, program, strategy
 from packages.compiler.tests.compile_cases import random_case
 from piper_autotune import NothingFoundError, tune
-from piper_autotune.problem import Problem, Programs
-from piper_autotune.rules import RULES, Rules
+from piper_autotune.problem import Programs, TuningProblem
+from piper_autotune.rules import RULES, PruningRules
 from piper_autotune.scoring import Scored, score
 from piper_autotune.sketch import Sketches, in_flight
 from piper_compiler import Strategy, Training, directive, order, overlap, partition, place, recipes, split, synthetic
@@ -27,8 +27,8 @@ from piper_ir.select import where
 from piper_simulator import Cluster, cpu_local, load_cluster
 
 
-def rules(of: Problem) -> Rules:
-    return Rules(of, Programs(of, None))
+def rules(of: TuningProblem) -> PruningRules:
+    return PruningRules(of, Programs(of, None))
 
 
 def test_what_is_pruned_does_not_fit_and_each_memory_rule_is_of_use() -> None:
@@ -68,7 +68,7 @@ def test_bounds_hold_for_random_programs_and_strategies(draw: Any) -> None:
     recipe = draw.choice([recipes.gpipe, recipes.one_f_one_b, recipes.pipeline])
     dp = draw.choice([1, 2])
     chosen = Strategy(Mesh(pp=stages, dp=dp), (*recipe(pp=stages, microbatches=draw.randint(1, 6)), *recipes.data_parallel()))
-    of = Problem(made, training=Training(state_bytes=lambda bucket: 2 * bucket.numel + 4))
+    of = TuningProblem(made, training=Training(state_bytes=lambda bucket: 2 * bucket.numel + 4))
     exact = score(of, chosen, {1: None})
     assert isinstance(exact, Scored)
     found = Sketches(of, Programs(of, None))
@@ -83,7 +83,7 @@ def test_bounds_hold_where_one_device_runs_several_stages() -> None:
     directives = [partition(stages=4), split(where(), microbatches=3)]
     directives += [place(where(stage=s), on=dict(pp=s % 2)) for s in range(4)]
     chosen = Strategy(Mesh(pp=2), directives)
-    of = Problem(made)
+    of = TuningProblem(made)
     exact, found = score(of, chosen, {1: None}), Sketches(of, Programs(of, None))
     sketch = found.sketch(chosen)
     assert isinstance(exact, Scored) and sketch is not None and len(sketch.roles["pp0"]) == 4
@@ -113,7 +113,7 @@ def test_bounds_hold_for_every_recipe(name: str, draw: Any) -> None:
         kept_after_I=[draw.randint(0, k) for k in keep],
         params=some(0, 900),
     )
-    of = Problem(made) if draw.choice([True, False]) else Problem(untimed(made), cluster=cpu_local())
+    of = TuningProblem(made) if draw.choice([True, False]) else TuningProblem(untimed(made), cluster=cpu_local())
     chosen = Strategy(Mesh(pp=pp), getattr(recipes, name)(pp=pp, microbatches=m))
     exact, found = score(of, chosen, {1: None}), Sketches(of, Programs(of, None))
     sketch = found.sketch(chosen)
@@ -138,7 +138,8 @@ def untimed(made: Program) -> Program:
 def test_a_pair_of_given_duration_has_no_bound() -> None:
     made, chosen = program(), Strategy(Mesh(pp=2), recipes.dualpipe_v(pp=2, microbatches=8))
     found = [
-        Sketches(of, Programs(of, None)).sketch(chosen) for of in (Problem(made), Problem(replace(made, overlap=(1.0,) * 8)))
+        Sketches(of, Programs(of, None)).sketch(chosen)
+        for of in (TuningProblem(made), TuningProblem(replace(made, overlap=(1.0,) * 8)))
     ]
     assert found[0] is not None and found[1] is None
 
@@ -167,9 +168,9 @@ def test_what_is_in_flight_is_read_from_the_order() -> None:
 def test_the_mesh_and_the_batch_are_checked_first() -> None:
     cluster = load_cluster("h100x2")
     wide = Strategy(Mesh(pp=4), recipes.gpipe(pp=4, microbatches=2))
-    pruned = rules(Problem(program(), cluster=cluster)).check(wide)
+    pruned = rules(TuningProblem(program(), cluster=cluster)).check(wide)
     assert pruned is not None and pruned.rule == "devices" and "4 ranks" in pruned.reason and "2 devices" in pruned.reason
-    pruned = rules(Problem(program(), global_batch=9)).check(wide)
+    pruned = rules(TuningProblem(program(), global_batch=9)).check(wide)
     assert pruned is not None and pruned.rule == "rows" and "9 rows do not divide into 2 microbatches x 1" in pruned.reason
 
 
@@ -204,7 +205,7 @@ def test_bounds_hold_for_the_random_cases_of_the_compiler() -> None:
     for seed in range(50):
         case = random_case(seed)
         costs = Costs(host=HostCosts(0.3, 0.1), allocator=AllocatorCosts(1000, 1.5)) if seed % 2 else None
-        of = Problem(case.program, case.global_batch, case.training, cpu_local(), costs)
+        of = TuningProblem(case.program, case.global_batch, case.training, cpu_local(), costs)
         found = Sketches(of, Programs(of, None))
         sketch = found.sketch(case.strategy)
         if sketch is None:

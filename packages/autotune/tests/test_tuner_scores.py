@@ -1,9 +1,8 @@
-"""A score by the outline of a plan is that of the plan, to the last bit; what is wrong or does not fit has the same reason."""
+"""A score by the tables of a plan is that of its instructions by name, to the last bit; what is wrong has the same reason."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,13 +10,15 @@ from hypothesis import strategies as st
 
 from packages.autotune.tests.tuner_spaces import problem
 from packages.compiler.tests.compile_cases import SCHEDULES, RandomProgram, random_case
-from piper_autotune import Problem, scoring
+from piper_autotune import TuningProblem, scoring
 from piper_autotune.scoring import Refused, Scored, score
-from piper_compiler import Outline, Strategy, Training, recipes, synthetic
+from piper_compiler import CompileRequest, Lowered, Strategy, Training, compiled, recipes, synthetic
 from piper_ir.costs import AllocatorCosts, Costs, Duration, PartDuration
 from piper_ir.errors import PlanError
+from piper_ir.memory import with_peaks
 from piper_ir.mesh import Mesh
 from piper_ir.plan import Plan
+from piper_ir.timing import prepare
 from piper_simulator import Cluster, load_cluster
 
 SLOW = replace(load_cluster("h100x1*8"), slow_ranks={0: 3.0})
@@ -25,17 +26,25 @@ MIXED = load_cluster("a100x1*3+h100x1*5")
 CLUSTERS = (None, MIXED, load_cluster("h100x8"), load_cluster("a100x1*8"), load_cluster("cpu-local"), SLOW)
 
 
-def both(of: Problem, chosen: Strategy, rows: int, monkeypatch: pytest.MonkeyPatch) -> tuple[object, object]:
-    """The score, and that of the plan without outlines."""
+def by_name(request: CompileRequest) -> Lowered:
+    """The plan with nothing but instructions by name, its peaks and waits found from those."""
+    plan = compiled(request)
+    roles = tuple([replace(r, program=tuple(r.program), peak_bytes=0, peak_by_category={}) for r in plan.plan.roles])
+    plain = with_peaks(replace(plan.plan, roles=roles, values=dict(plan.plan.values)))
+    return Lowered(plan.graph, plain, lambda: prepare(plain))
+
+
+def both(of: TuningProblem, chosen: Strategy, rows: int, monkeypatch: pytest.MonkeyPatch) -> tuple[object, object]:
+    """The score, and that of the plan by name."""
     quick = score(of, chosen, {rows: None})
     with monkeypatch.context() as patch:
-        patch.setattr(scoring, "_in_outline", lambda problem, compiling: None)
+        patch.setattr(scoring, "compiled", by_name)
         return quick, score(of, chosen, {rows: None})
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(draw=st.data())
-def test_scores_of_outlines_are_scores_of_plans(draw: st.DataObject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_tables_are_scores_of_plans_by_name(draw: st.DataObject, monkeypatch: pytest.MonkeyPatch) -> None:
     devices, microbatches = draw.draw(st.integers(1, 4)), draw.draw(st.integers(1, 9))
     dp = draw.draw(st.integers(1, 2))
     each, recipe = SCHEDULES[draw.draw(st.sampled_from(sorted(SCHEDULES)))]
@@ -48,7 +57,7 @@ def test_scores_of_outlines_are_scores_of_plans(draw: st.DataObject, monkeypatch
         drawn = RandomProgram(draw.draw(st.randoms(use_true_random=False)), stages)
         program = replace(drawn.build(), source="captured")
     rows = draw.draw(st.integers(1, 3))
-    of = Problem(
+    of = TuningProblem(
         program,
         rows * microbatches * dp,
         Training(clip=draw.draw(st.sampled_from((None, 2.0)))),
@@ -69,7 +78,7 @@ def batch_costs() -> Costs:
 def test_scores_of_any_strategy_are_those_of_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(0, 90):
         case = random_case(seed)
-        of = Problem(case.program, case.global_batch, case.training, load_cluster("h100x8"))
+        of = TuningProblem(case.program, case.global_batch, case.training, load_cluster("h100x8"))
         for rows in (1, 2, 3, 4, 5):
             quick, plain = both(of, case.strategy, rows, monkeypatch)
             assert quick == plain, case.text
@@ -86,17 +95,17 @@ def test_a_candidate_whose_plan_breaks_a_rule_is_refused_by_the_engines_score(mo
     assert score(problem(), chosen, {1: None}, engine=True) == Refused("illegal", "R00: broken")
 
 
-def test_negative_control_an_outline_with_another_peak_scores_differently(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: Any = scoring.outline_program
-
-    def wrong(*args: Any, **more: Any) -> Outline:
-        found: Outline = made(*args, **more)
-        roles = tuple(replace(r, peak_bytes=r.peak_bytes + 1) for r in found.plan.roles)
+def test_negative_control_a_table_with_another_peak_scores_differently(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(request: CompileRequest) -> Lowered:
+        found = compiled(request)
+        roles = tuple([replace(r, peak_bytes=r.peak_bytes + 1) for r in found.plan.roles])
         return replace(found, plan=replace(found.plan, roles=roles))
 
-    monkeypatch.setattr(scoring, "outline_program", wrong)
-    quick, plain = both(problem(), Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=2)), 1, monkeypatch)
-    assert quick != plain
+    monkeypatch.setattr(scoring, "compiled", wrong)
+    chosen = Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=2))
+    quick = score(problem(), chosen, {1: None})
+    monkeypatch.setattr(scoring, "compiled", by_name)
+    assert quick != score(problem(), chosen, {1: None})
 
 
 def test_each_rank_must_fit_its_own_type_of_device() -> None:

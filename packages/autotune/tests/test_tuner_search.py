@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import optuna
 import pytest
 
 from packages.autotune.tests.tuner_spaces import exhaustive, problem, strategy
-from piper_autotune import Measured, NothingFoundError, Progress, SearchError, Study, tune
+from piper_autotune import Confirmation, NothingFoundError, SearchError, SearchProgress, Study, storage, tune
 from piper_autotune.evaluators import Here
-from piper_autotune.problem import Problem, Programs
+from piper_autotune.problem import Programs, TuningProblem
 from piper_autotune.rules import RULES
 from piper_autotune.search import LEADERS
 from piper_compiler import Strategy, recipes
@@ -25,7 +27,7 @@ LIMIT = 2400
 """Bytes. Some points fit, the fastest does not."""
 
 
-def search(function: Any = strategy, of: Problem | None = None, **more: Any) -> Study:
+def search(function: Any = strategy, of: TuningProblem | None = None, **more: Any) -> Study:
     return tune(of or problem(LIMIT), function, **{"trials": 12, "workers": 0, **more})
 
 
@@ -84,14 +86,14 @@ def test_an_exhausted_space_ends_the_search() -> None:
 
 
 def test_progress_counts_up_to_the_trials_and_knows_the_best(found: Study) -> None:
-    seen: list[Progress] = []
+    seen: list[SearchProgress] = []
     search(progress=seen.append)
     assert [p.done for p in seen] == sorted(p.done for p in seen) and seen[-1].done <= seen[-1].trials == 12
     assert seen[-1].best is not None and found.best_row is not None and seen[-1].best.number == found.best_row.number
 
 
 def test_ctrl_c_returns_what_was_found() -> None:
-    def interrupt(now: Progress) -> None:
+    def interrupt(now: SearchProgress) -> None:
         if now.done == 5:
             raise KeyboardInterrupt
 
@@ -216,9 +218,9 @@ def test_a_bad_candidate_does_not_end_the_search() -> None:
 def test_confirmed_candidates_are_measured_and_the_fastest_measured_is_best() -> None:
     asked: list[Strategy] = []
 
-    def measure(made: Strategy) -> Measured:
+    def measure(made: Strategy) -> Confirmation:
         asked.append(made)
-        return Measured(100.0 - len(asked), 7)
+        return Confirmation(100.0 - len(asked), 7)
 
     study = search(confirm=3, measure=measure)
     measured = [r for r in study.rows if r.measured_period_s is not None]
@@ -228,11 +230,11 @@ def test_confirmed_candidates_are_measured_and_the_fastest_measured_is_best() ->
 
 
 def test_a_confirmation_that_fails_is_a_row_with_its_reason() -> None:
-    def measure(made: Strategy) -> Measured:
+    def measure(made: Strategy) -> Confirmation:
         if not failed:
             failed.append(made)
             raise DirectiveError("rank 1 died")
-        return Measured(50.0)
+        return Confirmation(50.0)
 
     failed: list[Strategy] = []
     study = search(confirm=2, measure=measure)
@@ -240,7 +242,7 @@ def test_a_confirmation_that_fails_is_a_row_with_its_reason() -> None:
     assert "rank 1 died" in row["reason"] and row["period_s"] is not None
     assert study.best_row is not None and study.best_row.measured_period_s == 50.0
 
-    def never(made: Strategy) -> Measured:
+    def never(made: Strategy) -> Confirmation:
         raise DirectiveError("no such machine")
 
     with pytest.raises(NothingFoundError, match=r"none of the 2 best could be run; .*no such machine"):
@@ -302,7 +304,7 @@ def test_a_storage_that_gets_locked_in_mid_search_loses_nothing(tmp_path: Path, 
 
     path = tmp_path / "study.db"
     holder = sqlite3.connect(path, isolation_level=None)
-    seen: list[Progress] = []
+    seen: list[SearchProgress] = []
 
     def lock() -> None:
         if len(seen) >= 5 and not holder.in_transaction:
@@ -313,7 +315,7 @@ def test_a_storage_that_gets_locked_in_mid_search_loses_nothing(tmp_path: Path, 
             lock()
         return strategy(trial)
 
-    def progress(now: Progress) -> None:
+    def progress(now: SearchProgress) -> None:
         seen.append(now)
         if not asked:
             lock()
@@ -326,3 +328,35 @@ def test_a_storage_that_gets_locked_in_mid_search_loses_nothing(tmp_path: Path, 
     study = caught.value.study
     assert study.interrupted and len(study.rows) == 5 and study.best is not None
     assert not [r for r in study.rows if r.kind == "strategy"], "it is no fault of the strategy"
+
+
+@pytest.mark.parametrize("said", ["table studies already exists", "UNIQUE constraint failed: version_info.version_info_id"])
+def test_a_database_that_another_search_makes_at_the_same_moment_is_opened(
+    said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slower of two searches finds the tables half made; a moment later all of them are there."""
+    made, calls = optuna.create_study, [said]
+
+    def raced(**given: Any) -> Any:
+        if calls:
+            raise RuntimeError(calls.pop())
+        return made(**given)
+
+    monkeypatch.setattr(storage.optuna, "create_study", raced)
+    monkeypatch.setattr(storage, "WAITS_S", (0.0,))
+    url = f"sqlite:///{tmp_path / 'study.db'}"
+    assert storage.open_study(url, "name", optuna.samplers.RandomSampler(seed=0)).study_name == "name"
+    calls += [said, said]
+    with pytest.raises(TuneError, match="is being set up by another search at this moment; start this one again"):
+        storage.open_study(url, "name", optuna.samplers.RandomSampler(seed=0))
+
+
+def test_searches_that_make_a_database_at_once_all_open_it(tmp_path: Path) -> None:
+    url, start = f"sqlite:///{tmp_path / 'study.db'}", Barrier(4)
+
+    def opened(_: int) -> str:
+        start.wait()
+        return storage.open_study(url, "name", optuna.samplers.RandomSampler(seed=0)).study_name
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(opened, range(4))] == ["name"] * 4

@@ -18,7 +18,7 @@ from optuna.trial import FixedTrial
 from packages.autotune.tests.tuner_spaces import points, problem, strategy
 from piper_autotune import evaluators, tune
 from piper_autotune.evaluators import Here, Processes
-from piper_autotune.problem import Problem, Programs, packed, packed_strategy
+from piper_autotune.problem import Programs, TuningProblem, packed, packed_strategy
 from piper_autotune.scoring import Refused, Scored
 from piper_compiler import Strategy, directive, place, recipes, site_field, synthetic
 from piper_ir.errors import CaptureError, TuneError
@@ -123,7 +123,7 @@ def test_other_programs_reach_the_workers_when_they_are_asked_for() -> None:
             raise CaptureError("the model has no way with 3 rows")
         return slow if rows == 1 else made
 
-    of = Problem(made, global_batch=6)
+    of = TuningProblem(made, global_batch=6)
     two = Processes(of, Programs(of, at_rows), 1, TIMEOUT_S)
     try:
         tickets = [two.submit(Strategy(Mesh(), recipes.gpipe(pp=1, microbatches=m))) for m in (1, 6, 2, 6)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from optuna.trial import FixedTrial
 
-from piper_autotune import Problem
+from piper_autotune import TuningProblem
 from piper_autotune.scoring import Scored, score
 from piper_compiler import Strategy, recipes, synthetic
 from piper_ir.mesh import Mesh
@@ -25,8 +25,8 @@ def program() -> Program:
     return replace(made, chunks=tuple(replace(c, coords={"layer": k}) for k, c in enumerate(made.chunks)))
 
 
-def problem(limit: int | None = None) -> Problem:
-    return Problem(program(), memory_limit=limit)
+def problem(limit: int | None = None) -> TuningProblem:
+    return TuningProblem(program(), memory_limit=limit)
 
 
 def strategy(trial: Any) -> Strategy:
@@ -43,7 +43,7 @@ def points() -> Iterator[dict[str, Any]]:
                 yield {"pp": pp, "schedule": schedule, "microbatches": m}
 
 
-def exhaustive(of: Problem, function: Callable[[Any], Strategy] = strategy) -> list[tuple[Strategy, Scored]]:
+def exhaustive(of: TuningProblem, function: Callable[[Any], Strategy] = strategy) -> list[tuple[Strategy, Scored]]:
     """Every point of the space with its exact score."""
     out = []
     for point in points():

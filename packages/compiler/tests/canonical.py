@@ -6,8 +6,8 @@ from piper_compiler.durations import InstructionSeconds
 from piper_ir.costs import Costs
 from piper_ir.ops import Collective, Recv, Send
 from piper_ir.plan import Instr, Plan
+from piper_ir.plan_bytes import PlanBytes
 from piper_ir.timing import prepare, sweep
-from piper_ir.traffic import Traffic
 
 
 def canonical_durations(plan: Plan, costs: Costs | None = None) -> list[float]:
@@ -30,6 +30,6 @@ def _seconds(plan: Plan, instr: Instr, seconds: InstructionSeconds) -> float:
         case Send() | Recv():
             return seconds.transfer(plan.values[(*part.reads, *part.writes)[0]].nbytes)
         case Collective():
-            return seconds.collective(Traffic(plan).message(part.op, part))
+            return seconds.collective(PlanBytes(plan).message_bytes(part.op, part))
         case _:
             return seconds.compute([p.op for p in instr.parts])

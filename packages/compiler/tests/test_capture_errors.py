@@ -59,6 +59,21 @@ def dynamic_shape(linear: nn.Linear, x: Tensor) -> Tensor:
     return linear(x)[x > 0]
 
 
+@refused(r"a transform of torch.func .*batched operations")
+def mapped(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(torch.func.vmap(torch.tanh)(x))
+
+
+@refused(r"a transform of torch.func .*batched operations")
+def gradient_inside(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(torch.func.vmap(torch.func.grad(lambda row: (row**3).sum()))(x))
+
+
+@refused(r"a transform of torch.func .*batched operations")
+def tangent_inside(linear: nn.Linear, x: Tensor) -> Tensor:
+    return linear(torch.func.jvp(torch.sin, (x,), (torch.ones_like(x),))[1])
+
+
 @refused(r"batch_norm.*batch statistics")
 def batch_statistics(linear: nn.Linear, x: Tensor) -> Tensor:
     return F.batch_norm(linear(x), None, None, training=True)

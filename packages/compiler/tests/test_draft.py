@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import piper_compiler.compile as passes
 from packages.compiler.tests.compile_cases import random_case
 from piper_compiler import compile_program
-from piper_compiler.passes import lower
 from piper_compiler.passes.arrays import begins, ints, within
 from piper_compiler.passes.dependencies import targets
 from piper_compiler.passes.draft import Draft, Waits
-from piper_compiler.passes.naming import Named
 from piper_compiler.passes.release import Releases, Uses, releases
+from piper_compiler.passes.templates import Drafted
 from piper_ir.plan import COMPUTE
 from piper_ir.timing import IssueOrder, Times
 
@@ -93,23 +93,23 @@ def test_waits_and_frees_are_those_found_one_by_one(seed: int, monkeypatch: pyte
         seen.append(len(found.freed))
         return found
 
-    monkeypatch.setattr(lower, "releases", compared)
+    monkeypatch.setattr(passes, "releases", compared)
     case = random_case(seed)
     compile_program(case.program, case.strategy, global_batch=case.global_batch, training=case.training)
     assert seen and seen[0] > 0
 
 
 def test_instructions_run_every_node_once_and_in_their_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Named] = []
-    original = Named._uses
-    monkeypatch.setattr(Named, "_uses", lambda self: made.append(self) or original(self))
+    made: list[Drafted] = []
+    original = Drafted._uses
+    monkeypatch.setattr(Drafted, "_uses", lambda self: made.append(self) or original(self))
     for seed in range(5, 60, 9):
         case = random_case(seed)
         graph = compile_program(case.program, case.strategy, global_batch=case.global_batch, training=case.training).graph
-        named = made.pop()
+        found = made.pop()
         nodes = list(graph.nodes.values())
-        assert sorted(i for task in named.draft.tasks for i in task) == list(range(len(nodes)))
-        for stream, task in zip(named.streams, named.draft.tasks, strict=True):
+        assert sorted(i for task in found.draft.tasks for i in task) == list(range(len(nodes)))
+        for stream, task in zip([t.stream for t in found.used], found.draft.tasks, strict=True):
             assert {nodes[i].stream or COMPUTE for i in task} == {stream}
 
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from piper_compiler import Strategy, Training, compile_program, recipes, synthetic
-from piper_compiler.passes.lower import Options, lower
+from piper_compiler import CompileRequest, Strategy, compile_program, recipes, synthetic
+from piper_compiler.compile import lowered as lowered_from
 from piper_ir.codec import dumps, loads
 from piper_ir.costs import Costs, Duration
 from piper_ir.errors import FormatError
@@ -22,7 +22,7 @@ def test_round_trip() -> None:
     graph = loads(Graph, text)
     assert dumps(graph) == text
     assert graph == lowered.graph
-    assert lower(graph, 1, Training(), Options())[1].key == lowered.plan.key
+    assert lowered_from(graph, 1, CompileRequest(program, strategy)).plan.key == lowered.plan.key
 
 
 def test_unknown_keys_and_truncation_are_errors() -> None:

@@ -20,7 +20,7 @@ from piper_compiler.recipes import search
 from piper_compiler.recipes.search import Search, find_orders
 from piper_compiler.recipes.zb_greedy import Greedy, Rules
 from piper_compiler.recipes.zb_problem import Problem, Stages, Value
-from piper_compiler.recipes.zero_bubble import v_frontier
+from piper_compiler.recipes.zero_bubble import ROUNDING, v_frontier
 from piper_ir.errors import DirectiveError
 from piper_ir.mesh import Mesh
 from piper_ir.plan import Plan
@@ -190,6 +190,20 @@ def test_the_v_frontier(p: int, units: int) -> None:
     goal = Value(6.0 * 2 * p + max(expected, 7 if units == 10 else p), expected, 0.0) if p == 6 else None
     orders = find_orders(even(p, 2), 2 * p, (float(units),) * p, goal)
     assert execute(orders, stages=2 * p).span == expected
+    assert max(peaks(orders)) <= units
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "units", "more"),
+    [(4, 24, 4, 0), (4, 24, 5, 0), (4, 36, 6, 0), (6, 24, 6, 0), (6, 36, 8, 0), (6, 24, 12, 0), (6, 24, 10, 3), (6, 36, 11, 3)],
+)
+def test_the_v_frontier_with_more_microbatches(p: int, m: int, units: int, more: int) -> None:
+    """`more`: how much larger docs/language.md says that the span bubble may be. Where it is 0 the search may end there."""
+    expected = v_frontier(p, units)
+    goal = None if more else Value(6.0 * m + max(expected, p), expected, 0.0)
+    limit = units * (1 + ROUNDING)  # as the recipe gives it: where the search comes to depends on it
+    orders = find_orders(even(p, 2), m, (limit,) * p, goal)
+    assert expected <= execute(orders, stages=2 * p).span <= expected + more
     assert max(peaks(orders)) <= units
 
 

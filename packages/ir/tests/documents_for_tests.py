@@ -1,9 +1,9 @@
-"""Hypothesis strategies for documents of the IR, derived from the types of their fields; they need not make sense."""
+"""Derive Hypothesis strategies for documents of the IR from the types of their fields; they need not make sense."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -32,7 +32,7 @@ KNOWN = (
     "h@1",
     "ga@0#pp0",
 )
-"""Names of `plans_for_tests`."""
+"""Names that plans_for_tests uses."""
 AWKWARD = ("a", "@1", "+", "waits", "end", "a b", '"', "{", "")
 """Words that mean something in a plan's text, or need quotes there."""
 NAMES = st.one_of(st.sampled_from(KNOWN), st.sampled_from(AWKWARD), st.text(max_size=3))
@@ -40,13 +40,13 @@ NAMES = st.one_of(st.sampled_from(KNOWN), st.sampled_from(AWKWARD), st.text(max_
 
 @cache
 def documents(kind: Any) -> st.SearchStrategy[Any]:
-    """Any value of a type hint of the IR. Containers have at most two entries."""
+    """Return a strategy for any value of a type hint of the IR; containers have at most two entries."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return st.one_of([documents(a) for a in args])
     if origin is Literal:
         return st.sampled_from(args)
-    if origin is tuple and args[-1] is Ellipsis:
+    if origin is Sequence or (origin is tuple and args[-1] is Ellipsis):
         return st.lists(documents(args[0]), max_size=2).map(tuple)
     if origin is tuple:
         return st.tuples(*(documents(a) for a in args))

@@ -1,4 +1,4 @@
-"""A small good plan, written by hand, and ways to change one thing in it."""
+"""Make a small good plan, written by hand, and change one thing in it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FROZEN = TensorSpec((8,), "float32")
 
 
 def chunks() -> tuple[Chunk, Chunk]:
-    """An embedding, and a head on the same table that reads one output of the embedding twice: its tangent is a sum."""
+    """Return an embedding, and a head on its table that reads one output of it twice: that tangent is a sum."""
     kernel = Kernel("matmul", (ROWS, 8, 16), "float32", 512, 1024)
     embed = Chunk(
         "embed",
@@ -60,7 +60,7 @@ def chunks() -> tuple[Chunk, Chunk]:
 
 
 class Builder:
-    """Collects the values and instructions of one role."""
+    """Collect the values and instructions of one role."""
 
     def __init__(self, values: dict[str, Value]) -> None:
         self.values = values
@@ -83,7 +83,7 @@ def whole(node: str, op: Op, reads: tuple[str, ...] = (), writes: tuple[str, ...
 
 
 def _first(b: Builder) -> None:
-    """Role pp0: F0 F1 W0 W1, the norm's zero, update."""
+    """Return role pp0, which runs F0 F1 W0 W1, the norm's zero and the update."""
     for mb in range(2):
         b.make("batch", IDS, f"x@{mb}")
         b.make("activation", HIDDEN, f"a@{mb}", f"b@{mb}", f"s@{mb}")
@@ -109,7 +109,7 @@ def _first(b: Builder) -> None:
 
 
 def _second(b: Builder) -> None:
-    """Role pp1: F0 F1 (I0 W0) (I1 W1), two reductions, the norm, update."""
+    """Return role pp1, which runs F0 F1 (I0 W0) (I1 W1), two reductions, the norm and the update."""
     for mb in range(2):
         b.make("batch", IDS, f"t@{mb}")
         b.make("activation", HIDDEN, f"a@{mb}#pp1", f"b@{mb}#pp1", f"h@{mb}", f"iw@{mb}")
@@ -147,7 +147,7 @@ def _second(b: Builder) -> None:
 
 
 def good_plan() -> Plan:
-    """GPipe on pp=2 x dp=2 with two microbatches, a table used by both stages, a parameter of the second, clipping."""
+    """Return GPipe on pp=2 x dp=2 with two microbatches, a table of both stages, a parameter of the second, clipping."""
     values: dict[str, Value] = {}
     first, second = Builder(values), Builder(values)
     _first(first)
@@ -187,7 +187,7 @@ def good_plan() -> Plan:
 
 
 def lone_plan() -> Plan:
-    """The good plan with one replica: nobody else holds the bucket of the second stage, so nothing reduces it."""
+    """Return the good plan with one replica, where nothing reduces the second stage's bucket: one rank holds it."""
     plan = replace(good_plan(), mesh=Mesh(pp=2), replicated=())
     for rank, role in enumerate(plan.roles):
         plan = change_role(plan, role.role, ranks=(rank,))
@@ -213,7 +213,7 @@ def change_program(plan: Plan, role: str, edit: Callable[[list[Instr]], Any]) ->
 
 
 def find(plan: Plan, role: str, node: str) -> int:
-    """The index of the instruction that has a part of this node."""
+    """Return the index of the instruction that has a part of this node."""
     return next(i for i, instr in enumerate(plan.role(role).program) if any(p.node == node for p in instr.parts))
 
 

@@ -1,19 +1,23 @@
-"""JSON both ways, and every kind of bad text."""
+"""JSON is written and read back, and every kind of bad text is refused."""
 
 from __future__ import annotations
 
 import json
 import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from packages.ir.tests.documents_for_tests import documents
 from packages.ir.tests.plans_for_tests import chunks, good_plan
+from piper_ir import codec
 from piper_ir.codec import decode, dumps, encode, loads
 from piper_ir.errors import FormatError
+from piper_ir.graph import Graph
+from piper_ir.graph_json import GraphDocument
 from piper_ir.ops import Collective, Op, Update
 from piper_ir.plan import Plan, Values
 from piper_ir.program import Program
@@ -162,3 +166,41 @@ class _Unwritable:
 def test_what_has_no_json_form_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="no JSON form for set"):
         dumps(_Unwritable({1}))
+
+
+@dataclass(frozen=True)
+class Distances:
+    """Stand for a class whose fields JSON cannot hold."""
+
+    between: Mapping[tuple[str, str], int]
+
+
+@dataclass(frozen=True)
+class DistancesDocument:
+    FORMAT: ClassVar[str] = "Distances"
+
+    rows: tuple[tuple[str, str, int], ...]
+
+
+def test_a_class_that_json_cannot_hold_needs_a_registered_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "_DOCUMENT_FORMS", {})
+    distances = Distances({("a", "b"): 3})
+    with pytest.raises(TypeError, match=r"the keys of its field between are no strings; import the module that registers"):
+        dumps(distances)
+    with pytest.raises(TypeError, match="no JSON form for Distances"):
+        loads(Distances, '{"format": "Distances", "version": 1, "between": {}}')
+    codec.register(
+        Distances,
+        DistancesDocument,
+        lambda d: DistancesDocument(tuple((a, b, n) for (a, b), n in d.between.items())),
+        lambda d: Distances({(a, b): n for a, b, n in d.rows}),
+    )
+    assert json.loads(dumps(distances)) == {"format": "Distances", "version": 1, "rows": [["a", "b", 3]]}
+    assert loads(Distances, dumps(distances)) == distances
+
+
+def test_a_graph_has_a_document_only_where_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert codec._DOCUMENT_FORMS[Graph].document is GraphDocument
+    monkeypatch.delitem(codec._DOCUMENT_FORMS, Graph)
+    with pytest.raises(TypeError, match="no JSON form for Graph"):
+        loads(Graph, '{"format": "Graph", "version": 1}')

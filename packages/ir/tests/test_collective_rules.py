@@ -1,4 +1,4 @@
-"""The laws of collectives, and each rule of `verify` that they touch against a plan in which one thing is wrong."""
+"""Collectives do what their laws say, and rules of `verify` find the one thing that is wrong in a plan of them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from piper_ir.collectives import COLLECTIVES, Law, kind_named, law_of
 from piper_ir.errors import PlanError
 from piper_ir.ops import Collective, message_op
 from piper_ir.plan import Instr, Plan, Value
+from piper_ir.plan_bytes import PlanBytes
 from piper_ir.sizes import TensorSpec
 from piper_ir.text import format_plan, parse_plan
 from piper_ir.timing import prepare
-from piper_ir.traffic import Traffic
 from piper_ir.verify import check
 from tests.collective_plans import plan
 
@@ -44,7 +44,7 @@ def test_what_cannot_be_taken_apart_is_refused(kind: str) -> None:
 
 
 def test_bytes_on_the_wire() -> None:
-    """The factors are those by which NCCL's tests turn algorithm into bus bandwidth."""
+    """The factors are those by which NCCL's tests turn algorithm bandwidth into bus bandwidth."""
     factors = {kind: [law.wire(n) for n in (1, 2, 4)] for kind, law in COLLECTIVES.items()}
     half = [0.0, 0.5, 0.75]
     assert factors == {"all_reduce": [0.0, 1.0, 1.5], "all_gather": half, "reduce_scatter": half, "all_to_all": half}
@@ -68,9 +68,9 @@ def test_a_plan_with_every_collective_is_good(n: int) -> None:
 
 
 def test_the_bytes_of_a_message_are_those_of_the_whole_tensor() -> None:
-    traffic = Traffic(PLANS[4])
+    traffic = PlanBytes(PLANS[4])
     parts = [i.parts[0] for i in PLANS[4].roles[0].program if isinstance(i.parts[0].op, Collective)]
-    sizes = {message_op(p.op): traffic.message(p.op, p) for p in parts}  # type: ignore[arg-type]  # collectives
+    sizes = {message_op(p.op): traffic.message_bytes(p.op, p) for p in parts}  # type: ignore[arg-type]  # collectives
     assert sizes == dict.fromkeys(("all_to_all", "reduce_scatter", "all_gather"), 4 * 4 * 8)
 
 
@@ -89,7 +89,7 @@ def breaks(rule: str, message: str) -> Callable[[Break], Break]:
 
 
 def everywhere(made: Plan, node: str, op: Collective) -> Plan:
-    """The op in place of that of a node on every role; "{}" in the node stands for the role."""
+    """Put an op in place of that of a node on every role; "{}" in the node stands for the role."""
     for role in made.roles:
         made = change_part(made, role.role, node.format(role.role), op=op)
     return made
@@ -148,7 +148,7 @@ def _other_kind(made: Plan) -> Plan:
 
 @breaks("R18-group-match", "channel sum: role r0 meets 3 times, role r1 meets 4 times")
 def _missing(made: Plan) -> Plan:
-    """The last gather of r0, and its update's wait for it; what it would have written goes unwritten on r0."""
+    """Drop the last gather of r0 and its update's wait for it; what it would have written goes unwritten on r0."""
 
     def edit(program: list[Instr]) -> None:
         del program[find(made, "r0", "all_gather.whole@1#r0")]
@@ -168,7 +168,7 @@ def _missing(made: Plan) -> Plan:
 
 @breaks("R19-deadlock", "meets r1[")
 def _crossed(made: Plan) -> Plan:
-    """r0 exchanges before it sends what r1 must have to exchange."""
+    """Let r0 exchange before it sends what r1 must have to exchange."""
 
     def edit(program: list[Instr]) -> None:
         send = find(made, "r0", "send.h@0#r1")
@@ -188,21 +188,21 @@ def _not_put_together(made: Plan) -> Plan:
 
 @breaks("R27-dataflow", "not asked for blocks of AllToAll of blocks of AllToAll of")
 def _other_members(made: Plan) -> Plan:
-    """The second exchange is over replicas too: not the members that took the tensor apart."""
+    """Let the second exchange go over replicas too, whose members are not those that took the tensor apart."""
     wide = replace(made.channel("swap"), id="wide", over=("dp",))
     return everywhere(replace(made, channels=(*made.channels, wide)), "all_to_all.held@0#{}", Collective("all_to_all", "wide"))
 
 
 @breaks("R27-dataflow", "stem.W@0 reads whole@0#r0 as tan0: missing branch0:gin0@0, branch1:gin0@0")
 def _gathered_only(made: Plan) -> Plan:
-    """What is gathered is no sum."""
+    """Gather what one member gives, where a sum is asked for."""
     small = {id: replace(v, spec=TensorSpec((2, 4), "float64")) for id, v in made.values.items() if id.startswith("part@0")}
     return everywhere(replace(made, values={**made.values, **small}), "reduce_scatter.part@0#{}", Collective("first_part", "sum"))
 
 
 @breaks("R29-spoiled", "gh0@0 is undefined after ReduceScatter, and instruction")
 def _read_again(made: Plan) -> Plan:
-    """r0's weight gradient reads what the reduction may use as room to work in."""
+    """Let r0's weight gradient read what the reduction may use as room to work in."""
     return change_part(made, "r0", "branch0.W@0", reads=("held@0#r0", "gh0@0"))
 
 
@@ -218,7 +218,7 @@ def test_one_fault_breaks_one_rule(rule: str, message: str, change: Break, monke
 
 
 def test_a_reduction_of_a_bucket_is_an_all_reduce(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where another collective works on buckets."""
+    """A bucket needs an all-reduce also where another collective works on buckets."""
     from packages.ir.tests.plans_for_tests import good_plan
 
     monkeypatch.setitem(COLLECTIVES, "average", replace(COLLECTIVES["all_reduce"], name="Average"))
@@ -230,7 +230,7 @@ def test_a_reduction_of_a_bucket_is_an_all_reduce(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_reads_before_a_spoiling_collective_is_fine() -> None:
-    """The weight gradient of branch 0 reads it first, and the reduction waits for that."""
+    """The plan is right where branch 0's weight gradient reads the tensor first, and the reduction waits for that."""
     role = GOOD.role("r0")
     at, reduce = find(GOOD, "r0", "branch0.W@0"), find(GOOD, "r0", "reduce_scatter.part@0#r0")
     count = sum(i.stream == "compute" for i in role.program[: at + 1])

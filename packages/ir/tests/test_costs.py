@@ -1,4 +1,4 @@
-"""Costs: look-up, exact and between what was measured; refusal of nonsense; JSON both ways."""
+"""Costs are looked up exactly and between measured sizes, refuse nonsense, and survive JSON."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_lookup_is_exact() -> None:
 
 
 def test_steps_are_found_by_code_at_their_rows_and_between() -> None:
-    """Measured at 2 and 8 rows, proportional to them."""
+    """Return costs measured at 2 and 8 rows, proportional to them."""
     assert MEASURED.of_compute("any chunk", "F", "code", 2) == Duration(1.0)
     between = MEASURED.of_compute("any chunk", "F", "code", 4)
     assert between is not None and between.source == "interpolated" and between.seconds == pytest.approx(2.0)
@@ -76,7 +76,7 @@ def test_spread_and_processor_time_grow_with_the_message() -> None:
 
 
 def test_the_square_root_lies_between() -> None:
-    """Update: 2 s at 100 bytes, 4 s at 400: time goes with the square root of the bytes."""
+    """An update takes 2 s at 100 bytes and 4 s at 400: its time goes with the square root of the bytes."""
     found = MEASURED.of_part("Update", 200)
     assert found is not None and found.seconds == pytest.approx(2.0 * 2**0.5)
 

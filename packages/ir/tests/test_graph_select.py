@@ -133,7 +133,7 @@ def test_the_first_directive_that_orders_two_nodes_is_remembered() -> None:
     edit = small().edit()
     edit.order("b", "c")
     edit.order("b", "c")
-    assert edit.done().order_edges == {("b", "c"): 0}
+    assert edit.done().order_edges == {(("b", -1), ("c", -1)): 0}
 
 
 def test_text_is_stable_and_names_everything() -> None:

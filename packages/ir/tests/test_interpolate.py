@@ -1,10 +1,10 @@
-"""Lines on log-log paper: through the points, exact for powers, nowhere else than between and just beyond them."""
+"""Lines on log-log paper go through the points, are exact for powers, and end just beyond the points."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piper_ir.interpolate import REACH, log_log, within
+from piper_ir.tools import REACH, log_log, within
 
 
 @given(st.floats(0.1, 3.0), st.floats(1e-9, 1e3), st.integers(1, 4000))
@@ -33,7 +33,7 @@ def test_nothing_is_known_beyond_the_reach_or_between_no_two_points() -> None:
 
 
 def test_the_reach_keeps_the_error_of_an_affine_time_below_what_is_said() -> None:
-    """The docstring's numbers: a + b x continued from x / 2 and x to 2 x, and to 4 x, at its worst."""
+    """The docstring's numbers hold for a + b x, continued from x / 2 and x to 2 x, and to 4 x, at its worst."""
 
     def error(beyond: float) -> float:
         worst = 0.0

@@ -1,4 +1,4 @@
-"""Memory that kernels hold inside on a kind of device, and of updates."""
+"""Memory that kernels hold inside on a kind of device counts there, and so does memory of updates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from packages.ir.tests.plans_for_tests import good_plan
 from piper_ir.codec import dumps, loads
 from piper_ir.memory import on_device, peak, scan
-from piper_ir.memory_owners import Owner, held_at_peak, owners
+from piper_ir.memory_owners import MemoryOwner, held_at_peak, owners
 from piper_ir.ops import Compute, Update
 from piper_ir.plan import Plan, RolePlan, part_peak
 from piper_ir.program import Inside, Liveness
@@ -17,7 +17,7 @@ from piper_ir.sizes import Affine, bind
 from piper_ir.text import format_plan, parse_plan
 
 LOSS = Liveness((0,), ((Affine(0, 10),), ()), ((Inside(Affine(2, 10), Affine(0, 4), 20),), ()))
-"""10 bytes per row; on CUDA 2 more, and 4 for each row up to five."""
+"""A step that holds 10 bytes per row; on CUDA 2 more, and 4 for each row up to five."""
 
 
 @pytest.mark.parametrize(("rows", "wanted"), [(1, 16), (5, 72), (6, 82), (100, 1022)])
@@ -32,7 +32,7 @@ def test_an_input_that_dies_before_gives_its_bytes_back() -> None:
 
 
 def with_inside(plan: Plan, chunk: str, nbytes: int) -> Plan:
-    """The plan, where step I of a chunk holds so many bytes more on CUDA."""
+    """Return the plan, in which step I of a chunk holds so many bytes more on CUDA."""
 
     chunks = []
     for c in plan.chunks:
@@ -48,7 +48,7 @@ def runs(role: RolePlan, chunk: str) -> bool:
 
 
 def test_peaks_for_a_kind_of_device() -> None:
-    """Where an instruction that holds more is run it is the fullest, with all that it holds; elsewhere nothing moves."""
+    """The instruction that holds more becomes the fullest one, with all that it holds; elsewhere nothing changes."""
     plain = good_plan()
     parts = [p for role in plain.roles for i in role.program for p in i.parts]
     chunk = next(p.op.chunk for p in parts if isinstance(p.op, Compute) and p.op.step == "I")
@@ -85,6 +85,8 @@ def test_an_update_holds_its_temporaries() -> None:
 
 
 def test_an_owner_in_words() -> None:
-    assert Owner("activation", "layers.3", 8, (0, 1, 2, 3), 13 << 30).text == "layers.3: activation 13 GiB of 4 microbatches"
-    assert Owner("activation", "layers.3", 8, (2,), 1 << 20).text == "layers.3: activation 1 MiB of 1 microbatch"
-    assert Owner("param", "bucket0: w", 1, (), 5).text == "bucket0: w: param 5 B"
+    assert (
+        MemoryOwner("activation", "layers.3", 8, (0, 1, 2, 3), 13 << 30).text == "layers.3: activation 13 GiB of 4 microbatches"
+    )
+    assert MemoryOwner("activation", "layers.3", 8, (2,), 1 << 20).text == "layers.3: activation 1 MiB of 1 microbatch"
+    assert MemoryOwner("param", "bucket0: w", 1, (), 5).text == "bucket0: w: param 5 B"

@@ -1,4 +1,4 @@
-"""The memory scan against a slow count by hand, on the cases that its rules name."""
+"""The memory scan agrees with a slow count by hand, on the cases that its rules name."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def value(id: str, n: int, category: Category = "activation") -> Value:
 
 
 def plan(*program: Instr, values: tuple[Value, ...], liveness: Liveness | None = None, **role: object) -> Plan:
-    """A role of its own program; chunk c reads a value of 100 bytes and writes one of 40."""
+    """Return a plan of one role with this program; chunk c reads a value of 100 bytes and writes one of 40."""
     spec = byte(100)
     signature = Signature(("in0",), ("out0",), liveness=liveness or Liveness())
     chunk = Chunk(
@@ -75,14 +75,14 @@ def test_communication_neither_allocates_nor_frees() -> None:
 
 
 def test_temporaries_are_workspace() -> None:
-    """90 bytes while the input lives: 50 beyond the output of 40."""
+    """The step holds 90 bytes while the input lives: 50 beyond the output of 40."""
     step = Instr("compute", (Part("f", F, reads=("x",), writes=("y",)),))
     p = plan(step, values=(X, Y), liveness=Liveness((0,), ((90,), (40,))), allocs_first=("x",))
     assert usages(p) == [Usage(0, 190, {"activation": 140, "workspace": 50})]
 
 
 def test_an_input_that_dies_early_lowers_the_peak() -> None:
-    """Nothing is held until the input was read for the last time, then the output: x and y are never alive together."""
+    """The output is made after the input was read for the last time, so x and y are never alive together."""
     step = Instr("compute", (Part("f", F, reads=("x",), writes=("y",), frees=("x",)),))
     p = plan(step, values=(replace(X, category="gradient"), Y), liveness=Liveness((0,), ((0,), (40,))), allocs_first=("x",))
     (most,) = usages(p)

@@ -1,4 +1,4 @@
-"""Ranks and coordinates."""
+"""A mesh turns ranks into coordinates and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The quick way through values whose life is plain says what the rules say of each value alone."""
+"""The quick way through plain values finds what the rules find for each value alone."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 
 from packages.ir.tests.plans_for_tests import good_plan
-from piper_ir import verify_values
 from piper_ir.plan import Instr, Part, Plan
-from piper_ir.verify_rules import Findings, Violation
-from piper_ir.verify_values import Order, check_values
+from piper_ir.verify import values as verify_values
+from piper_ir.verify.rules import Findings, Violation
+from piper_ir.verify.values import HappensBefore, check_values
 
 FIELDS = ("reads", "writes", "frees", "frees_before", "allocs_after")
 
 
 def broken(plan: Plan, draw: random.Random) -> Plan:
-    """A value is left out, repeated or put in, once or twice, anywhere."""
+    """Leave out, repeat or put in a value, once or twice, anywhere."""
     for _ in range(draw.choice((1, 1, 2))):
         role = draw.choice(plan.roles)
         index = draw.randrange(len(role.program))
@@ -45,9 +45,9 @@ def _edited(found: tuple[str, ...], values: list[str], draw: random.Random) -> t
 
 
 def violations(plan: Plan) -> list[Violation]:
-    out = Findings(plan)
-    check_values(out, {role.role: Order(role) for role in plan.roles})
-    return out.found
+    findings = Findings(plan)
+    check_values(findings, {role.role: HappensBefore(role) for role in plan.roles})
+    return findings.violations
 
 
 def test_broken_plans_are_found_alike(monkeypatch: pytest.MonkeyPatch) -> None:

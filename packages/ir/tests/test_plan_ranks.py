@@ -1,4 +1,4 @@
-"""Ranks, replicas, peers and sizes of a plan."""
+"""A plan knows its ranks, replicas, peers and sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GOOD = good_plan()
 
 
 def _plan(mesh: Mesh, replicated: tuple[str, ...]) -> Plan:
-    """One role per pipeline stage, without programs."""
+    """Return a plan with one role per pipeline stage, without programs."""
     stages = range(mesh.size("pp"))
     roles = tuple(RolePlan(f"pp{s}", {"pp": s}, mesh.ranks({"pp": s}), (), ("compute",)) for s in stages)
     return replace(GOOD, mesh=mesh, replicated=replicated, roles=roles, rows=3, microbatches=5)

@@ -1,4 +1,4 @@
-"""Each rule of `verify` against a plan in which exactly one thing is wrong."""
+"""Each rule of `verify` finds the one thing that is wrong in a plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from packages.ir.tests.plans_for_tests import (
     lone_plan,
 )
 from packages.ir.tests.test_collective_rules import BREAKS as COLLECTIVE_BREAKS
-from piper_ir import verify_training
 from piper_ir.errors import PlanError
 from piper_ir.memory import with_peaks
 from piper_ir.mesh import Mesh
@@ -34,8 +33,9 @@ from piper_ir.plan import Instr, Part, Plan
 from piper_ir.program import Input, Output
 from piper_ir.sizes import Affine, TensorSpec
 from piper_ir.verify import RULES, check, verify
-from piper_ir.verify_rules import Findings
-from piper_ir.verify_values import Order
+from piper_ir.verify import training as verify_training
+from piper_ir.verify.rules import Findings
+from piper_ir.verify.values import HappensBefore
 
 GOOD = good_plan()
 
@@ -44,7 +44,7 @@ BREAKS: list[tuple[str, str, Break]] = []
 
 
 def breaks(rule: str, message: str) -> Callable[[Break], Break]:
-    """Registers a change of the good plan, the one rule that it breaks, and words that the message must have."""
+    """Register a change of the good plan, the one rule that it breaks, and words that the message must have."""
 
     def register(function: Break) -> Break:
         BREAKS.append((rule, message, function))
@@ -334,7 +334,7 @@ def _other_bucket(plan: Plan) -> Plan:
 
 @breaks("R19-deadlock", "pp0[5] embed.F@1+1 on compute waits for pp0[4] recv.gb@0")
 def _deadlock(plan: Plan) -> Plan:
-    """pp0 wants the gradient of microbatch 0 before its second forward; pp1 runs both forwards first."""
+    """Let pp0 want the gradient of microbatch 0 before its second forward, while pp1 runs both forwards first."""
 
     def edit(program: list[Instr]) -> None:
         receives = [replace(program.pop(6), waits=(("compute", 1),)) for _ in range(2)]
@@ -347,7 +347,7 @@ def _deadlock(plan: Plan) -> Plan:
 
 @breaks("R20-issue-order", "if each rank runs its communications one by one")
 def _crossed(plan: Plan) -> Plan:
-    """pp0 issues its receives of gradients before the sends of activations that those gradients need."""
+    """Let pp0 issue its receives of gradients before the sends of activations that those gradients need."""
 
     def edit(program: list[Instr]) -> None:
         program[4:8] = [*program[6:8], *program[4:6]]
@@ -500,7 +500,7 @@ def test_microbatches_may_run_in_any_order_unless_they_update_a_buffer() -> None
 
 
 def test_a_buffer_is_read_after_its_update_of_the_microbatch_before() -> None:
-    """Two chunks use a buffer on one role: the first reads it, the second updates it."""
+    """Chunks that read and update a buffer on one role run in the order of one device."""
     embed, head = GOOD.chunks
     read = Input("buffer", "scale", embed.inputs[2].spec)
     update = Output("buffer", embed.inputs[2].spec, "scale")
@@ -508,10 +508,10 @@ def test_a_buffer_is_read_after_its_update_of_the_microbatch_before() -> None:
     chunks = (embed, replace(head, inputs=(*head.inputs, read), outputs=(*head.outputs, update)))
 
     def found(places: dict[tuple[str, int], int]) -> list[str]:
-        out = Findings(replace(GOOD, chunks=chunks))
+        findings = Findings(replace(GOOD, chunks=chunks))
         role = GOOD.roles[0]
-        verify_training._check_buffers(out, {(c, mb, "F"): [(role, (at, 0))] for (c, mb), at in places.items()})
-        return [v.message for v in out.found]
+        verify_training._check_buffers(findings, {(c, mb, "F"): [(role, (at, 0))] for (c, mb), at in places.items()})
+        return [v.message for v in findings.violations]
 
     assert found(uses) == []
     (early,) = found({**uses, ("embed", 1): 0, ("embed", 0): -1, ("head", 0): 1})
@@ -562,7 +562,7 @@ def test_a_deadlock_is_shown_as_a_cycle_of_waiting() -> None:
 
 
 def test_order_is_transitive_and_ignores_program_order_across_streams() -> None:
-    order = Order(GOOD.role("pp0"))
+    order = HappensBefore(GOOD.role("pp0"))
     first, sent, received, last = (find(GOOD, "pp0", n) for n in ("embed.F@0", "send.b@0", "recv.ga@1", "update"))
     assert order.precedes(first, sent) and order.precedes(first, last) and order.precedes(received, last)
     assert not order.precedes(sent, received) and not order.precedes(last, first) and not order.precedes(first, first)
@@ -571,14 +571,14 @@ def test_order_is_transitive_and_ignores_program_order_across_streams() -> None:
 @settings(max_examples=100, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_a_plan_that_makes_no_sense_is_refused_and_does_not_crash(data: st.DataObject) -> None:
-    """One field anywhere in the plan becomes any value of its type."""
+    """Turn one field anywhere in the plan into any value of its type."""
     plan: Any = _redrawn(GOOD, Plan, data)
     if plan != GOOD:
         check(plan)
 
 
 def _redrawn(item: Any, hint: Any, data: st.DataObject) -> Any:
-    """The item with one field, at a random depth, drawn anew."""
+    """Return the item with one field, at a random depth, drawn anew."""
     if is_dataclass(item) and not isinstance(item, Mesh | TensorSpec) and data.draw(st.integers(0, 9)):
         field = data.draw(st.sampled_from([f for f in fields(item) if f.init and f.name != "version"]))
         kind = get_type_hints(type(item))[field.name]
@@ -603,7 +603,7 @@ def _without_one_wait(plan: Plan) -> Iterator[tuple[Plan, str, int, int]]:
 def test_any_wait_that_is_dropped_is_noticed_unless_others_imply_it() -> None:
     needed = implied = 0
     for plan, role, awaited, index in _without_one_wait(GOOD):
-        redundant = Order(plan.role(role)).precedes(awaited, index)
+        redundant = HappensBefore(plan.role(role)).precedes(awaited, index)
         assert (check(with_peaks(plan)) == []) == redundant, (role, index)
         needed, implied = needed + (not redundant), implied + redundant
     assert needed >= 15 and implied >= 5

@@ -1,4 +1,4 @@
-"""The abstract run of `verify` against a literal one: hosts that issue, queues, and meetings, step by step."""
+"""The abstract run of `verify` agrees with a literal one of hosts that issue, queues and meetings, step by step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from packages.ir.tests.plans_for_tests import SCALAR, good_plan
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Add, Collective, Recv, Send
 from piper_ir.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan, Value
-from piper_ir.verify_rules import Findings, Violation
-from piper_ir.verify_run import Events, meetings, run
+from piper_ir.verify.rules import Findings, Violation
+from piper_ir.verify.run import Events, meetings, run
 
 ROLES = ("a", "b", "c")
 STREAMS = (COMPUTE, "s0", "s1", "s2")
@@ -22,7 +22,7 @@ VALUES = {"v": Value("v", SCALAR, "scalar")}
 
 @dataclass
 class _Host:
-    """One role: a thread that issues in program order and runs compute itself, and a queue per communication stream."""
+    """Run one role: a thread issues in program order and computes, and each communication stream is a queue."""
 
     role: RolePlan
     at: int = 0
@@ -48,7 +48,7 @@ class _Host:
         return self.at > before
 
     def ready(self, channel: str, serial: bool) -> str | None:
-        """The stream whose next instruction can meet its peers on a channel now."""
+        """Return the stream whose next instruction can meet its peers on a channel now."""
         heads = [s for s, q in self.queues.items() if q and q[0].parts[0].op.channel == channel]  # type: ignore[union-attr]  # COMM
         heads = [s for s in heads if self.waited(self.queues[s][0])]
         if serial:
@@ -61,7 +61,7 @@ class _Host:
 
 
 def _runs(plan: Plan, serial: bool) -> bool:
-    """Whether the literal run gets to its end."""
+    """Return whether the literal run gets to its end."""
     hosts = {r.role: _Host(r) for r in plan.roles}
     moved = True
     while moved:
@@ -78,7 +78,7 @@ def _runs(plan: Plan, serial: bool) -> bool:
 
 @st.composite
 def _plans(draw: st.DrawFn) -> Plan:
-    """Communication and compute in one global order, which every role follows up to a few swaps of neighbours."""
+    """Put communication and compute in one global order, which every role follows but for a few swaps of neighbours."""
     pairs = [(x, y) for x in ROLES for y in ROLES if x != y]
     stream = st.sampled_from(STREAMS[1:])
     channels = [Channel(f"{x}>{y}", "p2p", (x, y), (draw(stream), draw(stream))) for x, y in pairs]
@@ -102,26 +102,26 @@ def _plans(draw: st.DrawFn) -> Plan:
 
 
 def _disturbed(draw: st.DrawFn, program: list[Instr]) -> list[Instr]:
-    """Swaps of neighbours on different channels, then waits for earlier instructions."""
+    """Swap neighbours on different channels, then add waits for earlier instructions."""
     for k in draw(st.lists(st.integers(0, max(0, len(program) - 2)), max_size=6 if len(program) > 1 else 0)):
         program[k], program[k + 1] = program[k + 1], program[k]
-    out: list[Instr] = []
+    findings: list[Instr] = []
     counts: Counter[str] = Counter()
     for instr in program:
         others = [s for s in STREAMS if counts[s] and s != instr.stream]
         chosen = draw(st.lists(st.sampled_from(others), unique=True, max_size=2)) if others else []
-        out.append(Instr(instr.stream, instr.parts, tuple((s, draw(st.integers(1, counts[s]))) for s in chosen)))
+        findings.append(Instr(instr.stream, instr.parts, tuple((s, draw(st.integers(1, counts[s]))) for s in chosen)))
         counts[instr.stream] += 1
-    return out
+    return findings
 
 
 def _verdict(plan: Plan) -> list[Violation]:
-    out = Findings(plan)
-    met = meetings(out)
-    assert not out.found, "swaps of neighbours keep the number of sends and receives"
-    order = run(out, Events(plan, met))
-    assert bool(order) == all(v.rule != "R19-deadlock" for v in out.found)
-    return out.found
+    findings = Findings(plan)
+    met = meetings(findings)
+    assert not findings.violations, "swaps of neighbours keep the number of sends and receives"
+    order = run(findings, Events(plan, met))
+    assert bool(order) == all(v.rule != "R19-deadlock" for v in findings.violations)
+    return findings.violations
 
 
 SEEN: Counter[str] = Counter()

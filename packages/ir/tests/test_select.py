@@ -1,4 +1,4 @@
-"""Selections by coordinates."""
+"""Selections match nodes by their coordinates."""
 
 from __future__ import annotations
 

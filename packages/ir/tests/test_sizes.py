@@ -1,4 +1,4 @@
-"""Sizes that are affine in rows."""
+"""Sizes that are affine in rows are added, multiplied, bound and fitted exactly."""
 
 from __future__ import annotations
 

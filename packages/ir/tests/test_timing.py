@@ -1,4 +1,4 @@
-"""The timing sweep: each of its rules on a plan of a few instructions, its errors, and its steady state."""
+"""The timing sweep follows each of its rules, names what cannot run, and finds the steady state."""
 
 from dataclasses import replace
 
@@ -6,7 +6,8 @@ import pytest
 
 from piper_ir.errors import PlanError
 from piper_ir.plan import Plan
-from piper_ir.timing import Times, period, prepare, sweep
+from piper_ir.steady_state import period
+from piper_ir.timing import Times, prepare, sweep
 from tests.random_plans import PlanBuilder, given_durations, random_plan
 
 
@@ -52,7 +53,7 @@ def test_a_collective_starts_with_its_last_member() -> None:
 
 
 def test_latency_holds_waiters_and_not_the_stream() -> None:
-    """Two transfers of 1 s each, latency 10 s: the second starts at 1, not at 11."""
+    """The second of two transfers of 1 s each starts at 1 s, not at 11 s, with a latency of 10 s."""
     build = PlanBuilder(2, hop=10.0)
     build.transfer(0, 1)
     build.transfer(0, 1)
@@ -63,7 +64,7 @@ def test_latency_holds_waiters_and_not_the_stream() -> None:
 
 
 def test_done_keeps_the_order_of_a_stream() -> None:
-    """An all-reduce without latency behind a transfer under way on the same stream is not done for waiters before it."""
+    """An all-reduce without latency is not done for waiters before the transfer ahead of it on its stream is."""
     build = Sharing(2, hop=10.0)
     build.transfer(0, 1)
     build.all_reduce((0,), {})
@@ -96,7 +97,7 @@ def test_a_step_after_another_goes_on_where_its_streams_are() -> None:
 
 
 def test_the_period_is_shorter_than_the_makespan_where_steps_overlap() -> None:
-    """A chain of two devices: makespan 3 + 2, in steady state the slower one is always busy."""
+    """A chain of two devices takes 3 + 2 s; in steady state the slower one is always busy."""
     build = PlanBuilder(2)
     build.compute(0, 3.0)
     build.transfer(0, 1, waits=(("compute", 1),))
@@ -148,7 +149,7 @@ def swapped(plan: Plan, role: int, a: int, b: int) -> Plan:
 
 
 def test_a_deadlock_names_the_cycle() -> None:
-    """Both devices receive before they send, each on one stream."""
+    """Two devices that receive before they send, each on one stream, are a deadlock."""
     build = Sharing(2)
     build.transfer(0, 1)
     build.transfer(1, 0)

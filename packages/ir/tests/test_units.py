@@ -1,8 +1,8 @@
-"""Seconds, bytes and FLOPs for people."""
+"""Seconds, bytes and FLOPs are written for people."""
 
 import pytest
 
-from piper_ir.units import flops_text, size_text, time_text
+from piper_ir.tools import flops_text, size_text, time_text
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import piper_ops
 from piper_ops import library, losses
-from piper_ops.sdpa import Options
+from piper_ops.sdpa import AttentionOptions
 from piper_ops.sdpa_kernels import KERNELS
 
 TOLERANCE = 1e-12
@@ -86,7 +86,7 @@ def test_math_lowering_equals_eager(name: str) -> None:
     mask = kwargs.get("attn_mask")
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=torch.float64).masked_fill_(~mask, float("-inf"))
-    options = Options(mask, kwargs.get("is_causal", False), kwargs.get("scale", 8**-0.5))
+    options = AttentionOptions(mask, kwargs.get("is_causal", False), kwargs.get("scale", 8**-0.5))
     forward, backward = KERNELS["math"]
     with torch.no_grad():
         out, lse = forward(*tensors, options)

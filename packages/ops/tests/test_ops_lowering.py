@@ -10,7 +10,7 @@ from torch import Tensor
 
 from piper_ops import attention_lowering
 from piper_ops.lowering import LoweringName
-from piper_ops.sdpa import Options
+from piper_ops.sdpa import AttentionOptions
 from piper_ops.sdpa_kernels import BIAS_ALIGNMENT, KERNELS, LSE_ALIGNMENT, cuda_efficient
 
 SHAPE = (2, 64, 4, 32)
@@ -72,7 +72,7 @@ def test_cuda_lowerings_fit_torchs_schemas(name: LoweringName, kv_heads: int, ma
 
     q, k, v = t(4), t(kv_heads), t(kv_heads)
     bias = None if mask is None else torch.empty(mask, dtype=torch.bfloat16, device="meta")
-    options = Options(bias, mask is None, 0.1)
+    options = AttentionOptions(bias, mask is None, 0.1)
     forward, backward = KERNELS[name]
     out, lse = forward(q, k, v, options)
     assert out.shape == q.shape and lse.shape == (2, 4, 65) and lse.dtype == torch.float32
@@ -94,7 +94,7 @@ def test_efficient_operands_are_aligned(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr("piper_ops.sdpa_kernels.aten", Recorder())
     q = torch.zeros(2, 4, 65, 8)
-    options = Options(torch.randn(65, 65), False, 0.1)
+    options = AttentionOptions(torch.randn(65, 65), False, 0.1)
     out, lse = cuda_efficient(q, q, q, options)
     KERNELS["cuda_efficient"][1](out, q, q, q, out, lse, options)
     assert options.mask is not None

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from piper_ops import cross_entropy, layer_norm, rms_norm
 from piper_ops.lowering import LoweringName
-from piper_ops.sdpa_kernels import KERNELS, Options
+from piper_ops.sdpa_kernels import KERNELS, AttentionOptions
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -55,12 +55,12 @@ def test_attention_and_its_gradients(
     q, k, v, grad = (drawn(*s, dtype=dtype).transpose(1, 2) for s in shapes)
     bias = None if mask is None else drawn(*mask, dtype=dtype)
     forward, backward = KERNELS["math"]
-    exact = Options(bias, causal, dim**-0.5)
+    exact = AttentionOptions(bias, causal, dim**-0.5)
     out, lse = forward(q, k, v, exact)
     wanted = (out, lse, *backward(grad, q, k, v, out, lse, exact))
     forward, backward = KERNELS[name]
     q, k, v, grad = (t.to(dtype) for t in (q, k, v, grad))
-    narrow = Options(None if bias is None else bias.to(dtype), causal, dim**-0.5)
+    narrow = AttentionOptions(None if bias is None else bias.to(dtype), causal, dim**-0.5)
     out, lse = forward(q, k, v, narrow)
     kept = out.transpose(1, 2).contiguous().transpose(1, 2)  # as piper::attention saves it
     found = (out, lse, *backward(grad, q, k, v, kept, lse.contiguous(), narrow))

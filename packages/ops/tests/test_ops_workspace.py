@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from piper_ops import attention, attention_dgrad, cross_entropy, cross_entropy_dgrad, losses, sdpa
-from piper_ops.library import KERNELS as OPS
+from piper_ops.library import OP_KERNELS
 from piper_ops.sdpa_kernels import KERNELS
-from piper_ops.workspace import Own, held_inside, own_on_cuda
+from piper_ops.workspace import Workspace, cpu_workspace, cuda_workspace, peak_bytes_inside
 
 CLASSES, SLICE = 50, 1000
 MEASURED = Path(__file__).resolve().parents[3] / "benchmarks" / "measured" / "gpu-check-h200-last.txt"
@@ -28,7 +28,7 @@ def small_slices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def bytes_of(own: Own | None) -> int:
+def bytes_of(own: Workspace | None) -> int:
     assert own is not None
     return own.bytes
 
@@ -39,8 +39,11 @@ def loss_bytes(rows: int, dtype: torch.dtype, reduction: str) -> list[tuple[int,
     loss, lse = cross_entropy(logits, target, reduction)
     forward, backward = (logits, target, reduction), (torch.ones_like(loss), logits, target, lse, reduction)
     return [
-        (bytes_of(own_on_cuda(cross_entropy, forward, (loss, lse))), held_inside(OPS[cross_entropy], *forward)),
-        (bytes_of(own_on_cuda(cross_entropy_dgrad, backward, logits)), held_inside(OPS[cross_entropy_dgrad], *backward)),
+        (bytes_of(cuda_workspace(cross_entropy, forward, (loss, lse))), peak_bytes_inside(OP_KERNELS[cross_entropy], *forward)),
+        (
+            bytes_of(cuda_workspace(cross_entropy_dgrad, backward, logits)),
+            peak_bytes_inside(OP_KERNELS[cross_entropy_dgrad], *backward),
+        ),
     ]
 
 
@@ -72,8 +75,8 @@ def test_the_gradient_of_the_loss_took_as_much_on_an_h200() -> None:
     for sequences, planned, asked in found:
         tokens = 1024 * int(sequences)
         logits = torch.empty(tokens, 32_768, dtype=torch.bfloat16, device="meta")
-        own = own_on_cuda(cross_entropy_dgrad, (logits.sum(), logits, logits.new_empty(tokens), None), logits)
-        assert own == Own(13 * tokens + 4, 4 * 32_768 * tokens, 64 << 20)
+        own = cuda_workspace(cross_entropy_dgrad, (logits.sum(), logits, logits.new_empty(tokens), None), logits)
+        assert own == Workspace(13 * tokens + 4, 4 * 32_768 * tokens, 64 << 20)
         assert own.bytes == int(asked) - int(planned)
 
 
@@ -94,8 +97,11 @@ def test_written_out_attention_holds_what_it_holds_here(kv_heads: int, causal: b
     given = (q, k, v, None, causal, None)
     out, lse = sdpa.run_forward(forward, *given)
     both = (out, q, k, v, out, lse, None, causal, None)
-    here = held_inside(partial(sdpa.run_forward, forward), *given), held_inside(partial(sdpa.run_backward, backward), *both)
-    formulas = own_on_cuda(attention, given, (out, lse)), own_on_cuda(attention_dgrad, both, (q, k, v))
+    here = (
+        peak_bytes_inside(partial(sdpa.run_forward, forward), *given),
+        peak_bytes_inside(partial(sdpa.run_backward, backward), *both),
+    )
+    formulas = cuda_workspace(attention, given, (out, lse)), cuda_workspace(attention_dgrad, both, (q, k, v))
     assert tuple(map(bytes_of, formulas)) == here
     assert min(here) > 2 * 4 * 8 * 8 * 8, "at least a T x T matrix"
 
@@ -116,10 +122,44 @@ def test_written_out_attention_holds_what_it_holds_here(kv_heads: int, causal: b
 def test_the_gradient_of_attention_by_hand(dtype: torch.dtype, length: int, kv_heads: int, dim: int, wanted: int) -> None:
     q, k, v = shapes(dtype, length, 4, kv_heads, dim)
     lse = torch.empty(2, 4, length)
-    assert own_on_cuda(attention_dgrad, (q, q, k, v, q, lse, None, True), (q, k, v)) == Own(wanted)
-    assert own_on_cuda(attention, (q, k, v, None, True), (q, lse)) == Own(0)
+    assert cuda_workspace(attention_dgrad, (q, q, k, v, q, lse, None, True), (q, k, v)) == Workspace(wanted)
+    assert cuda_workspace(attention, (q, k, v, None, True), (q, lse)) == Workspace(0)
 
 
 def test_other_ops_have_no_memory_of_their_own_that_is_counted() -> None:
     x = torch.randn(4)
-    assert own_on_cuda(torch.ops.aten.add.Tensor, (x, x), x) is None
+    assert cuda_workspace(torch.ops.aten.add.Tensor, (x, x), x) is None
+
+
+MASKS = {
+    "none": None,
+    "bool": torch.ones(40, 40, dtype=torch.bool).tril(),
+    "bool per row": torch.ones(2, 1, 40, 40, dtype=torch.bool),
+    "bool per head": torch.ones(4, 40, 40, dtype=torch.bool),
+    "float32": torch.zeros(40, 40),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_mask_made_for_the_kernel_is_counted_on_a_cpu(name: str, dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(2, 40, 4, 16).to(dtype) for _ in range(3))
+    mask = MASKS[name]
+    out, lse = OP_KERNELS[attention](q, k, v, mask)
+    forward, backward = (q, k, v, mask), (out, q, k, v, out, lse, mask)
+    needs = mask is not None and (mask.dtype == torch.bool or dtype == torch.float64)
+    wanted = mask.numel() * dtype.itemsize if mask is not None and needs else 0
+    assert cpu_workspace(attention, forward, (out, lse)) == cpu_workspace(attention_dgrad, backward, (q, k, v)) == wanted
+    assert peak_bytes_inside(OP_KERNELS[attention_dgrad], *backward) == wanted
+    plain = peak_bytes_inside(OP_KERNELS[attention], q, k, v)  # the logsumexp is made contiguous
+    until_the_end = mask is not None and mask.dtype == torch.bool
+    assert peak_bytes_inside(OP_KERNELS[attention], *forward) == (wanted + plain if until_the_end else max(wanted, plain))
+
+
+@pytest.mark.parametrize(("keys", "padded"), [(40, 48), (64, 64)])
+def test_the_efficient_kernel_on_cuda_reads_a_bias_in_rows_of_16(keys: int, padded: int) -> None:
+    q, k = torch.empty(2, 8, 4, 16, device="meta"), torch.empty(2, keys, 4, 16, device="meta")
+    mask = torch.ones(8, keys, dtype=torch.bool, device="meta")
+    out, lse = torch.empty(2, 8, 4, 16, device="meta"), torch.empty(2, 4, 8, device="meta")
+    own = cuda_workspace(attention, (q, k, k, mask), (out, lse))
+    assert own == Workspace(8 * keys * 4 + 8 * padded * 4)

@@ -41,7 +41,7 @@ def test_an_input_given_back_before_the_peak_counts_for_what_is_left_of_it() -> 
     role = RolePlan("r", {}, (0,), (Instr("compute", (part,)),), ("compute",), allocs_first=(x.id,))
     plan = Plan("k", Mesh(), 1, 1, (), (role,), (), (), {v.id: v for v in (x, y)}, (chunk,))
     assert peak(plan, role).total == 110
-    assert [(o.name, o.bytes) for o in owners(plan, role)] == [("x", 70), ("y", 40)]
+    assert [(o.name, o.bytes) for o in owners(plan, role)] == [("x:out0@0", 70), ("y", 40)]  # nothing writes x
 
 
 def test_a_pipelines_first_stage_holds_its_microbatches_in_flight() -> None:

@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packages.report.tests import samples
+from piper_ir.intervals import uncovered
 from piper_ir.plan import Plan
 from piper_ir.trace import Span, Trace
-from piper_report.idle import idle, makespan, uncovered
+from piper_report.idle import idle_ranks, makespan
 from piper_simulator import simulate
 
 PLANS = {"pipeline": samples.plan_of(pp=3, microbatches=4), "data parallel": samples.plan_of(pp=1, dp=4), "both": samples.plan()}
@@ -16,7 +17,7 @@ PLANS = {"pipeline": samples.plan_of(pp=3, microbatches=4), "data parallel": sam
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_of_a_simulated_trace_it_is_what_the_simulator_says(plan: Plan) -> None:
     made = simulate(plan, "h100x8", costs=samples.comm_costs(plan))
-    found = idle(made.trace, plan)
+    found = idle_ranks(made.trace, plan)
     assert made.exposed_comm_s > 0
     assert max(g.exposed for g in found if g.exposed is not None) == pytest.approx(made.exposed_comm_s, rel=1e-9)
     assert [g.global_bubble for g in found] == pytest.approx(made.bubble_s, rel=1e-9)
@@ -29,17 +30,17 @@ def test_waiting_for_the_other_side_is_not_communication() -> None:
     plan, trace = samples.plan(), samples.simulation().trace
     early = samples.executed(trace, slower=1.0, early=5e-4)
     assert early.spans != trace.spans
-    assert [g.exposed for g in idle(early, plan)] == pytest.approx([g.exposed for g in idle(trace, plan)], abs=1e-12)
+    assert [g.exposed for g in idle_ranks(early, plan)] == pytest.approx([g.exposed for g in idle_ranks(trace, plan)], abs=1e-12)
 
 
 def test_without_a_plan_nobody_knows_what_is_exposed() -> None:
-    found = idle(samples.simulation().trace)
+    found = idle_ranks(samples.simulation().trace)
     assert {g.exposed for g in found} == {None} and found[0].busy > 0
 
 
 def test_of_an_empty_trace_and_of_a_rank_that_only_communicates() -> None:
-    assert idle(Trace("k", "executed", ())) == [] and makespan(Trace("k", "executed", ())) == 0
-    (found,) = idle(Trace("k", "executed", (Span(0, "x", 0, "send", 1.0, 3.0),)))
+    assert idle_ranks(Trace("k", "executed", ())) == [] and makespan(Trace("k", "executed", ())) == 0
+    (found,) = idle_ranks(Trace("k", "executed", (Span(0, "x", 0, "send", 1.0, 3.0),)))
     assert (found.busy, found.global_bubble, found.span_bubble) == (0, 2.0, 0)
 
 

@@ -13,7 +13,7 @@ from packages.report.tests.browser import Browser, browser, chromium
 from piper_ir.codec import dumps
 from piper_ir.errors import OutputError
 from piper_report import Report, write_report
-from piper_report.page import Section, page
+from piper_report.page import PageSection, page
 from piper_report.style import house_style, new_figure, panels, picture
 from piper_report.tables import Column, sheet
 
@@ -161,6 +161,6 @@ def test_negative_control_a_browser_sees_what_is_wrong(chrome: Browser, tmp_path
 @needs_chromium
 def test_negative_control_the_policy_of_the_page_forbids_to_load(chrome: Browser, tmp_path: Path) -> None:
     found = sheet("x", "X", [Column("a", "A")], [("1",)])
-    text = page("t", [], [Section("s", "S", items=[found])])
+    text = page("t", [], [PageSection("s", "S", items=[found])])
     (tmp_path / "page.html").write_text(text.replace("</main>", '<img alt="x" src="https://example.invalid/x.png"></main>'))
     assert any("Content Security Policy" in e for e in chrome.look(tmp_path / "page.html", 1280, 800).errors)

@@ -6,7 +6,7 @@ import pytest
 
 from packages.report.tests import samples
 from piper_ir.ops import Compute, ComputeStep, Load, Seed, SquaredNorm, Update
-from piper_ir.phases import of_instr
+from piper_ir.phases import instr_label
 from piper_ir.plan import Instr, Part
 from piper_ir.trace import Span, Trace
 from piper_report.phases import kinds
@@ -31,7 +31,7 @@ def instr(*steps: tuple[ComputeStep, int], first: Iterable[Part] = ()) -> Instr:
     ],
 )
 def test_of_an_instruction(made: Instr, label: str, phase: str) -> None:
-    assert (of_instr(made).label, of_instr(made).phase) == (label, phase)
+    assert (instr_label(made).label, instr_label(made).phase) == (label, phase)
 
 
 @pytest.mark.parametrize(

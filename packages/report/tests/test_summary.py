@@ -96,3 +96,18 @@ def test_a_text_summary_needs_no_drawing() -> None:
     script = "import sys, piper_report, piper_report.summary, piper_report.chrome; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert not {"pandas", "numpy", "matplotlib"} & set(done.stdout.split())
+
+
+def test_a_prediction_that_is_far_off_and_not_measured_says_what_to_do() -> None:
+    class Formula(Predicted):
+        def summary(self) -> Mapping[str, Any]:
+            return {**super().summary(), "sources": {"formula": 1.0}}
+
+    text = beside_table(Formula(period_s=0.022), Run(), title="t").plain()
+    assert "warning: predicted / measured is 0.11, and 100% of the predicted durations were not measured" in text
+    assert "piper profile FILE.py --out costs.json" in text
+    for fine in (
+        beside_table(Formula(period_s=0.2), Run(), title="t"),
+        beside_table(Predicted(period_s=0.022), Run(), title="t"),
+    ):
+        assert "piper profile" not in fine.plain()

@@ -18,15 +18,15 @@ from piper_runtime.job import Job, Precision, call_batch, flatten_batch, initial
     ("field", "value", "says"),
     [
         ("model", Chain(2), "got a module"),
-        ("batch", None, "a callable is needed"),
-        ("scheduler", 3, "a callable is needed"),
+        ("batch", None, "a function of .step, rows. is needed"),
+        ("scheduler", 3, "a function of the optimizer is needed"),
         ("global_batch", 0, "at least 1"),
         ("global_batch", 2.0, "an integer"),
         ("seed", -1, "at least 0"),
         ("seed", True, "an integer"),
         ("tokens_per_row", 0, "at least 1"),
         ("clip_norm", 0.0, "positive"),
-        ("precision", "float32", "a Precision is needed"),
+        ("precision", "float32", "give Precision.params=.float32..."),
     ],
 )
 def test_unusable_fields_are_refused_by_name(field: str, value: Any, says: str) -> None:

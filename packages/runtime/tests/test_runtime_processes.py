@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.handmade import adamw, batch
@@ -20,7 +21,7 @@ from packages.runtime.tests.instants import KINDS, named_and_ended
 from piper_ir.errors import ExecutionError, JobError, NonFiniteLossError
 from piper_runtime.code import ShippedCode, missing_operators
 from piper_runtime.processes import Pool
-from piper_runtime.report import StepRecord
+from piper_runtime.report import Interrupted, StepRecord
 from piper_runtime.shipping import RECIPE_MARK, pack
 
 TIMEOUT_S = 4.0
@@ -93,6 +94,10 @@ def failing(what: str) -> Any:
                 return x * float("inf"), t
             if what == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if what == "exit":
+                raise SystemExit("no more data")
+            if what == "interrupt":
+                raise KeyboardInterrupt
             time.sleep(1000)
         return x, t
 
@@ -102,6 +107,8 @@ def failing(what: str) -> Any:
 NAMED = {
     "poison": (NonFiniteLossError, "step 1 on rank 1, microbatch 1"),
     "kill": (ExecutionError, r"rank 0 was killed by SIGKILL: rank 0 ran instruction \d+ \(load\.inputs@1.* in step 1"),
+    "exit": (ExecutionError, r"rank 0, step 1: SystemExit: no more data was raised in the job's code .*Raise an exception"),
+    "interrupt": (ExecutionError, r"rank 0, step 1: KeyboardInterrupt was raised in the job's code"),
     "hang": (
         ExecutionError,
         r"no rank made progress for 4 s.*rank 0 ran instruction \d+ \(load\.inputs@1.*rank 1 .* for rank 0 in instr",
@@ -159,6 +166,24 @@ def test_an_interrupt_ends_all_processes(pool: Pool) -> None:
     with pytest.raises(KeyboardInterrupt):
         run(plan, job, launcher="processes", pool=pool)
     assert len(pids) == 4 and not any(map(alive, pids))
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("launcher", ["processes", "inline"])
+def test_an_interrupted_run_brings_back_what_all_ranks_have(launcher: Any, pool: Pool) -> None:
+    """All ranks end after one step: the states are those of a run of that many steps."""
+
+    def interrupt(record: StepRecord) -> None:
+        if record.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    plan, job = chain(pp=2, dp=2)
+    with pytest.raises(Interrupted) as caught:
+        run(plan, job, launcher=launcher, pool=pool if launcher == "processes" else None, steps=10**6, on_step=interrupt)
+    assert pool.pids == [] or launcher == "inline"
+    steps = len(caught.value.run.losses)
+    found, wanted = caught.value.run.state_dict(), run(plan, job, steps=steps).state_dict()
+    assert 4 <= steps < 10**6 and all(torch.equal(t, wanted[n]) for n, t in found.items())
 
 
 ORPHAN = """

@@ -22,7 +22,7 @@ from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.handmade import adamw
 from packages.runtime.tests.instants import KINDS, descendants, named_and_ended, pids_alive
 from piper_ir.errors import ExecutionError
-from piper_runtime import device, ray_placement
+from piper_runtime import device, ray_cluster, ray_placement
 from piper_runtime.ray_actor import pack, unpack
 from piper_runtime.ray_cluster import connect
 from piper_runtime.ray_launcher import RayPool, _variables, gpus_per_rank
@@ -152,7 +152,7 @@ with RayPool(2, cluster="local") as pool:
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_of_our_own_ray_when_its_driver_is_ended(how: signal.Signals) -> None:
     """The interrupt goes to the whole group of processes, as at a terminal."""
     command = [sys.executable, "-c", ALONE.format(path=sys.path)]
@@ -163,14 +163,63 @@ def test_nothing_is_left_of_our_own_ray_when_its_driver_is_ended(how: signal.Sig
     commands = " ".join(Path(f"/proc/{p}/cmdline").read_text() for p in family)
     folders = set(re.findall(rf"{re.escape(tempfile.gettempdir())}/piper-\w+", commands))
     assert len(family) > 4 and len(folders) == 1 and "raylet" in commands
-    os.killpg(driver.pid, how) if how == signal.SIGINT else driver.kill()
+    os.killpg(driver.pid, how) if how == signal.SIGINT else driver.send_signal(how)
     output = driver.communicate(timeout=60)
-    assert "KeyboardInterrupt" in output[1] if how == signal.SIGINT else driver.returncode == -signal.SIGKILL
+    assert "KeyboardInterrupt" in output[1] if how == signal.SIGINT else (driver.returncode, output[1]) == (-how, "")
     deadline = time.monotonic() + 60  # a shared machine
     while (pids_alive(family) or Path(*folders).exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not pids_alive(family) and not Path(*folders).exists()
     assert output[0] == "", "quiet"
+
+
+OUTLIVED = """
+import os, signal, sys
+sys.path[:0] = {path!r}
+from packages.runtime.tests.chains import chain, run
+from packages.runtime.tests.instants import descendants
+from pathlib import Path
+from piper_ir.errors import ExecutionError
+plan, job = chain(pp=2)
+def fell(step):
+    if step.step == 1:
+        for pid in descendants(os.getpid()):
+            if Path(f"/proc/{{pid}}/cmdline").read_bytes().split(b"\\0")[0].endswith(b"/{victim}"):
+                os.kill(pid, signal.SIGKILL)
+try:
+    run(plan, job, launcher="ray", cluster="local", steps=10**6, on_step=fell, timeout_s=30)
+except ExecutionError as e:
+    print(e)
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "name"), [("gcs_server", r"head process \(GCS\)"), ("raylet", r"process on this machine \(raylet\)")]
+)
+def test_a_process_of_ray_that_dies_is_named_and_no_rank_is_blamed(victim: str, name: str) -> None:
+    command = [sys.executable, "-c", OUTLIVED.format(path=sys.path, victim=victim)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert re.fullmatch(rf"Ray's {name} died, so the run was ended\. .* start the run again\n", done.stdout), (
+        done.stdout + done.stderr
+    )
+    assert done.returncode == 0 and done.stderr == ""
+
+
+def test_a_head_that_was_joined_counts_as_dead_after_some_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Joined:
+        class _private:
+            class worker:
+                _global_node = None
+
+        @staticmethod
+        def get_runtime_context() -> Any:
+            return type("Context", (), {"gcs_address": "head:6379"})
+
+    answers = iter(["refused", "refused", None, "refused", "refused", "refused"])
+    monkeypatch.setattr(ray_cluster, "_problem", lambda ray, address: next(answers))
+    link = ray_cluster.RayLink(Joined, None)
+    said = [link.fault() for _ in range(6)]
+    assert said == [""] * 5 + ["Ray's head process (GCS) at head:6379 does not answer: refused"]
 
 
 def _interruptible() -> None:

@@ -85,6 +85,7 @@ except Exception as e:
     ("action", "says"),
     [
         ("raise ValueError('bad')", r"ExecutionError: rank 0, step 1, instruction \d+ .*ValueError: bad"),
+        ("raise SystemExit(0)", r"ExecutionError: rank 0, step 1: SystemExit: 0 was raised in the job's code .*train.py:\d+"),
         ("time.sleep(1000)", r"HangError: no rank made progress for 2 s .*rank 0 ran instruction .*rank 1 "),
     ],
 )

@@ -1,7 +1,7 @@
 """Contention once more, by the definitions and without any cleverness: what the engine is held against.
 
-At each moment all rates are computed anew, of everything that runs: max-min fair levels by bisection, the law of compute from
-decision 13. Nothing is shared with the simulator but the types of its input.
+At each moment all rates are computed anew, of everything that runs: max-min fair levels by bisection, the law of
+compute from decision 13. Nothing is shared with the simulator but the types of its input.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from math import inf
 
 from piper_ir.timing import Prepared
-from piper_simulator.rates import Flow
+from piper_simulator.contention.rates import Flow
 
 EPS = 1e-12
 Rates = Mapping[int, float]
 
 
 def water_levels(flows: Sequence[Flow]) -> list[float]:
-    """Max-min fair rates in (0, 1] on links of capacity 1. The water rises in all flows at once, each to `largest` at most; those
-    that cannot rise any more, as a link of theirs would run over, keep their level."""
+    """Max-min fair rates in (0, 1] on links of capacity 1. The water rises in all flows at once, each to `largest` at
+    most; those that cannot rise any more, as a link of theirs would run over, keep their level."""
     level: dict[int, float] = {}
     while len(level) < len(flows):
         low, high = 0.0, 1.0
@@ -55,8 +55,8 @@ def fits(flows: Sequence[Flow], level: Mapping[int, float], water: float) -> boo
 
 @dataclass
 class Fluid:
-    """Runs a plan's steps; `seen`: is told the messages that run together (group -> rate) whenever that changes. The times of
-    node x of step k are at [k][x]."""
+    """Runs a plan's steps; `seen`: is told the messages that run together (group -> rate) whenever that changes. The
+    times of node x of step k are at [k][x]."""
 
     prepared: Prepared
     durations: Sequence[float]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piper_simulator.caching_allocator import MIN_BLOCK, Block, CachingAllocator, rounded, segment_size
+from piper_simulator.memory.caching_allocator import MIN_BLOCK, CachedBlock, CachingAllocator, rounded, segment_size
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -50,10 +50,10 @@ def test_the_smallest_block_that_fits_is_taken_and_neighbours_join() -> None:
     assert made is not None and not large.small and memory.reserved == 14 * MIB
 
 
-def walk(memory: CachingAllocator) -> list[Block]:
+def walk(memory: CachingAllocator) -> list[CachedBlock]:
     out = []
     for first in memory.segments.values():
-        block: Block | None = first
+        block: CachedBlock | None = first
         while block is not None:
             assert block.after is None or (block.after.before is block and block.after.address == block.address + block.size)
             assert block.requested or block.after is None or block.after.requested, "two free neighbours"
@@ -64,7 +64,7 @@ def walk(memory: CachingAllocator) -> list[Block]:
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 40 * MIB)), max_size=40))
 def test_blocks_tile_their_segments_and_none_is_given_twice(requests: list[tuple[bool, int]]) -> None:
-    memory, live = CachingAllocator(), list[Block]()
+    memory, live = CachingAllocator(), list[CachedBlock]()
     for give_back, n in requests:
         if give_back and live:
             memory.free(live.pop(n % len(live)))

@@ -10,10 +10,10 @@ import pytest
 from packages.simulator.tests.toys import changed, toy
 from piper_ir.errors import ClusterError
 from piper_simulator import SlowLink, load_cluster
-from piper_simulator.checks import Where
-from piper_simulator.cluster_file import SCHEMA, read_cluster
-from piper_simulator.clusters import DEVICES
-from piper_simulator.stacks import STACKS
+from piper_simulator.cluster.checks import KeyPath
+from piper_simulator.cluster.cluster_file import SCHEMA, read_cluster
+from piper_simulator.cluster.named import DEVICES
+from piper_simulator.cluster.stacks import STACKS
 
 LAB = """
 name = "lab"
@@ -289,7 +289,7 @@ def test_every_built_in_device_is_a_file_with_sources() -> None:
     files = sorted(set(data.glob("*.toml")) - {data / "stacks.toml"})
     assert {f.stem for f in files} == {*DEVICES, "cpu-local"}
     for path in files:
-        found = SCHEMA(tomllib.loads(path.read_text()), Where(path.name))
+        found = SCHEMA(tomllib.loads(path.read_text()), KeyPath(path.name))
         assert {"links", "host"} < found["sources"].keys(), path
         assert found["name"] == path.stem
 

@@ -5,7 +5,7 @@ import pytest
 from packages.simulator.tests.toys import changed
 from piper_ir.errors import ClusterError
 from piper_simulator import SlowLink, cpu_local, load_cluster
-from piper_simulator.clusters import DEVICES, product_cluster
+from piper_simulator.cluster.named import DEVICES, product_cluster
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_cpu_local_says_what_was_measured() -> None:
 def test_constants_are_those_of_their_sources(
     name: str, bf16: float, matmul: float, memory: float, sms: int, intra: float, between: float
 ) -> None:
-    """cost-model.md 1."""
+    """The sources are named in the devices' files."""
     c = DEVICES[name]
     assert (c.device.peak("bfloat16") / 1e12, c.device.memory_bandwidth / 1e12, c.device.sms) == (bf16, memory, sms)
     assert c.device.matmul_fraction * bf16 == pytest.approx(matmul, rel=2e-3)

@@ -1,4 +1,4 @@
-"""Messages: each formula by hand with the numbers of cost-model.md 3, the table, and where members of a group are."""
+"""Messages: each formula by hand with NCCL's constants, the table, and where members of a group are."""
 
 from dataclasses import replace
 
@@ -6,9 +6,10 @@ import pytest
 
 from packages.simulator.tests.toys import changed
 from piper_ir.costs import CommDuration, Duration
-from piper_simulator import Cluster, SlowLink, load_cluster, nccl
-from piper_simulator.communication import Group, by_formula, duration, group
-from piper_simulator.nccl import LL, LL128, SIMPLE, Nccl, Ranks
+from piper_simulator import Cluster, SlowLink, load_cluster
+from piper_simulator.cluster import nccl
+from piper_simulator.cluster.nccl import LL, LL128, SIMPLE, Nccl, Ranks
+from piper_simulator.durations.communication import RankGroup, by_formula, duration, rank_group
 
 US, GB, MIB, GIB = 1e-6, 1e9, 1 << 20, 1 << 30
 EIGHT = Ranks(8, 1, "nvswitch", 231 * GB, 0.0)
@@ -21,7 +22,7 @@ def with_nccl(name: str) -> Cluster:
 
 def bus(cluster: Cluster, nbytes: int, n: int) -> float:
     """GB/s on the bus, as nccl-tests prints it."""
-    seconds = by_formula(cluster, "all_reduce", nbytes, group(cluster, range(n)))
+    seconds = by_formula(cluster, "all_reduce", nbytes, rank_group(cluster, range(n)))
     return 2 * (n - 1) / n * nbytes / seconds / GB
 
 
@@ -66,7 +67,8 @@ def test_pcie_has_steps_of_its_own() -> None:
 
 
 def test_the_fastest_algorithm_is_taken() -> None:
-    """LL for what is small, Simple for what is large; a tree between many nodes, whose steps do not grow with their number."""
+    """LL for what is small, Simple for what is large; a tree between many nodes, whose steps do not grow with their
+    number."""
 
     def chosen(nbytes: int, ranks: Ranks) -> str:
         return min((s, name) for name, s in nccl.estimates(Nccl(), "all_reduce", nbytes, ranks))[1]
@@ -105,7 +107,7 @@ def test_a_ring_over_nodes_is_bound_by_their_nics() -> None:
 
 
 def test_point_to_point_is_one_step() -> None:
-    near, far = Group(2, 1, 2, 2), Group(2, 2, 1, 1)
+    near, far = RankGroup(2, 1, 2, 2), RankGroup(2, 2, 1, 1)
     ring = load_cluster("a100x8*2")
     assert by_formula(ring, "p2p", 231e9, near) == pytest.approx(1.0 + 1.9 * US)
     assert by_formula(ring, "p2p", 23.5e9, far) == pytest.approx(1.0 + 4 * US)
@@ -117,21 +119,21 @@ def test_point_to_point_is_one_step() -> None:
 
 def test_all_to_all_uses_both_kinds_of_links_at_once() -> None:
     cluster = load_cluster("a100x8*2")
-    within = by_formula(cluster, "all_to_all", 231e9, group(cluster, range(8)))
+    within = by_formula(cluster, "all_to_all", 231e9, rank_group(cluster, range(8)))
     assert within == pytest.approx(7 / 8 + 1.9 * US)
-    across = by_formula(cluster, "all_to_all", 23.5e9, group(cluster, range(16)))
+    across = by_formula(cluster, "all_to_all", 23.5e9, rank_group(cluster, range(16)))
     assert across == pytest.approx(8 / 16 + 4 * US), "7 of 16 parts stay in the node, over links of their own"
-    uneven = by_formula(cluster, "all_to_all", 23.5e9, group(cluster, range(16)), imbalance=1.5)
+    uneven = by_formula(cluster, "all_to_all", 23.5e9, rank_group(cluster, range(16)), imbalance=1.5)
     assert uneven == pytest.approx(1.5 * 8 / 16 + 4 * US), "the fullest expert decides"
 
 
 def test_where_members_are() -> None:
     cluster = load_cluster("h100x8*4")
-    assert group(cluster, range(8)) == Group(8, 1, 8, 8)
-    assert group(cluster, (0, 8, 16, 24)) == Group(4, 4, 1, 1)
-    assert group(cluster, (0, 1, 8)) == Group(3, 2, 1, 2)
+    assert rank_group(cluster, range(8)) == RankGroup(8, 1, 8, 8)
+    assert rank_group(cluster, (0, 8, 16, 24)) == RankGroup(4, 4, 1, 1)
+    assert rank_group(cluster, (0, 1, 8)) == RankGroup(3, 2, 1, 2)
     railed = changed(cluster, rails=8)
-    assert not group(railed, (0, 8)).changes_rail and group(railed, (0, 9)).changes_rail
+    assert not rank_group(railed, (0, 8)).changes_rail and rank_group(railed, (0, 9)).changes_rail
 
 
 def test_oversubscription_is_for_what_leaves_its_rail() -> None:
@@ -139,7 +141,7 @@ def test_oversubscription_is_for_what_leaves_its_rail() -> None:
     railed = changed(flat, rails=8)
 
     def seconds(cluster: Cluster, *members: int) -> float:
-        return by_formula(cluster, "p2p", 48.5e9, group(cluster, members))
+        return by_formula(cluster, "p2p", 48.5e9, rank_group(cluster, members))
 
     assert seconds(flat, 0, 8) == seconds(flat, 0, 9) == seconds(railed, 0, 9) == pytest.approx(2.0, rel=1e-4)
     assert seconds(railed, 0, 8) == pytest.approx(1.0, rel=1e-4)
@@ -150,17 +152,17 @@ def test_a_slow_link_slows_the_messages_that_need_it() -> None:
     cluster = changed(load_cluster("h100x8*3"), slow_links=(SlowLink(0, 2, 4.0), SlowLink(1, 1, 3.0)))
 
     def seconds(*members: int) -> float:
-        return by_formula(cluster, "p2p", 48.5e9, group(cluster, members))
+        return by_formula(cluster, "p2p", 48.5e9, rank_group(cluster, members))
 
     assert [round(seconds(*m), 3) for m in ((0, 8), (0, 16), (8, 9), (0, 1))] == [1.0, 4.0, 0.393, 0.131]
 
 
 def test_the_table_comes_before_the_formula() -> None:
-    """Azure ND A100 v4, cost-model.md 3: bus bandwidth of 1 GiB and 16 MiB, seconds of 8 KiB."""
+    """Azure's published logs of ND A100 v4: bus bandwidth of 1 GiB and 16 MiB, seconds of 8 KiB."""
     cluster = load_cluster("a100-40g-sxm:8*16")
 
     def measured(n: int, nbytes: int) -> Duration:
-        return duration(cluster, "all_reduce", nbytes, group(cluster, range(n)))
+        return duration(cluster, "all_reduce", nbytes, rank_group(cluster, range(n)))
 
     for n, large, medium, small in (
         (2, 206, 123, 10.4), (4, 225, 135, 16.3), (8, 231, 125, 31.0), (16, 124, 86, 41), (32, 126, 77, 62), (64, 124, 71, 84),
@@ -175,15 +177,17 @@ def test_the_table_comes_before_the_formula() -> None:
     assert between.source == "interpolated" and measured(8, 16 * MIB).seconds < between.seconds < measured(8, 32 * MIB).seconds
     assert measured(8, 64 * GIB).source == "formula", "too far beyond the table"
     assert measured(3, MIB).source == "formula"
-    assert duration(cluster, "all_gather", MIB, group(cluster, range(8))).source == "formula"
-    assert duration(cluster, "all_reduce", MIB, group(cluster, range(4, 12))).source == "formula", "8 ranks, and on two nodes"
+    assert duration(cluster, "all_gather", MIB, rank_group(cluster, range(8))).source == "formula"
+    assert duration(cluster, "all_reduce", MIB, rank_group(cluster, range(4, 12))).source == "formula", (
+        "8 ranks, and on two nodes"
+    )
 
 
 @pytest.mark.parametrize("sizes", [(MIB,), (MIB, 2 * MIB, 8 * MIB)])
 def test_above_the_largest_size_measured_the_formula_is_scaled_to_meet_it(sizes: tuple[int, ...]) -> None:
     """Links ten times as slow as the constants say stay so for any size; the label does not claim more than is known."""
     plain = load_cluster("h100x8")
-    eight = group(plain, range(8))
+    eight = rank_group(plain, range(8))
     table = tuple(CommDuration("all_reduce", n, 8, Duration(10 * by_formula(plain, "all_reduce", n, eight))) for n in sizes)
     cluster = changed(plain, messages=table)
     for nbytes in (sizes[-1], sizes[-1] + 1, 3 * sizes[-1], GIB):
@@ -195,6 +199,6 @@ def test_above_the_largest_size_measured_the_formula_is_scaled_to_meet_it(sizes:
 def test_what_the_table_measured_does_not_hold_for_a_slow_link() -> None:
     table = (CommDuration("all_reduce", MIB, 8, Duration(1.0)),)
     cluster = changed(load_cluster("h100x8"), messages=table)
-    assert duration(cluster, "all_reduce", MIB, group(cluster, range(8))).seconds == 1.0
+    assert duration(cluster, "all_reduce", MIB, rank_group(cluster, range(8))).seconds == 1.0
     slow = changed(cluster, slow_links=(SlowLink(0, 0, 2.0),))
-    assert duration(slow, "all_reduce", MIB, group(slow, range(8))).source == "formula"
+    assert duration(slow, "all_reduce", MIB, rank_group(slow, range(8))).source == "formula"

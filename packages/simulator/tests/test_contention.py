@@ -9,17 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packages.simulator.tests.toys import beside, changed, toy
-from piper_ir import timing
+from piper_ir import steady_state
 from piper_ir.errors import ClusterError
 from piper_ir.ops import Recv, Send
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Cost, Kernel
 from piper_ir.timing import Times, prepare, sweep
-from piper_simulator import Cluster, Simulation, SlowLink, engine, simulate
-from piper_simulator.communication import by_formula, group
-from piper_simulator.contention import Wiring, flows, passes, slows_anything, wiring
-from piper_simulator.model import Work
-from piper_simulator.rates import Flow, fair_rates
+from piper_simulator import Cluster, Simulation, SlowLink, simulate
+from piper_simulator.contention.flows import Wiring, message_flows, passes, slows_anything, wiring
+from piper_simulator.contention.rates import Flow, fair_rates
+from piper_simulator.durations.communication import by_formula, rank_group
+from piper_simulator.durations.device_model import Work
+from piper_simulator.times import engine
 from tests.random_plans import PlanBuilder, random_plan
 
 TOY = toy("toy", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=8, nodes=2, sms=100)
@@ -66,8 +67,8 @@ def test_two_flows_on_one_link_take_twice_as_long() -> None:
 
 
 def test_three_staggered_flows() -> None:
-    """10 s of work each, beginning at 0, 2 and 4: after 4 s they have done 3, 1 and 0. Thirds: the first ends at 4 + 3 x 7 = 25.
-    The others have 2 and 3 left, halves: the second ends at 29, the third alone at 30."""
+    """10 s of work each, beginning at 0, 2 and 4: after 4 s they have done 3, 1 and 0. Thirds: the first ends at 4 + 3
+    x 7 = 25. The others have 2 and 3 left, halves: the second ends at 29, the third alone at 30."""
     assert ends(fan(0, 2, 4), "0>1.recv@0", "0>2.recv@0", "0>3.recv@0") == pytest.approx([25.0, 29.0, 30.0])
 
 
@@ -86,7 +87,8 @@ def test_receivers_share_their_port_too() -> None:
 
 
 def test_a_reduction_and_a_transfer_share_a_port() -> None:
-    """dp=2 on a node: the ring of each role moves 2 (n - 1) / n = 1 x 100 bytes out of each device, beside a transfer of 100."""
+    """dp=2 on a node: the ring of each role moves 2 (n - 1) / n = 1 x 100 bytes out of each device, beside a transfer
+    of 100."""
     build = PlanBuilder(2, dp=2)
     build.transfer(0, 1, nbytes=100)
     plan = captured(build)
@@ -95,16 +97,16 @@ def test_a_reduction_and_a_transfer_share_a_port() -> None:
     plan = captured(build)
     prepared = prepare(plan)
     work = [Work(10.0, "formula", bytes=100)] * len(prepared)
-    found = flows(plan, prepared, work, wiring(TOY))
-    (times,) = engine.run(prepared, [10.0] * len(prepared), flows=found)
+    found = message_flows(plan, prepared, work, wiring(TOY))
+    (times,) = engine.run_engine(prepared, [10.0] * len(prepared), flows=found)
     assert times.end == [20.0, 20.0, 20.0]
     memory = {members[0]: f.takes[0][1] for f, members in zip(found, prepared.groups, strict=True)}
     assert sorted(memory.values()) == pytest.approx([0.01, 0.02]), "a transfer reads or writes on a rank, a reduction does both"
 
 
 def test_compute_beside_a_message_is_slowed_by_sms_and_memory() -> None:
-    """A transfer of 100 bytes in 10 s takes 0.15 of the SMs and 10 / 1000 of the memory of both devices. 10 s of compute: 8.4
-    done when it ends, 1.6 left."""
+    """A transfer of 100 bytes in 10 s takes 0.15 of the SMs and 10 / 1000 of the memory of both devices. 10 s of
+    compute: 8.4 done when it ends, 1.6 left."""
     build = PlanBuilder(2)
     build.transfer(0, 1, nbytes=100)
     build.compute(0, 10.0, name="c")
@@ -130,7 +132,8 @@ def with_sms(plan: Plan, *sms: int | None) -> Plan:
 
 @pytest.mark.parametrize(("sms", "rate", "arrives"), [(20, 0.79, 10.0), (10, 0.89, 10.0), (5, 0.945, 20.0), (0, 0.99, 10.0)])
 def test_sms_of_a_stream(sms: int, rate: float, arrives: float) -> None:
-    """They are taken from compute; half of what saturates a port halves the speed and the memory; none are copy engines."""
+    """They are taken from compute; half of what saturates a port halves the speed and the memory; none are copy
+    engines."""
     build = PlanBuilder(2)
     build.transfer(0, 1, nbytes=100)
     build.compute(0, 5.0, name="c")
@@ -150,7 +153,7 @@ def test_a_reduction_takes_the_sms_of_its_stream_but_no_copy_engine() -> None:
     def f_sm(sms: tuple[int | None, int | None]) -> float:
         changed = replace(plan, channels=(replace(transfer, sms=sms), reduce))
         prepared = prepare(changed)
-        found = flows(changed, prepared, work, wiring(TOY))
+        found = message_flows(changed, prepared, work, wiring(TOY))
         return next(f.takes[0][0] for f, members in zip(found, prepared.groups) if len(members) == 1)
 
     assert (f_sm((32, None)), f_sm((None, 32)), f_sm((0, None))) == (0.32, 0.15, 0.15)
@@ -185,15 +188,15 @@ def test_ranks_of_a_role_count_on_the_nics_of_their_node() -> None:
     work = [Work(50.0, "formula", bytes=100)] * 2
 
     def takes(nics: int) -> float:
-        return engine.run(prepared, [50.0, 50.0], flows=flows(plan, prepared, work, wires(nics)))[0].makespan
+        return engine.run_engine(prepared, [50.0, 50.0], flows=message_flows(plan, prepared, work, wires(nics)))[0].makespan
 
     assert (takes(8), takes(2), takes(1)) == (50.0, 200.0, 400.0)
 
 
 def test_a_ring_over_two_nodes_uses_the_nics_of_all_its_ranks() -> None:
-    """16 ranks, 8 per node: 2 x 15 / 16 x 160 = 300 bytes at min(8 x 2, 10) = 10 bytes/s, in 30 s. An eighth passes each NIC:
-    37.5 of the 60 bytes that it can carry. A transfer beside it wants all of the NIC, the ring all of its ports: they get the
-    same part of them."""
+    """16 ranks, 8 per node: 2 x 15 / 16 x 160 = 300 bytes at min(8 x 2, 10) = 10 bytes/s, in 30 s. An eighth passes
+    each NIC: 37.5 of the 60 bytes that it can carry. A transfer beside it wants all of the NIC, the ring all of its
+    ports: they get the same part of them."""
     build = PlanBuilder(2, dp=8)
     build.transfer(0, 1, nbytes=100)
     build.all_reduce((0, 1), {})
@@ -201,7 +204,7 @@ def test_a_ring_over_two_nodes_uses_the_nics_of_all_its_ranks() -> None:
     prepared = prepare(plan)
     ring = {m for members in prepared.groups if not prepared.p2p[prepared.group_of[members[0]]] for m in members}
     work = [Work(30.0, "formula", 160) if n in ring else Work(50.0, "formula", 100) for n in range(len(prepared))]
-    transfer, reduce = flows(plan, prepared, work, wires(8))
+    transfer, reduce = message_flows(plan, prepared, work, wires(8))
     (nic,) = {r for r in transfer.shares if r in reduce.shares and transfer.shares[r] == 1.0}
     assert reduce.shares[nic] == pytest.approx(37.5 / 60)
     assert fair_rates([transfer, reduce]) == pytest.approx([60 / 97.5, 60 / 97.5])
@@ -256,7 +259,7 @@ def test_the_period_of_a_plan_is_that_of_its_sweep_or_longer(seed: int) -> None:
     plan, durations, found = random_flows(seed)
     prepared = prepare(plan)
     period = engine.period(prepared, durations, found, latency=plan.hop, issue=0.01)
-    assert period >= 0.99 * timing.period(prepared, durations, latency=plan.hop, issue=0.01)
+    assert period >= 0.99 * steady_state.period(prepared, durations, latency=plan.hop, issue=0.01)
 
 
 def random_flows(seed: int) -> tuple[Plan, list[float], list[Flow]]:
@@ -278,7 +281,7 @@ def test_without_shares_the_engine_equals_the_sweep(seed: int, steps: int) -> No
     alone = [replace(f, shares={}, takes={}) for f in found]
     prepared, before = prepare(plan), None
     assert not slows_anything(alone)
-    for times in engine.run(prepared, durations, latency=plan.hop, issue=0.13, steps=steps, flows=alone):
+    for times in engine.run_engine(prepared, durations, latency=plan.hop, issue=0.13, steps=steps, flows=alone):
         before = sweep(prepared, durations, latency=plan.hop, issue=0.13, after=before)
         assert near(times, before)
 
@@ -291,8 +294,8 @@ def near(a: Times, b: Times) -> bool:
 def test_links_carry_no_more_than_they_can_and_nothing_is_earlier(seed: int) -> None:
     plan, durations, found = random_flows(seed)
     prepared = prepare(plan)
-    (times,) = engine.run(prepared, durations, latency=plan.hop, flows=found)
-    assert engine.run(prepared, durations, latency=plan.hop, flows=found) == [times]
+    (times,) = engine.run_engine(prepared, durations, latency=plan.hop, flows=found)
+    assert engine.run_engine(prepared, durations, latency=plan.hop, flows=found) == [times]
     alone = sweep(prepared, durations, latency=plan.hop)
     assert all(a >= b - 1e-9 for a, b in zip(times.done, alone.done, strict=True))
     lasted = [end - start for start, end in zip(times.start, times.end, strict=True)]
@@ -309,8 +312,9 @@ def test_links_carry_no_more_than_they_can_and_nothing_is_earlier(seed: int) -> 
 @settings(max_examples=200)
 @given(seed=st.integers(0, 1 << 30))
 def test_a_message_alone_takes_as_long_as_its_links(seed: int) -> None:
-    """Without latency: what `communication` computes of oversubscription, rails, slow links and kinds of devices is what the
-    tightest of the links lets pass. A ring of unequal numbers per node, or with a slow link that not all use, may take longer."""
+    """Without latency: what `communication` computes of oversubscription, rails, slow links and kinds of devices is
+    what the tightest of the links lets pass. A ring of unequal numbers per node, or with a slow link that not all use,
+    may take longer."""
     rng = Random(seed)
     kinds = rng.randint(1, 3) if rng.random() < 0.5 else 0
     slow = (SlowLink(0, rng.randint(0, 3), 3.0),) if rng.random() < 0.5 else ()
@@ -326,7 +330,7 @@ def test_a_message_alone_takes_as_long_as_its_links(seed: int) -> None:
         on = beside(on, 1, kinds, changed(TOY, intra_bandwidth=4.0, inter_bandwidth=3.0))
     p2p = rng.random() < 0.5
     members = tuple(sorted(rng.sample(range(16), 2 if p2p else rng.randint(1, 16))))
-    where = group(on, members)
+    where = rank_group(on, members)
     wires = wiring(on)
     slowest = max((n / wires.capacity(r) for r, n in passes(wires, members, p2p).items()), default=0.0)
     wire = 1.0 if p2p else 2 * (len(members) - 1) / len(members)
@@ -347,8 +351,8 @@ def test_a_message_alone_takes_as_long_as_its_links(seed: int) -> None:
     ],
 )
 def test_two_flows_over_what_narrows_a_link(change: dict[str, Any], alone: float) -> None:
-    """Rank 0 sends 100 bytes to rank 8, on the other node, and after it another: on two streams they take as long as one after
-    the other. Device 8 is on the same rail."""
+    """Rank 0 sends 100 bytes to rank 8, on the other node, and after it another: on two streams they take as long as
+    one after the other. Device 8 is on the same rail."""
     build = TwoStreams(9)
     build.transfer(0, 8, nbytes=100)
     on = changed(TOY, **change)
@@ -359,8 +363,9 @@ def test_two_flows_over_what_narrows_a_link(change: dict[str, Any], alone: float
 
 
 def test_what_changes_rails_shares_the_spine_and_leaves_the_rail_free() -> None:
-    """Eight rails, half a spine: rank 0 sends to 9 on another rail, alone in 100 s with all of its spine and half of its NIC;
-    and to 8 on its own, alone in 50 s. Together both get two thirds of what they want most: 75 s, and 125 s for the other."""
+    """Eight rails, half a spine: rank 0 sends to 9 on another rail, alone in 100 s with all of its spine and half of
+    its NIC; and to 8 on its own, alone in 50 s. Together both get two thirds of what they want most: 75 s, and 125 s
+    for the other."""
     build = PlanBuilder(10)
     build.transfer(0, 9, nbytes=100)
     build.transfer(0, 8, nbytes=100)

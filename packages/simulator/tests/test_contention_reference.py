@@ -1,5 +1,6 @@
-"""The engine under contention against `fluid`, on random plans with random demands, and on plans whose demands are those of a
-cluster: there no link carries more bytes than it can, whichever of them the simulator leaves out or merges."""
+"""The engine under contention against `fluid`, on random plans with random demands, and on plans whose demands are
+those of a cluster: there no link carries more bytes than it can, whichever of them the simulator leaves out or merges.
+"""
 
 from dataclasses import replace
 from random import Random
@@ -13,17 +14,17 @@ from packages.simulator.tests.toys import toy
 from piper_ir.ops import COMM, message_op
 from piper_ir.plan import Plan
 from piper_ir.timing import Prepared, Times, prepare
-from piper_simulator import engine
-from piper_simulator.contention import Resource, Wiring, flows, route, wiring
-from piper_simulator.instances import instances
-from piper_simulator.model import Work
-from piper_simulator.rates import Flow, fair_rates
+from piper_simulator.contention.flows import Resource, Wiring, message_flows, route, wiring
+from piper_simulator.contention.rates import Flow, fair_rates
+from piper_simulator.durations.device_model import Work
+from piper_simulator.durations.instances import instances
+from piper_simulator.times import engine
 from tests.random_plans import PlanBuilder, random_plan
 
 
 def random_demands(prepared: Prepared, durations: list[float], rng: Random) -> list[Flow]:
-    """A flow per channel, which follow each other: some of several links, some that stand for many ranks, some that ask for
-    nothing."""
+    """A flow per channel, which follow each other: some of several links, some that stand for many ranks, some that ask
+    for nothing."""
     out = []
     for g, members in enumerate(prepared.groups):
         links = rng.sample(range(4), rng.randint(0, 3))
@@ -49,7 +50,7 @@ def test_the_engine_equals_rates_computed_anew_at_each_moment(seed: int, steps: 
     found = random_demands(prepared, durations, Random(seed))
     by = Fluid(prepared, durations, found, plan.hop, issue, steps)
     by.run()
-    near(prepared, engine.run(prepared, durations, latency=plan.hop, issue=issue, steps=steps, flows=found), by)
+    near(prepared, engine.run_engine(prepared, durations, latency=plan.hop, issue=issue, steps=steps, flows=found), by)
 
 
 parts = st.sampled_from([0.1, 0.25, 1 / 3, 0.5, 0.73, 1.0]) | st.floats(0.01, 1.0)
@@ -88,7 +89,7 @@ def test_no_link_of_a_cluster_carries_more_than_it_can_and_no_byte_is_lost(seed:
     cluster = toy("toy", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 4.0, 0.0, per_node=per_node, nodes=18, sms=100)
     wires = replace(wiring(cluster), nics=rng.randint(1, per_node))
     work, carried = messages(plan, prepared, wires, rng)
-    found = flows(plan, prepared, work, wires)
+    found = message_flows(plan, prepared, work, wires)
     durations = [w.seconds for w in work]
 
     def seen(rates: Rates) -> None:
@@ -100,12 +101,12 @@ def test_no_link_of_a_cluster_carries_more_than_it_can_and_no_byte_is_lost(seed:
 
     by = Fluid(prepared, durations, found, seen=seen)
     by.run()
-    near(prepared, engine.run(prepared, durations, flows=found), by)
+    near(prepared, engine.run_engine(prepared, durations, flows=found), by)
 
 
 def messages(plan: Plan, prepared: Prepared, wires: Wiring, rng: Random) -> tuple[list[Work], dict[int, dict[Resource, float]]]:
-    """Per node its work, messages as long as their tightest link makes them or longer; per group the bytes per second that
-    pass through each link at full speed, of all ranks."""
+    """Per node its work, messages as long as their tightest link makes them or longer; per group the bytes per second
+    that pass through each link at full speed, of all ranks."""
     ops = [instr.parts[0].op for _, _, instr in plan.instructions()]
     work = [Work(rng.choice((0.1, 1.0)), "formula") for _ in ops]
     carried = {}

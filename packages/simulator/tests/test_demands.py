@@ -11,12 +11,13 @@ from packages.simulator.tests.toys import changed, toy
 from piper_ir.errors import ClusterError
 from piper_ir.plan import Channel, Plan
 from piper_ir.timing import IssueOrder, prepare, prepare_orders
-from piper_simulator import Cluster, engine
-from piper_simulator.communication import by_formula, group
-from piper_simulator.contention import flows, route, wiring
-from piper_simulator.demands import Message, demands
-from piper_simulator.model import Work
-from piper_simulator.rates import fair_rates
+from piper_simulator import Cluster
+from piper_simulator.contention.demands import Message, demands
+from piper_simulator.contention.flows import message_flows, route, wiring
+from piper_simulator.contention.rates import fair_rates
+from piper_simulator.durations.communication import by_formula, rank_group
+from piper_simulator.durations.device_model import Work
+from piper_simulator.times import engine
 from tests.random_plans import PlanBuilder
 
 TOY = toy("toy", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=4, nodes=2, sms=100)
@@ -26,12 +27,12 @@ NODE = ((0, 1, 2, 3),)
 
 def message(channel: str, op: str, nbytes: int, instances: tuple[tuple[int, ...], ...] = NODE, on: Cluster = TOY) -> Message:
     """With the duration that the formula gives it."""
-    return Message(channel, op, nbytes, by_formula(on, op, nbytes, group(on, instances[0])), instances, {0: None})
+    return Message(channel, op, nbytes, by_formula(on, op, nbytes, rank_group(on, instances[0])), instances, {0: None})
 
 
 def ends(messages: Sequence[Message], after: Sequence[float], on: Cluster = TOY, computing: bool = False) -> list[float]:
-    """When messages of one role are over, each on a stream of its own, that begin after so many seconds (of compute that nothing
-    slows, unless `computing`)."""
+    """When messages of one role are over, each on a stream of its own, that begin after so many seconds (of compute
+    that nothing slows, unless `computing`)."""
     names = [m.channel for m in messages]
     seconds = [b - a for a, b in zip([0.0, *after], after)]
     order = IssueOrder(
@@ -45,7 +46,7 @@ def ends(messages: Sequence[Message], after: Sequence[float], on: Cluster = TOY,
     prepared = prepare_orders([order], channels)
     found = demands(messages if computing else [replace(m, ends={}) for m in messages], wiring(on))
     durations = [s for pair in zip(seconds, [f.seconds for f in found]) for s in pair]
-    (times,) = engine.run(prepared, durations, flows=found)
+    (times,) = engine.run_engine(prepared, durations, flows=found)
     return times.end[1::2]
 
 
@@ -73,8 +74,8 @@ def test_what_an_all_to_all_leaves_of_its_link_slows_it_less() -> None:
 
 
 def test_an_all_to_all_over_two_nodes_takes_nics_and_ports() -> None:
-    """Two ranks on each of two nodes: 30 of 90 wire bytes stay on the node, 60 leave it at 2 bytes/s. The 30 take a tenth of the
-    port, all of which a ring on the node wants: both slow down to 1 / 1.1."""
+    """Two ranks on each of two nodes: 30 of 90 wire bytes stay on the node, 60 leave it at 2 bytes/s. The 30 take a
+    tenth of the port, all of which a ring on the node wants: both slow down to 1 / 1.1."""
     on = changed(TOY, per_node=2)
     across, near = message("a", "all_to_all", 120, ((0, 1, 2, 3),), on), message("r", "all_reduce", 400, ((0, 1), (2, 3)), on)
     assert across.seconds == pytest.approx(30.0)
@@ -106,7 +107,7 @@ def test_the_route_of_an_all_to_all_agrees_with_its_formula(per_node: int, nodes
     on = changed(TOY, per_node=per_node, nodes=nodes)
     everyone = tuple(range(per_node * nodes))
     found = route("all_to_all", [everyone], wiring(on))
-    assert found.wire * nbytes * found.slowest == pytest.approx(by_formula(on, "all_to_all", nbytes, group(on, everyone)))
+    assert found.wire * nbytes * found.slowest == pytest.approx(by_formula(on, "all_to_all", nbytes, rank_group(on, everyone)))
     for link in ("port", "nic"):
         out, into = (sum(n for (kind, *_), n in found.passes.items() if kind == f"{link} {way}") for way in ("out", "in"))
         assert out == pytest.approx(into)
@@ -126,7 +127,7 @@ def test_messages_of_a_plan_ask_for_the_same() -> None:
         Message("p", "p2p", 100, 10.0, ((0, 2), (1, 3)), {0: None, 1: None}),
         Message("r", "all_reduce", 100, 10.0, ((0, 1, 2, 3),), {0: None, 1: None}),
     ]
-    assert demands(by_op, wiring(TOY)) == flows(plan, prepared, work, wiring(TOY))
+    assert demands(by_op, wiring(TOY)) == message_flows(plan, prepared, work, wiring(TOY))
 
 
 def test_halves_of_a_reduction_take_half_of_its_wire() -> None:

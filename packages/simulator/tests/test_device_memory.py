@@ -12,17 +12,17 @@ from piper_ir.costs import AllocatorCosts
 from piper_ir.memory import with_peaks
 from piper_ir.plan import COMPUTE, Plan, State
 from piper_simulator import load_cluster, simulate
-from piper_simulator.clusters import DEVICES
-from piper_simulator.device_memory import DeviceMemory, communicator_bytes, device_memory, device_type, pair_bytes
-from piper_simulator.footprint import BESIDE, LINES
+from piper_simulator.cluster.named import DEVICES
+from piper_simulator.memory.device_memory import DeviceMemory, communicator_bytes, device_memory, device_type, pair_bytes
+from piper_simulator.memory.footprint import BESIDE, LINES
 
 H100 = load_cluster("h100x8")
 GIB = 1 << 30
 
 
 def heavy(nbytes: int, role: int = 0) -> Plan:
-    """Two devices, one of them with a parameter of so many bytes. The second makes a buffer of 16 bytes in its one computation,
-    at 3 s."""
+    """Two devices, one of them with a parameter of so many bytes. The second makes a buffer of 16 bytes in its one
+    computation, at 3 s."""
     plan = two_devices().plan()
     first, second = plan.roles
     program = [replace(i, allocs_after=("v0>1@0",)) if i.stream == COMPUTE else i for i in second.program]

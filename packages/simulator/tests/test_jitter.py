@@ -1,5 +1,5 @@
-"""Distributions of a step: the law against closed forms, what ranks do to it, and what is refused. Sampling errors are those of
-known seeds: a bound of four standard errors."""
+"""Distributions of a step: the law against closed forms, what ranks do to it, and what is refused. Sampling errors are
+those of known seeds: a bound of four standard errors."""
 
 from dataclasses import replace
 from math import exp, log, pi
@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from packages.simulator.tests.toys import changed, toy
 from piper_ir.errors import PlanError
 from piper_ir.plan import Plan
-from piper_simulator import Cluster, jitter, simulate
-from piper_simulator.jitter import Distribution
+from piper_simulator import Cluster, simulate
+from piper_simulator.times import jitter
+from piper_simulator.times.jitter import Distribution
 from tests.random_plans import PlanBuilder, random_plan
 
 FLAT = toy("flat", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=8)
@@ -69,7 +70,8 @@ def test_replicas_wait_for_the_latest_of_them(ranks: int, more: float) -> None:
 
 
 def test_without_a_meeting_steps_do_not_wait_for_each_other() -> None:
-    """The step ends with the last of 4 ranks; later steps too, but each rank goes on: over many steps the period is the mean."""
+    """The step ends with the last of 4 ranks; later steps too, but each rank goes on: over many steps the period is the
+    mean."""
     found = spread(in_a_row(25, dp=4), 0.02)
     assert found.step_s.mean > 25.07
     assert found.period_s.mean == pytest.approx(25, abs=0.02)

@@ -1,4 +1,5 @@
-"""Measured kernels: what is exact, interpolated, scaled by the nearest, or left to the formula; and that predictions say so."""
+"""Measured kernels: what is exact, interpolated, scaled by the nearest, or left to the formula; and that predictions
+say so."""
 
 from dataclasses import replace
 from math import exp, log
@@ -9,8 +10,8 @@ import pytest
 from piper_ir.errors import ClusterError
 from piper_ir.program import Cost, Kernel
 from piper_simulator import load_cluster
-from piper_simulator.kernel_table import Found, KernelDuration, KernelTable
-from piper_simulator.kernels import by_kind, kernel_seconds, launched, step_took
+from piper_simulator.cluster.kernel_table import Found, KernelDuration, KernelTable
+from piper_simulator.durations.kernels import by_kind, kernel_seconds, launched, step_took
 
 EAGER = load_cluster("h200x1@eager").device
 

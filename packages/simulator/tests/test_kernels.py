@@ -1,4 +1,4 @@
-"""Kernels by kind, with the numbers of cost-model.md 1 and 2; and that without a stack nothing is different."""
+"""Kernels by kind, with published numbers of devices; and that without a stack nothing is different."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 from piper_ir.errors import ClusterError
 from piper_ir.program import Cost, Kernel
 from piper_simulator import load_cluster
-from piper_simulator.kernels import by_kind, filled, launched, memory_fraction, plain, step_seconds
-from piper_simulator.stacks import STACKS, read_stacks
+from piper_simulator.cluster.stacks import STACKS, read_stacks
+from piper_simulator.durations.kernels import by_kind, filled, launched, memory_fraction, plain, step_seconds
 
 H100, EAGER, A100 = load_cluster("h100x8").device, load_cluster("h100x8@eager").device, load_cluster("a100x8@eager").device
 MATMUL = Kernel("matmul", (8192, 8192, 2048), "bfloat16", 2 * 8192 * 8192 * 2048, 2 * (2 * 8192 * 2048 + 8192 * 8192))

@@ -12,8 +12,8 @@ from piper_ir.mesh import Mesh
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Cost, Kernel
 from piper_simulator import Cluster, DeviceModel, SlowLink, load_cluster, simulate, why
-from piper_simulator.communication import by_formula, duration, group
-from piper_simulator.whatif import cluster_constants
+from piper_simulator.durations.communication import by_formula, duration, rank_group
+from piper_simulator.explanation.whatif import cluster_constants
 from tests.random_plans import PlanBuilder
 
 MIXED = load_cluster("a100x4+h100x4*2")
@@ -47,20 +47,20 @@ def test_what_cannot_be_beside_each_other() -> None:
 
 
 def test_messages_between_two_types_take_what_the_slower_one_takes() -> None:
-    near, far, between = group(MIXED, (0, 1)), group(MIXED, (4, 8)), group(MIXED, (3, 4))
+    near, far, between = rank_group(MIXED, (0, 1)), rank_group(MIXED, (4, 8)), rank_group(MIXED, (3, 4))
     assert between.kinds == (0, 1)
-    assert by_formula(MIXED, "p2p", 1e9, near) == by_formula(A100, "p2p", 1e9, group(A100, (0, 1)))
-    assert by_formula(MIXED, "p2p", 1e9, far) == by_formula(H100, "p2p", 1e9, group(H100, (0, 4)))
+    assert by_formula(MIXED, "p2p", 1e9, near) == by_formula(A100, "p2p", 1e9, rank_group(A100, (0, 1)))
+    assert by_formula(MIXED, "p2p", 1e9, far) == by_formula(H100, "p2p", 1e9, rank_group(H100, (0, 4)))
     assert by_formula(MIXED, "p2p", 1e9, between) == pytest.approx(4e-6 + 1 / 23.5), "an A100's NIC"
-    ring = by_formula(MIXED, "all_reduce", 1e9, group(MIXED, range(8)))
-    assert ring == by_formula(load_cluster("a100x4*2"), "all_reduce", 1e9, group(H100, range(8)))
+    ring = by_formula(MIXED, "all_reduce", 1e9, rank_group(MIXED, range(8)))
+    assert ring == by_formula(load_cluster("a100x4*2"), "all_reduce", 1e9, rank_group(H100, range(8)))
 
 
 def test_a_table_holds_for_its_own_type() -> None:
     both = load_cluster("h100x8+a100-40gx8")
-    assert duration(both, "all_reduce", 1 << 20, group(both, range(8, 16))).source in ("table", "interpolated")
-    assert duration(both, "all_reduce", 1 << 20, group(both, range(8))).source == "formula"
-    assert duration(both, "all_reduce", 1 << 20, group(both, range(16))).source == "formula"
+    assert duration(both, "all_reduce", 1 << 20, rank_group(both, range(8, 16))).source in ("table", "interpolated")
+    assert duration(both, "all_reduce", 1 << 20, rank_group(both, range(8))).source == "formula"
+    assert duration(both, "all_reduce", 1 << 20, rank_group(both, range(16))).source == "formula"
 
 
 def pipeline(dp: int = 4, nbytes: int = 0) -> Plan:

@@ -1,4 +1,5 @@
-"""Measured costs in a simulation: where each duration comes from, what messages take from computation, and what does not fit."""
+"""Measured costs in a simulation: where each duration comes from, what messages take from computation, and what does
+not fit."""
 
 from dataclasses import replace
 
@@ -7,11 +8,11 @@ import pytest
 from packages.simulator.tests.toys import changed
 from piper_ir.costs import AllocatorCosts, CommDuration, Costs, Duration, HostCosts, Origin, PartDuration, StepDuration
 from piper_ir.errors import ClusterError
-from piper_ir.machine import machine_name
 from piper_ir.ops import Load
 from piper_ir.plan import Part, Plan, Value
 from piper_ir.program import Cost, Kernel
 from piper_ir.sizes import TensorSpec
+from piper_ir.tools import machine_name
 from piper_simulator import Simulation, cpu_local, load_cluster, simulate
 from tests.random_plans import PlanBuilder
 
@@ -21,8 +22,8 @@ COMM = tuple(CommDuration("p2p", n, 2, Duration(s), busy_s=s / 10) for n, s in (
 
 
 def two_stages() -> Plan:
-    """a on the first device, a message of 16 bytes, b on the second; then a again on the first, beside the message. Every chunk
-    has 500 FLOPs and a code of its own."""
+    """a on the first device, a message of 16 bytes, b on the second; then a again on the first, beside the message.
+    Every chunk has 500 FLOPs and a code of its own."""
     build = PlanBuilder(2)
     build.compute(0, 1.0)
     build.transfer(0, 1, waits=(("compute", 1),), nbytes=16)
@@ -45,7 +46,8 @@ def spans(s: Simulation) -> list[tuple[int, str, float, float, str]]:
 
 
 def test_measured_then_interpolated_then_formula() -> None:
-    """c0 is measured, the message lies between two sizes (0.5 s at 8 bytes, 1 s at 32), c1 is computed: 500 FLOPs at 1000/s."""
+    """c0 is measured, the message lies between two sizes (0.5 s at 8 bytes, 1 s at 32), c1 is computed: 500 FLOPs at
+    1000/s."""
     s = simulate(two_stages(), CPU, costs=measured("c0"))
     message = 0.5**0.5
     assert spans(s) == [
@@ -74,8 +76,8 @@ def test_costs_that_hold_everything_need_no_cluster_and_give_no_warning() -> Non
 
 
 def test_messages_take_processor_time_from_what_is_issued_next() -> None:
-    """On a CPU: 0.25 s per message and a tenth of its time from the second a, which runs beside it; of b, which waits for the
-    message anyway, only the former. Each computation takes 1 s more to be issued."""
+    """On a CPU: 0.25 s per message and a tenth of its time from the second a, which runs beside it; of b, which waits
+    for the message anyway, only the former. Each computation takes 1 s more to be issued."""
     busy = 0.5**0.5 / 10
     costs = measured("c0", "c1", host=HostCosts(1.0, 0.25))
     at = {(x.rank, x.stream, x.instr): x.end - x.start for x in simulate(two_stages(), CPU, costs=costs).trace.spans}

@@ -14,9 +14,9 @@ from piper_ir.plan import Bucket, Channel, Instr, Part, Plan, RolePlan, State, V
 from piper_ir.program import Chunk, Cost, Kernel, Signature
 from piper_ir.sizes import TensorSpec
 from piper_simulator import Cluster, DeviceModel, SlowLink, model_for
-from piper_simulator.kernel_table import KernelDuration
-from piper_simulator.stacks import STACKS
-from piper_simulator.updates import Updated, update_bytes, update_seconds
+from piper_simulator.cluster.kernel_table import KernelDuration
+from piper_simulator.cluster.stacks import STACKS
+from piper_simulator.durations.updates import Updated, update_bytes, update_seconds
 
 MACHINE = toy(
     name="toy",
@@ -117,7 +117,8 @@ def test_with_a_stack_an_update_is_what_its_optimizer_launches() -> None:
 
 
 def test_measured_kernels_label_a_step_and_are_said() -> None:
-    """7 s of the product are measured; an addition took 2 s at twice its bytes, half of the formula's 4: half of its own 2."""
+    """7 s of the product are measured; an addition took 2 s at twice its bytes, half of the formula's 4: half of its
+    own 2."""
     rows = (
         KernelDuration("matmul", "", "float32", "shape", (1, 1, 1), 7.0, "here"),
         KernelDuration("elementwise", "", "float32", "bytes", (320,), 2.0, "here"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from piper_simulator.rates import SLOWEST, Activity, Flow, Message, Pool, compute_rate, fair_rates
+from piper_simulator.contention.rates import SLOWEST, Activity, Flow, RunningMessage, SharedPool, compute_rate, fair_rates
 
 RESOURCES, ROLES = 4, 3
 
@@ -59,7 +59,7 @@ def messages(draw: st.DrawFn) -> list[tuple[float, Flow]]:
 
 @given(messages())
 def test_rates_are_fair_within_capacity_and_no_work_is_lost(plan: list[tuple[float, Flow]]) -> None:
-    pool, now = Pool(ROLES, lambda activity: None), 0.0
+    pool, now = SharedPool(ROLES, lambda activity: None), 0.0
     under_way: dict[int, Activity] = {role - ROLES: pool.compute(role, 5.0, 0.0) for role in range(ROLES)}
     work = dict.fromkeys(under_way, 5.0) | {f.id: f.seconds for _, f in plan}
     done = dict.fromkeys(work, 0.0)
@@ -77,14 +77,14 @@ def test_rates_are_fair_within_capacity_and_no_work_is_lost(plan: list[tuple[flo
         elif first is not None:
             ended = under_way.pop(first)
             assert done[first] == pytest.approx(work[first], abs=1e-9), "what ends has done all of its work, and no more"
-            pool.arrived(ended, now) if isinstance(ended, Message) else pool.computed(first + ROLES)
-        check([a for a in under_way.values() if isinstance(a, Message)], under_way)
+            pool.arrived(ended, now) if isinstance(ended, RunningMessage) else pool.computed(first + ROLES)
+        check([a for a in under_way.values() if isinstance(a, RunningMessage)], under_way)
     assert done == pytest.approx(work, abs=1e-9)
 
 
-def check(running: list[Message], under_way: Mapping[int, Activity]) -> None:
-    """The rates of a pool against the definitions: capacity, a full bottleneck for whoever is held back, and the law of compute.
-    Those of all that runs, not of what a change touches."""
+def check(running: list[RunningMessage], under_way: Mapping[int, Activity]) -> None:
+    """The rates of a pool against the definitions: capacity, a full bottleneck for whoever is held back, and the law of
+    compute. Those of all that runs, not of what a change touches."""
     load = {r: sum(m.flow.shares.get(r, 0.0) * m.rate for m in running) for r in range(RESOURCES)}
     assert all(x <= 1 + 1e-6 for x in load.values()), "no link over capacity"
     for m in running:
@@ -99,12 +99,12 @@ def check(running: list[Message], under_way: Mapping[int, Activity]) -> None:
             assert activity.rate == pytest.approx(compute_rate(sum(t[0] for t in taken), sum(t[1] for t in taken)))
 
 
-def level(message: Message) -> float:
+def level(message: RunningMessage) -> float:
     """The part of its largest resource that a message gets."""
     return message.flow.largest * message.rate
 
 
-def parts(running: Iterable[Message], role: int) -> Iterable[tuple[float, float]]:
+def parts(running: Iterable[RunningMessage], role: int) -> Iterable[tuple[float, float]]:
     for m in running:
         if role in m.flow.takes:
             f_sm, f_memory = m.flow.takes[role]

@@ -11,13 +11,13 @@ from packages.simulator.tests.toys import changed, toy
 from piper_ir.codec import dumps, loads
 from piper_ir.costs import Costs, Duration
 from piper_ir.errors import ClusterError, PlanError
+from piper_ir.intervals import uncovered
 from piper_ir.memory import with_peaks
 from piper_ir.plan import State
 from piper_ir.program import Cost, Input, Kernel, Param
 from piper_ir.sizes import TensorSpec
 from piper_ir.trace import Trace
 from piper_simulator import load_cluster, simulate
-from piper_simulator.metrics import uncovered
 from tests.random_plans import PlanBuilder, given_durations, random_plan
 
 
@@ -115,7 +115,8 @@ FLAT = toy("flat", {"float32": 100.0}, 1e9, 1 << 30, 1e9, 0.0, 1e9, 0.0, per_nod
 
 
 def test_utilisation() -> None:
-    """One chunk of 600 FLOPs and one device of 100 FLOP/s. N = 10, 2 rows of 3 tokens: 6 N x 6 = 360 model FLOPs in 6 s."""
+    """One chunk of 600 FLOPs and one device of 100 FLOP/s. N = 10, 2 rows of 3 tokens: 6 N x 6 = 360 model FLOPs in 6
+    s."""
     build = PlanBuilder(1)
     build.compute(0, 1.0)
     plan = build.plan()
@@ -133,8 +134,8 @@ def test_utilisation() -> None:
 
 
 def test_of_experts_model_flops_count_what_a_token_visits() -> None:
-    """2 rows of 3 tokens; 4 experts of 50 numbers, of whose products each has 3 rows; N = 10 + 4 x 50 x 3 / 6. A batched product
-    whose shape no parameter has (attention written out) changes nothing."""
+    """2 rows of 3 tokens; 4 experts of 50 numbers, of whose products each has 3 rows; N = 10 + 4 x 50 x 3 / 6. A
+    batched product whose shape no parameter has (attention written out) changes nothing."""
     build = PlanBuilder(1)
     build.compute(0, 1.0)
     plan = build.plan()

@@ -14,8 +14,7 @@ from piper_ir.plan import Channel, Instr, Plan, RolePlan, Value
 from piper_ir.program import Chunk, Cost, Kernel
 from piper_ir.sizes import TensorSpec
 from piper_simulator import Cluster, Simulation, SlowLink, simulate, why
-from piper_simulator.refinement import refined
-from piper_simulator.splitting import each_rank, split
+from piper_simulator.times.splitting import each_rank, refined, split
 from tests.random_plans import PlanBuilder
 
 FLAT = toy("flat", {"float32": 1.0}, 1000.0, 1 << 30, 10.0, 0.0, 2.0, 0.0, per_node=8, nodes=2, sms=100)
@@ -169,7 +168,8 @@ def test_a_slow_rank_delays_its_own_pipeline_until_the_reduction() -> None:
 
 
 def test_a_slow_link_delays_who_sends_over_it() -> None:
-    """Four replicas, a rank per node: stage 0 on nodes 0 to 3, stage 1 on 4 to 7. 20 bytes at 2 bytes/s, on one link thrice."""
+    """Four replicas, a rank per node: stage 0 on nodes 0 to 3, stage 1 on 4 to 7. 20 bytes at 2 bytes/s, on one link
+    thrice."""
     on = changed(FLAT, per_node=1, nodes=8, slow_links=(SlowLink(1, 5, 3.0),))
     s = simulate(replicas(4, nbytes=20), on)
     assert starts(s, "b") == [13.0, 33.0, 13.0, 13.0]
@@ -225,8 +225,8 @@ def test_the_cost_is_that_of_the_classes(dp: int) -> None:
 
 
 def test_who_else_uses_a_link_matters_with_contention_only() -> None:
-    """Nodes of 2, three replicas: the ring of stage 0 passes the NIC of rank 2 as often as those of 0 and 1 together, and that
-    of stage 1 the one of 3; each sends to stage 1 over its NIC. 0 meets 3, 1 meets 4 and 2 meets 5."""
+    """Nodes of 2, three replicas: the ring of stage 0 passes the NIC of rank 2 as often as those of 0 and 1 together,
+    and that of stage 1 the one of 3; each sends to stage 1 over its NIC. 0 meets 3, 1 meets 4 and 2 meets 5."""
     plan, on = replicas(3, nbytes=20), changed(FLAT, per_node=2, nodes=3)
     assert len(split(plan, on, shared=False).plan.roles) == 2
     assert [role.ranks for role in split(plan, on, shared=True).plan.roles] == [(rank,) for rank in range(6)]

@@ -1,9 +1,9 @@
-"""An optimizer's update: bytes per parameter against cost-model.md 2, and kernels."""
+"""An optimizer's update: bytes per parameter counted by hand, and kernels."""
 
 import pytest
 
 from piper_simulator import load_cluster
-from piper_simulator.updates import BLOCKS, CHUNK, Updated, update_bytes, update_seconds
+from piper_simulator.durations.updates import BLOCKS, CHUNK, Updated, update_bytes, update_seconds
 
 EAGER, INDUCTOR = load_cluster("h200x1@eager").device, load_cluster("h200x1@inductor").device
 N = 10 * BLOCKS * CHUNK

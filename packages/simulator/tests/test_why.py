@@ -1,4 +1,5 @@
-"""Why a step takes as long as it does, on plans where the critical path can be told by hand, and what holds of any plan."""
+"""Why a step takes as long as it does, on plans where the critical path can be told by hand, and what holds of any
+plan."""
 
 import json
 from dataclasses import replace
@@ -19,9 +20,9 @@ from piper_ir.program import Cost, Kernel
 from piper_ir.sizes import TensorSpec
 from piper_ir.timing import Times, prepare, sweep
 from piper_simulator import Why, compare, load_cluster, simulate, why
-from piper_simulator.critical import Chains, Piece
-from piper_simulator.gaps import idle_gaps, time_shares
-from piper_simulator.whatif import changes, cluster_constants
+from piper_simulator.explanation.critical import Chains, PathPiece
+from piper_simulator.explanation.gaps import idle_gaps, time_shares
+from piper_simulator.explanation.whatif import changes, cluster_constants
 from tests.random_plans import PlanBuilder, random_plan
 
 FLAT = toy("flat", {"float32": 100.0}, 1e9, 1 << 30, 2.0, 0.0, 1.0, 0.0, per_node=8)
@@ -35,7 +36,7 @@ def pipeline(recipe: str, *, hop: float = 0.5, microbatches: int = 4) -> Plan:
     return compile_program(program, Strategy(Mesh(pp=2), made)).plan
 
 
-def lines(found: Why, pieces: tuple[Piece, ...]) -> list[Line]:
+def lines(found: Why, pieces: tuple[PathPiece, ...]) -> list[Line]:
     return [(p.start, p.end, found.owners.of_piece(p).text) for p in pieces]
 
 
@@ -51,8 +52,8 @@ def two_devices() -> Plan:
 
 
 def computed(plan: Plan, rng: Random | None = None) -> Plan:
-    """A plan of given durations as one that needs a cluster: 100 FLOPs for each second; with `rng` also kernels bound by memory
-    or launches, and messages of some bytes."""
+    """A plan of given durations as one that needs a cluster: 100 FLOPs for each second; with `rng` also kernels bound
+    by memory or launches, and messages of some bytes."""
     chunks = []
     for chunk in plan.chunks:
         flops = int(100 * (chunk.steps["F"].cost.seconds or 0))
@@ -219,7 +220,7 @@ def test_interference_has_a_row_and_a_part_of_the_path() -> None:
     assert [p.holder for p in found.path] == ["communication", "compute"]
 
 
-def contiguous(pieces: tuple[Piece, ...], start: float, end: float) -> None:
+def contiguous(pieces: tuple[PathPiece, ...], start: float, end: float) -> None:
     assert pieces[0].start == start and pieces[-1].end == end
     assert all(a.end == b.start for a, b in pairwise(pieces)), "no gap, no overlap"
     assert all(p.start < p.end for p in pieces)

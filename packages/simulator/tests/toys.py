@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
 
-from piper_simulator import Cluster, Device, Kind, Links, Network
+from piper_simulator import Cluster, Device, Links, Network, NodeKind
 
 _DEVICE, _LINKS, _NETWORK = ({f.name for f in fields(record)} for record in (Device, Links, Network))
 
@@ -25,12 +25,12 @@ def toy(
     """Return a cluster of one kind of device. `more` as in `changed`."""
     device = Device(name, peak_flops, memory_bandwidth, memory_bytes)
     links = Links(intra_bandwidth, intra_latency, inter_bandwidth, inter_latency)
-    return changed(Kind(device, links).cluster(), **more)
+    return changed(NodeKind(device, links).cluster(), **more)
 
 
 def changed(cluster: Cluster, **values: Any) -> Cluster:
-    """Return a cluster with other values, each wherever its field is: on all devices, all links, the network or the cluster. The
-    value of `nodes` is a number of nodes."""
+    """Return a cluster with other values, each wherever its field is: on all devices, all links, the network or the
+    cluster. The value of `nodes` is a number of nodes."""
     for name, value in values.items():
         one = {name: value}
         if name == "nodes":

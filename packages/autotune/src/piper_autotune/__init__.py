@@ -8,21 +8,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from piper_autotune.confirm import Measured
-    from piper_autotune.problem import Problem
-    from piper_autotune.search import Progress
+    from piper_autotune.confirm import Confirmation
+    from piper_autotune.problem import TuningProblem
+    from piper_autotune.rules import RULES
+    from piper_autotune.search import SearchProgress
     from piper_autotune.study import NothingFoundError, SearchError, Study
     from piper_autotune.tuner import tune
 
-__all__ = ["Measured", "NothingFoundError", "Problem", "Progress", "SearchError", "Study", "tune"]
+__all__ = ["RULES", "Confirmation", "NothingFoundError", "SearchError", "SearchProgress", "Study", "TuningProblem", "tune"]
 
 _HOME = {
-    "Measured": "confirm",
+    "RULES": "rules",
+    "Confirmation": "confirm",
     "NothingFoundError": "study",
-    "Problem": "problem",
-    "Progress": "search",
     "SearchError": "study",
+    "SearchProgress": "search",
     "Study": "study",
+    "TuningProblem": "problem",
     "tune": "tuner",
 }
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from piper_autotune.search import Search
+from piper_autotune.search import StrategySearch
 from piper_compiler import Strategy
 from piper_ir.errors import PiperError
 from piper_ir.study import Row
 
 
 @dataclass(frozen=True)
-class Measured:
+class Confirmation:
     """What a run of a strategy took: seconds per step in steady state, most bytes alive on a rank (None: not measured)."""
 
     period_s: float
     peak_bytes: int | None = None
 
 
-def confirm_best(search: Search, count: int, measure: Callable[[Strategy], Measured]) -> None:
+def confirm_best(search: StrategySearch, count: int, measure: Callable[[Strategy], Confirmation]) -> None:
     """Run the best; candidates with equal predictions are one plan and run once."""
     seen: set[tuple[object, ...]] = set()
     for row in search.complete():
@@ -32,7 +32,7 @@ def confirm_best(search: Search, count: int, measure: Callable[[Strategy], Measu
         search.rows[row.number] = _confirmed(row, search.strategies[row.number], measure)
 
 
-def _confirmed(row: Row, strategy: Strategy, measure: Callable[[Strategy], Measured]) -> Row:
+def _confirmed(row: Row, strategy: Strategy, measure: Callable[[Strategy], Confirmation]) -> Row:
     try:
         found = measure(strategy)
     except PiperError as e:

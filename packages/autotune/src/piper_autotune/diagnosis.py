@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 
-from piper_autotune.problem import Problem
-from piper_autotune.search import Search
+from piper_autotune.problem import TuningProblem
+from piper_autotune.search import StrategySearch
 from piper_ir.study import Row
-from piper_ir.units import size_text
+from piper_ir.tools import size_text
 
 MEMORY_KINDS = ("memory", "states", "activations")
 MOST_COMPILED = 32
 """Candidates compiled, after a search in which nothing fits, to find the smallest limit that fits one."""
 
 
-def nothing_found(search: Search, problem: Problem) -> str:
+def nothing_found(search: StrategySearch, problem: TuningProblem) -> str:
     """What to tell the user."""
     rows = list(search.rows.values())
     too_much = [r for r in rows if r.kind in MEMORY_KINDS]
@@ -33,7 +33,7 @@ def nothing_found(search: Search, problem: Problem) -> str:
     return f"all {len(rows)} candidates were rejected, {count} of them as {kind!r}; the first: {first.reason}"
 
 
-def _way_out(problem: Problem, least: Row) -> str:
+def _way_out(problem: TuningProblem, least: Row) -> str:
     """No limit helps where a type of device does not have what the least needs: a rank never has more than its own."""
     devices = problem.several_devices
     if all(least.device_bytes is not None and least.device_bytes <= device.memory_bytes for device in devices):
@@ -44,7 +44,7 @@ def _way_out(problem: Problem, least: Row) -> str:
     )
 
 
-def _smallest(search: Search, rows: list[Row]) -> Row | None:
+def _smallest(search: StrategySearch, rows: list[Row]) -> Row | None:
     """The candidate that needs least: rules gave lower bounds, so those below the least exact need are compiled."""
     known = {r.number: r for r in rows}
     for _ in range(MOST_COMPILED):

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from types import ModuleType
 from typing import IO, Protocol
 
-from piper_autotune.problem import Problem, Programs, packed, packed_strategy
+from piper_autotune.problem import Programs, TuningProblem, packed, packed_strategy
 from piper_autotune.scoring import Needs, Refused, Scored, score
 from piper_autotune.worker import READY
 from piper_compiler import Strategy
@@ -52,7 +52,7 @@ class Here:
 
     width = 1
 
-    def __init__(self, problem: Problem, programs: Programs) -> None:
+    def __init__(self, problem: TuningProblem, programs: Programs) -> None:
         self._problem, self._programs = problem, programs
         self._waiting: list[tuple[Strategy, bool]] = []
 
@@ -93,7 +93,7 @@ class Processes:
     """Scores in `count` worker processes, each with at most `timeout_s` seconds per candidate."""
 
     def __init__(
-        self, problem: Problem, programs: Programs, count: int, timeout_s: float, modules: Iterable[ModuleType] = ()
+        self, problem: TuningProblem, programs: Programs, count: int, timeout_s: float, modules: Iterable[ModuleType] = ()
     ) -> None:
         self._blob = packed(problem, [*modules, *problem.own_modules])
         self._programs, self._timeout_s = programs, timeout_s

@@ -9,17 +9,17 @@ from types import ModuleType
 from typing import Any
 
 from piper_autotune.evaluators import Outcome
-from piper_autotune.problem import Problem, Programs, Variants, packed, packed_strategy
+from piper_autotune.problem import Programs, TuningProblem, Variants, packed, packed_strategy
 from piper_autotune.scoring import Needs, Refused, Scored, score
 from piper_compiler import Strategy
 from piper_ir.errors import TuneError
 
-_KNOWN: dict[bytes, Problem] = {}
+_KNOWN: dict[bytes, TuningProblem] = {}
 _LOCK = threading.Lock()
 
 
 def task(name: bytes, blob: bytes, strategy: bytes, engine: bool, variants: Variants) -> Scored | Refused | Needs:
-    """Score one candidate in a Ray worker; `blob` is a packed Problem called `name`, unpacked once per worker."""
+    """Score one candidate in a Ray worker; `blob` is a packed TuningProblem called `name`, unpacked once per worker."""
     with _LOCK:
         if name not in _KNOWN:
             _KNOWN.clear()
@@ -31,7 +31,7 @@ def task(name: bytes, blob: bytes, strategy: bytes, engine: bool, variants: Vari
 class OnRay:
     """Tasks on the Ray cluster to which this process is connected. A task is not repeated when its worker dies."""
 
-    def __init__(self, problem: Problem, programs: Programs, timeout_s: float, modules: Iterable[ModuleType] = ()) -> None:
+    def __init__(self, problem: TuningProblem, programs: Programs, timeout_s: float, modules: Iterable[ModuleType] = ()) -> None:
         try:
             import ray
         except ImportError as e:

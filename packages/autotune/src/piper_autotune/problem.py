@@ -25,7 +25,7 @@ from piper_simulator import CPU, Cluster, CostModelFactory, Device, DeviceModel,
 
 
 @dataclass(frozen=True)
-class Problem:
+class TuningProblem:
     """`program` and `training` describe the job, `global_batch` its rows per step (None: one per microbatch and replica).
     `cluster` and `costs` give durations; without a cluster the program has its own. A plan must stay within `memory_limit`
     bytes on every device (None: any plan fits). `one_role`: why plans of several roles are refused, empty when they are not.
@@ -99,7 +99,7 @@ Variants = Mapping[int, Program | str | None]
 class Programs:
     """The program by rows per microbatch, asked for once each. `at_rows`: as in `compile_program`; it stays in this process."""
 
-    def __init__(self, problem: Problem, at_rows: Callable[[int], Program] | None) -> None:
+    def __init__(self, problem: TuningProblem, at_rows: Callable[[int], Program] | None) -> None:
         self._own, self._at_rows = problem.program, at_rows
         self.found: dict[int, Program | str | None] = {}
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from piper_autotune.problem import Problem, Programs
+from piper_autotune.problem import Programs, TuningProblem
 from piper_autotune.sketch import Sketch, Sketches
 from piper_compiler import Strategy
-from piper_ir.units import size_text, time_text
+from piper_ir.tools import size_text, time_text
 
 RULES: Mapping[str, str] = {
     "devices": "the mesh has more ranks than the cluster has devices",
@@ -38,10 +38,10 @@ class Pruned:
     over: float = 0.0
 
 
-class Rules:
+class PruningRules:
     """The rules for a problem."""
 
-    def __init__(self, problem: Problem, programs: Programs) -> None:
+    def __init__(self, problem: TuningProblem, programs: Programs) -> None:
         self._problem = problem
         self._sketches = Sketches(problem, programs)
 

@@ -1,24 +1,24 @@
 """Scoring one candidate: compile, time by the fast sweep or the event engine, memory from the plan. Runs in workers: neither
 torch nor optuna is needed here.
 
-The sweep needs no more than an outline of the plan, which gives the same score in a fraction of the time. What is wrong is
-compiled in full, for its reason. What the engine scores is verified, so that a candidate that breaks a rule of plans
-cannot be the best."""
+A plan is a table (`piper_ir.instr_table`), of which the sweep needs no instruction by name. What the engine scores is verified,
+so that a candidate that breaks a rule of plans cannot be the best."""
 
 from __future__ import annotations
 
 import traceback
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from piper_autotune.problem import Problem, Variants
-from piper_compiler import Outline, Strategy, compile_program, outline_program
-from piper_ir.collector import no_garbage_collection
+from piper_autotune.problem import TuningProblem, Variants
+from piper_compiler import CompileRequest, Lowered, Strategy, compiled
 from piper_ir.errors import CaptureError, PiperError
-from piper_ir.plan import Plan, RolePlan
+from piper_ir.instr_table import InstrTable
+from piper_ir.plan import Instr, Plan, RolePlan
 from piper_ir.program import Program
-from piper_ir.timing import Prepared, prepare, step_and_period
-from piper_ir.units import size_text
+from piper_ir.steady_state import step_and_period
+from piper_ir.tools import no_garbage_collection, size_text
 from piper_ir.verify import verify
 from piper_simulator import SHOWN, Cluster, CostModel, Device, device_memory, model_for, simulate, too_much
 
@@ -56,13 +56,12 @@ class _Missing(Exception):
         self.rows = rows
 
 
-def score(problem: Problem, strategy: Strategy, variants: Variants, engine: bool = False) -> Scored | Refused | Needs:
+def score(problem: TuningProblem, strategy: Strategy, variants: Variants, engine: bool = False) -> Scored | Refused | Needs:
     """What becomes of a strategy. With `engine` the event engine gives the times, else the sweep."""
     compiling = _Compiling(problem, strategy, variants)
     try:
         with no_garbage_collection():
-            found = None if engine else _in_outline(problem, compiling)
-            return found or _of_plan(problem, compiling.plan(), engine)
+            return _of_plan(problem, compiling.lowered(), engine)
     except _Missing as e:
         return Needs(e.rows)
     except PiperError as e:
@@ -76,24 +75,15 @@ def score(problem: Problem, strategy: Strategy, variants: Variants, engine: bool
 class _Compiling:
     """A strategy with all that compiling it takes."""
 
-    problem: Problem
+    problem: TuningProblem
     strategy: Strategy
     variants: Variants
 
-    def plan(self) -> Plan:
+    def lowered(self) -> Lowered:
         of = self.problem
-        lowered = compile_program(
-            of.program, self.strategy, global_batch=of.global_batch, training=of.training, costs=of.costs, at_rows=self.at_rows,
-            options=of.options,
-        )  # fmt: skip
-        return lowered.plan
-
-    def outline(self) -> Outline | None:
-        of = self.problem
-        return outline_program(
-            of.program, self.strategy, global_batch=of.global_batch, training=of.training, costs=of.costs, at_rows=self.at_rows,
-            options=of.options,
-        )  # fmt: skip
+        return compiled(
+            CompileRequest(of.program, self.strategy, of.global_batch, of.training, of.costs, of.options, self.at_rows)
+        )
 
     def at_rows(self, rows: int) -> Program:
         if rows not in self.variants:
@@ -104,46 +94,36 @@ class _Compiling:
         return self.problem.program if found is None else found
 
 
-def _in_outline(problem: Problem, compiling: _Compiling) -> Scored | None:
-    """The score of a strategy that has an outline."""
-    if not problem.uniform or (found := compiling.outline()) is None:
-        return None
-    try:
-        scored = _predicted(problem, found.plan, found.prepared)
-    except PiperError:  # what the plan says of it
-        return None
-    return scored if isinstance(scored, Scored) else None
-
-
 def seconds_of(model: CostModel, plan: Plan) -> list[float]:
-    """Return the duration of each instruction. An outline has the same one many times, which is looked up once."""
-    if not model.uniform:
-        return [model.work(role, instr).seconds for role, _, instr in plan.instructions()]
+    """Return the duration of each instruction, which is looked up once where microbatches are alike."""
+    once = model.uniform
     out: list[float] = []
     for role in plan.roles:
-        known = {id(i): model.work(role, i).seconds for i in {id(i): i for i in role.program}.values()}
-        out += [known[id(i)] for i in role.program]
+        work = partial(_seconds, model, role)
+        program = role.program
+        out += program.each(work) if once and isinstance(program, InstrTable) else map(work, program)
     return out
 
 
-def _of_plan(problem: Problem, plan: Plan, engine: bool) -> Scored | Refused:
+def _seconds(model: CostModel, role: RolePlan, instr: Instr) -> float:
+    return model.work(role, instr).seconds
+
+
+def _of_plan(problem: TuningProblem, lowered: Lowered, engine: bool) -> Scored | Refused:
+    """The score of a plan, by the engine or the sweep."""
+    plan = lowered.plan
     if engine:
         verify(plan)
-    return _predicted(problem, plan, None if engine else prepare(plan))
-
-
-def _predicted(problem: Problem, plan: Plan, prepared: Prepared | None) -> Scored | Refused:
-    """The score of a plan or its outline. `prepared`: for the sweep; None asks the engine."""
     if problem.one_role and len(plan.roles) > 1:
         return Refused("illegal", problem.one_role)
     cluster = problem.cluster
     notes: tuple[str, ...] = ()
-    if prepared is None:
+    if engine:
         found = simulate(plan, cluster, costs=problem.costs, model=problem.model)
         period_s, step_s, notes = found.period_s, found.step_s, found.notes
     else:
         model = model_for(plan, cluster, problem.costs, problem.model)
-        step_s, period_s = step_and_period(prepared, seconds_of(model, plan), latency=plan.hop, issue=model.issue_s)
+        step_s, period_s = step_and_period(lowered.prepared, seconds_of(model, plan), latency=plan.hop, issue=model.issue_s)
     allocator = None if problem.costs is None else problem.costs.allocator
     held = [
         (device_memory(plan, role, role.peak_bytes, device, allocator).total, role, rank, problem.limit_of(device))
@@ -153,7 +133,7 @@ def _predicted(problem: Problem, plan: Plan, prepared: Prepared | None) -> Score
     most = max(nbytes for nbytes, *_ in held)
     reason = _reason(*max(held, key=lambda h: h[0] - (h[3] or 0)))
     peak_bytes = max(role.peak_bytes for role in plan.roles)
-    return Scored(period_s, step_s, peak_bytes, most, "engine" if prepared is None else "sweep", reason, notes)
+    return Scored(period_s, step_s, peak_bytes, most, "engine" if engine else "sweep", reason, notes)
 
 
 def _devices(cluster: Cluster | None, role: RolePlan) -> list[tuple[int, Device | None]]:

@@ -12,8 +12,8 @@ import optuna
 from optuna.trial import TrialState
 
 from piper_autotune.evaluators import Evaluator, Outcome
-from piper_autotune.problem import Problem
-from piper_autotune.rules import RULES, Pruned, Rules
+from piper_autotune.problem import TuningProblem
+from piper_autotune.rules import RULES, Pruned, PruningRules
 from piper_autotune.scoring import Refused, Scored
 from piper_autotune.space import Space, SpaceError, StrategyFunction, again
 from piper_compiler import Strategy
@@ -31,7 +31,7 @@ ATTRIBUTE = "piper"
 
 
 @dataclass(frozen=True)
-class Progress:
+class SearchProgress:
     """After each candidate: how many of `trials` are spent, how many candidates were rejected, and the best so far."""
 
     done: int
@@ -50,19 +50,19 @@ class _Pending:
     number: int
 
 
-class Search:
+class StrategySearch:
     """One search. `rows`: what is known, by number. `strategies`: of all rows that have one."""
 
     def __init__(
         self,
         study: optuna.Study,
         function: StrategyFunction,
-        problem: Problem,
-        rules: Rules,
+        problem: TuningProblem,
+        rules: PruningRules,
         evaluator: Evaluator,
         trials: int,
         leaders: int = LEADERS,
-        progress: Callable[[Progress], None] | None = None,
+        progress: Callable[[SearchProgress], None] | None = None,
     ) -> None:
         self.study, self.function, self.problem, self.rules, self.evaluator = study, function, problem, rules, evaluator
         self.trials, self.leaders, self.progress = trials, max(leaders, LEADERS), progress
@@ -210,7 +210,7 @@ class Search:
         if self.progress is not None:
             best = next(iter(self.complete()), None)
             rejected = sum(r.state == "rejected" for r in self.rows.values())
-            self.progress(Progress(min(self._spent, self.trials), self.trials, rejected, best))
+            self.progress(SearchProgress(min(self._spent, self.trials), self.trials, rejected, best))
 
     def _learn(self, row: Row, strategy: Strategy | None) -> None:
         self.rows[row.number] = row

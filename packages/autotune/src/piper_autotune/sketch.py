@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from piper_autotune.problem import Problem, Programs, bare_plan
+from piper_autotune.problem import Programs, TuningProblem, bare_plan
 from piper_compiler import Strategy
 from piper_compiler.build import build
 from piper_compiler.compile import apply_directives
@@ -33,7 +33,7 @@ _OWN = (Partition, Split, SplitBackward, Place, Replicate, Order, Stream)
 _PHASES = ("F", "B", "I", "W")
 _NOBODY = RolePlan("", {}, (0,), (), ())
 
-Group = tuple[str, tuple[str, ...], int]
+ChunkGroup = tuple[str, tuple[str, ...], int]
 """Role, chunks, and how many microbatches of all of them are in flight at one moment, at least."""
 
 
@@ -53,14 +53,14 @@ class Sketch:
     microbatches: int
     replicas: int
     roles: Mapping[str, tuple[str, ...]]
-    groups: tuple[Group, ...]
+    groups: tuple[ChunkGroup, ...]
 
 
 class Sketches:
     """Sketches of a problem's strategies and their bounds. Strategies that differ in order, microbatches or rows only share most
     of the work."""
 
-    def __init__(self, problem: Problem, programs: Programs) -> None:
+    def __init__(self, problem: TuningProblem, programs: Programs) -> None:
         self._problem, self._programs = problem, programs
         self._placed: dict[Strategy, Graph | None] = {}
         self._seconds: dict[tuple[Mesh, int], Mapping[str, float] | None] = {}
@@ -78,7 +78,7 @@ class Sketches:
             return None
         roles: dict[str, list[str]] = {}
         for chunk in graph.program.chunks:
-            roles.setdefault(graph.nodes[f"{chunk.id}.F@0"].role or EVERYWHERE, []).append(chunk.id)
+            roles.setdefault(graph.compute(chunk.id, "F")[0].role or EVERYWHERE, []).append(chunk.id)
         parts = next((d.microbatches for d in strategy.directives if isinstance(d, Split)), 1)
         orders = [d for d in strategy.directives if isinstance(d, Order)]
         if graph.program.overlap and any(order.overlaps for order in orders):
@@ -88,7 +88,7 @@ class Sketches:
         groups: dict[tuple[str, Flight], list[str]] = {}
         for role, chunks in roles.items():
             for id in chunks:
-                coords = graph.nodes[f"{id}.F@0"].coords
+                coords = graph.compute(id, "F")[0].coords
                 key = tuple([coords.get(name) for name in used])
                 if key not in flights:
                     flights[key] = max([Flight(), *(in_flight(order, coords) for order in orders)], key=lambda f: f.most)

@@ -13,7 +13,7 @@ from optuna.exceptions import StorageInternalError
 from piper_autotune.content import PLAIN, content
 from piper_compiler import Strategy
 from piper_ir.errors import PiperError, TuneError
-from piper_ir.usercode import user_code
+from piper_ir.tools import user_code
 
 StrategyFunction = Callable[[Any], Strategy]
 

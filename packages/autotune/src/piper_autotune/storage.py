@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,9 @@ import optuna
 from optuna.samplers import BaseSampler
 
 from piper_ir.errors import PiperError, TuneError
+
+WAITS_S = (0.1, 0.3, 1.0)
+"""Before a database that another search makes at the same moment is opened again."""
 
 
 @contextmanager
@@ -36,22 +40,41 @@ def storage_errors(storage: object) -> Iterator[None]:
 
 
 def open_study(storage: str | optuna.storages.BaseStorage | None, name: str, sampler: BaseSampler) -> optuna.Study:
-    """The study of this name, made when it is not there. TuneError: the storage is locked, unreachable or not one."""
-    try:
-        return optuna.create_study(study_name=name, storage=storage, sampler=sampler, direction="minimize", load_if_exists=True)
-    except PiperError:
-        raise
-    except Exception as e:  # Optuna hands on whatever the database's driver raises
-        raise unusable(storage, e) from None
+    """Open the study of this name, which is made when it is not there. TuneError: the storage is locked, unreachable or not one.
+
+    Of two searches that make the same database at once, the slower one is refused by it; then it is there, and opens."""
+    for wait_s in (*WAITS_S, None):
+        try:
+            return optuna.create_study(
+                study_name=name, storage=storage, sampler=sampler, direction="minimize", load_if_exists=True
+            )
+        except PiperError:
+            raise
+        except Exception as e:  # Optuna hands on whatever the database's driver raises
+            if wait_s is None or not _made_meanwhile(e):
+                raise unusable(storage, e) from None
+            time.sleep(wait_s)
+    raise AssertionError("the last try returns or raises")
+
+
+def _made_meanwhile(error: BaseException) -> bool:
+    """Return whether another process made the tables, or the first rows, of the same database at the same time."""
+    return any(sign in _root(error) for sign in ("already exists", "UNIQUE constraint", "duplicate key", "no such table"))
+
+
+def _root(error: BaseException) -> str:
+    """Return the first line of what the driver said."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error) or type(error).__name__).strip().splitlines()[0]
 
 
 def unusable(storage: object, error: BaseException) -> TuneError:
     """What to tell the user of a storage that raised this."""
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    text = (str(cause) or type(cause).__name__).strip().splitlines()[0]
+    text = _root(error)
     what = "is locked by another process" if "locked" in text else "cannot be used"
+    if _made_meanwhile(error):
+        what = "is being set up by another search at this moment; start this one again"
     return TuneError(
         f"the storage {storage} {what}: {text}; give an Optuna storage URL such as sqlite:///study.db, in a folder that exists, "
         "or leave storage out to search in memory"

@@ -10,8 +10,8 @@ from typing import Any
 from piper_compiler import Strategy, load_strategy, save_strategy
 from piper_ir.codec import loads
 from piper_ir.errors import FormatError, OutputError, TuneError
-from piper_ir.files import write_whole
 from piper_ir.study import Row, StudyDocument
+from piper_ir.tools import write_whole
 
 
 @dataclass(frozen=True)

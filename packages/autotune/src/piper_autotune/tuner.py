@@ -12,13 +12,13 @@ from optuna.exceptions import OptunaError
 from optuna.samplers import BaseSampler
 from optuna.storages import BaseStorage
 
-from piper_autotune.confirm import Measured, confirm_best
+from piper_autotune.confirm import Confirmation, confirm_best
 from piper_autotune.diagnosis import nothing_found
 from piper_autotune.evaluators import Evaluator, Here, Processes
-from piper_autotune.problem import Problem, Programs
-from piper_autotune.rules import Rules
+from piper_autotune.problem import Programs, TuningProblem
+from piper_autotune.rules import PruningRules
 from piper_autotune.sampler import GuidedSampler
-from piper_autotune.search import LEADERS, Progress, Search
+from piper_autotune.search import LEADERS, SearchProgress, StrategySearch
 from piper_autotune.space import StrategyFunction, space_key
 from piper_autotune.storage import open_study, quiet, storage_errors, unusable
 from piper_autotune.study import NothingFoundError, SearchError, Study
@@ -35,19 +35,19 @@ SEED_STEP = 1_000_003
 
 
 def tune(
-    problem: Problem,
+    problem: TuningProblem,
     strategy: StrategyFunction,
     *,
     at_rows: Callable[[int], Program] | None = None,
     trials: int = 100,
     confirm: int = 0,
-    measure: Callable[[Strategy], Measured] | None = None,
+    measure: Callable[[Strategy], Confirmation] | None = None,
     seed: int = 0,
     storage: str | BaseStorage | None = None,
     sampler: BaseSampler | None = None,
     workers: int | str = 1,
     timeout_s: float = 60.0,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[SearchProgress], None] | None = None,
     modules: Iterable[ModuleType] = (),
     evaluator: Evaluator | None = None,
 ) -> Study:
@@ -71,7 +71,9 @@ def tune(
             study.sampler = GuidedSampler((seed + SEED_STEP * len(study.get_trials(deepcopy=False))) % (MOST_SEED + 1))
         ours = evaluator or _evaluator(problem, programs, workers, timeout_s, modules)
         try:
-            search = Search(study, strategy, problem, Rules(problem, programs), ours, trials, max(LEADERS, confirm), progress)
+            search = StrategySearch(
+                study, strategy, problem, PruningRules(problem, programs), ours, trials, max(LEADERS, confirm), progress
+            )
             search.resume()
             search.run()
             return _result(search, problem, programs, seed, confirm, measure)
@@ -110,7 +112,7 @@ def _check(strategy: Any, trials: int, confirm: int, measure: object, workers: i
 
 
 def _evaluator(
-    problem: Problem, programs: Programs, workers: int | str, timeout_s: float, modules: Iterable[ModuleType]
+    problem: TuningProblem, programs: Programs, workers: int | str, timeout_s: float, modules: Iterable[ModuleType]
 ) -> Evaluator:
     if isinstance(workers, str):
         from piper_autotune.on_ray import OnRay
@@ -120,12 +122,12 @@ def _evaluator(
 
 
 def _result(
-    search: Search,
-    problem: Problem,
+    search: StrategySearch,
+    problem: TuningProblem,
     programs: Programs,
     seed: int,
     confirm: int,
-    measure: Callable[[Strategy], Measured] | None,
+    measure: Callable[[Strategy], Confirmation] | None,
 ) -> Study:
     """The study after the search; interrupted, what was found as it is."""
     if search.interrupted:
@@ -146,7 +148,7 @@ def _result(
     return found
 
 
-def _study(search: Search, problem: Problem, programs: Programs, seed: int) -> Study:
+def _study(search: StrategySearch, problem: TuningProblem, programs: Programs, seed: int) -> Study:
     rows = tuple(search.rows[n] for n in sorted(search.rows))
     kept = {n: s for n, s in search.strategies.items() if search.rows[n].state == "complete"}
     cluster = problem.cluster.name if problem.cluster is not None else "given durations"
@@ -156,7 +158,7 @@ def _study(search: Search, problem: Problem, programs: Programs, seed: int) -> S
     return replace(found, strategies=kept | {found.best_row.number: _settled(found.best, problem, programs)})
 
 
-def _settled(strategy: Strategy, problem: Problem, programs: Programs) -> Strategy:
+def _settled(strategy: Strategy, problem: TuningProblem, programs: Programs) -> Strategy:
     """The best as it was scored and run: who uses it later may have other costs, or none."""
     lowered = compile_program(
         problem.program,

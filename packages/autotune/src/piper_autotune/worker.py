@@ -1,4 +1,4 @@
-"""A worker process: scores the strategies that come through its connection, until that closes."""
+"""Run a worker process: it scores the strategies that its connection brings, until that closes."""
 
 from __future__ import annotations
 
@@ -6,22 +6,25 @@ import pickle
 import signal
 from multiprocessing.connection import Connection
 
-from piper_autotune.problem import Problem
+from piper_autotune.problem import TuningProblem
 from piper_autotune.scoring import score
-from piper_ir.collector import no_garbage_collection
 from piper_ir.program import Program
+from piper_ir.tools import no_garbage_collection
 
 READY = "ready"
 
 
 def serve(descriptor: int) -> None:
-    """First message: a packed Problem. Each further one: (packed strategy, whether with the engine, programs that this worker has
-    not seen); answered by what `score` returns."""
+    """Score the strategies that arrive on the connection with this file descriptor, until it closes.
+
+    The first message is a packed TuningProblem. Each later one is a tuple: a packed strategy, whether the event engine scores it,
+    and the programs that this worker has not seen yet. The answer is what `score` returns.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that searches; it ends this one
     connection = Connection(descriptor)
     variants: dict[int, Program | str | None] = {}
     try:
-        problem: Problem = pickle.loads(connection.recv_bytes())
+        problem: TuningProblem = pickle.loads(connection.recv_bytes())
         connection.send(READY)
         while True:
             with no_garbage_collection():

@@ -2,7 +2,7 @@
 torch)."""
 
 from piper_compiler import recipes
-from piper_compiler.compile import Lowered, Options, Outline, Training, compile_program, outline_program, settled
+from piper_compiler.compile import CompileRequest, Lowered, Options, Training, compile_program, compiled, settled
 from piper_compiler.directives import (
     Directive,
     describe,
@@ -23,20 +23,20 @@ from piper_compiler.strategy import Strategy, load_strategy, save_strategy
 from piper_compiler.synthetic import synthetic
 
 __all__ = [
+    "CompileRequest",
     "Directive",
     "Lowered",
     "Options",
-    "Outline",
     "Schedule",
     "Strategy",
     "Training",
     "compile_program",
+    "compiled",
     "describe",
     "directive",
     "fail",
     "load_strategy",
     "order",
-    "outline_program",
     "overlap",
     "partition",
     "place",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import piper_ir.graph_json  # noqa: F401 - registers how `piper_ir.codec.dumps` writes the graphs that are made here
 from piper_compiler.ports import port_category, port_value, signatures, value_reads, value_writes
 from piper_ir.costs import Costs
 from piper_ir.graph import Editor, Graph, Node
+from piper_ir.graph_parts import compute_id
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Add, Compute, ComputeStep
 from piper_ir.program import Chunk, Program
@@ -14,7 +16,7 @@ from piper_ir.program import Chunk, Program
 
 def build(program: Program, mesh: Mesh, costs: Costs | None = None) -> Graph:
     """The graph of one step on one device. Batch tensors and the tangent of the loss are values without a writer:
-    `passes.sources` makes their Load and Seed nodes once it is known which roles read them."""
+    `passes.parts` makes their Load and Seed parts once it is known which roles read them."""
     index = {c.id: i for i, c in enumerate(program.chunks)}
     edit = Graph(mesh, program, {}, {}, {}, {}, chunk_index=index, costs=costs).edit()
     for tensor in program.batch:
@@ -36,7 +38,7 @@ def _add_compute(edit: Editor, chunk: Chunk, step: ComputeStep, tangents: Mappin
     known = tangents or {}
     reads = tuple(known.get(p) or port_value(chunk, p) for p in value_reads(chunk, step))
     writes = tuple(f"{chunk.id}:{p}" for p in value_writes(chunk, step))
-    edit.add(Node(f"{chunk.id}.{step}", Compute(chunk.id, step), coords, reads, writes))
+    edit.add(Node(compute_id(chunk.id, step), Compute(chunk.id, step), coords, reads, writes))
 
 
 def _gradient_consumers(program: Program) -> dict[str, list[str]]:

@@ -1,29 +1,39 @@
-"""compile: a program and a strategy to a graph and a plan, as a straight line of named passes."""
+"""compile: a program and a strategy to a graph and a plan. This file is the list of passes: `compiled`, `lowered`, `drafted`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from piper_compiler.build import build
-from piper_compiler.directives import Directive, describe, split
+from piper_compiler.directives import Directive, describe
 from piper_compiler.directives.partition import Partition, resolved
-from piper_compiler.passes.complete import Training, complete
-from piper_compiler.passes.lower import Options, lower
-from piper_compiler.passes.outline import Outline, alike, outline
+from piper_compiler.durations import InstructionSeconds
+from piper_compiler.passes.assemble import bound_chunks, plan_of
+from piper_compiler.passes.columns import columns
+from piper_compiler.passes.complete import complete
+from piper_compiler.passes.dependencies import dependencies
+from piper_compiler.passes.draft import draft
+from piper_compiler.passes.fuse import tasks
+from piper_compiler.passes.overlap import first_to_finish, interleavings, seconds_of_spans
+from piper_compiler.passes.parts import PartMaker
+from piper_compiler.passes.positions import positions
+from piper_compiler.passes.release import releases
+from piper_compiler.passes.schedule import Scheduler, overlap_seconds
+from piper_compiler.passes.templates import Drafted
+from piper_compiler.request import CompileRequest, Options, Training
 from piper_compiler.strategy import Strategy
-from piper_compiler.uniform import NotUniform, Uniform
-from piper_ir.collector import no_garbage_collection
 from piper_ir.costs import Costs
-from piper_ir.errors import CompileError, DirectiveError, PiperError
+from piper_ir.errors import CompileError, DirectiveError
 from piper_ir.graph import Applied, Graph
+from piper_ir.memory import with_peaks
 from piper_ir.plan import Plan
-from piper_ir.program import Program
+from piper_ir.program import Chunk, Program
+from piper_ir.timing import Prepared
+from piper_ir.tools import no_garbage_collection
 
-__all__ = ["Lowered", "Options", "Outline", "Training", "apply_directives", "compile_program", "outline_program", "settled"]
-
-FEW_COPIES = 1024
-"""Microbatches of which the graph is made at once."""
+__all__ = ["CompileRequest", "Lowered", "Options", "Training", "apply_directives", "compile_program", "compiled", "settled"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +42,12 @@ class Lowered:
 
     graph: Graph
     plan: Plan
+    _prepare: Callable[[], Prepared] = field(repr=False, compare=False)
+
+    @cached_property
+    def prepared(self) -> Prepared:
+        """What `piper_ir.timing.prepare` makes of the plan, for less: compiling has found most of it."""
+        return self._prepare()
 
 
 def compile_program(
@@ -44,17 +60,63 @@ def compile_program(
     options: Options | None = None,
     at_rows: Callable[[int], Program] | None = None,
 ) -> Lowered:
-    """Build the graph, apply the directives in order, complete and lower it. `global_batch`: rows of one step over all replicas
-    (default: one row per microbatch and replica). `at_rows`: the program for a number of rows, for programs that are not
-    affine down to one row. A DirectiveError or CompileError names what does not hold and where it was written."""
-    training = training or Training()
-    check_microbatches(strategy, global_batch)
+    """Build the graph, apply the directives in order, complete and lower it. See `CompileRequest` for the arguments. A
+    DirectiveError or CompileError names what does not hold and where it was written."""
+    request = CompileRequest(program, strategy, global_batch, training or Training(), costs, options or Options(), at_rows)
+    return compiled(request)
+
+
+def compiled(request: CompileRequest) -> Lowered:
+    """Run the passes, from a program and a strategy to a plan."""
     with no_garbage_collection():
-        graph = complete(apply_directives(build(program, strategy.mesh, costs), strategy.directives), training)
-        rows = rows_per_microbatch(graph.microbatches, graph.replicas, global_batch)
-        if at_rows is not None and (exact := at_rows(rows)) is not program:
-            graph = complete(apply_directives(build(exact, strategy.mesh, costs), strategy.directives), training)
-        return Lowered(*lower(graph, rows, training, options or Options(), costs))
+        graph = step_graph(request, request.program)
+        rows = rows_per_microbatch(graph.microbatches, graph.replicas, request.global_batch)
+        if request.at_rows is not None and (exact := request.at_rows(rows)) is not request.program:
+            graph = step_graph(request, exact)
+        return lowered(graph, rows, request)
+
+
+def step_graph(request: CompileRequest, program: Program) -> Graph:
+    """Return the graph of a whole training step, by single microbatches nowhere."""
+    graph = build(program, request.strategy.mesh, request.costs)
+    graph = apply_directives(graph, request.strategy.directives)
+    return complete(graph, request.training)
+
+
+def lowered(graph: Graph, rows: int, request: CompileRequest) -> Lowered:
+    """Make the plan of a complete graph, at `rows` rows per microbatch and rank."""
+    chunks = bound_chunks(graph, rows)
+    seconds = InstructionSeconds(chunks.values(), request.costs)
+    orders = interleavings(graph, overlap_seconds(graph, chunks, rows, seconds))
+    best = first_to_finish(orders, lambda order: drafted(order, chunks, rows, request.options, seconds))
+    freed = releases(best.draft, best.uses, best.times)
+    programs = best.programs(freed)
+    plan = with_peaks(plan_of(best.graph, chunks, rows, programs, request))
+    return Lowered(best.graph, plan, lambda: best.prepared(freed))
+
+
+def drafted(graph: Graph, chunks: dict[str, Chunk], rows: int, options: Options, seconds: InstructionSeconds) -> Drafted:
+    """Put every role's instructions in program order, and time them in a run that frees nothing."""
+    deps = dependencies(graph)
+    spans = seconds_of_spans(graph, chunks, deps)
+    sequence = Scheduler(graph, deps, chunks, rows, seconds, spans).run()
+    nodes = columns(graph, deps, sequence)
+    work = tasks(graph, deps, nodes, options.fuse)
+    where = positions(graph, deps, nodes, work.number, options.recv_ahead)
+    order = draft(graph, deps, nodes, work, where)
+    maker = PartMaker(graph, chunks, rows, graph.microbatches * graph.replicas, seconds)
+    return Drafted(graph, deps, maker, order, spans)
+
+
+def apply_directives(graph: Graph, directives: Iterable[Directive]) -> Graph:
+    """Check and apply each directive in the order written. The given graph stays as it is."""
+    for item in directives:
+        item.check(graph)
+        result = item.apply(graph)
+        if not isinstance(result, Graph):
+            raise DirectiveError(f"{describe(item)}: apply returned {type(result).__name__}; a Graph is needed")
+        graph = _logged(result, item, len(graph.log))
+    return graph
 
 
 def settled(strategy: Strategy, graph: Graph) -> Strategy:
@@ -64,90 +126,10 @@ def settled(strategy: Strategy, graph: Graph) -> Strategy:
     return Strategy(strategy.mesh, made, params=strategy.params)
 
 
-def outline_program(
-    program: Program,
-    strategy: Strategy,
-    *,
-    global_batch: int | None = None,
-    training: Training | None = None,
-    costs: Costs | None = None,
-    options: Options | None = None,
-    at_rows: Callable[[int], Program] | None = None,
-) -> Outline | None:
-    """The plan of `compile_program` in outline (see `piper_compiler.passes.outline`): the same times and peaks of memory, in a
-    fraction of the time. None where it takes all of `compile_program`: when microbatches differ in more than their order, or
-    when something is wrong, which that one says."""
-    training = training or Training()
-
-    def first_of(program: Program) -> tuple[Uniform, Graph] | None:
-        uniform = _uniformly(build(program, strategy.mesh, costs), strategy.directives)
-        return (uniform, complete(uniform.first(), training)) if isinstance(uniform, Uniform) else None
-
-    try:
-        with no_garbage_collection():
-            if not alike(program) or (found := first_of(program)) is None:
-                return None
-            rows = rows_per_microbatch(found[0].microbatches, found[1].replicas, global_batch)
-            if at_rows is not None and (exact := at_rows(rows)) is not program and (found := first_of(exact)) is None:
-                return None
-            return outline(*found, rows, training, options or Options(), costs)
-    except PiperError:
-        return None
-
-
-def apply_directives(graph: Graph, directives: tuple[Directive, ...]) -> Graph:
-    """Check and apply each directive in the order written. The given graph stays as it is."""
-    try:
-        found = _uniformly(graph, directives)
-    except PiperError:  # its message is to be about the nodes of the whole graph
-        return one_by_one(graph, directives)
-    return found.expand() if isinstance(found, Uniform) else found
-
-
-def one_by_one(graph: Graph, directives: Iterable[Directive], ours: bool = False) -> Graph:
-    """Check and apply each directive on the whole graph. `ours`: nobody else holds it."""
-    for item in directives:
-        item.check(graph)
-        result = item.apply(graph.hand_over() if ours and getattr(item, "takes_over", False) else graph)
-        if not isinstance(result, Graph):
-            raise DirectiveError(f"{describe(item)}: apply returned {type(result).__name__}; a Graph is needed")
-        graph, ours = _logged(result, item, len(graph.log)), True
-    return graph
-
-
-def _uniformly(graph: Graph, directives: tuple[Directive, ...]) -> Graph | Uniform:
-    """Apply directives by way of the graph of one microbatch; the rest, if there is one, on the whole graph."""
-    at = next((k for k, item in enumerate(directives) if isinstance(item, split)), len(directives))
-    given, graph = graph, one_by_one(graph, directives[:at])
-    if at == len(directives) or graph.order_edges:
-        return one_by_one(graph, directives[at:], graph is not given)
-    halves = directives[at]
-    assert isinstance(halves, split)
-    halves.check(graph)
-    uniform = Uniform(_logged(graph, halves, len(graph.log)), halves.microbatches)
-    for k, item in enumerate(directives[at + 1 :], at + 1):
-        try:
-            uniform.apply(item)
-        except NotUniform:
-            return one_by_one(uniform.expand(), directives[k:], True)
-        uniform.one = _logged(uniform.one, item, len(uniform.one.log))
-    return uniform
-
-
 def _logged(graph: Graph, item: Directive, index: int) -> Graph:
     """The graph with exactly one entry for the directive in its log, whether or not `apply` recorded one."""
     applied = Applied(describe(item), getattr(item, "site", ""))
     return replace(graph, log=(*graph.log[:index], applied))
-
-
-def check_microbatches(strategy: Strategy, global_batch: int | None) -> None:
-    """Raise CompileError for many more microbatches than rows, before there is a copy of the graph for each.
-
-    Of a few too many `rows_per_microbatch` says more, for then it is known how many replicas there are."""
-    for item in strategy.directives:
-        if isinstance(item, split) and type(item.microbatches) is int and global_batch is not None:
-            if item.microbatches > max(global_batch, FEW_COPIES):
-                rows_per_microbatch(item.microbatches, 1, global_batch)
 
 
 def rows_per_microbatch(parts: int, replicas: int, global_batch: int | None) -> int:

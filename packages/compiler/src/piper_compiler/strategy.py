@@ -11,8 +11,8 @@ from typing import Any
 from piper_compiler.directives import REGISTRY, Directive, describe
 from piper_ir.codec import decode, read_document, tagged
 from piper_ir.errors import CompileError, DirectiveError, FormatError, OutputError
-from piper_ir.files import write_whole
 from piper_ir.mesh import AXES, Mesh
+from piper_ir.tools import write_whole
 
 STRATEGY_VERSION = 1
 

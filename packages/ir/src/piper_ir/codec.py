@@ -1,16 +1,19 @@
-"""JSON both ways for the frozen dataclasses of the IR. Parsed strictly: unknown keys, wrong types and truncated text are errors.
+"""Write the frozen dataclasses of the IR as JSON, and read them back strictly.
 
-A dataclass becomes an object with a key per field that differs from its default. In a union of dataclasses (ops, directives)
-the key "is" names the class. An Affine is written as [a, b]. Top-level documents carry "format" (the class) and "version".
-A Graph is written by way of the document in `piper_ir.graph_json`.
+Unknown keys, wrong types and truncated text are errors. A dataclass becomes an object with a key per field that differs
+from its default. In a union of dataclasses (ops, directives) the key "is" names the class. An Affine is written as
+[a, b]. Top-level documents carry "format" (the class) and "version".
+
+A class whose fields are not what is written has a document class that stands for it (`register`). A Graph has one in
+`piper_ir.graph_json`, which must be imported where graphs are written or read.
 """
 
 from __future__ import annotations
 
 import json
 import types
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -18,6 +21,7 @@ from piper_ir.errors import FormatError, PiperError
 from piper_ir.sizes import Affine
 
 T = TypeVar("T")
+D = TypeVar("D")
 FORMAT_VERSION = 1
 
 _NAMES = {str: "a string", int: "an integer", float: "a number", bool: "a boolean", type(None): "null"}
@@ -28,32 +32,54 @@ Encoder = Callable[[Any], Any]
 Decoder = Callable[[Any, str], Any]
 
 
-def dumps(document: Any, indent: int | None = None) -> str:
-    """A dataclass as a JSON document with its format and version; the same object gives the same text."""
-    from piper_ir import graph, graph_json  # they import modules that import this one
+@dataclass(frozen=True, slots=True)
+class _DocumentForm:
+    """Name the class that is written in place of another one, and the way there and back."""
 
-    if isinstance(document, graph.Graph):
-        document = graph_json.to_document(document)
+    document: type
+    to_document: Callable[[Any], Any]
+    from_document: Callable[[Any], Any]
+
+
+_DOCUMENT_FORMS: dict[type, _DocumentForm] = {}
+
+
+def register(kind: type[T], document: type[D], to_document: Callable[[T], D], from_document: Callable[[D], T]) -> None:
+    """Let `dumps` and `loads` write and read objects of class `kind` as documents of another class.
+
+    The document's class attribute FORMAT says what the format is called, if not as the class.
+    """
+    _DOCUMENT_FORMS[kind] = _DocumentForm(document, to_document, from_document)
+
+
+def dumps(document: Any, indent: int | None = None) -> str:
+    """Return a dataclass as a JSON document with its format and version; the same object gives the same text."""
+    form = _DOCUMENT_FORMS.get(type(document))
+    if form is not None:
+        document = form.to_document(document)
     head = {"format": _format(type(document)), "version": FORMAT_VERSION}
     return json.dumps(head | encode(document), indent=indent, separators=None if indent else (",", ":"))
 
 
 def loads(kind: type[T], text: str, where: str = "text") -> T:
-    """Parse a document of the given class. FormatError names the place (a path of keys) and what was expected; CompileError: a
-    Graph in which a value has two writers."""
-    from piper_ir import graph, graph_json  # they import modules that import this one
+    """Parse a document of the given class.
 
-    if kind is graph.Graph:
-        made: Any = graph_json.from_document(loads(graph_json.GraphDocument, text, where))
-        return cast(T, made)
-    document: T = decode(kind, read_document(_format(kind), FORMAT_VERSION, text, where), where)
-    return document
+    FormatError names the place (a path of keys) and what was expected. A Graph in which a value has two writers is a
+    CompileError.
+    """
+    form = _DOCUMENT_FORMS.get(kind)
+    written: Any = kind if form is None else form.document
+    document = decode(written, read_document(_format(written), FORMAT_VERSION, text, where), where)
+    return cast(T, document if form is None else form.from_document(document))
 
 
 def read_document(name: str, version: int, text: str, where: str) -> dict[str, Any]:
-    """The content of a JSON document of this format and version, without the two. FormatError for anything else."""
+    """Return the content of a JSON document without the two keys that say its format and version.
+
+    FormatError when it has other ones, or is no JSON.
+    """
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as e:
         cut = e.pos >= len(text.rstrip()) - 1 or e.msg.startswith("Unterminated")
         hint = " (is the file truncated?)" if cut else ""
@@ -62,22 +88,32 @@ def read_document(name: str, version: int, text: str, where: str) -> dict[str, A
         raise FormatError(f"{where}: not JSON that this Piper writes: {e}") from None
     if not isinstance(data, dict):
         raise FormatError(f"{where}: a JSON object is expected, found {_kind(data)}")
-    found, number = data.pop("format", None), data.pop("version", None)
-    if found != name:
-        raise FormatError(f'{where}: "format" is {found!r}; a {name} is expected here')
+    format_name, number = data.pop("format", None), data.pop("version", None)
+    if format_name != name:
+        raise FormatError(f'{where}: "format" is {format_name!r}; a {name} is expected here')
     if type(number) is not int or number != version:
         raise FormatError(f'{where}: "version" is {number!r}; this Piper reads version {version}')
     return data
 
 
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of a JSON text, for `object_pairs_hook`. FormatError for a key that it has twice: the last would win."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise FormatError(f"the key {twice!r} stands twice in one object; leave one of them out")
+    return out
+
+
 def _format(kind: type) -> str:
-    """What a document of this class is called: its FORMAT if it stands for another class, else its name."""
+    """Return what a document of this class is called: its FORMAT if it stands for another class, else its name."""
     name: str = getattr(kind, "FORMAT", kind.__name__)
     return name
 
 
 def encode(value: Any) -> Any:
-    """A plain JSON value for a dataclass, container or scalar of the IR."""
+    """Return a plain JSON value for a dataclass, container or scalar of the IR."""
     kind: Any = type(value)
     if kind in _PLAIN:
         return value
@@ -85,12 +121,12 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: Any, value: Any, where: str) -> Any:
-    """The inverse of `encode`, given the type that is expected."""
+    """Return the value of the expected type that a JSON value stands for: the inverse of `encode`."""
     return _decoder(kind)(value, where)
 
 
 def tagged(value: Any) -> dict[str, Any]:
-    """A dataclass with its class name under "is", for members of an open or closed union."""
+    """Return a dataclass with its class name under "is", for members of an open or closed union."""
     return {"is": type(value).__name__, **encode(value)}
 
 
@@ -102,34 +138,53 @@ def _encoder(kind: type) -> Encoder:
         return _dataclass_encoder(kind)
     if issubclass(kind, Mapping):
         return lambda v: {str(k): encode(x) for k, x in v.items()}
-    if issubclass(kind, tuple | list):
+    if issubclass(kind, Sequence):
         return lambda v: [encode(x) for x in v]
     raise TypeError(f"no JSON form for {kind.__name__}")
 
 
 def _dataclass_encoder(kind: type) -> Encoder:
     hints = get_type_hints(kind)
-    plan: list[tuple[str, Any, bool]] = []
-    for f in fields(kind):
-        if f.init and f.metadata.get("json", True) and f.name != "version":
-            default = (
-                f.default if f.default is not MISSING else f.default_factory() if f.default_factory is not MISSING else MISSING
-            )
-            plan.append((f.name, default, _is_union_of_classes(hints[f.name])))
+    written: list[tuple[str, Any, bool]] = []
+    for f in _written_fields(kind, hints):
+        default = f.default if f.default is not MISSING else f.default_factory() if f.default_factory is not MISSING else MISSING
+        written.append((f.name, default, _is_union_of_classes(hints[f.name])))
 
     def run(v: Any) -> dict[str, Any]:
-        out: dict[str, Any] = {}
-        for name, default, union in plan:
+        encoded: dict[str, Any] = {}
+        for name, default, union in written:
             x = getattr(v, name)
             if default is MISSING or x != default:
-                out[name] = tagged(x) if union and is_dataclass(x) else encode(x)
-        return out
+                encoded[name] = tagged(x) if union and is_dataclass(x) else encode(x)
+        return encoded
 
     return run
 
 
+def _written_fields(kind: type, hints: Mapping[str, Any]) -> list[Field[Any]]:
+    """Return the fields that are written; TypeError for one that JSON cannot hold."""
+    written = [f for f in fields(kind) if f.init and f.metadata.get("json", True) and f.name != "version"]
+    for f in written:
+        for option in _options(hints[f.name]):
+            if _is_mapping(option) and not _is_text(get_args(option)[0]):
+                raise TypeError(
+                    f"no JSON form for {kind.__name__}: the keys of its field {f.name} are no strings; "
+                    f"import the module that registers a document for {kind.__name__} (piper_ir.codec.register)"
+                )
+    return written
+
+
+def _is_mapping(hint: Any) -> bool:
+    origin = get_origin(hint)
+    return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+def _is_text(hint: Any) -> bool:
+    return hint is str or (get_origin(hint) is Literal and all(isinstance(option, str) for option in get_args(hint)))
+
+
 def _is_class(option: Any) -> bool:
-    """Whether an option of a union is a dataclass that is written as an object."""
+    """Return whether an option of a union is a dataclass that is written as an object."""
     return is_dataclass(option) and option is not Affine
 
 
@@ -159,6 +214,8 @@ def _decoder(hint: Any) -> Decoder:
         return _literal_decoder(get_args(hint))
     if origin is tuple:
         return _tuple_decoder(get_args(hint))
+    if origin is Sequence:
+        return _tuple_decoder((*get_args(hint), ...))
     if origin is not None and issubclass(origin, Mapping):
         return _mapping_decoder(get_args(hint)[1])
     if hint is Affine:
@@ -257,7 +314,7 @@ def _union_decoder(options: tuple[Any, ...]) -> Decoder:
 
 def _dataclass_decoder(kind: type) -> Decoder:
     hints = get_type_hints(kind)
-    init = [f for f in fields(kind) if f.init and f.metadata.get("json", True) and f.name != "version"]
+    init = _written_fields(kind, hints)
     required = {f.name for f in init if f.default is MISSING and f.default_factory is MISSING}
     decoders: dict[str, Decoder] = {}
     name = _format(kind)

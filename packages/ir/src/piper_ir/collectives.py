@@ -1,9 +1,11 @@
-"""The collectives: one row of a table for each, from which verifier, simulator and executors read what it does.
+"""Describe each collective by one row of a table, from which verifier, simulator and executors read what it does.
 
-A collective joins the n members of a channel, ordered by rank; each member gives one tensor and gets one. A tensor is *whole*
-when it has the full length along its first dimension, and a *part* when it is one of the n equal blocks of that length; block k
-belongs to the k-th member. The bytes of a message are those of the whole tensor. To add a collective: a row here, and a binding
-in each transport that is to carry it (`piper_runtime.gloo`, `piper_runtime.nccl`); CONTRIBUTING.md shows it for a broadcast.
+A collective joins the n members of a channel, ordered by rank; each member gives one tensor and gets one. A tensor is
+*whole* when it has the full length along its first dimension, and a *part* when it is one of the n equal blocks of that
+length; block k belongs to the k-th member. The bytes of a message are those of the whole tensor.
+
+A new collective needs a row here, and a binding in each transport that is to carry it; CONTRIBUTING.md shows it for a
+broadcast.
 """
 
 from __future__ import annotations
@@ -23,16 +25,20 @@ Pattern = Literal["ring", "pairs"]
 class Law:
     """Describe one collective.
 
-    name: how a plan's text and messages call it.
-    reads, writes: what a member gives and what it gets; both have the same dtype.
-    result: what it gets. "sum": of what all members give; "blocks": one block of each member, in the order of ranks;
-        "first": what the first member gives. Where a part is written, it is the member's own block of that.
-    route: "ring": everything passes by every member. "pairs": each member sends a block to each other one.
-    rounds: how often the whole tensor goes around a ring, so that rounds * (n - 1) / n of its bytes leave each member
-        (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009). 1 for pairs.
-    buckets: whether it may work in place on the gradients of a bucket, instead of on values.
-    spoils: whether what it reads is undefined afterwards, so that a transport may use it as room to work in.
-    undoes: the collective that it takes back when the same members run it on that one's results.
+    Attributes:
+        name: what a plan's text and messages call it.
+        reads: what a member gives.
+        writes: what a member gets, with the dtype of what it gives.
+        result: what the written tensor holds. "sum": the sum of what all members give. "blocks": one block of each
+            member, in the order of ranks. "first": what the first member gives. Where a part is written, it is the
+            member's own block of that.
+        route: how it travels. "ring": everything passes by every member. "pairs": each member sends a block to each
+            other one.
+        rounds: how often the whole tensor goes around a ring, so that rounds * (n - 1) / n of its bytes leave each
+            member (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009). It is 1 for pairs.
+        buckets: whether it may work in place on the gradients of a bucket, instead of on values.
+        spoils: whether what it reads is undefined afterwards, so that a transport may use it as room to work in.
+        undoes: the collective that it takes back when the same members run it on that one's results.
     """
 
     name: str
@@ -47,12 +53,12 @@ class Law:
 
     @property
     def in_place(self) -> bool:
-        """Whether the result can replace what is read: same size, and no block changes its place."""
+        """Return whether the result can replace what is read: it has the same size, and no block changes its place."""
         return self.reads == self.writes and self.result != "blocks"
 
     @property
     def blocks(self) -> bool:
-        """Whether a whole tensor of it is made of n equal blocks, so that its first dimension must divide by n."""
+        """Return whether whole tensors are made of n equal blocks, so that their first dimension must divide by n."""
         return self.result == "blocks" or self.writes == "part"
 
     def wire(self, n: int) -> float:
@@ -60,7 +66,7 @@ class Law:
         return self.rounds * (n - 1) / n
 
     def written(self, read: TensorSpec, n: int) -> TensorSpec:
-        """Return what n members get when each gives `read`. PlanError when the first dimension does not divide."""
+        """Return what n members get when each gives `read`; PlanError when the first dimension does not divide."""
         if not self.blocks:
             return read
         if not read.shape:
@@ -86,7 +92,7 @@ COLLECTIVES: dict[str, Law] = {
 
 
 def law_of(kind: str) -> Law:
-    """Return the law of a kind of collective. PlanError when there is none."""
+    """Return the law of a kind of collective; PlanError when there is none."""
     if kind not in COLLECTIVES:
         raise PlanError(f"there is no collective {kind!r}; known are {', '.join(COLLECTIVES)}")
     return COLLECTIVES[kind]

@@ -1,8 +1,8 @@
-"""Costs: durations that somebody measured, looked up or decided, each with its source, and where they come from.
+"""Hold durations that somebody measured, looked up or decided, each with its source.
 
-A simulation takes a duration from here before it computes one; `partition(at="cost")` weighs layers by it. Of what was measured
-at several sizes, a size in between is interpolated (`piper_ir.interpolate`), and so is one up to a factor of 2 beyond; further
-away nothing is known.
+A simulation takes a duration from here before it computes one, and `partition(at="cost")` weighs layers by it.
+Between measured sizes, and up to a factor of 2 beyond them, durations are interpolated (`piper_ir.tools.interpolate`);
+further away nothing is known.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from piper_ir.errors import FormatError
-from piper_ir.interpolate import Points, log_log, within
 from piper_ir.program import Step
+from piper_ir.tools import Points, log_log, within
 from piper_ir.trace import Source
 
 K = TypeVar("K")
@@ -22,7 +22,13 @@ STEPS: tuple[Step, ...] = ("F", "I", "W")
 
 @dataclass(frozen=True, slots=True)
 class Duration:
-    """Seconds, never negative, and where they come from. `spread`: the median absolute deviation of the repeats, in seconds."""
+    """Say how long something takes, and where that is known from.
+
+    Attributes:
+        seconds: the duration; never negative.
+        source: where it comes from.
+        spread: the median absolute deviation of the repeats, in seconds.
+    """
 
     seconds: float
     source: Source = "measured"
@@ -36,7 +42,15 @@ class Duration:
 
 @dataclass(frozen=True, slots=True)
 class StepDuration:
-    """One step of the chunks that share a code (`Chunk.code`), at `rows` rows per microbatch. `chunk`: the id of one of them."""
+    """Say how long one step takes in the chunks that share a code.
+
+    Attributes:
+        code: the code of the chunks (`Chunk.code`).
+        step: the step.
+        rows: rows of the microbatch at which it was measured.
+        duration: how long it takes.
+        chunk: the id of one of the chunks.
+    """
 
     code: str
     step: Step
@@ -47,12 +61,15 @@ class StepDuration:
 
 @dataclass(frozen=True, slots=True)
 class CommDuration:
-    """The duration of one communication.
+    """Say how long one communication takes.
 
-    op: "p2p" or a kind of `piper_ir.collectives`.
-    bytes: of the message; of a collective, of its whole tensor.
-    group, nodes: the number of ranks that take part (2 for p2p), and on how many nodes.
-    busy_s: processor seconds that it takes on each rank, from computation that runs beside it.
+    Attributes:
+        op: "p2p", or a kind of `piper_ir.collectives`.
+        bytes: the bytes of the message; those of the whole tensor for a collective.
+        group: the number of ranks that take part (2 for p2p).
+        duration: how long it takes.
+        nodes: the number of nodes on which these ranks are.
+        busy_s: processor seconds that it takes on each rank from computation beside it.
     """
 
     op: str
@@ -65,8 +82,13 @@ class CommDuration:
 
 @dataclass(frozen=True, slots=True)
 class PartDuration:
-    """Another op of the compute stream by its class name ("Load", "Add", "Update", ...) and the bytes of memory that it reads and
-    writes (`piper_ir.traffic`). "Batch" is the job's batch function for one microbatch; its `amount` counts rows."""
+    """Say how long an op of the compute stream takes that is no step of a chunk.
+
+    Attributes:
+        op: the op's class name ("Load", "Add", "Update", ...), or "Batch": the job's batch function for one microbatch.
+        amount: bytes of memory that the op reads and writes (`piper_ir.plan_bytes`); for "Batch" the number of rows.
+        duration: how long it takes.
+    """
 
     op: str
     amount: int
@@ -75,8 +97,14 @@ class PartDuration:
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """`issue_s`: seconds of the issuing thread per instruction of the compute stream, beside its parts. `comm_s`: of a
-    communication instruction, beside its message; it delays what is issued next. Spreads: as of a Duration."""
+    """Say how long the thread takes that issues instructions.
+
+    Attributes:
+        issue_s: seconds per instruction of the compute stream, beside its parts.
+        comm_s: seconds per communication instruction, beside its message; they delay what is issued next.
+        issue_spread_s: the spread of `issue_s`, as in a Duration.
+        comm_spread_s: the spread of `comm_s`, as in a Duration.
+    """
 
     issue_s: float
     comm_s: float
@@ -86,8 +114,12 @@ class HostCosts:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorCosts:
-    """`context_bytes` of a process before its first tensor; `factor`: what it grew by at the peak over the bytes of tensors then
-    alive."""
+    """Say how much memory a process takes beside the bytes of its tensors.
+
+    Attributes:
+        context_bytes: bytes of a process before its first tensor.
+        factor: by how many bytes the process has grown at the peak, per byte of the tensors alive then.
+    """
 
     context_bytes: int
     factor: float
@@ -95,9 +127,21 @@ class AllocatorCosts:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where and how costs were measured. `device`: `piper_ir.machine.machine_name`, or the accelerator's name; `cluster`: the
-    name of the cluster for which they stand; `ranks` ran at once, each with `threads` threads; `program`: key of the program;
-    `date` in ISO 8601; `repeats` of each duration, of which it is the median."""
+    """Say where and how costs were measured.
+
+    Attributes:
+        device: the machine (`piper_ir.tools.machine_name`), or the accelerator's name.
+        cluster: the name of the cluster for which they stand.
+        backend: the communication backend.
+        launcher: what started the processes.
+        ranks: how many ranks ran at once.
+        threads: threads of each rank.
+        python: the version of Python.
+        torch: the version of torch.
+        program: the key of the program.
+        date: the date in ISO 8601.
+        repeats: how often each duration was measured; it is the median.
+    """
 
     device: str
     cluster: str
@@ -114,9 +158,18 @@ class Origin:
 
 @dataclass(frozen=True)
 class Costs:
-    """`compute`: chunk id -> step -> duration, at microbatches of `rows` rows; None when they hold at any (synthetic programs).
-    It comes before `steps`, which holds measurements by code and rows. `comm`, `parts`, `host`, `allocator`: see their classes.
-    `origin`: None for costs that nobody measured. JSON: `piper_ir.codec`."""
+    """Hold what is known of durations; `piper_ir.codec` reads and writes it as JSON.
+
+    Attributes:
+        compute: chunk id -> step -> duration; it comes before `steps`.
+        comm: durations of communication.
+        rows: the rows of a microbatch at which `compute` holds; None when it holds at any (synthetic programs).
+        steps: measured durations of steps, by code and rows.
+        parts: durations of the other ops of the compute stream.
+        host: what issuing takes; None when it is not known.
+        allocator: what memory takes beside tensors; None when it is not known.
+        origin: where and how they were measured; None for costs that nobody measured.
+    """
 
     compute: Mapping[str, Mapping[str, Duration]] = field(default_factory=dict)
     comm: tuple[CommDuration, ...] = ()
@@ -126,14 +179,14 @@ class Costs:
     host: HostCosts | None = None
     allocator: AllocatorCosts | None = None
     origin: Origin | None = None
-    _steps: dict[tuple[str, str], Table] = field(init=False, repr=False, compare=False)
-    _comm: dict[tuple[str, int, int], Table] = field(init=False, repr=False, compare=False)
-    _busy: dict[tuple[str, int, int], Table] = field(init=False, repr=False, compare=False)
-    _parts: dict[str, Table] = field(init=False, repr=False, compare=False)
+    _steps: dict[tuple[str, str], _DurationsBySize] = field(init=False, repr=False, compare=False)
+    _comm: dict[tuple[str, int, int], _DurationsBySize] = field(init=False, repr=False, compare=False)
+    _busy: dict[tuple[str, int, int], _DurationsBySize] = field(init=False, repr=False, compare=False)
+    _parts: dict[str, _DurationsBySize] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        for chunk, found in self.compute.items():
-            for step in found:
+        for chunk, by_step in self.compute.items():
+            for step in by_step:
                 if step not in STEPS:
                     raise FormatError(f"Costs: chunk {chunk!r} has a duration for step {step!r}; the steps are F, I and W")
         steps = (((s.code, s.step), s.rows, s.duration) for s in self.steps)
@@ -146,8 +199,10 @@ class Costs:
             object.__setattr__(self, name, tables)
 
     def of_compute(self, chunk: str, step: Step, code: str = "", rows: int | None = None) -> Duration | None:
-        """The duration of one step of a chunk; None when it is not known. `code`, `rows`: of the chunk and its microbatches;
-        without rows, at the most that were measured."""
+        """Return the duration of one step of a chunk; None when it is not known.
+
+        `code` is that of the chunk, `rows` the rows of its microbatches; without rows, the most that were measured.
+        """
         if (given := self.compute.get(chunk, {}).get(step)) is not None:
             return given
         table = self._steps.get((code, step))
@@ -156,62 +211,66 @@ class Costs:
         return table.at(table.points[-1][0] if rows is None else rows)
 
     def of_comm(self, op: str, nbytes: int, group: int, nodes: int = 1) -> Duration | None:
-        """The duration of a communication; None when it is not known. Below the smallest size measured (of at least two): that of
-        the smallest."""
+        """Return the duration of a communication; None when it is not known.
+
+        A size below the smallest of at least two measured ones has the duration of the smallest.
+        """
         table = self._comm.get((op, group, nodes))
         return None if table is None else table.at_least(nbytes)
 
     def busy_s(self, op: str, nbytes: int, group: int, nodes: int = 1) -> float:
-        """Processor seconds that a communication takes from computation beside it on one rank; 0 when they are not known."""
-        found = table.at_least(nbytes) if (table := self._busy.get((op, group, nodes))) is not None else None
-        return found.seconds if found is not None else 0.0
+        """Return the processor seconds that a communication takes from computation on each rank; 0 if not known."""
+        busy = table.at_least(nbytes) if (table := self._busy.get((op, group, nodes))) is not None else None
+        return busy.seconds if busy is not None else 0.0
 
     def of_part(self, op: str, amount: int) -> Duration | None:
-        """The duration of another op of the compute stream; None when it is not known. Below the smallest amount measured (of at
-        least two): that of the smallest."""
+        """Return the duration of another op of the compute stream; None when it is not known.
+
+        An amount below the smallest of at least two measured ones has the duration of the smallest.
+        """
         table = self._parts.get(op)
         return None if table is None else table.at_least(amount)
 
     def rows_of(self, code: str, step: Step) -> tuple[int, ...]:
-        """The numbers of rows at which a step of a code was measured, ascending."""
+        """Return the numbers of rows at which a step of a code was measured, ascending."""
         table = self._steps.get((code, step))
         return () if table is None else tuple(x for x, _ in table.points)
 
     def bytes_of(self, op: str, group: int, nodes: int = 1) -> tuple[int, ...]:
-        """The sizes at which a communication was measured, ascending."""
+        """Return the sizes at which a communication was measured, ascending."""
         table = self._comm.get((op, group, nodes))
         return () if table is None else tuple(x for x, _ in table.points)
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """What was measured of one thing, by size, ascending."""
+class _DurationsBySize:
+    """Hold what was measured of one thing, by size, ascending."""
 
     points: Points
     exact: Mapping[int, Duration]
 
     def at(self, x: int) -> Duration | None:
-        """Measured, or interpolated; None further than a factor of 2 outside of what was measured."""
-        if (found := self.exact.get(x)) is not None:
-            return found
+        """Return the measured or interpolated duration; None beyond a factor of 2 outside of what was measured."""
+        if (measured := self.exact.get(x)) is not None:
+            return measured
         seconds = log_log(self.points, x)
         return None if seconds is None else Duration(seconds, "interpolated", self._spread(seconds))
 
     def at_least(self, x: int) -> Duration | None:
-        """As `at`; below all points the first, for a smaller message takes no longer, and its latency is all of it."""
+        """Return the same as `at`, but the smallest measured duration for smaller sizes: what remains is latency."""
         if len(self.points) > 1 and x < self.points[0][0] and not within(self.points, x):
             return Duration(self.points[0][1], "interpolated", self.exact[self.points[0][0]].spread)
         return self.at(x)
 
     def _spread(self, seconds: float) -> float:
-        """As large a part of the duration as at the point where it was largest."""
+        """Return a spread that is as large a part of the duration as at the point where that part is largest."""
         return seconds * max((d.spread / d.seconds for d in self.exact.values() if d.seconds), default=0.0)
 
 
-def _tables(entries: Iterable[tuple[K, int, Duration]]) -> dict[K, Table]:
-    found: dict[K, dict[int, Duration]] = {}
+def _tables(entries: Iterable[tuple[K, int, Duration]]) -> dict[K, _DurationsBySize]:
+    by_size: dict[K, dict[int, Duration]] = {}
     for key, x, duration in entries:
-        if x in found.setdefault(key, {}):
+        if x in by_size.setdefault(key, {}):
             raise FormatError(f"Costs: two durations of {key} at {x}; one is needed")
-        found[key][x] = duration
-    return {k: Table(tuple((x, d[x].seconds) for x in sorted(d)), d) for k, d in found.items()}
+        by_size[key][x] = duration
+    return {k: _DurationsBySize(tuple((x, d[x].seconds) for x in sorted(d)), d) for k, d in by_size.items()}

@@ -1,4 +1,4 @@
-"""One class per kind of mistake. Each is also a builtin, so that callers who know only builtins still catch it.
+"""Define one class per kind of mistake; each is also a builtin, so that callers who know only builtins still catch it.
 
 A message says what is wrong, where, what would be accepted, and what to do.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class PiperError(Exception):
-    """Base of every error that Piper raises on purpose. The command line turns it into exit code 2."""
+    """Base of every error that Piper raises on purpose; the command line turns it into exit code 2."""
 
 
 class CaptureError(PiperError, ValueError):
@@ -23,8 +23,10 @@ class DirectiveError(PiperError, ValueError):
 
 
 class CompileError(PiperError, ValueError):
-    """The directives together do not describe a training step that can run (something unplaced, a cyclic order...). `chunks`: ids
-    of the chunks that it is about, where it says so."""
+    """The directives together do not describe a training step that can run (something unplaced, a cyclic order...).
+
+    `chunks` are the ids of the chunks that the error is about, where it says so.
+    """
 
     def __init__(self, message: str, chunks: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -52,11 +54,11 @@ class TuneError(PiperError, ValueError):
 
 
 class ExecutionError(PiperError, RuntimeError):
-    """A run failed: names rank, instruction and peer."""
+    """A run failed; the message names rank, instruction and peer."""
 
 
 class HangError(ExecutionError, TimeoutError):
-    """No rank made progress for too long. `report`: every rank's last instructions, several lines of text."""
+    """No rank made progress for too long; `report` shows every rank's last instructions in several lines."""
 
     def __init__(self, message: str, report: str = "") -> None:
         super().__init__(message)
@@ -64,7 +66,7 @@ class HangError(ExecutionError, TimeoutError):
 
 
 class NonFiniteLossError(ExecutionError, ArithmeticError):
-    """A loss is NaN or infinite: names step, rank and microbatch."""
+    """A loss is NaN or infinite; the message names step, rank and microbatch."""
 
 
 class OutputError(PiperError, OSError):
@@ -72,8 +74,8 @@ class OutputError(PiperError, OSError):
 
 
 class PiperWarning(RuntimeWarning):
-    """What a user should know of work that goes on, or that was done."""
+    """Tell a user something about work that goes on or was done."""
 
 
 class MissingPackageError(PiperError, ImportError):
-    """An optional package that was asked for is not installed: names what to install."""
+    """An optional package that was asked for is not installed; the message names what to install."""

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from piper_ir.codec import register
 from piper_ir.costs import Costs
-from piper_ir.graph import Applied, Graph, GraphValue, Node, OverlapGroup, Replication, Transport
+from piper_ir.graph import Applied, At, Graph, GraphValue, Node, OverlapGroup, Replication, Transport
+from piper_ir.graph_parts import in_mbs, mbs_of
 from piper_ir.mesh import Mesh
 from piper_ir.plan import Bucket, Channel
 from piper_ir.program import Program
@@ -15,7 +17,8 @@ from piper_ir.program import Program
 
 @dataclass(frozen=True)
 class GraphDocument:
-    """A Graph as it is written. `order`: (before, after, index of the directive in `log`)."""
+    """A Graph as it is written. `mbs`: of each node the microbatches that it stands for, null: of the whole step. `order`: before
+    and after, each an id and a microbatch, and the index of the directive in `log`."""
 
     FORMAT: ClassVar[str] = "Graph"
 
@@ -23,7 +26,8 @@ class GraphDocument:
     program: Program
     values: Mapping[str, GraphValue]
     nodes: tuple[Node, ...]
-    order: tuple[tuple[str, str, int], ...] = ()
+    mbs: tuple[tuple[int, ...] | None, ...] = ()
+    order: tuple[tuple[At, At, int], ...] = ()
     overlaps: tuple[OverlapGroup, ...] = ()
     roles: Mapping[str, Mapping[str, int]] | None = None
     transports: Mapping[str, Transport] | None = None
@@ -42,7 +46,8 @@ def to_document(graph: Graph) -> GraphDocument:
         graph.mesh,
         graph.program,
         graph.values,
-        tuple(graph.nodes.values()),
+        graph.sequence,
+        tuple([None if node.mbs is None else tuple(node.mbs) for node in graph.sequence]),
         order,
         graph.overlaps,
         graph.roles,
@@ -63,8 +68,8 @@ def from_document(document: GraphDocument) -> Graph:
         document.mesh, document.program, {}, document.values, {}, {}, log=document.log, costs=document.costs, chunk_index=index
     )
     edit = bare.edit()
-    for n in document.nodes:
-        edit.add(n)
+    for node, mbs in zip(document.nodes, document.mbs, strict=True):
+        edit.add(node if mbs is None else in_mbs(node, mbs_of(mbs)))
     edit.order_edges = {(a, b): i for a, b, i in document.order}
     edit.overlaps = list(document.overlaps)
     edit.roles = dict(document.roles or {})
@@ -74,3 +79,6 @@ def from_document(document: GraphDocument) -> Graph:
     edit.replication = dict(document.replication or {})
     edit.microbatches = document.microbatches
     return edit.done()
+
+
+register(Graph, GraphDocument, to_document, from_document)

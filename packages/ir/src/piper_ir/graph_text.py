@@ -28,7 +28,8 @@ def format_graph(graph: Graph, *, log: bool = True) -> str:
 
 def _ordered(graph: Graph) -> Iterable[tuple[Node, list[str]]]:
     before: dict[str, list[str]] = {}
-    for first, then in graph.order_edges:
+    for pair in graph.order_edges:
+        first, then = map(graph.name, pair)
         before.setdefault(then, []).append(first)
     for node in sorted(graph.nodes.values(), key=lambda n: _place(graph, n)):
         yield node, before.get(node.id, [])

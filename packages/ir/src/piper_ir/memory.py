@@ -1,18 +1,28 @@
-"""The memory of a plan in program order: a scan over what each instruction allocates and frees.
+"""The memory of a plan in program order: one stream of what each instruction allocates and frees, and folds over it.
 
-`Plan` defines the rules, `part_peak` the workspace. Reported are, per compute instruction, the bytes by category at its fullest
-moment.
+`Plan` defines the rules, `part_peak` what a part holds while it runs. `steps` is the stream; the peak, the curve (`scan`), the
+owners at the peak (`memory_owners`) and a snapshot of the allocator (`piper_simulator.snapshot`) fold over it. What an
+instruction does to memory is an `Effect`, found once for all microbatches of a template of a table.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 from piper_ir.errors import PlanError
+from piper_ir.instr_table import InstrTable, TableKinds
 from piper_ir.ops import Compute
-from piper_ir.plan import CATEGORIES, COMPUTE, Category, DeviceType, Instr, Part, Plan, RolePlan, part_peak
-from piper_ir.sizes import bind
+from piper_ir.plan import CATEGORIES, COMPUTE, Category, DeviceType, Instr, Part, PartLike, Plan, RolePlan, part_peak
+from piper_ir.sizes import TensorSpec, bind
+
+P = TypeVar("P", bound=PartLike[Any])
+V = TypeVar("V")
+"""Values by name, or by number in a table."""
+Split = Mapping[Category, int]
+"""Bytes by category."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,36 +34,87 @@ class Usage:
     bytes: dict[str, int]
 
 
-def scan(plan: Plan, role: RolePlan) -> Iterator[Usage]:
-    """The fullest moment of each instruction of the stream "compute", in program order. Needs no peak fields; time linear in the
-    values of the role. PlanError when a value is freed that is not alive."""
-    state = _Scan(plan, role)
+@dataclass(frozen=True, slots=True)
+class PartUse(Generic[P]):
+    """A part allocates its writes, holds `beside` bytes beside them at its fullest moment (below zero: so many bytes of the
+    inputs that die here were given back before), and frees its frees."""
+
+    part: P
+    beside: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An instruction of the stream "compute": it frees `early`, runs its parts, and then makes `made`."""
+
+    index: int
+    instr: Instr
+    uses: tuple[PartUse[Part], ...]
+
+    @property
+    def early(self) -> tuple[str, ...]:
+        """What it frees before it runs."""
+        return self.instr.frees_before
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """What it makes afterwards."""
+        return self.instr.allocs_after
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """What the parts of an instruction do to memory, in bytes above those before: at the fullest moment `most`, which is
+    `fullest` by category, and afterwards `more`, which is `after`."""
+
+    most: int
+    fullest: Split
+    more: int
+    after: Split
+
+
+@dataclass(frozen=True, slots=True)
+class _Change(Generic[V]):
+    """A step as bytes: what it frees before, its effect, what it makes afterwards."""
+
+    index: int
+    effect: Effect
+    early: Sequence[V] = ()
+    freed: int = 0
+    made: Sequence[V] = ()
+    more: int = 0
+
+
+def steps(plan: Plan, role: RolePlan) -> Iterator[Step]:
+    """Yield what happens to the memory of a role, instruction by instruction."""
+    uses = _Uses(plan)
     for index, instr in enumerate(role.program):
         if instr.stream == COMPUTE:
-            yield state.fullest(index, instr)
+            yield Step(index, instr, tuple([uses.of(part, _sizes(plan, part)) for part in instr.parts]))
+
+
+def scan(plan: Plan, role: RolePlan) -> Iterator[Usage]:
+    """Yield the fullest moment of each instruction of the stream "compute", in program order. Needs no peak fields; time linear
+    in the values of the role. PlanError when a value is freed that is not alive."""
+    yield from _walk(plan, role).curve()
 
 
 def peak(plan: Plan, role: RolePlan) -> Usage:
     """The first fullest moment of a role. A role that computes nothing holds what it has from the start."""
-    at = _fullest(plan, role)
-    if at < 0:
-        state = _Scan(plan, role)
-        return Usage(0, state.total, state.split())
-    before = _Totals(plan, role)
-    for index, instr in enumerate(role.program[:at]):
-        if instr.stream == COMPUTE:
-            before.change(index, instr)
-    return _Scan(plan, role, before).fullest(at, role.program[at])
+    return _walk(plan, role).peak()
 
 
-def _fullest(plan: Plan, role: RolePlan) -> int:
-    """The first instruction of a role that reaches its peak; -1 when none holds more than what is there from the start. Totals
-    alone: where categories do not matter, the writes of a chunk's step are allocated as one."""
-    at, state = -1, _Totals(plan, role)
-    most = state.total
-    for index, instr in enumerate(role.program):
-        if instr.stream == COMPUTE and (total := state.run(index, instr)) > most:
-            at, most = index, total
+def _fullest(start: int, changes: Iterable[_Change[V]]) -> int:
+    """The number of the first change that reaches the peak; -1 when none holds more than what is there from the start."""
+    at, most, total = -1, start, start
+    for k, change in enumerate(changes):
+        total -= change.freed
+        held = total + change.effect.most
+        total += change.effect.more + change.more
+        if held < total:
+            held = total
+        if held > most:
+            at, most = k, held
     return at
 
 
@@ -71,140 +132,234 @@ def on_device(plan: Plan, device: DeviceType) -> Plan:
     return plan if plan.device == device else with_peaks(replace(plan, device=device))
 
 
-class _Totals:
-    """How many bytes are alive; `nbytes` says which."""
+def _sizes(plan: Plan, part: PartLike[str]) -> dict[str, int]:
+    return {v: bind(plan.kinds[v][0].nbytes, 0) for v in (*part.reads, *part.writes)}
 
-    def __init__(self, plan: Plan, role: RolePlan, first: Iterable[str] | None = None) -> None:
-        self.plan, self.role, self.kinds = plan, role.role, plan.kinds
-        self.total = sum(state.nbytes for state in role.states)
-        self.nbytes: dict[str, int] = {}
-        self.written: dict[tuple[str, str], tuple[tuple[int, ...], int]] = {}
-        self.above: dict[tuple[str, str, tuple[bool, ...]], int] = {}
-        self.sizes: dict[int, int] = {}
-        self.allocate(role.allocs_first if first is None else first)
 
-    def run(self, index: int, instr: Instr) -> int:
-        """Run an instruction; the most bytes that it holds."""
-        if instr.frees_before:
-            self.free(instr.frees_before, index, instr)
-        most = 0
-        for part in instr.parts:
-            before = self.total
-            self.write(part)
-            most = max(most, before + self.held(part))
-            if part.frees:
-                self.free(part.frees, index, instr)
-        if instr.allocs_after:
-            self.allocate(instr.allocs_after)
-        return max(most, self.total)
+class _Uses:
+    """What parts hold beside their writes; found once for a step of equal chunks in which the same inputs die."""
 
-    def change(self, index: int, instr: Instr) -> None:
-        """As `run`, for who does not ask how much it holds meanwhile."""
-        if instr.frees_before:
-            self.free(instr.frees_before, index, instr)
-        for part in instr.parts:
-            self.write(part)
-            if part.frees:
-                self.free(part.frees, index, instr)
-        if instr.allocs_after:
-            self.allocate(instr.allocs_after)
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._known: dict[tuple[object, ...], int] = {}
 
-    def allocate(self, values: Iterable[str]) -> None:
-        for v in values:
-            size = self.nbytes[v] = self.size(v)
-            self.total += size
+    def of(self, part: P, sizes: Mapping[Any, int]) -> PartUse[P]:
+        """`sizes`: bytes of what the part reads and writes."""
+        return PartUse(part, self._peak(part, sizes) - sum([sizes[v] for v in part.writes]))
 
-    def write(self, part: Part) -> None:
-        """Allocate what a part writes; the microbatches of a chunk's step write the same sizes."""
+    def _peak(self, part: PartLike[V], sizes: Mapping[V, int]) -> int:
         op = part.op
         if not isinstance(op, Compute):
-            self.allocate(part.writes)
-            return
-        known = self.written.get((op.chunk, op.step))
+            return part_peak(self.plan, part, sizes)
+        assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
+        chunk = self.plan.chunk(op.chunk)
+        dying = [sizes[v] if v in part.frees else -1 for v in part.reads] if part.frees else []
+        key = id(chunk.ports), id(chunk.steps[op.step]), *[i.kind for i in chunk.inputs], *dying
+        known = self._known.get(key)
         if known is None:
-            sizes = tuple([self.size(v) for v in part.writes])
-            known = self.written[op.chunk, op.step] = sizes, sum(sizes)
-        self.nbytes.update(zip(part.writes, known[0], strict=True))
-        self.total += known[1]
+            known = self._known[key] = part_peak(self.plan, part, sizes)
+        return known
 
-    def free(self, values: Sequence[str], index: int, instr: Instr) -> None:
-        try:
-            self.total -= sum(map(self.nbytes.pop, values))
-        except KeyError as e:
-            lost = f"frees {e.args[0]}, which is not alive there"
-            raise PlanError(f"role {self.role}, instruction {index} {instr.name}: {lost}") from None
+
+class _Walk(Generic[V]):
+    """The memory of a role through its program. `sizes` and `categories` of values; `first`: those that are there from the
+    start."""
+
+    def __init__(self, plan: Plan, role: RolePlan) -> None:
+        self.plan, self.role, self.uses = plan, role, _Uses(plan)
+
+    def changes(self) -> Iterator[_Change[V]]:
+        """Yield the steps as bytes."""
+        raise NotImplementedError
+
+    def size(self, value: V) -> int:
+        """Bytes of a value."""
+        raise NotImplementedError
+
+    def category(self, value: V) -> Category:
+        """The owner of a value's bytes."""
+        raise NotImplementedError
+
+    def first(self) -> Iterable[V]:
+        """What is there from the start."""
+        raise NotImplementedError
+
+    def start(self) -> Counter[Category]:
+        """What is held before the first instruction."""
+        live: Counter[Category] = Counter()
+        for state in self.role.states:
+            live[state.category] += state.nbytes
+        for v in self.first():
+            live[self.category(v)] += self.size(v)
+        return live
+
+    def curve(self) -> Iterator[Usage]:
+        """Yield the fullest moment of each step."""
+        live = self.start()
+        for change in self.changes():
+            yield self.usage(live, change)
+            self.apply(live, change)
+
+    def peak(self) -> Usage:
+        """Find the first fullest moment."""
+        live = self.start()
+        changes = list(self.changes())
+        at = _fullest(live.total(), changes)
+        if at < 0:
+            return Usage(0, live.total(), _present(live))
+        effects = {id(change.effect): change.effect for change in changes[:at]}
+        for key, times in Counter([id(change.effect) for change in changes[:at]]).items():
+            _add(live, effects[key].after, times)
+        for change in changes[:at]:
+            self.move(live, change)
+        return self.usage(live, changes[at])
+
+    def effect(self, parts: Iterable[PartLike[V]]) -> Effect:
+        """Fold the parts of an instruction."""
+        most: int | None = None
+        more = 0
+        live: Counter[Category] = Counter()
+        fullest: Counter[Category] = Counter()
+        for part in parts:
+            sizes = {v: self.size(v) for v in (*part.reads, *part.writes)}
+            use = self.uses.of(part, sizes)
+            for v in part.writes:
+                live[self.category(v)] += sizes[v]
+                more += sizes[v]
+            if most is None or more + use.beside > most:
+                most, fullest = more + use.beside, self._at_fullest(live, use)
+            for v in part.frees:
+                size = self.size(v)
+                live[self.category(v)] -= size
+                more -= size
+        return Effect(most or 0, fullest, more, live)
+
+    def _at_fullest(self, live: Counter[Category], use: PartUse[PartLike[V]]) -> Counter[Category]:
+        """By category when a part, its writes allocated, is at its fullest moment."""
+        out = live.copy()
+        if use.beside >= 0:
+            out["workspace"] += use.beside
+            return out
+        gone = -use.beside  # some of the inputs that die here were given back already
+        for v in use.part.frees:
+            early = min(gone, self.size(v))
+            out[self.category(v)] -= early
+            gone -= early
+        return out
+
+    def usage(self, live: Counter[Category], change: _Change[V]) -> Usage:
+        """The fullest moment of a step. `live`: what is held before it."""
+        held = live.copy()
+        for v in change.early:
+            held[self.category(v)] -= self.size(v)
+        before = held.total()
+        if change.effect.most >= change.effect.more + change.more:
+            _add(held, change.effect.fullest, 1)
+            return Usage(change.index, before + change.effect.most, _present(held))
+        self.apply(held := live.copy(), change)
+        return Usage(change.index, held.total(), _present(held))
+
+    def apply(self, live: Counter[Category], change: _Change[V]) -> None:
+        """Take a step."""
+        _add(live, change.effect.after, 1)
+        self.move(live, change)
+
+    def move(self, live: Counter[Category], change: _Change[V]) -> None:
+        """Take a step but for its parts."""
+        for v in change.early:
+            live[self.category(v)] -= self.size(v)
+        for v in change.made:
+            live[self.category(v)] += self.size(v)
+
+
+class _NamedWalk(_Walk[str]):
+    """Any program, value by value."""
+
+    def __init__(self, plan: Plan, role: RolePlan) -> None:
+        super().__init__(plan, role)
+        self.kinds = plan.kinds
+        self.sizes: dict[int, int] = {}
 
     def size(self, value: str) -> int:
-        """Bytes of a value. Microbatches share specs: objects that the plan keeps alive."""
-        spec, _ = self.kinds[value]
-        size = self.sizes.get(id(spec), -1)
+        spec: TensorSpec = self.kinds[value][0]
+        size = self.sizes.get(id(spec), -1)  # microbatches share specs: objects that the plan keeps alive
         if size < 0:
             size = self.sizes[id(spec)] = bind(spec.nbytes, 0)
         return size
 
-    def held(self, part: Part) -> int:
-        """`part_peak`; for a chunk's step once for all microbatches in which the same inputs die."""
-        op, dying = part.op, part.frees
-        if not isinstance(op, Compute):
-            return part_peak(self.plan, part, self.nbytes)
-        key = (op.chunk, op.step, tuple([v in dying for v in part.reads]) if dying else ())
-        if key not in self.above:
-            self.above[key] = part_peak(self.plan, part, self.nbytes)
-        return self.above[key]
+    def category(self, value: str) -> Category:
+        return self.kinds[value][1]
+
+    def first(self) -> Iterable[str]:
+        return self.role.allocs_first
+
+    def changes(self) -> Iterator[_Change[str]]:
+        alive = set(self.role.allocs_first)
+        for index, instr in enumerate(self.role.program):
+            if instr.stream != COMPUTE:
+                continue
+            self._check(alive, index, instr)
+            early, made = instr.frees_before, instr.allocs_after
+            freed, more = (sum([self.size(v) for v in vs]) for vs in (early, made))
+            yield _Change(index, self.effect(instr.parts), early, freed, made, more)
+
+    def _check(self, alive: set[str], index: int, instr: Instr) -> None:
+        """Refuse to free what is not there."""
+        for writes, frees in [((), instr.frees_before), *[(p.writes, p.frees) for p in instr.parts]]:
+            alive.update(writes)
+            for v in frees:
+                if v not in alive:
+                    lost = f"frees {v}, which is not alive there"
+                    raise PlanError(f"role {self.role.role}, instruction {index} {instr.name}: {lost}")
+                alive.remove(v)
+        alive.update(instr.allocs_after)
 
 
-class _Scan(_Totals):
-    """What is alive, by category; constant time per value. `before`: goes on where that stands."""
+class _TableWalk(_Walk[int]):
+    """A program that is a table, template by template."""
 
-    def __init__(self, plan: Plan, role: RolePlan, before: _Totals | None = None) -> None:
-        self.live: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
-        for state in role.states:
-            self.live[state.category] += state.nbytes
-        super().__init__(plan, role, () if before is not None else role.allocs_first)
-        if before is not None:
-            self.sizes = before.sizes
-            self.allocate(before.nbytes)
+    def __init__(self, plan: Plan, role: RolePlan, table: InstrTable) -> None:
+        super().__init__(plan, role)
+        self.table, self.count = table, table.values.count
+        self.sizes, self.kinds = table.values.nbytes, table.values.kinds
 
-    def fullest(self, index: int, instr: Instr) -> Usage:
-        """Run an instruction; its fullest moment."""
-        self.free(instr.frees_before, index, instr)
-        most: Usage | None = None
-        for part in instr.parts:
-            before = self.total
-            self.write(part)
-            total = before + self.held(part)
-            if most is None or total > most.total:
-                most = Usage(index, total, self._split_at(total, part))
-            self.free(part.frees, index, instr)
-        self.allocate(instr.allocs_after)
-        return most if most is not None and most.total >= self.total else Usage(index, self.total, self.split())
+    def size(self, value: int) -> int:
+        return self.sizes[value // self.count]
 
-    def allocate(self, values: Iterable[str]) -> None:
-        super().allocate(values)
-        for v in values:
-            self.live[self.kinds[v][1]] += self.nbytes[v]
+    def category(self, value: int) -> Category:
+        return self.kinds[value // self.count][1]
 
-    def write(self, part: Part) -> None:
-        self.allocate(part.writes)
+    def first(self) -> Iterable[int]:
+        return self.table.first
 
-    def free(self, values: Sequence[str], index: int, instr: Instr) -> None:
-        for v in values:
-            self.live[self.kinds[v][1]] -= self.nbytes.get(v, 0)
-        super().free(values, index, instr)
+    def changes(self) -> Iterator[_Change[int]]:
+        table = self.table
+        effects = [self.effect(t.parts) if t.stream == COMPUTE else None for t in table.templates]
+        sizes, count = self.sizes, self.count
+        for index, k in enumerate(table.used):
+            effect = effects[k]
+            if effect is None:
+                continue
+            early, made = table.early.get(index, ()), table.made.get(index, ())
+            if not early and not made:
+                yield _Change(index, effect)
+                continue
+            freed, more = (sum([sizes[v // count] for v in vs]) for vs in (early, made))
+            yield _Change(index, effect, early, freed, made, more)
 
-    def split(self) -> dict[str, int]:
-        return {c: b for c, b in self.live.items() if b}
 
-    def _split_at(self, total: int, part: Part) -> dict[str, int]:
-        """By category when a part, its writes allocated, holds `total` bytes."""
-        if total >= self.total:
-            workspace = {"workspace": total - self.total} if total > self.total else {}
-            return self.split() | workspace
-        # Less than its writes: at its fullest moment some of the inputs that die here were gone already.
-        live = dict(self.live)
-        gone = self.total - total
-        for v in part.frees:
-            early = min(gone, self.nbytes[v])
-            live[self.kinds[v][1]] -= early
-            gone -= early
-        return {c: b for c, b in live.items() if b}
+def _walk(plan: Plan, role: RolePlan) -> _NamedWalk | _TableWalk:
+    table, kinds = role.program, plan.kinds
+    if isinstance(table, InstrTable) and isinstance(kinds, TableKinds) and kinds.are_of(table):
+        if role.allocs_first == tuple(map(table.values.name, table.first)):
+            return _TableWalk(plan, role, table)
+    return _NamedWalk(plan, role)
+
+
+def _add(live: Counter[Category], more: Split, times: int) -> None:
+    for category, nbytes in more.items():
+        live[category] += times * nbytes
+
+
+def _present(live: Mapping[Category, int]) -> dict[str, int]:
+    return {c: live[c] for c in CATEGORIES if live.get(c)}

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from piper_ir.memory import peak
-from piper_ir.plan import COMPUTE, Plan, RolePlan, part_peak
-from piper_ir.units import size_text
+from piper_ir.memory import peak, steps
+from piper_ir.ops import Compute, Load, Recv, Send
+from piper_ir.plan import Part, Plan, RolePlan
+from piper_ir.tools import size_text
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class MemoryOwner:
     """`count` values or states of one category and owner (a chunk, a bucket with its first parameter, a batch tensor) that hold
     `bytes` together, in the microbatches `mbs` (empty for states)."""
 
@@ -43,14 +44,14 @@ class Held:
     chunk: str = ""
 
 
-def owners(plan: Plan, role: RolePlan) -> list[Owner]:
+def owners(plan: Plan, role: RolePlan) -> list[MemoryOwner]:
     """Largest first; their bytes add up to the role's peak as `piper_ir.memory.peak` counts it. "workspace" belongs to the chunk
     that runs at the peak; inputs that it has given back by then are left out, as there."""
     found: dict[tuple[str, str], list[Held]] = {}
     for held in held_at_peak(plan, role):
         found.setdefault((held.category, held.name), []).append(held)
     out = [
-        Owner(category, name, len(held), tuple(sorted({h.mb for h in held if h.mb >= 0})), sum(h.bytes for h in held))
+        MemoryOwner(category, name, len(held), tuple(sorted({h.mb for h in held if h.mb >= 0})), sum(h.bytes for h in held))
         for (category, name), held in found.items()
     ]
     return sorted((o for o in out if o.bytes), key=lambda o: (-o.bytes, o.category, o.name))
@@ -61,34 +62,66 @@ def held_at_peak(plan: Plan, role: RolePlan) -> Iterator[Held]:
     for state in role.states:
         yield Held(state.category, _state_owner(plan, state.id), -1, state.nbytes, state.id)
     alive, extra, running = _at_peak(plan, role)
+    whose = origins(plan)
     for v, nbytes in alive.items():
-        chunk = v.partition("@")[0].partition(":")[0]
-        yield Held(plan.values[v].category, chunk, _microbatch(v), nbytes, v, chunk)
-    if extra:
-        yield Held("workspace", running, -1, extra, running, running.partition("@")[0].rpartition(".")[0])
+        name, mb = whose.get(v, (v, -1))
+        yield Held(plan.values[v].category, name, mb, nbytes, v, name)
+    if extra and running is not None:
+        chunk = running.op.chunk if isinstance(running.op, Compute) else ""
+        yield Held("workspace", running.node, -1, extra, running.node, chunk)
 
 
-def _at_peak(plan: Plan, role: RolePlan) -> tuple[dict[str, int], int, str]:
-    """The values at the fullest moment with their bytes, the workspace beside them, and the node that runs then. The rules are
-    those of `piper_ir.plan`, walked up to the instruction at which `peak` finds the maximum."""
+def origins(plan: Plan) -> dict[str, tuple[str, int]]:
+    """Find for each value its owner and microbatch: the chunk whose step writes it or, of a sum or a seed, reads it; a batch
+    tensor; of what arrives, that of what was sent; a value of the whole step itself."""
+    out: dict[str, tuple[str, int]] = {}
+    sent: dict[str, list[str]] = {}
+    arrived: dict[str, list[str]] = {}
+    others: dict[str, int] = {}
+    for _, _, instr in plan.instructions():
+        for part in instr.parts:
+            match part.op:
+                case Compute(chunk=chunk):
+                    out.update(dict.fromkeys(part.writes, (chunk, part.mb)))
+                    for v in part.reads:
+                        if v in others:
+                            out.setdefault(v, (chunk, part.mb))
+                case Load(tensor=tensor):
+                    out.update(dict.fromkeys(part.writes, (tensor, part.mb)))
+                case Send(channel=channel):
+                    sent.setdefault(channel, []).extend(part.reads)
+                case Recv(channel=channel):
+                    arrived.setdefault(channel, []).extend(part.writes)
+                case _:
+                    others.update(dict.fromkeys(part.writes, part.mb))
+    out |= {v: (v, mb) for v, mb in others.items() if v not in out}
+    source = {there: here for channel, values in arrived.items() for here, there in zip(sent[channel], values, strict=True)}
+    for value in source:
+        first = value
+        while first in source:  # it may have been passed on from rank to rank
+            first = source[first]
+        out[value] = out.get(first, (first, -1))
+    return out
+
+
+def _at_peak(plan: Plan, role: RolePlan) -> tuple[dict[str, int], int, Part | None]:
+    """The values at the fullest moment with their bytes, the workspace beside them, and the part that runs then."""
     most = peak(plan, role)
     states = sum(s.nbytes for s in role.states)
     alive = {v: plan.values[v].nbytes for v in role.allocs_first}
-    for index, instr in enumerate(role.program[: most.instr + 1]):
-        if instr.stream != COMPUTE:
-            continue
-        for v in instr.frees_before:
+    for step in steps(plan, role):
+        if step.index > most.instr:
+            break
+        for v in step.early:
             del alive[v]
-        for part in instr.parts:
-            before = sum(alive.values()) if index == most.instr else 0
-            alive |= {v: plan.values[v].nbytes for v in part.writes}
-            if index == most.instr and states + before + part_peak(plan, part, alive) == most.total:
-                above = most.total - states - sum(alive.values())
-                return _without(alive, part.frees, max(0, -above)), max(0, above), part.node
-            for v in part.frees:
+        for use in step.uses:
+            alive |= {v: plan.values[v].nbytes for v in use.part.writes}
+            if step.index == most.instr and states + sum(alive.values()) + use.beside == most.total:
+                return _without(alive, use.part.frees, max(0, -use.beside)), max(0, use.beside), use.part
+            for v in use.part.frees:
                 del alive[v]
-        alive |= {v: plan.values[v].nbytes for v in instr.allocs_after}
-    return alive, 0, ""
+        alive |= {v: plan.values[v].nbytes for v in step.made}
+    return alive, 0, None
 
 
 def _without(alive: dict[str, int], dying: tuple[str, ...], gone: int) -> dict[str, int]:
@@ -109,8 +142,3 @@ def _state_owner(plan: Plan, id: str) -> str:
         return name
     more = f" and {len(bucket.params) - 1} more" if len(bucket.params) > 1 else ""
     return f"{name}: {bucket.params[0]}{more}"
-
-
-def _microbatch(value: str) -> int:
-    digits = value.partition("@")[2].partition("#")[0]
-    return int(digits) if digits.isdigit() else -1

@@ -1,4 +1,4 @@
-"""The device mesh: named axes, and which rank sits at which coordinates."""
+"""Describe the device mesh: its named axes, and which rank sits at which coordinates."""
 
 from __future__ import annotations
 
@@ -12,12 +12,17 @@ from piper_ir.errors import CompileError
 from piper_ir.limits import MOST_RANKS
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
-"""All axes, fastest-varying first: neighbouring ranks share a tensor-parallel group, pipeline stages are farthest apart."""
+"""All axes, fastest-varying first.
+
+Neighbouring ranks share a tensor-parallel group, and pipeline stages are farthest apart."""
 
 
 @dataclass(frozen=True, init=False)
 class Mesh:
-    """`Mesh(pp=4, dp=2)`: 8 ranks. Axes that are not named have size 1. Rank order: the axes of AXES, fastest first."""
+    """Arrange ranks along named axes: `Mesh(pp=4, dp=2)` has 8 ranks.
+
+    Axes that are not named have size 1. Ranks are counted along the axes in the order of AXES, fastest first.
+    """
 
     sizes: tuple[tuple[str, int], ...]
 
@@ -33,19 +38,21 @@ class Mesh:
             raise CompileError(f"{self}: {self.world} ranks; at most {MOST_RANKS} are accepted, use smaller axes")
 
     def size(self, axis: str) -> int:
+        """Return the number of coordinates along an axis."""
         return next((n for a, n in self.sizes if a == axis), 1)
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """The axes with more than one device, fastest first."""
+        """Return the axes with more than one device, fastest first."""
         return tuple(a for a, _ in self.sizes)
 
     @property
     def world(self) -> int:
+        """Return the number of ranks."""
         return prod(n for _, n in self.sizes)
 
     def rank(self, coords: Mapping[str, int]) -> int:
-        """The rank at the given coordinates; axes of size 1 may be left out."""
+        """Return the rank at the given coordinates; axes of size 1 may be left out."""
         rank, stride = 0, 1
         for axis, size in self.sizes:
             rank += coords[axis] * stride
@@ -53,13 +60,14 @@ class Mesh:
         return rank
 
     def coords(self, rank: int) -> dict[str, int]:
-        out = {}
+        """Return the coordinates of a rank by axis."""
+        coords_by_axis = {}
         for axis, size in self.sizes:
-            rank, out[axis] = divmod(rank, size)
-        return out
+            rank, coords_by_axis[axis] = divmod(rank, size)
+        return coords_by_axis
 
     def ranks(self, fixed: Mapping[str, int]) -> tuple[int, ...]:
-        """All ranks, ascending, at which the axes of `fixed` have the given coordinates."""
+        """Return all ranks, ascending, at which the axes of `fixed` have the given coordinates."""
         free = [(a, range(n)) if a not in fixed else (a, range(fixed[a], fixed[a] + 1)) for a, n in self.sizes]
         names = [a for a, _ in free]
         return tuple(sorted(self.rank(dict(zip(names, c, strict=True))) for c in product(*(r for _, r in free))))

@@ -1,7 +1,7 @@
-"""Every op of a Graph or Plan: a closed sum of frozen dataclasses. One comment says what each promises.
+"""Define every op of a Graph or Plan, as a closed union of frozen dataclasses.
 
-Terms: a *value* has one writer and lives within one step on one role; a *state* (parameter, gradient bucket, optimizer
-state, buffer) persists. Ops read and write the values that their node lists; the states follow from the op.
+A *value* has one writer and lives within one step on one role. A *state* (parameter, gradient bucket, optimizer state,
+buffer) persists. Ops read and write the values that their node lists; the states follow from the op.
 """
 
 from __future__ import annotations
@@ -15,67 +15,93 @@ ComputeStep = Literal["F", "B", "I", "W"]
 
 
 @dataclass(frozen=True, slots=True)
-class Load:  # writes this microbatch's rows of one batch tensor
+class Load:
+    """Write this microbatch's rows of one batch tensor."""
+
     tensor: str
 
 
 @dataclass(frozen=True, slots=True)
-class Seed:  # writes the gradient of the step's loss with respect to this microbatch's loss: a scalar
+class Seed:
+    """Write the gradient of the step's loss with respect to this microbatch's loss: a scalar."""
+
     value: float
     dtype: str
 
 
 @dataclass(frozen=True, slots=True)
-class Compute:  # runs one step of a chunk; B is I followed by W, its outputs ready at its end; I and W add into gradient buckets
+class Compute:
+    """Run one step of a chunk.
+
+    B is I followed by W, with outputs that are ready at its end. I and W add into gradient buckets.
+    """
+
     chunk: str
     step: ComputeStep
 
 
 @dataclass(frozen=True, slots=True)
-class Add:  # writes the sum of its reads, added left to right
-    pass
+class Add:
+    """Write the sum of the reads, added left to right."""
 
 
 @dataclass(frozen=True, slots=True)
-class Zeros:  # writes a scalar zero
+class Zeros:
+    """Write a scalar zero."""
+
     dtype: str
 
 
 @dataclass(frozen=True, slots=True)
-class SquaredNorm:  # writes the squared 2-norm of the gradients in these buckets, in fp32 or wider: a scalar
+class SquaredNorm:
+    """Write the squared 2-norm of the gradients in these buckets, computed in fp32 or wider: a scalar."""
+
     buckets: tuple[str, ...]
     dtype: str
 
 
 @dataclass(frozen=True, slots=True)
-class Send:  # hands its one read to the channel's destination; done when the peer has taken it
+class Send:
+    """Hand the one read to the channel's destination; it is done when the peer has taken it."""
+
     channel: str
 
 
 @dataclass(frozen=True, slots=True)
-class Recv:  # writes the next value of the channel
+class Recv:
+    """Write the next value of the channel."""
+
     channel: str
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    # meets the same op of every member of the channel and does what COLLECTIVES says of its kind: with its read and its write, or
-    # (bucket named) with the gradients of that bucket, in place
+    """Meet the same op of every member of the channel, and do what COLLECTIVES says of the kind.
+
+    It works with its read and its write or, where a bucket is named, in place with the gradients of that bucket.
+    """
+
     kind: str
     channel: str
     bucket: str = ""
 
     @property
     def law(self) -> Law:
-        """What this kind of collective gives, gets and costs. PlanError for a kind that is not in the table."""
+        """Return what this kind of collective gives, gets and costs; PlanError for a kind that is not in the table."""
         return law_of(self.kind)
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    # steps the optimizer on these buckets, then zeroes their gradients. Gradients are first divided by the value read
-    # as weight (if any), then scaled so that the global norm is at most `clip` (if any; reads the squared norm).
-    # Meanwhile the optimizer holds `workspace` bytes of temporaries.
+    """Step the optimizer on these buckets, then zero their gradients.
+
+    Attributes:
+        buckets: ids of the buckets.
+        weighted: whether the first read is a weight by which gradients are divided before all else.
+        clip: the bound to which the global norm is scaled down then, where there is one; reads the squared norm.
+        workspace: bytes of temporaries that the optimizer holds meanwhile.
+    """
+
     buckets: tuple[str, ...]
     weighted: bool = False
     clip: float | None = None
@@ -88,12 +114,12 @@ COMM = (Send, Recv, Collective)
 
 
 def op_name(op: Op) -> str:
-    """Return how a plan's text and messages call an op: its class, or its collective's name (of an unknown one, its kind)."""
+    """Return what a plan's text and messages call an op: its class, or its collective's name (its kind if unknown)."""
     if isinstance(op, Collective):
         return op.law.name if op.kind in COLLECTIVES else op.kind
     return type(op).__name__
 
 
 def message_op(op: Comm) -> str:
-    """Return the name under which costs know a message: "p2p" for either end of a transfer, else the collective's kind."""
+    """Return the name under which costs know a message: "p2p" for an end of a transfer, else the collective's kind."""
     return op.kind if isinstance(op, Collective) else "p2p"

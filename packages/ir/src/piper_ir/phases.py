@@ -1,4 +1,4 @@
-"""What an instruction is: its phase and microbatch, as people call them."""
+"""Name instructions as people call them, by phase and microbatch."""
 
 from __future__ import annotations
 
@@ -24,41 +24,48 @@ PHASES: Mapping[Phase, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """Of an instruction: `halves` are its phases with their microbatches (-1 for ops of the whole step); two of them when it is
-    an overlapped pair, the forward one first."""
+class InstrLabel:
+    """Say what an instruction is.
+
+    Attributes:
+        halves: its phases with their microbatches (-1 for ops of the whole step). An overlapped pair has two, the
+            forward one first; everything else has one.
+    """
 
     halves: tuple[tuple[Phase, int], ...]
 
     @property
     def phase(self) -> Phase:
+        """Return the phase of an instruction that has one, "pair" for two."""
         return self.halves[0][0] if len(self.halves) == 1 else "pair"
 
     @property
     def mb(self) -> int:
+        """Return the microbatch of the first half."""
         return self.halves[0][1]
 
     @property
     def label(self) -> str:
-        """As in "F3", "U", "F3&B1"; "" for what has no letter."""
+        """Return a short text such as "F3", "U" or "F3&B1"; "" for what has no letter."""
         letters = {"comm": "", "other": "", "batch": ""}
         return "&".join(letters.get(p, p) + (str(mb) if mb >= 0 else "") for p, mb in self.halves)
 
 
-def of_instr(instr: Instr) -> Kind:
-    """The kind of an instruction of a plan, from its parts."""
+def instr_label(instr: Instr) -> InstrLabel:
+    """Return the label of an instruction of a plan, from its parts."""
     first = next((p.mb for p in instr.parts if p.mb >= 0), -1)
     if instr.comm:
-        return Kind((("comm", first),))
+        return InstrLabel((("comm", first),))
     steps: dict[tuple[bool, int], set[str]] = {}
     for part in instr.parts:
         if isinstance(part.op, Compute):
             steps.setdefault((part.op.step != "F", part.mb), set()).add(part.op.step)
     if not steps:
         update = any(isinstance(p.op, Update) for p in instr.parts)
-        return Kind(((("U", -1) if update else ("other", first)),))
-    halves = {backward: (_joined(found), mb) for (backward, mb), found in reversed(steps.items())}  # the first microbatch of each
-    return Kind(tuple(halves[b] for b in sorted(halves)))
+        return InstrLabel(((("U", -1) if update else ("other", first)),))
+    # Reversed, so that the first microbatch of each direction is kept.
+    halves = {backward: (_joined(steps_there), mb) for (backward, mb), steps_there in reversed(steps.items())}
+    return InstrLabel(tuple(halves[b] for b in sorted(halves)))
 
 
 def _joined(steps: set[str]) -> Phase:

@@ -1,47 +1,55 @@
-"""Plan: what every executor consumes. Per role one total issue order; all sizes are ints.
+"""Define the Plan, which every executor consumes: one total issue order per role, with sizes that are all ints.
 
-A *role* is a set of ranks that run the same program on different data. Each instruction stands at one place of its role's
-*program order*, on one stream; the order of a stream is the program order restricted to it. Streams run in order and beside
-each other. An instruction starts when its predecessor on its stream is done and each of its waits is: a wait `(stream, n)` holds
-until the first n instructions of that stream (of the same role) are done, and all n stand earlier in program order.
+A *role* is a set of ranks that run the same program on different data. Each instruction stands at one place of its
+role's *program order*, on one stream; the order of a stream is the program order restricted to it. Streams run in order
+and beside each other. An instruction starts when its predecessor on its stream is done and each of its waits is: a wait
+`(stream, n)` holds until the first n instructions of that stream (of the same role) are done, and all n stand earlier
+in program order.
 
 Memory is part of the plan. Only the stream "compute" allocates and frees, in program order: an instruction frees
 `frees_before` (values whose last reader is a communication that it waits for), then runs its parts; each part allocates
-its writes, runs and frees `frees`; then `allocs_after` (receive buffers) are made. A Recv waits for the instruction that made its
-buffer and writes into it. Values written by a collective are allocated by `allocs_after` too.
+its writes, runs and frees `frees`; then `allocs_after` (receive buffers) are made. A Recv waits for the instruction
+that made its buffer and writes into it. Values written by a collective are allocated by `allocs_after` too.
 
-Communication is by *channel*: one FIFO per directed pair of roles, or one set of roles, used by exactly one stream on each side.
+Communication is by *channel*: one FIFO per directed pair of roles, or one set of roles, used by exactly one stream on
+each side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Literal, Protocol, TypeVar
 
+from piper_ir.codec import dumps
 from piper_ir.mesh import Mesh
 from piper_ir.ops import COMM, Compute, Op, Update
 from piper_ir.program import BatchTensor, Buffer, Chunk, Param
 from piper_ir.sizes import TensorSpec, bind
 
+V = TypeVar("V")
+Co = TypeVar("Co", covariant=True)
 PLAN_VERSION = 1
 COMPUTE = "compute"
 """The one stream of a role that computes, allocates and frees."""
 
 DeviceType = Literal["", "cpu", "cuda"]
-"""Whose kernels the memory of a plan counts. "cuda": with what they hold inside; the others: tensors alone."""
+"""The kind of device whose memory a plan counts: "cuda" with what kernels hold inside, the others tensors alone."""
 
 Category = Literal["param", "grad", "optim", "buffer", "activation", "gradient", "batch", "scalar", "workspace"]
-"""Owners of memory. States: param, grad (buckets), optim, buffer. Values: activation (outputs and saved tensors of F),
-gradient (of activations), batch, scalar. workspace: what a running instruction holds beyond its values."""
+"""What memory is used for.
+
+States are param, grad (buckets), optim and buffer. Values are activation (outputs and saved tensors of F), gradient (of
+activations), batch and scalar. workspace is what a running instruction holds beyond its values."""
 CATEGORIES: tuple[Category, ...] = ("param", "grad", "optim", "buffer", "activation", "gradient", "batch", "scalar", "workspace")
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """SSA: one writer, one role, born and freed within a step; owns its bytes."""
+    """Describe a value: it has one writer and one role, is born and freed within a step, and owns its bytes."""
 
     id: str
     spec: TensorSpec
@@ -49,12 +57,16 @@ class Value:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of the value."""
         return bind(self.spec.nbytes, 0)
 
 
 class Values(Mapping[str, Value]):
-    """Values by id, made when they are asked for: a plan has very many, and those of one port differ in their ids only. `kinds`:
-    id -> (spec, category); it must not change any more."""
+    """Map ids to values that are made when they are asked for.
+
+    A plan has very many values, and those of one port differ in their ids only. `kinds` maps ids to (spec, category)
+    and must not change any more.
+    """
 
     __slots__ = ("_kinds",)
 
@@ -63,7 +75,7 @@ class Values(Mapping[str, Value]):
 
     @property
     def kinds(self) -> Mapping[str, tuple[TensorSpec, Category]]:
-        """What they are made of."""
+        """Return what the values are made of."""
         return self._kinds
 
     def __getitem__(self, id: str) -> Value:
@@ -84,8 +96,13 @@ class Values(Mapping[str, Value]):
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Persistent bytes of a role: "param:BUCKET" (or "param:NAME" for what is not trained), "grad:BUCKET", "optim:BUCKET",
-    "buffer:NAME"; never freed in a step."""
+    """Describe persistent bytes of a role, which no step frees.
+
+    Attributes:
+        id: "param:BUCKET" (or "param:NAME" for what is not trained), "grad:BUCKET", "optim:BUCKET" or "buffer:NAME".
+        category: what the memory is used for.
+        nbytes: the number of bytes.
+    """
 
     id: str
     category: Category
@@ -94,9 +111,19 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A flat gradient buffer, and the parameters whose gradients it holds, in order. Global: every holder has the same id,
-    params and offsets (in elements, 256-byte aligned). `roles` hold it; `over` are the mesh axes along which it is replicated;
-    `group` is the index of the optimizer's parameter group; `channel` reduces it ("" when one rank alone holds it)."""
+    """Describe a flat gradient buffer, which is the same for every role that holds it.
+
+    Attributes:
+        id: its name.
+        params: the parameters whose gradients it holds, in order.
+        offsets: where the gradients start, in elements; 256-byte aligned.
+        numel: the number of elements.
+        dtype: the dtype of the gradients.
+        roles: the roles that hold it.
+        over: the mesh axes along which it is replicated.
+        group: the index of the optimizer's parameter group.
+        channel: the channel that reduces it; "" when one rank alone holds it.
+    """
 
     id: str
     params: tuple[str, ...]
@@ -111,10 +138,19 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """`kind` "p2p": roles = (source, destination), rank to rank where all unplaced axes agree. "group": all ranks of `roles`
-    that agree on the axes that are neither placed nor in `over`. `streams`: the stream that uses it on each role of `roles`.
-    `sms`: the SMs that communication on each of these streams takes from compute, where a strategy says so; 0: copy engines move
-    it. Only simulations read it."""
+    """Describe who communicates with whom.
+
+    Attributes:
+        id: its name.
+        kind: "p2p" for transfers from rank to rank, where all axes agree that are not placed. "group" for all ranks of
+            the roles that agree on the axes that are neither placed nor in `over`.
+        roles: the roles that it joins; (source, destination) for "p2p".
+        streams: the stream that uses it on each of the roles.
+        over: the mesh axes along which the ranks of a group differ.
+        purpose: what it carries.
+        sms: the SMs that communication on each of these streams takes from compute, where a strategy says so; 0 when
+            copy engines move it. Only simulations read it.
+    """
 
     id: str
     kind: Literal["p2p", "group"]
@@ -125,13 +161,22 @@ class Channel:
     sms: tuple[int | None, ...] = ()
 
     def stream_on(self, role: str) -> str:
+        """Return the stream that uses the channel on a role."""
         return self.streams[self.roles.index(role)]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One op of an instruction. `mb` is the microbatch, -1 for ops of the whole step. `frees`: values that die when it is
-    done."""
+    """Describe one op of an instruction.
+
+    Attributes:
+        node: the id of the graph's node that it comes from.
+        op: the op.
+        mb: the microbatch, -1 for ops of the whole step.
+        reads: the values that it reads.
+        writes: the values that it writes.
+        frees: the values that die when it is done.
+    """
 
     node: str
     op: Op
@@ -143,9 +188,17 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Instr:
-    """One entry of a role's program. Several parts only on the compute stream (B is I and W; `fuse` joins neighbours; an
-    overlapped pair of a synthetic program is one instruction). `seconds`: the given duration of such a pair, which is not the
-    sum of its parts."""
+    """Describe one entry of a role's program.
+
+    Attributes:
+        stream: the stream on which it stands.
+        parts: its ops. Only the compute stream has several in one instruction: B is I and W, neighbours may be fused,
+            and an overlapped pair of a synthetic program is one instruction.
+        waits: pairs (stream, n): the first n instructions of that stream must be done.
+        frees_before: values that are freed before the parts run.
+        allocs_after: values whose memory is allocated after the parts ran.
+        seconds: the given duration of an overlapped pair, which is not the sum of its parts.
+    """
 
     stream: str
     parts: tuple[Part, ...]
@@ -156,24 +209,37 @@ class Instr:
 
     @property
     def comm(self) -> bool:
+        """Return whether it is communication."""
         return isinstance(self.parts[0].op, COMM)
 
     @property
     def name(self) -> str:
-        """The node of its first part, with the number of further parts: "layer3.B@2+1"."""
+        """Return the node of its first part, with the number of further parts: "layer3.B@2+1"."""
         more = len(self.parts) - 1
         return self.parts[0].node + (f"+{more}" if more else "")
 
 
 @dataclass(frozen=True, slots=True)
 class RolePlan:
-    """`placed` fixes the role's mesh coordinates; ranks are all ranks there, ascending. `peak_bytes` is the most bytes in program
-    order (states, values, workspace), reached in instruction `peak_at`; `peak_by_category` is the split at that moment."""
+    """Describe what the ranks of one role do.
+
+    Attributes:
+        role: the name of the role.
+        placed: the mesh coordinates that the role fixes.
+        ranks: all ranks at these coordinates, ascending.
+        program: the instructions in program order.
+        streams: the streams on which they stand.
+        states: the persistent bytes of the role.
+        allocs_first: values whose memory is allocated before the first instruction.
+        peak_bytes: the most bytes held in program order: states, values and workspace.
+        peak_at: the instruction in which that is reached.
+        peak_by_category: the bytes of that moment by category.
+    """
 
     role: str
     placed: Mapping[str, int]
     ranks: tuple[int, ...]
-    program: tuple[Instr, ...]
+    program: Sequence[Instr]
     streams: tuple[str, ...]
     states: tuple[State, ...] = ()
     allocs_first: tuple[str, ...] = ()
@@ -184,10 +250,29 @@ class RolePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """`rows` is the row count of one microbatch on one rank; `replicas` the data-parallel width D (the product of the axes in
-    `replicated`); global batch = rows * microbatches * D. `chunks` are bound to rows. `hop`: seconds of latency between
-    devices, of synthetic programs. `tokens_per_row`: for tokens per second; None when unknown. `device`: the kind of device that
-    peaks are for; a plan runs on any."""
+    """Hold what executors need to run or simulate one training step.
+
+    Attributes:
+        program_key: the key of the program.
+        mesh: the mesh of ranks.
+        rows: rows of one microbatch on one rank; the global batch has rows * microbatches * `replicas` rows.
+        microbatches: the number of microbatches.
+        replicated: the axes of data parallelism.
+        roles: what the ranks do.
+        channels: who communicates with whom.
+        buckets: the gradient buffers.
+        values: the values by id.
+        chunks: the chunks of the program, bound to `rows`.
+        params: the parameters.
+        buffers: the buffers of the model.
+        batch: the tensors of the batch.
+        loss_kind: as in `Program`.
+        hop: seconds of latency between devices, in synthetic programs.
+        recv_ahead: how many compute instructions before its first reader a receive was placed.
+        tokens_per_row: tokens in a row, for tokens per second; None when unknown.
+        device: the kind of device that peaks are for; a plan runs on any.
+        version: the version of the file format.
+    """
 
     program_key: str
     mesh: Mesh
@@ -220,49 +305,59 @@ class Plan:
         object.__setattr__(self, "_buckets", {b.id: b for b in self.buckets})
 
     def chunk(self, id: str) -> Chunk:
+        """Return the chunk with an id."""
         return self._chunks[id]
 
     def role(self, id: str) -> RolePlan:
+        """Return the role with a name."""
         return self._roles[id]
 
     def channel(self, id: str) -> Channel:
+        """Return the channel with an id."""
         return self._channels[id]
 
     def bucket(self, id: str) -> Bucket:
+        """Return the bucket with an id."""
         return self._buckets[id]
 
     @cached_property
     def kinds(self) -> Mapping[str, tuple[TensorSpec, Category]]:
-        """Of each value its spec and category, for who asks for very many and needs no Value."""
+        """Return the spec and category of every value by id; that is cheaper than building `Value` objects."""
         values = self.values
         return values.kinds if isinstance(values, Values) else {id: (v.spec, v.category) for id, v in values.items()}
 
     @property
     def replicas(self) -> int:
+        """Return the data-parallel width: the product of the sizes of the axes in `replicated`."""
         return prod(self.mesh.size(axis) for axis in self.replicated)
 
     @property
     def global_batch(self) -> int:
+        """Return the rows of one step on all ranks."""
         return self.rows * self.microbatches * self.replicas
 
     @property
     def tokens_per_step(self) -> int | None:
+        """Return the tokens of one step on all ranks; None when they are not known."""
         return None if self.tokens_per_row is None else self.tokens_per_row * self.global_batch
 
     @cached_property
     def _role_at(self) -> dict[int, RolePlan]:
-        """Rank -> its role; of a plan that is not valid, the first that has it."""
+        """Return the role of each rank; in a plan that is not valid, the first of those that have it."""
         return {rank: role for role in reversed(self.roles) for rank in role.ranks}
 
     def role_of(self, rank: int) -> RolePlan:
-        """The role that a rank runs; KeyError for a rank outside of the mesh."""
-        found = self._role_at.get(rank)
-        if found is None:
+        """Return the role that a rank runs; KeyError for a rank outside of the mesh."""
+        role = self._role_at.get(rank)
+        if role is None:
             raise KeyError(f"rank {rank} is in no role; the mesh has {self.mesh.world} ranks")
-        return found
+        return role
 
     def replica_of(self, rank: int) -> int:
-        """The data-parallel index of a rank in 0..D-1: rows [i*G/D, (i+1)*G/D) of the global batch are its own."""
+        """Return the data-parallel index i of a rank, from 0 to D - 1, where D is `replicas`.
+
+        Rows [i*G/D, (i+1)*G/D) of the global batch G are its own.
+        """
         coords, index, stride = self.mesh.coords(rank), 0, 1
         for axis in self.mesh.axes:
             if axis in self.replicated:
@@ -271,34 +366,46 @@ class Plan:
         return index
 
     def peers(self, channel: Channel, rank: int) -> tuple[int, ...]:
-        """The ranks of `rank`'s instance of a channel, ascending; for p2p (source, destination)."""
-        here = self.mesh.coords(rank)
-        free = {a: here[a] for a in self.mesh.axes if a not in channel.over and a not in self.role_of(rank).placed}
+        """Return the ranks of `rank`'s instance of a channel, ascending; (source, destination) for p2p."""
+        coords = self.mesh.coords(rank)
+        free = {a: coords[a] for a in self.mesh.axes if a not in channel.over and a not in self.role_of(rank).placed}
         if channel.kind == "p2p":
-            source, destination = (self.mesh.rank({**here, **self.role(r).placed}) for r in channel.roles)
+            source, destination = (self.mesh.rank({**coords, **self.role(r).placed}) for r in channel.roles)
             return source, destination
         members = {r for role in channel.roles for r in self.mesh.ranks({**free, **self.role(role).placed})}
         return tuple(sorted(members))
 
     def instructions(self) -> Iterator[tuple[RolePlan, int, Instr]]:
-        """Every instruction with its role and its index in the role's program."""
+        """Yield every instruction with its role and its index in the role's program."""
         for role in self.roles:
             for index, instr in enumerate(role.program):
                 yield role, index, instr
 
     @cached_property
     def key(self) -> str:
-        """Content hash: equal plans have equal keys, on every machine."""
-        import hashlib
-
-        from piper_ir.codec import dumps
-
+        """Return the hash of the content; equal plans have equal keys on every machine."""
         return hashlib.sha256(dumps(self).encode()).hexdigest()[:16]
 
 
-def part_peak(plan: Plan, part: Part, nbytes: Mapping[str, int]) -> int:
-    """Most bytes that a part holds while it runs, above those alive before it: its writes and temporaries, less what its dying
-    inputs give back early (hence it can be below the bytes of its writes). `nbytes`: bytes of each value."""
+class PartLike(Protocol[Co]):
+    """Say what memory asks of a part, whose values may be names or numbers."""
+
+    @property
+    def op(self) -> Op: ...
+    @property
+    def reads(self) -> tuple[Co, ...]: ...
+    @property
+    def writes(self) -> tuple[Co, ...]: ...
+    @property
+    def frees(self) -> tuple[Co, ...]: ...
+
+
+def part_peak(plan: Plan, part: PartLike[V], nbytes: Mapping[V, int]) -> int:
+    """Return the most bytes that a part holds while it runs, above those alive before it.
+
+    These are its writes and temporaries, less what its dying inputs give back early (hence it can be below the bytes of
+    its writes). `nbytes` has the bytes of each value.
+    """
     writes = sum(nbytes[v] for v in part.writes)
     if not isinstance(part.op, Compute):
         return writes + (part.op.workspace if isinstance(part.op, Update) else 0)
@@ -317,14 +424,16 @@ def part_peak(plan: Plan, part: Part, nbytes: Mapping[str, int]) -> int:
     return sig.liveness.peak({dying[v]: nbytes[v] for v in part.frees if v in dying}, plan.device)
 
 
-def value_ports(chunk: Chunk, part: Part) -> dict[int, str]:
-    """Index into the signature's reads -> value id. A part lists its values in the order of the signature's ports, without
-    the ports that are parameters or buffers."""
+def value_ports(chunk: Chunk, part: PartLike[V]) -> dict[int, V]:
+    """Return the ids of the values that a part reads, by their index in the signature's reads.
+
+    A part lists its values in the order of the signature's ports, without the ports that are parameters or buffers.
+    """
     assert isinstance(part.op, Compute) and part.op.step != "B"
     values = iter(part.reads)
     return {i: next(values) for i, port in enumerate(chunk.steps[part.op.step].reads) if not is_state(chunk, port)}
 
 
 def is_state(chunk: Chunk, port: str) -> bool:
-    """Whether a port of the chunk is a parameter or buffer (a State) and not a Value."""
+    """Return whether a port of the chunk is a parameter or buffer (a State) and not a Value."""
     return port.startswith("in") and chunk.inputs[int(port[2:])].kind in ("param", "buffer")

@@ -1,4 +1,4 @@
-"""Program: a captured model with its loss, cut into chunks, with exact sizes and costs and without code.
+"""Describe a captured model with its loss as a Program: chunks with exact sizes and costs, without code.
 
 Chunks stand in program order, which is a topological order of the forward DAG. Each chunk has up to three *steps*:
 F (forward), I (input gradient) and W (weight gradient). A step's Signature says which *ports* it reads and writes:
@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
+from piper_ir.codec import dumps
 from piper_ir.sizes import Dim, TensorSpec, bind
 
 Step = Literal["F", "I", "W"]
@@ -31,12 +32,22 @@ KernelKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """`count` equal kernels. flops and bytes (read plus written) are per kernel; dims is (M, N, K) for a matmul (batch
-    folded into M when the right operand is shared, else (batch, M, N, K)), (batch, heads, T_q, T_k, head_dim) for attention,
-    (rows, classes) for cross-entropy, else empty. `lowering`: which implementation flops and bytes assume where the op has
-    several that differ in them, else "". `op`: the operator's name, without the namespace if that is aten's or Piper's, and
-    without the _ of what works in place. `formula`: False where nothing knows the FLOPs of this op, and one per element is
-    counted."""
+    """Describe equal kernels.
+
+    Attributes:
+        kind: what they do.
+        dims: (M, N, K) for a matmul, with the batch folded into M when the right operand is shared, else
+            (batch, M, N, K); (batch, heads, T_q, T_k, head_dim) for attention; (rows, classes) for cross-entropy; empty
+            for all others.
+        dtype: the dtype in which they compute.
+        flops: FLOPs of one kernel.
+        bytes: bytes that one kernel reads and writes.
+        count: how many there are.
+        lowering: the implementation that flops and bytes assume, where the op has several that differ in them, else "".
+        op: the operator's name, without the namespace if that is aten's or Piper's, and without the _ of what works in
+            place.
+        formula: False where nothing knows the FLOPs of this op, and one per element is counted.
+    """
 
     kind: KernelKind
     dims: tuple[Dim, ...]
@@ -49,6 +60,7 @@ class Kernel:
     formula: bool = True
 
     def bind(self, rows: int) -> Kernel:
+        """Return the kernels at a number of rows."""
         dims = tuple(bind(d, rows) for d in self.dims)
         flops, moved = bind(self.flops, rows), bind(self.bytes, rows)
         return Kernel(self.kind, dims, self.dtype, flops, moved, self.count, self.lowering, self.op, self.formula)
@@ -56,48 +68,61 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a step asks of a device. `seconds` is set only in synthetic programs and then overrules the kernels."""
+    """Say what a step asks of a device; `seconds`, which only synthetic programs set, overrules the kernels."""
 
     kernels: tuple[Kernel, ...] = ()
     seconds: float | None = None
 
     @property
     def flops(self) -> int:
-        """Total FLOPs of a bound cost."""
+        """Return the total FLOPs of a bound cost."""
         return sum(bind(k.flops, 0) * k.count for k in self.kernels)
 
     @property
     def bytes(self) -> int:
-        """Total bytes moved of a bound cost."""
+        """Return the total bytes that a bound cost moves."""
         return sum(bind(k.bytes, 0) * k.count for k in self.kernels)
 
     def bind(self, rows: int) -> Cost:
+        """Return the cost at a number of rows."""
         return Cost(tuple(k.bind(rows) for k in self.kernels), self.seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """Bytes held while one op runs whose kernel allocates memory of its own on a CUDA device: `held` + min(`own`, `most`), for
-    what a kernel makes in slices does not grow beyond a slice."""
+    """Say what is held while one op runs whose kernel allocates memory of its own on a CUDA device.
+
+    That is `held` + min(`own`, `most`) bytes, since what a kernel makes in slices does not grow beyond a slice.
+
+    Attributes:
+        held: bytes that the step's code holds while the op runs.
+        own: bytes of the kernel's own memory without slices.
+        most: bytes of a slice.
+    """
 
     held: Dim
     own: Dim = 0
     most: int = 0
 
     def bytes(self, rows: int) -> int:
+        """Return the bytes at a number of rows."""
         return bind(self.held, rows) + min(bind(self.own, rows), self.most)
 
 
 @dataclass(frozen=True, slots=True)
 class Liveness:
-    """Bytes that a step's code holds beyond its inputs while it runs: temporaries plus the outputs made so far.
+    """Say how many bytes a step's code holds beyond its inputs while it runs: temporaries plus the outputs made so far.
 
-    `consumed` lists indexes into Signature.reads in the order of their last use. segments[i] covers the code up to and
-    including the last use of consumed[i] (the final segment: the rest); it holds the Affines whose maximum is the most bytes
-    held there (a maximum of affine functions is not affine, hence several). An input that dies in this step is freed right
-    after its last use, so segment i runs without those of consumed[:i] that die.
+    An input that dies in this step is freed right after its last use, so segment i runs without those of consumed[:i]
+    that die.
 
-    `inside` has the same segments, with the ops whose kernels hold memory of their own on a CUDA device; empty where none does.
+    Attributes:
+        consumed: indexes into Signature.reads in the order of their last use.
+        segments: segments[i] covers the code up to and including the last use of consumed[i], the final one the rest.
+            It holds the sizes whose maximum is the most bytes held there (several, since a maximum of affine functions
+            is not affine).
+        inside: the same segments, with the ops whose kernels hold memory of their own on a CUDA device; empty where no
+            kernel does.
     """
 
     consumed: tuple[int, ...] = ()
@@ -105,20 +130,24 @@ class Liveness:
     inside: tuple[tuple[Inside, ...], ...] = ()
 
     def bind(self, rows: int) -> Liveness:
+        """Return the bytes at a number of rows."""
         segments = tuple((max((bind(d, rows) for d in s), default=0),) for s in self.segments)
         inside = tuple((Inside(max(i.bytes(rows) for i in s)),) if s else () for s in self.inside)
         return Liveness(self.consumed, segments, inside)
 
     def peak(self, dying: Mapping[int, int], device: str = "") -> int:
-        """Most bytes above those held before the step (bound sizes). `dying`: index into reads -> bytes, for inputs that die
-        here. `device` "cuda": with what kernels hold inside there."""
+        """Return the most bytes above those held before the step; sizes must be bound.
+
+        `dying` maps indexes into reads to bytes, for the inputs that die here. With `device` "cuda" what kernels hold
+        inside there counts too.
+        """
         freed = 0
         peak = 0
         for i, segment in enumerate(self.segments):
-            held = max([bind(d, 0) for d in segment], default=0)
+            most_held = max([bind(d, 0) for d in segment], default=0)
             if device == "cuda" and self.inside:
-                held = max((held, *(k.bytes(0) for k in self.inside[i])))
-            peak = max(peak, held - freed)
+                most_held = max((most_held, *(k.bytes(0) for k in self.inside[i])))
+            peak = max(peak, most_held - freed)
             if i < len(self.consumed):
                 freed += dying.get(self.consumed[i], 0)
         return peak
@@ -126,8 +155,16 @@ class Liveness:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """One step of one chunk. `accumulates`: indexes into chunk.inputs (parameters) whose gradient the step adds into its
-    accumulator; a parameter may be listed once only."""
+    """Describe one step of one chunk.
+
+    Attributes:
+        reads: ports that the step reads.
+        writes: ports that the step writes.
+        accumulates: indexes into chunk.inputs of the parameters to whose gradient accumulators the step adds; a
+            parameter may be listed once only.
+        cost: what the step asks of a device.
+        liveness: what the step holds while it runs.
+    """
 
     reads: tuple[str, ...]
     writes: tuple[str, ...]
@@ -136,18 +173,28 @@ class Signature:
     liveness: Liveness = Liveness()
 
     def bind(self, rows: int) -> Signature:
+        """Return the step at a number of rows."""
         return Signature(self.reads, self.writes, self.accumulates, self.cost.bind(rows), self.liveness.bind(rows))
 
     @property
     def empty(self) -> bool:
-        """A step without effect (the first stage's I, a frozen chunk's W) gets no instruction, unless it is given a duration."""
+        """Return whether the step has no effect (the first stage's I, a frozen chunk's W) and no given duration.
+
+        Such a step gets no instruction.
+        """
         return not self.writes and not self.accumulates and self.cost.seconds is None
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """`ref`: "chunk:out0" for a value, else the name of the parameter, buffer or batch tensor. needs_grad: of a value or
-    parameter whose gradient is wanted."""
+    """Describe an input of a chunk.
+
+    Attributes:
+        kind: what it is.
+        ref: "chunk:out0" for a value, else the name of the parameter, buffer or batch tensor.
+        spec: its shape and dtype.
+        needs_grad: whether the gradient of the value or parameter is wanted.
+    """
 
     kind: Literal["value", "param", "buffer", "batch"]
     ref: str
@@ -157,8 +204,15 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """`kind` "buffer": the new content of the buffer `ref`, and `varies` says whether it depends on the batch.
-    "loss" and "weight" are scalars of the last chunk. needs_grad: the step I reads a tangent for it."""
+    """Describe an output of a chunk.
+
+    Attributes:
+        kind: "buffer" for the new content of a buffer; "loss" and "weight" for scalars of the last chunk; else "value".
+        spec: its shape and dtype.
+        ref: the name of the buffer.
+        needs_grad: whether the step I reads a tangent for it.
+        varies: whether the content of the buffer depends on the batch.
+    """
 
     kind: Literal["value", "buffer", "loss", "weight"]
     spec: TensorSpec
@@ -169,8 +223,18 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The finest unit of compute. `id` is derived from coordinates and visit ("layer3", "layer3.1"); `coords` maps a coordinate's
-    name to its value; `code` keys the store of functions (equal for chunks that share code); `random`: F draws random numbers."""
+    """Describe the finest unit of compute.
+
+    Attributes:
+        id: an id derived from coordinates and visit ("layer3", "layer3.1").
+        coords: coordinate name -> value.
+        inputs: what the chunk reads.
+        outputs: what the chunk makes.
+        ports: port -> shape and dtype.
+        steps: the steps that the chunk has.
+        code: the key of its functions in the store of code; equal for chunks that share code.
+        random: whether F draws random numbers.
+    """
 
     id: str
     coords: Mapping[str, int]
@@ -182,14 +246,15 @@ class Chunk:
     random: bool = False
 
     def bind(self, rows: int) -> Chunk:
+        """Return the chunk at a number of rows."""
         return bind_chunks((self,), rows)[0]
 
 
 def bind_chunks(chunks: Iterable[Chunk], rows: int) -> tuple[Chunk, ...]:
-    """Chunks at a number of rows. Equal layers, which share their ports and steps, share the bound ones."""
+    """Return chunks at a number of rows; equal layers, which share their ports and steps, share the bound ones."""
     ports: dict[int, Mapping[str, TensorSpec]] = {}
     steps: dict[int, Signature] = {}
-    out = []
+    bound = []
     for chunk in chunks:
         inputs = tuple(Input(i.kind, i.ref, i.spec.bind(rows), i.needs_grad) for i in chunk.inputs)
         outputs = tuple(Output(o.kind, o.spec.bind(rows), o.ref, o.needs_grad, o.varies) for o in chunk.outputs)
@@ -198,15 +263,24 @@ def bind_chunks(chunks: Iterable[Chunk], rows: int) -> tuple[Chunk, ...]:
         for sig in chunk.steps.values():
             if id(sig) not in steps:
                 steps[id(sig)] = sig.bind(rows)
-        mine = {s: steps[id(sig)] for s, sig in chunk.steps.items()}
-        out.append(Chunk(chunk.id, chunk.coords, inputs, outputs, ports[id(chunk.ports)], mine, chunk.code, chunk.random))
-    return tuple(out)
+        bound_steps = {s: steps[id(sig)] for s, sig in chunk.steps.items()}
+        bound.append(
+            Chunk(chunk.id, chunk.coords, inputs, outputs, ports[id(chunk.ports)], bound_steps, chunk.code, chunk.random)
+        )
+    return tuple(bound)
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter under its first name; `tied` holds its other names. Without requires_grad, or without a gradient path
-    (`trained` False), it is in no bucket, has no state and is not updated."""
+    """Describe a parameter.
+
+    Attributes:
+        name: its first name.
+        spec: its shape and dtype.
+        tied: its other names.
+        trained: False without requires_grad or without a gradient path; then it is in no bucket, has no state and is
+            not updated.
+    """
 
     name: str
     spec: TensorSpec
@@ -216,6 +290,8 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
+    """Describe a buffer of the model; `persistent` as in torch."""
+
     name: str
     spec: TensorSpec
     persistent: bool = True
@@ -223,8 +299,10 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class BatchTensor:
-    """A tensor of the batch; `name` is "inputs.0", "inputs.mask", "targets", ...: its path in what Job.batch returns.
-    rows_dim is 0: the first dimension is the rows."""
+    """Describe a tensor of the batch, whose first dimension is the rows.
+
+    Its `name` ("inputs.0", "inputs.mask", "targets", ...) is its path in what Job.batch returns.
+    """
 
     name: str
     spec: TensorSpec
@@ -236,10 +314,19 @@ KEPT = 8
 
 @dataclass(frozen=True)
 class Program:
-    """What capture returns. `loss_kind` "mean": the loss is a mean over the rows of the microbatch; "sum": the last chunk has
-    outputs of kind loss and weight, and the loss is sum(loss) / sum(weight) over the global batch.
-    `hop` (seconds) is the latency of one hop between devices in synthetic programs; `overlap` (seconds, per stage) the
-    duration of an overlapped pair there."""
+    """Hold what capture returns.
+
+    Attributes:
+        chunks: the chunks in program order.
+        params: the parameters.
+        buffers: the buffers.
+        batch: the tensors of the batch.
+        loss_kind: "mean" when the loss is a mean over the rows of the microbatch. "sum" when the last chunk has outputs
+            of kind loss and weight, and the loss is sum(loss) / sum(weight) over the global batch.
+        source: whether the program was captured or made up.
+        hop: seconds of latency of one hop between devices, in synthetic programs.
+        overlap: seconds of an overlapped pair per stage, in synthetic programs.
+    """
 
     chunks: tuple[Chunk, ...]
     params: tuple[Param, ...] = ()
@@ -257,10 +344,11 @@ class Program:
         object.__setattr__(self, "_bound", {})
 
     def chunk(self, id: str) -> Chunk:
+        """Return the chunk with an id."""
         return self._index[id]
 
     def bound(self, rows: int) -> tuple[Chunk, ...]:
-        """The chunks at a number of rows; those of the latest few numbers are kept, for searches come back to them."""
+        """Return the chunks at a number of rows; those of the latest few numbers are kept, for searches ask again."""
         if rows not in self._bound:
             if len(self._bound) >= KEPT:
                 self._bound.pop(next(iter(self._bound)))
@@ -269,7 +357,5 @@ class Program:
 
     @cached_property
     def key(self) -> str:
-        """Content hash: equal programs have equal keys, on every machine."""
-        from piper_ir.codec import dumps
-
+        """Return the hash of the content; equal programs have equal keys on every machine."""
         return hashlib.sha256(dumps(self).encode()).hexdigest()[:16]

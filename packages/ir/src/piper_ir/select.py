@@ -1,4 +1,4 @@
-"""Selection of graph nodes by coordinates: `where(stage=0, mb=(0, 2), phase="F")`."""
+"""Select graph nodes by coordinates, as in `where(stage=0, mb=(0, 2), phase="F")`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ Match = int | str | tuple[int | str, ...]
 
 @dataclass(frozen=True, init=False)
 class Where:
-    """Coordinate name -> what it must be: an int or name, one of several (a tuple or range), ANY, or NONE. No terms: everything.
+    """Say what the coordinates of the wanted nodes are.
 
-    Names are those of regions (`layer`, `stage`, the user's own), `mb`, `phase` ("F", "B", "I", "W"), and `op` ("compute",
-    "send", "recv", "add"); communication is matched only when `op` asks for it.
+    A term maps a coordinate's name to what it must be: an int or name, one of several (a tuple or range), ANY, or NONE.
+    A selection without terms selects everything. Names are those of regions (`layer`, `stage`, the user's own), `mb`,
+    `phase` ("F", "B", "I", "W"), and `op` ("compute", "send", "recv", "add"); communication is matched only when `op`
+    asks for it.
     """
 
     terms: tuple[tuple[str, Match], ...]
@@ -35,13 +37,13 @@ class Where:
 
     @staticmethod
     def of(terms: tuple[tuple[str, Match], ...]) -> Where:
-        """The selection with these terms, which are those of another one: nothing is checked."""
-        found = object.__new__(Where)
-        object.__setattr__(found, "terms", terms)
-        return found
+        """Return the selection with these terms without checking them: they are those of another selection."""
+        selection = object.__new__(Where)
+        object.__setattr__(selection, "terms", terms)
+        return selection
 
     def matches(self, coords: Mapping[str, int | str]) -> bool:
-        """Whether a node with these coordinates is selected."""
+        """Return whether a node with these coordinates is selected."""
         for name, wanted in self.terms:
             if wanted == NONE:
                 if name in coords:
@@ -62,7 +64,8 @@ def where(**coords: Any) -> Where:
 
 
 def _match(name: str, value: Any) -> Match:
-    if isinstance(value, (int, str)) and not isinstance(value, bool):  # first, as nearly all are; a union takes twice the time
+    # First what nearly all values are; a union of types in place of the tuple takes twice the time.
+    if isinstance(value, (int, str)) and not isinstance(value, bool):
         return value
     if isinstance(value, range):
         value = tuple(value)

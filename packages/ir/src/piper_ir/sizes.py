@@ -1,4 +1,4 @@
-"""Sizes that are affine in the rows of a microbatch, and tensor specifications built of them."""
+"""Describe sizes that are affine in the rows of a microbatch, and tensors of such sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """The number `a + b * rows`, where rows is the row count of one microbatch on one device; b is never 0."""
+    """Stand for `a + b * rows`, where rows is the row count of one microbatch on one device; b is never 0."""
 
     a: int
     b: int
@@ -43,23 +43,28 @@ Dim = int | Affine
 
 
 def affine(a: int, b: int) -> Dim:
-    """`a + b * rows`, as an int when it does not depend on rows."""
+    """Return the size `a + b * rows`, as an int when it does not depend on rows."""
     return Affine(a, b) if b else a
 
 
 def bind(size: Dim, rows: int) -> int:
-    """The size at a given number of rows."""
+    """Return the size at a given number of rows."""
     return size.a + size.b * rows if isinstance(size, Affine) else size
 
 
 def fit(at2: int, at3: int) -> Dim:
-    """The affine size that is `at2` at two rows and `at3` at three."""
+    """Return the affine size that is `at2` at two rows and `at3` at three."""
     return affine(3 * at2 - 2 * at3, at3 - at2)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and dtype of a contiguous tensor. `shape` holds ints or Affines, `dtype` is torch's name without `torch.`."""
+    """Describe a contiguous tensor.
+
+    Attributes:
+        shape: its sizes, ints or Affines.
+        dtype: torch's name of the dtype without `torch.`.
+    """
 
     shape: tuple[Dim, ...]
     dtype: str
@@ -70,6 +75,7 @@ class TensorSpec:
 
     @property
     def numel(self) -> Dim:
+        """Return the number of elements."""
         product: Dim = 1
         for size in self.shape:
             product = product * size
@@ -77,9 +83,11 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> Dim:
+        """Return the number of bytes."""
         return self.numel * ITEM_BYTES[self.dtype]
 
     def bind(self, rows: int) -> TensorSpec:
+        """Return the tensor at a number of rows."""
         return TensorSpec(tuple(bind(d, rows) for d in self.shape), self.dtype)
 
     def __str__(self) -> str:

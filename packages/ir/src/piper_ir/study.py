@@ -1,5 +1,8 @@
-"""Rows of a tuner's study, and study.json: what became of each candidate, and why. `loads(StudyDocument, text)` of
-`piper_ir.codec` reads it; `StudyDocument.dumps` writes every key of a row, also those without a value."""
+"""Describe a tuner's study and its file study.json: what became of each candidate, and why.
+
+`loads(StudyDocument, text)` of `piper_ir.codec` reads the file. `StudyDocument.dumps` writes every key of a row, also
+those without a value.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,31 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from piper_ir.codec import FORMAT_VERSION
-from piper_ir.units import size_text
+from piper_ir.tools import size_text
 
 
 @dataclass(frozen=True)
 class Row:
-    """One candidate. `state` "complete": it fits. "rejected": `reason` says why, `kind` is the class of reason: the name of a
-    rule (`piper_autotune.rules`), or "memory", "illegal" (it does not compile), "strategy" (the function raised), "crash",
-    "hang", "confirmation" (it failed when it was run). `period_s`, `step_s` in seconds, `peak_bytes` allocated and
-    `device_bytes` on the fullest rank, as predicted by `source`; a memory rule gives the `device_bytes` that are needed at
-    least. `error`: predicted over measured period, less 1. `notes`: what a user should know of the durations that the engine
-    used, as in `Simulation.notes`; the sweep, which scores many, says nothing of them."""
+    """Say what became of one candidate.
+
+    Attributes:
+        number: its number in the study.
+        state: "complete" when it fits.
+        params: the values that the search chose.
+        period_s: the predicted seconds per step in steady state.
+        step_s: the predicted seconds of the first step.
+        peak_bytes: the predicted bytes that are allocated on the fullest rank.
+        device_bytes: the predicted bytes of the fullest rank's device; of a memory rule, what is needed at least.
+        source: what predicted them.
+        reason: why it was rejected.
+        kind: the class of the reason: the name of a rule (`piper_autotune.rules`), or "memory", "illegal" (it does not
+            compile), "strategy" (the function raised), "crash", "hang", or "confirmation" (it failed when it was run).
+        measured_period_s: the measured seconds per step.
+        measured_peak_bytes: the measured bytes on the fullest rank.
+        error: predicted over measured period, less 1.
+        notes: what a user should know of the durations that the engine used, as in `Simulation.notes`; the sweep, which
+            scores many candidates, says nothing of them.
+    """
 
     number: int
     state: Literal["complete", "rejected"]
@@ -37,12 +54,15 @@ class Row:
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """As in study.json."""
+        """Return the row as it stands in study.json."""
         return asdict(self)
 
 
 def limit_text(limit: int | None, by_device: Mapping[str, int]) -> str | None:
-    """What a plan may hold, for a person; None for any amount. `by_device`: by type of device, where a cluster has several."""
+    """Return a text for the bytes that a plan may hold; None for any amount.
+
+    `by_device` has the limit by type of device, where a cluster has several.
+    """
     if limit is None or len(set(by_device.values())) < 2:
         return None if limit is None else f"{size_text(min(by_device.values(), default=limit))} per device"
     return ", ".join(f"{size_text(own)} per {device}" for device, own in by_device.items())
@@ -50,9 +70,18 @@ def limit_text(limit: int | None, by_device: Mapping[str, int]) -> str | None:
 
 @dataclass(frozen=True)
 class StudyDocument:
-    """study.json: `trials` by number; `best` is the number of one, None when nothing can be used; `rules` say what was rejected
-    before compiling, each with how often. `interrupted`: the search ended before its time, by Ctrl-C or because its storage
-    failed. `device_limits`: see `limit_text`."""
+    """Hold what study.json holds.
+
+    Attributes:
+        cluster: the name of the cluster.
+        memory_limit: bytes that a plan may hold; None for any amount.
+        seed: the seed of the search.
+        trials: the candidates, by number.
+        best: the number of the best one; None when nothing can be used.
+        rules: texts that say what was rejected before compiling, each with how often.
+        interrupted: whether the search ended before its time, by Ctrl-C or because its storage failed.
+        device_limits: memory limits by type of device (see `limit_text`).
+    """
 
     FORMAT: ClassVar[str] = "Study"
 
@@ -66,7 +95,7 @@ class StudyDocument:
     device_limits: Mapping[str, int] = field(default_factory=dict)
 
     def dumps(self) -> str:
-        """As JSON, a line per row."""
+        """Return the study as JSON with a line per row."""
         head = {"format": self.FORMAT, "version": FORMAT_VERSION} | asdict(replace(self, trials=()))
         del head["trials"]
         rows = ",\n  ".join(json.dumps(r.as_dict()) for r in self.trials)

@@ -1,4 +1,4 @@
-"""A plan as text, one line per thing, and back: `parse_plan(format_plan(plan)) == plan` for every plan.
+"""Write a plan as text with one line per thing, and parse it: `parse_plan(format_plan(plan)) == plan` for every plan.
 
     piper plan 1
     plan {"program_key":"...","mesh":...}                          everything that has no line of its own, as JSON
@@ -9,10 +9,11 @@
       13 send    Send pp0>pp1.act @3 node send.h@3 reads h@3 | waits compute#10
     end
 
-An instruction: its place in the role's program, its stream, its parts joined by "+", and after "|" its waits (stream#count),
-what it frees before its parts and allocates after them, and the seconds that it takes where they are given (an overlapped pair).
-A part: its op with arguments, @microbatch, then `node` (left out where it is chunk.step@microbatch), reads, writes, frees. Words
-with spaces, or that mean something here, are JSON strings. Empty lines and those that start with "#" are skipped.
+The line of an instruction has its place in the role's program, its stream, its parts joined by "+", and after "|" its
+waits (stream#count), what it frees before its parts and allocates after them, and the seconds that it takes where they
+are given (an overlapped pair). A part has its op with arguments, @microbatch, then `node` (left out where it is
+chunk.step@microbatch), reads, writes, frees. Words with spaces, and words that mean something here, are JSON strings.
+Empty lines and lines that start with "#" are skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, assert_never, get_args
 
-from piper_ir.codec import decode, encode
+from piper_ir.codec import decode, encode, unique_keys
 from piper_ir.collectives import COLLECTIVES, kind_named
 from piper_ir.errors import FormatError, PiperError
 from piper_ir.ops import Add, Collective, Compute, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros, op_name
@@ -51,7 +52,7 @@ _SPEC = re.compile(r"(\w+)(\[.*\])\Z", re.DOTALL)
 
 
 def format_plan(plan: Plan) -> str:
-    """The text of a plan, in the plan's own order; equal plans give equal text."""
+    """Return the text of a plan, in the plan's own order; equal plans give equal text."""
     rest = {k: v for k, v in encode(plan).items() if k not in ("values", "roles", *(f for f, _ in _TABLES.values()))}
     lines = [_HEADER, f"plan {_json(rest)}"]
     for word, (name, _) in _TABLES.items():
@@ -138,7 +139,7 @@ def _spec(spec: TensorSpec) -> str:
 
 
 def parse_plan(text: str, where: str = "plan") -> Plan:
-    """The plan of a text. FormatError names the line by number, shows it, and says what is expected there."""
+    """Return the plan of a text; FormatError names the line by number, shows it, and says what is expected there."""
     parser = _Parser(where)
     for number, line in enumerate(text.split("\n"), 1):
         try:
@@ -150,7 +151,7 @@ def parse_plan(text: str, where: str = "plan") -> Plan:
 
 
 class _Parser:
-    """Reads lines; what a line may be depends on the header and the last role only."""
+    """Read lines one by one; what a line may be depends on the header and the last role only."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -227,7 +228,7 @@ class _Parser:
 
 
 class _Words:
-    """The words of a line, one by one; a JSON string counts as one word and is marked as quoted."""
+    """Read the words of a line one by one; a JSON string counts as one word and is marked as quoted."""
 
     def __init__(self, text: str, limit: int = -1) -> None:
         self._words: list[tuple[str, bool]] = []
@@ -249,7 +250,7 @@ class _Words:
         return self._at < len(self._words)
 
     def peek(self) -> tuple[str, bool]:
-        """The next word and whether it is quoted; ("", False) at the end."""
+        """Return the next word and whether it is quoted, without going on; ("", False) at the end."""
         return self._words[self._at] if self.more() else ("", False)
 
     def next(self, expected: str) -> str:
@@ -263,7 +264,7 @@ class _Words:
         return not quoted and (word in _RESERVED or word.startswith("@"))
 
     def accept(self, *options: str) -> str:
-        """The next word if it is one of these (unquoted), else ""."""
+        """Go past the next word and return it if it is one of these (unquoted), else return ""."""
         word, quoted = self.peek()
         if quoted or word not in options:
             return ""
@@ -271,7 +272,7 @@ class _Words:
         return word
 
     def names(self) -> tuple[str, ...]:
-        """All words up to the next one that means something."""
+        """Go past all words up to the next one that means something, and return them."""
         start = self._at
         while self.more() and not self._special():
             self._at += 1
@@ -316,10 +317,10 @@ def _parse_part(words: _Words) -> Part:
 
 
 def _clauses(words: _Words, options: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
-    while name := words.accept(*(o for o in options if o not in found)):
-        found[name] = words.names()
-    return found
+    clauses: dict[str, tuple[str, ...]] = {}
+    while name := words.accept(*(o for o in options if o not in clauses)):
+        clauses[name] = words.names()
+    return clauses
 
 
 def _wait(word: str) -> tuple[str, int]:
@@ -371,16 +372,16 @@ def _parse_collective(name: str, words: _Words) -> Collective:
 
 def _load(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as e:
         raise FormatError(f"not JSON: {e.msg} at column {e.colno} of {text[:40]}{'...' if len(text) > 40 else ''}") from None
 
 
 def _object(text: str) -> dict[str, Any]:
-    found = _load(text)
-    if not isinstance(found, dict):
+    value = _load(text)
+    if not isinstance(value, dict):
         raise FormatError("a JSON object is expected")
-    return found
+    return value
 
 
 def _int(text: str, expected: str) -> int:

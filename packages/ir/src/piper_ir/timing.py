@@ -1,13 +1,15 @@
-"""The time of a plan under fixed durations: in-order streams, waits, rendezvous. No contention.
+"""Compute the time of a plan under fixed durations, from in-order streams, waits and rendezvous, without contention.
 
-`prepare` turns a plan into a flat DAG once; `sweep` runs it in one fixed topological order, as often as wanted. Roles stand
-for all their ranks (data-parallel replicas behave alike). The rules, which the simulator's event engine implements again:
+`prepare` turns a plan into a flat DAG once; `sweep` runs it in one fixed topological order, as often as wanted. Roles
+stand for all their ranks (data-parallel replicas behave alike). These are the rules, which the simulator's event engine
+implements again:
 
 1. A node starts when its predecessor on its stream has ended, each of its waits is done, and its host has issued it.
 2. A Send and its Recv, and all members of one collective, start together: when the last of them can.
-3. The k-th Send of a channel meets the k-th Recv; the k-th collective on one role the k-th on every role of the channel.
-4. A point-to-point transfer occupies both streams for its duration. Its waiters see it done `latency` later, which occupies
-   nothing: the next transfer may start at once. A wait for n instructions holds until all n are done.
+3. The k-th Send of a channel meets the k-th Recv; the k-th collective on one role meets the k-th on every role of the
+   channel.
+4. A point-to-point transfer occupies both streams for its duration. Its waiters see it done `latency` later, which
+   occupies nothing: the next transfer may start at once. A wait for n instructions holds until all n are done.
 5. A host issues its role's instructions in program order, `issue` seconds each, and is never blocked.
 """
 
@@ -23,18 +25,30 @@ from piper_ir.ops import COMM, op_name
 from piper_ir.plan import Channel, Plan, RolePlan
 
 Waits = tuple[tuple[str, int], ...]
-"""(stream, n): the first n of its instructions must be done."""
+"""Pairs (stream, n): the first n instructions of that stream must be done."""
 Member = tuple[int, int, tuple[int, ...]]
 """A node, the slot of its predecessor on its stream, the nodes that it waits for."""
-Step = tuple[int, int, tuple[int, ...], tuple[tuple[Member, ...], bool] | None]
-"""A member: a node of its own; or the first of a group, with all members and whether the group is a point-to-point transfer."""
+SweepStep = tuple[int, int, tuple[int, ...], tuple[tuple[Member, ...], bool] | None]
+"""A node in the order of the sweep, with its predecessor and waits as in `Member`, and its group or None.
+
+A group stands where its first member does, with all members and whether it is a point-to-point transfer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A plan as a DAG. Node `offsets[r] + i` is instruction i of role r. `streams[s]` are the nodes of one stream of one role
-    in order, `stream_of[node]` its s. `waits[node]` are the nodes that must be done first. `groups` are the nodes that start
-    together (communication only), `group_of[node]` the index, -1 for none, `p2p[g]` whether g is a point-to-point transfer."""
+    """Hold a plan as a DAG.
+
+    Attributes:
+        roles: the names of the roles.
+        offsets: node `offsets[r] + i` is instruction i of role r.
+        streams: `streams[s]` are the nodes of one stream of one role, in order.
+        stream_of: `stream_of[node]` is the index in `streams`.
+        waits: `waits[node]` are the nodes that must be done before the node starts.
+        groups: the nodes that start together (communication only).
+        group_of: `group_of[node]` is the index in `groups`, -1 for none.
+        p2p: `p2p[g]` says whether group g is a point-to-point transfer.
+        order: the order in which `sweep` walks the nodes.
+    """
 
     roles: tuple[str, ...]
     offsets: tuple[int, ...]
@@ -44,7 +58,7 @@ class Prepared:
     groups: tuple[tuple[int, ...], ...]
     group_of: tuple[int, ...]
     p2p: tuple[bool, ...]
-    order: tuple[Step, ...]
+    order: tuple[SweepStep, ...]
 
     def __len__(self) -> int:
         return len(self.stream_of)
@@ -52,8 +66,15 @@ class Prepared:
 
 @dataclass(slots=True)
 class Times:
-    """Seconds, one entry per node. `start` to `end` the node occupies its stream; `done`: it and all before it on its stream are
-    done for waiters; `ready`: its waits were done and it was issued. `host`: per role, when its host had issued everything."""
+    """Hold the times of a step in seconds, with one entry per node but for `host`.
+
+    Attributes:
+        start: when the node begins to occupy its stream.
+        end: when the node leaves its stream.
+        done: when waiters see that the node and all before it on its stream are done.
+        ready: when its waits were done and it was issued.
+        host: per role, when its host had issued everything.
+    """
 
     start: list[float]
     end: list[float]
@@ -63,14 +84,21 @@ class Times:
 
     @property
     def makespan(self) -> float:
-        """When the last node is done."""
+        """Return when the last node is done."""
         return max(self.done, default=0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class IssueOrder:
-    """One role's program as columns, an entry per instruction: its stream, the channel that it uses ("" for compute), its waits.
-    `label` names an instruction in messages."""
+    """Hold one role's program as columns with an entry per instruction.
+
+    Attributes:
+        role: the name of the role.
+        streams: the stream of each instruction.
+        channels: the channel that each instruction uses; "" for compute.
+        label: a function from an instruction's index to its name in messages.
+        waits: the waits of each instruction.
+    """
 
     role: str
     streams: Sequence[str]
@@ -80,8 +108,11 @@ class IssueOrder:
 
 
 def prepare(plan: Plan) -> Prepared:
-    """The DAG of a plan, in time linear in its size. PlanError for an end of a channel without its other end, for a wait that
-    names no instruction, and for a deadlock (with the cycle of waits)."""
+    """Return the DAG of a plan, in time linear in its size.
+
+    PlanError for an end of a channel without its other end, for a wait that names no instruction, and for a deadlock
+    (with the cycle of waits).
+    """
     return prepare_orders([_issue_order(role) for role in plan.roles], plan.channels)
 
 
@@ -98,7 +129,7 @@ def _issue_order(role: RolePlan) -> IssueOrder:
 
 
 def prepare_orders(orders: Sequence[IssueOrder], channels: Iterable[Channel]) -> Prepared:
-    """`prepare`, of issue orders that need not be a plan yet. Raises what `prepare` raises."""
+    """Return the DAG of issue orders that need not be a plan yet; raises what `prepare` raises."""
     bare = grouped(orders, channels)
     streams = iter(bare.streams)
     waits: list[tuple[int, ...]] = []
@@ -108,8 +139,10 @@ def prepare_orders(orders: Sequence[IssueOrder], channels: Iterable[Channel]) ->
 
 
 def grouped(orders: Sequence[IssueOrder], channels: Iterable[Channel]) -> Prepared:
-    """The streams and groups of issue orders, whose waits `with_waits` adds; the latter gives them their order. PlanError for an
-    end of a channel without its other end."""
+    """Return the streams and groups of issue orders, without waits and without an order: `with_waits` adds both.
+
+    PlanError for an end of a channel without its other end.
+    """
     offsets, stream_of = [0], list[int]()
     streams: list[tuple[int, ...]] = []
     for order in orders:
@@ -130,13 +163,15 @@ def grouped(orders: Sequence[IssueOrder], channels: Iterable[Channel]) -> Prepar
 
 
 def with_waits(prepared: Prepared, waits: tuple[tuple[int, ...], ...], orders: Sequence[IssueOrder]) -> Prepared:
-    """The DAG with these waits, an entry per node. `orders`, which it was made of, tell messages what a node is. PlanError for a
-    deadlock."""
+    """Return the DAG with these waits, an entry per node; PlanError for a deadlock.
+
+    `orders`, from which the DAG was made, tell messages what a node is.
+    """
     return replace(prepared, waits=waits, order=_order(orders, prepared, waits))
 
 
 def _waits(order: IssueOrder, own: Mapping[str, Sequence[int]]) -> list[tuple[int, ...]]:
-    """Of the instructions of a role the nodes that they wait for; `own`: the role's nodes by stream."""
+    """Return the nodes that each instruction of a role waits for; `own` has the role's nodes by stream."""
     try:
         return [tuple([own[stream][n - 1] for stream, n in waits if n > 0]) if waits else () for waits in order.waits]
     except (KeyError, IndexError):
@@ -148,49 +183,56 @@ def _waits(order: IssueOrder, own: Mapping[str, Sequence[int]]) -> list[tuple[in
 def sweep(
     prepared: Prepared, durations: Sequence[float], *, latency: float = 0.0, issue: float = 0.0, after: Times | None = None
 ) -> Times:
-    """Times of one step. `durations[node]` in seconds, a group taking that of its first member; `latency` of a point-to-point
-    transfer and `issue` per instruction, in seconds. `after`: the times of the step before, which this one follows without a
-    barrier: each stream, and each host, goes on where it was."""
+    """Return the times of one step.
+
+    Args:
+        prepared: the DAG of the plan.
+        durations: seconds by node; a group takes those of its first member.
+        latency: seconds until the waiters of a point-to-point transfer see its end.
+        issue: seconds per instruction that a host issues.
+        after: the times of the step before, which this one follows without a barrier: each stream and each host goes on
+            where it was.
+    """
     ready, host = _issued(prepared, issue, after)
     start = [0.0] * len(prepared)
     end, done = _carried(prepared, after)
     for node, before, waits, group in prepared.order:
         if group is None:
-            at = ready[node]
+            moment = ready[node]
             for w in waits:
-                if done[w] > at:
-                    at = done[w]
-            ready[node] = at
-            if end[before] > at:
-                at = end[before]
-            start[node] = at
-            at += durations[node]
-            end[node] = at
-            done[node] = at if at > done[before] else done[before]
+                if done[w] > moment:
+                    moment = done[w]
+            ready[node] = moment
+            if end[before] > moment:
+                moment = end[before]
+            start[node] = moment
+            moment += durations[node]
+            end[node] = moment
+            done[node] = moment if moment > done[before] else done[before]
             continue
         members, p2p = group
-        at = 0.0
+        moment = 0.0
         for m, before, waits in members:
-            can = ready[m]
+            free_at = ready[m]
             for w in waits:
-                if done[w] > can:
-                    can = done[w]
-            ready[m] = can
-            if can > at:
-                at = can
-            if end[before] > at:
-                at = end[before]
-        stop = at + durations[node]
+                if done[w] > free_at:
+                    free_at = done[w]
+            ready[m] = free_at
+            if free_at > moment:
+                moment = free_at
+            if end[before] > moment:
+                moment = end[before]
+        stop = moment + durations[node]
         seen = stop + latency if p2p else stop
         for m, before, _ in members:
-            start[m], end[m] = at, stop
+            start[m], end[m] = moment, stop
             done[m] = seen if seen > done[before] else done[before]
     n = len(prepared)
     return Times(start, end[:n], done[:n], ready, host)
 
 
 def _carried(prepared: Prepared, after: Times | None) -> tuple[list[float], list[float]]:
-    """`end` and `done`, still to be filled; their last slots stand for the state of each stream before its first node."""
+    """Return `end` and `done`, to be filled; their last slots are the state of each stream before its first node."""
     last = [nodes[-1] for nodes in prepared.streams]
     end, done = [0.0] * len(prepared), [0.0] * len(prepared)
     if after is None:
@@ -199,74 +241,22 @@ def _carried(prepared: Prepared, after: Times | None) -> tuple[list[float], list
 
 
 def _issued(prepared: Prepared, issue: float, after: Times | None) -> tuple[list[float], list[float]]:
-    """When each node is issued; when each host is through."""
+    """Return when each node is issued, and when each host is through."""
     clocks = list(after.host) if after is not None else [0.0] * len(prepared.roles)
     if not issue:
         return [0.0] * len(prepared), clocks
-    out: list[float] = []
+    issued_at: list[float] = []
     for r, (first, end) in enumerate(pairwise(prepared.offsets)):
         issued = list(accumulate(repeat(issue, end - first), initial=clocks[r]))
-        out += issued[1:]
+        issued_at += issued[1:]
         clocks[r] = issued[-1]
-    return out, clocks
-
-
-def period(prepared: Prepared, durations: Sequence[float], *, latency: float = 0.0, issue: float = 0.0, most: int = 64) -> float:
-    """Seconds per step in steady state (see `steady`), steps following each other without a barrier, of at most `most` steps."""
-    return step_and_period(prepared, durations, latency=latency, issue=issue, most=most)[1]
-
-
-def step_and_period(
-    prepared: Prepared, durations: Sequence[float], *, latency: float = 0.0, issue: float = 0.0, most: int = 64
-) -> tuple[float, float]:
-    """Seconds of the first step alone (`sweep`), and the `period`."""
-    last = [nodes[-1] for nodes in prepared.streams]
-    host = host_seconds(prepared, issue)
-    history: list[list[float]] = []
-    times = first = sweep(prepared, durations, latency=latency, issue=issue)
-    for k in range(most if last else 0):
-        if k:
-            times = sweep(prepared, durations, latency=latency, issue=issue, after=times)
-        history.append([times.end[x] for x in last])
-        found = steady(history, host)
-        if found is not None:
-            return first.makespan, found
-    return first.makespan, later_half(history, host)
-
-
-def host_seconds(prepared: Prepared, issue: float) -> float:
-    """What the busiest host needs for the instructions of a step."""
-    return issue * max((b - a for a, b in pairwise(prepared.offsets)), default=0)
-
-
-def steady(history: Sequence[Sequence[float]], host: float, tolerance: float = 1e-12) -> float | None:
-    """The period, once every stream advances by the same amount over c steps, twice in a row, for a c up to 4 (such systems may
-    alternate between patterns), and no host, which is never blocked, needs longer for its instructions: what is issued ever
-    earlier holds nothing up. `history`: per step the end of each stream's last node; `host`: seconds per step of the busiest."""
-    for c in range(1, 5):
-        if len(history) > c + 1:
-            gains = _gains(history[-1], history[-1 - c]) + _gains(history[-2], history[-2 - c])
-            slack = tolerance * max(history[-1])
-            if max(gains) - min(gains) <= slack and host * c <= max(gains) + slack:
-                return max(gains) / c
-    return None
-
-
-def later_half(history: Sequence[Sequence[float]], host: float) -> float:
-    """The period of what never gets steady (parts of a plan that share nothing): the slowest stream's or host's, over the later
-    half of the steps."""
-    half = len(history) // 2
-    return max(*_gains(history[-1], history[-1 - half]), host * half) / half if half else 0.0
-
-
-def _gains(now: Sequence[float], then: Sequence[float]) -> list[float]:
-    return [a - b for a, b in zip(now, then, strict=True)]
+    return issued_at, clocks
 
 
 def _groups(
     orders: Sequence[IssueOrder], channels: Iterable[Channel], offsets: Sequence[int]
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[bool, ...]]:
-    """The nodes that start together, and whether each group is a transfer; the source stands first."""
+    """Return the nodes that start together, source first, and whether each such group is a transfer."""
     uses: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for r, order in enumerate(orders):
         for node, used in enumerate(order.channels, offsets[r]):
@@ -290,68 +280,70 @@ def _groups(
     return tuple(groups), tuple(p2p)
 
 
-def _order(orders: Sequence[IssueOrder], of: Prepared, waits: Sequence[tuple[int, ...]]) -> tuple[Step, ...]:
-    """A fixed topological order, the members of a group next to each other: each stream in turn goes as far as it can. PlanError
-    with the cycle when there is none."""
-    streams, stream_of, groups, group_of = of.streams, of.stream_of, of.groups, of.group_of
+def _order(orders: Sequence[IssueOrder], prepared: Prepared, waits: Sequence[tuple[int, ...]]) -> tuple[SweepStep, ...]:
+    """Return a fixed topological order, in which each stream in turn goes as far as it can.
+
+    The members of a group stand next to each other. PlanError with the cycle when there is no order.
+    """
+    streams, stream_of, groups, group_of = prepared.streams, prepared.stream_of, prepared.groups, prepared.group_of
     n = len(stream_of)
-    at = [0] * len(streams)  # of each stream, how many of its nodes are done
-    held: list[list[int]] = [[] for _ in range(n)]  # of each node, the streams that wait for it
+    ended = [0] * len(streams)  # per stream: how many of its nodes are done
+    waiting: list[list[int]] = [[] for _ in range(n)]  # per node: the streams that wait for it
     arrived = [0] * len(groups)
     done = bytearray(n)
-    order: list[Step] = []
-    ready = list(reversed(range(len(streams))))  # streams: each is here, or held by a node, or by its group
+    order: list[SweepStep] = []
+    ready = list(reversed(range(len(streams))))  # each stream is here, or waits for a node, or for its group
     while ready:
-        s = ready.pop()
-        nodes, k = streams[s], at[s]
-        before = nodes[k - 1] if k else n + s
-        while k < len(nodes):
-            node = nodes[k]
-            mine = waits[node]
-            for w in mine:
+        stream = ready.pop()
+        nodes, position = streams[stream], ended[stream]
+        before = nodes[position - 1] if position else n + stream
+        while position < len(nodes):
+            node = nodes[position]
+            node_waits = waits[node]
+            for w in node_waits:
                 if not done[w]:
-                    held[w].append(s)
+                    waiting[w].append(stream)
                     break
             else:
-                g = group_of[node]
-                if g < 0:
-                    order.append((node, before, mine, None))
+                group = group_of[node]
+                if group < 0:
+                    order.append((node, before, node_waits, None))
                     done[node] = 1
-                    if held[node]:
-                        ready += held[node]
+                    if waiting[node]:
+                        ready += waiting[node]
                     before = node
-                    k += 1
+                    position += 1
                     continue
-                arrived[g] += 1
-                members = groups[g]
-                if arrived[g] == len(members):
-                    at[s] = k
+                arrived[group] += 1
+                members = groups[group]
+                if arrived[group] == len(members):
+                    ended[stream] = position
                     whole: list[Member] = []
                     for m in members:
-                        own = stream_of[m]
-                        i = at[own]
-                        at[own] = i + 1
-                        whole.append((m, streams[own][i - 1] if i else n + own, waits[m]))
+                        member_stream = stream_of[m]
+                        i = ended[member_stream]
+                        ended[member_stream] = i + 1
+                        whole.append((m, streams[member_stream][i - 1] if i else n + member_stream, waits[m]))
                         done[m] = 1
-                        ready += held[m]
-                        if own != s:
-                            ready.append(own)
-                    order.append((*whole[0], (tuple(whole), of.p2p[g])))
+                        ready += waiting[m]
+                        if member_stream != stream:
+                            ready.append(member_stream)
+                    order.append((*whole[0], (tuple(whole), prepared.p2p[group])))
                     before = node
-                    k += 1
+                    position += 1
                     continue
             break
-        at[s] = k
+        ended[stream] = position
     if not all(done):
-        raise PlanError(_cycle(orders, of, waits, {i for i, ran in enumerate(done) if ran}))
+        raise PlanError(_cycle(orders, prepared, waits, {i for i, ran in enumerate(done) if ran}))
     return tuple(order)
 
 
-def _cycle(orders: Sequence[IssueOrder], of: Prepared, waits: Sequence[tuple[int, ...]], ran: set[int]) -> str:
-    """The message of a deadlock: each line waits for the next, the last for the first."""
-    offsets, groups, group_of, n = of.offsets, of.groups, of.group_of, len(waits)
+def _cycle(orders: Sequence[IssueOrder], prepared: Prepared, waits: Sequence[tuple[int, ...]], ran: set[int]) -> str:
+    """Return the message of a deadlock, in which each line waits for the next, and the last for the first."""
+    offsets, groups, group_of, n = prepared.offsets, prepared.groups, prepared.group_of, len(waits)
     before = [0] * n
-    for s, nodes in enumerate(of.streams):
+    for s, nodes in enumerate(prepared.streams):
         for a, b in pairwise((n + s, *nodes)):
             before[b] = a
     path: list[tuple[int, str]] = []
@@ -360,13 +352,13 @@ def _cycle(orders: Sequence[IssueOrder], of: Prepared, waits: Sequence[tuple[int
     while node not in seen:
         seen[node] = len(path)
         blockers = [(w, "waits for") for w in waits[node]] + [(before[node], "comes on its stream after")]
-        found = next((b for b in blockers if b[0] < n and b[0] not in ran), None)
-        if found is None:  # held up by a partner that cannot come
+        blocker = next((b for b in blockers if b[0] < n and b[0] not in ran), None)
+        if blocker is None:  # held up by a partner that cannot come
             partners = groups[group_of[node]]
             stuck = (m for m in partners if any(b < n and b not in ran for b in (*waits[m], before[m])))
-            found = next(stuck), "meets"
-        path.append((node, found[1]))
-        node = found[0]
+            blocker = next(stuck), "meets"
+        path.append((node, blocker[1]))
+        node = blocker[0]
     lines = [f"  {_where(orders, offsets, x)} {why}" for x, why in path[seen[node] :]]
     return "\n".join(["deadlock: these instructions wait for each other", *lines, f"  {_where(orders, offsets, node)}"])
 

@@ -1,4 +1,4 @@
-"""Trace: what happened in one step, simulated or executed. Every executor writes it."""
+"""Describe what happened in one step, simulated or executed; every executor writes such a trace."""
 
 from __future__ import annotations
 
@@ -11,14 +11,28 @@ BATCH = "batch"
 """The stream of spans in which a rank waits for Job.batch. No plan has such a stream, and their time is no compute."""
 
 Source = Literal["measured", "table", "interpolated", "formula", "given"]
-"""Where a duration comes from: measured in this run, looked up, interpolated, computed, or given in a synthetic program."""
+"""Where a duration comes from.
+
+It was measured in this run, looked up in a table, interpolated, computed by a formula, or given by a synthetic
+program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One instruction on one rank. Seconds since the start of the step. `instr` indexes the role's program; `ready` is when the
-    instruction could have started had its stream and its peers been free; `bytes` moved by a communication, `flops` done by
-    compute."""
+    """Say when one instruction ran on one rank; all times are in seconds since the start of the step.
+
+    Attributes:
+        rank: the rank.
+        stream: the stream on which it ran.
+        instr: its index in the program of the rank's role.
+        name: what people call it.
+        start: when it began.
+        end: when it ended.
+        ready: when it could have started, had its stream and its peers been free.
+        bytes: bytes that a communication moved.
+        flops: FLOPs that compute did.
+        source: where its duration comes from.
+    """
 
     rank: int
     stream: str
@@ -34,9 +48,16 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class MemSample:
-    """Bytes by category on one rank at the peak moment of an instruction's run; `time` in seconds, the instruction's start.
-    Simulated: categories of `piper_ir.plan.Category`. Executed: one category "measured", the sum of all live storages, counted
-    in the first step (where counting was asked for) and shown at the times of the step that the trace is of."""
+    """Say how many bytes one rank held at the fullest moment of an instruction.
+
+    Attributes:
+        rank: the rank.
+        instr: the instruction's index in the program of the rank's role.
+        time: when the instruction started, in seconds since the start of the step.
+        bytes: bytes by category. A simulation has the categories of `piper_ir.plan.Category`. A run has one category,
+            "measured": the sum of all live storages, counted in the first step (where counting was asked for) and shown
+            at the times of the step that the trace is of.
+    """
 
     rank: int
     instr: int
@@ -46,8 +67,21 @@ class MemSample:
 
 @dataclass(frozen=True)
 class Trace:
-    """`plan_key` says which plan; `step` counts from 0; `losses` is empty for a simulation. `spans` are of instructions; `waits`
-    on the stream BATCH, of calls of Job.batch, each with the instruction that it held up."""
+    """Say what happened in one step of a plan.
+
+    Attributes:
+        plan_key: the key of the plan.
+        kind: whether the step was simulated or executed.
+        spans: when the instructions ran.
+        memory: what ranks held while they ran.
+        losses: the losses of the step; empty for a simulation.
+        step: the number of the step, counted from 0.
+        notes: what a reader should know, by topic.
+        waits: calls of Job.batch, on the stream BATCH, each with the instruction that it held up.
+        alike: ranks that do the same at the same times, of which only the first has spans and samples; empty where
+            every rank has its own.
+        version: the version of the file format.
+    """
 
     plan_key: str
     kind: Literal["simulated", "executed"]
@@ -57,4 +91,9 @@ class Trace:
     step: int = 0
     notes: Mapping[str, str] = field(default_factory=dict)
     waits: tuple[Span, ...] = ()
+    alike: tuple[tuple[int, ...], ...] = ()
     version: int = TRACE_VERSION
+
+    def shown_as(self) -> dict[int, int]:
+        """Return for each rank that has no spans of its own the rank whose spans are its, too."""
+        return {rank: ranks[0] for ranks in self.alike for rank in ranks[1:]}

@@ -7,7 +7,7 @@ with their gradients.
 from piper_ops.costs import KernelInfo, kernel_of, op_cost
 from piper_ops.errors import UnsupportedVariant
 from piper_ops.frames import is_model_code
-from piper_ops.library import DIRECT
+from piper_ops.library import DIRECT, OP_KERNELS
 from piper_ops.losses import cross_entropy, cross_entropy_dgrad
 from piper_ops.lowering import Lowering, attention_lowering
 from piper_ops.norms import (
@@ -19,14 +19,17 @@ from piper_ops.norms import (
     rms_norm_dgrad,
     rms_norm_wgrad,
 )
+from piper_ops.opaque import backward_step, forward_step, storage_key
 from piper_ops.refusals import REFUSALS, Refusal
 from piper_ops.registry import PORTABLE, Formula, PortableOp
 from piper_ops.replace import replace_portable
 from piper_ops.rewrites import user_line
 from piper_ops.sdpa import attention, attention_dgrad
+from piper_ops.workspace import Workspace, cpu_workspace, cuda_workspace, peak_bytes_inside
 
 __all__ = [
     "DIRECT",
+    "OP_KERNELS",
     "PORTABLE",
     "REFUSALS",
     "Formula",
@@ -35,11 +38,16 @@ __all__ = [
     "PortableOp",
     "Refusal",
     "UnsupportedVariant",
+    "Workspace",
     "attention",
     "attention_dgrad",
     "attention_lowering",
+    "backward_step",
+    "cpu_workspace",
     "cross_entropy",
     "cross_entropy_dgrad",
+    "cuda_workspace",
+    "forward_step",
     "is_model_code",
     "kernel_of",
     "layer_norm",
@@ -47,9 +55,11 @@ __all__ = [
     "layer_norm_dgrad",
     "layer_norm_wgrad",
     "op_cost",
+    "peak_bytes_inside",
     "replace_portable",
     "rms_norm",
     "rms_norm_dgrad",
     "rms_norm_wgrad",
+    "storage_key",
     "user_line",
 ]

@@ -22,7 +22,7 @@ from piper_ops.few_flops import needs_no_formula
 from piper_ops.products import OF_LIBRARIES, PRODUCTS
 from piper_ops.registry import PORTABLE, Call, Formula, PortableOp
 
-Kind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "other"]
+_KernelKind = Literal["matmul", "attention", "norm", "elementwise", "embedding", "loss", "other"]
 
 aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ class KernelInfo:
     name, without the namespace if that is aten's or Piper's, and without the _ of what works in place. `formula`: False for an op
     whose FLOPs nothing here knows, of which one per element is counted."""
 
-    kind: Kind
+    kind: _KernelKind
     dims: tuple[int, ...]
     flops: int
     bytes: int
@@ -88,7 +88,7 @@ def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: 
 class _Own:
     flops: Callable[[Call], int]
     bytes: Callable[[Call], int] | None
-    kind: Kind
+    kind: _KernelKind
 
 
 _OWN: dict[torch._ops.OpOverload, _Own] = {}
@@ -96,7 +96,7 @@ _OWN: dict[torch._ops.OpOverload, _Own] = {}
 
 
 def op_cost(
-    op: str, *, flops: Callable[[Call], int], bytes: Callable[[Call], int] | None = None, kind: Kind = "elementwise"
+    op: str, *, flops: Callable[[Call], int], bytes: Callable[[Call], int] | None = None, kind: _KernelKind = "elementwise"
 ) -> None:
     """Say what a custom op costs, before a model with it is captured.
 
@@ -159,7 +159,7 @@ def _is_view(op: torch._ops.OpOverload) -> bool:
     return aliases or op.overloadpacket is aten._unsafe_view
 
 
-_GATHERS: dict[torch._ops.OpOverloadPacket, Kind] = {
+_GATHERS: dict[torch._ops.OpOverloadPacket, _KernelKind] = {
     aten.embedding: "embedding",
     aten.index_select: "elementwise",
     aten.gather: "elementwise",

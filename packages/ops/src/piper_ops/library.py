@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 LIBRARY = torch.library.Library("piper", "DEF")
-Kernel = Callable[..., Any]
-DIRECT: dict[torch._ops.OpOverload, Kernel] = {}
+_Kernel = Callable[..., Any]
+DIRECT: dict[torch._ops.OpOverload, _Kernel] = {}
 """Ops whose kernel generated code may call as a function: what torch's dispatcher and its Python registration cost (about 15 us)
 is most of a small call."""
-KERNELS: dict[torch._ops.OpOverload, Kernel] = {}
+OP_KERNELS: dict[torch._ops.OpOverload, _Kernel] = {}
 """Every op's kernel, so that what it holds while it runs can be counted (`piper_ops.workspace` says how much that is on CUDA)."""
 
 HALF = (torch.bfloat16, torch.float16)
@@ -48,13 +48,13 @@ def define(
     formula = backward or _no_double_backward(qualified)
     torch.library.register_autograd(qualified, formula, setup_context=setup_context, lib=LIBRARY)
     overload: torch._ops.OpOverload = getattr(torch.ops.piper, name).default
-    KERNELS[overload] = kernel
+    OP_KERNELS[overload] = kernel
     if direct:
         DIRECT[overload] = kernel
     return overload
 
 
-def _checked(check: Callable[..., None], kernel: Kernel) -> Kernel:
+def _checked(check: Callable[..., None], kernel: _Kernel) -> _Kernel:
     def checked(*args: Any, **kwargs: Any) -> Any:
         check(*args, **kwargs)
         return kernel(*args, **kwargs)

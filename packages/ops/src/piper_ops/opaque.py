@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Body = Callable[..., Sequence[torch.Tensor]]
-Step = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
+BoxedStep = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
 """Boxed: it empties its argument list."""
 
 _GRAPH = "_piper_recorded"
@@ -29,7 +29,9 @@ class Recorded:
     inputs: tuple[torch.Tensor, ...]
 
 
-def forward_step(body: Body, wanted: Sequence[bool], tangents: Sequence[bool], constants: Sequence[torch.Tensor] = ()) -> Step:
+def forward_step(
+    body: Body, wanted: Sequence[bool], tangents: Sequence[bool], constants: Sequence[torch.Tensor] = ()
+) -> BoxedStep:
     """F. body: (*inputs, *constants) -> outputs; wanted[k]: the gradient of input k is wanted; tangents[k]: that of output k will
     come. The handle follows the outputs if any will come."""
 
@@ -54,7 +56,7 @@ def _handle(graph: Recorded) -> torch.Tensor:
     return handle
 
 
-def backward_step(tangents: int, used: Sequence[bool]) -> Step:
+def backward_step(tangents: int, used: Sequence[bool]) -> BoxedStep:
     """I. Arguments: the handle, as many tangents, and tensors that autograd has saved and that are only kept alive. used[k]: the
     forward depends on the k-th wanted input; the others get no gradient."""
 
@@ -90,4 +92,5 @@ def owned(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> tu
 
 def storage_key(t: torch.Tensor) -> int:
     """Equal for tensors that share a storage, while both live."""
-    return t.untyped_storage()._cdata
+    key: int = t.untyped_storage()._cdata
+    return key

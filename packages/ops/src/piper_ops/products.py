@@ -128,7 +128,8 @@ def _trilinear_flops(call: Call) -> int:
         for d in sorted(call.args[f"expand{k}"]):
             shape.insert(d, 1)
         shapes.append(shape)
-    return 3 * prod(map(max, *shapes))
+    broadcast: tuple[int, ...] = tuple(map(max, *shapes))
+    return 3 * prod(broadcast)
 
 
 def _fourier_flops(per_element: float) -> Callable[[Call], int]:
@@ -136,8 +137,9 @@ def _fourier_flops(per_element: float) -> Callable[[Call], int]:
 
     def flops(call: Call) -> int:
         tensors = (call.tensor("self"), call.outs[0])
-        size = prod(max(t.shape[d] for t in tensors) for d in call.args["dim"])
-        batch = max(t.numel() // max(1, prod(t.shape[d] for d in call.args["dim"])) for t in tensors)
+        transformed: list[int] = call.args["dim"]
+        size = prod(max(t.shape[d] for t in tensors) for d in transformed)
+        batch = max(t.numel() // max(1, prod(t.shape[d] for d in transformed)) for t in tensors)
         return batch * round(per_element * size * log2(max(1, size)))
 
     return flops

@@ -15,7 +15,7 @@ from torch import Tensor
 from piper_ops.errors import UnsupportedVariant
 from piper_ops.library import FLOATS, accumulate_dtype, contiguous_empty, define
 from piper_ops.lowering import attention_lowering
-from piper_ops.sdpa_kernels import KERNELS, Backward, Forward, Options
+from piper_ops.sdpa_kernels import KERNELS, AttentionOptions, BackwardKernel, ForwardKernel
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> None:
@@ -48,15 +48,16 @@ def _default_scale(q: Tensor, scale: float | None) -> float:
     return float(q.shape[-1]) ** -0.5 if scale is None else scale
 
 
-def _additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
+def additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return a mask as the kernels take it. Of a bool mask that is a float one, and no other temporary is made."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, float("-inf"))
+        mask = torch.full(mask.shape, float("-inf"), dtype=q.dtype, device=q.device).masked_fill_(mask, 0.0)
     return mask.unsqueeze(0) if mask.dim() == 3 else mask
 
 
-def _kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[Forward, Backward]:
+def _kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool) -> tuple[ForwardKernel, BackwardKernel]:
     return _chosen(q.device, q.dtype, q.shape, k.shape, v.shape, mask is not None, is_causal)
 
 
@@ -69,7 +70,7 @@ def _chosen(
     v: tuple[int, ...],
     masked: bool,
     causal: bool,
-) -> tuple[Forward, Backward]:
+) -> tuple[ForwardKernel, BackwardKernel]:
     """Remembered, because choosing costs the host more than a small kernel does."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     choice = attention_lowering(device.type, dtype, q, k, v, masked=masked, is_causal=causal, capability=capability)
@@ -111,10 +112,10 @@ def _attention_kernel(
 
 
 def run_forward(
-    forward: Forward, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
+    forward: ForwardKernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """piper::attention by one of `sdpa_kernels.KERNELS`."""
-    options = Options(_additive(mask, q), is_causal, _default_scale(q, scale))
+    options = AttentionOptions(additive(mask, q), is_causal, _default_scale(q, scale))
     out, lse = forward(_heads_first(q), _heads_first(k), _heads_first(v), options)
     return out.transpose(1, 2).contiguous(), lse.contiguous()
 
@@ -161,7 +162,7 @@ def _dgrad_kernel(
 
 
 def run_backward(
-    backward: Backward,
+    backward: BackwardKernel,
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -173,7 +174,7 @@ def run_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """piper::attention_dgrad by one of `sdpa_kernels.KERNELS`."""
-    options = Options(_additive(mask, q), is_causal, _default_scale(q, scale))
+    options = AttentionOptions(additive(mask, q), is_causal, _default_scale(q, scale))
     grad, q, k, v, out = (_heads_first(t) for t in (grad_out.contiguous(), q, k, v, out.contiguous()))
     gq, gk, gv = (g.transpose(1, 2).contiguous() for g in backward(grad, q, k, v, out, logsumexp.contiguous(), options))
     return gq, gk, gv

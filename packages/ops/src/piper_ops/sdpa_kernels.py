@@ -27,7 +27,7 @@ BIAS_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class AttentionOptions:
     """`mask`: additive, see the module; `is_causal`: query i attends to keys 0..i; `scale`: of q k^T."""
 
     mask: Tensor | None
@@ -37,37 +37,37 @@ class Options:
 
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
-Forward = Callable[[Tensor, Tensor, Tensor, Options], Pair]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Options], Triple]
+ForwardKernel = Callable[[Tensor, Tensor, Tensor, AttentionOptions], Pair]
+BackwardKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, AttentionOptions], Triple]
 
 
-def cpu_flash(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Pair:
+def cpu_flash(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
     """torch's flash attention for CPU: any float dtype, with or without a mask."""
-    out, lse = _cpu_flash(q, k, v, 0.0, o.is_causal, attn_mask=_cpu_mask(o.mask, q), scale=o.scale)
+    out, lse = _cpu_flash(q, k, v, 0.0, o.is_causal, attn_mask=cpu_mask(o.mask, q), scale=o.scale)
     return out, lse
 
 
-def cpu_flash_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: Options) -> Triple:
+def cpu_flash_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
     """The backward of `cpu_flash`."""
-    mask = _cpu_mask(o.mask, q)
+    mask = cpu_mask(o.mask, q)
     grads: Triple = _cpu_flash_backward(grad, q, k, v, out, lse, 0.0, o.is_causal, attn_mask=mask, scale=o.scale)
     return grads
 
 
-def _cpu_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    # the kernel reads a mask of q's dtype, or a float32 one beside half precision
+def cpu_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
+    """Return an additive mask of q's dtype, or a float32 one beside half precision."""
     if mask is None or mask.dtype == q.dtype or (mask.dtype == torch.float32 and q.dtype in HALF):
         return mask
     return mask.to(q.dtype)
 
 
-def cuda_flash(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Pair:
+def cuda_flash(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
     """FlashAttention-2 as aten ships it: half precision, no mask."""
     out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, o.is_causal, False, scale=o.scale)[:2]
     return out, lse
 
 
-def cuda_flash_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: Options) -> Triple:
+def cuda_flash_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
     """The backward of `cuda_flash`."""
     seed, offset = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))  # unread without dropout
     grads: Triple = aten._scaled_dot_product_flash_attention_backward(
@@ -76,13 +76,13 @@ def cuda_flash_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     return grads
 
 
-def cuda_cudnn(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Pair:
+def cuda_cudnn(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
     """cuDNN's fused attention: half precision, no mask, no grouped heads."""
     out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, o.is_causal, False, scale=o.scale)[:2]
     return out, lse.reshape(q.shape[:3])
 
 
-def cuda_cudnn_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: Options) -> Triple:
+def cuda_cudnn_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
     """The backward of `cuda_cudnn`."""
     seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))  # unread without dropout
     lengths = (q.shape[2], k.shape[2])
@@ -92,19 +92,19 @@ def cuda_cudnn_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     return grads
 
 
-def cuda_efficient(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Pair:
+def cuda_efficient(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
     """aten's memory-efficient attention: with a mask as bias; grouped heads are repeated."""
     k, v = _repeat_heads(q, k, v)
-    bias = _aligned_bias(q, k, o.mask)
+    bias = aligned_bias(q, k, o.mask)
     out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, o.is_causal, scale=o.scale)[:2]
     return out, lse[..., : q.shape[2]]
 
 
-def cuda_efficient_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: Options) -> Triple:
+def cuda_efficient_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
     """The backward of `cuda_efficient`; gradients of repeated heads are summed."""
     kv_heads = k.shape[1]
     k, v = _repeat_heads(q, k, v)
-    bias = _aligned_bias(q, k, o.mask)
+    bias = aligned_bias(q, k, o.mask)
     # padding rows must give exp(score - lse) = 0
     lse = torch.nn.functional.pad(lse, (0, -q.shape[2] % LSE_ALIGNMENT), value=float("inf"))
     seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))  # unread without dropout
@@ -114,7 +114,8 @@ def cuda_efficient_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Ten
     return gq, _sum_groups(gk, kv_heads), _sum_groups(gv, kv_heads)
 
 
-def _aligned_bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
+def aligned_bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Return an additive mask as the efficient kernel takes it, copied where its rows do not start at multiples."""
     if mask is None:
         return None
     keys = k.shape[2]
@@ -123,7 +124,7 @@ def _aligned_bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
     return padded.expand(q.shape[0], q.shape[1], q.shape[2], keys)
 
 
-def math(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Pair:
+def math(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
     """softmax(q k^T scale + mask) v in float32 (float64 for float64), with T_q x T_k matrices in memory."""
     k, v = _repeat_heads(q, k, v)
     scores = _scores(q, k, o)
@@ -132,7 +133,7 @@ def math(q: Tensor, k: Tensor, v: Tensor, o: Options) -> Pair:
     return out.to(q.dtype), lse
 
 
-def math_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: Options) -> Triple:
+def math_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
     """dS = P * (dO v^T - rowsum(dO * O)), as in FlashAttention (arXiv 2205.14135, appendix B.2)."""
     kv_heads = k.shape[1]
     k, v = _repeat_heads(q, k, v)
@@ -146,7 +147,7 @@ def math_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: 
     return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype)
 
 
-def _scores(q: Tensor, k: Tensor, o: Options) -> Tensor:
+def _scores(q: Tensor, k: Tensor, o: AttentionOptions) -> Tensor:
     dtype = accumulate_dtype(q.dtype)
     scores = (q.to(dtype) @ k.to(dtype).mT).mul_(o.scale)
     if o.mask is not None:
@@ -172,7 +173,7 @@ def _sum_groups(grad: Tensor, kv_heads: int) -> Tensor:
     return grad if grad.shape[1] == kv_heads else grad.unflatten(1, (kv_heads, -1)).sum(2)
 
 
-KERNELS: dict[LoweringName, tuple[Forward, Backward]] = {
+KERNELS: dict[LoweringName, tuple[ForwardKernel, BackwardKernel]] = {
     "cpu_flash": (cpu_flash, cpu_flash_dgrad),
     "cuda_cudnn": (cuda_cudnn, cuda_cudnn_dgrad),
     "cuda_flash": (cuda_flash, cuda_flash_dgrad),

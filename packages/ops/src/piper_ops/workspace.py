@@ -1,4 +1,4 @@
-"""Bytes that the kernels of ops hold on a CUDA device beside their arguments and results, where they are worth counting.
+"""Bytes that the kernels of ops hold beside their arguments and results, on a CUDA device where they are worth counting.
 
 The bytes of the loss are those of reductions "mean" and "sum", which keep some bytes per row that "none" does not; in bfloat16 an
 H200's allocator was asked for as many, to the byte (benchmarks/measured/gpu-check-h200-last.txt). Attention's gradient is that
@@ -23,14 +23,14 @@ from piper_ops.costs import call_of
 from piper_ops.library import accumulate_dtype
 from piper_ops.lowering import LoweringName, attention_lowering
 from piper_ops.registry import Call
-from piper_ops.sdpa_kernels import KERNELS, LSE_ALIGNMENT
+from piper_ops.sdpa_kernels import KERNELS, LSE_ALIGNMENT, aligned_bias, cpu_mask
 
 CAPABILITIES = ((8, 0), (9, 0))
 """Devices whose lowerings are looked at: the later ones choose as one of these does."""
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class Workspace:
     """`always` + min(`sliced`, `most`) bytes; both parts are affine in the rows of a batch."""
 
     always: int
@@ -42,14 +42,43 @@ class Own:
         return self.always + min(self.sliced, self.most)
 
 
-def own_on_cuda(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> Own | None:
+def cuda_workspace(
+    op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None
+) -> Workspace | None:
     """What the kernel of `op(*args_meta, **kwargs_meta) -> out_meta` holds of its own; None where nothing is counted. Tensors are
     fake or real, with concrete shapes."""
-    rule = _RULES.get(op)
-    return None if rule is None else rule(call_of(op, args_meta, out_meta, kwargs_meta or {}))
+    if not isinstance(op, torch._ops.OpOverload) or op not in _RULES:
+        return None
+    return _RULES[op](call_of(op, args_meta, out_meta, kwargs_meta or {}))
 
 
-def _cross_entropy(call: Call) -> Own:
+def cpu_workspace(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> int:
+    """Bytes that the kernel of an op holds of its own on a CPU until it is done: a mask of attention in the form that torch's
+    kernel takes."""
+    if not isinstance(op, torch._ops.OpOverload) or op not in (sdpa.attention, sdpa.attention_dgrad):
+        return 0
+    call = call_of(op, args_meta, out_meta, kwargs_meta or {})
+    return _made(call, lambda q, k, mask: cpu_mask(sdpa.additive(mask, q), q))
+
+
+def _made(call: Call, make: Callable[[Tensor, Tensor, Tensor], Any]) -> int:
+    """Bytes of what is made of the mask of attention, all of it alive at once."""
+    if call.args["mask"] is None:
+        return 0
+    q, k, mask = (_on_meta(call.args[name]) for name in ("q", "k", "mask"))
+    return peak_bytes_inside(lambda *given: (make(*given), None)[1], q, k, mask)
+
+
+def _bias(call: Call) -> int:
+    """Bytes of the bias that the efficient kernel reads, and of the mask that it is made of."""
+    return _made(call, lambda q, k, mask: aligned_bias(_heads_first(q), _heads_first(k), sdpa.additive(mask, q)))
+
+
+def _heads_first(tensor: Tensor) -> Tensor:
+    return tensor.transpose(1, 2)
+
+
+def _cross_entropy(call: Call) -> Workspace:
     """A slice of log-probabilities and what is picked from it; bfloat16 logits are converted to float32 before (CUDA's softmax
     converts float16 only), and then the conversion is the fullest moment. Losses of the slices are kept until the end."""
     logits = call.tensor("logits")
@@ -61,7 +90,7 @@ def _cross_entropy(call: Call) -> Own:
     return _in_slices(logits, item * tokens, item * classes + 8 + item, item)
 
 
-def _cross_entropy_dgrad(call: Call) -> Own:
+def _cross_entropy_dgrad(call: Call) -> Workspace:
     """Per row its scale, whether it counts, and its index; in half precision a slice of probabilities in float32, else the
     negated scales of a slice."""
     logits = call.tensor("logits")
@@ -71,20 +100,22 @@ def _cross_entropy_dgrad(call: Call) -> Own:
     return _in_slices(logits, (item + 1 + 8) * tokens + (item if half else 0), item * (classes if half else 1))
 
 
-def _in_slices(logits: Tensor, always: int, row: int, more: int = 0) -> Own:
+def _in_slices(logits: Tensor, always: int, row: int, more: int = 0) -> Workspace:
     """`row` bytes for each row of a slice, and `more`."""
-    return Own(always, row * logits.shape[0] + more, row * losses.rows_per_slice("cuda", logits.shape[1]) + more)
+    return Workspace(always, row * logits.shape[0] + more, row * losses.rows_per_slice("cuda", logits.shape[1]) + more)
 
 
-def _attention(call: Call) -> Own:
-    """The fused kernels hold nothing worth counting."""
+def _attention(call: Call) -> Workspace:
+    """The fused kernels hold nothing worth counting, beside a mask made for them."""
     names = ("q", "k", "v", "mask", "is_causal", "scale")
-    return Own(_most(call, lambda name: _math(call, sdpa.run_forward, 0, names) if name == "math" else 0))
+    return Workspace(_most(call, lambda name: _math(call, sdpa.run_forward, 0, names) if name == "math" else _bias(call)))
 
 
-def _attention_dgrad(call: Call) -> Own:
+def _attention_dgrad(call: Call) -> Workspace:
     names = ("grad_out", "q", "k", "v", "out", "logsumexp", "mask", "is_causal", "scale")
-    return Own(_most(call, lambda name: _math(call, sdpa.run_backward, 1, names) if name == "math" else _fused_dgrad(call, name)))
+    return Workspace(
+        _most(call, lambda name: _math(call, sdpa.run_backward, 1, names) if name == "math" else _fused_dgrad(call, name))
+    )
 
 
 def _most(call: Call, of: Callable[[LoweringName], int]) -> int:
@@ -113,7 +144,7 @@ def _fused_dgrad(call: Call, name: LoweringName) -> int:
     if name == "cuda_flash":
         return 4 * rows * _up(queries, 128) * (_up(dim, 32 if dim <= 128 else 64) + 1) + repeated
     summed = 4 * rows * queries * (v.shape[3] if item == 4 else dim)
-    return summed + 4 * rows * (queries + _up(queries, LSE_ALIGNMENT)) + 2 * repeated
+    return summed + 4 * rows * (queries + _up(queries, LSE_ALIGNMENT)) + 2 * repeated + _bias(call)
 
 
 def _up(size: int, multiple: int) -> int:
@@ -122,7 +153,7 @@ def _up(size: int, multiple: int) -> int:
 
 def _math(call: Call, run: Callable[..., Any], kernel: int, names: Sequence[str]) -> int:
     """The written-out form is Python, and is counted while it runs on meta tensors."""
-    return held_inside(run, KERNELS["math"][kernel], *[_on_meta(call.args[name]) for name in names])
+    return peak_bytes_inside(run, KERNELS["math"][kernel], *[_on_meta(call.args[name]) for name in names])
 
 
 def _on_meta(value: Any) -> Any:
@@ -131,13 +162,14 @@ def _on_meta(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def held_inside(function: Callable[..., Any], *args: Any) -> int:
+def peak_bytes_inside(function: Callable[..., Any], *args: Any) -> int:
     """Most bytes of tensors that `function(*args)` holds while it runs, beside its arguments and less its results. It sees what
     the dispatcher sees: not what an operator of torch's allocates inside."""
-    with _Live(tree_leaves(args)) as live:
+    live = _Live(tree_leaves(args))
+    with live:
         results = function(*args)
-    mine = {t.untyped_storage() for t in tree_leaves(results) if isinstance(t, Tensor)}
-    return live.most - sum(s.nbytes() for s in mine)
+    own = {t.untyped_storage() for t in tree_leaves(results) if isinstance(t, Tensor)}
+    return live.most - sum(s.nbytes() for s in own)
 
 
 class _Live(TorchDispatchMode):
@@ -147,7 +179,7 @@ class _Live(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
         self._given = {t.untyped_storage()._cdata for t in given if isinstance(t, Tensor)}
         self._alive: WeakSet[Any] = WeakSet()
-        self.most = 0
+        self.most: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -158,7 +190,7 @@ class _Live(TorchDispatchMode):
         return out
 
 
-_RULES: dict[object, Callable[[Call], Own]] = {
+_RULES: dict[torch._ops.OpOverload, Callable[[Call], Workspace]] = {
     losses.cross_entropy: _cross_entropy,
     losses.cross_entropy_dgrad: _cross_entropy_dgrad,
     sdpa.attention: _attention,

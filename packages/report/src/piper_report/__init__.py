@@ -1,31 +1,59 @@
 """Piper's reports: tables, figures, one HTML page and Chrome traces from the files of a result folder.
 
-Names are imported on first use: a text summary needs neither pandas nor matplotlib.
+Other packages import what they need from here. Names are loaded on first use: a text summary needs neither pandas nor
+matplotlib.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_HOME = {
-    "load": "piper_report.results",
-    "Results": "piper_report.results",
-    "write_report": "piper_report.report",
-    "Report": "piper_report.report",
-    "draw_schedule": "piper_report.schedule_figure",
-    "draw_schedules": "piper_report.schedule_figure",
-    "Drawing": "piper_report.schedule_figure",
-    "schedule_table": "piper_report.schedule_text",
-    "aligned": "piper_report.clocks",
-    "offsets": "piper_report.clocks",
+if TYPE_CHECKING:
+    from piper_report.chrome import write_chrome
+    from piper_report.clocks import aligned, offsets
+    from piper_report.report import Report, write_report
+    from piper_report.results import Results, load
+    from piper_report.schedule_figure import Drawing, draw_schedule, draw_schedules
+    from piper_report.schedule_text import schedule_table
+    from piper_report.summary import FAR, FIRST_STEP, Table, beside_table, memory_table, percent, prediction_table
+
+__all__ = [
+    "Drawing",
+    "FAR",
+    "FIRST_STEP",
+    "Report",
+    "Results",
+    "Table",
+    "aligned",
+    "beside_table",
+    "draw_schedule",
+    "draw_schedules",
+    "load",
+    "memory_table",
+    "offsets",
+    "percent",
+    "prediction_table",
+    "schedule_table",
+    "write_chrome",
+    "write_report",
+]
+
+_NAMES_BY_MODULE = {
+    "chrome": ("write_chrome",),
+    "clocks": ("aligned", "offsets"),
+    "report": ("Report", "write_report"),
+    "results": ("Results", "load"),
+    "schedule_figure": ("Drawing", "draw_schedule", "draw_schedules"),
+    "schedule_text": ("schedule_table",),
+    "summary": ("FAR", "FIRST_STEP", "Table", "beside_table", "memory_table", "percent", "prediction_table"),
 }
-
-__all__ = sorted(_HOME)
+_HOME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    home = _HOME.get(name)
-    if home is None:
+    if name not in _HOME:
         raise AttributeError(f"module 'piper_report' has no attribute {name!r}; it has {', '.join(__all__)}")
-    return getattr(import_module(home), name)
+    value = getattr(import_module(f"piper_report.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value

@@ -12,8 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from piper_ir.files import write_whole
 from piper_ir.plan import COMPUTE
+from piper_ir.tools import write_whole
 from piper_ir.trace import BATCH, Trace
 
 MICROSECONDS = 1e6
@@ -26,11 +26,15 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
     """The trace as a JSON object: metadata, then spans, then memory. Times in microseconds."""
     threads: dict[tuple[int, str], int] = {}
     ranks = sorted({s.rank for s in trace.spans} | {m.rank for m in trace.memory})
+    streams: dict[int, set[str]] = {rank: set() for rank in ranks}
+    for s in (*trace.spans, *trace.waits):
+        streams[s.rank].add(s.stream)
     for rank in ranks:
-        streams = dict.fromkeys(s.stream for s in (*trace.spans, *trace.waits) if s.rank == rank)
-        for tid, stream in enumerate(sorted(streams, key=lambda name: (name != COMPUTE, name))):
+        for tid, stream in enumerate(sorted(streams[rank], key=lambda name: (name != COMPUTE, name))):
             threads[rank, stream] = tid
-    events: list[dict[str, Any]] = [_metadata("process_name", rank, 0, f"rank {rank}") for rank in ranks]
+    alike = {ranks[0]: f" (and {len(ranks) - 1} alike)" for ranks in trace.alike if ranks[1:]}
+    names = {rank: f"rank {rank}{alike.get(rank, '')}" for rank in ranks}
+    events: list[dict[str, Any]] = [_metadata("process_name", rank, 0, name) for rank, name in names.items()]
     events += [_metadata("thread_name", rank, tid, stream) for (rank, stream), tid in threads.items()]
     for s in (*trace.spans, *trace.waits):
         args: dict[str, Any] = {"instr": s.instr, "ready_us": s.ready * MICROSECONDS, "source": s.source}

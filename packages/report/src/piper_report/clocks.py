@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from math import inf
 
 from piper_ir.plan import Plan
+from piper_ir.tools import time_text
 from piper_ir.trace import Trace
-from piper_ir.units import time_text
 from piper_report.transfers import transfers
 
 Bounds = Mapping[tuple[int, int], float]

@@ -10,10 +10,10 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_rgb
 from matplotlib.patches import Patch
 
-from piper_ir.phases import PHASES, Kind, Phase
+from piper_ir.phases import PHASES, InstrLabel, Phase
 from piper_ir.plan import COMPUTE, Plan
+from piper_ir.tools import time_text
 from piper_ir.trace import Span, Trace
-from piper_ir.units import time_text
 from piper_report.idle import makespan
 from piper_report.phases import kinds
 from piper_report.style import (
@@ -65,7 +65,7 @@ class Window:
 
 
 @dataclass(slots=True)
-class Row:
+class _StreamRow:
     """One stream of one rank in one trace: bars by look, and labels (middle in seconds, text, colour of what they stand on)."""
 
     name: str
@@ -82,7 +82,7 @@ class Timeline:
 
     traces: Sequence[Trace]
     plan: Plan | None
-    kinds: Sequence[Mapping[Span, Kind]]
+    kinds: Sequence[Mapping[Span, InstrLabel]]
     begun: Sequence[Mapping[Span, float]]
     ranks: Sequence[int]
     length: float
@@ -120,7 +120,7 @@ def _gantt(line: Timeline, window: Window, name: str, title: str) -> Picture:
     figure.legend(handles=handles, loc="outside lower center", ncols=6, frameon=False, handlelength=1.6)
     every = [row for some in rows.values() for row in some]
     both = " over ".join("predicted" if t.kind == "simulated" else "measured" for t in line.traces)
-    everyone = len({s.rank for t in line.traces for s in t.spans})
+    everyone = len({s.rank for t in line.traces for s in t.spans} | {rank for t in line.traces for rank in t.shown_as()})
     alt = (
         f"Gantt chart of one step, {both}: {len(rows)} of {everyone} ranks, each with its streams, "
         f"from {time_text(window.start)} to {time_text(window.end)} after the step began."
@@ -136,16 +136,16 @@ def shown_ranks(traces: Sequence[Trace], plan: Plan | None) -> list[int]:
     return sorted(sorted(ranks, key=lambda r: (r not in firsts, r))[:MOST_RANKS])
 
 
-def _rows(line: Timeline, rank: int, window: Window) -> list[Row]:
+def _rows(line: Timeline, rank: int, window: Window) -> list[_StreamRow]:
     """Streams in the plan's order (without one: compute, then the others by name); of each one row per trace."""
     used = {s.stream for t in line.traces for s in (*t.spans, *t.waits) if s.rank == rank}
     known = [s for s in line.plan.role_of(rank).streams if s in used] if line.plan is not None else []
     streams = known + sorted(used - set(known), key=lambda name: (name != COMPUTE, name))
-    out: dict[tuple[str, int], Row] = {}
+    out: dict[tuple[str, int], _StreamRow] = {}
     for stream in streams:
         for i, trace in enumerate(line.traces):
             word = ("predicted" if trace.kind == "simulated" else "measured") if len(line.traces) > 1 else ""
-            out[stream, i] = Row(f"{stream}  {word}".strip() if i == 0 else word)
+            out[stream, i] = _StreamRow(f"{stream}  {word}".strip() if i == 0 else word)
     for i, (trace, found, begun) in enumerate(zip(line.traces, line.kinds, line.begun)):
         for span in sorted((s for s in (*trace.spans, *trace.waits) if s.rank == rank), key=lambda s: s.start):
             if span.start <= window.end and span.end >= window.start:
@@ -160,7 +160,7 @@ def _begun(trace: Trace, plan: Plan | None) -> dict[Span, float]:
     return {s: max(x.start for x in group) for group in transfers(plan, trace) for s in group}
 
 
-def _add(row: Row, span: Span, kind: Kind, begun: float, window: Window) -> None:
+def _add(row: _StreamRow, span: Span, kind: InstrLabel, begun: float, window: Window) -> None:
     column = window.column
     if span.end - span.start < column and span.end < row.reached + column and row.drawn:
         row.hidden += 1
@@ -183,7 +183,7 @@ def _add(row: Row, span: Span, kind: Kind, begun: float, window: Window) -> None
         row.labels.append(((low + high) / 2, text, face))
 
 
-def _look(kind: Kind) -> Look:
+def _look(kind: InstrLabel) -> Look:
     phase = kind.phase
     if kind.mb < 0 or phase in ("other", "batch"):
         return tint(GREY if phase != "comm" else PALE, 1.0 if phase in ("U", "comm") else 0.5), GREY, ""
@@ -192,7 +192,7 @@ def _look(kind: Kind) -> Look:
     return face, (colour if phase in OUTLINED else "white"), HATCH.get(phase, "")
 
 
-def _draw(ax: Axes, rows: Sequence[Row], unit: TimeUnit) -> None:
+def _draw(ax: Axes, rows: Sequence[_StreamRow], unit: TimeUnit) -> None:
     budget = MOST_LABELS
     for y, row in enumerate(rows):
         for (face, edge, hatch), bars in row.bars.items():
@@ -215,12 +215,12 @@ def _corners(start: float, width: float, y: int) -> list[tuple[float, float]]:
     return [(start, low), (start, high), (start + width, high), (start + width, low)]
 
 
-def _legend(found: set[Kind]) -> list[Patch]:
+def _legend(found: set[InstrLabel]) -> list[Patch]:
     """The phases that occur, in grey, then the colours of the microbatches."""
     phases: list[Phase] = [p for p in PHASES if any(k.phase == p for k in found)]
     out = []
     for p in phases:
-        look = _look(Kind(((p, -1),)))[0] if p in ("U", "other", "batch") else tint(GREY, STRENGTH.get(p, 1.0))
+        look = _look(InstrLabel(((p, -1),)))[0] if p in ("U", "other", "batch") else tint(GREY, STRENGTH.get(p, 1.0))
         edge = GREY if p in (*OUTLINED, "other", "batch", "U") else "white"
         out.append(Patch(facecolor=look, edgecolor=edge, hatch=HATCH.get(p, ""), label=PHASES[p]))
     mbs = sorted({mb for k in found for _, mb in k.halves if mb >= 0})

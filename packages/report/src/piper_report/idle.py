@@ -1,27 +1,27 @@
 """Figures of merit of a trace: what each rank computes, leaves idle, and waits for communication.
 
-The definitions are those of `piper_simulator.metrics`, read from spans, so that predicted and measured figures mean the same. The
+The definitions are those of `piper_ir.intervals`, read from spans, so that predicted and measured figures mean the same. The
 simulator's communication starts when its last member is ready; a measured span starts when its own rank is, and waits. Hence
 a transfer counts from the latest start among its members to its end on the rank itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from piper_ir.intervals import Interval, idle
 from piper_ir.plan import COMPUTE, Plan
 from piper_ir.trace import Span, Trace
 from piper_report.transfers import transfers
 
-Interval = tuple[float, float]
-
 
 @dataclass(frozen=True, slots=True)
-class Idle:
-    """Of one rank, in seconds. `busy`: sum of its compute; `global_bubble`: makespan of the step - busy; `span_bubble`: last
-    end - first start - busy of its compute; `exposed`: its compute stream is idle while a transfer of it is under way, None
-    without a plan, which says what belongs together."""
+class RankIdle:
+    """What one rank leaves idle, in seconds.
+
+    `busy`: sum of its compute; `global_bubble`: makespan of the step - busy; `span_bubble`: last end - first start - busy of
+    its compute; `exposed`: its compute stream is idle while a transfer of it is under way, None without a plan, which says
+    what belongs together."""
 
     rank: int
     busy: float
@@ -35,7 +35,7 @@ def makespan(trace: Trace) -> float:
     return max((s.end for s in trace.spans), default=0.0) - min((s.start for s in trace.spans), default=0.0)
 
 
-def idle(trace: Trace, plan: Plan | None = None) -> list[Idle]:
+def idle_ranks(trace: Trace, plan: Plan | None = None) -> list[RankIdle]:
     """Per rank of the trace, ascending."""
     step = makespan(trace)
     working: dict[int, list[Span]] = {s.rank: [] for s in sorted(trace.spans, key=lambda s: (s.rank, s.start))}
@@ -45,10 +45,9 @@ def idle(trace: Trace, plan: Plan | None = None) -> list[Idle]:
     moving = _moving(plan, trace) if plan is not None else None
     out = []
     for rank, spans in working.items():
-        busy = sum(s.end - s.start for s in spans)
-        span = spans[-1].end - spans[0].start - busy if spans else 0.0
-        by = [(s.start, s.end) for s in spans]
-        out.append(Idle(rank, busy, step - busy, span, None if moving is None else uncovered(moving.get(rank, []), by)))
+        computing = [(s.start, s.end) for s in spans]
+        found = idle(computing, None if moving is None else moving.get(rank, []), sum(s.end - s.start for s in spans))
+        out.append(RankIdle(rank, found.busy, step - found.busy, found.span, found.exposed))
     return out
 
 
@@ -61,29 +60,3 @@ def _moving(plan: Plan, trace: Trace) -> dict[int, list[Interval]]:
             if s.end > begun:
                 out.setdefault(s.rank, []).append((begun, s.end))
     return out
-
-
-def uncovered(intervals: Sequence[Interval], by: Sequence[Interval]) -> float:
-    """Length of the union of `intervals` outside of `by`, which is sorted and disjoint."""
-    return sum(_outside(_union(intervals), by))
-
-
-def _union(intervals: Sequence[Interval]) -> Iterator[Interval]:
-    reached = float("-inf")
-    for start, end in sorted(intervals):
-        if end > max(start, reached):
-            yield max(start, reached), end
-        reached = max(reached, end)
-
-
-def _outside(pieces: Iterator[Interval], by: Sequence[Interval]) -> Iterator[float]:
-    k = 0
-    for start, end in pieces:  # ascending and disjoint, hence one walk over `by`
-        while k < len(by) and by[k][1] <= start:
-            k += 1
-        j = k
-        while start < end:
-            until, after = by[j] if j < len(by) else (end, end)
-            yield max(0.0, min(until, end) - start)
-            start = max(start, after)
-            j += 1

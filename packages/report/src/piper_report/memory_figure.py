@@ -9,8 +9,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from piper_ir.plan import Plan
+from piper_ir.tools import size_text
 from piper_ir.trace import MemSample, Trace
-from piper_ir.units import size_text
 from piper_report.idle import makespan
 from piper_report.style import (
     CATEGORIES,

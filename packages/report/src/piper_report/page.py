@@ -50,7 +50,7 @@ PROSE = 40
 
 
 @dataclass(frozen=True)
-class Section:
+class PageSection:
     """A chapter of the page; `folded` tables open on a click. Sections without content are left out."""
 
     name: str
@@ -60,7 +60,7 @@ class Section:
     folded: Sequence[Sheet] = field(default=())
 
 
-def page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[Section]) -> str:
+def page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[PageSection]) -> str:
     """The whole document. `facts`: names and values below the title."""
     shown = [s for s in sections if s.items or s.folded or s.warnings]
     head = (
@@ -75,7 +75,7 @@ def page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[Sectio
     return "\n".join([head, *body, "</main>", "</body>", "</html>", ""])
 
 
-def _contents(sections: Sequence[Section]) -> str:
+def _contents(sections: Sequence[PageSection]) -> str:
     lines = []
     for s in sections:
         inner = "".join(f'<li><a href="#{_anchor(x)}">{escape(_title(x))}</a></li>' for x in _titled(s) if _title(x) != s.title)
@@ -83,7 +83,7 @@ def _contents(sections: Sequence[Section]) -> str:
     return f'<nav aria-label="Contents"><strong>Contents</strong><ol>{"".join(lines)}</ol></nav>'
 
 
-def _titled(section: Section) -> list[Picture | Sheet]:
+def _titled(section: PageSection) -> list[Picture | Sheet]:
     return [x for x in (*section.items, *section.folded) if not isinstance(x, str)]
 
 
@@ -95,7 +95,7 @@ def _anchor(item: Picture | Sheet) -> str:
     return ("figure-" if isinstance(item, Picture) else "table-") + item.name
 
 
-def _section(section: Section) -> str:
+def _section(section: PageSection) -> str:
     lines = [f'<section id="{section.name}">', f"<h2>{escape(section.title)}</h2>"]
     lines += [f'<p class="warning">{escape(w)}</p>' for w in section.warnings]
     for item in section.items:

@@ -14,7 +14,7 @@ from matplotlib.colors import Normalize
 
 from piper_ir.study import StudyDocument
 from piper_report.style import GREY, RED, Picture, new_figure, panels, picture
-from piper_report.tuning_figures import WIDE_RANGE, Scored, scored, unit_of
+from piper_report.tuning_figures import WIDE_RANGE, ScoredTrials, scored, unit_of
 
 MOST_TICKS = 10
 FEW_TICKS = 5
@@ -50,7 +50,7 @@ def parallel_figure(study: StudyDocument) -> Picture | None:
     return picture(figure, "parameters", "Parameters", alt, caption, least=least, marks=marks)
 
 
-def _lines(ax: Axes, found: Scored, axes: dict[str, Axis], best: int | None, colours: dict[int, Any]) -> None:
+def _lines(ax: Axes, found: ScoredTrials, axes: dict[str, Axis], best: int | None, colours: dict[int, Any]) -> None:
     """The quick candidates above the slow ones, the best on top; with a single parameter a line is level."""
     xs = list(range(len(axes))) if len(axes) > 1 else [-0.2, 0.2]
     for trial, _ in sorted(found, key=lambda x: (x[0].number == best, -x[1])):

@@ -7,46 +7,46 @@ import re
 from collections.abc import Mapping
 
 from piper_ir.ops import Compute
-from piper_ir.phases import Kind, of_instr
+from piper_ir.phases import InstrLabel, instr_label
 from piper_ir.plan import COMPUTE, Instr, Plan
 from piper_ir.trace import BATCH, Span, Trace
 
 _NAME = re.compile(r"(?:\.(?P<step>[FBIW]))?@(?P<mb>\d+)")
 
 
-def kinds(trace: Trace, plan: Plan | None = None) -> dict[Span, Kind]:
+def kinds(trace: Trace, plan: Plan | None = None) -> dict[Span, InstrLabel]:
     """The kind of every span. Without a plan a span's name decides: an input gradient that is fused with anything counts as B."""
     waits = {s: _guess(s) for s in trace.waits}
     if plan is None:
         return {s: _guess(s) for s in trace.spans} | waits
-    known = {(role.role, index): of_instr(instr) for role, index, instr in plan.instructions()}
+    known = {(role.role, index): instr_label(instr) for role, index, instr in plan.instructions()}
     role_of = {rank: role.role for role in plan.roles for rank in role.ranks}
     return {s: known[role_of[s.rank], s.instr] for s in trace.spans} | waits
 
 
-def _guess(span: Span) -> Kind:
+def _guess(span: Span) -> InstrLabel:
     found = _NAME.search(span.name)
     mb = int(found["mb"]) if found else -1
     if span.stream == BATCH:
-        return Kind((("batch", mb),))
+        return InstrLabel((("batch", mb),))
     if span.stream != COMPUTE:
-        return Kind((("comm", mb),))
+        return InstrLabel((("comm", mb),))
     if span.name.startswith("update"):
-        return Kind((("U", -1),))
+        return InstrLabel((("U", -1),))
     if span.name.startswith("load") and "+" in span.name:  # a chunk's forward, fused with the loading of its batch
-        return Kind((("F", mb),))
+        return InstrLabel((("F", mb),))
     if span.name.startswith("seed") and "+" in span.name:
-        return Kind((("B", mb),))
+        return InstrLabel((("B", mb),))
     match found["step"] if found else None:
         case "I":
-            return Kind((("B" if "+" in span.name else "I", mb),))
+            return InstrLabel((("B" if "+" in span.name else "I", mb),))
         case "F":
-            return Kind((("F", mb),))
+            return InstrLabel((("F", mb),))
         case "B":
-            return Kind((("B", mb),))
+            return InstrLabel((("B", mb),))
         case "W":
-            return Kind((("W", mb),))
-    return Kind((("other", mb),))
+            return InstrLabel((("W", mb),))
+    return InstrLabel((("other", mb),))
 
 
 def chunks_of(plan: Plan) -> dict[str, list[int]]:
@@ -58,7 +58,9 @@ def chunks_of(plan: Plan) -> dict[str, list[int]]:
     return out
 
 
-def chunk_numbers(work: Mapping[Span, Kind], plan: Plan, chunks: Mapping[str, list[int]]) -> dict[Span, tuple[int | None, ...]]:
+def chunk_numbers(
+    work: Mapping[Span, InstrLabel], plan: Plan, chunks: Mapping[str, list[int]]
+) -> dict[Span, tuple[int | None, ...]]:
     """For each half of an instruction the place of its stage among the `chunks` of its role (see `chunks_of`); None for what is
     of no stage."""
     out = {}

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from piper_ir.errors import OutputError
-from piper_ir.files import write_whole
 from piper_ir.study import Row, limit_text
+from piper_ir.tools import time_text, write_whole
 from piper_ir.trace import Trace
-from piper_ir.units import time_text
 from piper_report.clocks import NOTE, aligned
 from piper_report.gantt import timelines
 from piper_report.memory_figure import memory_figure
-from piper_report.page import Section, page
+from piper_report.page import PageSection, page
 from piper_report.parallel_figure import parallel_figure
 from piper_report.results import HANG_FILE, Results, load
 from piper_report.style import Picture, house_style
@@ -88,7 +87,7 @@ def _write(target: Path, files: dict[Path, bytes]) -> None:
         ) from None
 
 
-def _sections(results: Results) -> list[Section]:
+def _sections(results: Results) -> list[PageSection]:
     return [_summary(results), _timeline(results), _memory(results), _training(results), _tuning(results), _costs(results)]
 
 
@@ -123,23 +122,23 @@ def _told(best: Row) -> str:
     return f"trial {best.number}, {shown}: {trial_text(best)}"
 
 
-def _summary(results: Results) -> Section:
+def _summary(results: Results) -> PageSection:
     items: list[Picture | Sheet | str] = []
     warnings = [f"warning: this run hung; {results.folder / HANG_FILE} says where every rank was"] if results.hung else []
     warnings += [f"warning: {n}" for n in results.predicted.notes] if results.predicted else []
     if results.predicted is not None or results.measured is not None:
         items += [headline(results), DEFINITIONS]
     items += [s for s in (rank_sheet(results), source_sheet(results)) if s is not None]
-    return Section("summary", "Headline", warnings, items)
+    return PageSection("summary", "Headline", warnings, items)
 
 
-def _timeline(results: Results) -> Section:
+def _timeline(results: Results) -> PageSection:
     traces = _with_spans(results)
     items: list[Picture | Sheet | str] = [*timelines(traces, results.plan)] if traces else []
     if results.measured_trace is not None:
         clocks = {k: v for k, v in results.measured_trace.notes.items() if k.startswith(NOTE.format(""))}
         items += [f"Clocks: {_clocks(clocks)}"] if clocks else []
-    return Section("timeline", "Timeline of a step", (), items)
+    return PageSection("timeline", "Timeline of a step", (), items)
 
 
 def _clocks(notes: dict[str, str]) -> str:
@@ -154,29 +153,29 @@ def _with_spans(results: Results) -> list[Trace]:
     return [t for t in (results.predicted_trace, results.measured_trace) if t is not None and t.spans]
 
 
-def _memory(results: Results) -> Section:
+def _memory(results: Results) -> PageSection:
     drawn = memory_figure(results.predicted_trace, results.measured_trace, results.plan)
     items: Sequence[Picture | Sheet | None] = (drawn, owner_sheet(results))
-    return Section("memory", "Memory", (), [x for x in items if x is not None])
+    return PageSection("memory", "Memory", (), [x for x in items if x is not None])
 
 
-def _training(results: Results) -> Section:
+def _training(results: Results) -> PageSection:
     items = [x for x in (loss_figure(results), step_time_figure(results)) if x is not None]
     steps = step_sheet(results)
-    return Section("training", "Training", (), items, [steps] if steps is not None else [])
+    return PageSection("training", "Training", (), items, [steps] if steps is not None else [])
 
 
-def _tuning(results: Results) -> Section:
+def _tuning(results: Results) -> PageSection:
     study = results.study
     if study is None:
-        return Section("tuning", "Tuning")
+        return PageSection("tuning", "Tuning")
     figures = (history_figure(study), pareto_figure(study), parallel_figure(study))
     sheets = {s.name: s for s in tuning_sheets(results)}
     items: list[Picture | Sheet | str] = [x for x in figures if x is not None]
     items += [sheets[n] for n in ("confirmed", "rejected", "rules") if n in sheets]
-    return Section("tuning", "Tuning", (), items, [sheets["trials"]] if "trials" in sheets else [])
+    return PageSection("tuning", "Tuning", (), items, [sheets["trials"]] if "trials" in sheets else [])
 
 
-def _costs(results: Results) -> Section:
+def _costs(results: Results) -> PageSection:
     found = cost_sheet(results)
-    return Section("costs", "Costs", (), (), [found] if found is not None and len(found.frame) else [])
+    return PageSection("costs", "Costs", (), (), [found] if found is not None and len(found.frame) else [])

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from piper_ir.codec import decode, loads
+from piper_ir.codec import decode, loads, unique_keys
 from piper_ir.costs import Costs
 from piper_ir.errors import FormatError
 from piper_ir.plan import Plan
@@ -45,6 +45,13 @@ class RankPrediction:
 
 
 @dataclass(frozen=True)
+class RolePrediction(RankPrediction):
+    """The same for all of `ranks`."""
+
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class OomOwner:
     """Who holds memory where a plan does not fit."""
 
@@ -74,7 +81,7 @@ class Oom:
 
 @dataclass(frozen=True)
 class Predicted:
-    """predicted.json: `Simulation.summary()` and `ranks`."""
+    """predicted.json: `Simulation.summary()`, and `ranks` or, where there are many, `roles`."""
 
     step_s: float
     period_s: float
@@ -91,6 +98,11 @@ class Predicted:
     sources: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     ranks: tuple[RankPrediction, ...] = ()
+    roles: tuple[RolePrediction, ...] = ()
+
+    def by_rank(self) -> dict[int, RankPrediction]:
+        """Return what is predicted of each rank."""
+        return dict(enumerate(self.ranks)) | {rank: role for role in self.roles for rank in role.ranks}
 
 
 @dataclass(frozen=True)
@@ -203,7 +215,7 @@ def _checked(kind: type[T], data: Any, where: str) -> T:
 
 def _json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as e:
         hint = " (is the file cut off?)" if e.pos >= len(text.rstrip()) - 1 or e.msg.startswith("Unterminated") else ""
         raise FormatError(f"{where}: not JSON: {e.msg} at line {e.lineno} column {e.colno}{hint}") from None

@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from piper_ir.errors import OutputError
-from piper_ir.files import write_whole
-from piper_ir.phases import PHASES, Kind
+from piper_ir.phases import PHASES, InstrLabel
 from piper_ir.plan import COMPUTE, Plan
+from piper_ir.tools import write_whole
 from piper_ir.trace import Span, Trace
 from piper_report.idle import makespan
 from piper_report.phases import chunk_numbers, chunks_of, kinds
@@ -90,18 +90,18 @@ def _drawn(drawings: Sequence[Drawing]) -> bytes:
     return rendered(figure, "png")
 
 
-def _work(drawing: Drawing) -> dict[Span, Kind]:
+def _work(drawing: Drawing) -> dict[Span, InstrLabel]:
     """What is computed and takes time."""
     return {s: k for s, k in kinds(drawing.trace, drawing.plan).items() if s.stream == COMPUTE and s.end > s.start}
 
 
-def _width(work: Mapping[Span, Kind], length: float) -> float:
+def _width(work: Mapping[Span, InstrLabel], length: float) -> float:
     """Inches at which most of the cells have room for their number."""
     lengths = sorted(s.end - s.start for s, k in work.items() if k.mb >= 0) or [length]
     return min(WIDEST, 1.2 + CELL * length / lengths[len(lengths) // 4])
 
 
-def _schedule(ax: Axes, drawing: Drawing, work: Mapping[Span, Kind], length: float, width: float) -> None:
+def _schedule(ax: Axes, drawing: Drawing, work: Mapping[Span, InstrLabel], length: float, width: float) -> None:
     """One schedule, on an axis of time that others may share."""
     ranks = sorted({s.rank for s in drawing.trace.spans})
     origin = min((s.start for s in drawing.trace.spans), default=0.0)
@@ -122,7 +122,7 @@ def _schedule(ax: Axes, drawing: Drawing, work: Mapping[Span, Kind], length: flo
         ax.set_title(drawing.title, loc="left")
 
 
-def _strengths(drawing: Drawing, work: Mapping[Span, Kind]) -> dict[Span, tuple[float, ...]]:
+def _strengths(drawing: Drawing, work: Mapping[Span, InstrLabel]) -> dict[Span, tuple[float, ...]]:
     """How strong the colour of each half of an instruction is."""
     plan = drawing.plan
     if plan is None:
@@ -136,7 +136,7 @@ def _strengths(drawing: Drawing, work: Mapping[Span, Kind]) -> dict[Span, tuple[
 
 
 def _cell(
-    ax: Axes, span: Span, kind: Kind, strengths: Sequence[float], y: int, origin: float, unit: TimeUnit, points: float
+    ax: Axes, span: Span, kind: InstrLabel, strengths: Sequence[float], y: int, origin: float, unit: TimeUnit, points: float
 ) -> None:
     """One instruction, its halves above each other."""
     start, length = (span.start - origin) * unit.scale, (span.end - span.start) * unit.scale

@@ -6,10 +6,10 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from string import ascii_lowercase
 
-from piper_ir.phases import PHASES, Kind, Phase
+from piper_ir.phases import PHASES, InstrLabel, Phase
 from piper_ir.plan import COMPUTE, Plan
+from piper_ir.tools import time_text
 from piper_ir.trace import Span, Trace
-from piper_ir.units import time_text
 from piper_report.idle import makespan
 from piper_report.phases import chunk_numbers, chunks_of, kinds
 
@@ -62,7 +62,7 @@ class _Marks:
     """What stands for an instruction. Of two chunks per device the second one is in lower case; of more, each has its letter, or
     every other one is in lower case where there is room for one letter only."""
 
-    def __init__(self, work: Mapping[Span, Kind], plan: Plan | None) -> None:
+    def __init__(self, work: Mapping[Span, InstrLabel], plan: Plan | None) -> None:
         self.work = work
         chunks = {} if plan is None else chunks_of(plan)
         self.numbers = {} if plan is None else chunk_numbers(work, plan, chunks)
@@ -71,7 +71,7 @@ class _Marks:
     def label(self, span: Span) -> str:
         """With the numbers of microbatches."""
         halves = self.work[span].halves
-        texts = [Kind((half,)).label for half in halves]
+        texts = [InstrLabel((half,)).label for half in halves]
         return "&".join(map(self._marked, texts, self.numbers.get(span, (None,) * len(halves))))
 
     def _marked(self, text: str, number: int | None) -> str:
@@ -171,7 +171,7 @@ def _coloured(text: str, phase: Phase) -> str:
     return f"\x1b[30;48;5;{TERMINAL.get(phase, 250)}m{letters}\x1b[0m{text[len(letters) :]}"
 
 
-def _legend(found: Iterable[Kind], slot: float, numbered: bool, missed: int, width: int, marks: _Marks) -> list[str]:
+def _legend(found: Iterable[InstrLabel], slot: float, numbered: bool, missed: int, width: int, marks: _Marks) -> list[str]:
     phases = {p for k in found for p, _ in k.halves} | {k.phase for k in found}
     words = [f"{p} {PHASES[p]}" for p in PHASES if p in phases and p != "pair"]
     if "pair" in phases:

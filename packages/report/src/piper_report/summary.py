@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from piper_ir.plan import COMPUTE
+from piper_ir.tools import size_text, time_text
 from piper_ir.trace import Span, Trace
-from piper_ir.units import size_text, time_text
 
 ABSENT = "-"
 FIRST_STEP = "first step, alone"
@@ -60,7 +60,7 @@ class Prediction(Protocol):
     def summary(self) -> Mapping[str, Any]: ...
 
 
-class Measured(Protocol):
+class MeasuredRun(Protocol):
     """What is read of a `piper_runtime.Run`: seconds per step, and bytes by rank (may be empty)."""
 
     @property
@@ -109,7 +109,7 @@ def _verdict(summary: Mapping[str, Any]) -> tuple[str, ...]:
     return (f"DOES NOT FIT: {oom['text']}",) if oom else ()
 
 
-def beside_table(prediction: Prediction, measured: Measured, *, title: str) -> Table:
+def beside_table(prediction: Prediction, measured: MeasuredRun, *, title: str) -> Table:
     """Return a table of predicted beside measured, with predicted / measured.
 
     It has the step time, of each rank its compute and what it waited for Job.batch (when spans were recorded), the peak memory
@@ -129,17 +129,35 @@ def beside_table(prediction: Prediction, measured: Measured, *, title: str) -> T
         *_verdict(s),
         *_warm_up(measured),
         *_traced(measured, bool(did)),
+        *_far(prediction.period_s, measured.period_s, s["sources"]),
         f"predicted durations from: {sources(s['sources'])}",
         *_warnings(s),
     )
     return Table(title, ("", "predicted", "measured", "predicted / measured"), tuple(rows), notes)
 
 
-def _warm_up(measured: Measured) -> tuple[str, ...]:
+def _warm_up(measured: MeasuredRun) -> tuple[str, ...]:
     return (WARM_UP,) if measured.step_s else ()
 
 
-def _traced(measured: Measured, traced: bool) -> tuple[str, ...]:
+FAR = 1.5
+"""A prediction that is wrong by more than this factor is not to be relied on."""
+MEASURED = ("measured", "interpolated", "given")
+"""Sources of durations that were measured here, or that are not predicted at all."""
+
+
+def _far(predicted: float, measured: float | None, shares: Mapping[str, float]) -> tuple[str, ...]:
+    """Say what makes a prediction better where it is far from what was measured, and rests on formulas."""
+    known = sum(shares.get(name, 0.0) for name in MEASURED)
+    if not measured or not predicted or known > 0.5 or 1 / FAR <= predicted / measured <= FAR:
+        return ()
+    return (
+        f"warning: predicted / measured is {predicted / measured:.2f}, and {1 - known:.0%} of the predicted durations were not "
+        "measured on this machine: run `piper profile FILE.py --out costs.json` once, then predict with --costs costs.json",
+    )
+
+
+def _traced(measured: MeasuredRun, traced: bool) -> tuple[str, ...]:
     """What step compute is of: the steady state is a median, and on a shared machine the last step may be far from it."""
     if not traced or not measured.step_s:
         return ()

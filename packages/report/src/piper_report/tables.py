@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +12,8 @@ from pandas import DataFrame
 from piper_ir.codec import encode
 from piper_ir.memory_owners import owners
 from piper_ir.study import Row
-from piper_ir.units import size_text, time_text
-from piper_report.idle import Idle, idle
+from piper_ir.tools import size_text, time_text
+from piper_report.idle import RankIdle, idle_ranks
 from piper_report.results import Results
 from piper_report.summary import ABSENT, COUNTED, FIRST_STEP, HFU, MFU, WAITING, WARM_UP, Table, percent
 from piper_report.training_figures import steps_of
@@ -64,7 +65,7 @@ def signed_percent(value: float) -> str:
 def headline(results: Results) -> Sheet:
     """The figures of `Simulation.summary` for the worst rank, predicted beside measured."""
     p, m = results.predicted, results.measured
-    gaps = idle(results.measured_trace, results.plan) if results.measured_trace is not None else []
+    gaps = idle_ranks(results.measured_trace, results.plan) if results.measured_trace is not None else []
     period = m.period_s if m else None
     most = max(m.peak_bytes.values(), default=None) if m else None
     mfu, hfu = (None, None) if period is None else _used(results, period)
@@ -108,16 +109,19 @@ def _used(results: Results, period: float) -> tuple[float | None, float | None]:
     return (p.mfu * ratio if p.mfu is not None else None, p.hfu * ratio if p.hfu is not None else None)
 
 
-def _worst(gaps: Sequence[Idle], name: str) -> float | None:
+def _worst(gaps: Sequence[RankIdle], name: str) -> float | None:
     values = [v for g in gaps if (v := getattr(g, name)) is not None]
     return max(values, default=None)
 
 
 def rank_sheet(results: Results) -> Sheet | None:
     """Per rank compute, bubble, exposed communication and peak memory, predicted and measured."""
-    before = {g.rank: g for g in idle(results.predicted_trace, results.plan)} if results.predicted_trace else {}
-    after = {g.rank: g for g in idle(results.measured_trace, results.plan)} if results.measured_trace else {}
-    peaks = dict(enumerate(r.peak_bytes for r in results.predicted.ranks)) if results.predicted else {}
+    before, same = {}, dict[int, int]()
+    if results.predicted_trace:
+        same = results.predicted_trace.shown_as()
+        before = {g.rank: g for g in idle_ranks(results.predicted_trace, results.plan)}
+    after = {g.rank: g for g in idle_ranks(results.measured_trace, results.plan)} if results.measured_trace else {}
+    peaks = {rank: r.peak_bytes for rank, r in results.predicted.by_rank().items()} if results.predicted else {}
     held_by = {int(r): b for r, b in results.measured.peak_bytes.items()} if results.measured else {}
     columns = [Column("rank", "rank"), Column("role", "role")]
     for key, word in (("busy", "compute"), ("global_bubble", "bubble"), ("exposed", "exposed comm.")):
@@ -125,10 +129,15 @@ def rank_sheet(results: Results) -> Sheet | None:
     columns += [Column(f"peak_{w}_bytes", f"peak, {w}", size_text) for w in ("predicted", "measured")]
     columns += [Column("peak_error", "peak, error", signed_percent)]
     rows = []
-    for rank in sorted(before.keys() | after.keys() | peaks.keys() | held_by.keys()):
-        row: list[Any] = [rank, results.plan.role_of(rank).role if results.plan else None]
+    count = Counter(same.values())
+    measured = after.keys() | held_by.keys()
+    role_of = {rank: role.role for role in results.plan.roles for rank in role.ranks} if results.plan else {}
+    for rank in sorted(before.keys() | measured | {r for r in peaks if r not in same}):
+        others = f" (and {count[rank]} alike)" if count[rank] and not measured else ""
+        row: list[Any] = [rank, f"{role_of[rank]}{others}" if rank in role_of else None]
         for key in ("busy", "global_bubble", "exposed"):
-            row += [getattr(side[rank], key) if rank in side else None for side in (before, after)]
+            sides = before.get(same.get(rank, rank)), after.get(rank)
+            row += [None if side is None else getattr(side, key) for side in sides]
         row += [peaks.get(rank), held_by.get(rank), error_of(peaks.get(rank), held_by.get(rank))]
         rows.append(row)
     return sheet("ranks", "By rank", columns, rows) if rows else None

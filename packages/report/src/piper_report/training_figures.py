@@ -6,7 +6,7 @@ from math import isfinite
 
 from matplotlib.ticker import MaxNLocator
 
-from piper_ir.units import time_text
+from piper_ir.tools import time_text
 from piper_report.results import Results
 from piper_report.style import BLUE, GREY, ORANGE, RED, SMALLER, Picture, new_figure, panels, picture, time_unit
 

@@ -11,9 +11,10 @@ from piper_ir.trace import Span, Trace
 
 def transfers(plan: Plan, trace: Trace) -> list[tuple[Span, ...]]:
     """Per transfer its spans, by rank. The k-th use of a channel by one rank meets the k-th by every other (rule 3 of
-    `piper_ir.timing`); a transfer of which a rank's span is missing has fewer."""
+    `piper_ir.timing`); a transfer of which a rank's span is missing has fewer. Ranks that are alike are one."""
     uses: dict[tuple[str, tuple[int, ...], int], list[Span]] = {}
     role_of = {rank: role for role in plan.roles for rank in role.ranks}
+    same = trace.shown_as()
     for rank, spans in _by_rank(trace.spans).items():
         role, counts = role_of[rank], dict[str, int]()
         known = {s.instr: s for s in spans}
@@ -24,6 +25,7 @@ def transfers(plan: Plan, trace: Trace) -> list[tuple[Span, ...]]:
             k = counts[op.channel] = counts.get(op.channel, -1) + 1
             if index in known:
                 peers = plan.peers(plan.channel(op.channel), rank)
+                peers = tuple(sorted({same.get(p, p) for p in peers})) if same else peers
                 uses.setdefault((op.channel, peers, k), []).append(known[index])
     return [tuple(spans) for spans in uses.values()]
 

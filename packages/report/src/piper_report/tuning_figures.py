@@ -10,17 +10,17 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from piper_ir.study import Row, StudyDocument
-from piper_ir.units import size_text, time_text
+from piper_ir.tools import size_text, time_text
 from piper_report import style
 from piper_report.style import Picture, new_figure, panels, picture
 
 WIDE_RANGE = 20
 """Values that differ by more than this factor stand on a logarithmic axis."""
-Scored = list[tuple[Row, float]]
+ScoredTrials = list[tuple[Row, float]]
 """Complete trials with their predicted period in seconds, in the order in which they were made."""
 
 
-def scored(study: StudyDocument) -> Scored:
+def scored(study: StudyDocument) -> ScoredTrials:
     return [(t, t.period_s) for t in study.trials if t.state == "complete" and t.period_s is not None and isfinite(t.period_s)]
 
 
@@ -105,7 +105,7 @@ def pareto_front(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]
     return out
 
 
-def unit_of(found: Scored) -> style.TimeUnit:
+def unit_of(found: ScoredTrials) -> style.TimeUnit:
     """In which the shortest period is 1 or more."""
     return style.time_unit(min(p for _, p in found))
 

@@ -198,7 +198,7 @@ def _rotate_replica(part: Part, rank: Rank, bind: BindPart) -> Run:
 
 
 def _keep_references(part: Part, rank: Rank, bind: BindPart) -> Run:
-    rank.feed.kept = _as_it_is  # type: ignore[method-assign]
+    rank.feed.kept = _as_it_is  # type: ignore[method-assign]  # on purpose: it is a fault
     return bind(part, rank)
 
 

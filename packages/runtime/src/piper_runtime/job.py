@@ -13,8 +13,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from piper_ir.errors import JobError
+from piper_ir.keywords import checked_fields
 from piper_ir.plan import Plan
-from piper_ir.usercode import user_code
+from piper_ir.tools import user_code
+from piper_runtime.job_advice import callable_problem, dtype_problem, precision_problem
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 """Accepted dtypes of parameters, by torch's names."""
@@ -24,6 +26,7 @@ Batch = Callable[[int, range], tuple[Inputs, Any]]
 NamedParameters = list[tuple[str, nn.Parameter]]
 
 
+@checked_fields(JobError)
 @dataclass(frozen=True)
 class Precision:
     """Dtypes by torch's names. `params` is the dtype of parameters, of floating-point buffers and of floating-point batch
@@ -39,7 +42,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.params not in DTYPES:
-            raise JobError(f"Precision(params={self.params!r}): one of {', '.join(DTYPES)} is needed")
+            raise JobError(dtype_problem(self.params, DTYPES))
         for name in ("compute", "reduce", "master"):
             if getattr(self, name) not in (None, self.params):
                 raise JobError(
@@ -53,6 +56,7 @@ class Precision:
         return DTYPES[self.params]
 
 
+@checked_fields(JobError)
 @dataclass(frozen=True)
 class Job:
     """A training job, independent of how it is distributed.
@@ -80,10 +84,9 @@ class Job:
     def __post_init__(self) -> None:
         for name in ("model", "batch", "loss", "optimizer", "scheduler"):
             value = getattr(self, name)
-            if not callable(value) and not (name == "scheduler" and value is None):
-                raise JobError(f"Job({name}={value!r}): a callable is needed")
-        if isinstance(self.model, nn.Module):
-            raise JobError("Job(model=...) got a module: give a function that makes it, such as `lambda: Model(config)`")
+            problem = callable_problem(name, value)
+            if problem is not None and not (name == "scheduler" and value is None):
+                raise JobError(problem)
         _check_int("global_batch", self.global_batch, 1)
         _check_int("seed", self.seed, 0)
         if self.tokens_per_row is not None:
@@ -91,7 +94,7 @@ class Job:
         if self.clip_norm is not None and not (isinstance(self.clip_norm, int | float) and self.clip_norm > 0):
             raise JobError(f"Job(clip_norm={self.clip_norm!r}): a positive number is needed, or None for no clipping")
         if not isinstance(self.precision, Precision):
-            raise JobError(f"Job(precision={self.precision!r}): a Precision is needed, such as Precision(params='float32')")
+            raise JobError(precision_problem(self.precision, DTYPES))
 
 
 def _check_int(name: str, value: object, least: int) -> None:

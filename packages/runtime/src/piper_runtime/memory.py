@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from piper_ops.library import KERNELS
+from piper_ops import OP_KERNELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,9 @@ class MemoryCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._paused:
             self._note()  # what an instruction frees before its first operator is gone now
-        if self._inside and func in KERNELS:
+        if self._inside and func in OP_KERNELS:
             with self:
-                out = KERNELS[func](*args, **(kwargs or {}))
+                out = OP_KERNELS[func](*args, **(kwargs or {}))
         else:
             out = func(*args, **(kwargs or {}))
         if not self._paused:

@@ -10,7 +10,7 @@ from piper_runtime import device
 from piper_runtime.code import ShippedCode
 
 HEART_SLOTS = 64
-"""Integers of shared memory per rank; at most HEART_SLOTS - 3 communication streams."""
+"""Integers of shared memory per rank; at most HEART_SLOTS - 4 communication streams."""
 
 
 @dataclass(frozen=True)

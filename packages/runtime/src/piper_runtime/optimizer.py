@@ -18,7 +18,7 @@ from piper_ir.errors import JobError
 from piper_ir.plan import Bucket, Plan
 from piper_ir.program import Param
 from piper_ir.sizes import ITEM_BYTES, bind
-from piper_ir.usercode import user_code
+from piper_ir.tools import user_code
 from piper_runtime import device as devices
 from piper_runtime.device import CPU, choose_device
 from piper_runtime.fused import fused_problem, warn_unfused
@@ -144,7 +144,7 @@ def meta_parameters(params: Iterable[Param], dtype: torch.dtype) -> NamedParamet
 def call_optimizer(function: Callable[[NamedParameters], Optimizer], named: NamedParameters) -> Optimizer:
     """The user's optimizer over the given parameters. JobError when it is none, is refused by name, or holds foreign
     parameters."""
-    with user_code("Job.optimizer(named_parameters)", JobError):
+    with user_code("Job.optimizer([(name, parameter), ...])", JobError):
         optimizer: object = function(list(named))
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):

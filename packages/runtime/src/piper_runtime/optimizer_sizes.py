@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from piper_ir.errors import JobError
-from piper_ops.workspace import held_inside
+from piper_ops import peak_bytes_inside
 from piper_runtime.job import NamedParameters
 
 
@@ -45,7 +45,7 @@ def step_bytes(optimizer: Optimizer, named: NamedParameters) -> int:
     known = [*(p.grad for _, p in named), *(t for of in optimizer.state.values() for t in of.values())]
     try:
         with _NumbersOfMeta():
-            return held_inside(lambda *_: optimizer.step(), *(p for _, p in named), *known)
+            return peak_bytes_inside(lambda *_: optimizer.step(), *(p for _, p in named), *known)
     except Exception as e:  # an optimizer of the user's may fail in any way
         raise JobError(
             f"Job.optimizer: {type(optimizer).__name__} cannot take a second step on meta tensors, so what it holds in one has "

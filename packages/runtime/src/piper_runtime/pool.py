@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import piper_runtime.watch
-from piper_ir.errors import ExecutionError
+from piper_ir.errors import ExecutionError, PiperError
 from piper_ir.plan import Plan
+from piper_runtime.interrupt import PATIENCE_S
 from piper_runtime.progress import OnStep, Progress
+from piper_runtime.report import Interrupted
 from piper_runtime.watch import Watch
+
+NOTICE_S = 0.1
+"""Ranks that are told to end their run notice it within that time, on a busy machine."""
 
 
 class Team(piper_runtime.watch.Team, Protocol):
@@ -24,6 +30,11 @@ class Team(piper_runtime.watch.Team, Protocol):
 
     def send(self, requests: Mapping[int, Any]) -> None:
         """Give every rank its request; what several ranks share goes once."""
+        ...
+
+    def finish_early(self, steps: int) -> bool:
+        """Let all ranks end their run together, that many steps after the one that the first of them is in. False where they
+        cannot be told."""
         ...
 
     def end(self) -> None:
@@ -74,9 +85,29 @@ class TeamPool(ABC, Generic[T]):
             team = self.start()
             team.send(requests)
             return Watch(plan, team, len(requests), timeout_s).collect(progress)
-        except BaseException:  # an interrupt too
+        except KeyboardInterrupt as e:
+            reports = self._finished_early(plan, len(requests), progress)
+            self._end_team()
+            if reports:
+                raise Interrupted(reports) from e
+            raise
+        except BaseException:
             self._end_team()
             raise
+
+    def _finished_early(self, plan: Plan, world: int, progress: Progress) -> dict[int, Any]:
+        """Return what ranks have after a run that was interrupted: they end it together, after a step. Nothing where they cannot,
+        or do not within some steps; another interrupt goes through."""
+        if self._team is None or progress.latest is None:
+            return {}
+        step_s = progress.latest.step_s
+        ahead = 2 + math.ceil(NOTICE_S / max(step_s, 1e-6))
+        try:
+            if not self._team.finish_early(ahead):
+                return {}
+            return Watch(plan, self._team, world, PATIENCE_S + (ahead + 2) * step_s).collect(progress)
+        except (PiperError, KeyboardInterrupt):  # that it was interrupted is what matters
+            return {}
 
     def _keep(self, team: T) -> T:
         """A team that is coming up is ended from now on, whatever happens."""

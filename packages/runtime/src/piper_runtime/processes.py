@@ -23,6 +23,7 @@ from typing import Any
 from piper_ir.errors import ExecutionError
 from piper_runtime.messages import HEART_SLOTS, Setup
 from piper_runtime.pool import TeamPool
+from piper_runtime.streams import LAST_STEP, STEP
 from piper_runtime.watch import LOADING_HEART, STARTUP_S
 
 
@@ -76,6 +77,13 @@ class _Team:
         except subprocess.TimeoutExpired:
             return "closed its pipe"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def finish_early(self, steps: int) -> bool:
+        """See `piper_runtime.pool.Team`."""
+        latest = max(self.heart(rank)[STEP] for rank in range(len(self.workers)))
+        for rank in range(len(self.workers)):
+            self.hearts[rank * HEART_SLOTS + LAST_STEP] = latest + steps
+        return True
 
     def end(self) -> None:
         """Kill and reap every worker and remove the shared files."""

@@ -24,7 +24,7 @@ import torch
 from piper_ir.errors import ExecutionError
 from piper_ir.ops import COMM, Compute, Load, SquaredNorm, Update
 from piper_ir.plan import Part, Plan
-from piper_ir.traffic import Traffic
+from piper_ir.plan_bytes import PlanBytes
 from piper_runtime import device as devices
 from piper_runtime.code import ShippedCode, missing_operators
 from piper_runtime.gloo import GlooCommunicators
@@ -187,7 +187,7 @@ class _Profiler:
     def _updates(self, trainee: Trainee) -> None:
         """Updates and norms of the gradients that this rank holds under the strategy: other sizes than on one device."""
         bound = self._bound(self._plan, self._rank, trainee)
-        traffic = Traffic(self._plan)
+        traffic = PlanBytes(self._plan)
         parts = [p for instr in bound.role.program for p in instr.parts if isinstance(p.op, SquaredNorm | Update)]
         keys, runs = [_key(p, bound, traffic) for p in parts], [bind_part(replace(p, frees=()), bound) for p in parts]
         for _, counts in self._turns():
@@ -222,7 +222,7 @@ class _Profiler:
 def _clocked(bound: Rank, batch: Key | None) -> Iterator[tuple[Key | None, Run]]:
     """What a rank runs, in order, each with the key under which its time is kept; None: it is not kept. `batch`: the key of a
     load that calls the job's batch function."""
-    traffic, loaded = Traffic(bound.plan), set[int]()
+    traffic, loaded = PlanBytes(bound.plan), set[int]()
     for instr in bound.role.program:
         for v in instr.frees_before:
             yield None, partial(bound.store.values.pop, v)
@@ -238,10 +238,10 @@ def _clocked(bound: Rank, batch: Key | None) -> Iterator[tuple[Key | None, Run]]
             yield None, bind_alloc(v, bound)
 
 
-def _key(part: Part, bound: Rank, traffic: Traffic) -> Key:
+def _key(part: Part, bound: Rank, traffic: PlanBytes) -> Key:
     if isinstance(part.op, Compute):
         return bound.plan.chunk(part.op.chunk).code, part.op.step, bound.plan.rows
-    return "", type(part.op).__name__, traffic.touched(bound.role, part)
+    return "", type(part.op).__name__, traffic.memory_bytes(bound.role, part)
 
 
 def _make_batch(batch: Batch, step: int, plan: Plan) -> None:

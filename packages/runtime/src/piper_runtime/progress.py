@@ -16,7 +16,7 @@ OnStep = Callable[[StepRecord], object]
 
 class Progress:
     """Collects what ranks say about their steps and hands each step on when its last rank is done with it, in order. What a
-    rank says twice (in a message, later in its report) counts once."""
+    rank says twice (in a message, later in its report) counts once. `latest`: the last step that all ranks have done."""
 
     def __init__(self, plan: Plan, on_step: OnStep | None):
         self._plan = plan
@@ -25,6 +25,7 @@ class Progress:
         self._next = 0
         self._ended: dict[int, float] = {}
         self._warned = False
+        self.latest: StepRecord | None = None
 
     def add(self, rank: int, done: StepDone) -> None:
         """Take what one rank says. NonFiniteLossError when a step's loss weights add up to 0."""
@@ -54,6 +55,7 @@ class Progress:
         return StepRecord(self._next, loss, step_s, max(done.batch_s for done in found.values()))
 
     def _hand_on(self, record: StepRecord) -> None:
+        self.latest = record
         if self._on_step is None:
             return
         try:

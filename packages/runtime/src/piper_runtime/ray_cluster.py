@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +19,10 @@ from piper_ir.errors import ExecutionError
 
 PROBE_S = 3.0
 """How long an address may take to answer."""
+VITAL = {"gcs_server": "Ray's head process (GCS)", "raylet": "Ray's process on this machine (raylet)"}
+"""Processes of a Ray that was started here, without which no run comes to its end."""
+UNANSWERED = 3
+"""Looks in a row at which a head that was joined does not answer, after which it counts as dead."""
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """RFC 9113, 3.4: the client's preface with an empty SETTINGS frame. A server, as Ray's is, answers with a SETTINGS frame."""
 _JANITOR = """
@@ -48,7 +54,19 @@ class RayLink:
 
     def __init__(self, ray: Any, undo: Callable[[], None] | None):
         self.ray = ray
+        self._address = ray.get_runtime_context().gcs_address
+        self._silent = 0
         self._undo = weakref.finalize(self, undo) if undo is not None else None
+
+    def fault(self) -> str:
+        """Say which of Ray's own processes has died; an empty text when none has. Ray itself waits a minute, and then ends us."""
+        node = self.ray._private.worker._global_node  # there where this process has started Ray; it knows its children
+        dead = [kind for kind, _ in node.dead_processes() if kind in VITAL] if node is not None else []
+        if dead:
+            return f"{' and '.join(VITAL[kind] for kind in dead)} died"
+        problem = _problem(self.ray, self._address)
+        self._silent = self._silent + 1 if problem else 0
+        return f"{VITAL['gcs_server']} at {self._address} does not answer: {problem}" if self._silent >= UNANSWERED else ""
 
     def close(self) -> None:
         """See the class; harmless when done twice."""
@@ -196,9 +214,14 @@ def _start(ray: Any, cpus: int, asker: Asker) -> RayLink:
 
 
 def _init(ray: Any, what: str, asker: Asker, **arguments: Any) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(log_to_driver=False, logging_level="ERROR", **arguments)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as e:
         raise ExecutionError(f"cannot {what}: {e}; {asker.instead} needs no Ray") from e
+    finally:
+        # Ray answers SIGTERM with a stack of its own and SIGABRT. Only the main thread may say who answers instead.
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
     # What Ray prints of a worker's death in spite of log_to_driver=False, our own error says in one message.
     ray._private.worker._worker_logs_enabled = False

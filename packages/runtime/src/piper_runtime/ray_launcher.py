@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import signal
 import socket
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +32,8 @@ from piper_runtime.report import aligned
 from piper_runtime.transport import SHARED_DEVICE
 from piper_runtime.watch import LOADING_HEART, STARTUP_S, TICK_S
 
+LOOK_AT_RAY_S = 1.0
+"""Between two looks at Ray's own processes."""
 GONE_S = 5.0
 """How long killed actors of this machine may take to be gone."""
 CLOCK_SAMPLES = 9
@@ -38,9 +41,10 @@ CLOCK_SAMPLES = 9
 
 @dataclass
 class _Team:
-    """Running actors, by rank."""
+    """Running actors, by rank. `fault`: what of Ray itself has died, asked for every LOOK_AT_RAY_S."""
 
     ray: Any
+    fault: Callable[[], str]
     group: Any
     places: list[Place]
     actors: list[Any] = field(default_factory=list)
@@ -51,6 +55,8 @@ class _Team:
     looks: dict[Any, int] = field(default_factory=dict)
     deaths: dict[int, str] = field(default_factory=dict)
     look_at: float = 0.0
+    ray_at: float = 0.0
+    broken: bool = False
     shared: str = field(default_factory=lambda: f"piper-{uuid.uuid4().hex}")
 
     def send(self, requests: Mapping[int, Any]) -> None:
@@ -67,7 +73,9 @@ class _Team:
             self.calls[self.actors[rank].perform.remote(*(stored[id(b)] for b in (body, *blobs)))] = rank
 
     def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
-        """See `piper_runtime.watch.Team`."""
+        """See `piper_runtime.watch.Team`. ExecutionError when Ray itself has died."""
+        if time.monotonic() >= self.ray_at:
+            self._check_ray()
         if time.monotonic() >= self.look_at:
             self.look_at = time.monotonic() + TICK_S
             for rank in set(ranks) - set(self.looks.values()):
@@ -77,6 +85,16 @@ class _Team:
         # Looks first: what a rank said before its answer comes before it.
         said = [m for look in self._ready(self.looks) for m in self._looked(look)]
         return said + [m for call in self._ready(calls) for m in self._answered(call)]
+
+    def _check_ray(self) -> None:
+        """ExecutionError when Ray itself has died: no rank is to blame, and after a minute Ray would end this process."""
+        self.ray_at = time.monotonic() + LOOK_AT_RAY_S
+        if problem := self.fault():
+            self.broken = True
+            raise ExecutionError(
+                f"{problem}, so the run was ended. Look whether somebody ended Ray or the machine ran out of memory (dmesg), and "
+                "start the run again"
+            )
 
     def _ready(self, refs: Collection[Any]) -> list[Any]:
         found: list[Any] = self.ray.wait(list(refs), num_returns=len(refs), timeout=0)[0] if refs else []
@@ -101,6 +119,7 @@ class _Team:
         try:
             said = pickle.loads(self.ray.get(call))
         except self.ray.exceptions.RayError as e:
+            self._check_ray()
             self.deaths[rank] = _cause(e)
             return [*before, *self._last_look(rank), (rank, None)]
         return before + [(rank, self._aligned(rank, m)) for m in said]
@@ -145,9 +164,16 @@ class _Team:
                 raise ExecutionError(f"rank {rank} on {self.node(rank)} could not {what}: {_cause(e)}") from e
         return out
 
+    def finish_early(self, steps: int) -> bool:
+        """See `piper_runtime.pool.Team`: an interrupt at a terminal ends Ray's own processes too, and with them the actors."""
+        return False
+
     def end(self) -> None:
         """Kill every actor, and wait until those of this machine are gone."""
         if not self.ray.is_initialized():
+            return
+        if self.broken:
+            self._end_by_hand()
             return
         with suppress(self.ray.exceptions.RayError):  # a cluster that is gone has nothing left
             for actor in self.actors:
@@ -159,6 +185,14 @@ class _Team:
             time.sleep(0.01)
         self.actors.clear()
         Path(tempfile.gettempdir(), self.shared).unlink(missing_ok=True)  # there only if the actors did not come up
+
+    def _end_by_hand(self) -> None:
+        """End the actors of this machine without Ray, which would wait for its dead processes."""
+        for pid, place in zip(self.pids, self.places):
+            if place.here:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.actors.clear()
 
 
 class RayPool(TeamPool[_Team]):
@@ -197,7 +231,7 @@ class RayPool(TeamPool[_Team]):
         ray = self._link.ray
         gpus = gpus_per_rank(ray.cluster_resources(), self.world) if self._gpus is None else self._gpus
         group, places = place_ranks(ray, self.world, gpus)
-        team = self._keep(_Team(ray, group, places))
+        team = self._keep(_Team(ray, self._link.fault, group, places))
         try:
             _bring_up(team, self._threads, gpus)
         except BaseException:

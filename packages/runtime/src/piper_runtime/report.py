@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -92,6 +92,15 @@ class RankReport:
         self.waits = list(rank.feed.waits)
         if counter is not None:
             self.memory = counter.record()
+
+
+class Interrupted(KeyboardInterrupt):
+    """An interrupt of a run whose ranks could still bring back what they have. `run`: the same as a `piper_runtime.Run`."""
+
+    def __init__(self, reports: Mapping[int, RankReport]):
+        super().__init__()
+        self.reports = reports
+        self.run: Any = None
 
 
 def aligned(message: Any, ahead: float, error_s: float) -> Any:

@@ -18,15 +18,16 @@ from piper_runtime import device as devices
 from piper_runtime.code import CodeStore
 from piper_runtime.device import choose_device
 from piper_runtime.inline import InlineEngine
+from piper_runtime.interrupt import at_step_end
 from piper_runtime.job import InitialState, Job, materialize
 from piper_runtime.launchers import Launcher, Workers, check_launcher, open_pool
 from piper_runtime.memory import Counter, MemoryRecord
 from piper_runtime.progress import OnStep, Progress
 from piper_runtime.ranges import name_inline
 from piper_runtime.rank import Rank, Trainee
-from piper_runtime.report import MEASURED, RankReport, StepRecord, measured_counter, measured_step
+from piper_runtime.report import MEASURED, Interrupted, RankReport, StepRecord, measured_counter, measured_step
 from piper_runtime.same_model import check_same_model
-from piper_runtime.trace import executed_trace
+from piper_runtime.trace import TimedSpan, executed_trace
 
 WARMUP_STEPS = 3
 TRACED = (
@@ -98,9 +99,24 @@ def execute(
     check_request(plan, job, steps, launcher, timeout_s)
     initial = materialize(job)
     check_same_model(plan, initial, trainable)
+    try:
+        reports = _reports(
+            plan, code, job, initial, steps=steps, launcher=launcher, cluster=cluster, timeout_s=timeout_s, trace=trace,
+            memory=memory, gradients=gradients, pool=pool, ranges=ranges, on_step=on_step,
+        )  # fmt: skip
+    except Interrupted as e:
+        e.run = _result(plan, e.reports, initial, memory)
+        raise
+    return _result(plan, reports, initial, memory)
+
+
+def _reports(
+    plan: Plan, code: CodeStore, job: Job, initial: InitialState, *, steps: int, launcher: Launcher, cluster: str,
+    timeout_s: float, trace: bool, memory: bool, gradients: bool, pool: Workers | None, ranges: bool, on_step: OnStep | None,
+) -> Mapping[int, RankReport]:  # fmt: skip
+    """Return what every rank brings back. Interrupted when ranks could end an interrupted run together."""
     if launcher == "inline":
-        reports = _run_inline(plan, code, job, initial, steps, trace, memory, gradients, ranges, Progress(plan, on_step))
-        return _result(plan, reports, initial, memory)
+        return _run_inline(plan, code, job, initial, steps, trace, memory, gradients, ranges, Progress(plan, on_step))
     from piper_runtime.request import make_requests
 
     requests = make_requests(
@@ -108,9 +124,9 @@ def execute(
         ranges=ranges,
     )  # fmt: skip
     if pool is not None:
-        return _result(plan, pool.run(plan, requests, timeout_s, on_step), initial, memory)
+        return pool.run(plan, requests, timeout_s, on_step)
     with open_pool(launcher, plan.mesh.world, cluster=cluster) as own:
-        return _result(plan, own.run(plan, requests, timeout_s, on_step), initial, memory)
+        return own.run(plan, requests, timeout_s, on_step)
 
 
 def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: float) -> None:
@@ -167,15 +183,21 @@ def _run_inline(
         engine = InlineEngine(ranks)
         for report in reports.values():
             report.started = time.perf_counter()
-        for step in range(steps):
-            if memory and step == measured_step(steps):
-                counters = engine.counters = {r.rank: measured_counter(r) for r in ranks}
-            spans = engine.step(step)
-            for rank in ranks:
-                progress.add(rank.rank, reports[rank.rank].end_step(rank))
-            engine.counters = {}
+        spans: dict[int, list[TimedSpan]] = {}
+        with at_step_end() as interrupt:
+            for step in range(steps):
+                if memory and step == measured_step(steps):
+                    counters = engine.counters = {r.rank: measured_counter(r) for r in ranks}
+                spans = engine.step(step)
+                for rank in ranks:
+                    progress.add(rank.rank, reports[rank.rank].end_step(rank))
+                engine.counters = {}
+                if interrupt.asked:
+                    break
     for rank in ranks:
         reports[rank.rank].close(rank, spans[rank.rank] if trace else [], counters.get(rank.rank))
+    if interrupt.asked:
+        raise Interrupted(reports)
     return reports
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from piper_ir.ops import COMM, Compute, Load
 from piper_ir.plan import COMPUTE, Instr, Plan
+from piper_ir.plan_bytes import PlanBytes
 from piper_ir.trace import BATCH, MemSample, Span, Trace
-from piper_ir.traffic import Traffic
 from piper_runtime.memory import MemoryPoint
 
 TimedSpan = tuple[int, float, float]
@@ -90,13 +90,13 @@ class _Sizes:
     """Bytes moved by a communication and FLOPs done by computation; FLOPs of a chunk's step are summed once."""
 
     def __init__(self, plan: Plan) -> None:
-        self._plan, self._traffic = plan, Traffic(plan)
+        self._plan, self._traffic = plan, PlanBytes(plan)
         self._flops: dict[Compute, int] = {}
 
     def __call__(self, instr: Instr) -> tuple[int, int]:
         op = instr.parts[0].op
         if isinstance(op, COMM):
-            return self._traffic.message(op, instr.parts[0]), 0
+            return self._traffic.message_bytes(op, instr.parts[0]), 0
         return 0, sum(self._step_flops(p.op) for p in instr.parts if isinstance(p.op, Compute))
 
     def _step_flops(self, op: Compute) -> int:

@@ -15,7 +15,7 @@ from piper_ir.plan import COMPUTE, Plan
 from piper_runtime.messages import HEART_SLOTS, Failure
 from piper_runtime.progress import Progress
 from piper_runtime.report import StepDone
-from piper_runtime.streams import FIRST_STREAM, ISSUED, LOADING, PHASE, RUNNING, STEP
+from piper_runtime.streams import FIRST_STREAM, ISSUED, LAST_STEP, LOADING, PHASE, RUNNING, STEP
 
 STARTUP_S = 120.0
 """Time for workers to start and import torch, and again to import the user's code and to bind a plan."""
@@ -140,7 +140,7 @@ class Place:
         self._program = plan.role_of(rank).program
         self._step, self._phase = heart[STEP], heart[PHASE]
         self._index = min(max(heart[ISSUED], 0), len(self._program) - 1)
-        running = [i - 1 for i in heart[FIRST_STREAM:] if i]
+        running = [i - 1 for i in heart[FIRST_STREAM:LAST_STEP] if i]
         self.communications = [i for i in running if i < len(self._program) and self._program[i].stream != COMPUTE]
         """Indices of the communications that the rank is in."""
 

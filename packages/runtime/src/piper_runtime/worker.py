@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from piper_ir.errors import ExecutionError, PiperError
+from piper_ir.tools import user_line
 from piper_runtime.code import missing_operators
 from piper_runtime.emulate import EmulationRequest, emulate_rank
 from piper_runtime.engine import PeerError
@@ -35,7 +36,7 @@ from piper_runtime.profiler import ProfileRequest, profile
 from piper_runtime.ranges import named_instructions
 from piper_runtime.rank import Rank, Trainee
 from piper_runtime.report import RankReport, measured_counter, measured_step
-from piper_runtime.streams import LOADING, PHASE, RUNNING, STEP, Heart
+from piper_runtime.streams import LAST_STEP, LOADING, PHASE, RUNNING, STEP, Heart
 from piper_runtime.transport import connected, take_device
 
 
@@ -89,6 +90,13 @@ def answer(seat: Seat, request: object) -> Any:
         when = "before its first step" if seat.heart[PHASE] == LOADING else f"between instructions of step {seat.heart[STEP]}"
         message = f"rank {seat.rank} failed {when}: {type(e).__name__}: {e}"
         return Failure("ExecutionError", message, "".join(traceback.format_exception(e)), False)
+    except (SystemExit, KeyboardInterrupt) as e:  # of the job's own code: who interrupts a run does not interrupt its workers
+        said = f": {e}" if str(e) else ""
+        message = (
+            f"rank {seat.rank}, step {seat.heart[STEP]}: {type(e).__name__}{said} was raised in the job's code{user_line(e)}, "
+            "and would end the process. Raise an exception such as RuntimeError to end a run"
+        )
+        return Failure("ExecutionError", message, "".join(traceback.format_exception(e)), False)
 
 
 def perform(seat: Seat, request: object) -> Any:
@@ -120,8 +128,8 @@ def run(seat: Seat, request: Request) -> RankReport:
     probe = report.probe if request.gradients else None
     bound = Rank(plan, rank, request.code, trainee, request.params, request.buffers, probe, device)
     streams = plan.role_of(rank).streams
-    if len(streams) > HEART_SLOTS - 3:
-        raise ExecutionError(f"rank {rank} has {len(streams)} streams; at most {HEART_SLOTS - 3} are supported")
+    if len(streams) > HEART_SLOTS - 4:
+        raise ExecutionError(f"rank {rank} has {len(streams)} streams; at most {HEART_SLOTS - 4} are supported")
     local_world = plan.mesh.world if seat.local_world is None else seat.local_world
     name = named_instructions if request.ranges else None
     backend, engine = connected(bound, communicators, heart, local_world=local_world, trace=request.trace, name=name)
@@ -129,6 +137,8 @@ def run(seat: Seat, request: Request) -> RankReport:
     report.started = time.perf_counter()
     heart[PHASE] = RUNNING
     for step in range(request.steps):
+        if step == heart[LAST_STEP] > 0:
+            break
         last = step == request.steps - 1
         observed = request.memory and step == measured_step(request.steps)
         if observed:

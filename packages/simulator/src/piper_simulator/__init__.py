@@ -1,53 +1,78 @@
-"""Piper's simulator: predicts time and memory of a plan on a cluster, without a GPU and without PyTorch."""
+"""Predict time and memory of a plan on a cluster, without a GPU and without PyTorch.
 
-from piper_simulator.cluster import Cluster, Kind
-from piper_simulator.clusters import cpu_local, load_cluster, product_cluster
-from piper_simulator.comparison import Comparison, Difference, compare
-from piper_simulator.cost_model import CostModel, CostModelFactory, Work, given_only, model_for
-from piper_simulator.critical import Piece
-from piper_simulator.device import CPU, Device
-from piper_simulator.device_memory import device_memory, device_type
-from piper_simulator.explanation import Why, why
-from piper_simulator.jitter import Distribution
-from piper_simulator.model import DeviceModel
-from piper_simulator.network import Links, Network, SlowLink
-from piper_simulator.oom import SHOWN, too_much
-from piper_simulator.owners import Owner
+Other packages import what they need from here. The folders are named in the order in which they build on each other:
+`cluster`, `durations`, `contention`, `times`, `memory`, `explanation`; `simulation` puts them together.
+"""
+
+from piper_simulator.cluster.checks import KeyPath
+from piper_simulator.cluster.cluster import Cluster, NodeKind
+from piper_simulator.cluster.cluster_file import read_messages
+from piper_simulator.cluster.device import CPU, Device
+from piper_simulator.cluster.named import cpu_local, load_cluster, product_cluster
+from piper_simulator.cluster.network import Links, Network, SlowLink
+from piper_simulator.cluster.stacks import STACKS
+from piper_simulator.contention.demands import Message, demands
+from piper_simulator.contention.flows import message_flows, route, wiring
+from piper_simulator.durations.communication import by_formula, rank_group
+from piper_simulator.durations.cost_model import CostModel, CostModelFactory, Work, given_only, model_for
+from piper_simulator.durations.device_model import DeviceModel
+from piper_simulator.durations.kernels import launch_count, step_seconds
+from piper_simulator.explanation.causes import Cause
+from piper_simulator.explanation.comparison import Comparison, StepDifference, compare
+from piper_simulator.explanation.critical import PathPiece
+from piper_simulator.explanation.whatif import WhatIf
+from piper_simulator.explanation.why import Why, why
+from piper_simulator.memory.device_memory import device_memory, device_type
+from piper_simulator.memory.oom import SHOWN, too_much
 from piper_simulator.simulation import Simulation, simulate
-from piper_simulator.splitting import split
-from piper_simulator.whatif import WhatIf
+from piper_simulator.times.engine import run_engine
+from piper_simulator.times.jitter import Distribution
+from piper_simulator.times.splitting import split
 
 __all__ = [
     "CPU",
+    "Cause",
     "Cluster",
     "Comparison",
     "CostModel",
     "CostModelFactory",
     "Device",
     "DeviceModel",
-    "Difference",
     "Distribution",
-    "Kind",
+    "KeyPath",
     "Links",
+    "Message",
     "Network",
-    "Owner",
-    "Piece",
+    "NodeKind",
+    "PathPiece",
     "SHOWN",
+    "STACKS",
     "Simulation",
     "SlowLink",
+    "StepDifference",
     "WhatIf",
     "Why",
     "Work",
+    "by_formula",
     "compare",
     "cpu_local",
+    "demands",
     "device_memory",
     "device_type",
     "given_only",
+    "launch_count",
     "load_cluster",
+    "message_flows",
     "model_for",
     "product_cluster",
+    "rank_group",
+    "read_messages",
+    "route",
+    "run_engine",
     "simulate",
     "split",
+    "step_seconds",
     "too_much",
     "why",
+    "wiring",
 ]

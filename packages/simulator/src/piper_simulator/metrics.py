@@ -1,72 +1,48 @@
-"""Figures of merit: what a role's compute leaves idle, what of that communication explains, and how much of a device is used."""
+"""Compute figures of merit.
+
+They say what a role's compute leaves idle, what of that communication explains, and how much of a device is used.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 
+from piper_ir.intervals import Idle, Interval, idle
 from piper_ir.ops import Compute
 from piper_ir.plan import COMPUTE, Plan
 from piper_ir.sizes import bind
 from piper_ir.timing import Prepared, Times
 
-Interval = tuple[float, float]
 
+def idle_times(plan: Plan, prepared: Prepared, times: Times, durations: Sequence[float], latency: float) -> list[Idle]:
+    """Return what each role leaves idle, over one step from a common start.
 
-@dataclass(frozen=True, slots=True)
-class Idle:
-    """Of one role, in seconds. `busy`: sum of its compute; `span`: last end - first start - busy of what takes time;
-    `exposed`: its compute stream is idle while one of its communication streams transfers, or a transfer of it is under way."""
-
-    busy: float
-    span: float
-    exposed: float
-
-
-def idle(plan: Plan, prepared: Prepared, times: Times, durations: Sequence[float], latency: float) -> list[Idle]:
-    """Per role, over one step from a common start."""
+    Its compute stream is exposed to communication while one of its communication streams transfers, or a transfer of it
+    is under way."""
     out = []
     for r, role in enumerate(plan.roles):
         working: list[Interval] = []
-        transfers: list[Interval] = []
+        moving: list[Interval] = []
         busy = 0.0
         for node, instr in enumerate(role.program, prepared.offsets[r]):
             g = prepared.group_of[node]
             if g >= 0:
-                transfers.append((times.start[node], times.end[node] + (latency if prepared.p2p[g] else 0.0)))
+                moving.append((times.start[node], times.end[node] + (latency if prepared.p2p[g] else 0.0)))
             elif instr.stream == COMPUTE and durations[node]:
                 working.append((times.start[node], times.end[node]))
                 busy += durations[node]
-        span = working[-1][1] - working[0][0] - busy if working else 0.0
-        out.append(Idle(busy, span, uncovered(transfers, working)))
+        out.append(idle(working, moving, busy))
     return out
 
 
-def uncovered(intervals: Sequence[Interval], by: Sequence[Interval]) -> float:
-    """Length of the union of `intervals` outside of `by`, which is sorted and disjoint."""
-    total, reached, k = 0.0, float("-inf"), 0
-    for start, end in sorted(intervals):
-        start = max(start, reached)
-        reached = max(reached, end)
-        while k < len(by) and by[k][1] <= start:
-            k += 1
-        j = k
-        while start < end:
-            if j == len(by) or by[j][0] >= end:
-                total += end - start
-                break
-            total += max(0.0, by[j][0] - start)
-            start = max(start, by[j][1])
-            j += 1
-    return total
-
-
 def model_flops(plan: Plan, tokens_per_row: int) -> int:
-    """Model FLOPs of one step in the field's convention: 6 N + 12 L h s per token (llm-foundry), N all parameters once,
-    attention without causal discount: three times the full products of F (4 b h s^2 d). No recompute. Of experts N has as much
-    as a token visits ("active parameters": Switch, arXiv 2101.03961; torchtitan)."""
+    """Return the model FLOPs of one step in the field's convention.
+
+    It is 6 N + 12 L h s per token (llm-foundry), N all parameters once, attention without causal discount: three times
+    the full products of F (4 b h s^2 d). There is no recompute. Of experts N has as much as a token visits ("active
+    parameters": Switch, arXiv 2101.03961; torchtitan)."""
     visited = _visited(plan, plan.rows * tokens_per_row)
     n = sum(round(bind(p.spec.numel, plan.rows) * visited.get(p.name, 1.0)) for p in plan.params)
     kernels = [k for chunk in plan.chunks if "F" in chunk.steps for k in chunk.steps["F"].cost.kernels if k.kind == "attention"]
@@ -77,8 +53,8 @@ def model_flops(plan: Plan, tokens_per_row: int) -> int:
 def _visited(plan: Plan, tokens: int) -> dict[str, float]:
     """Return for each parameter of experts the part of it that a token visits, at so many tokens per microbatch.
 
-    In a batch of products [M, K] x [K, N], one per expert, each expert has M of the tokens; places that no token took are in M,
-    for what runs does not know them. In a grouped product all experts of [E, K, N] share the M rows."""
+    In a batch of products [M, K] x [K, N], one per expert, each expert has M of the tokens. Places that no token took
+    are in M, for what runs does not know them. In a grouped product all experts of [E, K, N] share the M rows."""
     shapes = {p.name: tuple(bind(d, plan.rows) for d in p.spec.shape) for p in plan.params}
     out: dict[str, float] = {}
     for chunk in plan.chunks:
@@ -100,9 +76,9 @@ def _visited(plan: Plan, tokens: int) -> dict[str, float]:
 
 
 def without_formula(plan: Plan) -> dict[str, float]:
-    """Return the operators whose FLOPs nothing knows, each with its share of the bytes that all compute of a step moves.
+    """Return the operators whose FLOPs nothing knows, with their share of the bytes that compute moves.
 
-    The share is of bytes because the FLOPs are what is missing."""
+    All compute of a step counts. The share is of bytes because the FLOPs are what is missing."""
     total, of = 0, dict[str, int]()
     costs = [sig.cost for chunk in plan.chunks for sig in chunk.steps.values()]
     count = Counter(map(id, costs))  # equal layers share theirs
@@ -116,7 +92,7 @@ def without_formula(plan: Plan) -> dict[str, float]:
 
 
 MOST_NAMED = 8
-"""Operators that a note names one by one."""
+"""A note names so many operators one by one."""
 
 
 def flop_notes(missing: Mapping[str, float], mfu: float | None, hfu: float | None) -> list[str]:
@@ -152,7 +128,7 @@ def _why_above_peak(missing: Mapping[str, float], hfu: float | None) -> str:
 
 
 def executed_flops(plan: Plan) -> int:
-    """FLOPs of what runs in one step, on all ranks."""
+    """Return the FLOPs of what runs in one step, on all ranks."""
     of = {(c.id, step): sig.cost.flops for c in plan.chunks for step, sig in c.steps.items()}
     total = 0
     for role in plan.roles:
@@ -162,7 +138,9 @@ def executed_flops(plan: Plan) -> int:
 
 
 def main_dtype(plan: Plan) -> str:
-    """The dtype of most of the plan's matmul FLOPs, in which utilisation is counted; float32 for a plan without any."""
+    """Return the dtype of most of the plan's matmul FLOPs, in which utilisation is counted.
+
+    It is float32 for a plan without any."""
     weight: dict[str, int] = {}
     for chunk in plan.chunks:
         for kernel in chunk.steps["F"].cost.kernels if "F" in chunk.steps else ():

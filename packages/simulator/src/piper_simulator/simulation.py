@@ -1,4 +1,4 @@
-"""`simulate`: what a plan takes, holds and leaves idle, per rank, and the trace that shows why."""
+"""Simulate a plan: what it takes, holds and leaves idle, per rank, and the trace that shows why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from piper_ir.collector import no_garbage_collection
 from piper_ir.costs import AllocatorCosts, Costs
 from piper_ir.errors import PlanError
 from piper_ir.limits import MOST_STEP_INSTRUCTIONS, most
@@ -15,35 +14,46 @@ from piper_ir.memory import Usage, peak, scan
 from piper_ir.memory_owners import owners
 from piper_ir.plan import Plan, RolePlan
 from piper_ir.timing import Times, prepare
+from piper_ir.tools import no_garbage_collection
 from piper_ir.trace import MemSample, Span, Trace
-from piper_simulator.cluster import Cluster
-from piper_simulator.clusters import load_cluster
-from piper_simulator.cost_model import CostModelFactory, Work, model_for
-from piper_simulator.device import Device
-from piper_simulator.device_memory import DeviceMemory, device_memory, device_type
-from piper_simulator.footprint import footprint
-from piper_simulator.jitter import Distribution, Held, distribution
-from piper_simulator.metrics import executed_flops, flop_notes, idle, main_dtype, model_flops, without_formula
-from piper_simulator.model import DeviceModel
-from piper_simulator.oom import KEPT, Oom, first_of
-from piper_simulator.snapshot import Snapshot, snapshot
-from piper_simulator.splitting import split
-from piper_simulator.timed import contention_applies, shared_flows, time_steps
+from piper_simulator.cluster.cluster import Cluster
+from piper_simulator.cluster.device import Device
+from piper_simulator.cluster.named import load_cluster
+from piper_simulator.durations.cost_model import CostModelFactory, Work, model_for
+from piper_simulator.durations.device_model import DeviceModel
+from piper_simulator.memory.device_memory import DeviceMemory, device_memory, device_type
+from piper_simulator.memory.footprint import footprint
+from piper_simulator.memory.oom import KEPT, OomVerdict, first_of
+from piper_simulator.memory.snapshot import Snapshot, snapshot
+from piper_simulator.metrics import executed_flops, flop_notes, idle_times, main_dtype, model_flops, without_formula
+from piper_simulator.times.jitter import Distribution, TimedPlan, distribution
+from piper_simulator.times.splitting import split
+from piper_simulator.times.timed import contention_applies, shared_flows, time_steps
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Times in seconds, sizes in bytes; tuples are indexed by rank.
+    """Hold what a simulation found: times in seconds, sizes in bytes; tuples are indexed by rank.
 
-    `step_s`: makespan of one step from a common start. `period_s`: time per step in steady state; rates use it.
-    `tokens_per_s`, `mfu` (model FLOPs over peak): None without tokens_per_row or peak; `hfu` (FLOPs that run over peak): None
-    without peak. `global_bubble_s`: step_s - busy compute; `span_bubble_s`: last end - first start - busy; `exposed_comm_s`:
-    compute is idle while the rank communicates; each the maximum over ranks. `bubble_s[rank]`: the global one. `peak_bytes`:
-    allocated, with what the kernels of the cluster's devices hold inside; `device_bytes`: with allocator, context and
-    communicators. `slowed_s`: how much longer the compute of a rank took because of messages beside it, None where contention was
-    not simulated; the maximum over ranks. `ooms`: a verdict for each role that needs more than its devices have, see `oom`.
-    `without_formula`: operators whose FLOPs nothing knows, with their share of the bytes that compute moves. `notes`: warnings,
-    see `summary`."""
+    Attributes:
+        step_s: makespan of one step from a common start.
+        period_s: time per step in steady state; rates use it.
+        tokens_per_s: None without tokens_per_row.
+        mfu: model FLOPs over peak; None without tokens_per_row or peak.
+        hfu: FLOPs that run over peak; None without peak.
+        exposed_comm_s: compute is idle while the rank communicates; the maximum over ranks.
+        global_bubble_s: step_s - busy compute; the maximum over ranks.
+        span_bubble_s: last end - first start - busy; the maximum over ranks.
+        bubble_s: the global bubble of each rank.
+        peak_bytes: allocated, with what the kernels of the cluster's devices hold inside.
+        device_bytes: peak_bytes with allocator, context and communicators.
+        peak_by_category: peak_bytes by category.
+        slowed_s: how much longer the compute of a rank took because of messages beside it, the maximum over ranks; None
+            where contention was not simulated.
+        without_formula: operators whose FLOPs nothing knows, with their share of the bytes that compute moves.
+        notes: warnings, see `summary`.
+        ooms: a verdict for each role that needs more than its devices have, see `oom`.
+    """
 
     step_s: float
     period_s: float
@@ -60,47 +70,59 @@ class Simulation:
     slowed_s: float | None
     without_formula: Mapping[str, float]
     notes: tuple[str, ...]
-    ooms: tuple[Oom, ...]
+    ooms: tuple[OomVerdict, ...]
     _run: _Run = field(repr=False)
 
     @property
     def fits(self) -> bool:
-        """Whether every device has the memory that it needs; true without a cluster."""
+        """Tell whether every device has the memory that it needs; true without a cluster."""
         return not self.ooms
 
     @property
-    def oom(self) -> Oom | None:
-        """The verdict on the role that runs out of memory first; None when all fit."""
+    def oom(self) -> OomVerdict | None:
+        """Return the verdict on the role that runs out of memory first; None when all fit."""
         return first_of(self.ooms)
 
     def memory(self, rank: int) -> dict[str, int]:
-        """What is gone on a rank's device at its peak, by lines that add up to its `device_bytes`: those of
-        `piper_simulator.footprint.LINES` to its `peak_bytes`, and what is there beside tensors. IndexError for a rank that is not
-        there."""
+        """Return what is gone on a rank's device at its peak, by lines that add up to its `device_bytes`.
+
+        The lines of `piper_simulator.memory.footprint.LINES` add up to its `peak_bytes`; the others are there beside
+        tensors. IndexError for a rank that is not there."""
         return self._run.footprint(rank)
 
     def memory_snapshot(self, rank: int) -> Snapshot:
-        """The memory of a rank through the last step in the format of `torch.cuda.memory._snapshot()`, for torch's memory
-        visualiser. IndexError for a rank that is not there."""
+        """Return the memory of a rank through the last step, for torch's memory visualiser.
+
+        The format is that of `torch.cuda.memory._snapshot()`. IndexError for a rank that is not there."""
         return self._run.snapshot(rank)
 
     @cached_property
     def trace(self) -> Trace:
-        """The last of the steps, in seconds from its first start; made when it is first asked for."""
+        """Return the last of the steps, in seconds from its first start; it is made when it is first asked for."""
         with no_garbage_collection():
             return self._run.trace()
 
+    @cached_property
+    def role_trace(self) -> Trace:
+        """The same as `trace`, once for all ranks that do the same at the same times (`Trace.alike`)."""
+        with no_garbage_collection():
+            return self._run.trace(by_role=True)
+
     def distribution(self, jitter: float, *, seed: int = 0, repetitions: int = 200) -> Distribution:
-        """How the step is spread when every instruction and message takes its duration times a lognormal number of its own, with
-        mean 1 and `jitter` as coefficient of variation, in each of so many repetitions; see `piper_simulator.jitter`.
-        PlanError: a negative jitter, no repetitions."""
+        """Return how the step is spread when durations vary.
+
+        In each of so many repetitions every instruction and message takes its duration times a lognormal number of its
+        own, with mean 1 and `jitter` as coefficient of variation; see `piper_simulator.times.jitter`. PlanError: a
+        negative jitter, no repetitions."""
         with no_garbage_collection():
             return distribution(self._run.held, jitter, seed=seed, repetitions=repetitions)
 
     def summary(self) -> dict[str, Any]:
-        """The headline as plain numbers, of the worst rank where there is one per rank; `memory`: that of the fullest device, see
-        `memory`; `oom`: the first verdict, None when all fits; `sources`: the share that each source has in the seconds of all
-        instructions; `notes`: what of the cluster's constants is assumed, not calibrated or guessed."""
+        """Return the headline as plain numbers, of the worst rank where there is one per rank.
+
+        `memory` is that of the fullest device, see `memory`. `oom` is the first verdict, None when all fits. `sources`
+        is the share that each source has in the seconds of all instructions. `notes` say what of the cluster's
+        constants is assumed, not calibrated or guessed."""
         fullest = max(range(len(self.device_bytes)), key=lambda r: self.device_bytes[r], default=None)
         return {
             "step_s": self.step_s,
@@ -133,19 +155,22 @@ def simulate(
     contention: bool = True,
     model: CostModelFactory = DeviceModel,
 ) -> Simulation:
-    """Run a plan on a cluster (a name, see `load_cluster`, or a Cluster). `cluster` may be left out only when all compute has
-    given durations; these are then all there is, and the rest takes no time. `costs` come before what the device model computes;
-    costs of another machine or model, and what they do not hold, are named in `notes`.
-    `steps` follow each other without a barrier. `tokens_per_row` (default: the plan's) enables rates; `model_flops_per_step`
-    replaces the model FLOPs that the plan's own parameters suggest.
-    `contention`: messages that share links slow each other down, and compute beside them (`piper_simulator.contention`). Without
-    it every instruction takes its duration, as in the sweep of a search. It means nothing where nobody shares: given durations,
-    and a CPU, on which messages take their processor seconds from compute as it is (`piper_simulator.model`).
-    `model`: what gives durations (`piper_simulator.cost_model`), by default the formulas and tables of Piper.
+    """Run a plan on a cluster (a name, see `load_cluster`, or a Cluster).
 
-    ClusterError: unknown cluster, too few devices, or none where a duration must be computed; a stream that takes more SMs than
-    its devices have.
-    PlanError: deadlock, steps < 1."""
+    `cluster` may be left out only when all compute has given durations. These are then all there is, and the rest takes
+    no time. `costs` come before what the cost model computes. Costs of another machine or model, and what they do not
+    hold, are named in `notes`. `steps` follow each other without a barrier. `tokens_per_row` (default: the plan's)
+    enables rates; `model_flops_per_step` replaces the model FLOPs that the plan's own parameters suggest.
+
+    `contention`: messages that share links slow each other down, and compute beside them
+    (`piper_simulator.contention.flows`). Without it every instruction takes its duration, as in the sweep of a search.
+    It means nothing where nobody shares: with given durations, and on a CPU, where messages take their processor
+    seconds from compute as it is (`piper_simulator.durations.device_model`).
+
+    `model`: what gives durations (`piper_simulator.durations.cost_model`), by default the formulas and tables of Piper.
+
+    ClusterError: unknown cluster, too few devices, or none where a duration must be computed; a stream that takes more
+    SMs than its devices have. PlanError: deadlock, steps < 1."""
     if steps < 1:
         raise PlanError(f"simulate(steps={steps}): at least one step is needed")
     instructions = sum(len(role.program) for role in plan.roles)
@@ -176,12 +201,12 @@ def _simulate(
     flows = shared_flows(parts.plan, target, prepared, work) if contention else None
     timed = time_steps(prepared, work, flows, latency=plan.hop, issue=costing.issue_s, steps=steps)
     step_s = timed.first.makespan
-    gaps = idle(parts.plan, prepared, timed.first, timed.durations, plan.hop)
+    gaps = idle_times(parts.plan, prepared, timed.first, timed.durations, plan.hop)
     order, whole = parts.role_of, tuple(parts.of[r] for r in parts.role_of)
     counted = plan if target is None else replace(plan, device=device_type(target))
     usages = [list(scan(counted, role)) for role in plan.roles]
     peaks = [max(u, key=lambda x: x.total) if u else peak(counted, role) for u, role in zip(usages, plan.roles)]
-    held = Held(plan, parts, prepared, timed.durations, plan.hop, costing.issue_s)
+    held = TimedPlan(plan, parts, prepared, timed.durations, plan.hop, costing.issue_s)
     devices = _Devices(held, target, costs.allocator if costs is not None else None)
     memory = [devices.memory(k, peaks[r].total) for k, r in enumerate(parts.of)]
     rates = _rates(plan, target, timed.period_s, tokens_per_row, model_flops_per_step)
@@ -194,7 +219,7 @@ def _simulate(
         tokens_per_s=rates.tokens_per_s,
         mfu=rates.mfu,
         hfu=rates.hfu,
-        exposed_comm_s=max((g.exposed for g in gaps), default=0.0),
+        exposed_comm_s=max((g.exposed or 0.0 for g in gaps), default=0.0),
         global_bubble_s=max((step_s - g.busy for g in gaps), default=0.0),
         span_bubble_s=max((g.span for g in gaps), default=0.0),
         bubble_s=tuple(step_s - gaps[r].busy for r in order),
@@ -216,7 +241,7 @@ def _of_trace(target: Cluster | None, notes: tuple[str, ...]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """Per second of steady state; `notes`: warnings."""
+    """Hold what is done per second of steady state; `notes` are warnings."""
 
     tokens_per_s: float | None
     mfu: float | None
@@ -242,15 +267,15 @@ def _rates(
 
 
 def _rate(amount: float | None, per_second: float | None, top: float = 1.0) -> float | None:
-    """Amount per second over the top; None when any is unknown or there is nothing to speak of."""
+    """Return an amount per second over the top; None when any is unknown or there is nothing to speak of."""
     return None if not amount or per_second is None else amount * per_second / top
 
 
 @dataclass(frozen=True, slots=True)
 class _Devices:
-    """The device of each role of `held.parts`, whose ranks are all on one kind."""
+    """Find the device of each role of `held.parts`, whose ranks are all on one kind."""
 
-    held: Held
+    held: TimedPlan
     cluster: Cluster | None
     allocator: AllocatorCosts | None
 
@@ -258,27 +283,37 @@ class _Devices:
         return None if self.cluster is None else self.cluster.of(self.held.parts.plan.roles[k].ranks[0])
 
     def limit(self, k: int) -> int | None:
-        """Bytes that it has."""
+        """Return the bytes that the device of a role has."""
         device = self._of(k)
         return None if device is None else device.memory_bytes
 
     def memory(self, k: int, nbytes: int) -> DeviceMemory:
-        """What is gone there when the role holds so much."""
+        """Return what is gone there when the role holds so much."""
         plan = self.held.plan
         return device_memory(plan, plan.roles[self.held.parts.of[k]], nbytes, self._of(k), self.allocator)
 
 
 def _named(role: RolePlan, instr: int) -> str:
-    """An instruction for people."""
+    """Name an instruction for people."""
     return f"instruction {instr} {role.program[instr].name}" if 0 <= instr < len(role.program) else "its start"
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What a trace is made of; `times` and `work` are of the plan of `held.parts`, `usages` of the roles of `held.plan`, and
-    `memory` of those of `held.parts`; `counted`: the plan whose memory is that of the cluster's devices."""
+    """Hold what a trace is made of.
 
-    held: Held
+    Attributes:
+        held: the plan, its split roles and their durations.
+        counted: the plan whose memory is that of the cluster's devices.
+        times: of the plan of `held.parts`.
+        work: of the plan of `held.parts`.
+        usages: of the roles of `held.plan`.
+        memory: of the roles of `held.parts`.
+        step: which step the trace is of.
+        notes: what the trace says of itself.
+    """
+
+    held: TimedPlan
     counted: Plan
     times: Times
     work: Sequence[Work]
@@ -287,15 +322,21 @@ class _Run:
     step: int
     notes: Mapping[str, str]
 
-    def trace(self) -> Trace:
-        """Spans and memory by rank, then in program order. A memory sample stands at its instruction's start: only the stream
-        "compute" allocates and frees, in program order, so the peak in program order is the peak in time."""
+    def trace(self, by_role: bool = False) -> Trace:
+        """Make the trace: spans and memory by rank, then in program order; `by_role`: of the first of ranks that are alike.
+
+        A memory sample stands at its instruction's start: only the stream "compute" allocates and frees, in program
+        order, so the peak in program order is the peak in time."""
         times, origin = self.times, min(self.times.start, default=0.0)
         parts, roles = self.held.parts, self.held.parts.plan.roles
         names = [[instr.name for instr in role.program] for role in roles]
         spans: list[Span] = []
         memory: list[MemSample] = []
+        alike = tuple(role.ranks for role in roles) if by_role else ()
+        firsts = {ranks[0] for ranks in alike}
         for rank, r in enumerate(parts.role_of):
+            if by_role and rank not in firsts:
+                continue
             first = self.held.prepared.offsets[r]
             for i, instr in enumerate(roles[r].program):
                 node = first + i
@@ -304,7 +345,8 @@ class _Run:
                 spans.append(Span(rank, instr.stream, i, names[r][i], start, end, ready, w.bytes, w.flops, w.source))
             usages = self.usages[parts.of[r]]
             memory.extend(MemSample(rank, u.instr, times.start[first + u.instr] - origin, u.bytes) for u in usages)
-        return Trace(self.held.plan.key, "simulated", tuple(spans), tuple(memory), step=self.step, notes=self.notes)
+        whole = tuple(spans), tuple(memory)
+        return Trace(self.held.plan.key, "simulated", *whole, step=self.step, notes=self.notes, alike=alike)
 
     def footprint(self, rank: int) -> dict[str, int]:
         k = self.held.parts.role_of[rank]
@@ -317,8 +359,8 @@ class _Run:
         nodes = range(first, first + len(role.program))
         return snapshot(self.counted, role, [(self.times.start[n] - origin, self.times.end[n] - origin) for n in nodes])
 
-    def verdicts(self, devices: _Devices, peaks: Sequence[Usage], times: Times) -> Iterator[Oom]:
-        """Of the roles that need more than their devices have. `times`: of the first step."""
+    def verdicts(self, devices: _Devices, peaks: Sequence[Usage], times: Times) -> Iterator[OomVerdict]:
+        """Yield a verdict on each role that needs more than its devices have. `times` are of the first step."""
         parts, origin = self.held.parts, min(times.start, default=0.0)
         for k, (part, r, needs) in enumerate(zip(parts.plan.roles, parts.of, self.memory)):
             limit = devices.limit(k)
@@ -328,7 +370,7 @@ class _Run:
             start = Usage(-1, sum(s.nbytes for s in role.states), {})
             too_full = (u for u in (start, *self.usages[r], most) if devices.memory(k, u.total).total > limit)
             at = next(too_full).instr
-            yield Oom(
+            yield OomVerdict(
                 ranks=part.ranks,
                 role=part.role,
                 needs=needs.total,

@@ -43,8 +43,7 @@ def advancing_buffers(cut: Cut) -> tuple[Advancing, ...]:
     for node in cut.ops.nodes:
         made_of = set().union(*(content[s] for s in _read(node, facts.storages) if s in content))
         made_of |= {BATCH} if node in facts.random else set()
-        for storage in facts.storages[node] - set(content):
-            content[storage] = made_of
+        content.update((storage, made_of) for storage in facts.storages[node] if storage not in content)
         for storage in facts.writes[node]:
             content[storage] = made_of if _replaced(node) is not None else made_of | content.get(storage, set())
             changed_by[storage] = node

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from traceback import FrameSummary
 from typing import Any, Literal
 
 import torch
@@ -19,6 +18,7 @@ from piper_compiler.capture import _torch
 from piper_compiler.capture.attributes import Numbers, advance_counters, held_tensors, numbers
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.contexts import drop_kernel_choices
+from piper_compiler.capture.dynamo_errors import as_capture_error
 from piper_compiler.capture.model import (
     ASKED_ROWS,
     BatchMaker,
@@ -31,7 +31,7 @@ from piper_compiler.capture.model import (
 from piper_compiler.capture.repeated import NotFlat, as_regions, complete, flatten, repeated_layers
 from piper_compiler.capture.tags import is_opaque
 from piper_ir.errors import CaptureError
-from piper_ops import REFUSALS, UnsupportedVariant, is_model_code, replace_portable
+from piper_ops import UnsupportedVariant, replace_portable
 
 EXAMPLE_ROWS = 6
 """Rows of the symbolic capture. A model that compares its rows with this number is refused, as with any other number."""
@@ -271,7 +271,7 @@ def _run(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets
             with _torch.regions_apart():
                 return _traced(recorder, model, loss, inputs, targets)
         except _torch.CAPTURE_ERRORS as error:
-            raise recorder.problem or _as_capture_error(error) from error
+            raise recorder.problem or as_capture_error(error, __file__, flatten_batch(inputs, targets)) from error
         except NotFlat as error:
             raise CaptureError(
                 f"a nested compile region of the model's cannot be captured: {error}; leave torch.compiler.nested_compile_region "
@@ -284,41 +284,6 @@ def _traced(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targ
     recorder.clean()
     assert isinstance(result, tuple)
     return result
-
-
-def _as_capture_error(error: BaseException) -> CaptureError:
-    """Dynamo's error as ours: the user's innermost line, Dynamo's explanation without its hints, and what to do."""
-    frames = _torch.user_frames(error)
-    own = [f for f in frames if is_model_code(f.filename)]
-    where = f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line}): " if own else _part(frames)
-    text = str(error)
-    lines = text.partition("from user code:")[0].partition("\n\n")[0].splitlines()
-    reason = " ".join(line.strip() for line in lines if not line.strip().startswith(("Hint:", "Developer debug context")))
-    raised = reason.startswith("Observed exception")  # Dynamo does not say which one
-    if raised:
-        reason = "this line raises an exception"
-    if "fake impl" in text:
-        advice = (
-            "A custom op needs an implementation of its shapes and a gradient:\n"
-            "    @my_op.register_fake\n    def _(x): return torch.empty_like(x)\n"
-            "    my_op.register_autograd(backward, setup_context=setup_context)"
-        )
-    elif any("flex_attention" in f.filename for f in frames):  # on a CPU torch itself refuses its backward
-        advice = REFUSALS[torch.ops.higher_order.flex_attention].way_out
-    elif isinstance(error, _torch.RuntimeFailure) or raised:
-        advice = "Check that the model and the loss run on such a batch without Piper."
-    else:
-        advice = (
-            "Model and loss must be one graph, without Python side effects and without values read from tensors. A custom kernel "
-            "must be registered: @torch.library.custom_op('ns::name', mutates_args=()), register_fake, register_autograd."
-        )
-    return CaptureError(f"{where}cannot be captured: {reason}\n{advice}")
-
-
-def _part(frames: Sequence[FrameSummary]) -> str:
-    """What was traced, where all frames are torch's and our own: the model and the loss are torch's then."""
-    ours = [f.line or "" for f in frames if f.filename == __file__]
-    return f"the {'loss' if 'loss(' in ours[-1] else 'model'}: " if ours else ""
 
 
 def _specialised(module: fx.GraphModule, inputs: Sequence[Any], batch: Collection[int]) -> CaptureError | None:

@@ -8,7 +8,7 @@ The model, op by op in the order of `schedule`:
 - a gradient that is added into its accumulator lives until that op is done;
 - an op that writes into a copy of a view (`select_scatter`) copies the view's whole storage;
 - an input counts as used last by the last op that uses it or a view of it; it is freed there if it dies in this step.
-Memory that a kernel allocates and frees inside stands apart, as `Liveness.inside`, for kinds of devices differ in it. Constants
+Memory that a kernel allocates and frees inside is counted for the CPU; for CUDA it stands apart, as `Liveness.inside`. Constants
 are not counted: they live as long as the code.
 """
 
@@ -23,7 +23,7 @@ from piper_compiler.capture import aliasing
 from piper_compiler.capture.schedule import Line
 from piper_compiler.capture.stepgraph import StepGraph
 from piper_ir.program import Inside, Liveness
-from piper_ops.workspace import Own, own_on_cuda
+from piper_ops import Workspace, cpu_workspace, cuda_workspace
 
 aten = torch.ops.aten
 
@@ -42,19 +42,26 @@ def analyse(step: StepGraph, lines: Sequence[Line]) -> Liveness:
     at_line = _bytes_at_lines(lines, last)
     ends = [last.get(inputs[k], -1) for k in consumed]
     spans = list(zip([-1, *ends], [*ends, len(lines)], strict=True))
-    segments = [tuple(size for number, size in at_line if start < number <= end) for start, end in spans]
+    inside_too = [(number, held + _cpu_workspace(lines[number].node)) for number, held in at_line]
+    segments = [tuple(size for number, size in inside_too if start < number <= end) for start, end in spans]
     kernels = [(number, _inside(held, own)) for number, held in at_line if (own := _own(lines[number].node)) is not None]
     inside = [tuple(k for number, k in kernels if start < number <= end) for start, end in spans] if kernels else []
     return Liveness(tuple(consumed), tuple(segments), tuple(inside))
 
 
-def _own(node: fx.Node) -> Own | None:
+def _own(node: fx.Node) -> Workspace | None:
     """What a node's kernel holds inside on a CUDA device."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return own_on_cuda(node.target, args, node.meta["val"], kwargs)
+    return cuda_workspace(node.target, args, node.meta["val"], kwargs)
 
 
-def _inside(held: int, own: Own) -> Inside:
+def _cpu_workspace(node: fx.Node) -> int:
+    """What a node's kernel holds inside on a CPU."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return cpu_workspace(node.target, args, node.meta["val"], kwargs)
+
+
+def _inside(held: int, own: Workspace) -> Inside:
     return Inside(held + own.always, own.sliced, own.most)
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from piper_compiler.capture import _torch, shared
 from piper_ir.errors import CaptureError
-from piper_ir.usercode import user_code
+from piper_ir.tools import user_code
 
 BatchMaker = Callable[[range], tuple[Any, Any]]
 """rows -> (inputs, targets), each with len(rows) rows."""
@@ -23,6 +25,11 @@ Loss = Callable[[Any, Any], Any]
 ASKED_ROWS = 2
 """Rows that the user's batch function is asked for: more than one, so that a function that ignores its argument shows."""
 
+DEVICES = (
+    "Model, loss and batch are written for the CPU, and a run moves them to the devices of its ranks: leave .cuda(), "
+    ".to('cuda') and device='cuda' out. A tensor that forward makes takes the device of another one: device=x.device"
+)
+
 
 def fake_model(model: nn.Module | Callable[[], nn.Module], mode: _torch.FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
     """The model with fake parameters and buffers, floating ones cast to `dtype`; the user's module is not touched.
@@ -31,7 +38,7 @@ def fake_model(model: nn.Module | Callable[[], nn.Module], mode: _torch.FakeTens
     (`.item()`, numpy) cannot run there; it then runs for real, and its tensors are replaced by fake ones."""
     if isinstance(model, nn.Module):
         return _faked(model, mode, dtype)
-    with user_code("model()", CaptureError):
+    with _devices_left_out(), user_code("model()", CaptureError):
         try:
             with _torch.fake_construction(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch does, to copy modules
@@ -43,8 +50,30 @@ def fake_model(model: nn.Module | Callable[[], nn.Module], mode: _torch.FakeTens
     return _faked(built, mode, dtype)
 
 
+@contextmanager
+def _devices_left_out() -> Iterator[None]:
+    """Add what is meant to an error of a constructor that asks for a device that is not here."""
+    try:
+        yield
+    except CaptureError as error:
+        if not names_device(str(error)):
+            raise
+        raise CaptureError(f"{error}. {DEVICES}") from error
+
+
+def names_device(text: str) -> bool:
+    """Return whether an error of torch's is about a device that the user's code names."""
+    return any(sign in text for sign in ("not linked with support for", "not compiled with", "is not on the expected device"))
+
+
 def _check(model: nn.Module) -> None:
     """CaptureError for what a capture would silently leave out, or cannot hold."""
+    for name, tensor, _ in named_tensors(model):
+        if is_lazy(tensor):
+            raise CaptureError(
+                f"{name!r} has no shape yet: a lazy module gets its sizes from its first batch. Give them in the constructor, "
+                "such as nn.Linear(inputs, outputs) in place of nn.LazyLinear(outputs)"
+            )
     for name, p in model.named_parameters():
         if p.is_complex():
             raise CaptureError(
@@ -133,12 +162,13 @@ def check_batch(batch: BatchMaker, rows: int, dtype: torch.dtype | None, most: i
     if not isinstance(result[0], Tensor | tuple | Mapping):
         raise CaptureError(
             f"batch returned inputs of type {type(result[0]).__name__}; "
-            "inputs: a Tensor, tuple (positional) or dict (keyword) is accepted"
+            "inputs: a Tensor, tuple (positional) or dict (keyword) is accepted (torch.from_numpy makes tensors of arrays)"
         )
     for name, tensor in flatten_batch(*result).items():
         if tensor.dim() == 0 or tensor.shape[0] != len(asked):
             raise CaptureError(
-                f"batch: {name} has shape {tuple(tensor.shape)} for {len(asked)} rows; the first dimension must be the rows"
+                f"batch: {name} has shape {tuple(tensor.shape)} for {len(asked)} rows; the first dimension must be the rows: "
+                "batch(step, rows) returns these rows of the global batch, such as x[rows.start : rows.stop], and not all of it"
             )
 
     def example(leaf: Any) -> Any:

@@ -28,8 +28,7 @@ from piper_compiler.capture.kernels import listed
 from piper_ir.errors import CaptureError
 from piper_ir.program import Cost, Liveness, Signature, Step
 from piper_ir.sizes import TensorSpec, bind
-from piper_ops import kernel_of
-from piper_ops.opaque import backward_step, forward_step, storage_key
+from piper_ops import backward_step, forward_step, kernel_of, storage_key
 
 aten = torch.ops.aten
 

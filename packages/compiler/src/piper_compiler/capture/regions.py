@@ -41,6 +41,9 @@ DROPPED = frozenset({"_log_api_usage_once", "_assert_async", "_assert_scalar", "
 
 TRITON = frozenset({"triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional"})
 
+TRANSFORMS = ("torch._functorch.predispatch", "torch._functorch.vmap")
+"""Modules of the calls that enter and leave transforms of torch.func in a captured graph."""
+
 
 @dataclass(eq=False)
 class Region:
@@ -79,6 +82,11 @@ def operations(graph: fx.Graph) -> Operations:
         name = getattr(node.target, "__name__", str(node.target))
         if name in TRITON:
             raise CaptureError(f"{line_of(node)}: an unregistered Triton kernel; wrap it with torch.library.triton_op")
+        if (getattr(node.target, "__module__", None) or "").startswith(TRANSFORMS):
+            raise CaptureError(
+                f"{_line_near(node)}: a transform of torch.func (vmap, grad, jvp, ...) inside a model cannot be cut into chunks; "
+                "write it with batched operations, or wrap it as an operator of its own (torch.library.custom_op)"
+            )
         if node.target is _torch.SET_GRAD:
             enabled = bool(node.args[0])
             statements.append(node)
@@ -91,6 +99,14 @@ def operations(graph: fx.Graph) -> Operations:
         kept.append(node)
         statements.append(node)
     return Operations(tuple(kept), modes, tuple(statements))
+
+
+def _line_near(node: fx.Node) -> str:
+    """The user's line of a node, or of the next that has one: what enters a transform has none."""
+    traced = node
+    while traced.op not in ("root", "output") and not traced.meta.get("stack_trace"):
+        traced = traced.next
+    return line_of(node if traced.op in ("root", "output") else traced)
 
 
 def _writes_silently(node: fx.Node) -> bool:
@@ -231,7 +247,9 @@ class _Assigner:
             if own and OPAQUE not in region.coords and (LAYER in region.coords or self._layered[1] < 0):
                 sinking.into(region.number, region.nodes, min(own))
         for region in self.regions:
-            region.nodes = [n for n in nodes if sinking.home[n] == region.number]
+            region.nodes.clear()
+        for node in nodes:
+            self.regions[sinking.home[node]].nodes.append(node)
         self.regions = [r for r in self.regions if r.nodes]
 
     def _may_join(self, node: fx.Node, region: Region) -> bool:

@@ -37,7 +37,7 @@ def _updates(cut: Cut) -> dict[str, str]:
     written: dict[str, dict[str, str]] = {}
     buffers = {o.name: cut.facts.storages[n] for n, o in cut.forward.origins.items() if o.kind == "buffer"}
     for piece in cut.pieces:
-        for node in piece.region.nodes:
+        for node in filter(cut.facts.writes.get, piece.region.nodes):
             for name, storages in buffers.items():
                 if cut.facts.writes[node] & storages:
                     written.setdefault(name, {})[piece.region.id] = line_of(node)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from piper_ir.errors import CaptureError
-from piper_ops.opaque import storage_key
+from piper_ops import storage_key
 
 ATTRIBUTE = "_piper_shared"
 """Attribute of a fake model: the pairs of tensors that share bytes in the model that it stands for."""

@@ -112,5 +112,7 @@ def explain(error: NotAffine, chunk: str, traces: Mapping[int, TracedChunk]) -> 
     """What a user is told of a chunk that does not fit; `traces` by rows."""
     return CaptureError(
         f"chunk {chunk!r} is not affine in the rows of a microbatch: {error} (traced at {', '.join(map(str, traces))} rows); "
-        "every size must be a + b * rows: no rows-by-rows products, and the rows stay in the first dimension"
+        "every size must be a + b * rows: no rows-by-rows products, and the rows stay in the first dimension. What compares the "
+        "rows of a batch with each other (in-batch negatives) is another model for every number of rows; give each row what it "
+        "is compared with as a tensor of the batch, [rows, ...]"
     )

@@ -11,8 +11,9 @@ registered with `@directive`:
         def check(self, graph): ...          # raise DirectiveError when a legality condition does not hold
         def apply(self, graph): ...          # return another graph
 
-With the class attribute `takes_over = True` a directive promises to read nothing of the graph's tables after its first change
-of the editor's; they are then changed in place instead of copied, which is what keeps many directives on a large graph linear.
+A node of a graph stands for all microbatches in which it does the same (`Node.mbs`). A directive that works on nodes as
+`Graph.pick` gives them takes no longer for more microbatches; one that works on `Graph.select`, which has a node per
+microbatch, does.
 """
 
 from __future__ import annotations
@@ -110,15 +111,26 @@ def written(kind: type) -> str:
 
 
 def compute_nodes(item: Directive, graph: Graph, selection: Where) -> list[Node]:
-    """The compute nodes of a selection; a SelectorError names the directive."""
+    """Return the compute nodes of a selection (see `Graph.pick`); a SelectorError names the directive."""
     try:
-        return graph.select(selection)
+        return graph.pick(selection)
     except LookupError as e:
         site = getattr(item, "site", "")
         raise type(e)(f"{describe(item)}{f' at {site}' if site else ''}: {e}") from None
 
 
-def names(nodes: list[Node], most: int = 4) -> str:
-    """The ids of some nodes, for a message."""
-    more = f" and {len(nodes) - most} more" if len(nodes) > most else ""
-    return ", ".join(n.id for n in nodes[:most]) + more
+Turn = tuple[Node, int]
+"""A node in one of its microbatches."""
+
+
+def turns(item: Directive, graph: Graph, selection: Where) -> list[Turn]:
+    """Return the compute nodes of a selection microbatch by microbatch (see `Graph.turns`); a SelectorError names the
+    directive."""
+    return graph.turns(selection) or [(node, node.mb) for node in compute_nodes(item, graph, selection)]
+
+
+def names(graph: Graph, nodes: list[Node], most: int = 4) -> str:
+    """Return what nodes are called in their microbatches, for a message."""
+    each = sorted(graph.copies(nodes), key=graph.position)
+    more = f" and {len(each) - most} more" if len(each) > most else ""
+    return ", ".join(n.id for n in each[:most]) + more

@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, Literal
 
-from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
+from piper_compiler.directives.base import Turn, call_site, directive, fail, names, site_field, turns
 from piper_ir.errors import SelectorError
-from piper_ir.graph import Graph, Node, OverlapGroup
+from piper_ir.graph import At, Graph, Node, OverlapGroup
+from piper_ir.graph_parts import in_mbs, mbs_of
 from piper_ir.select import Where
 
 
@@ -92,18 +93,19 @@ class Order:
         if len(self.selections) < 2:
             raise fail(self, 1, "an order needs at least two selections")
         self._check_overlaps()
-        seen: dict[str, Where] = {}
+        seen: dict[At, Where] = {}
         devices: dict[str, int] = {}
         selected = [pair for item in self._selected(graph) for pair in item]
         for selection, nodes in selected:
-            for node in nodes:
-                if node.id in seen:
-                    raise fail(self, 2, f"{node.id} is in {seen[node.id]} and in {selection}")
-                seen[node.id] = selection
-            unplaced = [n for n in nodes if not n.role]
+            for node, mb in nodes:
+                at = node.id, mb
+                if at in seen:
+                    raise fail(self, 2, f"{node.name(mb)} is in {seen[at]} and in {selection}")
+                seen[at] = selection
+            unplaced = [(n, mb) for n, mb in nodes if not n.role]
             if graph.roles and unplaced:
-                raise fail(self, 3, f"{names(unplaced)} is not placed; write place before order")
-            for role in {n.role for n in nodes}:
+                raise fail(self, 3, f"{names(graph, _each(unplaced))} is not placed; write place before order")
+            for role in {n.role for n, _ in nodes}:
                 devices[role] = devices.get(role, 0) + 1
         if len(selected) > 1 and max(devices.values()) < 2:
             raise fail(self, 4, "no two of the selections share a device, so nothing would be ordered")
@@ -120,13 +122,13 @@ class Order:
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
-        last: dict[str, list[str]] = {}
+        last: dict[str, list[At]] = {}
         for item in self._selected(graph):
-            chains: dict[str, list[tuple[str, ...]]] = {}  # role -> the nodes of each selection that has some there
+            chains: dict[str, list[tuple[At, ...]]] = {}  # role -> the nodes of each selection that has some there
             for _, nodes in item:
-                mine: dict[str, list[str]] = {}
-                for node in nodes:
-                    mine.setdefault(node.role, []).append(node.id)
+                mine: dict[str, list[At]] = {}
+                for node, mb in nodes:
+                    mine.setdefault(node.role, []).append((node.id, mb))
                 for role, ids in mine.items():
                     chains.setdefault(role, []).append(tuple(ids))
             for role, members in chains.items():
@@ -148,14 +150,14 @@ class Order:
             yield self.selections[k : k + n]
             k += n
 
-    def _selected(self, graph: Graph) -> list[list[tuple[Where, list[Node]]]]:
+    def _selected(self, graph: Graph) -> list[list[tuple[Where, list[Turn]]]]:
         """The items with the nodes of their selections, without those that may be missing and are."""
         out = []
         for item in self._items():
             found = []
             for selection in item:
                 try:
-                    found.append((selection, compute_nodes(self, graph, selection)))
+                    found.append((selection, turns(self, graph, selection)))
                 except SelectorError:
                     if self.missing != "skip" or not has_no_such_phase(graph, selection):
                         raise
@@ -170,8 +172,12 @@ def has_no_such_phase(graph: Graph, selection: Where) -> bool:
     phase = terms.pop("phase", None)
     if phase not in ("B", "I", "W"):
         return False
-    there = {n.coords["phase"] for n in graph.matching(Where(tuple(terms.items())))}
+    there = {n.coords["phase"] for n in graph.find(Where(tuple(terms.items())))}
     return there == {"F"} or (phase != "B" and there in ({"F", "I"}, {"F", "W"}))
+
+
+def _each(turns: list[Turn]) -> list[Node]:
+    return [in_mbs(node, mbs_of((mb,)) if mb >= 0 else None) for node, mb in turns]
 
 
 def _order(terms: Iterable[Any], missing: Literal["error", "skip"], overlaps: tuple[tuple[int, int], ...], site: str) -> Order:

@@ -56,7 +56,7 @@ class Partition:
             raise fail(self, 2, f'at={self.at!r}; "even", "cost" or a tuple of first layers is accepted')
 
     def _check_present(self, graph: Graph, present: list[int | str]) -> None:
-        without = [n.id for n in graph.nodes.values() if "stage" not in n.coords]
+        without = [n.name(n.each[0]) for n in graph.sequence if "stage" not in n.coords]
         if without:
             raise fail(self, 4, f"some regions have a stage already but {without[0]} has none; tag all regions or none")
         if present != list(range(self.stages)):
@@ -76,7 +76,7 @@ class Partition:
         stage_of = stage_of_layers(graph.program, self.stages, self.at, graph.costs)
         edit = graph.edit()
         home = chunk_layers(graph.program)
-        for node in graph.nodes.values():
+        for node in graph.sequence:
             layer = home[str(node.coords["chunk"])]
             edit.update(replace(node, coords={**node.coords, "stage": stage_of[layer]}))
         return edit.done()

@@ -14,12 +14,12 @@ Legality
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
 from piper_ir.graph import Editor, Graph, Node, Transport
+from piper_ir.graph_parts import common, in_mbs, on_role
 from piper_ir.mesh import AXES
 from piper_ir.plan import COMPUTE
 from piper_ir.select import Where
@@ -36,7 +36,6 @@ class Place:
     send: str = ""
     recv: str = ""
     site: str = site_field()
-    takes_over: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -57,7 +56,7 @@ class Place:
         nodes = compute_nodes(self, graph, self.selection)
         placed = [n for n in nodes if n.role]
         if placed:
-            raise fail(self, 2, f"{names(placed)} is placed on {placed[0].role} already; a node runs in one place")
+            raise fail(self, 2, f"{names(graph, placed)} is placed on {placed[0].role} already; a node runs in one place")
         fixed = dict(self.on)
         for role, other in graph.roles.items():
             if set(other) != set(fixed):
@@ -66,12 +65,15 @@ class Place:
         for node in nodes:
             over = graph.replication.get(str(node.coords["chunk"]))
             if over is not None and set(over.over) & set(fixed):
-                raise fail(self, 4, f"{node.id} is replicated over {over.over}; a placed axis cannot be replicated too")
+                raise fail(
+                    self, 4, f"{node.name(node.each[0])} is replicated over {over.over}; a placed axis cannot be replicated too"
+                )
         self._check_streams(graph, role_name(fixed))
         for node in nodes:
             for twin in _other_phases(graph, node):
                 if twin.role not in ("", role_name(fixed)):
-                    message = f"{twin.id} is placed on {twin.role}; both phases need what the forward keeps, place them together"
+                    name = twin.name(twin.each[0])
+                    message = f"{name} is placed on {twin.role}; both phases need what the forward keeps, place them together"
                     raise fail(self, 6, message)
 
     def _check_axes(self, graph: Graph) -> None:
@@ -101,47 +103,69 @@ class Place:
         role = role_name(fixed)
         edit.roles[role] = fixed
         edit.transports[role] = Transport(self.send, self.recv)
-        nodes = with_sums(graph, graph.select(self.selection))
-        for node in nodes:
-            edit.update(Node(node.id, node.op, node.coords, node.reads, node.writes, role, node.stream))
-        for node in nodes:
-            _connect(edit, node.id, role)
+        by_phase: dict[str, list[Node]] = {}
+        for node, phase in with_sums(graph, graph.pick(self.selection)):
+            edit.update(on_role(node, role))
+            by_phase.setdefault("B" if phase == "I" else phase, []).append(on_role(node, role))
+        for nodes in by_phase.values():
+            _connect(edit, nodes)
         return edit.done()
 
 
-def _other_phases(graph: Graph, node: Node) -> list[Node]:
-    """The nodes of the other phases of a node's chunk and microbatch."""
-    chunk, phase = node.coords["chunk"], node.coords["phase"]
-    suffix = node.id.removeprefix(f"{chunk}.{phase}")
-    found = (graph.nodes.get(f"{chunk}.{other}{suffix}") for other in ("F", "B", "I", "W") if other != phase)
-    return [n for n in found if n is not None]
+def _other_phases(graph: Graph, node: Node) -> Iterator[Node]:
+    """Find the nodes of the other phases of a node's chunk, in its microbatches."""
+    for phase in ("F", "B", "I", "W"):
+        if phase != node.coords["phase"]:
+            for other in graph.compute(str(node.coords["chunk"]), phase):
+                shared = common(other.mbs, node.mbs)
+                if shared is None or shared:
+                    yield in_mbs(other, shared)
 
 
 def role_name(fixed: Mapping[str, int]) -> str:
-    """ "pp0", or "pp0.ep1" for several axes."""
+    """Return "pp0", or "pp0.ep1" for several axes."""
     return ".".join(f"{axis}{at}" for axis, at in fixed.items())
 
 
-def with_sums(graph: Graph, nodes: list[Node]) -> list[Node]:
-    """The nodes, and the gradient sums that feed them: a sum runs where its chunk's backward runs."""
-    out = []
+def with_sums(graph: Graph, nodes: list[Node]) -> Iterator[tuple[Node, str]]:
+    """Yield the nodes, and before each the gradient sums that feed it, with its phase: a sum runs where its chunk's backward
+    runs."""
     for node in nodes:
-        if node.coords["phase"] != "F":
-            writers = (graph.nodes.get(graph.writer.get(value, "")) for value in node.reads)
-            out += [w for w in writers if w is not None and w.coords["op"] == "add"]
-        out.append(node)
-    return out
+        phase = str(node.coords["phase"])
+        if phase != "F":
+            for value in node.reads:
+                for writer, mbs in graph.writers_of(value, node.mbs):
+                    if writer.coords["op"] == "add":
+                        yield in_mbs(writer, mbs), phase
+        yield node, phase
 
 
-def _connect(edit: Editor, node_id: str, role: str) -> None:
-    """Add communication on the edges between a newly placed node and nodes placed elsewhere."""
-    nodes, node = edit.nodes, edit.nodes[node_id]
+@dataclass(frozen=True, slots=True)
+class _Crossing:
+    """A value that `reader` reads on another role than the one that writes it, in the microbatches of the reader."""
+
+    value: str
+    source: str
+    reader: Node
+
+
+def _connect(edit: Editor, nodes: list[Node]) -> None:
+    """Add communication on the edges between newly placed nodes and nodes placed elsewhere. Channels are made in the order in
+    which the microbatches need them, one after the other."""
+    found = [crossing for node in nodes for crossing in _crossings(edit, node)]
+    for at in sorted(found, key=lambda at: at.reader.each[0]):
+        edit.channel(at.source, at.reader.role, edit.values[at.value].category)
+    for at in found:
+        copy = edit.transfer(at.value, at.source, at.reader.role, at.reader.mbs)
+        edit.reread(at.reader, at.value, copy)
+
+
+def _crossings(edit: Editor, node: Node) -> Iterator[_Crossing]:
     for value in node.reads:
-        writer = nodes.get(edit.writer.get(value, ""))
-        if writer is not None and writer.role not in ("", role):
-            edit.reread(node_id, value, edit.transfer(value, writer.role, role))
+        for writer, mbs in edit.writers_of(value, node.mbs):
+            if writer.role not in ("", node.role):
+                yield _Crossing(value, writer.role, in_mbs(node, mbs))
     for value in node.writes:
-        for reader in edit.readers.get(value, ()):
-            other = nodes[reader]
-            if other.role not in ("", role) and other.coords["op"] in ("compute", "add"):
-                edit.reread(reader, value, edit.transfer(value, role, other.role))
+        for reader in edit.readers_of(value, node.mbs):
+            if reader.role not in ("", node.role) and reader.coords["op"] in ("compute", "add"):
+                yield _Crossing(value, node.role, reader)

@@ -60,13 +60,16 @@ class Replicate:
         over = set(graph.mesh.axes) & set(self.over)
         for node in nodes:
             chunk = str(node.coords["chunk"])
-            counts[chunk] = counts.get(chunk, 0) + 1
+            counts[chunk] = counts.get(chunk, 0) + len(node.each)
             if chunk in graph.replication:
                 raise fail(self, 3, f"{chunk} is replicated by {graph.log[graph.replication[chunk].applied]} already")
             if node.role and set(graph.roles[node.role]) & over:
-                raise fail(self, 4, f"{node.id} is placed on {node.role}; it cannot be replicated over the same axis")
+                raise fail(
+                    self, 4, f"{node.name(node.each[0])} is placed on {node.role}; it cannot be replicated over the same axis"
+                )
         for chunk, count in counts.items():
-            there = sum(graph.nodes[i].coords["op"] == "compute" for i in graph.index[("chunk", chunk)])
+            every = [node for id in graph.index[("chunk", chunk)] for node in graph.families[id]]
+            there = sum(len(node.each) for node in every if node.coords["op"] == "compute")
             if there != count:
                 raise fail(self, 2, f"{count} of {there} nodes of {chunk} are selected; select by region, not by phase or mb")
 
@@ -74,6 +77,6 @@ class Replicate:
         edit = graph.edit()
         over = tuple(a for a in graph.mesh.axes if a in self.over)
         record = Replication(over, int(min(self.bucket_mb, MOST_BUCKET_MB) * 2**20), self.reduce, edit.applied)
-        for node in graph.select(self.selection):
+        for node in graph.pick(self.selection):
             edit.replication[str(node.coords["chunk"])] = record
         return edit.done()

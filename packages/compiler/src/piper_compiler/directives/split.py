@@ -17,7 +17,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from piper_compiler.directives.base import compute_nodes, directive, fail, site_field
-from piper_ir.graph import Editor, Graph, Node, OverlapGroup
+from piper_ir.graph import Graph, OverlapGroup
+from piper_ir.graph_parts import in_mbs
 from piper_ir.limits import MOST_NODES, most
 from piper_ir.select import Where
 
@@ -39,7 +40,7 @@ class Split:
         if graph.roles:
             raise fail(self, 4, "nodes are placed already; write split before place")
         selected = compute_nodes(self, graph, self.selection)
-        everything = sum(n.coords["op"] == "compute" for n in graph.nodes.values())
+        everything = sum(n.coords["op"] == "compute" for n in graph.sequence)
         if len(selected) != everything:
             raise fail(self, 3, f"{len(selected)} of {everything} nodes are selected; use where() to select all")
         if everything * self.microbatches > MOST_NODES:
@@ -51,24 +52,13 @@ class Split:
 
 
 def split_all(graph: Graph, microbatches: int) -> Graph:
-    """The graph with `microbatches` copies of every node and value, in an order that keeps microbatches apart per node."""
-    empty = replace(
-        graph, nodes={}, values={}, writer={}, readers={}, index={}, order_edges={}, overlaps=(), _sets={}, _selected={}
-    )
-    edit = Editor(empty)
-    for id, value in graph.values.items():
-        edit.same_values([f"{id}@{mb}" for mb in range(microbatches)], value)
-    for node in graph.nodes.values():
-        for mb in range(microbatches):
-            reads = tuple([f"{v}@{mb}" for v in node.reads])
-            writes = tuple([f"{v}@{mb}" for v in node.writes])
-            edit.add(Node(f"{node.id}@{mb}", node.op, {**node.coords, "mb": mb}, reads, writes, node.role, node.stream))
-    edit.microbatches = microbatches
-    for before, after in graph.order_edges:
-        for mb in range(microbatches):
-            edit.order_edges[(f"{before}@{mb}", f"{after}@{mb}")] = graph.order_edges[(before, after)]
-    for group in graph.overlaps:
-        for mb in range(microbatches):
-            members = tuple([tuple([f"{id}@{mb}" for id in member]) for member in group.members])
-            edit.overlaps.append(OverlapGroup(members, group.applied))
-    return edit.done()
+    """Return the graph in which every node stands for `microbatches` microbatches."""
+    mbs = range(microbatches)
+    edges = {((a, mb), (b, mb)): applied for ((a, _), (b, _)), applied in graph.order_edges.items() for mb in mbs}
+    overlaps = [
+        OverlapGroup(tuple([tuple([(id, mb) for id, _ in member]) for member in group.members]), group.applied)
+        for group in graph.overlaps
+        for mb in mbs
+    ]
+    families = {id: tuple([in_mbs(node, mbs) for node in family]) for id, family in graph.families.items()}
+    return replace(graph, families=families, order_edges=edges, overlaps=tuple(overlaps), microbatches=microbatches, _found={})

@@ -15,12 +15,13 @@ Legality
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from piper_compiler.directives.base import compute_nodes, directive, fail, names, site_field
 from piper_compiler.ports import BACKWARD, port_value, signatures, value_reads, value_writes
-from piper_ir.graph import Coord, Graph, Node
+from piper_ir.graph import At, Coord, Graph, Node
+from piper_ir.graph_parts import compute_id
 from piper_ir.ops import Add, Compute
 from piper_ir.program import Chunk
 from piper_ir.select import Where
@@ -38,66 +39,63 @@ class SplitBackward:
         nodes = compute_nodes(self, graph, self.selection)
         split = [n for n in nodes if n.coords["phase"] in BACKWARD]
         if split:
-            raise fail(self, 2, f"{names(split)} is of a backward that is split already")
-        backwards = {n.id for n in nodes if n.coords["phase"] == "B"}
+            raise fail(self, 2, f"{names(graph, split)} is of a backward that is split already")
+        backwards = [n for n in nodes if n.coords["phase"] == "B"]
         if not backwards and any(signatures(graph.program.chunk(str(n.coords["chunk"])), "B") for n in nodes):
-            raise fail(self, 1, f"{names(nodes)} is no backward; select phase='B', or leave phase out")
+            raise fail(self, 1, f"{names(graph, nodes)} is no backward; select phase='B', or leave phase out")
+        if graph.order_edges or graph.overlaps:
+            self._check_unordered(graph, {(n.id, mb): n.name(mb) for n in backwards for mb in n.each})
+
+    def _check_unordered(self, graph: Graph, backwards: Mapping[At, str]) -> None:
+        """Condition 3. `backwards`: the selected ones with their names."""
         for edge, applied in graph.order_edges.items():
-            for id in edge:
-                if id in backwards:
+            for at in edge:
+                if at in backwards:
                     by = f" ({graph.log[applied]})" if applied < len(graph.log) else ""
-                    raise fail(self, 3, f"{id} is ordered already{by}; write split_backward before order")
+                    raise fail(self, 3, f"{backwards[at]} is ordered already{by}; write split_backward before order")
         for group in graph.overlaps:
-            for id in group.nodes:
-                if id in backwards:
-                    raise fail(self, 3, f"{id} is in an overlap already; write split_backward before order")
+            for at in group.nodes:
+                if at in backwards:
+                    raise fail(self, 3, f"{backwards[at]} is in an overlap already; write split_backward before order")
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
         makers: dict[str, _Parts] = {}
-        parts: dict[str, dict[str, tuple[Node, ...]]] = {}
-        for node in graph.select(self.selection):
-            if node.coords["phase"] == "B":
-                chunk = str(node.coords["chunk"])
-                if chunk not in makers:
-                    makers[chunk] = _Parts(graph.program.chunk(chunk))
-                parts.setdefault(chunk, {})[node.id] = makers[chunk].of(node)
-        edit.replace({old: new for mine in parts.values() for old, new in _by_step(mine).items()})
-        for old, new in (item for mine in parts.values() for item in mine.items()):
-            for value in graph.nodes[old].reads:  # a sum that feeds it runs with its first part
-                feeder = graph.nodes.get(graph.writer.get(value, ""))
-                if feeder is not None and isinstance(feeder.op, Add):
-                    edit.update(replace(feeder, coords={**feeder.coords, "phase": new[0].coords["phase"]}))
+        for node in graph.pick(self.selection):
+            if node.coords["phase"] != "B":
+                continue
+            chunk = str(node.coords["chunk"])
+            if chunk not in makers:
+                makers[chunk] = _Parts(graph.program.chunk(chunk))
+            parts = makers[chunk].of(node)
+            edit.remove((node,))
+            for part in parts:
+                edit.add(part)
+            for value in node.reads:  # a sum that feeds it runs with its first part
+                for feeder, mbs in list(edit.writers_of(value, node.mbs)):
+                    if isinstance(feeder.op, Add):
+                        edit.update(replace(feeder, mbs=mbs, coords={**feeder.coords, "phase": parts[0].coords["phase"]}))
         return edit.done()
 
 
-def _by_step(parts: Mapping[str, Sequence[Node]]) -> dict[str, Sequence[Node]]:
-    """Which nodes stand where the backwards of a chunk stood: all I, then all W, as if it had been split before its
-    microbatches were."""
-    first, *others = parts
-    return {first: [node for step in zip(*parts.values(), strict=True) for node in step], **dict.fromkeys(others, ())}
-
-
 class _Parts:
-    """Makes the nodes that stand for the backwards of a chunk. Microbatches share the ops."""
+    """Makes the nodes that stand for the backwards of a chunk. They share the ops."""
 
     def __init__(self, chunk: Chunk) -> None:
-        self.whole, self.reads = f"{chunk.id}.B", value_reads(chunk, "B")
+        self.reads = value_reads(chunk, "B")
         self.steps = []
         for step in BACKWARD:
             if signatures(chunk, step):
                 reads = tuple((p, port_value(chunk, p)) for p in value_reads(chunk, step))
                 writes = tuple(f"{chunk.id}:{p}" for p in value_writes(chunk, step))
-                self.steps.append((f"{chunk.id}.{step}", Compute(chunk.id, step), reads, writes))
+                self.steps.append((compute_id(chunk.id, step), Compute(chunk.id, step), reads, writes))
 
     def of(self, node: Node) -> tuple[Node, ...]:
-        """What the parts read is what the backward read, which may be copies that place has made."""
-        suffix = node.id.removeprefix(self.whole)
+        """Return the nodes for a backward. What they read is what it read, which may be copies that place has made."""
         known = dict(zip(self.reads, node.reads, strict=True))
         out = []
         for id, op, reads, writes in self.steps:
             coords: dict[str, Coord] = {**node.coords, "phase": op.step}
-            values = tuple([known[port] if port in known else value + suffix for port, value in reads])
-            made = tuple([value + suffix for value in writes])
-            out.append(Node(id + suffix, op, coords, values, made, node.role, node.stream))
+            values = tuple([known.get(port, value) for port, value in reads])
+            out.append(Node(id, op, coords, values, writes, node.role, node.stream, node.mbs))
         return tuple(out)

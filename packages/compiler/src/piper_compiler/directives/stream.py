@@ -44,15 +44,20 @@ class Stream:
         nodes = compute_nodes(self, graph, self.selection)
         other = [n for n in nodes if not isinstance(n.op, Send | Recv)]
         if other:
+            name = other[0].name(other[0].each[0])
             raise fail(
-                self, 2, f"{other[0].id} is no transfer; compute runs on the stream {COMPUTE!r}. Select op='send' or op='recv'"
+                self,
+                2,
+                f"{name} is no transfer; compute runs on the stream {COMPUTE!r}. Select op='send' or op='recv'",
             )
-        selected = {n.id for n in nodes}
+        selected = {(n.id, mb) for n in nodes for mb in n.each}
         touched = {(channel_of(n), type(n.op)) for n in nodes}
-        transfers = [graph.nodes[i] for op in ("send", "recv") for i in graph.index.get(("op", op), ())]
+        transfers = [n for op in ("send", "recv") for id in graph.index.get(("op", op), ()) for n in graph.families[id]]
         for node in transfers:
-            if (channel_of(node), type(node.op)) in touched and node.id not in selected:
-                message = f"{node.id} uses channel {channel_of(node)} too but is not selected; select all transfers of a channel"
+            left = [mb for mb in node.each if (node.id, mb) not in selected]
+            if left and (channel_of(node), type(node.op)) in touched:
+                name = node.name(left[0])
+                message = f"{name} uses channel {channel_of(node)} too but is not selected; select all transfers of a channel"
                 raise fail(self, 3, message)
         self._check_sms(graph, {(n.role, channel_of(n)) for n in nodes})
 
@@ -66,7 +71,7 @@ class Stream:
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
-        for node in graph.select(self.selection):
+        for node in graph.pick(self.selection):
             edit.update(replace(node, stream=self.name))
             channel = edit.channels[channel_of(node)]
             streams = tuple(self.name if role == node.role else s for role, s in zip(channel.roles, channel.streams, strict=True))

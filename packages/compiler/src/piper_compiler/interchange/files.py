@@ -12,8 +12,8 @@ from piper_compiler.interchange.schedule import Schedule, located, schedule_of
 from piper_compiler.interchange.table import Cell, Fault, parse_cell
 from piper_compiler.strategy import Strategy
 from piper_ir.errors import FormatError, OutputError
-from piper_ir.files import write_whole
 from piper_ir.plan import Plan
+from piper_ir.tools import write_whole
 
 if TYPE_CHECKING:
     from piper_compiler.compile import Lowered

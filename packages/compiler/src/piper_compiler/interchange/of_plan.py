@@ -10,6 +10,7 @@ from __future__ import annotations
 from piper_compiler.actions import Action, Phase, Slot
 from piper_compiler.interchange.table import Comm, Rows
 from piper_ir.errors import FormatError
+from piper_ir.memory_owners import origins
 from piper_ir.ops import Compute, Recv, Send
 from piper_ir.plan import COMPUTE, Instr, Plan, RolePlan
 
@@ -44,7 +45,7 @@ class _Row:
     """One device's cells, from the instructions of its role."""
 
     def __init__(self, plan: Plan, role: RolePlan, stages: dict[str, int]) -> None:
-        self.plan, self.role, self.stages = plan, role, stages
+        self.plan, self.role, self.stages, self.origins = plan, role, stages, origins(plan)
         self.readers: dict[str, set[int]] = {}  # value -> stages that read it here
         for instr in role.program:
             for part in instr.parts:
@@ -129,8 +130,7 @@ class _Row:
             return None
         sends = isinstance(part.op, Send)
         value = (part.reads if sends else part.writes)[0]
-        chunk, port = value.partition("#")[0].split("@")[0].rsplit(":", 1)
-        source, forward = self.stages[chunk], not port.startswith("gin")
+        source, forward = self.stages[self.origins[value][0]], channel.purpose == "activation"
         target = source + 1 if forward else source - 1
         if not sends and self.readers.get(value, {target}) != {target}:
             raise FormatError(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from piper_compiler.ports import trains
+from piper_compiler.request import Training
 from piper_ir.errors import CompileError
 from piper_ir.graph import Editor, Replication
+from piper_ir.graph_parts import compute_id
 from piper_ir.plan import Bucket, Channel
-from piper_ir.program import Param
+from piper_ir.program import Param, Program
 from piper_ir.sizes import ITEM_BYTES, bind
-
-if TYPE_CHECKING:
-    from piper_compiler.passes.complete import Training
 
 ALIGN_BYTES = 256
 """Alignment of a parameter inside of its bucket: what CUDA's vectorised kernels and NCCL like, and torch's allocator gives."""
@@ -24,8 +21,6 @@ def make_buckets(edit: Editor, training: Training) -> None:
     """Add the buckets of all trained parameters and the channels that reduce them. Parameters stand in the order in which
     their gradients become complete; a bucket ends when the next parameter would take it over its size. Parameters of one
     bucket are held by the same roles and replicas, and share dtype and optimizer group."""
-    from piper_compiler.passes.complete import holders
-
     held = holders(edit, edit.graph.program)
     open_: dict[Key, list[Param]] = {}
     filled: dict[Key, int] = {}
@@ -84,3 +79,18 @@ def _add(edit: Editor, id: str, key: Key, members: list[Param]) -> None:
         channel = f"reduce.{name}.{used}"
         edit.channels.setdefault(channel, Channel(channel, "group", roles, (used,) * len(roles), over, "reduce"))
     edit.buckets[id] = Bucket(id, tuple(p.name for p in members), tuple(offsets), numel, dtype, roles, over, group, channel)
+
+
+def holders(graph: Editor, program: Program) -> dict[str, tuple[str, ...]]:
+    """Trained parameter -> the roles that run a chunk which reads it, in order of roles. A role that only reads it must update
+    it too."""
+    trained = {name for chunk in program.chunks for name in trains(chunk)}
+    out: dict[str, set[str]] = {}
+    for chunk in program.chunks:
+        mine = [i.ref for i in chunk.inputs if i.kind == "param" and i.ref in trained]
+        if mine:
+            roles = {node.role for node in graph.families[compute_id(chunk.id, "F")]}
+            for name in mine:
+                out.setdefault(name, set()).update(roles)
+    order = list(graph.roles)
+    return {name: tuple(sorted(roles, key=order.index)) for name, roles in out.items()}

@@ -3,35 +3,22 @@ loss weight, the gradient norm, and one Update per role."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
 from itertools import pairwise
 
 from piper_compiler.directives.split import split_all
 from piper_compiler.passes.buckets import make_buckets
-from piper_compiler.ports import trains
+from piper_compiler.request import Training
 from piper_ir.errors import CompileError
 from piper_ir.graph import Editor, Graph, Node
+from piper_ir.graph_parts import compute_id, on_role
 from piper_ir.ops import COMM, Add, Collective, Compute, SquaredNorm, Update, Zeros
-from piper_ir.plan import Bucket, Channel
+from piper_ir.plan import Channel
 from piper_ir.program import Program
 from piper_ir.sizes import TensorSpec
 
 EVERYWHERE = "all"
 """The role of a model without any `place`: every rank runs all of it."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """What the compiler needs to know of the job. `group_of`: parameter -> index of the optimizer's parameter group (default
-    0); `state_bytes`: bytes of optimizer state that a holder of a bucket keeps; `clip`: bound of the global gradient norm;
-    `update_bytes`: of temporaries that the optimizer holds in an update."""
-
-    group_of: Mapping[str, int] = field(default_factory=dict)
-    state_bytes: Callable[[Bucket], int] = lambda bucket: 0
-    clip: float | None = None
-    tokens_per_row: int | None = None
-    update_bytes: int = 0
 
 
 def complete(graph: Graph, training: Training) -> Graph:
@@ -57,11 +44,12 @@ def complete(graph: Graph, training: Training) -> Graph:
 
 
 def _place_rest(graph: Graph) -> Graph:
-    unplaced = [n for n in graph.nodes.values() if not n.role]
+    unplaced = [n for n in graph.sequence if not n.role]
     if graph.roles and unplaced:
         compute = [n for n in unplaced if isinstance(n.op, Compute)] or unplaced
+        count = sum(len(n.each) for n in compute)
         raise CompileError(
-            f"{compute[0].id} (of {len(compute)} such nodes) is placed nowhere, while others are placed on "
+            f"{compute[0].name(compute[0].each[0])} (of {count} such nodes) is placed nowhere, while others are placed on "
             f"{', '.join(graph.roles)}; "
             "add a place directive that selects it"
         )
@@ -70,7 +58,7 @@ def _place_rest(graph: Graph) -> Graph:
     edit = graph.edit()
     edit.roles[EVERYWHERE] = {}
     for node in unplaced:
-        edit.update(replace(node, role=EVERYWHERE))
+        edit.update(on_role(node, EVERYWHERE))
     return edit.done()
 
 
@@ -113,7 +101,7 @@ def _check_buffers(graph: Graph) -> None:
                     "do not replicate this model, or make the update independent of the batch"
                 )
             users = _buffer_users(graph.program, output.ref)
-            roles = {graph.nodes[f"{id}.F@{mb}"].role for id in users for mb in range(graph.microbatches)}
+            roles = {node.role for id in users for node in graph.compute(id, "F")}
             if len(roles) > 1:
                 raise CompileError(
                     f"buffer {output.ref!r} is updated in {chunk.id} and used on {', '.join(sorted(roles))}, whose copies would "
@@ -135,12 +123,13 @@ def _buffer_users(program: Program, name: str) -> list[str]:
 def _check_orders(graph: Graph) -> None:
     """An order is kept by the one program of a device; between devices only data can order."""
     for (before, after), applied in graph.order_edges.items():
-        a, b = graph.nodes.get(before), graph.nodes.get(after)
+        a, b = graph.at(before), graph.at(after)
         if a is None or b is None or a.role != b.role or isinstance(a.op, COMM) or isinstance(b.op, COMM):
-            where = ", ".join(f"{i} on {n.role if n else 'no device'}" for i, n in ((before, a), (after, b)))
+            names = [node.name(at[1]) if node else at[0] for node, at in ((a, before), (b, after))]
+            where = ", ".join(f"{name} on {n.role if n else 'no device'}" for name, n in zip(names, (a, b), strict=True))
             by = f" (by {graph.log[applied]})" if applied < len(graph.log) else ""
             raise CompileError(
-                f"{before} cannot be ordered before {after}{by}: an order is among the compute of one device, here {where}"
+                f"{names[0]} cannot be ordered before {names[1]}{by}: an order is among the compute of one device, here {where}"
             )
 
 
@@ -150,7 +139,7 @@ def _order_buffers(edit: Editor) -> None:
     updated = dict.fromkeys(o.ref for c in program.chunks for o in c.outputs if o.kind == "buffer")
     for name in updated:
         users = _buffer_users(program, name)
-        uses = [f"{id}.F@{mb}" for mb in range(edit.microbatches) for id in users]
+        uses = [(compute_id(id, "F"), mb) for mb in range(edit.microbatches) for id in users]
         for before, after in pairwise(uses):
             edit.order(before, after)
 
@@ -200,16 +189,15 @@ def _zeros(edit: Editor, name: str, role: str, spec: TensorSpec) -> str:
 
 
 def _weights_by_role(edit: Editor, program: Program) -> tuple[dict[str, list[str]], TensorSpec]:
-    """Role -> the weights of the microbatches whose loss it computes."""
+    """Role -> the weights of the losses that it computes, once for each of their microbatches."""
     out: dict[str, list[str]] = {}
     spec = TensorSpec((), "float32")
     for chunk in program.chunks:
         for k, output in enumerate(chunk.outputs):
             if output.kind == "weight":
                 spec = output.spec
-                for mb in range(edit.microbatches):
-                    node = edit.nodes[f"{chunk.id}.F@{mb}"]
-                    out.setdefault(node.role, []).append(f"{chunk.id}:out{k}@{mb}")
+                for node in edit.families[compute_id(chunk.id, "F")]:
+                    out.setdefault(node.role, []).extend([f"{chunk.id}:out{k}"] * len(node.each))
     return out, spec
 
 
@@ -225,7 +213,9 @@ def _loss_weight(edit: Editor) -> dict[str, str]:
             local[role] = mine[0]
         else:
             local[role] = edit.value(f"weight#{role}", spec, "scalar")
-            edit.add(Node(f"sum.weight#{role}", Add(), {"phase": "U", "op": "add"}, tuple(mine), (local[role],), role))
+            edit.add(
+                Node(f"sum.weight#{role}", Add(), {"phase": "U", "op": "add"}, tuple(dict.fromkeys(mine)), (local[role],), role)
+            )
     return _sum_over_roles(edit, "weight", local, edit.graph.replicated, spec)
 
 
@@ -244,18 +234,3 @@ def _gradient_norm(edit: Editor) -> dict[str, str]:
         op = SquaredNorm(owned, spec.dtype)
         edit.add(Node(f"norm#{role}", op, {"phase": "U", "op": "squarednorm"}, (), (local[role],), role))
     return _sum_over_roles(edit, "norm", local, (), spec)
-
-
-def holders(graph: Graph | Editor, program: Program) -> dict[str, tuple[str, ...]]:
-    """Trained parameter -> the roles that run a chunk which reads it, in order of roles. A role that only reads it must update
-    it too."""
-    trained = {name for chunk in program.chunks for name in trains(chunk)}
-    out: dict[str, set[str]] = {}
-    for chunk in program.chunks:
-        mine = [i.ref for i in chunk.inputs if i.kind == "param" and i.ref in trained]
-        if mine:
-            roles = {graph.nodes[f"{chunk.id}.F@{mb}"].role for mb in range(graph.microbatches)}
-            for name in mine:
-                out.setdefault(name, set()).update(roles)
-    order = list(graph.roles)
-    return {name: tuple(sorted(roles, key=order.index)) for name, roles in out.items()}

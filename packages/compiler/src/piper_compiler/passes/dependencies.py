@@ -1,48 +1,59 @@
-"""The edges of a complete graph: by value, by state (gradient buckets, parameters) and by order directives."""
+"""The edges of a complete graph: by value, by state (gradient buckets, parameters) and by order directives.
+
+Here every node is taken once for each of its microbatches, as a number: what follows looks at single microbatches. Edges between
+nodes are found once for all microbatches, as columns.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import numpy as np
 
 from piper_compiler.passes.arrays import Ints, ints
-from piper_compiler.passes.overlap import spans
 from piper_compiler.ports import trains
 from piper_ir.errors import CompileError
-from piper_ir.graph import Graph, Node
+from piper_ir.graph import At, Graph, Node
+from piper_ir.graph_parts import common, compute_id, send_id
 from piper_ir.ops import COMM, Collective, Compute, Recv, Send, SquaredNorm, Update
+from piper_ir.program import Program
 
 Fact = TypeVar("Fact")
 
 
 @dataclass(frozen=True)
 class Dependencies:
-    """Nodes by number, in creation order. `nodes[of[i]]` says what node i is, but for its microbatch `mb[i]` (-1: of the
-    whole step): in a graph of all microbatches that is the node itself, in one that stands for all
-    (`piper_compiler.passes.repeat`) its like of microbatch 0. An edge says that node `source[e]` must be done before node
-    `target[e]` starts; edges stand by target, of a receive that of its send first. `after[i]`: the targets of the edges from
-    node i, ascending. `comm[i]`: whether node i is communication. `ordered`: the nodes that directives order. `accumulators`:
-    (bucket, role) -> the nodes that add into its gradient there. `spans`: node -> all nodes of its span, in order, which
-    start together: they have edges from the same nodes."""
+    """`nodes` in the order in which they were made. Numbers: node `nodes[k]` in its microbatches, one after the other, from
+    `starts[k]`; number i is `nodes[of[i]]` in microbatch `mb[i]` (-1: of the whole step). An edge says that number `source[e]`
+    must be done before number `target[e]` starts; edges stand by target, of a receive that of its send first. `after[i]`: the
+    targets of the edges from number i, ascending. `comm[i]`: whether number i is communication. `ordered`: the numbers that
+    directives order. `accumulators`: (bucket, role) -> the numbers that add into its gradient there. `spans`: number -> all of
+    its span, in order, which start together: they have edges from the same numbers. `links[k]`: the nodes whose values node k
+    reads; of a receive, its sends."""
 
     nodes: tuple[Node, ...]
-    of: Sequence[int]
+    starts: list[int]
+    of: list[int]
     mb: list[int]
     comm: list[bool]
     source: Ints
     target: Ints
     after: list[list[int]]
     ordered: set[int]
-    accumulators: dict[tuple[str, str], list[int]]
+    accumulators: dict[tuple[str, str], Ints]
     spans: dict[int, tuple[int, ...]]
+    links: list[list[int]]
 
     def node(self, i: int) -> Node:
-        """What node i is."""
+        """What number i is, in any microbatch."""
         return self.nodes[self.of[i]]
+
+    def name(self, i: int) -> str:
+        """What number i is called."""
+        return self.node(i).name(self.mb[i])
 
     def column(self, facts: Sequence[Fact]) -> list[Fact]:
         """A fact of each of `nodes`, by number."""
@@ -50,61 +61,133 @@ class Dependencies:
 
 
 def dependencies(graph: Graph) -> Dependencies:
-    """All edges, in time linear in their number."""
-    nodes = tuple(graph.nodes.values())
-    number = {n.id: i for i, n in enumerate(nodes)}
-    comm = [isinstance(n.op, COMM) for n in nodes]
-    accumulators = _accumulators(graph, nodes)
-    states = _StateEdges(nodes, comm, accumulators)
-    made = {v: i for i, n in enumerate(nodes) for v in n.writes}
-    before: list[list[int]] = []
-    for node in nodes:
-        edges = [made[v] for v in node.reads if v in made]
-        op = node.op
-        if isinstance(op, Compute):
-            if op.step != "F":  # a backward that reads nothing of its forward (a plain sum) still follows it
-                own = number.get(f"{op.chunk}.I@{node.mb}") if op.step == "W" else None
-                edges.append(number[f"{op.chunk}.F@{node.mb}"] if own is None else own)
-        elif isinstance(op, Recv):
-            edges.append(number[f"send.{node.writes[0]}"])
-        elif not isinstance(op, Send):
-            edges += states.of(node)
-        before.append(list(dict.fromkeys(edges)) if len(edges) > 1 else edges)
-    for first, then in graph.order_edges:
-        before[number[then]].append(number[first])
-    joined = _join(before, [tuple([number[id] for id in span]) for span in spans(graph)])
-    ordered = {number[i] for edge, applied in graph.order_edges.items() if applied < len(graph.log) for i in edge}
-    ordered |= {number[id] for group in graph.overlaps for id in group.nodes}
-    source, target = ints(chain.from_iterable(before)), np.repeat(np.arange(len(nodes)), ints(map(len, before)))
-    after = targets(source, target, len(nodes))
-    return Dependencies(
-        nodes, range(len(nodes)), [n.mb for n in nodes], comm, source, target, after, ordered, accumulators, joined
-    )
+    """Find all edges, in time linear in their number."""
+    found = _Edges(graph)
+    nodes, starts = found.nodes, found.starts
+    of = [k for k, node in enumerate(nodes) for _ in node.each]
+    mb = [mb for node in nodes for mb in node.each]
+    kinds = [isinstance(n.op, COMM) for n in nodes]
+    pairs = [(found.number(a), found.number(b)) for a, b in graph.order_edges]
+    source, target = found.columns(pairs)
+    joined: dict[int, tuple[int, ...]] = {}
+    if graph.overlaps:
+        source, target, joined = _join(source, target, [tuple(map(found.number, span)) for span in spans(graph)])
+    asked = [applied < len(graph.log) for applied in graph.order_edges.values()]
+    ordered = {i for pair, written in zip(pairs, asked, strict=True) if written for i in pair}
+    ordered |= {found.number(at) for group in graph.overlaps for at in group.nodes}
+    adds = {key: np.concatenate([found.numbers(k) for k in mine]) for key, mine in found.accumulators.items()}
+    after = targets(source, target, len(of))
+    comm = [kinds[k] for k in of]
+    return Dependencies(nodes, starts, of, mb, comm, source, target, after, ordered, adds, joined, found.links)
 
 
 def targets(source: Ints, target: Ints, nodes: int) -> list[list[int]]:
-    """Of each of so many nodes, the targets of the edges from it, ascending."""
+    """Find for each of so many nodes the targets of the edges from it, ascending."""
     order = np.sort(source * nodes + target)
     ends = np.cumsum(np.bincount(source, minlength=nodes)).tolist()
     flat = (order % nodes).tolist() if nodes else []
     return [flat[a:b] for a, b in zip([0, *ends], ends, strict=False)]
 
 
-def _join(before: list[list[int]], found: Iterable[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
-    """Let the nodes of each span wait for what any of them waits for, and not for each other."""
-    out = {}
+def meeting(a: Node, b: Node) -> tuple[Ints, Ints]:
+    """Match nodes by microbatch: the places among those of a, and among those of b. What belongs to the whole step meets all."""
+    if a.mbs is None or b.mbs is None:
+        n = max(len(a.each), len(b.each))
+        theirs, mine = [np.repeat(np.arange(len(x.each)), n // len(x.each)) for x in (a, b)]
+        return theirs, mine
+    if a.mbs == b.mbs:
+        every = np.arange(len(a.mbs))
+        return every, every
+    shared = ints(common(a.mbs, b.mbs) or ())
+    return np.searchsorted(ints(a.mbs), shared), np.searchsorted(ints(b.mbs), shared)
+
+
+def _join(source: Ints, target: Ints, found: Iterable[tuple[int, ...]]) -> tuple[Ints, Ints, dict[int, tuple[int, ...]]]:
+    """Let the numbers of each span wait for what any of them waits for, and not for each other."""
+    out: dict[int, tuple[int, ...]] = {}
+    more: list[tuple[int, int]] = []
     for span in found:
-        outside = list(dict.fromkeys(j for i in span for j in before[i] if j not in span))
-        for i in span:
-            before[i] = outside
-            out[i] = span
-    return out
+        before = [j for i in span for j in source[target == i].tolist()]
+        more += [(j, i) for i in span for j in dict.fromkeys(before) if j not in span]
+        out.update(dict.fromkeys(span, span))
+    kept = ~np.isin(target, ints(out))
+    source = np.concatenate((source[kept], ints(j for j, _ in more)))
+    target = np.concatenate((target[kept], ints(i for _, i in more)))
+    order = np.argsort(target, kind="stable")
+    return source[order], target[order], out
+
+
+class _Edges:
+    """The edges between the nodes of a graph. `accumulators`: (bucket, role) -> the nodes that add into its gradient there."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.nodes = graph, graph.sequence
+        self.starts = [0, *accumulate(len(n.each) for n in self.nodes)][:-1]
+        self.family: dict[str, list[int]] = {}
+        for k, node in enumerate(self.nodes):
+            self.family.setdefault(node.id, []).append(k)
+        self.accumulators = _accumulators(graph, self.nodes)
+        self.states = _StateEdges(self.nodes, self.accumulators)
+        self.links = [self._links(node) for node in self.nodes]
+
+    def number(self, at: At) -> int:
+        """The number of a node in a microbatch."""
+        id, mb = at
+        for k in self.family[id]:
+            each = self.nodes[k].each
+            if mb in each:
+                return self.starts[k] + each.index(mb)
+        raise KeyError(at)
+
+    def numbers(self, k: int) -> Ints:
+        """The numbers of a node."""
+        return np.arange(self.starts[k], self.starts[k] + len(self.nodes[k].each))
+
+    def columns(self, ordered: list[tuple[int, int]]) -> tuple[Ints, Ints]:
+        """Sources and targets, by target. `ordered`: edges by number."""
+        sources, targets = [ints(())], [ints(())]
+        for k, node in enumerate(self.nodes):
+            for j in dict.fromkeys([*self.links[k], *self._states(node)]):
+                mine, theirs = meeting(self.nodes[j], node)
+                sources.append(mine + self.starts[j])
+                targets.append(theirs + self.starts[k])
+        source = np.concatenate((*sources, ints(a for a, _ in ordered)))
+        target = np.concatenate((*targets, ints(b for _, b in ordered)))
+        order = np.argsort(target, kind="stable")
+        return source[order], target[order]
+
+    def _links(self, node: Node) -> list[int]:
+        if isinstance(node.op, Recv):
+            return self._with(node, send_id(node.writes[0]))
+        made = [
+            k
+            for v in node.reads
+            for id in self.graph.writers.get(v, ())
+            for k in self._with(node, id)
+            if v in self.nodes[k].writes
+        ]
+        if node.mbs is None:  # it reads what its own role has
+            made = [k for k in made if self.nodes[k].mbs is None or self.nodes[k].role == node.role]
+        return made
+
+    def _with(self, node: Node, id: str) -> list[int]:
+        """The nodes of an id that share a microbatch with a node."""
+        return [k for k in self.family.get(id, ()) if (shared := common(self.nodes[k].mbs, node.mbs)) is None or shared]
+
+    def _states(self, node: Node) -> list[int]:
+        op = node.op
+        if isinstance(op, Compute):
+            if op.step == "F":
+                return []
+            own = self._with(node, compute_id(op.chunk, "I")) if op.step == "W" else []
+            return own or self._with(node, compute_id(op.chunk, "F"))  # also a backward that reads nothing of its forward
+        return [] if isinstance(op, Send | Recv) else self.states.of(node)
 
 
 class _StateEdges:
-    """What the ops on gradient buckets and parameters must come after."""
+    """What the ops on gradient buckets and parameters must come after, node by node."""
 
-    def __init__(self, nodes: tuple[Node, ...], comm: list[bool], accumulators: dict[tuple[str, str], list[int]]) -> None:
+    def __init__(self, nodes: tuple[Node, ...], accumulators: dict[tuple[str, str], list[int]]) -> None:
         self.accumulators = accumulators
         self.reductions: dict[tuple[str, str], int] = {}
         self.on_role: dict[str, list[int]] = {}
@@ -113,7 +196,7 @@ class _StateEdges:
             if isinstance(op, Collective):
                 if op.bucket:
                     self.reductions[(op.bucket, node.role)] = i
-            elif not comm[i] and not isinstance(op, Update):
+            elif not isinstance(op, (*COMM, Update)):
                 self.on_role.setdefault(node.role, []).append(i)
 
     def of(self, node: Node) -> list[int]:
@@ -137,14 +220,11 @@ class _StateEdges:
 
 def _accumulators(graph: Graph, nodes: tuple[Node, ...]) -> dict[tuple[str, str], list[int]]:
     bucket_of = {p: b.id for b in graph.buckets.values() for p in b.params}
-    adds: dict[Compute, tuple[str, ...]] = {}
     out: dict[tuple[str, str], list[int]] = {}
     for i, node in enumerate(nodes):
         op = node.op
         if isinstance(op, Compute) and op.step != "F":
-            if op not in adds:
-                adds[op] = tuple(dict.fromkeys(bucket_of[p] for p in trains(graph.program.chunk(op.chunk), op.step)))
-            for bucket in adds[op]:
+            for bucket in dict.fromkeys([bucket_of[p] for p in trains(graph.program.chunk(op.chunk), op.step)]):
                 out.setdefault((bucket, node.role), []).append(i)
     return out
 
@@ -162,14 +242,14 @@ def cycle_error(graph: Graph, deps: Dependencies, stuck: set[int]) -> CompileErr
     lines = []
     for later, earlier in pairwise(cycle):
         a, b = deps.node(earlier), deps.node(later)
-        applied = graph.order_edges.get((a.id, b.id))
+        applied = graph.order_edges.get(((a.id, deps.mb[earlier]), (b.id, deps.mb[later])))
         if applied is None and later in deps.spans:
-            why = _reason_of_span(graph, deps, a, later)
+            why = _reason_of_span(graph, deps, later)
         elif applied is None:
             why = _reason(a, b)
         else:
             why = f"ordered by {graph.log[applied]}" if applied < len(graph.log) else "microbatches update a buffer in order"
-        lines.append(f"  {b.id} on {b.role} waits for {a.id} on {a.role}: {why}")
+        lines.append(f"  {deps.name(later)} on {b.role} waits for {deps.name(earlier)} on {a.role}: {why}")
     chunks = dict.fromkeys(n.op.chunk for n in map(deps.node, cycle) if isinstance(n.op, Compute))
     return CompileError(
         "the orders and the data together are cyclic, so nothing on this cycle can ever start:\n" + "\n".join(lines),
@@ -177,10 +257,10 @@ def cycle_error(graph: Graph, deps: Dependencies, stuck: set[int]) -> CompileErr
     )
 
 
-def _reason_of_span(graph: Graph, deps: Dependencies, a: Node, later: int) -> str:
+def _reason_of_span(graph: Graph, deps: Dependencies, later: int) -> str:
     """A node of a span waits for what any of its nodes waits for."""
-    names = [deps.nodes[i].id for i in deps.spans[later]]
-    group = next(g for g in graph.overlaps if deps.nodes[later].id in g.nodes)
+    names = [deps.name(i) for i in deps.spans[later]]
+    group = next(g for g in graph.overlaps if (deps.node(later).id, deps.mb[later]) in g.nodes)
     return f"{' and '.join(names)} run as one, which needs it; overlapped by {graph.log[group.applied]}"
 
 
@@ -188,3 +268,22 @@ def _reason(a: Node, b: Node) -> str:
     if isinstance(b.op, Recv):
         return "it receives what that sends"
     return "it needs its result" if set(a.writes) & set(b.reads) else "a backward follows its forward, a reduction its gradients"
+
+
+def spans(graph: Graph) -> list[tuple[At, ...]]:
+    """Return the groups that run as one instruction, forward first."""
+    if not given(graph.program):
+        return []
+    return [tuple(sorted(group.nodes, key=lambda at: _position(graph, at))) for group in graph.overlaps]
+
+
+def _position(graph: Graph, at: At) -> tuple[int, int, int, str]:
+    node = graph.at(at)
+    assert node is not None, "an overlap is among nodes of the graph"
+    rank, place, id = graph.along(node)
+    return rank, at[1], place, id
+
+
+def given(program: Program) -> bool:
+    """Whether chunks have durations of their own; then what overlaps runs as one instruction."""
+    return all(chunk.steps["F"].cost.seconds is not None for chunk in program.chunks)

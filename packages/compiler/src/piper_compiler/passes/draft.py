@@ -124,8 +124,8 @@ def _orders(graph: Graph, deps: Dependencies, offsets: tuple[int, ...], ran: lis
         streams[i], channels[i] = uses[deps.of[ran[i][0]]]
 
     def label(first: int, k: int) -> str:
-        node = deps.node(ran[first + k][0])
-        return f"{node.id} ({type(node.op).__name__})"
+        i = ran[first + k][0]
+        return f"{deps.name(i)} ({type(deps.node(i).op).__name__})"
 
     return [
         IssueOrder(role, streams[a:b], channels[a:b], partial(label, a))

@@ -15,34 +15,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Protocol, TypeVar
 
 from piper_compiler.durations import chunk_seconds
+from piper_compiler.passes.dependencies import Dependencies, given
 from piper_compiler.ports import steps_of
-from piper_ir.graph import Graph, Node, OverlapGroup
+from piper_ir.errors import CompileError, PlanError
+from piper_ir.graph import At, Graph, Node, OverlapGroup
 from piper_ir.ops import Compute
 from piper_ir.program import Chunk, Program, Step
 
-Merge = Callable[[OverlapGroup, Mapping[str, float]], Sequence[str]]
+Merge = Callable[[OverlapGroup, Mapping[At, float]], Sequence[At]]
 
 
-def spans(graph: Graph) -> list[tuple[str, ...]]:
-    """The groups that run as one instruction, forward first."""
-    if not _given(graph.program):
-        return []
-    return [tuple(sorted(group.nodes, key=lambda id: graph.position(graph.nodes[id]))) for group in graph.overlaps]
+def seconds_of_spans(graph: Graph, chunks: Mapping[str, Chunk], deps: Dependencies) -> dict[int, float]:
+    """Return the seconds of each span, by its first number."""
+    found = set(deps.spans.values())
+    return {span[0]: span_seconds(graph.program, chunks, [(deps.node(i), deps.mb[i]) for i in span]) for span in found}
 
 
-def span_seconds(program: Program, chunks: Mapping[str, Chunk], span: Iterable[Node]) -> float:
-    """Seconds of a span of these nodes. One forward of stage s and one whole backward of stage t save half of what a pair of each
-    stage saves, so that equal stages take the `overlap` of the program; anything else takes the sum."""
+def span_seconds(program: Program, chunks: Mapping[str, Chunk], span: Iterable[tuple[Node, int]]) -> float:
+    """Return the seconds of a span of these nodes in microbatches. One forward of stage s and one whole backward of stage t save
+    half of what a pair of each stage saves, so that equal stages take the `overlap` of the program; anything else takes the
+    sum."""
     forwards, backwards = list[_Unit](), list[_Unit]()
     total = 0.0
-    for node in span:
+    for node, mb in span:
         if isinstance(node.op, Compute):
             chunk = chunks[node.op.chunk]
             steps = steps_of(chunk, node.op.step)
             total += sum(chunk_seconds(chunk, s) for s in steps)
-            (forwards if node.op.step == "F" else backwards).append((chunk, node.mb, steps))
+            (forwards if node.op.step == "F" else backwards).append((chunk, mb, steps))
     if not program.overlap or len(forwards) != 1 or not _whole(backwards):
         return total
     stages = [k for chunk, *_ in (forwards[0], backwards[0]) for k, c in enumerate(program.chunks) if c.id == chunk.id]
@@ -65,15 +68,37 @@ def _saved(program: Program, chunks: Mapping[str, Chunk], stage: int) -> float:
     return sum(chunk_seconds(chunk, s) for s in chunk.steps) - program.overlap[stage]
 
 
-def _given(program: Program) -> bool:
-    return all(chunk.steps["F"].cost.seconds is not None for chunk in program.chunks)
+class Timed(Protocol):
+    """What is made of an interleaving."""
+
+    @property
+    def makespan(self) -> float: ...
 
 
-def interleavings(graph: Graph, seconds: Mapping[str, float]) -> Iterator[Graph]:
+D = TypeVar("D", bound=Timed)
+
+
+def first_to_finish(orders: Iterable[Graph], drafted: Callable[[Graph], D]) -> D:
+    """Return the draft that the timing sweep finishes first, the earliest among equals."""
+    best: D | None = None
+    for graph in orders:
+        try:
+            made = drafted(graph)
+            if best is None or made.makespan < best.makespan * (1 - 1e-9):
+                best = made
+        except (CompileError, PlanError):
+            if best is None:
+                raise  # nothing is chosen yet here, so it is the strategy's own contradiction
+            # this interleaving would wait for itself
+    assert best is not None, "there is always the graph as it is"
+    return best
+
+
+def interleavings(graph: Graph, seconds: Mapping[At, float]) -> Iterator[Graph]:
     """The graphs to choose from, first the graph as it is, which is all where nothing is left open. `seconds`: per compute
     node of an overlap."""
     yield graph
-    if not graph.overlaps or _given(graph.program):
+    if not graph.overlaps or given(graph.program):
         return
     for merge in MERGES:
         edges = dict(graph.order_edges)
@@ -83,20 +108,20 @@ def interleavings(graph: Graph, seconds: Mapping[str, float]) -> Iterator[Graph]
         yield replace(graph, order_edges=edges)
 
 
-def _alternating(group: OverlapGroup, seconds: Mapping[str, float]) -> list[str]:
-    """By the middle of each node, as a fraction of its member's time."""
-    places: list[tuple[float, int, int, str]] = []
+def _alternating(group: OverlapGroup, seconds: Mapping[At, float]) -> list[At]:
+    """Order nodes by their middle, as a fraction of their member's time."""
+    places: list[tuple[float, int, int, At]] = []
     for k, member in enumerate(group.members):
-        total, done = sum(seconds[id] for id in member) or 1.0, 0.0
-        for n, id in enumerate(member):
-            places.append(((done + seconds[id] / 2) / total, k, n, id))
-            done += seconds[id]
-    return [id for *_, id in sorted(places)]
+        total, done = sum(seconds[at] for at in member) or 1.0, 0.0
+        for n, at in enumerate(member):
+            places.append(((done + seconds[at] / 2) / total, k, n, at))
+            done += seconds[at]
+    return [at for *_, at in sorted(places)]
 
 
 MERGES: tuple[Merge, ...] = (
     lambda group, _: group.nodes,
-    lambda group, _: [id for member in reversed(group.members) for id in member],
+    lambda group, _: [at for member in reversed(group.members) for at in member],
     _alternating,
 )
 """In turn, reversed, alternating."""

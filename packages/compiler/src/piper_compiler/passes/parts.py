@@ -1,160 +1,177 @@
-"""Nodes to parts: B becomes I and W, batch tensors get a Load and the loss its Seed at their first reader on a role."""
+"""Nodes to parts: B becomes I and W, batch tensors get a Load and the loss its Seed at their first reader on a role.
+
+Parts are made once for all microbatches: their values are numbers of microbatch 0 (see `piper_ir.instr_table`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
 from piper_compiler.durations import InstructionSeconds, collective_bytes
-from piper_compiler.passes.dependencies import Dependencies
-from piper_compiler.ports import kept, port_category, steps_of, value_reads, value_writes
-from piper_ir.graph import Graph, GraphValue, Node
-from piper_ir.ops import Collective, Compute, Load, Op, Seed
+from piper_compiler.ports import BACKWARD, kept, port_category, signatures, steps_of, value_reads, value_writes
+from piper_ir.graph import Graph, Node
+from piper_ir.graph_parts import compute_id
+from piper_ir.instr_table import PartTemplate, ValueTable
+from piper_ir.ops import Collective, Compute, Load, Seed
 from piper_ir.plan import Category, is_state
 from piper_ir.program import Chunk
 from piper_ir.program import Step as ChunkStep
 from piper_ir.sizes import TensorSpec, bind
 
 Kind = tuple[TensorSpec, Category]
-Pick = Callable[[Sequence[str]], tuple[str, ...]]
+Pick = Callable[[Sequence[int]], tuple[int, ...]]
 
-
-DraftPart = tuple[str, Op, int, tuple[str, ...], tuple[str, ...]]
-"""The fields of a Part without its frees: node, op, microbatch, reads, writes."""
+LATER: Mapping[str, tuple[ChunkStep, ...]] = {"F": BACKWARD, "I": ("W",), "W": ()}
+"""The steps of a chunk that follow one of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """How the Compute nodes of a step of equal chunks become parts. Values are counted through: the reads of the node, its
-    writes, what F keeps (`kept`), what I hands to W (`inner`, whether or not W is a node of its own), the latter two by port.
-    `made`: those that come into being, with their `kinds`; `steps`: of each part its step, and which values it reads and
-    writes."""
+    writes, and `own`: by port what F keeps and what I hands to W, whether or not W is a node of its own. `made`: those that
+    come into being, with their `kinds`; `steps`: of each part its step, which values it reads and writes, and which of its own
+    no later step reads."""
 
-    kept: tuple[str, ...]
-    inner: tuple[str, ...]
+    own: tuple[str, ...]
     made: Pick
     kinds: tuple[Kind, ...]
-    steps: tuple[tuple[ChunkStep, Pick, Pick], ...]
+    steps: tuple[tuple[ChunkStep, Pick, Pick, Pick], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Template:
-    """A shape with the names of one chunk, for all microbatches."""
+class Made:
+    """A part; the values among its reads and writes that another node may use; those that die in it wherever it runs, as no one
+    else may."""
 
-    kept: list[str]
-    inner: list[str]
-    made: Pick
-    kinds: tuple[Kind, ...]
-    parts: list[tuple[str, Compute, Pick, Pick]]
+    part: PartTemplate
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    inside: tuple[int, ...]
 
 
 class PartMaker:
-    """Makes the parts of instructions, in program order role by role, and the table of bound values; says how long instructions
-    take (`InstructionSeconds`). `rows`: of one microbatch on one rank; `shares`: how many of those a batch has (microbatches
-    times data-parallel width)."""
+    """Makes parts, and the table of bound values; says how long instructions take (`InstructionSeconds`). `rows`: of one
+    microbatch on one rank; `shares`: how many of those a batch has (microbatches times data-parallel width)."""
 
     def __init__(self, graph: Graph, chunks: dict[str, Chunk], rows: int, shares: int, seconds: InstructionSeconds) -> None:
         self.graph, self.chunks, self.rows, self.seconds = graph, chunks, rows, seconds
+        self.count = graph.microbatches
         self.seed = 1.0 / shares if graph.program.loss_kind == "mean" else 1.0
-        self.kinds: dict[str, Kind] = {}
-        self.bound: dict[int, Kind] = {}  # by the id of a value of the graph, which microbatches share
-        self.sizes: dict[int, int] = {}  # likewise, of specs that are kept here
-        self.kept: dict[tuple[str, int], list[str]] = {}  # (chunk, microbatch) -> values
-        self.templates: dict[int, _Template] = {}  # likewise, of an op
+        self.places: dict[str, int] = {}
+        self.tails: list[str] = []
+        self.kinds: list[Kind] = []
+        self.whole: list[bool] = []
+        self.bound: dict[int, TensorSpec] = {}  # by the id of a spec of the graph, which layers share
         self.shapes: dict[tuple[object, ...], _Shape] = {}  # by what equal layers share
 
-    def task(self, deps: Dependencies, task: Sequence[int]) -> tuple[list[DraftPart], float]:
-        """Of one compute instruction, which runs these nodes."""
-        out: list[DraftPart] = []
-        writer = self.graph.writer
-        for i in task:
-            node = deps.node(i)
-            reads = tuple([v if v in writer else self._source(v, node, out) for v in node.reads])
-            if isinstance(node.op, Compute):
-                self._compute(node, node.op, reads, out)
-            else:
-                self._declare(node.writes)
-                out.append((node.id, node.op, node.mb, reads, node.writes))
-        return out, self.seconds.compute([part[1] for part in out])
+    def values(self) -> ValueTable:
+        """The values that parts have named."""
+        return ValueTable(tuple(self.places), tuple(self.tails), tuple(self.kinds), tuple(self.whole), self.count)
 
-    def comm(self, deps: Dependencies, i: int) -> tuple[list[DraftPart], float]:
-        """The part of a communication instruction."""
-        node = deps.node(i)
-        self._declare(node.writes)
-        if isinstance(node.op, Collective):
-            seconds = self.seconds.collective(collective_bytes(self.graph, node, node.op, self.rows))
+    def sources(self, node: Node) -> tuple[str, ...]:
+        """The batch tensors and gradients of the loss that a node reads."""
+        return tuple([v for v in node.reads if v not in self.graph.writers])
+
+    def load(self, value: str, role: str) -> Made:
+        """The part that makes a batch tensor or the gradient of the loss on a role."""
+        held, number = self.graph.values[value], self._source(value, role)
+        tail = f"#{role}"
+        if held.category == "batch":
+            part = PartTemplate(f"load.{value}{tail}", tail, Load(value), (), (number,))
         else:
-            seconds = self.seconds.transfer(self.nbytes((*node.reads, *node.writes)[0]))
-        return [(node.id, node.op, node.mb, node.reads, node.writes)], seconds
+            part = PartTemplate(f"seed.{value}{tail}", tail, Seed(self.seed, held.spec.dtype), (), (number,))
+        return Made(part, (), (number,), ())
 
-    def nbytes(self, value: str) -> int:
-        """Bytes of a value that has been made."""
-        spec = self.kinds[value][0]
-        if id(spec) not in self.sizes:
-            self.sizes[id(spec)] = bind(spec.nbytes, 0)
-        return self.sizes[id(spec)]
+    def node(self, node: Node) -> list[Made]:
+        """The parts of a node."""
+        if isinstance(node.op, Compute):
+            return list(self._compute(node, node.op))
+        if node.mbs is None:
+            reads = [self._value(v) + max(mb, 0) for v, mb in self.graph.reads_at(node, -1)]
+        else:
+            reads = [self._read(v, node.role) for v in node.reads]
+        writes = [self._value(v) for v in node.writes]
+        part = PartTemplate(node.id, node.tail, node.op, tuple(reads), tuple(writes))
+        return [Made(part, part.reads, part.writes, ())]
 
-    def _source(self, value: str, node: Node, out: list[DraftPart]) -> str:
-        """A batch tensor or the gradient of the loss, made on first use on the role."""
-        held = self.graph.values[value]
-        name = f"{value}#{node.role}"
-        if name not in self.kinds:
-            self.kinds[name] = self._bound(held)
-            if held.category == "batch":
-                out.append((f"load.{name}", Load(value.rpartition("@")[0]), node.mb, (), (name,)))
-            else:
-                out.append((f"seed.{name}", Seed(self.seed, held.spec.dtype), node.mb, (), (name,)))
-        return name
+    def transfer_seconds(self, node: Node, part: PartTemplate) -> float:
+        """Canonical seconds of a communication."""
+        if isinstance(node.op, Collective):
+            return self.seconds.collective(collective_bytes(self.graph, node, node.op, self.rows))
+        spec, _ = self.kinds[(*part.reads, *part.writes)[0] // self.count]
+        return self.seconds.transfer(bind(spec.nbytes, 0))
 
-    def _compute(self, node: Node, op: Compute, reads: tuple[str, ...], out: list[DraftPart]) -> None:
-        template = self.templates.get(id(op))
-        if template is None:
-            template = self.templates[id(op)] = self._template(self.chunks[op.chunk], op)
-        mb = node.mb
-        suffix = f"@{mb}"
-        mine = self.kept.get((op.chunk, mb))
-        if mine is None:  # F comes first; the names are made once
-            mine = self.kept[(op.chunk, mb)] = [name + suffix for name in template.kept]
-        ids = [*reads, *node.writes, *mine, *[name + suffix for name in template.inner]]
-        self.kinds.update(zip(template.made(ids), template.kinds, strict=True))
-        out += [(name + suffix, step, mb, read(ids), written(ids)) for name, step, read, written in template.parts]
-
-    def _template(self, chunk: Chunk, op: Compute) -> _Template:
+    def _compute(self, node: Node, op: Compute) -> list[Made]:
+        chunk = self.chunks[op.chunk]
         key = (op.step, id(chunk.ports), *map(id, chunk.steps.values()), *[i.kind for i in chunk.inputs])
         shape = self.shapes.get(key)
         if shape is None:
             shape = self.shapes[key] = _shape(chunk, op)
-        kept, inner = ([f"{chunk.id}:{p}" for p in ports] for ports in (shape.kept, shape.inner))
-        parts = [(f"{chunk.id}.{step}", Compute(chunk.id, step), read, written) for step, read, written in shape.steps]
-        return _Template(kept, inner, shape.made, shape.kinds, parts)
+        given = [*[self._read(v, node.role) for v in node.reads], *[self._value(v) for v in node.writes]]
+        ids = [*given, *[self._place(f"{chunk.id}:{port}", "", None) for port in shape.own]]
+        for number, kind in zip(shape.made(ids), shape.kinds, strict=True):
+            self.kinds[number // self.count] = kind
+        own = set(ids[len(given) :])
+        out = []
+        for step, read, written, dying in shape.steps:
+            part = PartTemplate(compute_id(chunk.id, step), "", Compute(chunk.id, step), read(ids), written(ids))
+            reads, writes = (tuple([v for v in vs if v not in own]) for vs in (part.reads, part.writes))
+            out.append(Made(part, reads, writes, tuple(dict.fromkeys(v for v in dying(ids) if v in own))))
+        return out
 
-    def _declare(self, values: tuple[str, ...]) -> None:
-        for v in values:
-            if v not in self.kinds:
-                self.kinds[v] = self._bound(self.graph.values[v])
+    def _read(self, value: str, role: str) -> int:
+        return self._value(value) if value in self.graph.writers else self._source(value, role)
 
-    def _bound(self, held: GraphValue) -> Kind:
-        known = self.bound.get(id(held))
+    def _source(self, value: str, role: str) -> int:
+        held = self.graph.values[value]
+        return self._place(f"{value}#{role}", f"#{role}", (self._bound(held.spec), held.category))
+
+    def _value(self, value: str) -> int:
+        if value in self.places:
+            return self.places[value] * self.count
+        held = self.graph.values[value]
+        made = self.graph.families[self.graph.writers[value][0]][0]
+        return self._place(value, held.tail, (self._bound(held.spec), held.category), made.mbs is None)
+
+    def _place(self, value: str, tail: str, kind: Kind | None, whole: bool = False) -> int:
+        """The number of a value in microbatch 0. Kinds that are not known yet are those of the part that makes it."""
+        place = self.places.get(value)
+        if place is None:
+            place = self.places[value] = len(self.places)
+            self.tails.append(tail)
+            self.kinds.append(kind or _UNKNOWN)
+            self.whole.append(whole)
+        return place * self.count
+
+    def _bound(self, spec: TensorSpec) -> TensorSpec:
+        known = self.bound.get(id(spec))
         if known is None:
-            known = self.bound[id(held)] = held.spec.bind(self.rows), held.category
+            known = self.bound[id(spec)] = spec.bind(self.rows)
         return known
+
+
+_UNKNOWN: Kind = (TensorSpec((), "uint8"), "activation")
 
 
 def _shape(chunk: Chunk, op: Compute) -> _Shape:
     present = steps_of(chunk, op.step)
-    given = [*value_writes(chunk, op.step)]
-    known = [*value_reads(chunk, op.step), *given, *kept(chunk)]
+    given = [*value_reads(chunk, op.step), *value_writes(chunk, op.step)]
+    known = [*given, *kept(chunk)]
     inner = tuple(dict.fromkeys(p for s in present for p in _ports(chunk, s) if p not in known))
     at = {port: k for k, port in enumerate((*known, *inner))}
     steps = []
     for step in present:
         sig = chunk.steps[step]
-        read = _pick([at[p] for p in sig.reads if not is_state(chunk, p)])
-        steps.append((step, read, _pick([at[p] for p in sig.writes])))
+        read = [p for p in sig.reads if not is_state(chunk, p)]
+        later = {p for s in LATER[step] for more in signatures(chunk, s) for p in more.reads}
+        dying = [p for p in dict.fromkeys((*read, *sig.writes)) if p not in later]
+        reads, writes, gone = (_pick([at[p] for p in ports]) for ports in (read, sig.writes, dying))
+        steps.append((step, reads, writes, gone))
     made = [p for s in present for p in chunk.steps[s].writes]
     kinds = tuple((chunk.ports[p], port_category(p)) for p in made)
-    return _Shape(kept(chunk), inner, _pick([at[p] for p in made]), kinds, tuple(steps))
+    return _Shape((*kept(chunk), *inner), _pick([at[p] for p in made]), kinds, tuple(steps))
 
 
 def _ports(chunk: Chunk, step: ChunkStep) -> tuple[str, ...]:

@@ -19,9 +19,9 @@ from heapq import heappop, heappush
 import numpy as np
 
 from piper_compiler.durations import LINK, InstructionSeconds, collective_bytes, collective_seconds
-from piper_compiler.passes.dependencies import Dependencies, cycle_error
+from piper_compiler.passes.dependencies import Dependencies, cycle_error, meeting
 from piper_compiler.ports import signatures, steps_of
-from piper_ir.graph import Coord, Graph, Node
+from piper_ir.graph import At, Coord, Graph, Node
 from piper_ir.ops import Collective, Compute, Recv
 from piper_ir.program import Chunk
 from piper_ir.sizes import bind
@@ -80,7 +80,7 @@ class Scheduler:
         self.collectives = {k: n.op for k, n in enumerate(nodes) if isinstance(n.op, Collective)}
         self.free = {self.group[i] for i in deps.ordered if kinds[deps.of[i]][0] == FORWARD}
         """Forwards that an order mentions."""
-        self.limit = _limits(graph, nodes, kinds)
+        self.limit = _limits(graph, deps, kinds)
         self.backward = deps.column([isinstance(n.op, Compute) and k[0] != FORWARD for n, k in zip(nodes, kinds, strict=True)])
         for i, backward in enumerate(self.backward):
             if backward:
@@ -287,19 +287,31 @@ def node_seconds(
     return out
 
 
-def _limits(graph: Graph, nodes: tuple[Node, ...], kinds: list[tuple[int, int]]) -> dict[int, int]:
-    """Stage -> microbatches in flight: 1 + the most changes of device on a way from it to the end of forward."""
-    changes: dict[str, int] = {}  # forward node -> the most changes on a way from it
+def overlap_seconds(graph: Graph, bound: dict[str, Chunk], rows: int, known: InstructionSeconds) -> dict[At, float]:
+    """Return the canonical seconds of the nodes of overlaps."""
+    places = [at for group in graph.overlaps for at in group.nodes]
+    nodes = tuple([node for at in places if (node := graph.at(at)) is not None])
+    return dict(zip(places, node_seconds(graph, nodes, bound, rows, known), strict=True))
+
+
+def _limits(graph: Graph, deps: Dependencies, kinds: list[tuple[int, int]]) -> dict[int, int]:
+    """Find for each stage the microbatches in flight: 1 + the most changes of device on a way from it to the end of forward."""
+    forward = [rank == FORWARD and isinstance(n.op, Compute) for n, (rank, _) in zip(deps.nodes, kinds, strict=True)]
+    changes = [np.zeros(len(n.each), np.int64) for n in deps.nodes]  # by microbatch, the most on a way from a node
     out: dict[int, int] = {}
-    for node, (rank, stage) in zip(reversed(nodes), reversed(kinds), strict=True):  # a node's readers come before it
-        if rank != FORWARD or not isinstance(node.op, Compute):
+    for k in reversed(range(len(forward))):  # a node's readers come before it
+        if not forward[k]:
             continue
-        far = changes.get(node.id, 0)
-        out[stage] = max(out.get(stage, 1), 1 + far)
-        for v in node.reads:
-            writer = graph.nodes.get(graph.writer.get(v, ""))
-            if writer is not None:
-                moved = isinstance(writer.op, Recv)
-                source = graph.writer[graph.nodes[f"send.{v}"].reads[0]] if moved else writer.id
-                changes[source] = max(changes.get(source, 0), far + moved)
+        stage = kinds[k][1]
+        out[stage] = max(out.get(stage, 1), 1 + int(changes[k].max()))
+        for j in deps.links[k]:
+            theirs, mine = meeting(deps.nodes[j], deps.nodes[k])
+            if not isinstance(deps.nodes[j].op, Recv):
+                changes[j][theirs] = np.maximum(changes[j][theirs], changes[k][mine])
+                continue
+            far = np.full(len(deps.nodes[j].each), -1)
+            far[theirs] = changes[k][mine] + 1
+            for i in [i for send in deps.links[j] for i in deps.links[send]]:  # what is sent
+                theirs, mine = meeting(deps.nodes[i], deps.nodes[j])
+                changes[i][theirs] = np.maximum(changes[i][theirs], far[mine])
     return out

@@ -1,0 +1,196 @@
+"""Content keys of many plans, to show that a change of the compiler changes no plan.
+
+python benchmarks/plan_keys.py                      one line per case: family, case, key
+python benchmarks/plan_keys.py random overlaps      some families
+python benchmarks/plan_keys.py --json               one hash per family, as tests/plan_keys.json keeps them
+python benchmarks/plan_keys.py --check              compare with that file; exit code 1 for a family that differs
+
+A key hashes the text of a plan, its JSON and the peaks of its roles; of what is refused, the message. Compare two trees with
+`diff`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+if __name__ == "__main__":  # run as a file, sys.path begins with this folder and not with the root
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+import piper
+from packages.compiler.tests.compile_cases import RandomProgram, frozen_first, layered, random_case
+from piper.loading import load_file
+from piper_compiler import Options, Strategy, Training, compile_program, order, overlap, place, recipes, split_backward, synthetic
+from piper_compiler.recipes import RECIPES
+from piper_ir.errors import PiperError
+from piper_ir.mesh import Mesh
+from piper_ir.plan import DeviceType, Plan
+from piper_ir.program import Program
+from piper_ir.select import where
+from piper_ir.text import format_plan
+
+Case = tuple[str, Callable[[], Plan]]
+"""A name, and what makes the plan."""
+
+SIZES = {"small": (2, 8), "middle": (4, 12), "large": (6, 24)}
+"""Devices and microbatches: all recipes accept them."""
+GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "plan_keys.json"
+DEVICES: tuple[DeviceType, ...] = ("", "cpu", "cuda")
+RANDOM = range(120)
+COMPOSED = range(80)
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+def _compiled(program: Program, strategy: Strategy, **more: Any) -> Plan:
+    return compile_program(program, strategy, **more).plan
+
+
+def recipe_cases(size: str) -> Iterator[Case]:
+    """Every recipe at one size: on a chain of given durations, on layers with replicas and a clipped norm, on a random DAG, and
+    with frozen first stages."""
+    pp, microbatches = SIZES[size]
+    training = Training(clip=1.0, state_bytes=lambda bucket: 8 * bucket.numel)
+    for name in sorted(RECIPES):
+        directives = RECIPES[name].make(pp=pp, microbatches=microbatches)
+        stages = 1 + max(dict(d.selection.terms).get("stage", 0) for d in directives if isinstance(d, place))
+        replicated = (*directives, *recipes.data_parallel(bucket_mb=0.001))
+        drawn = RandomProgram(Random(stages * microbatches), stages).build()
+        chain = synthetic(stages=stages, F=3, I=4, W=2, params=100)
+        head = f"{name} pp={pp} m={microbatches}"
+        yield f"{head} chain", partial(_compiled, chain, Strategy(Mesh(pp=pp), directives))
+        layers = Strategy(Mesh(pp=pp, dp=2), replicated)
+        yield f"{head} layers", partial(_compiled, layered(stages + 3), layers, training=training)
+        yield f"{head} random", partial(_compiled, drawn, Strategy(Mesh(pp=pp), directives), training=training)
+        unfused = Options(fuse=False)
+        yield f"{head} frozen", partial(_compiled, frozen_first(stages), Strategy(Mesh(pp=pp), directives), options=unfused)
+
+
+def random_cases() -> Iterator[Case]:
+    """Random DAGs with buffers, tied and frozen weights; placements by stage and by microbatch, V and double; partial and total
+    orders. With and without fusion, receives posted early or late."""
+    for seed in RANDOM:
+        case = random_case(seed)
+        options = Options(fuse=seed % 3 > 0, recv_ahead=seed % 4, device=DEVICES[seed % 3])
+        more: dict[str, Any] = {"global_batch": case.global_batch, "training": case.training, "options": options}
+        yield f"seed {seed}", partial(_compiled, case.program, case.strategy, **more)
+
+
+def overlap_cases() -> Iterator[Case]:
+    """Overlaps whose pairs have a duration of their own, and overlaps that the compiler interleaves."""
+    for seed in range(24):
+        rng = Random(seed)
+        microbatches = rng.randint(2, 5)
+        pair = where(stage=0, mb=1, phase="F"), where(stage=0, mb=0, phase="B" if seed % 2 else "I")
+        orders = [order(where(stage=0, mb=0, phase="F"), overlap(*pair))]
+        first = recipes.pipeline(pp=2, microbatches=microbatches)
+        apart = () if seed % 2 else (split_backward(where()),)
+        at = next(k for k, d in enumerate(first) if isinstance(d, place))
+        directives = (*first[:at], *apart, *first[at:], *orders)
+        given = synthetic(stages=2, F=3, I=4, W=2, params=100, overlap=7 if seed % 3 else None)
+        free = RandomProgram(rng, 2).build()
+        for kind, program in (("given", given), ("free", free)):
+            yield f"seed {seed} {kind}", partial(_compiled, program, Strategy(Mesh(pp=2), directives))
+
+
+def _composed(drawn: Any) -> Plan:
+    from tests import compositions
+
+    return compositions.compiled(compositions.fitted(drawn)).plan
+
+
+def composed_cases() -> Iterator[Case]:
+    """Captured models under random compositions: tied weights, buffers, masked losses, mixed splits of backwards, overlaps."""
+    from tests import compositions, models
+
+    for seed in COMPOSED:
+        rng = Random(seed)
+        drawn = compositions.Composition(
+            model=rng.choice([name for name in sorted(models.CASES) if name != "deep"]),
+            pp=rng.randint(1, 4),
+            dp=rng.choice((1, 1, 2)),
+            microbatches=rng.randint(1, 5),
+            schedule=rng.choice(("gpipe", "1f1b", "default", "random", "random")),
+            placement=rng.choice(("recipe", "chunks", "v", "shared", "random")),
+            clip=rng.choice((None, 1.0)),
+            bucket_mb=rng.choice((25, 0.0005)),
+            shared_streams=rng.random() < 0.3,
+            fuse=rng.random() < 0.7,
+            recv_ahead=rng.randint(0, 3),
+            backward=rng.choice(("whole", "split", "mixed")),
+            overlap=rng.random() < 0.3,
+            seed=seed,
+        )
+        yield f"seed {seed} {drawn.model}", partial(_composed, drawn)
+
+
+def example_cases() -> Iterator[Case]:
+    """The examples, with the strategy that each has for its parameters; the large ones are captured here, which takes seconds."""
+    for path in sorted(EXAMPLES.glob("*.py")):
+        yield path.stem, partial(_example, path)
+
+
+def _example(path: Path) -> Plan:
+    found = load_file(path)
+    return piper.compile(found.job, found.strategy).plan
+
+
+FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
+    **{f"recipes-{size}": partial(recipe_cases, size) for size in SIZES},
+    "random": random_cases,
+    "overlaps": overlap_cases,
+    "composed": composed_cases,
+    "examples": example_cases,
+}
+
+
+def key(make: Callable[[], Plan]) -> str:
+    """The key of a plan, or of the message with which it is refused."""
+    try:
+        plan = make()
+    except PiperError as e:
+        message = re.sub(r"(\w+\.py):\d+", r"\1", str(e))  # without the lines that wrote the directives
+        return "refused " + _hash(f"{type(e).__name__}: {message}")
+    peaks = [(r.role, r.peak_bytes, r.peak_at, dict(r.peak_by_category)) for r in plan.roles]
+    return _hash(f"{format_plan(plan)}{peaks}{plan.key}")
+
+
+def keys(family: str) -> list[tuple[str, str]]:
+    """The cases of a family with their keys."""
+    return [(name, key(make)) for name, make in FAMILIES[family]()]
+
+
+def family_key(family: str) -> str:
+    """One hash for all cases of a family."""
+    return _hash(repr(keys(family)))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def main(argv: list[str]) -> int:
+    """Print the keys of the families that are named, of all without names. Exit code 1 when `--check` found a difference."""
+    families = [name for name in argv if not name.startswith("--")] or list(FAMILIES)
+    if "--json" in argv:
+        print(json.dumps({family: family_key(family) for family in families}, indent=2))
+        return 0
+    if "--check" in argv:
+        golden = json.loads(GOLDEN.read_text())
+        differ = [family for family in families if family_key(family) != golden[family]]
+        print(f"{len(families)} families, different: {', '.join(differ) or 'none'}")
+        return int(bool(differ))
+    for family in families:
+        for name, found in keys(family):
+            print(f"{family:14} {name:44} {found}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

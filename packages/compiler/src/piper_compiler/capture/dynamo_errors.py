@@ -1,0 +1,72 @@
+"""Dynamo's errors as ours: the user's line, what is wrong in a sentence, and what to do."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from traceback import FrameSummary
+
+import torch
+from torch import Tensor
+
+from piper_compiler.capture import _torch
+from piper_compiler.capture.model import DEVICES, names_device
+from piper_ir.errors import CaptureError
+from piper_ops import REFUSALS, is_model_code
+
+FAILED = re.compile(r"fake tensors: \w+ (?:<[\w\- ]*?(\w+)(?: at 0x\w+)?>|([\w.]+))\(.*: got (\w+)\((['\"])(.*)\4\)", re.DOTALL)
+"""Dynamo's text for an operation that fails: the function, or the method, then the class and the text of the error."""
+
+CUSTOM_OP = (
+    "A custom op needs an implementation of its shapes and a gradient:\n"
+    "    @my_op.register_fake\n    def _(x): return torch.empty_like(x)\n"
+    "    my_op.register_autograd(backward, setup_context=setup_context)"
+)
+ONE_GRAPH = (
+    "Model and loss must be one graph, without Python side effects and without values read from tensors. A custom kernel "
+    "must be registered: @torch.library.custom_op('ns::name', mutates_args=()), register_fake, register_autograd."
+)
+LOSS = (
+    "A loss is called as loss(output, targets); for a model that computes its loss itself, take it from the output: "
+    "`lambda out, _: out.loss`."
+)
+
+
+def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, Tensor]) -> CaptureError:
+    """Return Dynamo's error as ours. step_file: where model and loss are called; batch: the tensors that they were given."""
+    frames = _torch.user_frames(error)
+    own = [f for f in frames if is_model_code(f.filename)]
+    part = _part(frames, step_file)
+    where = f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else part and f"the {part}"
+    text = str(error)
+    lines = text.partition("from user code:")[0].partition("\n\n")[0].splitlines()
+    reason = " ".join(line.strip() for line in lines if not line.strip().startswith(("Hint:", "Developer debug context")))
+    raised = reason.startswith("Observed exception")  # Dynamo does not say which one
+    if raised:
+        reason = "this line raises an exception"
+    failed = FAILED.search(reason) if isinstance(error, _torch.RuntimeFailure) else None
+    if failed is not None:
+        reason = f"{failed[1] or failed[2]} fails: {re.sub(r's[0-9]+(: hint = [0-9]+)?', 'rows', failed[5])}"
+    if "fake impl" in text:
+        advice = CUSTOM_OP
+    elif any("flex_attention" in f.filename for f in frames):  # on a CPU torch itself refuses its backward
+        advice = REFUSALS[torch.ops.higher_order.flex_attention].way_out
+    elif names_device(text):
+        advice = f"{DEVICES}."
+    elif part == "loss" and (raised or "bind arguments" in text or "object has no attribute" in reason):
+        advice = LOSS
+    elif isinstance(error, _torch.RuntimeFailure) or raised:
+        advice = f"The batch has {_shapes(batch)}. Check that the model and the loss run on such a batch without Piper."
+    else:
+        advice = ONE_GRAPH
+    return CaptureError(f"{where}{': ' if where else ''}cannot be captured: {reason}\n{advice}")
+
+
+def _part(frames: Sequence[FrameSummary], step_file: str) -> str:
+    """Return which of the two was traced, "model" or "loss"; "" where that is not known."""
+    ours = [f.line or "" for f in frames if f.filename == step_file]
+    return "" if not ours else "loss" if "loss(" in ours[-1] else "model"
+
+
+def _shapes(batch: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} [{', '.join(['rows', *map(str, t.shape[1:])])}]" for name, t in batch.items())

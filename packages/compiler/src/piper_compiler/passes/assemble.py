@@ -1,0 +1,80 @@
+"""What a plan says beside its programs: roles with their states, chunks with their sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from piper_compiler.request import CompileRequest, Training
+from piper_ir.graph import Graph
+from piper_ir.instr_table import InstrTable, TableKinds
+from piper_ir.plan import COMPUTE, Plan, RolePlan, State, Values
+from piper_ir.program import Chunk
+from piper_ir.sizes import ITEM_BYTES, bind
+
+
+def plan_of(graph: Graph, chunks: dict[str, Chunk], rows: int, programs: list[InstrTable], request: CompileRequest) -> Plan:
+    """Return the plan, without its peaks."""
+    program, training, options = graph.program, request.training, request.options
+    held = states(graph, training)
+    roles = [role_plan(graph, role, table, held[role]) for role, table in zip(graph.roles, programs, strict=True)]
+    return Plan(
+        program.key,
+        graph.mesh,
+        rows,
+        graph.microbatches,
+        graph.replicated,
+        tuple(roles),
+        tuple(graph.channels.values()),
+        tuple(graph.buckets.values()),
+        Values(TableKinds(programs)),
+        tuple(chunks.values()),
+        program.params,
+        program.buffers,
+        tuple(replace(b, spec=b.spec.bind(rows)) for b in program.batch),
+        program.loss_kind,
+        program.hop,
+        options.recv_ahead,
+        training.tokens_per_row,
+        options.device,
+    )
+
+
+def role_plan(graph: Graph, role: str, program: InstrTable, held: tuple[State, ...]) -> RolePlan:
+    """One role of a plan."""
+    streams = tuple(dict.fromkeys([COMPUTE, *program.streams]))
+    placed = graph.roles[role]
+    first = tuple(map(program.values.name, program.first))
+    return RolePlan(role, placed, graph.mesh.ranks(placed), program, streams, held, first)
+
+
+def bound_chunks(graph: Graph, rows: int) -> dict[str, Chunk]:
+    """Chunks with int sizes and the coordinates that directives added."""
+    out = {}
+    for chunk in graph.program.bound(rows):
+        node = graph.compute(chunk.id, "F")[0]
+        coords = {k: v for k, v in node.coords.items() if k not in ("chunk", "phase", "op", "mb") and isinstance(v, int)}
+        out[chunk.id] = replace(chunk, coords=coords)
+    return out
+
+
+def states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
+    """Role -> its persistent bytes: parameters in buckets (flat, with their padding), other parameters, gradients, optimizer,
+    buffers."""
+    out: dict[str, dict[str, State]] = {role: {} for role in graph.roles}
+    bucketed = {p for b in graph.buckets.values() for p in b.params}
+    for bucket in graph.buckets.values():
+        size = bucket.numel * ITEM_BYTES[bucket.dtype]
+        mine = [State(f"param:{bucket.id}", "param", size), State(f"grad:{bucket.id}", "grad", size)]
+        if optim := training.state_bytes(bucket):
+            mine.append(State(f"optim:{bucket.id}", "optim", optim))
+        for role in bucket.roles:
+            out[role].update({s.id: s for s in mine})
+    specs = {p.name: p.spec for p in graph.program.params} | {b.name: b.spec for b in graph.program.buffers}
+    for chunk in graph.program.chunks:
+        kinds: dict[str, Literal["param", "buffer"]] = {e.ref: e.kind for e in chunk.inputs if e.kind in ("param", "buffer")}
+        kinds |= {o.ref: "buffer" for o in chunk.outputs if o.kind == "buffer"}  # replaced without being read
+        alone = [State(f"{kind}:{ref}", kind, bind(specs[ref].nbytes, 0)) for ref, kind in kinds.items() if ref not in bucketed]
+        for role in dict.fromkeys(node.role for node in graph.compute(chunk.id, "F")):
+            out[role].update({s.id: s for s in alone})
+    return {role: tuple(states.values()) for role, states in out.items()}

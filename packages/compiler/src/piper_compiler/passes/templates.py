@@ -1,0 +1,348 @@
+"""The instructions of a draft as templates: those that differ in their microbatch only are one, made once.
+
+Which values die in an instruction, and in which order a part frees them, may differ between microbatches. So `Drafted` has the
+templates before that is known, which say what uses what, and `programs` those of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import overload
+
+import numpy as np
+
+from piper_compiler.passes.arrays import Ints, begins, ints
+from piper_compiler.passes.dependencies import Dependencies
+from piper_compiler.passes.draft import Draft, Waits
+from piper_compiler.passes.parts import Made, PartMaker
+from piper_compiler.passes.release import Releases, Uses
+from piper_ir.graph import Graph
+from piper_ir.instr_table import InstrTable, InstrTemplate
+from piper_ir.plan import COMPUTE
+from piper_ir.timing import Prepared, sweep, with_waits
+
+Dying = tuple[tuple[int, int, bool], ...]
+"""Shared values that die in an instruction: the part that they die after, their number in microbatch 0, and whether they are
+sent, which frees them before the others."""
+
+
+@dataclass(eq=False, slots=True)
+class _Template:
+    """`seconds`: canonical; `given`: those that the plan says itself."""
+
+    stream: str
+    made: list[Made]
+    seconds: float
+    given: float | None
+    touched: list[tuple[int, int]]
+    """The parts, each with the shared values that it writes, then that it reads."""
+
+    @property
+    def aheads(self) -> list[int]:
+        """The microbatches of its parts, counted from the instruction's."""
+        return sorted({m.part.ahead for m in self.made})
+
+
+@dataclass(eq=False, slots=True)
+class _Trace:
+    """What a microbatch has done on a role so far. `order`: the values that it has touched, by when it first did. `then`: what it
+    has done after a template."""
+
+    order: dict[int, int] = field(default_factory=dict)
+    then: dict[tuple[int, int], _Trace] = field(default_factory=dict)
+
+    def after(self, template: _Template, ahead: int) -> _Trace:
+        """Go on with the parts of an instruction that are so far ahead of it."""
+        found = self.then.get((id(template), ahead))
+        if found is None:
+            found = self.then[id(template), ahead] = _Trace(dict(self.order))
+            for made in template.made:
+                if made.part.ahead == ahead:
+                    for v in (*made.part.writes, *made.part.reads):
+                        found.order.setdefault(v - ahead, len(found.order))
+        return found
+
+
+class Drafted:
+    """The templates of a draft: `used[i]` is that of instruction i, `mb[i]` its microbatch. `uses`: what the instructions do
+    with shared values. `times`: of a run without frees. Parts of instructions that compute are counted: `first_part` of each
+    instruction, `instr_of_part`."""
+
+    def __init__(self, graph: Graph, deps: Dependencies, maker: PartMaker, draft: Draft, spans: Mapping[int, float]) -> None:
+        self.graph, self.deps, self.maker, self.draft, self.spans = graph, deps, maker, draft, spans
+        self.count = maker.count
+        self._needed: LazyWaits | None = None
+        self._parts: dict[int, list[Made]] = {}
+        self._known: dict[object, _Template] = {}
+        self._loaded: set[tuple[str, str, int]] = set()
+        lead = ints([numbers[0] for numbers in draft.tasks])
+        self.mb = ints(deps.mb)[lead]
+        for k, numbers in enumerate(draft.tasks if spans else ()):
+            self.mb[k] = min([deps.mb[i] for i in numbers])  # a span joins microbatches
+        self.used = self._used(lead.tolist())
+        self.instrs = self._instrs()
+        many = np.zeros(len(lead), np.int64)
+        for template, mine in self.instrs:
+            many[mine] = len(template.made) if template.stream == COMPUTE else 0
+        self.first_part = begins(many)
+        self.instr_of_part = np.repeat(np.arange(len(many)), many)
+        self.uses = self._uses()
+        self.times = sweep(draft.prepared(draft.waits), [t.seconds for t in self.used], latency=graph.program.hop)
+
+    @property
+    def makespan(self) -> float:
+        """Canonical seconds of a step that frees nothing."""
+        return self.times.makespan
+
+    def prepared(self, freed: Releases) -> Prepared:
+        """What `prepare` makes of the plan."""
+        return with_waits(self.draft.bare, self._waits(freed).needed, self.draft.orders)
+
+    def _waits(self, freed: Releases) -> LazyWaits:
+        """The waits of the plan, found once."""
+        if self._needed is None:
+            self._needed = LazyWaits(self.draft, self.draft.waits + freed.waits)
+        return self._needed
+
+    def _used(self, leads: list[int]) -> list[_Template]:
+        """The template of each instruction. `leads`: its first number."""
+        of, mb, comm = self.deps.of, self.deps.mb, self.deps.comm
+        out: list[_Template] = []
+        known = self._known
+        for numbers, lead in zip(self.draft.tasks, leads, strict=True):
+            if comm[lead]:
+                out.append(known.get(of[lead]) or self._transfer(of[lead]))
+                continue
+            like = tuple([of[i] for i in numbers])
+            template = known.get(like) if lead not in self.spans else None
+            out.append(template or self._task(like, [mb[i] for i in numbers], self.spans.get(lead)))
+        return out
+
+    def _transfer(self, k: int) -> _Template:
+        node = self.deps.nodes[k]
+        (made,) = self.maker.node(node)
+        seconds = self.maker.transfer_seconds(node, made.part)
+        template = self._known[k] = _Template(node.stream, [made], seconds, None, [(0, v) for v in made.reads])
+        return template
+
+    def _task(self, like: tuple[int, ...], mbs: list[int], given: float | None) -> _Template:
+        """An instruction that runs these nodes in these microbatches; the first that reads a source in its microbatch loads
+        it."""
+        own = min(mbs)
+        nodes = [self.deps.nodes[k] for k in like]
+        sources = [(v, node.role, mb) for node, mb in zip(nodes, mbs, strict=True) for v in self.maker.sources(node)]
+        fresh = dict.fromkeys([source for source in sources if source not in self._loaded])
+        self._loaded.update(fresh)
+        ahead = tuple([mb - own for mb in mbs])
+        key = like, ahead, tuple([(v, role, mb - own) for v, role, mb in fresh]), given
+        template = self._known.get(key)
+        if template is None:
+            template = self._known[key] = self._computing(like, ahead, set(key[2]), given)
+            if not sources and given is None:
+                self._known[like] = template
+        return template
+
+    def _computing(
+        self, like: tuple[int, ...], ahead: tuple[int, ...], fresh: set[tuple[str, str, int]], given: float | None
+    ) -> _Template:
+        made: list[Made] = []
+        for k, n in zip(like, ahead, strict=True):
+            node = self.deps.nodes[k]
+            for v in self.maker.sources(node):
+                if (v, node.role, n) in fresh:
+                    fresh.remove((v, node.role, n))
+                    made.append(_ahead(self.maker.load(v, node.role), n))
+            if k not in self._parts:
+                self._parts[k] = self.maker.node(node)
+            made += [_ahead(m, n) for m in self._parts[k]]
+        seconds = self.maker.seconds.compute([m.part.op for m in made]) if given is None else given
+        touched = [(k, v) for k, m in enumerate(made) for v in (*m.writes, *m.reads)]
+        return _Template(COMPUTE, made, seconds, given, touched)
+
+    def _instrs(self) -> list[tuple[_Template, Ints]]:
+        """The templates, each with its instructions."""
+        keys = list(map(id, self.used))
+        templates = dict(zip(keys, self.used, strict=True))
+        number = {key: n for n, key in enumerate(templates)}
+        numbers = ints(map(number.__getitem__, keys))
+        order = np.argsort(numbers, kind="stable")
+        parts = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1)
+        return list(zip(templates.values(), parts, strict=True))
+
+    def _uses(self) -> Uses:
+        far = 1 + max([len(template.touched) for template, _ in self.instrs], default=0)
+        touched = [[ints(())], [ints(())]]
+        sent = [[ints(())], [ints(())]]
+        for template, instrs in self.instrs:
+            if not template.touched:
+                continue
+            shift = np.maximum(self.mb[instrs], 0)
+            values = ints([v for _, v in template.touched])[:, None] + shift
+            if template.stream == COMPUTE:
+                keys = ints([part * far + k for k, (part, _) in enumerate(template.touched)])
+                touched[0].append(values.ravel())
+                touched[1].append((keys[:, None] + self.first_part[instrs] * far).ravel())
+            else:
+                sent[0].append(values.ravel())
+                sent[1].append((np.arange(len(values))[:, None] + instrs * far).ravel())
+        (value, at), (carried, by) = (map(np.concatenate, columns) for columns in (touched, sent))
+        order, sending = np.argsort(at), np.argsort(by)
+        count = len(self.maker.places) * self.count
+        return Uses(count, value[order], at[order] // far, self.instr_of_part, carried[sending], by[sending] // far)
+
+    def programs(self, freed: Releases) -> list[InstrTable]:
+        """The program of each role, with its frees and the waits that these need."""
+        values = self.maker.values()
+        waits = self._waits(freed)
+        final = _Final(self, freed)
+        early, made, first = _by(freed.before, freed.early), *self._buffers()
+        mbs = self.mb.tolist()
+        out = []
+        for r, (a, b) in enumerate(pairwise(self.draft.offsets)):
+            templates, used = final.role(a, b)
+            columns = waits.of(a, b), _within(early, a, b), _within(made, a, b), first.get(r, ())
+            out.append(InstrTable(values, templates, used, mbs[a:b], *columns))
+        return out
+
+    def _buffers(self) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
+        """The receive buffers (and results of reductions) that are made after an instruction: right after the latest that
+        computes before the receive is posted; and by role, those that are there before its first that computes."""
+        draft = self.draft
+        found = [(i, v) for i, t in enumerate(self.used) if t.stream != COMPUTE for v in t.made[0].writes]
+        made: dict[int, list[int]] = {}
+        first: dict[int, list[int]] = {}
+        latest = draft.compute[np.searchsorted(draft.compute, ints([i for i, _ in found])) - 1].tolist() if found else []
+        roles = (np.searchsorted(ints(draft.offsets), ints([i for i, _ in found]), side="right") - 1).tolist()
+        for (i, v), before, role in zip(found, latest, roles, strict=True):
+            number = v + max(int(self.mb[i]), 0)
+            if draft.computed[i] > 0:
+                made.setdefault(before, []).append(number)
+            else:
+                first.setdefault(role, []).append(number)
+        return {i: tuple(vs) for i, vs in made.items()}, {r: tuple(vs) for r, vs in first.items()}
+
+
+class LazyWaits:
+    """The waits of all instructions, found when someone asks: a search never does."""
+
+    def __init__(self, draft: Draft, waits: Waits) -> None:
+        self._draft, self._waits = draft, waits
+
+    @cached_property
+    def needed(self) -> tuple[tuple[int, ...], ...]:
+        """For each instruction those that it waits for."""
+        return self._draft.needed(self._waits)
+
+    def of(self, a: int, b: int) -> RoleWaits:
+        """Those of the instructions of a role."""
+        return RoleWaits(self, a, b)
+
+
+class RoleWaits(Sequence[tuple[int, ...]]):
+    """The waits of a role's instructions, counted from its first."""
+
+    def __init__(self, waits: LazyWaits, first: int, end: int) -> None:
+        self._waits, self._first, self._end = waits, first, end
+
+    def __len__(self) -> int:
+        return self._end - self._first
+
+    @overload
+    def __getitem__(self, i: int) -> tuple[int, ...]: ...
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[tuple[int, ...]]: ...
+    def __getitem__(self, i: int | slice) -> tuple[int, ...] | Sequence[tuple[int, ...]]:
+        if isinstance(i, slice):
+            return [self[k] for k in range(*i.indices(len(self)))]
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        return tuple([j - self._first for j in self._waits.needed[self._first + i]])
+
+
+class _Final:
+    """Makes the templates of the plan: what is drafted, with what each part frees."""
+
+    def __init__(self, drafted: Drafted, freed: Releases) -> None:
+        self.drafted = drafted
+        self.dying = self._dying(freed)
+
+    def _dying(self, freed: Releases) -> list[Dying]:
+        """What dies in each instruction that computes."""
+        d = self.drafted
+        instr = d.instr_of_part[freed.after]
+        part = freed.after - d.first_part[instr]
+        number = freed.freed - np.maximum(d.mb[instr], 0)
+        sent = np.isin(freed.freed, d.uses.sent)
+        flat = list(zip(part.tolist(), number.tolist(), sent.tolist(), strict=True))
+        ends = np.searchsorted(instr, np.arange(len(d.used) + 1)).tolist()
+        return [tuple(flat[a:b]) for a, b in pairwise(ends)]
+
+    def role(self, a: int, b: int) -> tuple[list[InstrTemplate], list[int]]:
+        """The templates of a role's instructions a to b, and which each uses."""
+        templates: list[InstrTemplate] = []
+        known: dict[object, int] = {}
+        start = _Trace()
+        traces: dict[int, _Trace] = {}
+        out: list[int] = []
+        mbs = self.drafted.mb[a:b].tolist()
+        for template, mb, dying in zip(self.drafted.used[a:b], mbs, self.dying[a:b], strict=True):
+            found: list[_Trace] = []
+            if template.stream == COMPUTE and mb >= 0:
+                for n in template.aheads:
+                    trace = traces[mb + n] = traces.get(mb + n, start).after(template, n)
+                    found.append(trace)
+            key = id(template), dying, *map(id, found)
+            number = known.get(key)
+            if number is None:
+                number = known[key] = len(templates)
+                orders = dict(zip(template.aheads, found, strict=False))
+                templates.append(_with_frees(template, orders, dying))
+            out.append(number)
+        return _shared(templates, out)
+
+
+def _ahead(made: Made, n: int) -> Made:
+    """A part so many microbatches ahead of its instruction."""
+    if not n:
+        return made
+    part = made.part
+    reads, writes, *others = [
+        tuple([v + n for v in vs]) for vs in (part.reads, part.writes, made.reads, made.writes, made.inside)
+    ]
+    return Made(replace(part, reads=reads, writes=writes, ahead=n), *others)
+
+
+def _with_frees(template: _Template, traces: Mapping[int, _Trace], dying: Dying) -> InstrTemplate:
+    """An instruction whose parts free first what is sent, then the others by their first use, as `dying` lists them."""
+    parts = []
+    for k, made in enumerate(template.made):
+        sent = [v for part, v, is_sent in dying if part == k and is_sent]
+        others = [*made.inside, *[v for part, v, is_sent in dying if part == k and not is_sent]]
+        if made.inside:
+            order, ahead = traces[made.part.ahead].order, made.part.ahead
+            others.sort(key=lambda v: order[v - ahead])
+        frees = (*sent, *others)
+        parts.append(replace(made.part, frees=frees) if frees else made.part)
+    return InstrTemplate(template.stream, tuple(parts), template.given)
+
+
+def _shared(templates: list[InstrTemplate], used: list[int]) -> tuple[list[InstrTemplate], list[int]]:
+    """Equal templates once."""
+    numbers: dict[InstrTemplate, int] = {}
+    number = [numbers.setdefault(t, len(numbers)) for t in templates]
+    return list(numbers), [number[k] for k in used]
+
+
+def _by(instrs: Ints, numbers: Ints) -> dict[int, tuple[int, ...]]:
+    out: dict[int, list[int]] = {}
+    for i, v in zip(instrs.tolist(), numbers.tolist(), strict=True):
+        out.setdefault(i, []).append(v)
+    return {i: tuple(vs) for i, vs in out.items()}
+
+
+def _within(numbers: Mapping[int, tuple[int, ...]], a: int, b: int) -> dict[int, tuple[int, ...]]:
+    """Those of a role's instructions, counted from its first."""
+    return {i - a: vs for i, vs in numbers.items() if a <= i < b}

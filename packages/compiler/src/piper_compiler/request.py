@@ -1,0 +1,49 @@
+"""What a compilation is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from piper_compiler.strategy import Strategy
+from piper_ir.costs import Costs
+from piper_ir.plan import Bucket, DeviceType
+from piper_ir.program import Program
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the compiler needs to know of the job. `group_of`: parameter -> index of the optimizer's parameter group (default
+    0); `state_bytes`: bytes of optimizer state that a holder of a bucket keeps; `clip`: bound of the global gradient norm;
+    `update_bytes`: of temporaries that the optimizer holds in an update."""
+
+    group_of: Mapping[str, int] = field(default_factory=dict)
+    state_bytes: Callable[[Bucket], int] = lambda bucket: 0
+    clip: float | None = None
+    tokens_per_row: int | None = None
+    update_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Options:
+    """`fuse`: join neighbours into one instruction. `recv_ahead`: how many compute instructions before its first reader a
+    receive is posted. `device`: the kind of device that peaks of memory are for; the program is the same for all."""
+
+    fuse: bool = True
+    recv_ahead: int = 2
+    device: DeviceType = ""
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """A program, a strategy, and what else decides the plan. `global_batch`: rows of one step over all replicas (default: one
+    row per microbatch and replica). `costs`: known durations. `at_rows`: the program for a number of rows, for programs that
+    are not affine down to one row."""
+
+    program: Program
+    strategy: Strategy
+    global_batch: int | None = None
+    training: Training = Training()
+    costs: Costs | None = None
+    options: Options = Options()
+    at_rows: Callable[[int], Program] | None = None

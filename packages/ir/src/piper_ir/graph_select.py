@@ -1,0 +1,157 @@
+"""Selection of a graph's nodes: which there are, in which of their microbatches, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from piper_ir.errors import SelectorError
+from piper_ir.graph_parts import Coord, Mbs, Node, common, in_mbs, mbs_of
+from piper_ir.ops import Add
+from piper_ir.select import ANY, NONE, Match, Where
+
+Terms = tuple[tuple[str, Match], ...]
+
+
+class Selecting:
+    """What a Graph selects by. `families`: id -> its nodes; `index`: coordinate and value -> the ids that have it;
+    `chunk_index`: places along the program."""
+
+    families: Mapping[str, tuple[Node, ...]]
+    index: Mapping[tuple[str, Coord], tuple[str, ...]]
+    chunk_index: Mapping[str, int]
+    microbatches: int
+    _found: dict[Terms, list[Node]]
+
+    def copies(self, nodes: Iterable[Node]) -> list[Node]:
+        """The nodes as they are called in each of their microbatches."""
+        raise NotImplementedError
+
+    def coordinates(self) -> dict[str, list[Coord]]:
+        """Every coordinate with its values, sorted: what a selector may name."""
+        out: dict[str, set[Coord]] = {"mb": set(range(self.microbatches))} if self.microbatches else {}
+        for name, value in self.index:
+            out.setdefault(name, set()).add(value)
+        return {n: sorted(vs, key=lambda v: (isinstance(v, str), v)) for n, vs in sorted(out.items())}
+
+    def find(self, selection: Where) -> list[Node]:
+        """The selected nodes along the step, each in those of its microbatches that are selected; none is no error.
+        Communication only when `op` asks for it."""
+        wanted, rest = _by_mb(selection)
+        found = self._found.get(rest)
+        if found is None:
+            found = self._found[rest] = sorted(self._matching(dict(rest)), key=self.along)
+        if wanted is None:
+            return list(found)
+        return [node if mbs is node.mbs else in_mbs(node, mbs) for node in found for mbs in _selected(node, wanted)]
+
+    def pick(self, selection: Where) -> list[Node]:
+        """`find`, with a SelectorError when nothing matches."""
+        found = self.find(selection)
+        if not found:
+            raise SelectorError(f"{selection} matches no node. {self._what_exists(_with_op(selection.terms))}")
+        return found
+
+    def turns(self, selection: Where) -> list[tuple[Node, int]]:
+        """The selected nodes microbatch by microbatch, in topological order: forward before backward, then by microbatch, then
+        along the program (backward: against it)."""
+        wanted, rest = _by_mb(selection)
+        if type(wanted) is int and wanted >= 0 and rest in self._found:  # most selections of an order
+            return [(node, wanted) for node in self._found[rest] if wanted in node.each]
+        found = [(node, mb) for node in self.find(selection) for mb in node.each]
+        return sorted(found, key=lambda at: (_rank(at[0]), at[1], self.along(at[0])))
+
+    def matching(self, selection: Where) -> list[Node]:
+        """The selected nodes by their names in each microbatch, in no order; none is no error."""
+        return self.copies(self.find(selection))
+
+    def select(self, selection: Where) -> list[Node]:
+        """The selected nodes by their names in each microbatch, in topological order. SelectorError when nothing matches."""
+        return sorted(self.copies(self.pick(selection)), key=self.position)
+
+    def _matching(self, terms: dict[str, Match]) -> list[Node]:
+        indexed = {n: w for n, w in terms.items() if w not in (ANY, NONE)} if terms["op"] == "compute" else {"op": terms["op"]}
+        rest = Where(tuple(terms.items()))
+        found = [node for id in self._candidates(indexed) for node in self.families[id]]
+        return [node for node in found if rest.matches(node.coords)]
+
+    def _candidates(self, terms: Mapping[str, Match]) -> Iterable[str]:
+        """Ids that have the wanted values of all terms: an intersection that costs time in the shortest list."""
+        found: list[frozenset[str]] = []
+        for name, wanted in terms.items():
+            if wanted not in (ANY, NONE):
+                keys = wanted if isinstance(wanted, tuple) else (wanted,)
+                found.append(frozenset(id for k in keys for id in self.index.get((name, k), ())))
+        if not found:
+            return self.families
+        found.sort(key=len)
+        return found[0].intersection(*found[1:])
+
+    def _what_exists(self, terms: Mapping[str, object]) -> str:
+        there = self.coordinates()
+        unknown = [t for t in terms if t not in there]
+        if unknown:
+            return f"There is no coordinate {unknown[0]!r}; there are {', '.join(there)}."
+        shown = [f"{n} in {_span(there[n])}" for n in terms if n != "op"]
+        return "There are nodes with " + ", ".join(shown) + "." if shown else "The graph has no such node."
+
+    def along(self, node: Node) -> tuple[int, int, str]:
+        """A sort key along the step, whatever the microbatch."""
+        rank = _rank(node)
+        chunk = self.chunk_index.get(str(node.coords.get("chunk", "")), 0)
+        after = 0 if isinstance(node.op, Add) else 1
+        return rank, (chunk if rank == 0 else -chunk) * 2 + after, node.id
+
+    def position(self, node: Node) -> tuple[int, int, int, str]:
+        """A sort key that is a topological order of any set of compute nodes of single microbatches."""
+        rank, place, id = self.along(node)
+        return rank, node.mb, place, id
+
+
+_RANKS = {"F": 0, "B": 1, "I": 1, "W": 2}
+
+
+def _rank(node: Node) -> int:
+    return _RANKS.get(str(node.coords.get("phase")), 3)
+
+
+def _with_op(terms: Terms) -> dict[str, Match]:
+    """The terms of a selection, which is one of compute nodes unless it says otherwise."""
+    return {"op": "compute"} | dict(terms)
+
+
+def _by_mb(selection: Where) -> tuple[Match | None, Terms]:
+    """The microbatches that a selection asks for, if it does, and its other terms."""
+    wanted: Match | None = None
+    rest = []
+    named_op = False
+    for term in selection.terms:
+        if term[0] == "mb":
+            wanted = term[1]
+        else:
+            rest.append(term)
+            named_op = named_op or term[0] == "op"
+    if not named_op:
+        rest.append(_COMPUTE)
+    return wanted, tuple(rest)
+
+
+_COMPUTE = ("op", "compute")
+
+
+def _selected(node: Node, wanted: Match) -> Iterable[Mbs | None]:
+    """The microbatches of a node that a selection of some asks for: none or one set of them."""
+    if node.mbs is None:
+        return (None,) if Where((("mb", wanted),)).matches(node.coords) else ()
+    if wanted == ANY:
+        return (node.mbs,)
+    if isinstance(wanted, str):  # NONE, or a name, which no microbatch has
+        return ()
+    asked = wanted if isinstance(wanted, tuple) else (wanted,)
+    mbs = common(node.mbs, mbs_of([mb for mb in asked if isinstance(mb, int)]))
+    return (mbs,) if mbs else ()
+
+
+def _span(values: list[Coord]) -> str:
+    if len(values) > 4 and all(isinstance(v, int) for v in values):
+        return f"{values[0]}..{values[-1]}"
+    return ", ".join(map(str, values))

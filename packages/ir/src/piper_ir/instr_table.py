@@ -1,0 +1,265 @@
+"""A role's program as a table: few templates of instructions, and for each instruction its template and microbatch.
+
+Microbatches are alike, so a program says nearly the same many times. A table says it once; an `Instr` with names is made when
+someone asks for it. Values are numbers: value v of microbatch mb is number `v * count + mb`, one of the whole step `v * count`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar, overload
+
+from piper_ir.graph_parts import named
+from piper_ir.ops import COMM, Op
+from piper_ir.plan import Category, Instr, Part
+from piper_ir.sizes import TensorSpec, bind
+
+T = TypeVar("T")
+Numbers = Mapping[int, tuple[int, ...]]
+"""Values by the instruction that frees or makes them."""
+
+
+@dataclass(frozen=True)
+class ValueTable:
+    """The values of a plan, each for all microbatches: id, the end of its name after the microbatch, size and category, and
+    whether it belongs to the whole step. `count`: microbatches."""
+
+    ids: tuple[str, ...]
+    tails: tuple[str, ...]
+    kinds: tuple[tuple[TensorSpec, Category], ...]
+    whole: tuple[bool, ...]
+    count: int
+
+    @cached_property
+    def nbytes(self) -> tuple[int, ...]:
+        """Bytes of each value in one microbatch."""
+        known: dict[int, int] = {}
+        return tuple([known.get(id(s)) or known.setdefault(id(s), bind(s.nbytes, 0)) for s, _ in self.kinds])
+
+    @cached_property
+    def names(self) -> list[str]:
+        """The name of each number."""
+        out: list[str] = []
+        for id, tail, whole in zip(self.ids, self.tails, self.whole, strict=True):
+            out += [id] * self.count if whole else [named(id, tail, mb) for mb in range(self.count)]
+        return out
+
+    def name(self, number: int) -> str:
+        """The name of one number, without making all of them."""
+        v, mb = divmod(number, self.count)
+        return self.ids[v] if self.whole[v] else named(self.ids[v], self.tails[v], mb)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("ids", "tails", "kinds", "whole", "count")
+        return {name: self.__dict__[name] for name in kept}
+
+
+@dataclass(frozen=True, slots=True)
+class PartTemplate:
+    """A part in any microbatch: `Part` with numbers of values in place of names, those of an instruction in microbatch 0.
+    `ahead`: its microbatch, counted from the instruction's, where an instruction joins several."""
+
+    node: str
+    tail: str
+    op: Op
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    frees: tuple[int, ...] = ()
+    ahead: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class InstrTemplate:
+    """An instruction in any microbatch, without what differs between them: waits, and values that it frees or makes for
+    communication."""
+
+    stream: str
+    parts: tuple[PartTemplate, ...]
+    seconds: float | None = None
+
+    @property
+    def channel(self) -> str:
+        """The channel that it uses; "" for compute."""
+        op = self.parts[0].op
+        return op.channel if isinstance(op, COMM) else ""
+
+
+class InstrTable(Sequence[Instr]):
+    """A program of a role. Instruction i is template `used[i]` in microbatch `mbs[i]` (-1: of the whole step). It waits for the
+    instructions `waits[i]`, frees `early[i]` before it runs and makes `made[i]` afterwards. `first`: what is there from the
+    start."""
+
+    def __init__(
+        self,
+        values: ValueTable,
+        templates: Sequence[InstrTemplate],
+        used: Sequence[int],
+        mbs: Sequence[int],
+        waits: Sequence[tuple[int, ...]],
+        early: Numbers,
+        made: Numbers,
+        first: tuple[int, ...] = (),
+    ) -> None:
+        self.values, self.templates, self.used, self.mbs = values, templates, used, mbs
+        self.waits, self.early, self.made, self.first = waits, early, made, first
+        self._instrs: list[Instr | None] = [None] * len(used)
+
+    def __len__(self) -> int:
+        return len(self.used)
+
+    @overload
+    def __getitem__(self, i: int) -> Instr: ...
+    @overload
+    def __getitem__(self, i: slice) -> tuple[Instr, ...]: ...
+    def __getitem__(self, i: int | slice) -> Instr | tuple[Instr, ...]:
+        if isinstance(i, slice):
+            return tuple([self[k] for k in range(*i.indices(len(self)))])
+        found = self._instrs[i]
+        if found is None:
+            found = self._instrs[i] = self._instr(i % len(self))
+        return found
+
+    def __iter__(self) -> Iterator[Instr]:
+        for i, instr in enumerate(self._instrs):
+            yield self[i] if instr is None else instr
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, tuple | InstrTable):
+            return NotImplemented
+        return len(self) == len(other) and all(a == b for a, b in zip(self, other, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]  # as a list: roles are not hashed
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    @property
+    def streams(self) -> list[str]:
+        """The stream of each instruction."""
+        names = [t.stream for t in self.templates]
+        return [names[k] for k in self.used]
+
+    @property
+    def channels(self) -> list[str]:
+        """The channel that each instruction uses; "" for compute."""
+        names = [t.channel for t in self.templates]
+        return [names[k] for k in self.used]
+
+    def each(self, fact: Callable[[Instr], T]) -> list[T]:
+        """A fact of each instruction that is the same for all of a template: asked once for each."""
+        known: dict[int, T] = {}
+        for i, k in enumerate(self.used):
+            if k not in known:
+                known[k] = fact(self[i])
+        return [known[k] for k in self.used]
+
+    @cached_property
+    def _places(self) -> list[int]:
+        """How many instructions of its stream stand up to each."""
+        counts: dict[str, int] = {}
+        out = []
+        for stream in self.streams:
+            counts[stream] = counts.get(stream, 0) + 1
+            out.append(counts[stream])
+        return out
+
+    def _instr(self, i: int) -> Instr:
+        template, mb = self.templates[self.used[i]], self.mbs[i]
+        names, shift = self.values.names, mb if mb > 0 else 0
+        parts = []
+        for p in template.parts:
+            own = mb + p.ahead
+            reads, writes, frees = (tuple([names[v + shift] for v in vs]) if vs else () for vs in (p.reads, p.writes, p.frees))
+            parts.append(Part(named(p.node, p.tail, own), p.op, own, reads, writes, frees))
+        waits = tuple([(self.templates[self.used[j]].stream, self._places[j]) for j in self.waits[i]])
+        early, made = (tuple([names[v] for v in vs.get(i, ())]) for vs in (self.early, self.made))
+        return Instr(template.stream, tuple(parts), waits, early, made, template.seconds)
+
+    def written(self) -> Iterator[int]:
+        """The numbers of the values that are written, in program order."""
+        writes = [[v for p in t.parts for v in p.writes] for t in self.templates]
+        for k, mb in zip(self.used, self.mbs, strict=True):
+            shift = mb if mb > 0 else 0
+            for v in writes[k]:
+                yield v + shift
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Columns take little: what changes along them changes evenly."""
+        back = [[i - j for j in waits] for i, waits in enumerate(self.waits)]
+        columns = [self.used, self.mbs, *_flat(back), *self._packed(self.early), *self._packed(self.made)]
+        return _unpacked, (self.values, tuple(self.templates), [_pack(c) for c in columns], self.first)
+
+    def _packed(self, numbers: Numbers) -> list[Iterable[int]]:
+        """Instructions, how many values each has, the values, and their microbatches counted from the instruction's."""
+        count = self.values.count
+        flat = [(v // count, v % count - self.mbs[i]) for i, vs in numbers.items() for v in vs]
+        return [numbers.keys(), [len(vs) for vs in numbers.values()], [v for v, _ in flat], [mb for _, mb in flat]]
+
+
+def _flat(lists: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    return [len(x) for x in lists], [n for x in lists for n in x]
+
+
+def _pack(column: Iterable[int]) -> bytes:
+    return zlib.compress(array("i", column).tobytes(), 6)
+
+
+def _unpack(column: bytes) -> list[int]:
+    out = array("i")
+    out.frombytes(zlib.decompress(column))
+    return out.tolist()
+
+
+def _unpacked(
+    values: ValueTable, templates: tuple[InstrTemplate, ...], columns: list[bytes], first: tuple[int, ...]
+) -> InstrTable:
+    used, mbs, many, back, *rest = map(_unpack, columns)
+    waits = [tuple([i - n for n in back[a:b]]) for i, (a, b) in enumerate(pairwise(accumulate(many, initial=0)))]
+    early, made = (_numbers(values.count, mbs, *rest[k : k + 4]) for k in (0, 4))
+    return InstrTable(values, templates, used, mbs, waits, early, made, first)
+
+
+def _numbers(count: int, own: list[int], instrs: list[int], many: list[int], places: list[int], mbs: list[int]) -> Numbers:
+    out = {}
+    for i, (a, b) in zip(instrs, pairwise(accumulate(many, initial=0)), strict=True):
+        out[i] = tuple([v * count + mb + own[i] for v, mb in zip(places[a:b], mbs[a:b], strict=True)])
+    return out
+
+
+class TableKinds(Mapping[str, tuple[TensorSpec, Category]]):
+    """The size and category of every value of programs that are tables, by name, in the order in which they are written."""
+
+    def __init__(self, programs: Sequence[InstrTable]) -> None:
+        self._programs = programs
+
+    def are_of(self, program: object) -> bool:
+        """Whether they are those of a program."""
+        return any(program is mine for mine in self._programs)
+
+    @cached_property
+    def _all(self) -> dict[str, tuple[TensorSpec, Category]]:
+        out: dict[str, tuple[TensorSpec, Category]] = {}
+        for program in self._programs:
+            names, kinds, count = program.values.names, program.values.kinds, program.values.count
+            out.update({names[v]: kinds[v // count] for v in program.written()})
+        return out
+
+    def __getitem__(self, id: str) -> tuple[TensorSpec, Category]:
+        return self._all[id]
+
+    def __contains__(self, id: object) -> bool:
+        return id in self._all
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TableKinds, (self._programs,)

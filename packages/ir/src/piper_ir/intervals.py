@@ -1,0 +1,49 @@
+"""Measure intervals of time, and what of a device's time is idle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Interval = tuple[float, float]
+"""Start and end, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """What a rank leaves idle in a step.
+
+    Attributes:
+        busy: seconds of its compute.
+        span: last end - first start - busy of its compute.
+        exposed: seconds in which nothing is computed while something is moved to or from the rank; None where it is not known.
+    """
+
+    busy: float
+    span: float
+    exposed: float | None
+
+
+def idle(working: Sequence[Interval], moving: Sequence[Interval] | None, busy: float) -> Idle:
+    """Return what is idle between computations, which are sorted and disjoint, and last `busy` seconds together."""
+    span = working[-1][1] - working[0][0] - busy if working else 0.0
+    return Idle(busy, span, None if moving is None else uncovered(moving, working))
+
+
+def uncovered(intervals: Sequence[Interval], by: Sequence[Interval]) -> float:
+    """Return the length of the union of `intervals` outside of `by`, which is sorted and disjoint."""
+    total, reached, k = 0.0, float("-inf"), 0
+    for start, end in sorted(intervals):
+        start = max(start, reached)
+        reached = max(reached, end)
+        while k < len(by) and by[k][1] <= start:
+            k += 1
+        j = k
+        while start < end:
+            if j == len(by) or by[j][0] >= end:
+                total += end - start
+                break
+            total += max(0.0, by[j][0] - start)
+            start = max(start, by[j][1])
+            j += 1
+    return total

@@ -1,0 +1,56 @@
+"""Count the bytes that the instructions of a plan move: in messages, and in memory for what is not a chunk."""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+from piper_ir.ops import Collective, Comm, Recv, Send, SquaredNorm, Update
+from piper_ir.plan import Bucket, Part, Plan, RolePlan
+from piper_ir.sizes import ITEM_BYTES, bind
+
+
+class PlanBytes:
+    """Count the bytes of one plan; sizes that many values share are computed once."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._sizes: dict[int, int] = {}
+
+    def memory_bytes(self, role: RolePlan, part: Part) -> int:
+        """Return the bytes of memory that an op other than Compute reads and writes."""
+        nbytes = sum([self.nbytes(v) for v in (*part.reads, *part.writes)])
+        match part.op:
+            case SquaredNorm(buckets=buckets):
+                return nbytes + sum(bucket_bytes(self._plan.bucket(b)) for b in buckets)
+            case Update(buckets=buckets):  # reads and writes parameters, optimizer state and (to zero it) the gradient
+                names = {f"{kind}:{b}" for b in buckets for kind in ("param", "grad", "optim")}
+                return nbytes + 2 * sum(s.nbytes for s in role.states if s.id in names)
+            case _:
+                return nbytes
+
+    def message_bytes(self, op: Comm, part: Part) -> int:
+        """Return the bytes of a communication's message: of what is sent, or of the whole tensor of a collective."""
+        match op:
+            case Collective(bucket=bucket) if bucket:
+                return bucket_bytes(self._plan.bucket(bucket))
+            case Send():
+                message = part.reads
+            case Recv():
+                message = part.writes
+            case Collective():
+                message = part.reads if op.law.reads == "whole" else part.writes
+            case _:
+                assert_never(op)
+        return sum(map(self.nbytes, message))
+
+    def nbytes(self, value: str) -> int:
+        """Return the bytes of a value."""
+        spec = self._plan.values[value].spec
+        if id(spec) not in self._sizes:  # microbatches share specs: objects that the plan keeps alive
+            self._sizes[id(spec)] = bind(spec.nbytes, 0)
+        return self._sizes[id(spec)]
+
+
+def bucket_bytes(bucket: Bucket) -> int:
+    """Return the bytes of a bucket's gradients."""
+    return bucket.numel * ITEM_BYTES[bucket.dtype]

@@ -1,0 +1,29 @@
+"""Hold small helpers that know nothing of plans: for numbers as text, files, interpolation, this machine, user code.
+
+The modules here may import the standard library and `piper_ir.errors`.
+"""
+
+from piper_ir.tools.files import check_writable, write_whole
+from piper_ir.tools.gc_pause import no_garbage_collection
+from piper_ir.tools.interpolate import REACH, Points, log_log, within
+from piper_ir.tools.machine import machine_name, usable_cores
+from piper_ir.tools.units import flops_text, size_text, time_text
+from piper_ir.tools.user_calls import PACKAGES, user_code, user_line
+
+__all__ = [
+    "PACKAGES",
+    "REACH",
+    "Points",
+    "check_writable",
+    "flops_text",
+    "log_log",
+    "machine_name",
+    "no_garbage_collection",
+    "size_text",
+    "time_text",
+    "usable_cores",
+    "user_code",
+    "user_line",
+    "within",
+    "write_whole",
+]

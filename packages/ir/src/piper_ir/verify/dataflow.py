@@ -1,0 +1,265 @@
+"""Check rule R27: where a value comes from, followed through sends, sums and collectives, is what its reader asks for.
+
+An *atom* is a thing that is computed or loaded once per microbatch, (chunk, port, mb) or ("", batch tensor, mb), or
+once in the whole step, ("", "norm " + bucket, -1). A value is an atom or a sum of atoms.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import assert_never
+
+from piper_ir.ops import Add, Collective, Compute, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.plan import Channel, Part, Plan, RolePlan, is_state
+from piper_ir.program import Chunk
+from piper_ir.verify.rules import Findings, part_name
+from piper_ir.verify.run import Events
+
+Atom = tuple[str, str, int]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sum:
+    """Hold a sum as a tree of terms, opened on demand, since running sums would otherwise take quadratic space.
+
+    `over` are the axes summed over.
+    """
+
+    terms: tuple[_Origin, ...]
+    over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Blocks:
+    """Hold what the members of one collective have between them, block by block; there is one object per meeting.
+
+    Nothing but another collective can put such a value together again. `whole` says, by role, what a member has then.
+    """
+
+    name: str
+    kind: str
+    channel: Channel
+    whole: Mapping[str, _Origin]
+
+
+_Origin = Atom | _Sum | _Blocks
+SEED = "seed"
+
+
+def check_dataflow(findings: Findings, events: Events, order: list[int]) -> None:
+    """Check R27 along the events of the plan, in an order in which they happen."""
+    flow = _Dataflow(findings)
+    for event in order:
+        members = [events.at[i] for i in events.members[event]]
+        role, index = members[0]
+        if role.program[index].comm:
+            flow.communicate(members)
+        else:
+            for part in role.program[index].parts:
+                flow.compute(role, index, part)
+
+
+class _Dataflow:
+    """Follow where the values of a plan come from, and compare that with what their readers ask for."""
+
+    def __init__(self, findings: Findings) -> None:
+        self._findings = findings
+        self._plan = findings.plan
+        self._origin: dict[str, _Origin] = {}
+        self._asked: dict[tuple[str, str], list[_Asked]] = {}
+        self._tangents = _tangents(self._plan)
+        self._weights = [f"out{k}" for c in self._plan.chunks for k, o in enumerate(c.outputs) if o.kind == "weight"]
+
+    def communicate(self, members: list[tuple[RolePlan, int]]) -> None:
+        """Follow the values of a meeting on a channel: of a send and its receive, or of a collective's members."""
+        parts = {role.role: role.program[index].parts[0] for role, index in members}
+        op = next(iter(parts.values())).op
+        if isinstance(op, Collective):
+            if not op.bucket:
+                for role, origin in self._collected(op, {r: self._origin[p.reads[0]] for r, p in parts.items()}).items():
+                    self._origin[parts[role].writes[0]] = origin
+            return
+        source = next(v for p in parts.values() for v in p.reads)
+        self._origin.update({v: self._origin[source] for p in parts.values() for v in p.writes})
+
+    def _collected(self, op: Collective, reads: Mapping[str, _Origin]) -> Mapping[str, _Origin]:
+        """Return what a collective gives to each role, from what each role's member gives."""
+        law, channel = op.law, self._plan.channel(op.channel)
+        over = tuple(a for a in channel.over if self._plan.mesh.size(a) > 1)
+        total = _Sum(tuple(reads.values()), over)
+        first = next(iter(reads.values()))
+        if isinstance(first, _Blocks) and all(r is first for r in reads.values()) and _takes_back(op, channel, first):
+            return first.whole
+        match law.result:
+            case "sum" if law.writes == "whole":
+                return dict.fromkeys(reads, total)
+            case "first" if law.writes == "whole":
+                return dict.fromkeys(reads, reads[min(reads, key=lambda r: self._plan.role(r).ranks[0])])
+            case "sum":
+                whole: Mapping[str, _Origin] = dict.fromkeys(reads, total)
+            case "first" | "blocks":
+                whole = reads
+            case _:
+                assert_never(law.result)
+        return dict.fromkeys(reads, _Blocks(f"{law.name} of {_origin_name(first)}", op.kind, channel, whole))
+
+    def compute(self, role: RolePlan, index: int, part: Part) -> None:
+        """Compare what a part reads with what it asks for, and say what it writes."""
+        op, origin = part.op, self._origin
+        match op:
+            case Compute():
+                mb, asks = part.mb, self._reads(op)
+                if [origin[v] for v in part.reads] != [(*asked.only, mb) for asked in asks]:  # most ask for one atom
+                    for value, asked in zip(part.reads, asks, strict=True):
+                        problem = asked.problem(origin[value], mb)
+                        if problem:
+                            text = f"{part_name(part)} reads {value} as {asked.name}: {problem}"
+                            self._findings.add("R27-dataflow", text, role, index)
+                writes = self._plan.chunk(op.chunk).steps[op.step].writes  # type: ignore[index]  # R07 refuses B
+                origin.update(zip(part.writes, [(op.chunk, port, mb) for port in writes], strict=True))
+            case Load(tensor=tensor):
+                origin[part.writes[0]] = ("", tensor, part.mb)
+            case Seed():
+                origin[part.writes[0]] = ("", SEED, part.mb)
+            case Add():
+                origin[part.writes[0]] = _Sum(tuple(origin[v] for v in part.reads))
+            case Zeros():
+                origin[part.writes[0]] = _Sum(())
+            case SquaredNorm(buckets=buckets):
+                origin[part.writes[0]] = _Sum(tuple(("", f"norm {b}", -1) for b in buckets))
+            case Update():
+                for problem in self._update_problems(op, part):
+                    self._findings.add("R27-dataflow", f"{part_name(part)}: {problem}", role, index)
+            case Send() | Recv() | Collective():
+                raise AssertionError("communication happens in `communicate`")
+            case _:
+                assert_never(op)
+
+    def _reads(self, op: Compute) -> list[_Asked]:
+        key = (op.chunk, op.step)
+        if key not in self._asked:
+            chunk = self._plan.chunk(op.chunk)
+            ports = [p for p in chunk.steps[op.step].reads if not is_state(chunk, p)]  # type: ignore[index]  # R07 refuses B
+            self._asked[key] = [self._ask(chunk, p) for p in ports]
+        return self._asked[key]
+
+    def _ask(self, chunk: Chunk, port: str) -> _Asked:
+        if port.startswith("tan"):
+            return _Asked(port, frozenset(self._tangents[chunk.id, port]))
+        if not port.startswith("in"):
+            return _Asked(port, frozenset([(chunk.id, port)]))
+        entry = chunk.inputs[int(port[2:])]
+        if entry.kind == "batch":
+            return _Asked(port, frozenset([("", entry.ref)]))
+        source, _, output = entry.ref.rpartition(":")
+        return _Asked(port, frozenset([(source, output)]))
+
+    def _update_problems(self, op: Update, part: Part) -> Iterable[str]:
+        reads = list(part.reads)
+        if op.weighted:
+            yield from self._weight_problems(self._origin[reads.pop(0)])
+        if op.clip is not None:
+            opened = _open(self._origin[reads.pop(0)])
+            wanted = Counter({(("", f"norm {b.id}", -1), frozenset[str]()): 1 for b in self._plan.buckets})
+            if opened != wanted:
+                yield f"the norm that it clips by is not the sum over each bucket, once: {_difference(opened, wanted)}"
+
+    def _weight_problems(self, origin: _Origin) -> Iterable[str]:
+        plan = self._plan
+        replicated = frozenset(a for a in plan.replicated if plan.mesh.size(a) > 1)
+        last = plan.chunks[-1].id
+        opened = _open(origin)
+        wanted = Counter({((last, port, mb), replicated): 1 for port in self._weights for mb in range(plan.microbatches)})
+        if opened != wanted:
+            yield f"the weight that it divides by is not the sum over microbatches and replicas: {_difference(opened, wanted)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """Say what a port asks for: a sum of terms (chunk, port), each in the reader's microbatch.
+
+    `only` is the term where there is one.
+    """
+
+    name: str
+    terms: frozenset[tuple[str, str]]
+    only: tuple[str, str] | tuple[()] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.terms) == 1:
+            object.__setattr__(self, "only", next(iter(self.terms)))
+
+    def problem(self, origin: _Origin, mb: int) -> str:
+        """Return how a value differs from what the port asks for in a microbatch; "" when it does not."""
+        if isinstance(origin, tuple):
+            if origin[2] == mb and len(self.terms) == 1 and origin[:2] in self.terms:
+                return ""
+        opened = _open(origin)
+        wanted = Counter({((chunk, port, mb), frozenset[str]()): 1 for chunk, port in self.terms})
+        return "" if opened == wanted else _difference(opened, wanted)
+
+
+Opened = Counter[tuple[Atom, frozenset[str]]]
+
+
+def _open(origin: _Origin) -> Opened:
+    """Return each atom of a sum, with the axes over which it was summed, and how often it counts."""
+    opened: Opened = Counter()
+    todo: list[tuple[_Origin, frozenset[str]]] = [(origin, frozenset())]
+    while todo:
+        term, over = todo.pop()
+        if isinstance(term, _Sum):
+            todo += [(t, over.union(term.over)) for t in term.terms]
+        elif isinstance(term, _Blocks):
+            opened[("", f"blocks of {term.name}", -1), over] += 1
+        else:
+            opened[term, over] += 1
+    return opened
+
+
+def _takes_back(op: Collective, channel: Channel, blocks: _Blocks) -> bool:
+    """Return whether a collective is the inverse of the one that made these blocks, among the same members."""
+    before = blocks.channel
+    same = set(channel.roles) == set(before.roles) and set(channel.over) == set(before.over)
+    return same and op.law.undoes == blocks.kind
+
+
+def _origin_name(origin: _Origin) -> str:
+    if isinstance(origin, _Blocks):
+        return f"blocks of {origin.name}"
+    return _names(_open(origin))
+
+
+def _difference(opened: Opened, wanted: Opened) -> str:
+    lines = []
+    if wanted - opened:
+        lines.append(f"missing {_names(wanted - opened)}")
+    if opened - wanted:
+        lines.append(f"not asked for {_names(opened - wanted)}")
+    return "; ".join(lines)
+
+
+def _names(terms: Opened) -> str:
+    shown = []
+    for ((chunk, port, mb), over), count in sorted(terms.items(), key=lambda t: (t[0][0], sorted(t[0][1]))):
+        name = f"{chunk}:{port}" if chunk else port
+        axes = f" summed over {', '.join(sorted(over))}" if over else ""
+        shown.append(f"{f'{count} x ' if count > 1 else ''}{name}{f'@{mb}' if mb >= 0 else ''}{axes}")
+    return ", ".join(shown[:4]) + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
+
+
+def _tangents(plan: Plan) -> dict[tuple[str, str], list[tuple[str, str]]]:
+    """Return for each output, as (chunk, "tan{k}"), what sums to its tangent: gradients of its readers, a loss's seed."""
+    sums: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for chunk in plan.chunks:
+        for k, output in enumerate(chunk.outputs):
+            sums[chunk.id, f"tan{k}"] = [("", SEED)] if output.kind == "loss" else []
+    for chunk in plan.chunks:
+        written = {p for sig in chunk.steps.values() for p in sig.writes}
+        for k, entry in enumerate(chunk.inputs):
+            if entry.kind == "value" and f"gin{k}" in written:
+                source, _, port = entry.ref.rpartition(":")
+                sums[source, f"tan{port.removeprefix('out')}"].append((chunk.id, f"gin{k}"))
+    return sums

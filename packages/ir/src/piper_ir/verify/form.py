@@ -1,0 +1,398 @@
+"""Check rules R01 to R10: each piece of a plan, seen alone, is well formed; later checks index without asking."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from re import compile as regex
+from typing import assert_never
+
+from piper_ir.collectives import COLLECTIVES
+from piper_ir.errors import PlanError
+from piper_ir.ops import COMM, Add, Collective, Comm, Compute, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros, op_name
+from piper_ir.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan, Values, is_state
+from piper_ir.program import Chunk
+from piper_ir.sizes import ITEM_BYTES, TensorSpec, bind
+from piper_ir.verify.rules import Findings, part_name
+
+_PORT = regex(r"(in|out|saved|tan|gin|iw)(\d+)")
+
+
+def check_tables(findings: Findings) -> None:
+    """Check R01, R02, R06 and R09: roles, streams and channels are consistent, and every name is known."""
+    plan = findings.plan
+    _ids(findings)
+    _ranks(findings)
+    for role in plan.roles:
+        if len(set(role.streams)) != len(role.streams) or COMPUTE not in role.streams:
+            findings.add("R02-streams", f"streams are {', '.join(role.streams)}", role)
+        for value in role.allocs_first:
+            if value not in plan.values:
+                findings.add("R06-names", f"there is no value {value} in the plan, to be allocated first", role)
+    for channel in plan.channels:
+        problem = _channel_problem(plan, channel)
+        if problem:
+            findings.add("R09-channels", f"channel {channel.id}: {problem}")
+    known = set(plan.values)
+    for role, index, instr in plan.instructions():
+        if instr.stream not in role.streams:
+            findings.add("R02-streams", f"the role has the streams {', '.join(role.streams)}", role, index)
+        for name in _unknown(plan, known, instr):
+            findings.add("R06-names", f"there is no {name} in the plan", role, index)
+
+
+def check_instructions(findings: Findings) -> None:
+    """Check R03, R04, R05, R07, R08 and R10 on plans whose tables hold."""
+    plan = findings.plan
+    signatures, states = _Signatures(plan), _States(plan)
+    for role in plan.roles:
+        done = dict.fromkeys(role.streams, 0)
+        for index, instr in enumerate(role.program):
+            problem = _parts_problem(instr)
+            if problem:
+                findings.add("R03-parts", problem, role, index)
+            if instr.stream != COMPUTE and (instr.frees_before or instr.allocs_after or any(p.frees for p in instr.parts)):
+                findings.add(
+                    "R04-allocation", f"stream {instr.stream} allocates or frees; move it to a compute instruction", role, index
+                )
+            for stream, count in instr.waits:
+                if not 1 <= count <= done.get(stream, 0):
+                    findings.add("R05-waits", _wait_problem(role, stream, count, done), role, index)
+            for part in instr.parts:
+                for problem in signatures.problems(part):
+                    findings.add("R07-signature", f"{part_name(part)}: {problem}", role, index)
+                if isinstance(part.op, COMM):
+                    use = _use_problem(plan, role, instr, part.op)
+                    if use:
+                        findings.add("R10-channel-use", use, role, index)
+            done[instr.stream] += 1
+        states.check(findings, role)
+
+
+def _ids(findings: Findings) -> None:
+    plan = findings.plan
+    tables: dict[str, Iterable[str]] = {
+        "role": (r.role for r in plan.roles),
+        "channel": (c.id for c in plan.channels),
+        "bucket": (b.id for b in plan.buckets),
+        "chunk": (c.id for c in plan.chunks),
+        "parameter": (p.name for p in plan.params),
+        "buffer": (b.name for b in plan.buffers),
+        "batch tensor": (b.name for b in plan.batch),
+    }
+    for what, ids in tables.items():
+        for id, count in Counter(ids).items():
+            if count > 1:
+                findings.add("R06-names", f"{count} {what}s are called {id}; ids must differ")
+    if not isinstance(plan.values, Values):  # a Values makes a value's id of its key
+        for key, value in plan.values.items():
+            if key != value.id:
+                findings.add("R06-names", f"the value {value.id} stands under the key {key}")
+    _chunks(findings)
+    _sizes(findings)
+    roles = {r.role for r in plan.roles}
+    params = {p.name for p in plan.params}
+    for bucket in plan.buckets:
+        missing = [f"role {r}" for r in bucket.roles if r not in roles]
+        missing += [f"parameter {p}" for p in bucket.params if p not in params]
+        if bucket.channel and bucket.channel not in {c.id for c in plan.channels}:
+            missing.append(f"channel {bucket.channel}")
+        if bucket.dtype not in ITEM_BYTES:
+            missing.append(f"dtype {bucket.dtype}")
+        if missing:
+            findings.add("R06-names", f"bucket {bucket.id} names {', '.join(missing)}, which the plan does not have")
+
+
+def _chunks(findings: Findings) -> None:
+    """Check R06 inside of chunks: their inputs, and the ports and parameters of their signatures."""
+    plan = findings.plan
+    known = {("value", f"{c.id}:out{k}") for c in plan.chunks for k in range(len(c.outputs))}
+    known |= {("param", p.name) for p in plan.params} | {("buffer", b.name) for b in plan.buffers}
+    known |= {("batch", b.name) for b in plan.batch}
+    for chunk in plan.chunks:
+        where = f"chunk {chunk.id}"
+        for k, entry in enumerate(chunk.inputs):
+            if (entry.kind, entry.ref) not in known:
+                findings.add("R06-names", f"input {k} of {where} is the {entry.kind} {entry.ref}, which the plan does not have")
+        for step, sig in chunk.steps.items():
+            unknown = [p for p in (*sig.reads, *sig.writes) if not _is_port(chunk, p)]
+            unknown += [f"accumulator {k}" for k in sig.accumulates if not _is_param(chunk, k)]
+            if unknown:
+                findings.add("R06-names", f"{step} of {where} uses {', '.join(unknown)}, which the chunk does not have")
+
+
+def _is_port(chunk: Chunk, port: str) -> bool:
+    match = _PORT.fullmatch(port)
+    if match is None:
+        return False
+    limits = {"in": len(chunk.inputs), "gin": len(chunk.inputs), "out": len(chunk.outputs), "tan": len(chunk.outputs)}
+    kind, index = match[1], int(match[2])
+    return (kind == "in" or port in chunk.ports) and (kind not in limits or index < limits[kind])
+
+
+def _is_param(chunk: Chunk, index: int) -> bool:
+    return 0 <= index < len(chunk.inputs) and chunk.inputs[index].kind == "param"
+
+
+def _sizes(findings: Findings) -> None:
+    """Check for R07 that what a plan holds has shapes of plain numbers."""
+    plan = findings.plan
+    specs = [("value", id, spec) for id, (spec, _) in plan.kinds.items()]
+    specs += [("parameter", p.name, p.spec) for p in plan.params] + [("buffer", b.name, b.spec) for b in plan.buffers]
+    good: set[int] = set()  # by identity: microbatches share specs, objects that the plan keeps alive
+    for what, name, spec in specs:
+        if id(spec) in good:
+            continue
+        if all(isinstance(size, int) and size >= 0 for size in spec.shape):
+            good.add(id(spec))
+        else:
+            findings.add("R07-signature", f"{what} {name} is a {spec}; in a plan all sizes are integers from 0")
+
+
+def _ranks(findings: Findings) -> None:
+    plan = findings.plan
+    owner: dict[int, str] = {}
+    for role in plan.roles:
+        wrong = [f"{a}={c}" for a, c in role.placed.items() if not 0 <= c < plan.mesh.size(a)]
+        if wrong:
+            findings.add("R01-ranks", f"{', '.join(wrong)} is outside of {plan.mesh}", role)
+        elif role.ranks != plan.mesh.ranks(role.placed):
+            findings.add("R01-ranks", f"the ranks at {dict(role.placed)} are {plan.mesh.ranks(role.placed)}", role)
+        for rank in role.ranks:
+            if rank in owner:
+                findings.add("R01-ranks", f"rank {rank} is also in role {owner[rank]}", role)
+            owner[rank] = role.role
+    idle = sorted(set(range(plan.mesh.world)) - owner.keys())
+    if idle:
+        findings.add("R01-ranks", f"no role has rank{'s' if len(idle) > 1 else ''} {', '.join(map(str, idle))} of {plan.mesh}")
+
+
+def _channel_problem(plan: Plan, channel: Channel) -> str:
+    unknown = [r for r in channel.roles if r not in plan._roles]
+    if unknown:
+        return f"there is no role {', '.join(unknown)}"
+    if len(channel.streams) != len(channel.roles):
+        return f"it has {len(channel.roles)} roles and {len(channel.streams)} streams; one stream per role is expected"
+    if channel.sms and (len(channel.sms) != len(channel.roles) or any(n is not None and n < 0 for n in channel.sms)):
+        return f"its sms are {channel.sms}; per role none or a number that is not negative is expected"
+    for role, stream in zip(channel.roles, channel.streams, strict=True):
+        if stream == COMPUTE or stream not in plan.role(role).streams:
+            return f"role {role} has no communication stream {stream}"
+    if len(set(channel.roles)) != len(channel.roles):
+        return f"a role occurs twice in {', '.join(channel.roles)}"
+    if channel.kind == "group":
+        return "" if channel.roles else "it has no roles"
+    if len(channel.roles) != 2:
+        return f"p2p needs a source and a destination, it has {len(channel.roles)} roles"
+    source, destination = (plan.role(r).placed for r in channel.roles)
+    return (
+        "" if source.keys() == destination.keys() else f"its roles place different axes, {dict(source)} and {dict(destination)}"
+    )
+
+
+def _unknown(plan: Plan, known: set[str], instr: Instr) -> Iterable[str]:
+    """Yield what an instruction names and the plan does not have; `known` are the plan's values."""
+    for value in (*instr.frees_before, *instr.allocs_after):
+        if value not in known:
+            yield f"value {value}"
+    for part in instr.parts:
+        for values in (part.reads, part.writes, part.frees):
+            if not known.issuperset(values):
+                yield from (f"value {v}" for v in values if v not in known)
+        yield from _unknown_in_op(plan, part.op)
+
+
+def _unknown_in_op(plan: Plan, op: Op) -> Iterable[str]:
+    match op:
+        case Compute(chunk=chunk):
+            if chunk not in plan._chunks:
+                yield f"chunk {chunk}"
+        case Load(tensor=tensor):
+            if all(tensor != b.name for b in plan.batch):
+                yield f"batch tensor {tensor}"
+        case Send(channel=channel) | Recv(channel=channel):
+            if channel not in plan._channels:
+                yield f"channel {channel}"
+        case Collective(kind=kind, channel=channel, bucket=bucket):
+            if kind not in COLLECTIVES:
+                yield f"collective {kind} (known are {', '.join(COLLECTIVES)})"
+            if channel not in plan._channels:
+                yield f"channel {channel}"
+            if bucket and bucket not in plan._buckets:
+                yield f"bucket {bucket}"
+        case SquaredNorm(buckets=buckets) | Update(buckets=buckets):
+            yield from (f"bucket {b}" for b in buckets if b not in plan._buckets)
+        case Seed() | Add() | Zeros():
+            pass
+        case _:
+            assert_never(op)
+
+
+def _parts_problem(instr: Instr) -> str:
+    if not instr.parts:
+        return "it has no part"
+    communications = [p for p in instr.parts if isinstance(p.op, COMM)]
+    if instr.stream == COMPUTE:
+        return f"{part_name(communications[0])} is communication; it needs a stream of its own" if communications else ""
+    if not communications:
+        return f"{part_name(instr.parts[0])} belongs on the stream compute"
+    return f"it has {len(instr.parts)} parts; a communication has one" if len(instr.parts) > 1 else ""
+
+
+def _wait_problem(role: RolePlan, stream: str, count: int, done: dict[str, int]) -> str:
+    if stream not in done:
+        return f"it waits for the stream {stream}; the role has {', '.join(role.streams)}"
+    earlier = done[stream]
+    return f"it waits for {count} instructions of {stream}, of which {earlier} stand before it; 1 to {earlier} can be waited for"
+
+
+def _use_problem(plan: Plan, role: RolePlan, instr: Instr, op: Comm) -> str:
+    channel = plan.channel(op.channel)
+    kind = "group" if isinstance(op, Collective) else "p2p"
+    if channel.kind != kind:
+        return f"channel {channel.id} is {channel.kind}; {op_name(op)} needs {kind}"
+    if isinstance(op, Send) and channel.roles[0] != role.role:
+        return f"channel {channel.id} is fed by role {channel.roles[0]}"
+    if isinstance(op, Recv) and channel.roles[1] != role.role:
+        return f"channel {channel.id} delivers to role {channel.roles[1]}"
+    if role.role not in channel.roles:
+        return f"channel {channel.id} joins {', '.join(channel.roles)}"
+    if instr.stream != channel.stream_on(role.role):
+        return f"channel {channel.id} uses the stream {channel.stream_on(role.role)} here"
+    return ""
+
+
+class _Signatures:
+    """Check R07: what the parts of a plan must read and write."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._kinds = plan, plan.kinds
+        self._batch = {b.name: b.spec.bind(plan.rows) for b in plan.batch}
+        self._steps: dict[tuple[str, str], tuple[list[TensorSpec], list[TensorSpec]]] = {}
+        self._sizes: dict[str, int] = {}
+
+    def problems(self, part: Part) -> Iterable[str]:
+        """Yield what is wrong with what a part reads and writes."""
+        if isinstance(part.op, Compute | Load | Seed) and not 0 <= part.mb < self._plan.microbatches:
+            yield f"microbatch {part.mb} is not in 0..{self._plan.microbatches - 1}"
+        if isinstance(part.op, Compute):
+            if part.op.step == "B" or part.op.step not in self._plan.chunk(part.op.chunk).steps:
+                steps = ", ".join(self._plan.chunk(part.op.chunk).steps)
+                yield f"the step {part.op.step} does not exist in a plan; chunk {part.op.chunk} has {steps}"
+                return
+            reads, writes = self._step(part.op)
+        else:
+            try:
+                reads, writes = self._op(part)
+            except PlanError as e:
+                yield str(e)
+                return
+        yield from self._compare("reads", part.reads, reads)
+        yield from self._compare("writes", part.writes, writes)
+
+    def _compare(self, verb: str, values: tuple[str, ...], expected: list[TensorSpec]) -> Iterable[str]:
+        if len(values) != len(expected):
+            yield f"it {verb} {len(values)} values; {len(expected)} are expected"
+            return
+        specs = [self._kinds[v][0] for v in values]
+        if specs != expected:  # equal objects first, of which microbatches have the same
+            for value, actual, spec in zip(values, specs, expected, strict=True):
+                if actual != spec:
+                    yield f"it {verb} {value}, a {actual}; {spec} is expected"
+
+    def _step(self, op: Compute) -> tuple[list[TensorSpec], list[TensorSpec]]:
+        key = (op.chunk, op.step)
+        if key not in self._steps:
+            chunk = self._plan.chunk(op.chunk)
+            assert op.step != "B"
+            sig = chunk.steps[op.step]
+            reads = [port_spec(chunk, p) for p in sig.reads if not is_state(chunk, p)]
+            self._steps[key] = reads, [port_spec(chunk, p) for p in sig.writes]
+        return self._steps[key]
+
+    def _op(self, part: Part) -> tuple[list[TensorSpec], list[TensorSpec]]:
+        """Return what an op reads and writes; for ops that take any shape, that of their first value."""
+        values, op = self._plan.values, part.op
+        first = [values[v].spec for v in (*part.reads, *part.writes)[:1]] or [TensorSpec((), "float32")]
+        match op:
+            case Load(tensor=tensor):
+                return [], [self._batch[tensor]]
+            case Seed(dtype=dtype):  # of the loss's shape, which synthetic programs leave empty
+                return [], [TensorSpec(first[0].shape, dtype)]
+            case Zeros(dtype=dtype) | SquaredNorm(dtype=dtype):
+                return [], [TensorSpec((), dtype)]
+            case Add():
+                return first * max(1, len(part.reads)), first
+            case Send():
+                return first, []
+            case Recv():
+                return [], first
+            case Collective():
+                return self._collective(op, first)
+            case Update(weighted=weighted, clip=clip):
+                scalars = [TensorSpec((), values[v].spec.dtype) for v in part.reads] + first * 2
+                return scalars[: int(weighted) + int(clip is not None)], []
+            case Compute():
+                raise AssertionError("handled by _step")
+            case _:
+                assert_never(op)
+
+    def _collective(self, op: Collective, first: list[TensorSpec]) -> tuple[list[TensorSpec], list[TensorSpec]]:
+        """Return what a member of a collective reads and writes; PlanError when its law does not allow it."""
+        if not op.bucket:
+            return first, [op.law.written(first[0], self._members(op.channel))]
+        if not op.law.buckets:
+            raise PlanError(f"{op.law.name} works on values, and it names the bucket {op.bucket}")
+        return [], []
+
+    def _members(self, channel: str) -> int:
+        """Return how many ranks meet on a group channel."""
+        if channel not in self._sizes:
+            group = self._plan.channel(channel)
+            self._sizes[channel] = len(self._plan.peers(group, self._plan.role(group.roles[0]).ranks[0]))
+        return self._sizes[channel]
+
+
+def port_spec(chunk: Chunk, port: str) -> TensorSpec:
+    """Return the shape and dtype of a port; inputs may be given by the chunk's list of inputs only."""
+    return chunk.ports[port] if port in chunk.ports else chunk.inputs[int(port.removeprefix("in"))].spec
+
+
+class _States:
+    """Check R08: the states that a role must own.
+
+    Parameters in a bucket are one flat state "param:BUCKET"; the others stand alone.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._home = {p: b.id for b in plan.buckets for p in b.params}
+        flat = {b.id: b.numel * ITEM_BYTES[b.dtype] for b in plan.buckets}
+        self._sizes = {f"param:{p.name}": bind(p.spec.nbytes, 0) for p in plan.params if p.name not in self._home}
+        self._sizes |= {f"buffer:{b.name}": bind(b.spec.nbytes, 0) for b in plan.buffers}
+        self._sizes |= {f"{kind}:{id}": size for id, size in flat.items() for kind in ("param", "grad")}
+
+    def needed(self, role: RolePlan) -> Iterable[str]:
+        """Return the ids of the states that a role uses."""
+        chunks = {part.op.chunk for instr in role.program for part in instr.parts if isinstance(part.op, Compute)}
+        inputs = (i for c in self._plan.chunks if c.id in chunks for i in c.inputs if i.kind in ("param", "buffer"))
+        names = [f"{i.kind}:{self._home.get(i.ref, i.ref) if i.kind == 'param' else i.ref}" for i in inputs]
+        return dict.fromkeys(
+            [*names, *(f"{kind}:{b.id}" for b in self._plan.buckets if role.role in b.roles for kind in ("param", "grad"))]
+        )
+
+    def check(self, findings: Findings, role: RolePlan) -> None:
+        """Compare the states of a role with those that it uses."""
+        owned = Counter(s.id for s in role.states)
+        for id in self.needed(role):
+            if id not in owned:
+                findings.add("R08-states", f"it uses {id} and has no such state", role)
+        for id, count in owned.items():
+            if count > 1:
+                findings.add("R08-states", f"it has the state {id} {count} times", role)
+        for state in role.states:
+            if state.id.partition(":")[0] != state.category:
+                findings.add("R08-states", f"the state {state.id} has the category {state.category}", role)
+            elif state.category != "optim" and self._sizes.get(state.id) != state.nbytes:
+                expected = f"{self._sizes[state.id]} are expected" if state.id in self._sizes else "the plan has no such tensor"
+                findings.add("R08-states", f"the state {state.id} has {state.nbytes} bytes; {expected}", role)

@@ -1,0 +1,193 @@
+"""Check rules R17 to R20: an abstract run of a plan under every blocking condition of the real engines.
+
+Before an instruction starts, these must be done: its predecessor on its stream; what it waits for; the compute before
+it in program order, since one host thread issues and, on a CPU, computes; and the same for its peers, since a send, its
+receive and all members of a collective start and end together. Every condition waits for a fixed set of instructions,
+so the run gets to its end, in any timing, exactly when the graph of these conditions has no cycle. Roles stand for
+their ranks: the ranks of a role meet each other in equal instructions, so a cycle among ranks folds to one among roles,
+and the other way round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from piper_ir.ops import COMM, Collective, op_name
+from piper_ir.plan import COMPUTE, Channel, Plan, RolePlan
+from piper_ir.verify.rules import Findings, Violation, instr_title
+
+_Reason = tuple[int, str]
+"""An instruction that must be done first, and why."""
+_Blocked = tuple[int, int, str]
+"""An instruction that cannot start, one that must be done first, and why."""
+
+
+class Events:
+    """Number what happens in a plan; instructions that meet on a channel are one event, all others one each.
+
+    `members[e]` are the instructions (numbered through all roles) of event e.
+    """
+
+    def __init__(self, plan: Plan, meetings: list[list[int]]) -> None:
+        self.plan = plan
+        self.at: list[tuple[RolePlan, int]] = [(role, i) for role, i, _ in plan.instructions()]
+        self.members: list[list[int]] = []
+        self.event: list[int] = [-1] * len(self.at)
+        for meeting in meetings:
+            self._join(meeting)
+        for i, event in enumerate(self.event):
+            if event < 0:
+                self._join([i])
+
+    def _join(self, instructions: list[int]) -> None:
+        for i in instructions:
+            self.event[i] = len(self.members)
+        self.members.append(instructions)
+
+    def says(self, i: int) -> str:
+        """Return what messages call an instruction."""
+        role, index = self.at[i]
+        return f"{role.role}[{index}] {instr_title(role.program[index])} on {role.program[index].stream}"
+
+
+def meetings(findings: Findings) -> list[list[int]]:
+    """Return which instructions meet, numbered through all roles, per channel in order; checks R17 and R18."""
+    uses: dict[str, dict[str, list[int]]] = {c.id: {r: [] for r in c.roles} for c in findings.plan.channels}
+    role_and_index: list[tuple[RolePlan, int]] = []
+    for number, (role, index, instr) in enumerate(findings.plan.instructions()):
+        role_and_index.append((role, index))
+        op = instr.parts[0].op
+        if isinstance(op, COMM):
+            uses[op.channel][role.role].append(number)
+    all_meetings: list[list[int]] = []
+    for channel in findings.plan.channels:
+        sides = list(uses[channel.id].values())
+        rule = "R17-p2p-match" if channel.kind == "p2p" else "R18-group-match"
+        if len({len(s) for s in sides}) > 1:
+            verbs = ("sends", "receives") if channel.kind == "p2p" else ("meets",) * len(sides)
+            counts = [f"role {r} {verb} {len(s)} times" for r, verb, s in zip(channel.roles, verbs, sides, strict=True)]
+            findings.add(rule, f"channel {channel.id}: {', '.join(counts)}")
+            continue
+        for n, met in enumerate(zip(*sides, strict=True)):
+            carried = [_carries(findings.plan, *role_and_index[i]) for i in met]
+            if len(set(carried)) > 1:
+                findings.add(rule, _mismatch(channel, n, carried), *role_and_index[met[0]])
+            all_meetings.append(list(met))
+    return all_meetings
+
+
+def _carries(plan: Plan, role: RolePlan, index: int) -> str:
+    """Return what an instruction brings to a meeting, in words that are equal for instructions that fit together."""
+    part = role.program[index].parts[0]
+    if not isinstance(part.op, Collective):
+        return str(plan.values[(*part.reads, *part.writes)[0]].spec)
+    carried = f"bucket {part.op.bucket}" if part.op.bucket else str(plan.values[part.reads[0]].spec)
+    return f"{op_name(part.op)} of {carried}"
+
+
+def _mismatch(channel: Channel, n: int, carried: list[str]) -> str:
+    sides = ", ".join(f"{what} on role {role}" for what, role in zip(carried, channel.roles, strict=True))
+    return f"number {n} on channel {channel.id} is {sides}; all must carry the same"
+
+
+def run(findings: Findings, events: Events) -> list[int]:
+    """Return the events in an order in which they can happen, empty when there is none; checks R19 and R20."""
+    order = _sweep(events, serial=True)
+    if len(order) == len(events.members):
+        return order  # every condition of the ordinary run is one of the serial run too
+    order = _sweep(events, serial=False)
+    serial = len(order) == len(events.members)
+    cycle = _cycle(events, order if not serial else _sweep(events, serial=True), serial)
+    rule, what = (
+        ("R20-issue-order", "if each rank runs its communications one by one in program order")
+        if serial
+        else ("R19-deadlock", "")
+    )
+    role, index = events.at[cycle[0][0]]
+    text = f"the run hangs{' ' if what else ''}{what}; these wait for each other:"
+    for i, reason in cycle:
+        text += f"\n  {events.says(i)} {reason}"
+    findings.violations.append(Violation(rule, text, role.role, index))
+    return order if serial else []
+
+
+def _conditions(events: Events, serial: bool) -> Iterator[tuple[int, list[_Reason]]]:
+    """Yield each instruction with those that must be done before it starts, and why."""
+    number = 0
+    for role in events.plan.roles:
+        streams: dict[str, list[int]] = {s: [] for s in role.streams}
+        issued = -1
+        for instr in role.program:
+            own = streams[instr.stream]
+            before: list[_Reason] = [(own[-1], "is next on its stream after")] if own else []
+            before += [(streams[s][n - 1], "waits for") for s, n in instr.waits]
+            if instr.stream != COMPUTE:
+                if streams[COMPUTE]:
+                    before.append((streams[COMPUTE][-1], "is issued after"))
+                if serial and issued >= 0:
+                    before.append((issued, "is issued after"))
+                issued = number
+            yield number, before
+            own.append(number)
+            number += 1
+
+
+def _sweep(events: Events, serial: bool) -> list[int]:
+    """Return the events that can happen, in an order in which they can: those of low numbers as early as possible."""
+    missing = [0] * len(events.members)
+    after: list[list[int]] = [[] for _ in events.members]
+    event = events.event
+    for i, conditions in _conditions(events, serial):
+        missing[event[i]] += len(conditions)
+        for before, _ in conditions:
+            after[event[before]].append(event[i])
+    order = [e for e, n in enumerate(missing) if n == 0]
+    for e in order:  # grows while it is walked
+        for later in after[e]:
+            missing[later] -= 1
+            if missing[later] == 0:
+                order.append(later)
+    return order
+
+
+def _cycle(events: Events, done: list[int], serial: bool) -> list[tuple[int, str]]:
+    """Return a short cycle of waiting among the events that did not happen.
+
+    Each entry is an instruction and why it cannot start, which names the next.
+    """
+    happened = set(done)
+    blocked: dict[int, list[_Blocked]] = {}
+    for i, conditions in _conditions(events, serial):
+        waits = [(i, before, why) for before, why in conditions if events.event[before] not in happened]
+        if waits:
+            blocked.setdefault(events.event[i], []).extend(waits)
+    start = min(blocked)
+    walked: set[int] = set()
+    while start not in walked:  # each event that did not happen has one before it, so this comes round
+        walked.add(start)
+        start = events.event[blocked[start][0][1]]
+    lines: list[tuple[int, str]] = []
+    path = _way_round(events, blocked, start)
+    for (i, before, why), (needed, _, _) in zip(path, path[1:] + path[:1], strict=True):
+        lines.append((i, f"{why} {events.says(before)}"))
+        if before != needed:
+            lines.append((before, f"meets {events.says(needed)}"))
+    return lines
+
+
+def _way_round(events: Events, blocked: dict[int, list[_Blocked]], start: int) -> list[_Blocked]:
+    """Return the shortest way from an event through what blocks it back to itself, found breadth first."""
+    came: dict[int, _Blocked] = {}
+    todo = [start]
+    for e in todo:  # grows while it is walked
+        for block in blocked[e]:
+            following = events.event[block[1]]
+            if following not in came:
+                came[following] = block
+                todo.append(following)
+        if start in came:
+            break
+    path = [came[start]]
+    while events.event[path[-1][0]] != start:
+        path.append(came[events.event[path[-1][0]]])
+    return path[::-1]

@@ -1,0 +1,296 @@
+"""Check rules R21 to R26: the plan is one training step, and each bucket is updated when its gradient is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import product
+from math import isclose
+
+from piper_ir.ops import Collective, Compute, Seed, SquaredNorm, Update
+from piper_ir.plan import Bucket, Part, Plan, RolePlan
+from piper_ir.program import Step
+from piper_ir.sizes import ITEM_BYTES, bind
+from piper_ir.verify.rules import Findings
+from piper_ir.verify.values import HappensBefore, UsePosition
+
+STEPS: tuple[Step, ...] = ("F", "I", "W")
+ALIGNMENT = 256
+"""Bytes to a multiple of which CUDA's allocator and vectorised kernels assume that a tensor's start is aligned."""
+
+_RolePosition = tuple[RolePlan, UsePosition]
+
+
+def check_steps(findings: Findings) -> None:
+    """Check R21, and of R26 how loss gradients start and updates are weighted."""
+    plan = findings.plan
+    ran: dict[tuple[str, int, str], list[_RolePosition]] = {}
+    for role, place, part in _parts(plan):
+        if isinstance(part.op, Compute):
+            ran.setdefault((part.op.chunk, part.mb, part.op.step), []).append((role, place))
+        elif isinstance(part.op, Seed):
+            expected = 1.0 if plan.loss_kind == "sum" else 1 / (plan.microbatches * plan.replicas)
+            if not isclose(part.op.value, expected, rel_tol=1e-12):
+                findings.add(
+                    "R26-scale", f"the loss gradient starts from {part.op.value!r}; {expected!r} is expected", role, place[0]
+                )
+        elif isinstance(part.op, Update) and part.op.weighted != (plan.loss_kind == "sum"):
+            findings.add("R26-scale", f"weighted is {part.op.weighted}, but the loss is a {plan.loss_kind}", role, place[0])
+    if plan.chunks and plan.microbatches > len(ran):  # said once, since there may be any number of microbatches
+        findings.add("R21-steps", f"the plan has {plan.microbatches} microbatches, and runs {len(ran)} steps in all")
+        return
+    _check_buffers(findings, ran)
+    for chunk in plan.chunks:
+        wanted = [s for s in STEPS if s in chunk.steps]
+        for mb in range(plan.microbatches):
+            before: _RolePosition | None = None
+            for step in wanted:
+                runs = ran.get((chunk.id, mb, step), [])
+                times = 0 if chunk.steps[step].empty else 1
+                if len(runs) != times:
+                    roles = f" (on {', '.join(role.role for role, _ in runs)})" if runs else ""
+                    findings.add(
+                        "R21-steps",
+                        f"{step} of chunk {chunk.id} runs {len(runs)} times{roles} for microbatch {mb}; {times} expected",
+                    )
+                elif runs:
+                    _check_follows(findings, f"{step} of chunk {chunk.id} for microbatch {mb}", runs[0], before)
+                    before = runs[0]
+
+
+def _check_buffers(findings: Findings, ran: dict[tuple[str, int, str], list[_RolePosition]]) -> None:
+    """Check R21 for buffers: forwards use one that they update as on one device, by microbatch and on one role."""
+    plan = findings.plan
+    for name in dict.fromkeys(o.ref for c in plan.chunks for o in c.outputs if o.kind == "buffer"):
+        updating = {c.id for c in plan.chunks if any(o.kind == "buffer" and o.ref == name for o in c.outputs)}
+        reading = {c.id for c in plan.chunks if any(i.kind == "buffer" and i.ref == name for i in c.inputs)}
+        users = [c.id for c in plan.chunks if c.id in updating | reading]
+        update: _RolePosition | None = None
+        reads: list[_RolePosition] = []  # since the update
+        for mb, user in product(range(plan.microbatches), users):
+            for where in ran.get((user, mb, "F"), []):
+                what = "updates a buffer" if user in updating else f"reads the buffer {name}, which others update"
+                follows = [update, *reads] if user in updating else [update]
+                for before in follows:
+                    _check_follows(findings, f"F of chunk {user}, which {what}, for microbatch {mb}", where, before)
+                if user in updating:
+                    update, reads = where, []
+                else:
+                    reads.append(where)
+
+
+def _check_follows(findings: Findings, what: str, position: _RolePosition, before: _RolePosition | None) -> None:
+    if before is None:
+        return
+    role, place = position
+    if role.role != before[0].role:
+        findings.add("R21-steps", f"{what}: runs here, the one that it follows on role {before[0].role}", role, place[0])
+    elif place < before[1]:
+        findings.add("R21-steps", f"{what}: runs before instruction {before[1][0]}, which it must follow", role, place[0])
+
+
+def _parts(plan: Plan) -> Iterator[tuple[RolePlan, UsePosition, Part]]:
+    for role, index, instr in plan.instructions():
+        for p, part in enumerate(instr.parts):
+            yield role, (index, p), part
+
+
+def check_layout(findings: Findings) -> None:
+    """Check R22."""
+    params = {p.name: p for p in findings.plan.params}
+    for bucket in findings.plan.buckets:
+        where = f"bucket {bucket.id}"
+        item, end, last = ITEM_BYTES[bucket.dtype], 0, "the start"
+        if len(bucket.params) != len(bucket.offsets):
+            findings.add("R22-buckets", f"{where} has {len(bucket.params)} parameters and {len(bucket.offsets)} offsets")
+            continue
+        for name, offset in zip(bucket.params, bucket.offsets, strict=True):
+            if offset * item % ALIGNMENT:
+                findings.add(
+                    "R22-buckets", f"{where}: {name} starts at byte {offset * item}, which is no multiple of {ALIGNMENT}"
+                )
+            if offset < end:
+                findings.add("R22-buckets", f"{where}: {name} starts at element {offset}, inside of {last}, which ends at {end}")
+            end, last = offset + bind(params[name].spec.numel, 0), name
+        if end > bucket.numel:
+            findings.add("R22-buckets", f"{where} has {bucket.numel} elements; {last} ends at {end}")
+
+
+def check_holders(findings: Findings) -> None:
+    """Check R23."""
+    plan = findings.plan
+    inside: dict[str, Bucket] = {}
+    for bucket in plan.buckets:
+        for name in bucket.params:
+            if name in inside:
+                findings.add("R23-holders", f"parameter {name} is in the buckets {inside[name].id} and {bucket.id}")
+            inside[name] = bucket
+    users: dict[str, set[str]] = {}
+    for role in plan.roles:
+        for chunk in sorted({part.op.chunk for i in role.program for part in i.parts if isinstance(part.op, Compute)}):
+            for entry in plan.chunk(chunk).inputs:
+                if entry.kind == "param":
+                    users.setdefault(entry.ref, set()).add(role.role)
+    for param in plan.params:
+        held = inside.get(param.name)
+        if param.trained != (held is not None):
+            text = "is trained and in no bucket" if held is None else f"is not trained, but in bucket {held.id}"
+            findings.add("R23-holders", f"parameter {param.name} {text}")
+        elif held is not None and users.get(param.name, set()) != set(held.roles):
+            uses, holds = ", ".join(sorted(users.get(param.name, ()))) or "no role", ", ".join(sorted(held.roles))
+            findings.add("R23-holders", f"parameter {param.name} is used by {uses}; its bucket {held.id} is held by {holds}")
+    for bucket in plan.buckets:
+        problem = _members_problem(plan, bucket)
+        if problem:
+            findings.add("R23-holders", f"bucket {bucket.id}: {problem}")
+
+
+def _members_problem(plan: Plan, bucket: Bucket) -> str:
+    """Return what is wrong unless the channel of a bucket joins just the ranks among which the bucket is replicated."""
+    for name in bucket.roles:
+        open_axes = [a for a in plan.replicated if plan.mesh.size(a) > 1 and a not in plan.role(name).placed]
+        missing = [a for a in open_axes if a not in bucket.over]
+        if missing:
+            return f"role {name} is replicated along {', '.join(missing)}, the bucket along {', '.join(bucket.over) or 'nothing'}"
+    several = len(bucket.roles) > 1 or any(plan.mesh.size(a) > 1 for a in bucket.over)
+    if not bucket.channel:
+        return "several ranks hold it, and no channel reduces it" if several else ""
+    if not several:
+        return f"one rank holds it, so channel {bucket.channel} has nothing to reduce"
+    channel = plan.channel(bucket.channel)
+    if channel.kind != "group" or set(channel.roles) != set(bucket.roles) or set(channel.over) != set(bucket.over):
+        joins = f"the {channel.kind} channel {channel.id} joins {', '.join(channel.roles)} over ({', '.join(channel.over)})"
+        return f"{joins}; {', '.join(bucket.roles)} over ({', '.join(bucket.over)}) hold it"
+    return ""
+
+
+@dataclass(slots=True)
+class _Use:
+    """Say what one role does to one bucket."""
+
+    accumulations: list[UsePosition] = field(default_factory=list)
+    uses: list[UsePosition] = field(default_factory=list)
+    norms: list[UsePosition] = field(default_factory=list)
+    reductions: list[UsePosition] = field(default_factory=list)
+    updates: list[UsePosition] = field(default_factory=list)
+
+
+def check_reductions(findings: Findings, orders: dict[str, HappensBefore]) -> None:
+    """Check R24, R25, and of R26 that all updates clip alike."""
+    touched = _Touched(findings.plan)
+    for role in findings.plan.roles:
+        uses = {b.id: _Use() for b in findings.plan.buckets}
+        for i, instr in enumerate(role.program):
+            for p, part in enumerate(instr.parts):
+                touched.record(uses, part, (i, p))
+        for bucket in findings.plan.buckets:
+            use = uses[bucket.id]
+            if role.role in bucket.roles:
+                _BucketOnRole(findings, role, orders[role.role], bucket, use).check()
+            elif use.updates or use.reductions or use.norms:
+                index = (use.updates + use.reductions + use.norms)[0][0]
+                findings.add("R25-update", f"it touches bucket {bucket.id}, which {', '.join(bucket.roles)} hold", role, index)
+    _check_clips(findings)
+
+
+def _check_clips(findings: Findings) -> None:
+    """Check that the bound of the global norm is one number for the whole gradient."""
+    clips: dict[float | None, str] = {}
+    for role, place, part in _parts(findings.plan):
+        if isinstance(part.op, Update) and part.op.buckets and part.op.clip not in clips:
+            clips[part.op.clip] = role.role
+            if len(clips) > 1:
+                bounds = ", ".join(f"{clip} on {where}" for clip, where in clips.items())
+                findings.add("R26-scale", f"gradients are clipped differently: {bounds}", role, place[0])
+
+
+class _Touched:
+    """Know which buckets each step of a chunk uses, by reading a parameter or adding to its gradient, and adds to."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._steps: dict[tuple[str, str], tuple[set[str], set[str]]] = {}
+        home = {p: b.id for b in plan.buckets for p in b.params}
+        for chunk in plan.chunks:
+            for step, sig in chunk.steps.items():
+                ports = [int(p[2:]) for p in sig.reads if p.startswith("in")]
+                refs = [chunk.inputs[k].ref for k in ports if chunk.inputs[k].kind == "param"]
+                added = {home[chunk.inputs[k].ref] for k in sig.accumulates if chunk.inputs[k].ref in home}
+                self._steps[chunk.id, step] = added | {home[r] for r in refs if r in home}, added
+
+    def record(self, uses: dict[str, _Use], part: Part, place: UsePosition) -> None:
+        """Add what a part does to the uses of the buckets."""
+        match part.op:
+            case Compute(chunk=chunk, step=step):
+                used, added = self._steps[chunk, step]
+                for b in used:
+                    uses[b].uses.append(place)
+                for b in added:
+                    uses[b].accumulations.append(place)
+            case SquaredNorm(buckets=buckets):
+                for b in buckets:
+                    uses[b].norms.append(place)
+            case Update(buckets=buckets):
+                for b in buckets:
+                    uses[b].updates.append(place)
+            case Collective(bucket=b) if b:
+                uses[b].reductions.append(place)
+            case _:
+                pass
+
+
+class _BucketOnRole:
+    """Check R24 and R25 for one bucket on one role that holds it."""
+
+    def __init__(self, findings: Findings, role: RolePlan, order: HappensBefore, bucket: Bucket, use: _Use) -> None:
+        self.findings, self.role, self.order, self.bucket, self.use = findings, role, order, bucket, use
+
+    def add(self, rule: str, message: str, index: int = -1) -> None:
+        """Add a violation that names the bucket."""
+        self.findings.add(rule, f"bucket {self.bucket.id} {message}", self.role, index)
+
+    def check(self) -> None:
+        """Add what is wrong with the reduction, else with the update of the bucket."""
+        reductions, wanted = self.use.reductions, int(bool(self.bucket.channel))
+        if len(reductions) != wanted:
+            again = reductions[1][0] if len(reductions) > 1 else -1
+            self.add("R24-reduction", f"is reduced {len(reductions)} times; {wanted} is expected", again)
+            return
+        if reductions and not self._check_reduction(reductions[0][0]):
+            return
+        self._check_update(reductions[0][0] if reductions else None)
+
+    def _check_reduction(self, index: int) -> bool:
+        op = self.role.program[index].parts[0].op
+        assert isinstance(op, Collective)
+        if op.kind != "all_reduce":
+            self.add("R24-reduction", f"is given to {op.law.name}; AllReduce is expected", index)
+            return False
+        if op.channel != self.bucket.channel:
+            self.add("R24-reduction", f"is reduced on channel {op.channel}; its channel is {self.bucket.channel}", index)
+            return False
+        last = self.use.accumulations[-1][0] if self.use.accumulations else -1
+        if last > index:
+            self.add("R24-reduction", f"is accumulated into by instruction {last}, after this reduction of it", index)
+            return False
+        if last >= 0 and not self.order.precedes(last, index):
+            self.add("R24-reduction", f"is reduced without waiting for instruction {last}, which accumulates into it", index)
+            return False
+        return True
+
+    def _check_update(self, reduction: int | None) -> None:
+        if len(self.use.updates) != 1:
+            again = self.use.updates[1][0] if len(self.use.updates) > 1 else -1
+            self.add("R25-update", f"is updated {len(self.use.updates)} times; once is expected", again)
+            return
+        update = self.use.updates[0]
+        for what, place in [("update", update), *(("norm", n) for n in self.use.norms)]:
+            if reduction is not None and not self.order.precedes(reduction, place[0]):
+                self.add(
+                    "R25-update", f"has its {what} here, without waiting for its reduction by instruction {reduction}", place[0]
+                )
+            last = max(self.use.accumulations if what == "norm" else self.use.uses, default=(-1, 0))
+            if last > place:
+                self.add("R25-update", f"has its {what} here, before instruction {last[0]} uses it", place[0])
+        for norm in self.use.norms:
+            if norm > update:
+                self.add("R25-update", f"has its norm taken here, after its update by instruction {update[0]}", norm[0])

@@ -1,0 +1,255 @@
+"""Check rules R11 to R16 and R29: the life of every value, by what streams and waits guarantee within a role."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from piper_ir.ops import Collective
+from piper_ir.plan import COMPUTE, Instr, RolePlan
+from piper_ir.verify.rules import Findings, instr_title
+
+UsePosition = tuple[int, int]
+"""An instruction and a part of it. Part -1 is what the instruction does before its parts, LAST what it does after."""
+LAST = 1 << 30
+FIRST: UsePosition = (-1, LAST)
+"""Before the first instruction of a step."""
+
+
+class HappensBefore:
+    """Say which instructions of a role happen before which others, by stream order and waits, closed transitively.
+
+    Each instruction has a vector clock with an entry per stream. The order in which the host issues does not count: a
+    device runs ahead of or behind it.
+    """
+
+    def __init__(self, role: RolePlan) -> None:
+        columns = {stream: c for c, stream in enumerate(role.streams)}
+        streams: list[list[int]] = [[] for _ in columns]
+        self._before: list[list[int]] = []  # per instruction: how many of each stream are done when it starts
+        self._after: list[list[int]] = []
+        self._column: list[int] = []
+        self._position: list[int] = []
+        for index, instr in enumerate(role.program):
+            c = columns[instr.stream]
+            clock = list(self._after[streams[c][-1]]) if streams[c] else [0] * len(columns)
+            for stream, count in instr.waits:
+                clock = list(map(max, clock, self._after[streams[columns[stream]][count - 1]]))
+            done = list(clock)
+            done[c] = len(streams[c]) + 1
+            self._before.append(clock)
+            self._after.append(done)
+            self._column.append(c)
+            self._position.append(len(streams[c]))
+            streams[c].append(index)
+
+    def precedes(self, first: int, second: int) -> bool:
+        """Return whether instruction `first` is done whenever instruction `second` starts."""
+        return self._before[second][self._column[first]] > self._position[first]
+
+
+@dataclass(slots=True)
+class _Life:
+    """Say where a role allocates (by itself, not by writing), writes, reads and frees one value."""
+
+    allocs: list[UsePosition] = field(default_factory=list)
+    writes: list[UsePosition] = field(default_factory=list)
+    reads: list[UsePosition] = field(default_factory=list)
+    frees: list[UsePosition] = field(default_factory=list)
+
+    def places(self) -> Iterator[UsePosition]:
+        """Yield where the role uses the value, the writes first."""
+        for places in (self.writes, self.reads, self.allocs, self.frees):
+            yield from places
+
+
+def check_values(findings: Findings, orders: dict[str, HappensBefore]) -> None:
+    """Check R11 to R16 and R29 on plans whose form is right."""
+    home: dict[str, str] = {}
+    plain = _plain_values(findings.plan.roles)
+    for name, values in plain.items():
+        home.update(dict.fromkeys(values, name))
+    lives = {role.role: _lives(role, plain[role.role]) for role in findings.plan.roles}
+    for role in findings.plan.roles:
+        for value, life in lives[role.role].items():
+            if life.writes:
+                _check_writers(findings, role, value, life, home)
+    for value in findings.plan.values:
+        if value not in home:
+            findings.add("R11-written-once", f"nothing writes {value}")
+    for role in findings.plan.roles:
+        order = orders[role.role]
+        for value, life in lives[role.role].items():
+            if home.get(value) == role.role:
+                _Lifetime(findings, role, order, value, life).check()
+            elif value in home:
+                index = max(0, next(life.places())[0])
+                findings.add("R11-written-once", f"it uses {value}, which lives on role {home[value]}", role, index)
+
+
+def _plain_values(roles: Sequence[RolePlan]) -> dict[str, set[str]]:
+    """Return, by role, the values whose life keeps R11 to R16 for sure, as nearly all do.
+
+    No communication and no other role touches them, and the one stream that computes writes them once, reads them
+    afterwards and frees them once, at last.
+    """
+    plain_and_odd = {role.role: _plain(role) for role in roles}
+    seen, shared = set[str](), set[str]()
+    for values in (values for both in plain_and_odd.values() for values in both):
+        shared |= seen & values
+        seen |= values
+    return {name: plain - shared for name, (plain, _) in plain_and_odd.items()}
+
+
+def _plain(role: RolePlan) -> tuple[set[str], set[str]]:
+    """Return the values of a role that are plain by what it does itself, and the others.
+
+    They are found with sets, for there are very many.
+    """
+    others, alive, freed = set(role.allocs_first), set[str](), set[str]()
+    for instr in role.program:
+        others.update(instr.frees_before, instr.allocs_after)
+        for part in instr.parts:
+            if instr.stream != COMPUTE:
+                others.update(part.reads, part.writes, part.frees)
+                continue
+            if not alive.issuperset(part.reads):
+                others.update([v for v in part.reads if v not in alive])
+            if not freed.isdisjoint(part.writes):
+                others.update(part.writes)
+            before = len(alive)
+            alive.update(part.writes)
+            if len(alive) != before + len(part.writes):
+                others.update(part.writes)
+            if part.frees:
+                before = len(alive)
+                alive.difference_update(part.frees)
+                if len(alive) != before - len(part.frees):
+                    others.update(part.frees)
+                freed.update(part.frees)
+    others |= alive
+    return freed - others, others
+
+
+def _lives(role: RolePlan, plain: set[str]) -> dict[str, _Life]:
+    """Return the lives of all values that are not plain, in the order in which the role first names them."""
+    lives: dict[str, _Life] = {}
+
+    def of(values: Iterable[str]) -> Iterator[_Life]:
+        for value in values:
+            if value not in plain:
+                found = lives.get(value)
+                if found is None:
+                    found = lives[value] = _Life()
+                yield found
+
+    for life in of(role.allocs_first):
+        life.allocs.append(FIRST)
+    for i, instr in enumerate(role.program):
+        for life in of(instr.frees_before):
+            life.frees.append((i, -1))
+        for p, part in enumerate(instr.parts):
+            if plain.issuperset(part.reads) and plain.issuperset(part.writes) and plain.issuperset(part.frees):
+                continue
+            for life in of(part.reads):
+                life.reads.append((i, p))
+            for life in of(part.writes):
+                life.writes.append((i, p))
+            for life in of(part.frees):
+                life.frees.append((i, p))
+        for life in of(instr.allocs_after):
+            life.allocs.append((i, LAST))
+    return lives
+
+
+def _check_writers(findings: Findings, role: RolePlan, value: str, life: _Life, home: dict[str, str]) -> None:
+    first = life.writes[0]
+    if value in home and home[value] != role.role:
+        findings.add("R11-written-once", f"it writes {value}, which role {home[value]} writes too", role, first[0])
+    elif len(life.writes) > 1:
+        findings.add("R11-written-once", f"it writes {value}, which instruction {first[0]} writes too", role, life.writes[1][0])
+    home.setdefault(value, role.role)
+
+
+class _Lifetime:
+    """Check R12 to R16 and R29 for one value on the role that writes it."""
+
+    def __init__(self, findings: Findings, role: RolePlan, order: HappensBefore, value: str, life: _Life) -> None:
+        self.findings, self.role, self.order, self.value, self.life = findings, role, order, value, life
+        self.writer = life.writes[0]
+
+    def add(self, rule: str, message: str, index: int) -> None:
+        """Add a violation at an instruction of the role."""
+        self.findings.add(rule, message, self.role, index)
+
+    def instr(self, place: UsePosition) -> Instr:
+        """Return the instruction at a position."""
+        return self.role.program[place[0]]
+
+    def says(self, place: UsePosition) -> str:
+        """Return what messages call a position."""
+        if place == FIRST:
+            return "the start of the step"
+        return f"instruction {place[0]} ({self.instr(place).stream}: {instr_title(self.instr(place))})"
+
+    def check(self) -> None:
+        """Add every violation of the value's life."""
+        self._check_allocation()
+        read_in_order = all([self._check_read(place) for place in self.life.reads])
+        if read_in_order and len(self.life.reads) > 1:
+            self._check_spoiled()
+        if not self.life.frees:
+            self.add("R14-freed-once", f"{self.value} is written here and never freed", self.writer[0])
+            return
+        if len(self.life.frees) > 1:
+            again = self.life.frees[1]
+            self.add("R14-freed-once", f"it frees {self.value}, which {self.says(self.life.frees[0])} frees too", again[0])
+            return
+        if read_in_order:  # else a use that is out of order would be reported again for the free that follows from it
+            for use in (self.writer, *self.life.reads):
+                if not self._check_use_before_free(use, self.life.frees[0]):
+                    break
+
+    def _check_allocation(self) -> None:
+        allocs, index = self.life.allocs, self.writer[0]
+        if not self.instr(self.writer).comm:
+            if allocs:
+                self.add(
+                    "R12-allocated",
+                    f"{self.value} is allocated by the part that writes it, and by {self.says(allocs[0])} too",
+                    index,
+                )
+            return
+        if len(allocs) != 1:
+            self.add("R12-allocated", f"the buffer of {self.value} is allocated {len(allocs)} times; once is expected", index)
+        elif allocs[0] != FIRST and not self.order.precedes(allocs[0][0], index):
+            message = f"the buffer of {self.value} is made by {self.says(allocs[0])}; it must stand before, and be waited for"
+            self.add("R12-allocated", message, index)
+
+    def _check_read(self, place: UsePosition) -> bool:
+        w = self.writer
+        ok = w < place if w[0] == place[0] else self.order.precedes(w[0], place[0])
+        if not ok:
+            why = "only later" if w >= place else "and no wait makes this instruction come after it"
+            self.add("R13-read-after-write", f"it reads {self.value}, which {self.says(w)} writes {why}", place[0])
+        return ok
+
+    def _check_spoiled(self) -> None:
+        """Check that what a collective leaves undefined is read by nothing else that does not come before it."""
+        for place in self.life.reads:
+            op = self.instr(place).parts[place[1]].op
+            if isinstance(op, Collective) and op.law.spoils:
+                late = next((r for r in self.life.reads if r != place and not self.order.precedes(r[0], place[0])), None)
+                if late is not None:
+                    message = f"{self.value} is undefined after {op.law.name}, and {self.says(late)} may read it then"
+                    self.add("R29-spoiled", message, place[0])
+
+    def _check_use_before_free(self, use: UsePosition, free: UsePosition) -> bool:
+        if use[0] > free[0] or (use[0] == free[0] and use[1] > free[1]):
+            self.add("R15-use-after-free", f"it uses {self.value}, which {self.says(free)} frees before", use[0])
+            return False
+        if use[0] != free[0] and self.instr(use).stream != COMPUTE and not self.order.precedes(use[0], free[0]):
+            message = f"it frees {self.value} without having waited for {self.says(use)}, which uses it"
+            self.add("R16-free-covered", message, free[0])
+            return False
+        return True

@@ -1,0 +1,79 @@
+"""Check all rules on a plan: an abstract run under every blocking condition of the real engines, and a training step's.
+
+The rules, each with its name and promise, are `RULES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from piper_ir.errors import PlanError
+from piper_ir.memory import peak
+from piper_ir.plan import Plan
+from piper_ir.tools import no_garbage_collection
+from piper_ir.verify.dataflow import check_dataflow
+from piper_ir.verify.form import check_instructions, check_tables
+from piper_ir.verify.rules import RULES, Findings, Violation
+from piper_ir.verify.run import Events, meetings, run
+from piper_ir.verify.training import check_holders, check_layout, check_reductions, check_steps
+from piper_ir.verify.values import HappensBefore, check_values
+
+__all__ = ["RULES", "Violation", "check", "verify"]
+
+
+def verify(plan: Plan) -> None:
+    """Raise PlanError when the plan breaks a rule.
+
+    The message shows the first violation with role, ranks, instruction and stream. Time is linear in the plan's size.
+    """
+    violations = check(plan)
+    if violations:
+        more = len(violations) - 1
+        rest = f"\n({more} more violation{'s' if more > 1 else ''}; piper_ir.verify.check(plan) lists all)" if more else ""
+        raise PlanError(f"the plan is not valid. {violations[0]}{rest}")
+
+
+def check(plan: Plan) -> list[Violation]:
+    """Return every violation in a stable order; the list is empty for a good plan.
+
+    Rules are checked in groups; a group is checked only if those before it hold, because it builds on them.
+    """
+    findings = Findings(plan)
+    groups: tuple[Callable[[Findings], None], ...] = (check_tables, check_instructions, _check_use, _check_memory)
+    with no_garbage_collection():
+        for group in groups:
+            group(findings)
+            if findings.violations:
+                break
+    return findings.violations
+
+
+def _check_use(findings: Findings) -> None:
+    """Check R11 to R27 and R29."""
+    orders = {role.role: HappensBefore(role) for role in findings.plan.roles}
+    check_values(findings, orders)
+    met = meetings(findings)
+    if findings.violations:
+        return
+    events = Events(findings.plan, met)
+    order = run(findings, events)
+    check_steps(findings)
+    check_layout(findings)
+    if not findings.violations:
+        check_holders(findings)
+    if not findings.violations:
+        check_reductions(findings, orders)
+    if not findings.violations:
+        check_dataflow(findings, events, order)
+
+
+def _check_memory(findings: Findings) -> None:
+    """Check R28."""
+    for role in findings.plan.roles:
+        usage = peak(findings.plan, role)
+        stated = (role.peak_bytes, role.peak_at, dict(role.peak_by_category))
+        scanned = (usage.total, usage.instr, dict(usage.bytes))
+        if stated != scanned:
+            names = ("bytes", "instruction", "by category")
+            wrong = [f"{n} {s!r}, and the scan gives {f!r}" for n, s, f in zip(names, stated, scanned, strict=True) if s != f]
+            findings.add("R28-peak", f"the plan states a peak of {'; '.join(wrong)}", role)

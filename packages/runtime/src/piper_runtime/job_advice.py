@@ -1,0 +1,87 @@
+"""What is meant where a field of a Job is something else: the sentence, and lines to copy."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+import torch
+from torch import nn
+
+BATCH = (
+    "a function of (step, rows) is needed that returns (inputs, targets) for these rows of the step's global batch; every rank "
+    "asks for its own:\n"
+    "    def batch(step, rows):  # rows: a range in 0..global_batch\n"
+    "        index = [(step * GLOBAL_BATCH + row) % len(x) for row in rows]\n"
+    "        return x[index], y[index]"
+)
+NEEDED = {
+    "model": "a function that makes the model is needed, such as `lambda: Model(config)`",
+    "batch": BATCH,
+    "loss": (
+        "a function of (output, targets) is needed, such as torch.nn.functional.mse_loss; for a model that computes its loss "
+        "itself: `lambda out, _: out.loss`"
+    ),
+    "optimizer": (
+        "a function of the named parameters is needed, which every rank calls with its own: "
+        "`lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-3)`"
+    ),
+    "scheduler": "a function of the optimizer is needed, such as `lambda o: torch.optim.lr_scheduler.StepLR(o, 10)`",
+}
+ARGUMENTS = {"model": (), "batch": ("step", "rows"), "loss": ("output", "targets"), "optimizer": ("named",), "scheduler": ("o",)}
+"""How each function of a Job is called."""
+ALIASES = {
+    "bf16": "bfloat16", "fp32": "float32", "float": "float32", "single": "float32", "fp64": "float64", "double": "float64",
+}  # fmt: skip
+"""Other names of dtypes that are accepted."""
+
+
+def callable_problem(name: str, value: object) -> str | None:
+    """Return what is wrong with a function of a Job, None where it can be called as it will be."""
+    if isinstance(value, nn.Module) and name == "model":
+        return "Job(model=...) got a module: give a function that makes it, such as `lambda: Model(config)`"
+    if isinstance(value, type) and issubclass(value, nn.Module) and name == "loss":
+        return f"Job(loss={value.__name__}) is a class: give an instance, {value.__name__}()"
+    if not callable(value):
+        return f"Job({name}=...) got {_article(value)}: {NEEDED[name]}"
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # a function in C: it will say so itself
+        return None
+    try:
+        signature.bind(*ARGUMENTS[name])
+    except TypeError:
+        call = f"{name}({', '.join(ARGUMENTS[name])})"
+        return f"Job({name}=...) is called as {call}, which {_name(value)}{signature} does not accept: {NEEDED[name]}"
+    return None
+
+
+def precision_problem(value: object, accepted: Mapping[str, torch.dtype]) -> str:
+    """Return what is meant with something that is no Precision."""
+    name = dtype_meant(value, accepted) or "float32"
+    return f"Job(precision={value!r}): give Precision(params={name!r}); accepted are {', '.join(accepted)}"
+
+
+def dtype_problem(value: object, accepted: Iterable[str]) -> str:
+    """Return what is meant with a dtype that is not accepted."""
+    accepted = list(accepted)
+    found = dtype_meant(value, accepted)
+    hint = f"; did you mean {found!r}?" if found else ""
+    return f"Precision(params={value!r}): one of {', '.join(accepted)} is needed{hint}"
+
+
+def dtype_meant(value: object, accepted: Iterable[str]) -> str | None:
+    """Return the accepted dtype that a name or a dtype of torch means."""
+    text = str(value).removeprefix("torch.")
+    text = ALIASES.get(text, text)
+    return next(iter(get_close_matches(text, list(accepted), 1, 0.85)), None)
+
+
+def _article(value: object) -> str:
+    kind = type(value).__name__
+    return "None" if value is None else f"the text {value!r}" if isinstance(value, str) else f"an object of type {kind}"
+
+
+def _name(value: object) -> str:
+    return getattr(value, "__name__", None) or type(value).__name__

@@ -1,0 +1,302 @@
+"""Read clusters from files: TOML for people, JSON for programs, one schema. Units are bytes, bytes/s, FLOP/s, seconds.
+
+    name = "lab"
+    device = "h100-80g-sxm"                  # built in; or a table [device], see below
+    nodes = { count = 4, devices = 8 }
+    [links.inter]
+    bandwidth = 48.5e9                       # of one NIC
+    nics_per_node = 4
+    [[slow_ranks]]
+    rank = 5
+    factor = 1.2
+
+Measured kernels, `[[kernel]]`, are described in `piper_simulator.cluster.kernel_table`.
+
+`[device]` with `base = "h100-80g-sxm"` changes single constants of a built-in device, links and communication model
+included. Without `base` it gives all that have no default. Where nodes differ `nodes` is a list of tables, one for each
+run of nodes, with a `device` and `[nodes.links]` of its own, which go before those of the file. A key that is not known
+is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import Any
+
+from piper_ir.costs import CommDuration, Duration
+from piper_ir.errors import ClusterError
+from piper_simulator.cluster.checks import (
+    COUNT,
+    FACTOR,
+    FRACTION,
+    INDEX,
+    POSITIVE,
+    TEXT,
+    Check,
+    KeyPath,
+    checks_of,
+    list_of,
+    list_of_each,
+    list_or,
+    mapping,
+    one_of,
+    table,
+    text_or,
+)
+from piper_simulator.cluster.cluster import Cluster, NodeKind
+from piper_simulator.cluster.device import Device
+from piper_simulator.cluster.kernel_table import SCHEMA as KERNELS
+from piper_simulator.cluster.kernel_table import read_kernels
+from piper_simulator.cluster.nccl import Nccl
+from piper_simulator.cluster.network import OPS, Links, Network, SlowLink
+from piper_simulator.cluster.stacks import GENERATIONS, STACKS
+
+_ELSEWHERE = ("stack", "kernels", "notes")
+"""These fields of a device have tables or keys of their own in a file."""
+_DEVICE = (
+    {"base": TEXT}
+    | {key: check for key, check in checks_of(Device).items() if key not in _ELSEWHERE}
+    | {"generation": one_of(*GENERATIONS), "allocator_factor": FACTOR}
+    | dict.fromkeys(("matmul_fraction", "memory_fraction"), FRACTION)  # a what-if may raise one above 1, a file may not
+)
+_LINKS, _NETWORK = checks_of(Links), checks_of(Network)
+
+
+def _keys(prefix: str) -> dict[str, Check]:
+    """Return the checks of the fields that begin so, by the rest of their names."""
+    return {field.removeprefix(prefix): check for field, check in _LINKS.items() if field.startswith(prefix)}
+
+
+_INTRA, _INTER = ({key: _keys(f"{which}_")[key] for key in ("kind", "bandwidth", "latency")} for which in ("intra", "inter"))
+_COUNTS = {"count": COUNT, "devices": COUNT}
+_OF_NODES = table({"intra": table(_INTRA), "inter": table(_INTER | {"nics_per_node": COUNT})})
+SCHEMA = table(
+    {
+        **dict.fromkeys(("name", "notes"), TEXT),
+        "stack": one_of(*STACKS),
+        "sources": mapping(TEXT),
+        "device": text_or(table(_DEVICE)),
+        "nodes": list_or(list_of(table(_COUNTS | {"device": text_or(table(_DEVICE)), "links": _OF_NODES})), table(_COUNTS)),
+        "links": table(
+            {
+                "intra": table(_INTRA),
+                "inter": table(_INTER | {"nics_per_node": COUNT} | {k: _NETWORK[k] for k in ("rails", "oversubscription")}),
+            }
+        ),
+        "communication": table({"model": _LINKS["communication"], "messages": TEXT, "nccl": table(checks_of(Nccl))}),
+        "slow_ranks": list_of(table({"rank": INDEX, "factor": FACTOR})),
+        "slow_links": list_of(table({"nodes": list_of_each(INDEX, INDEX), "factor": FACTOR})),
+        "kernel": KERNELS,
+    }
+)
+"""This is what a file may hold."""
+
+COLUMNS = ("op", "ranks", "nodes", "bytes", "seconds")
+"""A table of messages, a CSV file, has these columns. Lines that begin with # say where it comes from."""
+
+
+def read_cluster(path: Path, devices: Mapping[str, NodeKind]) -> Cluster:
+    """Return the cluster of a file, which may rest on the built-in `devices`. ClusterError with file and keys."""
+    where = KeyPath(str(path))
+    found = SCHEMA(_parsed(path), where)
+    nodes = found.get("nodes", {})
+    try:
+        if isinstance(nodes, list):
+            cluster = Cluster.joined([_one_kind(*of, path, devices) for of in _runs(found, nodes, where)])
+        else:
+            cluster = _one_kind(found, where, path, devices)
+        ranks, links = _slow(found, where)
+        return replace(cluster, network=replace(cluster.network, slow_links=links), slow_ranks=ranks)
+    except ClusterError as e:
+        text = str(e)
+        raise ClusterError(text if text.startswith(f"{path}: ") else f"{path}: {text}") from None
+
+
+def _runs(found: dict[str, Any], nodes: Sequence[Mapping[str, Any]], where: KeyPath) -> Iterator[tuple[dict[str, Any], KeyPath]]:
+    """Yield a file for each run of nodes, and where its device stands."""
+    if not nodes:
+        raise where.at("nodes").error("none stand here; at least one is needed")
+    tables = [where.at("communication").at("messages")] if "messages" in found.get("communication", {}) else []
+    tables += [where.at("kernel")] if "kernel" in found else []
+    for at in tables:
+        raise at.error("a table holds for one kind of device; leave it out where `nodes` is a list")
+    for k, run in enumerate(nodes):
+        at = where.at(f"nodes[{k}]")
+        if "device" not in run and "device" not in found:
+            raise at.error("device is missing, here or for the whole file")
+        links = {
+            which: found.get("links", {}).get(which, {}) | run.get("links", {}).get(which, {}) for which in ("intra", "inter")
+        }
+        one = found | {"nodes": run} | ({"links": links} if "links" in found or "links" in run else {})
+        yield one | ({"device": run["device"]} if "device" in run else {}), at if "device" in run else where
+
+
+def _one_kind(found: Mapping[str, Any], where: KeyPath, path: Path, devices: Mapping[str, NodeKind]) -> Cluster:
+    """Return the cluster of a file with one type of device, without what is slow. `where` is that of the device."""
+    base, name = _base(found, where, devices)
+    file = KeyPath(str(path))
+    per_node = found.get("nodes", {}).get("devices", 1)
+    device = _device(found) | {"name": name} | ({"notes": found["notes"]} if "notes" in found else {})
+    device |= {"kernels": read_kernels(found["kernel"], where.at("kernel"))} if "kernel" in found else {}
+    links = _links(found, file, per_node, base) | _communication(found, file, path, base)
+    if base is None:
+        _complete(device, links, where)
+        kind = NodeKind(Device(**device), Links(**links))
+    else:
+        kind = NodeKind(replace(base.device, **device), replace(base.links, **links))
+    inter = found.get("links", {}).get("inter", {})
+    network = Network((kind.links,), **{k: inter[k] for k in ("rails", "oversubscription") if k in inter})
+    nodes = found.get("nodes", {}).get("count", 1)
+    return Cluster(((nodes, kind.device),), network, per_node, label=found.get("name", path.stem))
+
+
+def _parsed(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise ClusterError(f"cannot read the cluster file {path}: {e}") from None
+    try:
+        return json.loads(text, object_pairs_hook=_once) if path.suffix == ".json" else tomllib.loads(text)
+    except ValueError as e:
+        raise ClusterError(f"{path}: not {'JSON' if path.suffix == '.json' else 'TOML'}: {e}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a table of JSON. A key that stands twice is an error, as it is in TOML."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        raise ValueError(f"a key stands twice among {', '.join(k for k, _ in pairs)}")
+    return out
+
+
+def _base(found: Mapping[str, Any], where: KeyPath, devices: Mapping[str, NodeKind]) -> tuple[NodeKind | None, str]:
+    """Return the built-in device on which a file rests, and the name of its own."""
+    described = found.get("device")
+    if described is None:
+        raise where.error(f'device is missing: device = "NAME" with one of {", ".join(devices)}, or a table [device]')
+    at = where.at("device")
+    base, name = (described, None) if isinstance(described, str) else (described.get("base"), described.get("name"))
+    if base is None:
+        if name is None:
+            raise at.error("name is missing; a device without a base needs one")
+        return None, name
+    if base not in devices:
+        raise (at if isinstance(described, str) else at.at("base")).error(f"no device {base!r}; known: {', '.join(devices)}")
+    return devices[base], name or base
+
+
+def _device(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the constants of the device, and the stack of kernels on it."""
+    described = found["device"] if isinstance(found["device"], dict) else {}
+    out = {k: v for k, v in described.items() if k not in ("base", "name", "memory_steps")}
+    if "memory_steps" in described:
+        out["memory_steps"] = tuple((least, fraction) for least, fraction in sorted(described["memory_steps"], reverse=True))
+    return out | ({"stack": STACKS[found["stack"]]} if "stack" in found else {})
+
+
+def _links(found: Mapping[str, Any], where: KeyPath, per_node: int, base: NodeKind | None) -> dict[str, Any]:
+    """Return what a file says of the links of a type of device."""
+    links = found.get("links", {})
+    out = {f"{which}_{k}": v for which in ("intra", "inter") for k, v in links.get(which, {}).items() if k in _INTRA}
+    inter, at = links.get("inter", {}), where.at("links").at("inter")
+    nics = inter.get("nics_per_node", per_node)
+    if inter.get("rails", 1) > nics:
+        raise at.at("rails").error(f"{inter['rails']} rails with {nics} NICs per node; at most as many are possible")
+    if nics != per_node:  # a device has its part of them
+        of_one = out.get("inter_bandwidth", base.links.inter_bandwidth if base is not None else None)
+        if of_one is None:
+            raise at.error("bandwidth is missing: bytes/s of one NIC")
+        out["inter_bandwidth"] = of_one * nics / per_node
+    return out
+
+
+def _slow(found: Mapping[str, Any], where: KeyPath) -> tuple[dict[int, float], tuple[SlowLink, ...]]:
+    """Return slow ranks and slow links. Whether they are there, the cluster checks."""
+    ranks: dict[int, float] = {}
+    for rank, factor, at in _entries(found, where, "slow_ranks", "rank"):
+        if rank in ranks:
+            raise at.error(f"rank {rank} is there twice; give one factor")
+        ranks[rank] = factor
+    links = [SlowLink(ends[0], ends[1], factor) for ends, factor, _ in _entries(found, where, "slow_links", "nodes")]
+    return ranks, tuple(links)
+
+
+def _entries(found: Mapping[str, Any], where: KeyPath, name: str, key: str) -> Iterator[tuple[Any, float, KeyPath]]:
+    """Yield what is slow, by how much, and where that stands."""
+    for k, each in enumerate(found.get(name, ())):
+        at = where.at(f"{name}[{k}]")
+        for needed in (key, "factor"):
+            if needed not in each:
+                raise at.error(f"{needed} is missing")
+        yield each[key], each["factor"], at
+
+
+def _communication(found: Mapping[str, Any], where: KeyPath, path: Path, base: NodeKind | None) -> dict[str, Any]:
+    """Return the model of messages, its constants, and the table of messages, a file beside this one."""
+    of, out = found.get("communication", {}), {}
+    if "model" in of:
+        out["communication"] = of["model"]
+    if "nccl" in of:
+        constants = of["nccl"] | ({"ll_max": tuple(of["nccl"]["ll_max"])} if "ll_max" in of["nccl"] else {})
+        out["nccl"] = replace(base.links.nccl if base is not None else Nccl(), **constants)
+    if "messages" in of:
+        out["messages"] = read_messages(path.parent / of["messages"], where.at("communication").at("messages"))
+    elif base is not None and "links" in found:
+        out["messages"] = ()  # measured on other links
+    return out
+
+
+def read_messages(path: Path, where: KeyPath) -> tuple[CommDuration, ...]:
+    """Read a table of measured messages, a CSV file with COLUMNS. ClusterError with file and line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise where.error(f"cannot read the table {path}: {e}") from None
+    rows = [(n, line) for n, line in enumerate(lines, start=1) if line.strip() and not line.startswith("#")]
+    if not rows or tuple(rows[0][1].split(",")) != COLUMNS:
+        raise where.error(f"{path}: the first line is {rows[0][1] if rows else 'missing'}; {','.join(COLUMNS)} is needed")
+    found: dict[tuple[str, int, int, int], CommDuration] = {}
+    for n, line in rows[1:]:
+        message = _message(line, f"{path}, line {n}")
+        key = (message.op, message.group, message.nodes, message.bytes)
+        if key in found:
+            raise KeyPath(f"{path}, line {n}").error("measured on a line before; one of them is needed")
+        found[key] = message
+    return tuple(found.values())
+
+
+def _message(line: str, where: str) -> CommDuration:
+    cells = line.split(",")
+    at = KeyPath(where)
+    if len(cells) != len(COLUMNS):
+        raise at.error(f"{len(cells)} values; {len(COLUMNS)} are needed: {','.join(COLUMNS)}")
+    if cells[0] not in OPS:
+        raise at.at("op").error(f"{cells[0]!r} stands here; one of {', '.join(OPS)} is needed")
+    ranks, nodes, nbytes = (COUNT(_number(c), at.at(k)) for k, c in zip(COLUMNS[1:4], cells[1:4]))
+    seconds = POSITIVE(_number(cells[4]), at.at(COLUMNS[4]))
+    return CommDuration(cells[0], nbytes, ranks, Duration(seconds, "table"), nodes)
+
+
+def _number(cell: str) -> Any:
+    """Return a number, or the text that is none."""
+    try:
+        return int(cell) if cell.strip().isdigit() else float(cell)
+    except ValueError:
+        return cell
+
+
+def _complete(device: Mapping[str, Any], links: Mapping[str, Any], where: KeyPath) -> None:
+    """Raise a ClusterError for a device without a base that lacks what has no default."""
+    missing = [f"device.{field}" for field in _required(Device) if field not in device]
+    missing += [f"links.{field.replace('_', '.')}" for field in _required(Links) if field not in links]
+    if missing:
+        raise where.error(f"{', '.join(missing)} missing; a device without a base gives them all")
+
+
+def _required(record: type) -> list[str]:
+    """Return the fields of a dataclass that have no default."""
+    return [f.name for f in fields(record) if f.default is MISSING and f.default_factory is MISSING]

@@ -1,0 +1,146 @@
+"""Find clusters by name: built-in ones, this machine, and those of files.
+
+A built-in cluster is named `<device>:<per node>[*<nodes>][@<stack>]`, e.g. `h100-80g-sxm:8*4`; `h100x8` and `h100x8*4`
+are short. `a100x8*2+h100x8*2` is two nodes of one device and then two of another. `h100x8@eager` is computed with what
+is published of eager PyTorch's kernels. Devices are files in the folder data/, in the format of
+`piper_simulator.cluster.cluster_file`, each constant with its source.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from piper_ir.errors import ClusterError
+from piper_simulator.cluster.cluster import Cluster, NodeKind
+from piper_simulator.cluster.cluster_file import read_cluster
+from piper_simulator.cluster.device import CPU, Device
+from piper_simulator.cluster.network import Links
+from piper_simulator.cluster.stacks import STACKS
+
+T = TypeVar("T", Device, Links)
+_DATA = Path(__file__).parent / "data"
+_NVIDIA = ("a100-80g-sxm", "a100-40g-sxm", "h100-80g-sxm", "h200-141g-sxm", "b200-sxm")
+
+
+def _built_in(device: str) -> Cluster:
+    return replace(read_cluster(_DATA / f"{device}.toml", {}), label="")
+
+
+DEVICES: Mapping[str, NodeKind] = {device: _built_in(device).kinds[0] for device in _NVIDIA}
+"""These are the built-in devices by name, each with the links that it has to others."""
+ALIASES = {
+    "a100": "a100-80g-sxm",
+    "a100-40g": "a100-40g-sxm",
+    "h100": "h100-80g-sxm",
+    "h200": "h200-141g-sxm",
+    "b200": "b200-sxm",
+}
+PRODUCTS = {
+    "NVIDIA A100-SXM4-80GB": "a100-80g-sxm",
+    "NVIDIA A100-SXM4-40GB": "a100-40g-sxm",
+    "NVIDIA H100 80GB HBM3": "h100-80g-sxm",
+    "NVIDIA H200": "h200-141g-sxm",
+    "NVIDIA B200": "b200-sxm",
+}
+"""This maps what a driver calls a device to what a cluster calls it."""
+FILES = (".toml", ".json")
+_LOCAL = _built_in(CPU)
+
+
+def cpu_local(
+    *,
+    matmul_flops: float | None = None,
+    memory_bandwidth: float | None = None,
+    link_bandwidth: float | None = None,
+    link_latency: float | None = None,
+    launch_s: float | None = None,
+    host_issue_s: float | None = None,
+    memory_bytes: int | None = None,
+) -> Cluster:
+    """Return this machine as a cluster, one process per rank, as many as wanted.
+
+    The arguments are numbers that the caller measured: float32 FLOP/s of one process's matmul, bytes/s of its memory
+    and between two processes, seconds of a one-way message, per kernel and per instruction. The others are those of
+    data/cpu-local.toml, and `notes` says which."""
+    given = {
+        "matmul_flops": matmul_flops,
+        "memory_bandwidth": memory_bandwidth,
+        "link_bandwidth": link_bandwidth,
+        "link_latency": link_latency,
+        "launch_s": launch_s,
+        "host_issue_s": host_issue_s,
+    }
+    missing = [k for k, v in given.items() if v is None]
+    found = _LOCAL.each_device(
+        lambda device: _changed(
+            device,
+            peak_flops=None if matmul_flops is None else {"float32": matmul_flops, "float64": matmul_flops / 2},
+            memory_bandwidth=memory_bandwidth,
+            memory_bytes=memory_bytes,
+            launch_s=launch_s,
+            host_issue_s=host_issue_s,
+            notes=f"assumed, not measured: {', '.join(missing)}" if missing else "",
+        )
+    )
+    return found.each_links(
+        lambda links: _changed(
+            links,
+            intra_bandwidth=link_bandwidth,
+            inter_bandwidth=link_bandwidth,
+            intra_latency=link_latency,
+            inter_latency=link_latency,
+        )
+    )
+
+
+def _changed(record: T, **changes: Any) -> T:
+    """Return a record with the changes that are not None."""
+    return replace(record, **{name: value for name, value in changes.items() if value is not None})
+
+
+def product_cluster(product: str, count: int) -> Cluster:
+    """Return one node with `count` CUDA devices that their driver calls `product`.
+
+    For one that is not known stand the constants of an A100, and `notes` says so."""
+    known = PRODUCTS.get(product)
+    if known is not None:
+        return DEVICES[known].cluster(per_node=count)
+    name = re.sub(r"[^a-z0-9]+", "-", product.lower()).strip("-")
+    a100 = DEVICES[ALIASES["a100"]].cluster(per_node=count)
+    notes = f"nothing is known of a {product}; computed as {a100.device.name}"
+    return a100.each_device(lambda device: replace(device, name=name, notes=notes))
+
+
+def load_cluster(name: str | Path) -> Cluster:
+    """Return a cluster by name (see the module), or from a file: a Path, or text that ends in .toml or .json.
+
+    ClusterError for a name that is not known, with all that are, and for a file that is not right, with its keys."""
+    if isinstance(name, Path) or name.strip().lower().endswith(FILES):
+        return read_cluster(Path(name), DEVICES)
+    text = name.strip().lower()
+    if text == CPU:
+        return cpu_local()
+    places, _, stack = text.partition("@")
+    parts = [_nodes(place, stack) for place in places.split("+")]
+    if (not stack or stack in STACKS) and None not in parts and not text.endswith("@"):
+        return Cluster.joined([part for part in parts if part is not None])
+    short = ", ".join([*(f"{a}x8" for a in ALIASES), "h100x8*4"])
+    raise ClusterError(
+        f"unknown cluster {name!r}; a cluster is <device>:<per node>[*<nodes>][@<stack>] with a device of {', '.join(DEVICES)} "
+        f"(short: {short}; of two kinds: a100x8*2+h100x8*2) and a stack of {', '.join(STACKS)}; or {CPU}, or a file that ends in "
+        f"{' or '.join(FILES)}"
+    )
+
+
+def _nodes(text: str, stack: str) -> Cluster | None:
+    """Return the nodes of one built-in device by name; None for what is not known."""
+    match = re.fullmatch(r"([a-z][a-z0-9-]*?)[:x]([1-9]\d*)(?:\*([1-9]\d*))?", text)
+    device = ALIASES.get(match[1], match[1]) if match is not None else ""
+    if match is None or device not in DEVICES:
+        return None
+    found = DEVICES[device].cluster(per_node=int(match[2]), nodes=int(match[3] or 1))
+    return found.each_device(lambda device: replace(device, stack=STACKS.get(stack)))

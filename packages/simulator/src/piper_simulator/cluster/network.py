@@ -1,0 +1,88 @@
+"""Describe what joins devices: links within nodes and between them, rails, and what messages were measured to take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Annotated, Literal
+
+from piper_ir.collectives import COLLECTIVES
+from piper_ir.costs import CommDuration, Costs
+from piper_simulator.cluster.checks import Count, Factor, Index, NotNegative, Positive, check_fields, one_of
+from piper_simulator.cluster.nccl import Nccl
+
+OPS: tuple[str, ...] = ("p2p", *COLLECTIVES)
+"""Tables and formulas know messages by these names: transfers, and the kinds of collectives."""
+
+INTRA = ("nvswitch", "nvlink", "pcie", "host")
+INTER = ("infiniband", "roce", "ethernet", "host")
+"""Links within and between nodes are of these kinds; `host` is the memory of one machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlowLink:
+    """Name a link that takes `factor` times as long.
+
+    It is the link between nodes `a` and `b`, or with `a == b` those within that node."""
+
+    a: Index
+    b: Index
+    factor: Factor
+
+
+@dataclass(frozen=True)
+class Links:
+    """Describe the links of one type of device, and how long messages over them take.
+
+    Attributes:
+        intra_bandwidth: reached bytes/s per device and direction within a node.
+        intra_latency: seconds per hop within a node.
+        inter_bandwidth: reached bytes/s per device and direction between nodes.
+        inter_latency: seconds per hop between nodes.
+        intra_kind: kind of the links within a node.
+        inter_kind: kind of the links between nodes.
+        communication: the model of messages that no table has, see `piper_simulator.durations.communication`.
+        nccl: constants of the model of that name.
+        messages: measured messages, the table.
+    """
+
+    intra_bandwidth: Positive
+    intra_latency: NotNegative
+    inter_bandwidth: Positive
+    inter_latency: NotNegative
+    intra_kind: Annotated[str, one_of(*INTRA)] = "nvswitch"
+    inter_kind: Annotated[str, one_of(*INTER)] = "infiniband"
+    communication: Literal["ring", "nccl"] = "ring"
+    nccl: Nccl = field(default_factory=Nccl)
+    messages: tuple[CommDuration, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self, "links")
+
+    @cached_property
+    def table(self) -> Costs:
+        """Return `messages` as a table, to look messages up."""
+        return Costs(comm=self.messages)
+
+
+@dataclass(frozen=True)
+class Network:
+    """Describe what joins the nodes of a cluster.
+
+    Attributes:
+        links: those of all nodes, or one entry for each run of nodes in `Cluster.nodes`.
+        rails: with several, device k of a node is on rail k modulo their number, and a switch joins each rail.
+        oversubscription: what changes rails, or with one rail all traffic between nodes, reaches 1 / this of the
+            bandwidth.
+        slow_links: links that take longer than the others.
+    """
+
+    links: tuple[Links, ...]
+    rails: Count = 1
+    oversubscription: Factor = 1.0
+    slow_links: tuple[SlowLink, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self, "network")
+        for link in self.slow_links:
+            check_fields(link, "network: slow_links")

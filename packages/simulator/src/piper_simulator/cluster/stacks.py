@@ -1,0 +1,75 @@
+"""Describe kernel stacks: whose kernels run a model.
+
+Constants of a device do not carry over between stacks. So what a stack brings along is data of its own,
+data/stacks.toml: published facts with their source; nothing is fitted.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from piper_simulator.cluster.checks import TEXT, KeyPath, Positive, Text, check_of, checks_of, mapping, one_of, table
+
+KINDS = ("matmul", "attention", "norm", "elementwise", "embedding", "loss", "other")
+GENERATIONS = ("ampere", "hopper", "blackwell")
+
+
+Fractions = tuple[Positive, Positive]
+"""A kernel reaches these fractions of the peak, forward and backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Describe a kernel stack: whose kernels run a model, and how.
+
+    Attributes:
+        name: as in "h100x8@eager".
+        attention: name of the attention kernel.
+        attention_fraction: generation of devices -> what the kernel reaches of the 16-bit peak, forward and backward.
+        lowering: an operator that is one node of a plan is "one kernel", or what eager "torch" launches for it
+            (`piper_simulator.durations.eager_launches`).
+        optimizer: how parameters are updated (`piper_simulator.durations.updates`).
+        fused: kinds of kernels of which those of one step are launched as one.
+        saved: what a forward keeps for its backward, by default; for people, since a plan has its own.
+        overlap: what communicates beside computation, by default; for people, since a plan has its own.
+        source: where these facts come from.
+    """
+
+    name: Text
+    attention: Text
+    attention_fraction: Mapping[str, Fractions]
+    lowering: Literal["torch", "one kernel"]
+    optimizer: Literal["fused", "foreach"]
+    fused: tuple[Annotated[str, one_of(*KINDS)], ...]
+    saved: Text
+    overlap: tuple[Text, ...]
+    source: Text
+
+
+_STACK = {key: check for key, check in checks_of(Stack).items() if key not in ("name", "attention_fraction")}
+_ATTENTION = table({"source": TEXT} | dict.fromkeys(GENERATIONS, check_of(Fractions)))
+SCHEMA = table({"attention": mapping(_ATTENTION), "stacks": mapping(table(_STACK))})
+
+
+def read_stacks(path: Path) -> dict[str, Stack]:
+    """Read the stacks of a file. ClusterError with file and keys."""
+    where = KeyPath(str(path))
+    found = SCHEMA(tomllib.loads(path.read_text(encoding="utf-8")), where)
+    return {name: _stack(name, entry, found["attention"], where.at("stacks").at(name)) for name, entry in found["stacks"].items()}
+
+
+def _stack(name: str, entry: dict[str, Any], kernels: Mapping[str, Any], where: KeyPath) -> Stack:
+    if missing := [k for k in _STACK if k not in entry]:
+        raise where.error(f"{', '.join(missing)} missing")
+    if entry["attention"] not in kernels:
+        raise where.at("attention").error(f"no kernel {entry['attention']!r}; known: {', '.join(kernels)}")
+    reached = {g: tuple(f) for g, f in kernels[entry["attention"]].items() if g in GENERATIONS}
+    lists = {k: tuple(entry[k]) for k in ("fused", "overlap")}
+    return Stack(**(entry | lists | {"name": name, "attention_fraction": reached}))
+
+
+STACKS: Mapping[str, Stack] = read_stacks(Path(__file__).parent / "data" / "stacks.toml")

@@ -1,0 +1,218 @@
+"""Share resources: what runs at the same time slows each other down (processor sharing).
+
+Rates change only when the set of what runs changes. An activity has work, in seconds alone, and runs at a rate of at
+most 1 second of it per second.
+
+*Messages* share links. A message takes a fraction of each of its resources (a direction of a device's port, of a NIC)
+at full speed. Rates are max-min fair: all messages of a bottleneck get the same fraction of it, those that need less
+keep what they need, and what they leave is shared again (progressive filling). Of a message with several resources the
+largest fraction counts (Dominant Resource Fairness, Ghodsi et al., NSDI 2011). Messages do not wait for compute: their
+kernels hold their SMs while they run.
+
+*Compute* gets what messages leave: rate = 1 - f_sm - f_memory, summed over the messages under way on its device, at
+least `SLOWEST`. f_sm counts while a message runs, f_memory in proportion to its rate. What the two are, and where they
+come from: `piper_simulator.contention.flows`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+SLOWEST = 1 / 8
+"""Compute runs at least at this rate: the law is linear and would reach 0. A kernel slows down by at most 8x in the
+measurements of Echo (arXiv 2412.12487), as others report them; we have not seen the original numbers."""
+
+_FULL = 1 + 1e-9
+"""A resource is short of capacity above this, since sums of fractions are rounded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """Say what a message asks for.
+
+    Attributes:
+        id: equal for equal flows, of which one runs at a time.
+        seconds: its work.
+        shares: resource -> the fraction of its capacity that the message takes at full speed, all that it stands for
+            together (the ranks of a role).
+        largest: the largest of these of one of them alone, at most 1.
+        takes: role that takes part -> (f_sm, f_memory at full speed).
+    """
+
+    id: int
+    seconds: float
+    shares: Mapping[int, float]
+    largest: float
+    takes: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Activity:
+    """Track what is under way.
+
+    Attributes:
+        left: seconds of work at the moment `since`.
+        since: when `left` was right.
+        end: when it ends if nothing changes.
+        rate: seconds of work per second.
+        look: when who waits for the end looks next.
+    """
+
+    left: float
+    since: float
+    end: float
+    rate: float = 1.0
+    look: float = 0.0
+
+    def change(self, rate: float, now: float) -> None:
+        """Go on at another rate from `now` on."""
+        self.left = max(0.0, self.left - self.rate * (now - self.since))
+        self.since, self.rate = now, rate
+        self.end = now + self.left / rate
+
+
+@dataclass(slots=True, eq=False)
+class RunningMessage(Activity):
+    """Track a message, which shares links and slows compute."""
+
+    flow: Flow = field(kw_only=True)
+
+
+def compute_rate(sms: float, memory: float) -> float:
+    """Return the rate of compute on a device where messages take these fractions.
+
+    They are fractions of the SMs and of the memory's bandwidth."""
+    return max(SLOWEST, 1.0 - sms - memory)
+
+
+def fair_rates(flows: Sequence[Flow]) -> list[float]:
+    """Return the max-min fair rates of messages that run together, each in (0, 1].
+
+    Resources have capacity 1. The level, the fraction of its bottleneck that each message gets, rises until a resource
+    is full or a message has all that it can use. Those stay as they are, and the level of the others rises on."""
+    rates = [0.0] * len(flows)
+    free: dict[int, float] = {r: 1.0 for f in flows for r in f.shares}
+    live = {i for i, f in enumerate(flows) if f.shares}
+    for i in set(range(len(flows))) - live:
+        rates[i] = 1.0
+    while live:
+        slope = dict.fromkeys(free, 0.0)  # what a unit of level takes of each resource
+        for i in live:
+            for r, share in flows[i].shares.items():
+                slope[r] += share / flows[i].largest
+        limit = {r: free[r] / s for r, s in slope.items() if s > 0}
+        level = min(min(limit.values()), min(flows[i].largest for i in live))
+        full = {r for r, at in limit.items() if at <= level * _FULL}
+        settled = {i for i in live if flows[i].largest <= level or not full.isdisjoint(flows[i].shares)}
+        for i in settled:
+            rates[i] = min(1.0, level / flows[i].largest)
+            for r, share in flows[i].shares.items():
+                free[r] = max(0.0, free[r] - share * rates[i])
+        live -= settled
+    return rates
+
+
+class SharedPool:
+    """Hold what is under way on all devices.
+
+    `sooner(activity)` is called when the end of one that is under way has moved before its `look`."""
+
+    def __init__(self, roles: int, sooner: Callable[[Activity], None]) -> None:
+        self._sooner = sooner
+        self._computing: list[Activity | None] = [None] * roles
+        self._beside: list[dict[int, RunningMessage]] = [{} for _ in range(roles)]
+        self._users: dict[int, dict[int, RunningMessage]] = {}
+        self._load: dict[int, float] = {}
+        self._known: dict[tuple[int, ...], list[float]] = {}
+
+    def compute(self, role: int, seconds: float, now: float) -> Activity:
+        """Begin compute of `seconds` on a role, which has none under way."""
+        rate = self._left_over(role)
+        found = self._computing[role] = Activity(seconds, now, now + seconds / rate, rate)
+        return found
+
+    def computed(self, role: int) -> None:
+        """End the compute of a role."""
+        self._computing[role] = None
+
+    def message(self, flow: Flow, now: float) -> RunningMessage:
+        """Begin a message."""
+        found = RunningMessage(flow.seconds, now, now + flow.seconds, flow=flow)
+        crowded = False
+        for r, share in flow.shares.items():
+            self._users.setdefault(r, {})[flow.id] = found
+            load = self._load[r] = self._load.get(r, 0.0) + share
+            crowded = crowded or load > _FULL
+        for role in flow.takes:
+            self._beside[role][flow.id] = found
+        touched = dict.fromkeys(flow.takes)
+        if crowded:
+            touched.update(self._share(self._crowd(found), now))
+        self._slow(touched, now)
+        return found
+
+    def arrived(self, message: RunningMessage, now: float) -> None:
+        """End a message."""
+        flow = message.flow
+        relieved: dict[int, RunningMessage] = {}
+        for r, share in flow.shares.items():
+            users, load = self._users[r], self._load[r]
+            del users[flow.id]
+            self._load[r] = load - share if users else 0.0
+            if load > _FULL:
+                relieved.update(users)
+        for role in flow.takes:
+            del self._beside[role][flow.id]
+        touched = dict.fromkeys(flow.takes)
+        while relieved:
+            crowd = self._crowd(next(iter(relieved.values())))
+            touched.update(self._share(crowd, now))
+            for i in crowd:
+                relieved.pop(i, None)
+        self._slow(touched, now)
+
+    def _crowd(self, message: RunningMessage) -> dict[int, RunningMessage]:
+        """Return what is tied to a message by resources that are short of capacity: no others matter to their rates."""
+        crowd = {message.flow.id: message}
+        queue = [message]
+        seen: set[int] = set()
+        while queue:
+            for r in queue.pop().flow.shares:
+                if r not in seen and self._load[r] > _FULL:
+                    seen.add(r)
+                    more = {i: m for i, m in self._users[r].items() if i not in crowd}
+                    crowd.update(more)
+                    queue.extend(more.values())
+        return crowd
+
+    def _share(self, crowd: dict[int, RunningMessage], now: float) -> dict[int, None]:
+        """Give a crowd its fair rates, and return the roles of messages whose rate changed."""
+        key = tuple(sorted(crowd))
+        if key not in self._known:
+            self._known[key] = fair_rates([crowd[i].flow for i in key])
+        touched: dict[int, None] = {}
+        for i, rate in zip(key, self._known[key], strict=True):
+            if rate != crowd[i].rate:
+                self._change(crowd[i], rate, now)
+                touched.update(dict.fromkeys(crowd[i].flow.takes))
+        return touched
+
+    def _left_over(self, role: int) -> float:
+        """Return the rate of compute beside the messages under way."""
+        sms = memory = 0.0
+        for message in self._beside[role].values():
+            f_sm, f_memory = message.flow.takes[role]
+            sms, memory = sms + f_sm, memory + f_memory * message.rate
+        return compute_rate(sms, memory)
+
+    def _slow(self, roles: Iterable[int], now: float) -> None:
+        for role in roles:
+            running = self._computing[role]
+            if running is not None and (rate := self._left_over(role)) != running.rate:
+                self._change(running, rate, now)
+
+    def _change(self, activity: Activity, rate: float, now: float) -> None:
+        activity.change(rate, now)
+        if activity.end < activity.look:
+            self._sooner(activity)

@@ -1,0 +1,276 @@
+"""Give durations by formulas and tables: Piper's own cost model.
+
+Compute is in `piper_simulator.durations.kernels`, messages in `piper_simulator.durations.communication`. Everything
+else is one kernel that moves bytes of memory. A role's instructions take as long as on the slowest of its ranks, and
+its messages as long as the slowest instance of their channel. `simulate` asks for roles whose ranks are alike
+(`piper_simulator.times.splitting`).
+
+Where the host is the device (a CPU), what a message costs the processor is taken from the computation that is issued
+next, unless that waits for the message anyway: one core per rank does both, however many threads share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from piper_ir.costs import Costs, Duration
+from piper_ir.errors import ClusterError
+from piper_ir.ops import COMM, Comm, Compute, Load, Update, message_op
+from piper_ir.plan import Channel, Instr, Part, Plan, RolePlan
+from piper_ir.plan_bytes import PlanBytes
+from piper_ir.program import Step
+from piper_ir.trace import Source
+from piper_simulator.cluster.cluster import Cluster
+from piper_simulator.cluster.device import Device
+from piper_simulator.durations.communication import RankGroup, by_formula, crossed, duration, rank_group
+from piper_simulator.durations.cost_model import CostModel, Work, given_only
+from piper_simulator.durations.instances import instances
+from piper_simulator.durations.kernels import Took, is_guess, launched, step_took
+from piper_simulator.durations.provenance import Provenance
+from piper_simulator.durations.updates import Updated, update_seconds, updated
+
+_TRUST: tuple[Source, ...] = ("formula", "interpolated", "table", "measured", "given")
+"""Sources stand here from least to most trusted. An instruction of several parts is labelled by its least trusted
+duration."""
+
+
+class DeviceModel(CostModel):
+    """Look durations up, or compute them.
+
+    They are given by the program, else looked up in `costs`, else computed for `cluster`. ClusterError: a duration must
+    be computed and there is no cluster; the costs were taken at another number of rows per microbatch.
+
+    On a cluster of several kinds of devices costs hold for the kind on which they were taken, and for all where that is
+    not here. Where the host is the device, what it takes to issue an instruction is part of the instruction, and
+    `issue_s` is 0."""
+
+    def __init__(self, plan: Plan, cluster: Cluster | None, costs: Costs | None) -> None:
+        self.plan, self.cluster, self.costs = plan, cluster, costs or Costs()
+        self.given = given_only(plan)
+        if self.costs.compute and self.costs.rows not in (None, plan.rows):
+            raise ClusterError(
+                f"the costs hold for {self.costs.rows} rows per microbatch; the plan has {plan.rows}: measure them at {plan.rows}"
+            )
+        self._devices: Sequence[Device | None] = [k.device for k in cluster.kinds] if cluster is not None else (None,)
+        self._known = _known(self._devices, self.costs)
+        self._provenance = Provenance(plan, cluster, self.costs)
+        self._inline = cluster is not None and cluster.synchronous
+        issue = 0.0 if cluster is None or self.given else max(kind.device.host_issue_s for kind in cluster.kinds)
+        if self.costs.host is not None and not self.given:
+            issue = self.costs.host.issue_s
+        self.issue_s, self._inline_s = (0.0, issue) if self._inline else (issue, 0.0)
+        self.uniform = not self._inline and all(part.op != "Batch" for part in self.costs.parts)
+        self._traffic = PlanBytes(plan)
+        self._steps: dict[tuple[Compute, int], Work] = {}
+        self._took: dict[tuple[int, Step, int], tuple[Took, int, tuple[str, ...]]] = {}
+        self._groups: dict[str, frozenset[RankGroup]] = {}
+        self._slowest: dict[str, float] = {}
+        self._messages: dict[tuple[str, str, int], Work] = {}
+        self._others: dict[tuple[str, int, Updated | None, int], Work] = {}
+        self._kinds_of: dict[str, tuple[int, ...]] = {}
+        self._busy_s: dict[tuple[str, str, int], float] = {}
+        self._beside: dict[str, dict[int, float]] = {}
+        self._calls: dict[str, set[int]] = {}
+
+    def work(self, role: RolePlan, instr: Instr) -> Work:
+        """Return duration, source, bytes and FLOPs of one instruction of a role."""
+        op = instr.parts[0].op
+        if isinstance(op, COMM):
+            return self._comm(op, instr.parts[0])
+        kinds, factor = self._kinds_in(role), self._slower(role)
+        done = self._computed(role, instr, kinds[0])
+        if len(kinds) > 1:
+            done = max([done, *(self._computed(role, instr, k) for k in kinds[1:])], key=lambda w: w.seconds)
+        return done if factor == 1 else replace(done, seconds=done.seconds * factor)
+
+    def _kinds_in(self, role: RolePlan) -> tuple[int, ...]:
+        """Return the kinds of devices that a role runs on."""
+        if len(self._devices) == 1 or self.cluster is None:
+            return (0,)
+        if role.role not in self._kinds_of:
+            self._kinds_of[role.role] = tuple(sorted({self.cluster.kind_of(rank) for rank in role.ranks}))
+        return self._kinds_of[role.role]
+
+    def _computed(self, role: RolePlan, instr: Instr, kind: int) -> Work:
+        """Return what an instruction of the compute stream takes on a rank of one kind that is not slow."""
+        parts = [self._part(role, part, kind) for part in instr.parts]
+        if instr.seconds is not None:
+            return Work(instr.seconds, "given", flops=sum([p.flops for p in parts]))
+        more = self._inline_s + self._taken(role, instr)
+        if len(parts) == 1 and not more:
+            return parts[0]
+        seconds = more + sum([p.seconds for p in parts])
+        return Work(seconds, min([p.source for p in parts], key=_TRUST.index), flops=sum([p.flops for p in parts]))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what a user should know of the durations asked for so far.
+
+        These are constants that nobody measured, guesses, and costs that do not fit."""
+        return self._provenance.notes()
+
+    def _slower(self, role: RolePlan) -> float:
+        """Return how many times as long the slowest rank of a role takes."""
+        if self.cluster is None or not self.cluster.slow_ranks:
+            return 1.0
+        if role.role not in self._slowest:
+            slow = {r: f for r, f in self.cluster.slow_ranks.items() if r in role.ranks}
+            self._slowest[role.role] = max(slow.values(), default=1.0)
+            self._provenance.slowed(role.role, slow)
+        return self._slowest[role.role]
+
+    def _taken(self, role: RolePlan, instr: Instr) -> float:
+        """Return the seconds that messages take from an instruction of the compute stream."""
+        if not self._inline or self.given or self.costs.host is None:
+            return 0.0
+        if role.role not in self._beside:
+            self._beside[role.role] = self._taken_by_messages(role, self.costs.host.comm_s)
+        return self._beside[role.role].get(id(instr), 0.0)
+
+    def _taken_by_messages(self, role: RolePlan, each: float) -> dict[int, float]:
+        """Return what messages take from each instruction of the compute stream, by identity.
+
+        It is the processor seconds of the messages issued since the instruction before it."""
+        taken: dict[int, float] = {}
+        issued: list[tuple[str, int, float]] = []
+        count: dict[str, int] = {}
+        for instr in role.program:
+            op = instr.parts[0].op
+            if isinstance(op, COMM):
+                count[instr.stream] = count.get(instr.stream, 0) + 1
+                issued.append((instr.stream, count[instr.stream], self._busy(op, instr.parts[0])))
+            elif issued:
+                awaited = dict(instr.waits)
+                taken[id(instr)] = sum(each + (0.0 if awaited.get(stream, 0) >= k else busy) for stream, k, busy in issued)
+                issued.clear()
+        return taken
+
+    def _busy(self, op: Comm, part: Part) -> float:
+        key = (op.channel, message_op(op), self._traffic.message_bytes(op, part))
+        if key not in self._busy_s:
+            self._busy_s[key] = self.costs.busy_s(*self._comm_key(self.plan.channel(op.channel), key[1], key[2]))
+        return self._busy_s[key]
+
+    def _part(self, role: RolePlan, part: Part, kind: int) -> Work:
+        if isinstance(part.op, Compute):
+            if (part.op, kind) not in self._steps:
+                self._steps[part.op, kind] = self._step(part.op, kind)
+            return self._steps[part.op, kind]
+        if self.given:
+            return Work(0.0, "given")
+        update = updated(self.plan, role, part.op) if isinstance(part.op, Update) else None
+        key = (type(part.op).__name__, self._traffic.memory_bytes(role, part), update, kind)
+        if key not in self._others:
+            self._others[key] = self._other(*key, part.node)
+        found = self._others[key]
+        called = self._batch_s(role, part) if isinstance(part.op, Load) else 0.0
+        return Work(found.seconds + called, found.source) if called else found
+
+    def _other(self, op: str, touched: int, update: Updated | None, kind: int, node: str) -> Work:
+        known = self._known[kind].of_part(op, touched)
+        if known is not None:
+            return Work(known.seconds, known.source)
+        device = self._need(node, kind)
+        self._provenance.computed()
+        if update is not None and device.stack is not None:
+            return Work(update_seconds(device, update), "formula")
+        return Work(launched(device, touched / (device.memory_bandwidth * device.memory_fraction), 1), "formula")
+
+    def _batch_s(self, role: RolePlan, part: Part) -> float:
+        """Return the seconds of the job's batch function, which the first load of a microbatch on a role calls."""
+        known = self.costs.of_part("Batch", self.plan.rows)
+        return known.seconds if known is not None and self._is_first(role, part) else 0.0
+
+    def _is_first(self, role: RolePlan, part: Part) -> bool:
+        if role.role not in self._calls:
+            first: dict[int, int] = {}
+            for p in (p for instr in role.program for p in instr.parts if isinstance(p.op, Load)):
+                first.setdefault(p.mb, id(p))
+            self._calls[role.role] = set(first.values())
+        return id(part) in self._calls[role.role]
+
+    def _step(self, op: Compute, kind: int) -> Work:
+        assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
+        chunk = self.plan.chunk(op.chunk)
+        cost = chunk.steps[op.step].cost
+        known = self._known[kind].of_compute(op.chunk, op.step, chunk.code, self.plan.rows)
+        if cost.seconds is not None:
+            known = Duration(cost.seconds, "given")
+        if known is not None:
+            self._provenance.looked_up(chunk, op.step)
+            return Work(known.seconds, known.source, flops=cost.flops)
+        device = self._need(f"step {op.step} of chunk {op.chunk}", kind)
+        key = (id(cost), op.step, kind)  # the plan keeps it; equal layers share it
+        if key not in self._took:
+            guessed = tuple(k.dtype for k in cost.kernels if is_guess(device, k))
+            self._took[key] = step_took(device, cost, op.step), cost.flops, guessed
+        took, flops, guessed = self._took[key]
+        self._provenance.computed_step(chunk, op.step, guessed, took.parts)
+        return Work(took.seconds, took.source, flops=flops)
+
+    def _need(self, what: str, kind: int) -> Device:
+        device = self._devices[kind]
+        if device is None:
+            raise ClusterError(f"{what} has no given duration; name a cluster to simulate on, e.g. simulate(plan, 'h100x8')")
+        return device
+
+    def _comm(self, op: Comm, part: Part) -> Work:
+        key = (op.channel, message_op(op), self._traffic.message_bytes(op, part))
+        if key not in self._messages:
+            self._messages[key] = self._message(self.plan.channel(op.channel), key[1], key[2])
+        return self._messages[key]
+
+    def _comm_key(self, channel: Channel, op: str, nbytes: int) -> tuple[str, int, int, int]:
+        """Return how `Costs` names a message."""
+        members = self.plan.peers(channel, self.plan.role(channel.roles[0]).ranks[0])
+        nodes = 1 if self.cluster is None else len({self.cluster.node_of(r) for r in members})
+        return op, nbytes, len(members), nodes
+
+    def _message(self, channel: Channel, op: str, nbytes: int) -> Work:
+        key = self._comm_key(channel, op, nbytes)
+        known = self.costs.of_comm(*key) if self.costs.comm and self._all_known(channel) else None
+        if known is not None:
+            self._provenance.sent(*key)
+            return Work(known.seconds * self._stretch(channel, op, nbytes), known.source, bytes=nbytes)
+        if self.given:
+            return Work(0.0, "given", bytes=nbytes)
+        self._need(f"a message on channel {channel.id}", 0)
+        cluster = self.cluster
+        assert cluster is not None, "needed"
+        found = max((duration(cluster, op, nbytes, g) for g in self._instances(channel, cluster)), key=lambda d: d.seconds)
+        if found.source == "formula":
+            self._provenance.sent_unknown(*key)
+        return Work(found.seconds, found.source, bytes=nbytes)
+
+    def _stretch(self, channel: Channel, op: str, nbytes: int) -> float:
+        """Return how many times as long as measured a message takes over slow links.
+
+        A measured message changes as its formula does."""
+        cluster = self.cluster
+        if cluster is None or not cluster.network.slow_links:
+            return 1.0
+        groups = self._instances(channel, cluster)
+        healthy = max(by_formula(cluster, op, nbytes, replace(g, inter_factor=1.0, intra_factor=1.0)) for g in groups)
+        return max(by_formula(cluster, op, nbytes, g) for g in groups) / healthy if healthy else 1.0
+
+    def _all_known(self, channel: Channel) -> bool:
+        """Return whether the costs hold for all kinds of devices on a channel."""
+        return all(self._known[k] is self.costs for role in channel.roles for k in self._kinds_in(self.plan.role(role)))
+
+    def _instances(self, channel: Channel, cluster: Cluster) -> frozenset[RankGroup]:
+        """Return where the members of a channel's instances are.
+
+        The slowest instance gives the duration."""
+        if channel.id not in self._groups:
+            self._groups[channel.id] = frozenset([rank_group(cluster, members) for members in instances(self.plan, channel)])
+            if any(g.slowed for g in self._groups[channel.id]):
+                self._provenance.crossed(slow for members in instances(self.plan, channel) for slow in crossed(cluster, members))
+        return self._groups[channel.id]
+
+
+def _known(devices: Sequence[Device | None], costs: Costs) -> list[Costs]:
+    """Return for each device the costs that hold for it."""
+    measured = costs.origin.cluster.partition(":")[0] if costs.origin is not None else ""
+    taken_here = [device is not None and device.name == measured for device in devices]
+    return [costs if here or not any(taken_here) else Costs() for here in taken_here]

@@ -1,0 +1,121 @@
+"""Count what operators launch that are one node of a plan, when they run as eager torch runs them.
+
+That is `Stack.lowering` "torch": passes over their elements, and kernels on a few numbers per row. All is counted off
+the code, nothing is fitted:
+
+    piper_ops/losses.py                 cross-entropy works through slices of the rows in float32 (float64)
+    torch, native/cuda/SoftMax.cu       a row that does not fit a block's shared memory is read three times: maximum,
+                                        sum, result
+    torch, native/SoftMax.cpp           bfloat16 is converted to float32 by a kernel of its own, float16 within the
+                                        softmax
+    torch, native/cuda/layer_norm_kernel.cu   the gradients of input and of weights come from two kernels; both read x
+                                        and the gradient
+
+The second and the third reading of a row count as bytes of memory: they come from the second-level cache at best, which
+is hardly faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from piper_ir.program import Kernel
+from piper_ir.sizes import ITEM_BYTES, bind
+
+SLICE = 2**24
+"""Cross-entropy has so many logits at once on a CUDA device (SLICE_ELEMENTS of piper_ops.losses)."""
+SHARED_BYTES, REDUCTION_BYTES = 48 * 1024, 32 * 4
+"""A block has so much shared memory that it need not ask for, and a reduction over its 32 warps takes so much of it."""
+VECTOR_BYTES = 16
+"""A thread loads so many bytes at once; a row that is no multiple of it is not kept in shared memory."""
+WARP_CLASSES = 1024
+"""Up to so many classes, at most 4 KiB, one warp keeps a row in registers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """Count the kernels behind one kernel of a plan.
+
+    Attributes:
+        moved: (bytes, how many kernels that move so many).
+        small: kernels whose bytes do not count.
+    """
+
+    moved: tuple[tuple[int, int], ...]
+    small: int = 0
+
+    @property
+    def count(self) -> int:
+        """Count all kernels."""
+        return self.small + sum(n for _, n in self.moved)
+
+
+def launched_by_torch(kernel: Kernel) -> Launched:
+    """Return the kernels behind one kernel of a plan; itself where nothing else is known."""
+    nbytes = bind(kernel.bytes, 0)
+    if kernel.op in _LOSSES and len(kernel.dims) == 2:
+        rows, classes = (bind(d, 0) for d in kernel.dims)
+        return _LOSSES[kernel.op](rows, classes, kernel.dtype)
+    if kernel.op == "layer_norm_backward":  # its bytes: x, gradient and result
+        return Launched(((nbytes, 1), (nbytes * 2 // 3, 1)))
+    return Launched(((nbytes, 1),))
+
+
+def _cross_entropy(rows: int, classes: int, dtype: str) -> Launched:
+    """Count the kernels of a cross-entropy.
+
+    Per slice: log-softmax; loss, clamp, two gathers, difference. Of several slices, whose losses are not reduced, each
+    also sets the sum of weights to zero; then two cat, two sums, comparison and division. In 16 bit the loss is
+    converted."""
+    slices = _slices(rows, classes)
+    small = (6 * len(slices) + 6 if len(slices) > 1 else 5) + (ITEM_BYTES[dtype] == 2)
+    return _over(slices, classes, _softmax(classes, dtype), small)
+
+
+def _cross_entropy_dgrad(rows: int, classes: int, dtype: str) -> Launched:
+    """Count the kernels of the gradient of a cross-entropy.
+
+    First comparison, sum, division, a zero, choice, clamp and in 16 bit a conversion, of one number per row. A slice in
+    16 bit: difference to the logsumexp, exp, one subtracted at the target (two small kernels), product with the scale.
+    Else softmax, product, the scale subtracted at the target (two)."""
+    item, wide = _items(dtype)
+    slices = _slices(rows, classes)
+    small = 6 + (item == 2) + 2 * len(slices)
+    if item == 2:
+        return _over(slices, classes, (item + wide, 2 * wide, wide + item), small)
+    return _over(slices, classes, (*_softmax(classes, dtype), 2 * wide), small)
+
+
+def _softmax(classes: int, dtype: str) -> tuple[int, ...]:
+    """Return the bytes per logit of the kernels of a softmax in float32 or float64."""
+    item, wide = _items(dtype)
+    if dtype == "bfloat16":
+        return item + wide, (_reads(classes, wide) + 1) * wide
+    return (_reads(classes, item) * item + wide,)
+
+
+def _reads(classes: int, item: int) -> int:
+    in_registers = classes <= WARP_CLASSES and classes * item <= 4 * WARP_CLASSES
+    shared = classes < (SHARED_BYTES - REDUCTION_BYTES) // item and classes * item % VECTOR_BYTES == 0
+    return 1 if in_registers or shared else 3
+
+
+def _items(dtype: str) -> tuple[int, int]:
+    """Return the bytes of a logit, and of a number of the arithmetic."""
+    return ITEM_BYTES[dtype], 8 if dtype == "float64" else 4
+
+
+def _slices(rows: int, classes: int) -> tuple[int, ...]:
+    """Return the rows of each slice."""
+    most = max(1, SLICE // max(1, classes))
+    return tuple(min(most, rows - k * most) for k in range(max(1, ceil(rows / most))))
+
+
+def _over(slices: tuple[int, ...], classes: int, per_logit: tuple[int, ...], small: int) -> Launched:
+    """Count each of these kernels, by its bytes per logit, on each slice."""
+    counts = {rows: slices.count(rows) for rows in dict.fromkeys(slices)}
+    return Launched(tuple((rows * classes * each, n) for each in per_logit for rows, n in counts.items()), small)
+
+
+_LOSSES = {"cross_entropy": _cross_entropy, "cross_entropy_dgrad": _cross_entropy_dgrad}

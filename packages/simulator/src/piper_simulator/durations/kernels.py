@@ -1,0 +1,172 @@
+"""Compute how long the kernels of a step take.
+
+Without a stack a kernel takes the larger of FLOPs at the reached peak and bytes at the reached bandwidth. A step takes
+their sum, and never less than the launches: max(sum of kernels, number of kernels x launch).
+
+With a stack (`piper_simulator.cluster.stacks`) the kind of kernel decides:
+
+    matmul      2 M N K FLOPs / (peak x matmul_fraction x tiles / (waves x SMs)): pieces of the result of a size of
+                TILES, as many at once as there are SMs, the last wave as long as any; K in whole steps of STEP
+                (NVIDIA, Matrix Multiplication Background User's Guide: tile and wave quantization)
+    attention   in 16 bit FLOPs / (peak x what the stack's kernel reaches forward or backward)
+    the others  bytes at the part of the bandwidth that so many bytes reach (`memory_steps`); where the stack runs an
+                operator as several kernels (`piper_simulator.durations.eager_launches`), each with its own bytes
+
+Each is never shorter than its bytes or its FLOPs allow. Together they take a smooth maximum of the device's time and
+the launches. Kernels that the device's table knows (`piper_simulator.cluster.kernel_table`) take what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil
+
+from piper_ir.program import Cost, Kernel, Step
+from piper_ir.sizes import bind
+from piper_ir.trace import Source
+from piper_simulator.cluster.device import Device
+from piper_simulator.cluster.kernel_table import SOURCES, Found, How
+from piper_simulator.durations.eager_launches import Launched, launched_by_torch
+
+_AT_PEAK = frozenset({"matmul", "attention"})
+TILES = ((128, 128), (128, 256), (256, 128))
+"""An SM computes so many rows and columns of the result: cuBLAS's large tiles; the best of them counts."""
+STEP = 32
+"""A tile takes so many elements of K at once."""
+SHARP = 4
+"""This is p of the smooth maximum (a^p + b^p)^(1/p), a choice: 19 % above the larger where both are equal, 1 % where
+one is 2.2 times the other."""
+HALF = frozenset({"bfloat16", "float16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Took:
+    """Hold what a step of a chunk takes.
+
+    Attributes:
+        seconds: how long it takes.
+        source: that of its least trusted kernel.
+        parts: seconds of its kernels by where they come from.
+    """
+
+    seconds: float
+    source: Source = "formula"
+    parts: Mapping[How, float] = field(default_factory=dict)
+
+
+def step_took(device: Device, cost: Cost, step: Step) -> Took:
+    """Return how long one step of a chunk takes, and where that comes from."""
+    parts: dict[How, float] = {}
+    for kernel in cost.kernels:
+        found = kernel_seconds(device, kernel, backward=step != "F")
+        parts[found.how] = parts.get(found.how, 0.0) + kernel.count * found.seconds
+    seconds = launched(device, sum(parts.values()), launch_count(device, cost))
+    least: How = max(parts, key=[*SOURCES].index, default="formula")
+    return Took(seconds, SOURCES[least], parts)
+
+
+def step_seconds(device: Device, cost: Cost, step: Step) -> float:
+    """Return the seconds of one step of a chunk."""
+    return step_took(device, cost, step).seconds
+
+
+def launch_count(device: Device, cost: Cost) -> int:
+    """Count the kernels that the host launches for a step of a chunk."""
+    if device.stack is None:
+        return sum(k.count for k in cost.kernels)
+    fused = {k.kind for k in cost.kernels if k.kind in device.stack.fused}
+    return len(fused) + sum(k.count * _launched(device, k).count for k in cost.kernels if k.kind not in fused)
+
+
+def kernel_seconds(device: Device, kernel: Kernel, *, backward: bool) -> Found:
+    """Return the seconds of a kernel on the device: from its table, else by formula."""
+
+    def formula(k: Kernel) -> float:
+        return plain(device, k) if device.stack is None else by_kind(device, k, backward=backward)
+
+    return device.kernel_table.find(kernel, formula) if device.kernels else Found(formula(kernel), "formula")
+
+
+def launched(device: Device, busy: float, kernels: int) -> float:
+    """Return the seconds of kernels with their launches.
+
+    Launches hide behind the device's work, or the other way round. They add up where the host is the device."""
+    launch_count = kernels * device.launch_s
+    if device.synchronous:
+        return busy + launch_count
+    if device.stack is None or not busy:
+        return max(busy, launch_count)
+    longer, shorter = max(busy, launch_count), min(busy, launch_count)
+    out: float = longer * (1 + (shorter / longer) ** SHARP) ** (1 / SHARP)
+    return out
+
+
+def plain(device: Device, kernel: Kernel) -> float:
+    """Return the seconds of a kernel on the device, without a stack."""
+    return max(_computing(device, kernel), _moving(device, kernel))
+
+
+def by_kind(device: Device, kernel: Kernel, *, backward: bool) -> float:
+    """Return the seconds of a kernel on the device, with a stack."""
+    computing = _computing(device, kernel)
+    if kernel.kind == "matmul":
+        computing /= filled(tuple(bind(d, 0) for d in kernel.dims), device.sms)
+    elif kernel.kind == "attention" and kernel.dtype in HALF:
+        computing *= device.matmul_fraction / _attention_fraction(device, backward)
+    moving = sum(n * b / (device.memory_bandwidth * memory_fraction(device, b)) for b, n in _launched(device, kernel).moved)
+    return max(computing, moving)
+
+
+def _launched(device: Device, kernel: Kernel) -> Launched:
+    """Return the kernels that the device's stack runs for one of a plan."""
+    if device.stack is not None and device.stack.lowering == "torch":
+        return launched_by_torch(kernel)
+    return Launched(((bind(kernel.bytes, 0), 1),))
+
+
+def filled(dims: tuple[int, ...], sms: int) -> float:
+    """Return the part of the SMs' time that a matrix product (M, N, K) or (batch, M, N, K) uses.
+
+    It is 1 where the number of SMs is not known."""
+    *batch, m, n, k = dims
+    if not sms or not m * n * k:
+        return 1.0
+    products = batch[0] if batch else 1
+    waste = k / (ceil(k / STEP) * STEP)
+    return max(products * m * n / (_waves(products, m, n, tile, sms) * sms * tile[0] * tile[1]) for tile in TILES) * waste
+
+
+def _waves(products: int, m: int, n: int, tile: tuple[int, int], sms: int) -> int:
+    return ceil(products * ceil(m / tile[0]) * ceil(n / tile[1]) / sms)
+
+
+def memory_fraction(device: Device, nbytes: int) -> float:
+    """Return what so many bytes reach of the memory's bandwidth."""
+    return next((f for least, f in device.memory_steps if nbytes >= least), device.memory_fraction)
+
+
+def _attention_fraction(device: Device, backward: bool) -> float:
+    """Return what attention reaches of the peak.
+
+    Where nothing is published of the kernel on this device, it is taken for a matrix product."""
+    known = device.stack.attention_fraction.get(device.generation) if device.stack is not None else None
+    return device.matmul_fraction if known is None else known[backward]
+
+
+def is_guess(device: Device, kernel: Kernel) -> bool:
+    """Return whether a kernel's duration rests on the rate of a dtype that the device does not know.
+
+    For kernels that move bytes that matters only where the rate decides, since integers are added on every device."""
+    if kernel.dtype in device.peak_flops:
+        return False
+    return kernel.kind in _AT_PEAK or _computing(device, kernel) > _moving(device, kernel)
+
+
+def _computing(device: Device, kernel: Kernel) -> float:
+    fraction = device.matmul_fraction if kernel.kind in _AT_PEAK else 1.0
+    return bind(kernel.flops, 0) / (device.peak(kernel.dtype) * fraction)
+
+
+def _moving(device: Device, kernel: Kernel) -> float:
+    return bind(kernel.bytes, 0) / (device.memory_bandwidth * device.memory_fraction)

@@ -1,0 +1,83 @@
+"""Compute how long an optimizer's update of some buckets takes.
+
+It moves bytes of parameters, gradients and states, in kernels:
+
+    fused     one pass: parameters, states and gradients read, parameters and states written; BLOCKS x CHUNK elements
+              per kernel
+    foreach   operation by operation over all tensors, `FOREACH`, each reading and writing so many times the parameters'
+              bytes
+
+Before it gradients are multiplied where they are scaled (clipping, weights), after it they are set to zero: a kernel
+per bucket each. AdamW in float32 moves 28 bytes per parameter fused, parameters 8, both states 16 and the gradient 4;
+and 4 more to zero the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from piper_ir.ops import Update
+from piper_ir.plan import Plan, RolePlan
+from piper_ir.sizes import ITEM_BYTES
+from piper_simulator.cluster.device import Device
+from piper_simulator.durations.kernels import launched, memory_fraction
+
+CHUNK, BLOCKS = 65_536, 320
+"""A block takes so many elements, a kernel so many blocks: torch, native/cuda/MultiTensorApply.cuh."""
+FOREACH = {0: (3,), 1: (2, 3, 3), 2: (2, 3, 2, 3, 2, 2, 2, 4), 3: (2, 3, 2, 3, 3, 2, 2, 2, 4)}
+"""Each operation reads and writes so many tensors, by the number of states per parameter: torch.optim, SGD without and
+with momentum (_multi_tensor_sgd: scale the buffer, add the gradient, add to the parameter); AdamW and with amsgrad
+(_multi_tensor_adam: decay, lerp, scale, addcmul, [maximum,] sqrt, division, epsilon, addcdiv)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """Count the bytes that an update works on.
+
+    Attributes:
+        param: of the parameters.
+        grad: of the gradients.
+        state: of the optimizer's states.
+        item: bytes per parameter.
+        buckets: how many buckets.
+        scaled: whether the gradients are multiplied first.
+    """
+
+    param: int
+    grad: int
+    state: int
+    item: int
+    buckets: int
+    scaled: bool
+
+
+def updated(plan: Plan, role: RolePlan, op: Update) -> Updated:
+    """Return what an update of a role works on."""
+    sizes = {s.id: s.nbytes for s in role.states}
+    param, grad, state = (sum(sizes.get(f"{kind}:{b}", 0) for b in op.buckets) for kind in ("param", "grad", "optim"))
+    item = min((ITEM_BYTES[plan.bucket(b).dtype] for b in op.buckets), default=1)
+    return Updated(param, grad, state, item, len(op.buckets), op.weighted or op.clip is not None)
+
+
+def update_seconds(device: Device, of: Updated) -> float:
+    """Return the seconds of an update on a device with a stack."""
+    moved = update_bytes(of, fused=device.stack is None or device.stack.optimizer == "fused")
+    busy = sum(b / (device.memory_bandwidth * memory_fraction(device, b)) for b in moved)
+    return launched(device, busy, len(moved) + (of.state > 0))  # and the step is counted
+
+
+def update_bytes(of: Updated, *, fused: bool) -> list[int]:
+    """Return what each kernel moves."""
+    kernels = ceil(of.param / of.item / (CHUNK * BLOCKS))
+    if fused:
+        out = _split(2 * of.param + of.grad + 2 * of.state, kernels)
+    else:
+        copies = min(max(FOREACH), round(of.state / of.param)) if of.param else 0
+        out = [b for tensors in FOREACH[copies] for b in _split(tensors * of.param, kernels)]
+    zeroed = _split(of.grad, of.buckets)
+    return [*out, *zeroed, *(2 * b for b in zeroed if of.scaled)]
+
+
+def _split(nbytes: int, kernels: int) -> list[int]:
+    return [nbytes // kernels] * kernels if kernels else []

@@ -1,0 +1,95 @@
+"""Find idle time: where the compute of a role stands still, and what it waits for there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from piper_ir.timing import Prepared, Times
+from piper_simulator.explanation.critical import Chains, NodeMoment, PathPiece
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """Hold the seconds in which a role computes nothing.
+
+    Attributes:
+        role: its index.
+        start: where the gap begins.
+        end: where it ends.
+        node: the role's next instruction, -1 at the end of the step.
+        pieces: what that waited for, in order of time, from `start` to `end` without a gap: the first of them held it
+            up before the others did.
+    """
+
+    role: int
+    start: float
+    end: float
+    node: int
+    pieces: tuple[PathPiece, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+def idle_gaps(prepared: Prepared, times: Times, chains: Chains) -> list[list[Gap]]:
+    """Return for each role its gaps between 0 and the makespan, in order of time.
+
+    The gap after a role's last compute is explained by the chain that ends the step."""
+    makespan = times.makespan
+    last = max(range(len(prepared)), key=times.done.__getitem__, default=-1)
+    out = []
+    for r, (first, end) in enumerate(pairwise(prepared.offsets)):
+        gaps: list[Gap] = []
+        reached = 0.0
+        for node in range(first, end):
+            if prepared.group_of[node] >= 0:
+                continue
+            if times.start[node] > reached:
+                gaps.append(_gap(chains, r, reached, times.start[node], node, node, "start"))
+            reached = max(reached, times.end[node])
+        if makespan > reached:
+            gaps.append(_gap(chains, r, reached, makespan, -1, last, "done"))
+        out.append(gaps)
+    return out
+
+
+def _gap(chains: Chains, role: int, start: float, end: float, node: int, of: int, moment: NodeMoment) -> Gap:
+    """Return the part of the chain to a moment of node `of` that lies in the gap."""
+    pieces = []
+    for piece in chains.back(of, moment):
+        pieces.append(piece if piece.start >= start else PathPiece(start, piece.end, piece.holder, piece.node))
+        if piece.start <= start:
+            break
+    return Gap(role, start, end, node, tuple(pieces[::-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Say what a role does in a step, in seconds that add up to the makespan.
+
+    Attributes:
+        computing: it computes.
+        bubble: it is idle until another role has computed.
+        waiting: it is idle until a message is there.
+        host: it is idle until a host has issued.
+    """
+
+    computing: float
+    bubble: float
+    waiting: float
+    host: float
+
+
+def time_shares(makespan: float, gaps: Sequence[Sequence[Gap]]) -> list[Share]:
+    """Return the shares of each role, from `idle_gaps`."""
+    out = []
+    for own in gaps:
+        held = {"compute": 0.0, "communication": 0.0, "latency": 0.0, "host": 0.0}
+        for piece in (p for gap in own for p in gap.pieces):
+            held[piece.holder] += piece.seconds
+        computing = makespan - sum(held.values())
+        out.append(Share(computing, held["compute"], held["communication"] + held["latency"], held["host"]))
+    return out

@@ -1,0 +1,92 @@
+"""Count device memory in use besides the plan's tensors.
+
+It is what torch's allocator reserves, the context, and communicators.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from piper_ir.costs import AllocatorCosts
+from piper_ir.plan import DeviceType, Plan, RolePlan
+from piper_simulator.cluster.cluster import Cluster
+from piper_simulator.cluster.device import Device
+
+MIB = 1 << 20
+NCCL_CHANNELS = 32
+"""NCCL has at most so many channels (MAXCHANNELS, src/include/device.h, until 2.18; later versions may have more and
+use no more between GPUs of a node)."""
+NCCL_SIMPLE = 4 * MIB
+NCCL_LL = 8 * 512 * 8 * 16
+NCCL_LL128 = 120 * 640 * 8 * 8
+"""A connection's buffer has so many bytes by protocol (NCCL: src/init.cc, DEFAULT_BUFFSIZE; DEFAULT_LL_BUFFSIZE: lines
+per thread, threads, steps, bytes of a line; DEFAULT_LL128_BUFFSIZE: elements per thread, threads, steps, bytes of an
+element)."""
+RECEIVED = 4
+"""A rank receives from so many connections of a channel: one of the ring, and of its tree the parent and two children.
+"""
+
+
+def communicator_bytes(channels: int = NCCL_CHANNELS, received: int = RECEIVED) -> int:
+    """Return the bytes of the buffers of a communicator of several ranks, by NCCL's defaults.
+
+    Each connection has one buffer for each protocol where it receives. `Device.group_bytes` of the built-in devices is
+    what was measured instead: 1.27 GiB on an A100; this is 1.15."""
+    return channels * received * (NCCL_SIMPLE + NCCL_LL + NCCL_LL128)
+
+
+def pair_bytes(channels: int = NCCL_CHANNELS) -> int:
+    """Return the bytes of the buffers of a communicator of two ranks on which one broadcasts to the other.
+
+    That is how `piper_runtime.nccl` sends: a ring alone. It was not measured."""
+    return communicator_bytes(channels, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Count the bytes on a device at the peak of a role.
+
+    Attributes:
+        allocated: tensors and what kernels hold inside, as torch's `max_memory_requested`.
+        reserve: what the allocator takes from the device beyond, for rounding and unused blocks.
+        context: of CUDA, with its kernels.
+        groups: communicators of groups, which a profile does not see: it makes them last, and others.
+        pairs: communicators of neighbours, which a profile does not see either.
+    """
+
+    allocated: int
+    reserve: int = 0
+    context: int = 0
+    groups: int = 0
+    pairs: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.allocated + self.reserve + self.context + self.groups + self.pairs
+
+
+def device_type(cluster: Cluster | None) -> DeviceType:
+    """Return whose kernels run on a cluster, as `Plan.device`.
+
+    Those of a CPU hold next to nothing inside."""
+    return "" if cluster is None or cluster.synchronous else "cuda"
+
+
+def device_memory(
+    plan: Plan, role: RolePlan, peak: int, device: Device | None, allocator: AllocatorCosts | None = None
+) -> DeviceMemory:
+    """Return what is gone on a device when the plan holds `peak` bytes.
+
+    There is a communicator per channel of the role (of more than one rank). `allocator` is as measured, in place of the
+    device's factor and context. The result is the plan's own bytes when neither is given."""
+    if allocator is not None:
+        factor, context = allocator.factor, allocator.context_bytes
+    elif device is not None:
+        factor, context = device.allocator_factor, device.context_bytes
+    else:
+        return DeviceMemory(peak)
+    mine = [c for c in plan.channels if role.role in c.roles]
+    pairs = sum(c.kind == "p2p" for c in mine)
+    groups = sum(c.kind == "group" and len(plan.peers(c, role.ranks[0])) > 1 for c in mine)
+    each = (device.group_bytes, device.p2p_bytes) if device is not None else (0, 0)
+    return DeviceMemory(peak, round(peak * factor) - peak, context, groups * each[0], pairs * each[1])

@@ -1,0 +1,59 @@
+"""Say what the bytes at a role's peak are, in the words of those who train: each byte in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from piper_ir.memory_owners import Held, held_at_peak
+from piper_ir.plan import Plan, RolePlan
+from piper_simulator.memory.device_memory import DeviceMemory
+
+LINES = (
+    *("parameters", "gradients", "optimizer", "buffers", "activations", "activation_gradients", "communication_buffers"),
+    *("logits_and_loss", "kernels", "update", "batch", "scalars"),
+)
+"""`gradients`: buckets. `activations`: outputs and what is saved; `activation_gradients`: of these.
+`communication_buffers`: what was received, or summed over ranks, and is not freed yet. `logits_and_loss`: of the chunk
+that computes the loss, what it saves, its gradients and what it holds while it runs. `kernels`: temporaries of any
+other chunk that runs at the peak. `update`: temporaries of the optimizer. Gathered buckets of sharded parameters are
+not there: nothing is sharded yet."""
+
+_STATES = {"param": "parameters", "grad": "gradients", "optim": "optimizer", "buffer": "buffers"}
+_VALUES = {"activation": "activations", "gradient": "activation_gradients", "batch": "batch", "scalar": "scalars"}
+BESIDE = ("allocator_reserve", "context", "group_communicators", "pair_communicators")
+"""This is gone beside `LINES`, as in `DeviceMemory`."""
+
+
+def footprint(plan: Plan, role: RolePlan, device: DeviceMemory) -> dict[str, int]:
+    """Return the bytes by `LINES`, which add up to the peak, and by `BESIDE`.
+
+    Together they add up to `device.total`."""
+    losses = {c.id for c in plan.chunks if any(o.kind == "loss" for o in c.outputs)}
+    received = _received(role)
+    lines = dict.fromkeys(LINES, 0)
+    for held in held_at_peak(plan, role):
+        lines[_line(held, held.value in received, losses)] += held.bytes
+    beside = (device.reserve, device.context, device.groups, device.pairs)
+    return lines | dict(zip(BESIDE, beside, strict=True))
+
+
+def _received(role: RolePlan) -> set[str]:
+    """Return the values that a communication writes."""
+    return {v for i in role.program if i.comm for p in i.parts for v in p.writes}
+
+
+def _line(held: Held, received: bool, losses: set[str]) -> str:
+    if held.category in _STATES:
+        return _STATES[held.category]
+    if received:
+        return "communication_buffers"
+    if held.chunk in losses and held.category != "batch":
+        return "logits_and_loss"
+    if held.category == "workspace":
+        return "kernels" if held.chunk else "update"
+    return _VALUES[held.category]
+
+
+def largest(lines: Mapping[str, int]) -> list[tuple[str, int]]:
+    """Return the lines that are there, largest first."""
+    return sorted(((name, b) for name, b in lines.items() if b), key=lambda x: (-x[1], x[0]))

@@ -1,0 +1,91 @@
+"""Judge a plan that does not fit into the memory of its devices.
+
+A verdict says where, when, by how much, and what fills the memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from piper_ir.memory_owners import MemoryOwner
+from piper_ir.tools import size_text, time_text
+
+SHOWN = 3
+"""A line of text names so many owners."""
+KEPT = 10
+"""A verdict holds so many owners."""
+
+
+@dataclass(frozen=True, slots=True)
+class OomVerdict:
+    """Say how the ranks of a role run out of memory.
+
+    Attributes:
+        ranks: they run the same program.
+        role: their role.
+        needs: bytes on the device at the fullest moment.
+        limit: what the device has.
+        fullest: the instruction of that moment.
+        at: the first instruction that needs more than there is; the program fails here.
+        instr: its index; -1 when what is there from the start does not fit.
+        time_s: seconds after the step begins; 0 when what is there from the start does not fit.
+        owners: what fills the memory at the fullest moment, largest first.
+        beside: bytes there that are no tensors (`DeviceMemory`).
+    """
+
+    ranks: tuple[int, ...]
+    role: str
+    needs: int
+    limit: int
+    fullest: str
+    at: str
+    instr: int
+    time_s: float
+    owners: tuple[MemoryOwner, ...]
+    beside: int
+
+    @property
+    def over(self) -> int:
+        return self.needs - self.limit
+
+    @property
+    def text(self) -> str:
+        """Return the verdict in one line."""
+        filled = [o.text for o in self.owners[:SHOWN]]
+        if self.beside:
+            filled.append(f"{size_text(self.beside)} are no tensors")
+        reason = too_much(self.ranks[0], self.role, self.needs, self.limit, self.fullest, filled)
+        when = "before the step begins" if self.instr < 0 else f"{time_text(self.time_s)} into the step, in {self.at}"
+        return f"out of memory {when}: {reason}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain numbers and text, for programs."""
+        owners = [{"owner": o.name, "category": o.category, "microbatches": len(o.mbs), "bytes": o.bytes} for o in self.owners]
+        return {
+            "ranks": list(self.ranks),
+            "role": self.role,
+            "needs_bytes": self.needs,
+            "limit_bytes": self.limit,
+            "over_bytes": self.over,
+            "instruction": self.instr,
+            "at": self.at,
+            "time_s": self.time_s,
+            "fullest": self.fullest,
+            "owners": owners,
+            "beside_bytes": self.beside,
+        }
+
+
+def too_much(rank: int, role: str, needs: int, limit: int, fullest: str, filled: Iterable[str]) -> str:
+    """Say why a plan does not fit, as simulations and searches do."""
+    return (
+        f"rank {rank} ({role}) needs {size_text(needs)}, {size_text(needs - limit)} more than the limit of {size_text(limit)}; "
+        f"fullest in {fullest}: {', '.join(filled)}"
+    )
+
+
+def first_of(verdicts: Sequence[OomVerdict]) -> OomVerdict | None:
+    """Return the verdict on what happens first."""
+    return min(verdicts, key=lambda v: (v.time_s, v.ranks[0]), default=None)

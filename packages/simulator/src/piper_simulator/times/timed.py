@@ -1,0 +1,101 @@
+"""Time a plan's steps, with contention or without.
+
+Everything that explains or reports a simulation rests on these times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from piper_ir import steady_state, timing
+from piper_ir.plan import Plan
+from piper_ir.timing import Prepared, Times
+from piper_simulator.cluster.cluster import Cluster
+from piper_simulator.contention.flows import message_flows, slows_anything, wiring
+from piper_simulator.contention.rates import Flow
+from piper_simulator.durations.cost_model import Work, given_only
+from piper_simulator.times import engine
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Hold times in seconds, of a step alone and of the last of several.
+
+    Attributes:
+        first: times of the step alone.
+        last: times of the last of several.
+        durations: per node, as long as it took in the step alone.
+        period_s: per step in steady state.
+        slowed_s: how much longer compute took than alone, on the role where that was most; None without contention.
+    """
+
+    first: Times
+    last: Times
+    durations: Sequence[float]
+    period_s: float
+    slowed_s: float | None
+
+
+def contention_applies(plan: Plan, cluster: Cluster | None) -> bool:
+    """Return whether contention counts.
+
+    Nothing is shared where all durations are given or there is no cluster, and on a CPU the cost model has counted it
+    already."""
+    return cluster is not None and not cluster.synchronous and not given_only(plan)
+
+
+def shared_flows(plan: Plan, cluster: Cluster | None, prepared: Prepared, work: Sequence[Work]) -> list[Flow] | None:
+    """Return what messages ask for; None where contention does not count, or no message slows anything down.
+
+    `work` is per node. Errors are those of `piper_simulator.contention.flows.message_flows`."""
+    if cluster is None or not contention_applies(plan, cluster):
+        return None
+    found = message_flows(plan, prepared, work, wiring(cluster))
+    return found if slows_anything(found) else None
+
+
+def step_alone(prepared: Prepared, work: Sequence[Work], flows: Sequence[Flow] | None, *, latency: float, issue: float) -> Times:
+    """Return the times of one step from a common start.
+
+    `flows` are as in `shared_flows`; without them the sweep gives the times, which the engine equals."""
+    durations = _alone(prepared, work, flows)
+    if flows is None:
+        return timing.sweep(prepared, durations, latency=latency, issue=issue)
+    return engine.run_engine(prepared, durations, latency=latency, issue=issue, flows=flows)[0]
+
+
+def time_steps(
+    prepared: Prepared, work: Sequence[Work], flows: Sequence[Flow] | None, *, latency: float, issue: float, steps: int = 1
+) -> Timed:
+    """Run the engine for the steps, for the period under contention, and for a step alone.
+
+    A next step would slow the end of that one down. `flows` are as in `shared_flows`; the rest is as in `run_engine`.
+    """
+    durations = _alone(prepared, work, flows)
+    if flows is None:
+        times = engine.run_engine(prepared, durations, latency=latency, issue=issue, steps=steps)
+        period_s = steady_state.period(prepared, durations, latency=latency, issue=issue)
+        return Timed(times[0], times[-1], durations, period_s, None)
+    first = step_alone(prepared, work, flows, latency=latency, issue=issue)
+    last = (
+        engine.run_engine(prepared, durations, latency=latency, issue=issue, flows=flows, steps=steps)[-1] if steps > 1 else first
+    )
+    lasted = [end - start for start, end in zip(first.start, first.end, strict=True)]
+    slowed = [
+        sum(lasted[node] - durations[node] for node in range(a, b) if prepared.group_of[node] < 0)
+        for a, b in pairwise(prepared.offsets)
+    ]
+    period_s = engine.period(prepared, durations, flows, latency=latency, issue=issue)
+    return Timed(first, last, lasted, period_s, max(0.0, *slowed))
+
+
+def _alone(prepared: Prepared, work: Sequence[Work], flows: Sequence[Flow] | None) -> list[float]:
+    """Return the uncontended duration per node.
+
+    Messages limited to few SMs are slower even when alone, so their flow's duration is used."""
+    durations = [w.seconds for w in work]
+    for members, flow in zip(prepared.groups, flows or ()):
+        durations[members[0]] = flow.seconds
+    return durations

@@ -1,0 +1,48 @@
+"""A key that stands twice in a file of JSON: whose value is meant is not known, so it is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from piper_compiler import Strategy
+from piper_ir.codec import loads
+from piper_ir.costs import Costs
+from piper_ir.errors import FormatError
+from piper_ir.plan import Plan
+from piper_ir.study import StudyDocument
+from piper_report import load
+from piper_simulator import load_cluster
+from tests.test_cli import fails
+from tests.test_cli import piper as command
+
+
+@pytest.mark.parametrize("kind", [Costs, Plan, StudyDocument])
+def test_documents(kind: type) -> None:
+    with pytest.raises(FormatError, match=r"file\.json: .*the key 'version' stands twice"):
+        loads(kind, '{"format": "x", "version": 1, "version": 2}', "file.json")
+
+
+def test_a_strategy_at_any_depth() -> None:
+    text = '{"format": "Strategy", "version": 1, "mesh": {"pp": 2, "pp": 4}, "directives": []}'
+    with pytest.raises(FormatError, match=r"best\.json: .*the key 'pp' stands twice in one object"):
+        Strategy.loads(text, "best.json")
+
+
+@pytest.mark.parametrize("name", ["predicted.json", "measured.json", "metrics.jsonl", "strategy.json"])
+def test_files_of_a_result_folder(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"step_s": 1, "step_s": 2}')
+    with pytest.raises(FormatError, match=rf"{name}.*the key 'step_s' stands twice"):
+        load(tmp_path)
+
+
+def test_a_cluster_file(tmp_path: Path) -> None:
+    path = tmp_path / "lab.json"
+    path.write_text('{"name": "a", "name": "b"}')
+    with pytest.raises(ValueError, match="a key stands twice among name"):
+        load_cluster(path)
+
+
+def test_an_argument_of_a_recipe() -> None:
+    fails(command("show", "--recipe", "zero_bubble", "-p", 'memory_limit={"a": 1, "a": 2}'), "the key 'a' stands twice")
