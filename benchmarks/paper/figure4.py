@@ -14,6 +14,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # run as a file, sys.path begins with this folder and not with the root
@@ -190,28 +191,32 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 TEXT = """\
 # The paper's interference, simulated
 
-Piper follows "Piper: A Programmable Distributed Training System" (arXiv 2606.11169). One of its figures shows an all-to-all of
-experts that becomes 1.46 times as long beside the all-reduce of data parallelism, since both use the same links, and what a
-strategy can do about it. Written by `python benchmarks/paper/figure4.py --write`; no GPU took part:
+Piper follows "Piper: A Programmable Distributed Training System" (arXiv 2606.11169). One of its figures shows an
+all-to-all of experts that becomes 1.46 times as long beside the all-reduce of data parallelism, since both use the
+same links. It also shows what a strategy can do about that. `python benchmarks/paper/figure4.py --write` writes this
+page; no GPU took part. The machine was:
 {machine}.
 
-*pair*: one all-to-all and the reduction of the head's gradients, both ready at once. *step*: a whole step of a stage; all-to-all
-(from ready to end, mean) and layer are those of its last backward, beside which gradients are reduced.
+The table has two cases:
+
+- *pair*: one all-to-all and the reduction of the head's gradients, both ready at once.
+- *step*: a whole step of a stage. The all-to-all (from ready to end, mean) and the layer are those of its last
+  backward, beside which gradients are reduced.
 
 {table}
 
 ![Slowdown by option, and the last backward of a step](paper/figure4.png)
 
-- Two messages that each want all of a link get half of it: 2 times as long, less what is latency. The paper's {paper} is less
-  than that. In this model an all-to-all becomes as long as that if it reaches {half:.0f} % of its link alone, or if it meets the
-  reduction for {part:.0f} % of its time only; which one it is cannot be told without its bytes and its machine. What others
-  measured of all-to-alls on two nodes gives the range below. Nothing is fitted: where a line comes close to {paper}, its setting
-  may still not be the paper's.
-- On one stream an all-to-all waits for the bucket before it: that is worse than sharing wherever a bucket is longer than an
-  all-to-all.
-- Pieces let it wait for one of them at most. Where one has just begun (the pair), that costs less than sharing only if a piece is
-  shorter than the all-to-all; in a step, pieces also find room beside compute, where nothing meets them, if there is enough of
-  it. Small pieces cost latency, which the end of the reduction pays.
+- Two messages that each want all of a link get half of it: they take 2 times as long, less what is latency. The
+  paper's {paper} is less than that. In this model there are two ways for an all-to-all to become that long: it
+  reaches {half:.0f} % of its link alone, or it meets the reduction for {part:.0f} % of its time only. Which one it is
+  cannot be told without its bytes and its machine. What others measured of all-to-alls on two nodes gives the range
+  below. Nothing is fitted: where a line comes close to {paper}, its setting may still not be the paper's.
+- On one stream an all-to-all waits for the bucket before it. That is worse than sharing wherever a bucket is longer
+  than an all-to-all.
+- Pieces let it wait for one of them at most. Where one has just begun (the pair), that costs less than sharing only
+  if a piece is shorter than the all-to-all. In a step, pieces also find room beside compute, where nothing meets
+  them, if there is enough of it. Small pieces cost latency, which the end of the reduction pays.
 
 {reached}
 
@@ -222,11 +227,11 @@ What is assumed:
 
 
 def page(rows: Sequence[Line], clusters: Sequence[str]) -> str:
-    """docs/paper.md."""
+    """Return the text of docs/paper.md."""
     part = 100 * 2 * (PAPER - 1) / PAPER  # half as fast for t: t / 2 + (1.46 - t) = 1, t / 1.46
     header = ("an all-to-all on two nodes", "part of its link that it reaches alone", "x alone beside the reduction")
     return TEXT.format(
-        machine=machine(),
+        machine=fill(machine(), 118),
         table=markdown(HEADER, [cells(x) for x in rows]),
         paper=PAPER,
         half=100 * PAPER / 2,
