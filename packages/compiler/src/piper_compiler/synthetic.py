@@ -61,7 +61,7 @@ def _check_seconds(**given: Sequence[float]) -> None:
 
 
 def _per_stage(name: str, value: Times | Sequence[int], stages: int) -> list[float]:
-    given = value if isinstance(value, tuple | list) else [value] * stages
+    given: Sequence[float] = value if isinstance(value, Sequence) else [value] * stages
     if not all(isinstance(v, int | float) for v in given):
         raise CompileError(f"synthetic({name}={value!r}): a number is needed, or a list with one per stage")
     try:
