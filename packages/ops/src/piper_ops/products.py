@@ -1,8 +1,8 @@
-"""Formulas of the aten ops that do many FLOPs per element: matrix products, grouped ones, convolutions, attention, distances,
-Fourier transforms.
+"""Hold formulas of the aten ops that do many FLOPs per element.
 
-A matrix product of dimensions (M, N, K) is 2 M N K FLOPs. The list covers what `torch.utils.flop_counter` covers, and ops
-that it does not know. `piper_ops.few_flops` lists the ops that need no formula. An op on neither list is named to the user.
+These are matrix products, grouped ones, convolutions, attention, distances and Fourier transforms. A matrix product of
+dimensions (M, N, K) is 2 M N K FLOPs. The list covers what `torch.utils.flop_counter` covers, and ops that it does not
+know. `piper_ops.few_flops` lists the ops that need no formula. An op on neither list is named to the user.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ Dims = Callable[[Call], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A formula. `dims`: as of a kernel; `flops`: None for 2 x the product of the dims; `lowering`: see `KernelInfo`."""
+    """Hold a formula.
+
+    Attributes:
+        dims: the dimensions of the kernel, as in `KernelInfo`.
+        flops: the FLOPs of a call; None for 2 x the product of the dims.
+        kind: the family of the kernel.
+        lowering: as in `KernelInfo`.
+    """
 
     dims: Dims
     flops: Callable[[Call], int] | None = None
@@ -76,8 +83,11 @@ def _grouped(left: str, right: str) -> Dims:
 
 
 def _convolution(call: Call) -> tuple[int, ...]:
-    """Return the dims of the implicit matmul of a convolution: ([groups,] output positions, output channels per group, input
-    channels per group x kernel). A transposed one is the input gradient of that convolution, with input and output exchanged."""
+    """Return the dims of the implicit matmul of a convolution.
+
+    They are ([groups,] output positions, output channels per group, input channels per group x kernel). A transposed
+    one is the input gradient of that convolution, with input and output exchanged.
+    """
     groups: int = call.args["groups"]
     weight = call.tensor("weight")
     wide = call.tensor("input") if call.args["transposed"] else call.outs[0]
@@ -178,5 +188,7 @@ PRODUCTS: Mapping[Packet, Product] = {
 }
 
 OF_LIBRARIES: Mapping[str, Product] = {"transformers::grouped_mm_fallback": Product(_grouped("input", "weight"))}
-"""Formulas of ops that other libraries register, by their names: with Hugging Face, experts where torch has no grouped kernel
-(transformers/integrations/moe.py)."""
+"""Formulas of ops that other libraries register, by their names.
+
+Hugging Face registers one for experts where torch has no grouped kernel (transformers/integrations/moe.py).
+"""
