@@ -82,7 +82,10 @@ def _no_double_backward(qualified: str) -> Callable[..., Any]:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of statistics (mean, rstd, logsumexp) and inner arithmetic: float64 for float64, else float32."""
+    """Return the dtype of statistics (mean, rstd, logsumexp) and inner arithmetic.
+
+    It is float64 for float64, else float32.
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -105,13 +105,13 @@ def _convolution_backward_flops(call: Call) -> int:
 
 
 def _attention(call: Call) -> tuple[int, ...]:
-    """Return (batch, query heads, T_q, T_k, head_dim) of torch's attention, whose tensors are [batch, heads, T, head_dim]."""
+    """Return (batch, query heads, T_q, T_k, head_dim) of torch's attention on [batch, heads, T, head_dim]."""
     q, k = call.tensor("query"), call.tensor("key")
     return q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3]
 
 
 def _attention_flops(per_dim: int, per_value_dim: int) -> Callable[[Call], int]:
-    """Return the FLOPs of so many products over head_dim and over the head_dim of the values; see `registry.attention_flops`."""
+    """Return the FLOPs of so many products over head_dim and over the values' head_dim (`registry.attention_flops`)."""
 
     def flops(call: Call) -> int:
         batch, heads, queries, keys, dim = _attention(call)
@@ -143,7 +143,7 @@ def _trilinear_flops(call: Call) -> int:
 
 
 def _fourier_flops(per_element: float) -> Callable[[Call], int]:
-    """Return 5 N log2 N FLOPs per complex transform of N elements, half for real ones (the convention of fftw.org/speed)."""
+    """Return 5 N log2 N FLOPs per complex transform of N elements, half for real ones (as fftw.org/speed does)."""
 
     def flops(call: Call) -> int:
         tensors = (call.tensor("self"), call.outs[0])

@@ -76,9 +76,9 @@ class PortableOp:
 
 
 FLASH = "flash"
-"""The lowering that attention's formulas assume: a causal call skips what is masked, and no T x T matrix crosses memory.
+"""The lowering that attention's formulas assume.
 
-Among the lowerings in `piper_ops.lowering`, "math" does neither.
+A causal call skips what is masked, and no T x T matrix crosses memory. Among the lowerings in `piper_ops.lowering`, "math" does neither.
 """
 
 

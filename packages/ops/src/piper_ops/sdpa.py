@@ -49,7 +49,10 @@ def _default_scale(q: Tensor, scale: float | None) -> float:
 
 
 def additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return a mask in the form that the kernels take: a bool mask becomes a float one, and no other temporary is made."""
+    """Return a mask in the form that the kernels take.
+
+    A bool mask becomes a float one, and no other temporary is made.
+    """
     if mask is None:
         return None
     if mask.dtype == torch.bool:

@@ -23,7 +23,7 @@ _cpu_flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.
 LSE_ALIGNMENT = 32
 """The efficient kernel stores its logsumexp in rows of a multiple of this (kAlignLSE in aten's mem_eff_attention)."""
 BIAS_ALIGNMENT = 16
-"""The efficient kernel reads its bias in vectors: rows start at multiples of this (pad_bias in aten's attention.cpp)."""
+"""Rows of the efficient kernel's bias start at multiples of this (pad_bias in aten's attention.cpp)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,8 @@ def cuda_flash(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
 
 def cuda_flash_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
     """Run the backward of `cuda_flash`."""
-    seed, offset = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))  # unread without dropout
+    # without dropout these are not read
+    seed, offset = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))
     grads: Triple = aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, o.is_causal, seed, offset, scale=o.scale
     )
