@@ -1,4 +1,7 @@
-"""Where a step's time goes on one rank: torch's profiler says what operators take, cProfile how long the main thread waits."""
+"""Show where a step's time goes on one rank.
+
+torch's profiler says what operators take, cProfile how long the main thread waits.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,11 @@ WAITS = ("_distributed_c10d.wait",)
 
 
 def profiled(step: Callable[[], None], steps: int) -> Profile:
-    """Profile some steps twice, once with each profiler. Their own cost is in the numbers (about a microsecond per operator and
-    per Python call), so they show what differs rather than what a step takes. Only the main thread counts: it computes, on
-    both sides."""
+    """Profile some steps twice, once with each profiler.
+
+    Their own cost is in the numbers (about a microsecond per operator and per Python call), so they show what differs
+    rather than what a step takes. Only the main thread counts: it computes, on both sides.
+    """
     waiting = _waiting(step, steps)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profiler, torch.profiler.record_function(MARK):
@@ -60,7 +65,7 @@ def _category(name: str) -> str:
 
 
 def _waiting(step: Callable[[], None], steps: int) -> float:
-    """Seconds per step in which the main thread waits for communication."""
+    """Return the seconds per step in which the main thread waits for communication."""
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(steps):
