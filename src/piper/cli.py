@@ -184,8 +184,7 @@ def run(
         from piper_runtime.torchrun import is_first
 
         first = is_first()  # of the processes that torchrun started, one prints and writes
-        trains = first and not print_launch and emulate is None
-        logs = check_logs(log.split(",")) if trains else ()
+        logs = check_logs(log.split(",")) if first and not print_launch and emulate is None else ()
         recipe = load_file(file, pairs(params), strategy)
         if print_launch:
             from piper.launching import print_launch as print_lines

@@ -1,7 +1,7 @@
 """The memory of a plan in program order: one stream of what each instruction allocates and frees, and folds over it.
 
 `Plan` defines the rules, `part_peak` what a part holds while it runs. `steps` is the stream; the peak, the curve (`scan`), the
-owners at the peak (`memory_owners`) and a snapshot of the allocator (`piper_simulator.snapshot`) fold over it. What an
+owners at the peak (`memory_owners`) and a snapshot of the allocator (`piper_simulator.memory.snapshot`) fold over it. What an
 instruction does to memory is an `Effect`, found once for all microbatches of a template of a table.
 """
 
@@ -15,13 +15,14 @@ from typing import Any, Generic, TypeVar
 from piper_ir.errors import PlanError
 from piper_ir.instr_table import InstrTable, TableKinds
 from piper_ir.ops import Compute
-from piper_ir.plan import CATEGORIES, COMPUTE, Category, DeviceType, Instr, Part, PartLike, Plan, RolePlan, part_peak
+from piper_ir.part_memory import PartLike, part_peak
+from piper_ir.plan import CATEGORIES, COMPUTE, Category, DeviceType, Instr, Part, Plan, RolePlan
 from piper_ir.sizes import TensorSpec, bind
 
 P = TypeVar("P", bound=PartLike[Any])
 V = TypeVar("V")
 """Values by name, or by number in a table."""
-Split = Mapping[Category, int]
+BytesByCategory = Mapping[Category, int]
 """Bytes by category."""
 
 
@@ -44,7 +45,7 @@ class PartUse(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class MemoryStep:
     """An instruction of the stream "compute": it frees `early`, runs its parts, and then makes `made`."""
 
     index: int
@@ -68,9 +69,9 @@ class Effect:
     `fullest` by category, and afterwards `more`, which is `after`."""
 
     most: int
-    fullest: Split
+    fullest: BytesByCategory
     more: int
-    after: Split
+    after: BytesByCategory
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +86,12 @@ class _Change(Generic[V]):
     more: int = 0
 
 
-def steps(plan: Plan, role: RolePlan) -> Iterator[Step]:
+def steps(plan: Plan, role: RolePlan) -> Iterator[MemoryStep]:
     """Yield what happens to the memory of a role, instruction by instruction."""
     uses = _Uses(plan)
     for index, instr in enumerate(role.program):
         if instr.stream == COMPUTE:
-            yield Step(index, instr, tuple([uses.of(part, _sizes(plan, part)) for part in instr.parts]))
+            yield MemoryStep(index, instr, tuple([uses.of(part, _sizes(plan, part)) for part in instr.parts]))
 
 
 def scan(plan: Plan, role: RolePlan) -> Iterator[Usage]:
@@ -383,7 +384,7 @@ def _walk(plan: Plan, role: RolePlan) -> _NamedWalk | _TableWalk:
     return _NamedWalk(plan, role)
 
 
-def _add(live: Counter[Category], more: Split, times: int) -> None:
+def _add(live: Counter[Category], more: BytesByCategory, times: int) -> None:
     for category, nbytes in more.items():
         live[category] += times * nbytes
 
