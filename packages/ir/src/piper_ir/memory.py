@@ -97,12 +97,12 @@ def steps(plan: Plan, role: RolePlan) -> Iterator[MemoryStep]:
 def scan(plan: Plan, role: RolePlan) -> Iterator[Usage]:
     """Yield the fullest moment of each instruction of the stream "compute", in program order. Needs no peak fields; time linear
     in the values of the role. PlanError when a value is freed that is not alive."""
-    yield from _walk(plan, role).curve()
+    yield from _walk(plan, role, _Uses(plan)).curve()
 
 
 def peak(plan: Plan, role: RolePlan) -> Usage:
     """The first fullest moment of a role. A role that computes nothing holds what it has from the start."""
-    return _walk(plan, role).peak()
+    return _walk(plan, role, _Uses(plan)).peak()
 
 
 def _fullest(start: int, steps: Iterable[tuple[int, int, int]]) -> int:
@@ -119,8 +119,9 @@ def _fullest(start: int, steps: Iterable[tuple[int, int, int]]) -> int:
 def with_peaks(plan: Plan) -> Plan:
     """The plan with `peak_bytes`, `peak_at` and `peak_by_category` of every role filled in."""
     roles = []
+    uses = _Uses(plan)
     for role in plan.roles:
-        most = peak(plan, role)
+        most = _walk(plan, role, uses).peak()
         roles.append(replace(role, peak_bytes=most.total, peak_at=most.instr, peak_by_category=most.bytes))
     return replace(plan, roles=tuple(roles))
 
@@ -163,8 +164,8 @@ class _Walk(Generic[V]):
     """The memory of a role through its program. `sizes` and `categories` of values; `first`: those that are there from the
     start."""
 
-    def __init__(self, plan: Plan, role: RolePlan) -> None:
-        self.plan, self.role, self.uses = plan, role, _Uses(plan)
+    def __init__(self, plan: Plan, role: RolePlan, uses: _Uses) -> None:
+        self.plan, self.role, self.uses = plan, role, uses
 
     def changes(self) -> Iterator[_Change[V]]:
         """Yield the steps as bytes."""
@@ -281,8 +282,8 @@ class _Walk(Generic[V]):
 class _NamedWalk(_Walk[str]):
     """Any program, value by value."""
 
-    def __init__(self, plan: Plan, role: RolePlan) -> None:
-        super().__init__(plan, role)
+    def __init__(self, plan: Plan, role: RolePlan, uses: _Uses) -> None:
+        super().__init__(plan, role, uses)
         self.kinds = plan.kinds
         self.sizes: dict[int, int] = {}
 
@@ -324,8 +325,8 @@ class _NamedWalk(_Walk[str]):
 class _TableWalk(_Walk[int]):
     """A program that is a table, template by template."""
 
-    def __init__(self, plan: Plan, role: RolePlan, table: InstrTable) -> None:
-        super().__init__(plan, role)
+    def __init__(self, plan: Plan, role: RolePlan, uses: _Uses, table: InstrTable) -> None:
+        super().__init__(plan, role, uses)
         self.table, self.count = table, table.values.count
         self.sizes, self.kinds = table.values.nbytes, table.values.kinds
         self.effects = [self.effect(t.parts) if t.stream == COMPUTE else None for t in table.templates]
@@ -376,12 +377,12 @@ class _TableWalk(_Walk[int]):
         return self._change(at, effect)
 
 
-def _walk(plan: Plan, role: RolePlan) -> _NamedWalk | _TableWalk:
+def _walk(plan: Plan, role: RolePlan, uses: _Uses) -> _NamedWalk | _TableWalk:
     table, kinds = role.program, plan.kinds
     if isinstance(table, InstrTable) and isinstance(kinds, TableKinds) and kinds.are_of(table):
         if role.allocs_first == tuple(map(table.values.name, table.first)):
-            return _TableWalk(plan, role, table)
-    return _NamedWalk(plan, role)
+            return _TableWalk(plan, role, uses, table)
+    return _NamedWalk(plan, role, uses)
 
 
 def _add(live: Counter[Category], more: BytesByCategory, times: int) -> None:
