@@ -74,7 +74,8 @@ def main(argv: list[str] | None = None) -> int:
     path = options.out or Path(__file__).parent / "results" / f"gpu-{here['date'].replace(':', '')[:17]}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
-    for section in (predicted, compared, ceilings, host, shared):  # predicted first: later this process has memory of the device
+    # predicted is first: later this process has memory of the device
+    for section in (predicted, compared, ceilings, host, shared):
         for row in section():
             rows.append(row)
             print(line(row), flush=True)

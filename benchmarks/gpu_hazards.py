@@ -131,7 +131,7 @@ HAZARDS: dict[str, tuple[Callable[[torch.device, bool, bool], bool], tuple[bool,
     "a communication reads what slow compute writes": (communication_after_compute, (False, True)),
     "a buffer that two streams use is freed and taken again": (buffer_on_two_streams, (False,)),
 }
-"""Name -> the check, and the engines that it is run in (staged or not). The last one is about a device's own streams."""
+"""The check of each name, and the engines that it runs in (staged or not). The last is about a device's own streams."""
 
 
 def rows() -> Iterator[Row]:

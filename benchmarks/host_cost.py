@@ -24,7 +24,10 @@ from piper_runtime.run import execute, trainee
 from piper_runtime.streams import CpuStreams, Posted, Work
 
 LAYERS, MICROBATCHES = 32, 16
-"""Of the plan without communication. With it, a stage is one layer: as many transfers per computation as there can be."""
+"""Layers and microbatches of the plan without communication.
+
+With it, a stage is one layer: as many transfers per computation as there can be.
+"""
 PIPELINE_MICROBATCHES = 64
 ALONE_GOAL, COMM_GOAL, SPLIT_GOAL = Goal("below", 3.0), Goal("below", 20.0), Goal("below", 1.1)
 CASES = (

@@ -27,8 +27,10 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("copies and fills", ("copy", "clone", "contiguous", "fill", "zero", "empty", "cat", "stack")),
     ("element-wise and views", ("aten::", "piper::")),
 )
-"""Category and what the name of one of its operators contains, in lower case; the first that fits counts. What fits none is a
-label around Python code."""
+"""What the name of an operator contains, in lower case, by category; the first that fits counts.
+
+A name that fits none is a label around Python code.
+"""
 
 WAITS = ("_distributed_c10d.wait",)
 """Functions in which a main thread waits for communication, on both sides."""

@@ -27,7 +27,10 @@ from piper_runtime.code import ShippedCode
 
 PAIRS, QUICK_PAIRS = 40, 6
 DATA_PARALLEL = 4
-"""Times as many pairs: a step is one microbatch there, so a run is soon over and any disturbance is a large part of it."""
+"""So many times as many pairs are run.
+
+A step is one microbatch there, so a run is soon over and any disturbance is a large part of it.
+"""
 GOAL = Goal("above", 0.98)
 
 

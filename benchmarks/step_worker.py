@@ -27,7 +27,10 @@ WARM_UP = 3
 CHECKED_STEPS = 3
 PROFILED_STEPS = 3
 TOLERANCE = 1e-4
-"""Relative, of the losses of the first steps: sums in another order differ by far less, another model or batch by more."""
+"""The relative difference that losses of the first steps may have.
+
+Sums in another order differ by far less, another model or batch by more.
+"""
 SILENCE_S = 300.0
 """A process that gets no further for this long hangs: no step takes that long, on a busy machine either."""
 ALIVE = "alive"

@@ -25,7 +25,10 @@ ONCE = Goal("below", 2)
 
 @contextmanager
 def counted() -> Iterator[list[Job]]:
-    """Collect the jobs that are captured meanwhile. The model itself must not count: what it holds says which model it is."""
+    """Collect the jobs that are captured meanwhile.
+
+    The model itself must not count: what it holds says which model it is.
+    """
     captured: list[Job] = []
     plain = frontdoor._capture
 

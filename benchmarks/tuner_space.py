@@ -25,8 +25,10 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "bucket_mb": (10, 25, 60, 150, 400),
 }
 BOUNDARIES = 13
-"""Ways to cut the layers into stages, asked for where there is more than one: 2 x 5 x 5 x (1 + 3 x 13) = 2,000 strategies, all
-different. dp is 8 / pp."""
+"""Ways to cut the layers into stages, asked for where there is more than one.
+
+They make 2 x 5 x 5 x (1 + 3 x 13) = 2,000 strategies, all different. dp is 8 / pp.
+"""
 DEVICES = 8
 GLOBAL_BATCH = 192
 CLUSTER = "a100x1*8"

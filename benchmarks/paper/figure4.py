@@ -40,8 +40,10 @@ NOT_GIVEN = "not given"
 CLUSTERS = ("h100x2*2", "a100x2*2", "h100x4")
 PIECES_MB = (25, 4)
 REACHED = ((16, 0.52), (32, 0.63), (64, 0.72))
-"""MiB -> the part of the NICs' rate that an all-to-all of 16 GPUs on two nodes reached: SimAI, inputs/ratio/ata_ratio.csv at
-commit cef83f9ddd (MIT)."""
+"""The part of the NICs' rate that an all-to-all of 16 GPUs on two nodes reached, by MiB.
+
+Source: SimAI, inputs/ratio/ata_ratio.csv at commit cef83f9ddd (MIT).
+"""
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, PICTURE = ROOT / "docs" / "paper.md", ROOT / "docs" / "paper" / "figure4.png"
 WIDTH = 150

@@ -198,9 +198,12 @@ class Ran:
 
 Option = Literal["alone", "one stream", "separate streams", "partitioned, one stream", "partitioned, separate streams"]
 OPTIONS: tuple[Option, ...] = get_args(Option)
-"""alone: nothing is reduced. one stream: what is ready first goes first, so an all-to-all waits for the bucket before it.
-separate: both share the links. partitioned: buckets in pieces; a piece is issued only where no all-to-all is ready, and on a
-stream of its own waits for the all-to-all before it."""
+"""How the reductions of a stage are issued.
+
+alone: nothing is reduced. one stream: the message that is ready first goes first, so an all-to-all waits for the bucket
+before it. separate: both share the links. partitioned: buckets go in pieces; a piece is issued only where no all-to-all is
+ready, and on a stream of its own it waits for the all-to-all before it.
+"""
 
 
 def pair(setting: Setting, option: Option) -> Ran:
