@@ -241,7 +241,7 @@ def page(rows: Sequence[Line], clusters: Sequence[str]) -> str:
     part = 100 * 2 * (PAPER - 1) / PAPER  # half as fast for t: t / 2 + (1.46 - t) = 1, t / 1.46
     header = ("an all-to-all on two nodes", "part of its link that it reaches alone", "x alone beside the reduction")
     return TEXT.format(
-        machine=fill(machine(), 118),
+        machine=fill(str(machine()), 118),
         table=markdown(HEADER, [cells(x) for x in rows]),
         paper=PAPER,
         half=100 * PAPER / 2,
