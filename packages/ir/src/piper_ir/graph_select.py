@@ -153,18 +153,16 @@ def _with_op(terms: Terms) -> dict[str, Match]:
 
 def _by_mb(selection: Where) -> tuple[Match | None, Terms]:
     """The microbatches that a selection asks for, if it does, and its other terms."""
+    terms = selection.terms
     wanted: Match | None = None
-    rest = []
-    named_op = False
-    for term in selection.terms:
-        if term[0] == "mb":
-            wanted = term[1]
-        else:
-            rest.append(term)
-            named_op = named_op or term[0] == "op"
-    if not named_op:
-        rest.append(_COMPUTE)
-    return wanted, tuple(rest)
+    for k, (name, value) in enumerate(terms):
+        if name == "mb":
+            wanted, terms = value, terms[:k] + terms[k + 1 :]
+            break
+    for name, _ in terms:
+        if name == "op":
+            return wanted, terms
+    return wanted, (*terms, _COMPUTE)
 
 
 _COMPUTE = ("op", "compute")

@@ -225,32 +225,33 @@ class _Walk(Generic[V]):
         """Fold the parts of an instruction."""
         most: int | None = None
         more = 0
-        live: Counter[Category] = Counter()
-        fullest: Counter[Category] = Counter()
+        live: dict[Category, int] = {}
+        fullest: Split = {}
+        size, category = self.size, self.category
         for part in parts:
-            sizes = {v: self.size(v) for v in (*part.reads, *part.writes)}
+            sizes = {v: size(v) for v in (*part.reads, *part.writes)}
             use = self.uses.of(part, sizes)
             for v in part.writes:
-                live[self.category(v)] += sizes[v]
+                owner = category(v)
+                live[owner] = live.get(owner, 0) + sizes[v]
                 more += sizes[v]
             if most is None or more + use.beside > most:
                 most, fullest = more + use.beside, self._at_fullest(live, use)
             for v in part.frees:
-                size = self.size(v)
-                live[self.category(v)] -= size
-                more -= size
+                owner, nbytes = category(v), size(v)
+                live[owner] = live.get(owner, 0) - nbytes
+                more -= nbytes
         return Effect(most or 0, fullest, more, live)
 
-    def _at_fullest(self, live: Counter[Category], use: PartUse[PartLike[V]]) -> Counter[Category]:
+    def _at_fullest(self, live: Split, use: PartUse[PartLike[V]]) -> Split:
         """By category when a part, its writes allocated, is at its fullest moment."""
-        out = live.copy()
+        out = dict(live)
         if use.beside >= 0:
-            out["workspace"] += use.beside
-            return out
+            return out | {"workspace": use.beside} if use.beside else out
         gone = -use.beside  # some of the inputs that die here were given back already
         for v in use.part.frees:
             early = min(gone, self.size(v))
-            out[self.category(v)] -= early
+            out[self.category(v)] = out.get(self.category(v), 0) - early
             gone -= early
         return out
 

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
 from piper_ir.errors import DirectiveError
-from piper_ir.graph import At, Graph, Node, OverlapGroup
+from piper_ir.graph import At, Editor, Graph, Node, OverlapGroup
 from piper_ir.graph_parts import in_mbs, mbs_of
 from piper_ir.select import Where
 
@@ -130,6 +130,9 @@ class Order:
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
+        if not self.overlaps:
+            self._in_turn(edit, self._selected(graph))
+            return edit.done()
         last: dict[str, list[At]] = {}
         edges, applied = edit.order_edges, edit.applied
         for item in self._selected(graph):
@@ -147,6 +150,20 @@ class Order:
                 if len(several) > 1:
                     edit.overlaps.append(OverlapGroup(tuple(several), applied))
         return edit.done()
+
+    def _in_turn(self, edit: Editor, selected: list[list[Chains]]) -> None:
+        """One selection after the other."""
+        last: dict[str, At] = {}
+        edges, applied = edit.order_edges, edit.applied
+        for item in selected:
+            for _, chains in item:
+                for role, nodes in chains.items():
+                    before = last.get(role)
+                    for node in nodes:
+                        if before is not None and (pair := (before, node)) not in edges:
+                            edges[pair] = applied
+                        before = node
+                    last[role] = nodes[-1]
 
     def _items(self) -> Iterator[tuple[Where, ...]]:
         """The places of the order: one selection each, or those of an overlap."""
