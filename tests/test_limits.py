@@ -156,3 +156,26 @@ def test_errors_are_value_errors() -> None:
         with pytest.raises(ValueError, match="at most") as caught:
             call()
         assert isinstance(caught.value, PiperError)
+
+
+@pytest.mark.parametrize("value", ["nan", "text", "{}", "9" * 400, "[1]", "-1"])
+def test_activations_of_a_recipe_are_numbers(value: str) -> None:
+    fails(command("show", "--recipe", "gpipe", "-p", f"activation={value}"), "activation")
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "a\0b"])
+@pytest.mark.parametrize("order", ["simulate", "show", "tune", "run", "explain", "verify", "recipes", "profile", "report"])
+def test_a_name_that_no_file_can_have_is_no_file(name: str, order: str) -> None:
+    fails(command(order, name), name[:1])
+
+
+def test_a_cluster_file_that_is_nested_too_deep_is_no_cluster(recipe: Path) -> None:
+    deep = recipe.with_suffix(".json")
+    deep.write_text("[" * 100_000)
+    fails(command("simulate", recipe, "--cluster", deep), str(deep), "not JSON")
+
+
+@pytest.mark.parametrize("limit", ["9" * 30, "9" * 400, "9" * 400 + "TiB", "0", "nan", "-1", ""])
+def test_a_memory_limit_is_one_that_a_device_may_have(space: Path, limit: str) -> None:
+    args = ("tune", space, "--trials", 1, "--cluster", "h100x8", "--out", space.parent / "runs")
+    fails(command(*args, f"--memory-limit={limit}"), "--memory-limit", "20GiB")

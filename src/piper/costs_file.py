@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from math import isfinite
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import Any
 
-from piper_ir.codec import dumps, loads
+from piper_ir.codec import dumps, encode, loads
 from piper_ir.costs import Costs, Duration
 from piper_ir.errors import FormatError, OutputError
 from piper_ir.tools import check_writable, time_text, write_whole
@@ -51,7 +54,19 @@ def load_costs(path: Path) -> Costs:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as e:
         raise FormatError(f"cannot read the costs file {path}: {e}; `piper profile FILE.py --out {path}` makes one") from None
-    return loads(Costs, text, str(path))
+    costs = loads(Costs, text, str(path))
+    if not all(map(isfinite, _numbers(encode(costs)))):
+        raise FormatError(f"{path}: NaN or Infinity among the durations; finite numbers are expected: measure again")
+    return costs
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """Yield all numbers of a JSON value."""
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(item)
 
 
 def costs_table(costs: Costs, *, title: str) -> Table:

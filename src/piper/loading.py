@@ -104,8 +104,11 @@ def _steps(path: Path, module: ModuleType) -> int:
 
 
 def _run(path: Path) -> ModuleType:
-    if not path.is_file():
-        what = "a folder" if path.is_dir() else "no such file"
+    try:
+        what = "" if path.is_file() else "a folder" if path.is_dir() else "no such file"
+    except (OSError, ValueError) as e:  # a name that no file can have
+        what = getattr(e, "strerror", None) or str(e)
+    if what:
         raise JobError(f"{path}: {what}; give a Python file that defines `job` and `strategy`")
     name = f"piper_file_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 CONFIRM_STEPS = 8
 """Steps of a confirming run: three warm up, the median of the others counts."""
+MOST_BYTES = 2**60
+"""No device has more memory."""
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
@@ -182,7 +184,7 @@ def _limit(given: int | str | None, cluster: Cluster | None) -> int | None:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", given)
         unit = UNITS.get(match[2].upper()) if match else None
         number = float(match[1]) * unit if match and unit else 0
-    if number < 1:
+    if not 1 <= number < MOST_BYTES:
         raise TuneError(f"memory_limit={given!r}: a positive number of bytes, or text such as '20GiB' or '512MiB', is accepted")
     return int(number)
 

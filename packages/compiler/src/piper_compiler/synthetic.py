@@ -61,7 +61,13 @@ def _check_seconds(**given: Sequence[float]) -> None:
 
 
 def _per_stage(name: str, value: Times | Sequence[int], stages: int) -> list[float]:
-    values = [float(value)] * stages if isinstance(value, int | float) else [float(v) for v in value]
+    given: Sequence[float] = value if isinstance(value, Sequence) else [value] * stages
+    if not all(isinstance(v, int | float) for v in given):
+        raise CompileError(f"synthetic({name}={value!r}): a number is needed, or a list with one per stage")
+    try:
+        values = [float(v) for v in given]
+    except OverflowError:  # an integer of hundreds of digits
+        raise CompileError(f"synthetic({name}=...): seconds and bytes are finite numbers that are not negative") from None
     if len(values) != stages:
         raise CompileError(f"synthetic({name}=...): {len(values)} values for {stages} stages; give one number, or one per stage")
     if not all(0 <= v < float("inf") for v in values):

@@ -150,7 +150,11 @@ def load(folder: str | Path) -> Results:
     """Read a result folder: of a simulation, a run, a tuning, a profile, or several in one. FormatError for a folder with none of
     the files, for a file that is broken or cut off (with its place in the file), and for files that do not belong together."""
     folder = Path(folder)
-    if not folder.is_dir():
+    try:
+        found = folder.is_dir()
+    except (OSError, ValueError):  # a name that nothing can have
+        found = False
+    if not found:
         raise FormatError(f"{folder} is not a folder; the folder of a run, simulation, tuning or profile is expected")
     if not any((folder / name).is_file() for name in FILES):
         known = "\n".join(f"  {name:22} {command}" for name, command in FILES.items())

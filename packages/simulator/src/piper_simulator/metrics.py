@@ -69,9 +69,11 @@ def _visited(plan: Plan, tokens: int) -> dict[str, float]:
                 shared[n, k] = shared[k, n] = m
         for name in (i.ref for i in chunk.inputs if i.kind == "param"):
             shape = shapes[name]
-            reached = rows.get(shape, 0) or (shared.get(shape[1:], 0) / shape[0] if len(shape) == 3 and shape[0] else 0)
-            if 0 < reached < tokens:
-                out[name] = max(out.get(name, 0.0), reached / tokens)
+            each = rows.get(shape, 0.0)
+            if not each and len(shape) == 3 and shape[0]:
+                each = shared.get(shape[1:], 0.0) / shape[0]
+            if 0 < each < tokens:
+                out[name] = max(out.get(name, 0.0), each / tokens)
     return out
 
 

@@ -141,10 +141,13 @@ def _limit(given: Numbers | None, stages: Stages) -> tuple[float, ...]:
 
 def _each(name: str, value: Numbers, count: int, of: str) -> tuple[float, ...]:
     """A number per stage or device."""
-    given = tuple(value) if isinstance(value, tuple | list) else (value,) * count
-    values = tuple([float(x) for x in given if isinstance(x, int | float) and not isinstance(x, bool)])
-    if len(values) != len(given):
+    given = (value,) * count if isinstance(value, int | float) else value
+    if not isinstance(given, tuple | list) or any(type(x) not in (int, float) for x in given):
         raise DirectiveError(f"zero_bubble({name}={value!r}): a number is needed, or a list with a number per {of}")
+    try:
+        values = tuple([float(x) for x in given])
+    except OverflowError:  # an integer of hundreds of digits
+        values = (inf,) * count
     if len(values) != count:
         raise DirectiveError(f"zero_bubble({name}=...): {len(values)} values for {count} {of}s; give one number, or one per {of}")
     if not all(isfinite(x) and x >= 0 for x in values):

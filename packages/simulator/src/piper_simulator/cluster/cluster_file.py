@@ -161,7 +161,7 @@ def _parsed(path: Path) -> Any:
         raise ClusterError(f"cannot read the cluster file {path}: {e}") from None
     try:
         return json.loads(text, object_pairs_hook=_once) if path.suffix == ".json" else tomllib.loads(text)
-    except ValueError as e:
+    except (RecursionError, ValueError) as e:
         raise ClusterError(f"{path}: not {'JSON' if path.suffix == '.json' else 'TOML'}: {e}") from None
 
 

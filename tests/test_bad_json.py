@@ -1,4 +1,4 @@
-"""A key that stands twice in a file of JSON: whose value is meant is not known, so it is refused by name."""
+"""JSON that says two things, or nothing: a key that stands twice, NaN and Infinity in costs are refused by name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from piper.costs_file import load_costs
 from piper_compiler import Strategy
 from piper_ir.codec import loads
 from piper_ir.costs import Costs
@@ -46,3 +47,12 @@ def test_a_cluster_file(tmp_path: Path) -> None:
 
 def test_an_argument_of_a_recipe() -> None:
     fails(command("show", "--recipe", "zero_bubble", "-p", 'memory_limit={"a": 1, "a": 2}'), "the key 'a' stands twice")
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
+def test_costs_are_numbers(value: str, tmp_path: Path) -> None:
+    """A prediction with such costs would end in a figure that cannot be drawn."""
+    path = tmp_path / "costs.json"
+    path.write_text(f'{{"format": "Costs", "version": 1, "host": {{"issue_s": {value}, "comm_s": 0}}}}')
+    with pytest.raises(FormatError, match=r"costs\.json: NaN or Infinity"):
+        load_costs(path)
