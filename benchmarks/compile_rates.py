@@ -19,12 +19,15 @@ if __name__ == "__main__":  # run as a file, sys.path begins with this folder an
 
 from benchmarks import score_rates
 from benchmarks.measure import Goal, Row, machine
-from piper_compiler import Strategy, compile_program, recipes, synthetic
+from packages.compiler.tests.compile_cases import users_place
+from piper_compiler import Strategy, compile_program, place, recipes, synthetic
 from piper_ir.mesh import Mesh
 from piper_ir.program import Program
 
 WORST_GOAL = Goal("below", 1.0)
 """Seconds, where the prototype took 204 s on one core."""
+OWN_GOAL = Goal("below", 1.1)
+"""Times as long with a directive of a user's file."""
 GROWTH_GOAL = Goal("below", 2.3)
 """Times as long for twice as much."""
 BY_MICROBATCHES = (40, 80, 160, 320, 640)
@@ -70,10 +73,23 @@ def rows(quick: bool) -> list[Row]:
     by_m, by_p = (BY_MICROBATCHES[:3], BY_DEVICES[:3]) if quick else (BY_MICROBATCHES, BY_DEVICES)
     return [
         worst,
+        _own_directive(repeats),
         *_series("24 layers, pp=8, m={}", by_m, timed([(24, 8, m) for m in by_m], repeats)),
         *_series("3 layers per device, pp={}, m=64", by_p, timed([(3 * p, p, 64) for p in by_p], repeats)),
         *score_rates.rows(quick),
     ]
+
+
+def _own_directive(repeats: int) -> Row:
+    """The worst case with a copy of `place` from a user's file, in turn with ours."""
+    program, ours = layered(24), recipes.one_f_one_b(pp=8, microbatches=32)
+    theirs = [users_place()(d.selection, d.on, d.send, d.recv) if isinstance(d, place) else d for d in ours]
+    ratios = []
+    for _ in range(2 * repeats):
+        own, plain = (_cpu_seconds(program, Strategy(Mesh(pp=8), made)) for made in (theirs, ours))
+        ratios.append(own / plain)
+    note = "a copy of place.py over ours; low and high: of the pairs"
+    return Row("compile", "place in a user's file", median(ratios), "x", min(ratios), max(ratios), OWN_GOAL, note)
 
 
 def _series(title: str, sizes: Sequence[int], measured: Sequence[tuple[int, list[float]]]) -> list[Row]:

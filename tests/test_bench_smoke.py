@@ -70,6 +70,7 @@ def test_every_module_is_reached_by_a_section() -> None:
         run.section(name)
     assert callable(import_module("benchmarks.capture_gpt3").measure)  # runs in a process of its own
     assert callable(import_module("benchmarks.gpu").main) and callable(gpu_check.main)  # run by hand
+    assert callable(import_module("benchmarks.plan_keys").main)  # run by hand; a part of it by test_plan_keys.py
     files = {p.stem for p in BENCHMARKS.glob("*.py")}  # those of paper/ are run by hand: test_paper_figures.py
     reached = {m.removeprefix("benchmarks.") for m in sys.modules if m.startswith("benchmarks.")}
     assert files == {m for m in reached if m.partition(".")[0] != "paper"}

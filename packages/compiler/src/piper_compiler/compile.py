@@ -8,7 +8,7 @@ from functools import cached_property
 
 from piper_compiler.build import build
 from piper_compiler.directives import Directive, describe
-from piper_compiler.directives.partition import Partition, resolved
+from piper_compiler.directives.base import Settling
 from piper_compiler.durations import InstructionSeconds
 from piper_compiler.passes.assemble import bound_chunks, plan_of
 from piper_compiler.passes.columns import columns
@@ -120,9 +120,9 @@ def apply_directives(graph: Graph, directives: Iterable[Directive]) -> Graph:
 
 
 def settled(strategy: Strategy, graph: Graph) -> Strategy:
-    """A strategy that makes the stages of `graph`, which it was compiled to, whatever costs are given: boundaries in place of
-    partition(at="cost")."""
-    made = [resolved(d, graph.program, graph.costs) if isinstance(d, Partition) else d for d in strategy.directives]
+    """Return a strategy that makes the stages of `graph`, which it was compiled to, whatever costs are given: each directive with
+    a method `settled` says what it decided (`partition(at="cost")`: its boundaries)."""
+    made = [d.settled(graph) if isinstance(d, Settling) else d for d in strategy.directives]
     return Strategy(strategy.mesh, made, params=strategy.params)
 
 

@@ -44,6 +44,7 @@ from piper_ir.mesh import Mesh
 from piper_ir.ops import Recv, Send
 from piper_ir.plan import Bucket, Category, Channel
 from piper_ir.program import Program
+from piper_ir.select import Where
 from piper_ir.sizes import TensorSpec
 
 __all__ = [
@@ -88,7 +89,11 @@ class Graph(NamedNodes, Selecting):
     costs: Costs | None = None
     index: Mapping[tuple[str, Coord], tuple[str, ...]] = field(default_factory=dict, repr=False)
     chunk_index: Mapping[str, int] = field(default_factory=dict, repr=False)
-    _found: dict[Terms, list[Node]] = field(default_factory=dict, repr=False, compare=False)
+    _found: dict[Terms, list[Node]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _chains: dict[int, tuple[Where, Mapping[str, tuple[At, ...]]]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _alike: dict[Terms, dict[str, list[str]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def replicated(self) -> tuple[str, ...]:
@@ -143,6 +148,19 @@ class Editor:
         self.microbatches = graph.microbatches
         self._index = dict(graph.index)
         self._made = graph.sequence[-1].made + 1 if graph.families else 0
+
+    @property
+    def nodes(self) -> Mapping[str, Node]:
+        """The nodes as they are now, as in `Graph.nodes`; likewise `writer` and `readers`."""
+        return self.done().nodes
+
+    @property
+    def writer(self) -> Mapping[str, str]:
+        return self.done().writer
+
+    @property
+    def readers(self) -> Mapping[str, tuple[str, ...]]:
+        return self.done().readers
 
     @property
     def applied(self) -> int:
@@ -322,7 +340,6 @@ class Editor:
             microbatches=self.microbatches,
             log=(*self.graph.log, applied) if applied else self.graph.log,
             index={key: ids for key, ids in self._index.items() if ids},
-            _found={},
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from piper_ir.errors import SelectorError
-from piper_ir.graph_parts import Coord, Mbs, Node, common, in_mbs, mbs_of
+from piper_ir.graph_parts import At, Coord, Mbs, Node, common, in_mbs, mbs_of
 from piper_ir.ops import Add
 from piper_ir.select import ANY, NONE, Match, Where
 
@@ -21,6 +21,8 @@ class Selecting:
     chunk_index: Mapping[str, int]
     microbatches: int
     _found: dict[Terms, list[Node]]
+    _chains: dict[int, tuple[Where, Mapping[str, tuple[At, ...]]]]
+    _alike: dict[Terms, dict[str, list[str]]]
 
     def copies(self, nodes: Iterable[Node]) -> list[Node]:
         """The nodes as they are called in each of their microbatches."""
@@ -54,11 +56,38 @@ class Selecting:
     def turns(self, selection: Where) -> list[tuple[Node, int]]:
         """The selected nodes microbatch by microbatch, in topological order: forward before backward, then by microbatch, then
         along the program (backward: against it)."""
-        wanted, rest = _by_mb(selection)
-        if type(wanted) is int and wanted >= 0 and rest in self._found:  # most selections of an order
-            return [(node, wanted) for node in self._found[rest] if wanted in node.each]
         found = [(node, mb) for node in self.find(selection) for mb in node.each]
         return sorted(found, key=lambda at: (_rank(at[0]), at[1], self.along(at[0])))
+
+    def chains(self, selection: Where) -> Mapping[str, tuple[At, ...]]:
+        """Role -> the selected nodes there, in the order of `turns`. An order asks twice, and for very many selections."""
+        known = self._chains.get(id(selection))
+        if known is None:
+            known = self._chains[id(selection)] = selection, self._by_role(selection)
+        return known[1]
+
+    def _by_role(self, selection: Where) -> Mapping[str, tuple[At, ...]]:
+        mb, rest = _by_mb(selection)
+        if type(mb) is int and 0 <= mb < self.microbatches:
+            alike = self._alike.get(rest)
+            if alike is None:
+                alike = self._alike[rest] = self._roles(self.find(Where.of(rest)))
+            if alike:
+                return {role: tuple([(id, mb) for id in ids]) for role, ids in alike.items()}
+        out: dict[str, list[At]] = {}
+        for node, mb in self.turns(selection):
+            out.setdefault(node.role, []).append((node.id, mb))
+        return {role: tuple(nodes) for role, nodes in out.items()}
+
+    def _roles(self, nodes: list[Node]) -> dict[str, list[str]]:
+        """Role -> ids, where all nodes stand for all microbatches; nothing elsewhere."""
+        every = range(self.microbatches)
+        out: dict[str, list[str]] = {}
+        for node in nodes:
+            if node.mbs != every:
+                return {}
+            out.setdefault(node.role, []).append(node.id)
+        return out
 
     def matching(self, selection: Where) -> list[Node]:
         """The selected nodes by their names in each microbatch, in no order; none is no error."""

@@ -49,10 +49,19 @@ class ValueTable:
             out += [id] * self.count if whole else [named(id, tail, mb) for mb in range(self.count)]
         return out
 
+    @cached_property
+    def known(self) -> dict[str, int]:
+        """The numbers of the names that `name` has given."""
+        return {}
+
     def name(self, number: int) -> str:
         """The name of one number, without making all of them."""
+        if "names" in self.__dict__:
+            return self.names[number]
         v, mb = divmod(number, self.count)
-        return self.ids[v] if self.whole[v] else named(self.ids[v], self.tails[v], mb)
+        found = self.ids[v] if self.whole[v] else named(self.ids[v], self.tails[v], mb)
+        self.known[found] = number
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         kept = ("ids", "tails", "kinds", "whole", "count")
@@ -121,12 +130,15 @@ class InstrTable(Sequence[Instr]):
             return tuple([self[k] for k in range(*i.indices(len(self)))])
         found = self._instrs[i]
         if found is None:
-            found = self._instrs[i] = self._instr(i % len(self))
+            found = self._instrs[i] = self._instr(i % len(self), self.values.name)
         return found
 
     def __iter__(self) -> Iterator[Instr]:
+        name = self.values.names.__getitem__
         for i, instr in enumerate(self._instrs):
-            yield self[i] if instr is None else instr
+            if instr is None:
+                instr = self._instrs[i] = self._instr(i, name)
+            yield instr
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, tuple | InstrTable):
@@ -168,16 +180,16 @@ class InstrTable(Sequence[Instr]):
             out.append(counts[stream])
         return out
 
-    def _instr(self, i: int) -> Instr:
+    def _instr(self, i: int, name: Callable[[int], str]) -> Instr:
         template, mb = self.templates[self.used[i]], self.mbs[i]
-        names, shift = self.values.names, mb if mb > 0 else 0
+        shift = mb if mb > 0 else 0
         parts = []
         for p in template.parts:
             own = mb + p.ahead
-            reads, writes, frees = (tuple([names[v + shift] for v in vs]) if vs else () for vs in (p.reads, p.writes, p.frees))
+            reads, writes, frees = (tuple([name(v + shift) for v in vs]) if vs else () for vs in (p.reads, p.writes, p.frees))
             parts.append(Part(named(p.node, p.tail, own), p.op, own, reads, writes, frees))
         waits = tuple([(self.templates[self.used[j]].stream, self._places[j]) for j in self.waits[i]])
-        early, made = (tuple([names[v] for v in vs.get(i, ())]) for vs in (self.early, self.made))
+        early, made = (tuple([name(v) for v in vs.get(i, ())]) for vs in (self.early, self.made))
         return Instr(template.stream, tuple(parts), waits, early, made, template.seconds)
 
     def written(self) -> Iterator[int]:
@@ -250,7 +262,9 @@ class TableKinds(Mapping[str, tuple[TensorSpec, Category]]):
         return out
 
     def __getitem__(self, id: str) -> tuple[TensorSpec, Category]:
-        return self._all[id]
+        values = self._programs[0].values  # which all programs share
+        number = values.known.get(id)
+        return self._all[id] if number is None else values.kinds[number // values.count]
 
     def __contains__(self, id: object) -> bool:
         return id in self._all

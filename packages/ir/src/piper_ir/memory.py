@@ -104,17 +104,14 @@ def peak(plan: Plan, role: RolePlan) -> Usage:
     return _walk(plan, role).peak()
 
 
-def _fullest(start: int, changes: Iterable[_Change[V]]) -> int:
-    """The number of the first change that reaches the peak; -1 when none holds more than what is there from the start."""
+def _fullest(start: int, steps: Iterable[tuple[int, int, int]]) -> int:
+    """The first instruction that reaches the peak; -1 when none holds more than what is there from the start."""
     at, most, total = -1, start, start
-    for k, change in enumerate(changes):
-        total -= change.freed
-        held = total + change.effect.most
-        total += change.effect.more + change.more
-        if held < total:
-            held = total
+    for index, inside, after in steps:
+        held = total + (inside if inside > after else after)
+        total += after
         if held > most:
-            at, most = k, held
+            at, most = index, held
     return at
 
 
@@ -203,16 +200,24 @@ class _Walk(Generic[V]):
     def peak(self) -> Usage:
         """Find the first fullest moment."""
         live = self.start()
-        changes = list(self.changes())
-        at = _fullest(live.total(), changes)
+        at = _fullest(live.total(), self.totals())
         if at < 0:
             return Usage(0, live.total(), _present(live))
-        effects = {id(change.effect): change.effect for change in changes[:at]}
-        for key, times in Counter([id(change.effect) for change in changes[:at]]).items():
-            _add(live, effects[key].after, times)
-        for change in changes[:at]:
-            self.move(live, change)
-        return self.usage(live, changes[at])
+        return self.usage(live, self.until(live, at))
+
+    def totals(self) -> Iterator[tuple[int, int, int]]:
+        """Yield for each step its instruction, and in bytes above those before what it holds at most while its parts run, and
+        afterwards."""
+        for change in self.changes():
+            yield change.index, change.effect.most - change.freed, change.effect.more - change.freed + change.more
+
+    def until(self, live: Counter[Category], at: int) -> _Change[V]:
+        """Take all steps before that of instruction `at`, and return that one."""
+        for change in self.changes():
+            if change.index == at:
+                return change
+            self.apply(live, change)
+        raise AssertionError(f"instruction {at} computes nothing")
 
     def effect(self, parts: Iterable[PartLike[V]]) -> Effect:
         """Fold the parts of an instruction."""
@@ -322,6 +327,7 @@ class _TableWalk(_Walk[int]):
         super().__init__(plan, role)
         self.table, self.count = table, table.values.count
         self.sizes, self.kinds = table.values.nbytes, table.values.kinds
+        self.effects = [self.effect(t.parts) if t.stream == COMPUTE else None for t in table.templates]
 
     def size(self, value: int) -> int:
         return self.sizes[value // self.count]
@@ -333,19 +339,40 @@ class _TableWalk(_Walk[int]):
         return self.table.first
 
     def changes(self) -> Iterator[_Change[int]]:
-        table = self.table
-        effects = [self.effect(t.parts) if t.stream == COMPUTE else None for t in table.templates]
-        sizes, count = self.sizes, self.count
-        for index, k in enumerate(table.used):
-            effect = effects[k]
-            if effect is None:
+        for index, k in enumerate(self.table.used):
+            effect = self.effects[k]
+            if effect is not None:
+                yield self._change(index, effect)
+
+    def _change(self, index: int, effect: Effect) -> _Change[int]:
+        early, made = self.table.early.get(index, ()), self.table.made.get(index, ())
+        freed, more = (sum([self.size(v) for v in vs]) for vs in (early, made))
+        return _Change(index, effect, early, freed, made, more)
+
+    def totals(self) -> Iterator[tuple[int, int, int]]:
+        early, made, sizes, count = self.table.early, self.table.made, self.sizes, self.count
+        usual = [None if effect is None else (effect.most, effect.more) for effect in self.effects]
+        for index, k in enumerate(self.table.used):
+            if (known := usual[k]) is None:
                 continue
-            early, made = table.early.get(index, ()), table.made.get(index, ())
-            if not early and not made:
-                yield _Change(index, effect)
-                continue
-            freed, more = (sum([sizes[v // count] for v in vs]) for vs in (early, made))
-            yield _Change(index, effect, early, freed, made, more)
+            inside, after = known
+            if index in early:
+                freed = sum([sizes[v // count] for v in early[index]])
+                inside, after = inside - freed, after - freed
+            if index in made:
+                after += sum([sizes[v // count] for v in made[index]])
+            yield index, inside, after
+
+    def until(self, live: Counter[Category], at: int) -> _Change[int]:
+        for k, times in Counter(self.table.used[:at]).items():
+            if (effect := self.effects[k]) is not None:
+                _add(live, effect.after, times)
+        for numbers, sign in ((self.table.early, -1), (self.table.made, 1)):
+            for v in [v for index, vs in numbers.items() if index < at for v in vs]:
+                live[self.category(v)] += sign * self.size(v)
+        effect = self.effects[self.table.used[at]]
+        assert effect is not None, f"instruction {at} computes nothing"
+        return self._change(at, effect)
 
 
 def _walk(plan: Plan, role: RolePlan) -> _NamedWalk | _TableWalk:

@@ -95,7 +95,9 @@ def origins(plan: Plan) -> dict[str, tuple[str, int]]:
                 case _:
                     others.update(dict.fromkeys(part.writes, part.mb))
     out |= {v: (v, mb) for v, mb in others.items() if v not in out}
-    source = {there: here for channel, values in arrived.items() for here, there in zip(sent[channel], values, strict=True)}
+    source = {
+        there: here for channel, values in arrived.items() for here, there in zip(sent.get(channel, ()), values, strict=False)
+    }
     for value in source:
         first = value
         while first in source:  # it may have been passed on from rank to rank

@@ -41,6 +41,14 @@ class Directive(Protocol):
     def apply(self, graph: Graph) -> Graph: ...
 
 
+@runtime_checkable
+class Settling(Protocol):
+    """A directive whose result depends on costs. `settled` returns one that makes what this one made of a graph, whatever the
+    costs."""
+
+    def settled(self, graph: Graph) -> Directive: ...
+
+
 REGISTRY: dict[str, type] = {}
 """Directives by class name, for reading a strategy from JSON."""
 
@@ -117,16 +125,6 @@ def compute_nodes(item: Directive, graph: Graph, selection: Where) -> list[Node]
     except LookupError as e:
         site = getattr(item, "site", "")
         raise type(e)(f"{describe(item)}{f' at {site}' if site else ''}: {e}") from None
-
-
-Turn = tuple[Node, int]
-"""A node in one of its microbatches."""
-
-
-def turns(item: Directive, graph: Graph, selection: Where) -> list[Turn]:
-    """Return the compute nodes of a selection microbatch by microbatch (see `Graph.turns`); a SelectorError names the
-    directive."""
-    return graph.turns(selection) or [(node, node.mb) for node in compute_nodes(item, graph, selection)]
 
 
 def names(graph: Graph, nodes: list[Node], most: int = 4) -> str:

@@ -20,13 +20,14 @@ Legality
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Any, Literal
 
-from piper_compiler.directives.base import Turn, call_site, directive, fail, names, site_field, turns
-from piper_ir.errors import SelectorError
+from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
+from piper_ir.errors import DirectiveError, SelectorError
 from piper_ir.graph import At, Graph, Node, OverlapGroup
 from piper_ir.graph_parts import in_mbs, mbs_of
 from piper_ir.select import Where
@@ -93,22 +94,32 @@ class Order:
         if len(self.selections) < 2:
             raise fail(self, 1, "an order needs at least two selections")
         self._check_overlaps()
-        seen: dict[At, Where] = {}
-        devices: dict[str, int] = {}
         selected = [pair for item in self._selected(graph) for pair in item]
-        for selection, nodes in selected:
-            for node, mb in nodes:
-                at = node.id, mb
-                if at in seen:
-                    raise fail(self, 2, f"{node.name(mb)} is in {seen[at]} and in {selection}")
-                seen[at] = selection
-            unplaced = [(n, mb) for n, mb in nodes if not n.role]
-            if graph.roles and unplaced:
-                raise fail(self, 3, f"{names(graph, _each(unplaced))} is not placed; write place before order")
-            for role in {n.role for n, _ in nodes}:
-                devices[role] = devices.get(role, 0) + 1
+        seen: set[At] = set()
+        devices: Counter[str] = Counter()
+        total = 0
+        for _, chains in selected:
+            for nodes in chains.values():
+                seen.update(nodes)
+                total += len(nodes)
+            devices.update(chains.keys())
+        if len(seen) < total:
+            raise self._twice(graph)
+        if graph.roles and "" in devices:
+            unplaced = next(nodes for _, chains in selected for role, nodes in chains.items() if not role)
+            raise fail(self, 3, f"{names(graph, _each(graph, unplaced))} is not placed; write place before order")
         if len(selected) > 1 and max(devices.values()) < 2:
             raise fail(self, 4, "no two of the selections share a device, so nothing would be ordered")
+
+    def _twice(self, graph: Graph) -> DirectiveError:
+        """The first node that two selections have."""
+        seen: dict[At, Where] = {}
+        for selection, _ in [pair for item in self._selected(graph) for pair in item]:
+            for node, mb in graph.turns(selection):
+                if (at := (node.id, mb)) in seen:
+                    return fail(self, 2, f"{node.name(mb)} is in {seen[at]} and in {selection}")
+                seen[at] = selection
+        raise AssertionError("no node is selected twice")
 
     def _check_overlaps(self) -> None:
         """The ranges of a strategy that was read from a file may be anything."""
@@ -123,20 +134,18 @@ class Order:
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
         last: dict[str, list[At]] = {}
+        edges, applied = edit.order_edges, edit.applied
         for item in self._selected(graph):
             chains: dict[str, list[tuple[At, ...]]] = {}  # role -> the nodes of each selection that has some there
-            for _, nodes in item:
-                mine: dict[str, list[At]] = {}
-                for node, mb in nodes:
-                    mine.setdefault(node.role, []).append((node.id, mb))
-                for role, ids in mine.items():
-                    chains.setdefault(role, []).append(tuple(ids))
+            for _, mine in item:
+                for role, nodes in mine.items():
+                    chains.setdefault(role, []).append(nodes)
             for role, members in chains.items():
                 for member in members:
                     for before in last.get(role, ()):
-                        edit.order(before, member[0])
+                        edges.setdefault((before, member[0]), applied)
                     for before, after in pairwise(member):
-                        edit.order(before, after)
+                        edges.setdefault((before, after), applied)
                 last[role] = [member[-1] for member in members]
                 if len(members) > 1:
                     edit.overlaps.append(OverlapGroup(tuple(members), edit.applied))
@@ -150,14 +159,14 @@ class Order:
             yield self.selections[k : k + n]
             k += n
 
-    def _selected(self, graph: Graph) -> list[list[tuple[Where, list[Turn]]]]:
-        """The items with the nodes of their selections, without those that may be missing and are."""
+    def _selected(self, graph: Graph) -> list[list[tuple[Where, Mapping[str, tuple[At, ...]]]]]:
+        """The items with the nodes of their selections by role, without those that may be missing and are."""
         out = []
         for item in self._items():
             found = []
             for selection in item:
                 try:
-                    found.append((selection, turns(self, graph, selection)))
+                    found.append((selection, graph.chains(selection) or _none(self, graph, selection)))
                 except SelectorError:
                     if self.missing != "skip" or not has_no_such_phase(graph, selection):
                         raise
@@ -176,8 +185,14 @@ def has_no_such_phase(graph: Graph, selection: Where) -> bool:
     return there == {"F"} or (phase != "B" and there in ({"F", "I"}, {"F", "W"}))
 
 
-def _each(turns: list[Turn]) -> list[Node]:
-    return [in_mbs(node, mbs_of((mb,)) if mb >= 0 else None) for node, mb in turns]
+def _each(graph: Graph, places: Iterable[At]) -> list[Node]:
+    return [in_mbs(node, mbs_of((mb,)) if mb >= 0 else None) for id, mb in places if (node := graph.at((id, mb)))]
+
+
+def _none(item: Order, graph: Graph, selection: Where) -> dict[str, tuple[At, ...]]:
+    """Say that a selection matches nothing."""
+    assert not compute_nodes(item, graph, selection)
+    return {}
 
 
 def _order(terms: Iterable[Any], missing: Literal["error", "skip"], overlaps: tuple[tuple[int, int], ...], site: str) -> Order:

@@ -81,14 +81,13 @@ class Partition:
             edit.update(replace(node, coords={**node.coords, "stage": stage_of[layer]}))
         return edit.done()
 
-
-def resolved(item: Partition, program: Program, costs: Costs | None) -> Partition:
-    """The same stages without at="cost", which other costs would cut elsewhere."""
-    if item.at != "cost":
-        return item
-    stage_of = stage_of_layers(program, item.stages, item.at, costs)
-    firsts = {stage: layer for layer, stage in reversed(stage_of.items())}
-    return replace(item, at=tuple(firsts[s] for s in range(1, item.stages)))
+    def settled(self, graph: Graph) -> Partition:
+        """Return the same stages without at="cost", which other costs would cut elsewhere."""
+        if self.at != "cost":
+            return self
+        stage_of = stage_of_layers(graph.program, self.stages, self.at, graph.costs)
+        firsts = {stage: layer for layer, stage in reversed(stage_of.items())}
+        return replace(self, at=tuple(firsts[s] for s in range(1, self.stages)))
 
 
 def layers_of(program: Program) -> list[int]:

@@ -61,4 +61,4 @@ def split_all(graph: Graph, microbatches: int) -> Graph:
         for mb in mbs
     ]
     families = {id: tuple([in_mbs(node, mbs) for node in family]) for id, family in graph.families.items()}
-    return replace(graph, families=families, order_edges=edges, overlaps=tuple(overlaps), microbatches=microbatches, _found={})
+    return replace(graph, families=families, order_edges=edges, overlaps=tuple(overlaps), microbatches=microbatches)

@@ -122,15 +122,24 @@ def _buffer_users(program: Program, name: str) -> list[str]:
 
 def _check_orders(graph: Graph) -> None:
     """An order is kept by the one program of a device; between devices only data can order."""
+    every = range(graph.microbatches)
+    alike = {id: family[0].role for id, family in graph.families.items() if family[0].mbs == every and not _is_comm(family[0])}
     for (before, after), applied in graph.order_edges.items():
+        role = alike.get(before[0])
+        if role is not None and role == alike.get(after[0]) and before[1] in every and after[1] in every:
+            continue
         a, b = graph.at(before), graph.at(after)
-        if a is None or b is None or a.role != b.role or isinstance(a.op, COMM) or isinstance(b.op, COMM):
+        if a is None or b is None or a.role != b.role or _is_comm(a) or _is_comm(b):
             names = [node.name(at[1]) if node else at[0] for node, at in ((a, before), (b, after))]
             where = ", ".join(f"{name} on {n.role if n else 'no device'}" for name, n in zip(names, (a, b), strict=True))
             by = f" (by {graph.log[applied]})" if applied < len(graph.log) else ""
             raise CompileError(
                 f"{names[0]} cannot be ordered before {names[1]}{by}: an order is among the compute of one device, here {where}"
             )
+
+
+def _is_comm(node: Node) -> bool:
+    return isinstance(node.op, COMM)
 
 
 def _order_buffers(edit: Editor) -> None:

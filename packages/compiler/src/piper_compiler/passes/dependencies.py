@@ -67,7 +67,7 @@ def dependencies(graph: Graph) -> Dependencies:
     of = [k for k, node in enumerate(nodes) for _ in node.each]
     mb = [mb for node in nodes for mb in node.each]
     kinds = [isinstance(n.op, COMM) for n in nodes]
-    pairs = [(found.number(a), found.number(b)) for a, b in graph.order_edges]
+    pairs = found.pairs(graph.order_edges)
     source, target = found.columns(pairs)
     joined: dict[int, tuple[int, ...]] = {}
     if graph.overlaps:
@@ -138,6 +138,16 @@ class _Edges:
             if mb in each:
                 return self.starts[k] + each.index(mb)
         raise KeyError(at)
+
+    def pairs(self, edges: Iterable[tuple[At, At]]) -> list[tuple[int, int]]:
+        """Order edges by number."""
+        every = range(self.graph.microbatches)
+        first = {id: self.starts[own[0]] for id, own in self.family.items() if self.nodes[own[0]].mbs == every}
+        out = []
+        for (a, i), (b, j) in edges:
+            x, y = first.get(a), first.get(b)
+            out.append((self.number((a, i)), self.number((b, j))) if x is None or y is None else (x + i, y + j))
+        return out
 
     def numbers(self, k: int) -> Ints:
         """The numbers of a node."""

@@ -39,11 +39,8 @@ class _Template:
     given: float | None
     touched: list[tuple[int, int]]
     """The parts, each with the shared values that it writes, then that it reads."""
-
-    @property
-    def aheads(self) -> list[int]:
-        """The microbatches of its parts, counted from the instruction's."""
-        return sorted({m.part.ahead for m in self.made})
+    aheads: tuple[int, ...] = (0,)
+    """The microbatches of its parts, counted from the instruction's."""
 
 
 @dataclass(eq=False, slots=True)
@@ -160,7 +157,7 @@ class Drafted:
             made += [_ahead(m, n) for m in self._parts[k]]
         seconds = self.maker.seconds.compute([m.part.op for m in made]) if given is None else given
         touched = [(k, v) for k, m in enumerate(made) for v in (*m.writes, *m.reads)]
-        return _Template(COMPUTE, made, seconds, given, touched)
+        return _Template(COMPUTE, made, seconds, given, touched, tuple(sorted(set(ahead))))
 
     def _instrs(self) -> list[tuple[_Template, Ints]]:
         """The templates, each with its instructions."""
