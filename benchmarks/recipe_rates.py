@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import piper
 from benchmarks.measure import Goal, Row
-from piper.recipe_view import Times, directives_of
+from piper.views.recipe_view import Times, directives_of
 from piper_compiler.interchange import stages_of
 from piper_compiler.recipes import RECIPES, Recipe
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from PIL import Image  # matplotlib needs it
 
-from piper.recipe_view import Shown, Times, shown
+from piper.views.recipe_view import Shown, Times, shown
 from piper_compiler.recipes import RECIPES
 from piper_report import Drawing, draw_schedule, draw_schedules
 

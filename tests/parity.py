@@ -1,14 +1,14 @@
 """The judge: a run of a plan against what plain PyTorch computes on one device.
 
-The reference and the comparison are those of `piper verify`, in src/piper/reference.py, which imports torch and nothing of Piper
-(tests/test_parity_judge.py checks that, and that the judge can tell right from wrong).
+The reference and the comparison are those of `piper verify`, in src/piper/api/reference.py. It imports torch and nothing
+of Piper (tests/test_parity_judge.py checks that, and that the judge can tell right from wrong).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from piper.reference import FLOAT32, FLOAT64, STEPS, Difference, Outcome, Reference, differences, reference
+from piper.api.reference import FLOAT32, FLOAT64, STEPS, Difference, Outcome, Reference, differences, reference
 
 __all__ = ["FLOAT32", "FLOAT64", "STEPS", "Difference", "Outcome", "Reference", "assert_parity", "differences", "reference"]
 

@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from piper.cli import app
-from piper.loading import load_file
+from piper.cli.loading import load_file
 
 RECIPE = """
 import torch

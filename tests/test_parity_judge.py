@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import piper.reference
+import piper.api.reference
 from tests import compositions, parity
 from tests.compositions import Composition
 
@@ -176,7 +176,7 @@ def test_the_reference_draws_by_row_step_and_layer() -> None:
 
 
 def test_the_reference_shares_no_code_with_piper() -> None:
-    source = Path(piper.reference.__file__).read_text(encoding="utf-8")
+    source = Path(piper.api.reference.__file__).read_text(encoding="utf-8")
     imports = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Import | ast.ImportFrom)]
     names = {a.name for n in imports if isinstance(n, ast.Import) for a in n.names} | {
         getattr(n, "module", "") or "" for n in imports

@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import piper
+from piper.api.verification import verify_strategy
 from piper.cli import app
-from piper.loading import load_file
-from piper.recipe_view import Times, shown
-from piper.verification import verify_strategy
+from piper.cli.loading import load_file
+from piper.views.recipe_view import Times, shown
 from piper_compiler.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]

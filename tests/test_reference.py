@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import piper
 from piper import Job, Mesh, Precision, Strategy, recipes
-from piper.reference import Outcome, differences, reference
-from piper.verification import verify_strategy
+from piper.api.reference import Outcome, differences, reference
+from piper.api.verification import verify_strategy
 
 WIDTH, LENGTH, ROWS, STEPS = 4, 6, 2, 3
 

@@ -16,7 +16,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import piper
-from piper import cli, frontdoor, tuning
+from piper import cli
+from piper.api import compiling, tuning
 from piper_autotune.evaluators import Processes
 from piper_autotune.problem import Programs
 from piper_autotune.scoring import Scored
@@ -60,9 +61,9 @@ def strategy(trial: Any) -> piper.Strategy:
 
 
 def test_a_job_is_captured_once_and_its_candidates_score_as_simulate_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Mock(wraps=frontdoor._capture)
-    monkeypatch.setattr(frontdoor, "_capture", counted)
-    monkeypatch.setattr(frontdoor, "_CAPTURES", {})
+    counted = Mock(wraps=compiling._capture)
+    monkeypatch.setattr(compiling, "_capture", counted)
+    monkeypatch.setattr(compiling, "_CAPTURES", {})
     study = piper.tune(job(), strategy, cluster=cpu_local(), trials=8, workers=0)
     assert counted.call_count == 1 and isinstance(study, piper.Study) and len(study.rows) == 8
     for row in study.table():

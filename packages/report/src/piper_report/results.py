@@ -1,5 +1,7 @@
-"""What a result folder holds, read strictly. The files are described in `piper.results`; a folder has those of the commands that
-wrote to it."""
+"""What a result folder holds, read strictly.
+
+The files are described in `piper.api.results`; a folder has those of the commands that wrote to it.
+"""
 
 from __future__ import annotations
 

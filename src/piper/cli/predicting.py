@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from piper.costs_file import load_costs
-from piper.display import show
-from piper.frontdoor import Compiled, compile
-from piper.loading import Recipe, load_file
-from piper.reporting import report_at_end
-from piper.results import new_folder, save_plan, save_prediction, save_snapshots
-from piper.session import device_named
-from piper.why_tables import comparison_tables, why_tables
+from piper.api.compiling import Compiled, compile
+from piper.api.costs_file import load_costs
+from piper.api.results import new_folder, save_plan, save_prediction, save_snapshots
+from piper.cli.loading import Recipe, load_file
+from piper.sessions.training import device_named
+from piper.views.display import show
+from piper.views.reporting import report_at_end
+from piper.views.why_tables import comparison_tables, why_tables
 from piper_compiler import Options, load_strategy
 from piper_ir.costs import Costs
 from piper_ir.errors import JobError, PiperError

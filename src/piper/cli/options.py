@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from piper.interrupts import INTERRUPTED
+from piper.cli.interrupts import INTERRUPTED
 from piper_ir.errors import JobError, PiperError, PiperWarning
 
 SpaceFile = Annotated[

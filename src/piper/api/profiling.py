@@ -12,7 +12,7 @@ from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING
 
-from piper.frontdoor import Compiled, compile
+from piper.api.compiling import Compiled, compile
 from piper_compiler import Strategy
 from piper_ir.costs import AllocatorCosts, CommDuration, Costs, Duration, HostCosts, Origin, PartDuration, StepDuration
 from piper_ir.errors import ExecutionError, JobError

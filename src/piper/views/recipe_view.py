@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from piper.frontdoor import Compiled, compile
+from piper.api.compiling import Compiled, compile
 from piper_compiler import Directive, Options, Strategy, synthetic
 from piper_compiler.interchange import stages_of
 from piper_compiler.recipes import RECIPES, Recipe

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from piper.frontdoor import Compiled, captured_job, compile, execute
-from piper.reference import Difference, Outcome, Reference, differences, reference
-from piper.tolerance import STRICT, Tolerance, tolerances
+from piper.api.compiling import Compiled, captured_job, compile, execute
+from piper.api.reference import Difference, Outcome, Reference, differences, reference
+from piper.api.tolerance import STRICT, Tolerance, tolerances
 from piper_compiler import Strategy
 from piper_compiler.capture import Captured
 from piper_ir.errors import JobError

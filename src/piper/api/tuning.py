@@ -15,9 +15,9 @@ from statistics import median
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from piper.display import show
-from piper.results import new_folder, unless_empty
-from piper.strategy_facts import Facts, facts_of
+from piper.api.results import new_folder, unless_empty
+from piper.views.display import show
+from piper.views.strategy_facts import Facts, facts_of
 from piper_autotune import RULES, Confirmation, SearchError, SearchProgress, Study, TuningProblem
 from piper_autotune import tune as search
 from piper_compiler import Strategy, Training
@@ -142,7 +142,7 @@ def saved(folder: Path | None) -> Iterator[None]:
 
 def _device(cluster: str | Cluster | None) -> Cluster | None:
     if cluster == CPU:
-        from piper.session import local_cluster
+        from piper.sessions.training import local_cluster
 
         return local_cluster()
     return load_cluster(cluster) if isinstance(cluster, str) else cluster
@@ -159,7 +159,7 @@ def problem_of(
     """What is searched for, and how a job's programs come to the workers."""
     if isinstance(source, Program):
         return TuningProblem(source, global_batch, cluster=cluster, costs=costs, memory_limit=limit, model=model), {}
-    from piper.frontdoor import captured_job, program_at
+    from piper.api.compiling import captured_job, program_at
     from piper_runtime import Job, optimizer
 
     if not isinstance(source, Job):
@@ -210,7 +210,7 @@ def _measure(
         raise JobError(f"tune(steps={steps!r}): a confirming run needs at least 2 steps; the first warms up")
 
     def measured(strategy: Strategy) -> Confirmation:
-        from piper.frontdoor import compile, execute
+        from piper.api.compiling import compile, execute
 
         run = execute(compile(job, strategy, costs=costs), steps=steps, launcher=launcher, timeout_s=timeout_s, pool=pool)
         period_s = run.period_s if run.period_s is not None else median(run.step_s[1:])

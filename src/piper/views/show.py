@@ -9,9 +9,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from piper.frontdoor import Compiled
-from piper.recipe_view import Shown
-from piper.session import device_named
+from piper.api.compiling import Compiled
+from piper.sessions.training import device_named
+from piper.views.recipe_view import Shown
 from piper_ir.codec import dumps
 from piper_ir.costs import Costs
 from piper_ir.errors import JobError

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from piper.costs_file import load_costs
-from piper.display import show
-from piper.frontdoor import Compiled, compile, execute
-from piper.metrics import check_logs
-from piper.reporting import report_at_end
-from piper.results import new_folder, save_plan, save_prediction, save_weights, unless_empty
+from piper.api.compiling import Compiled, compile, execute
+from piper.api.costs_file import load_costs
+from piper.api.metrics import check_logs
+from piper.api.results import new_folder, save_plan, save_prediction, save_weights, unless_empty
+from piper.views.display import show
+from piper.views.reporting import report_at_end
 from piper_compiler import Strategy
 from piper_ir.costs import Costs
 from piper_ir.errors import OutputError, PiperWarning
@@ -69,7 +69,7 @@ def train(job: Job, strategy: Strategy, *, steps: int, settings: Settings = DEFA
 
 def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> Session:
     """As `train`; returns prediction and run. With a folder for results, writes a report there."""
-    from piper.local import devices_of_runs
+    from piper.api.this_machine import devices_of_runs
     from piper_runtime.run import check_request
 
     check_logs(settings.log)
@@ -140,6 +140,6 @@ def device_named(cluster: str) -> Cluster:
 
 def local_cluster() -> Cluster:
     """This machine's CPU, measured now."""
-    from piper.local import measured_cpu
+    from piper.api.this_machine import measured_cpu
 
     return measured_cpu()

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from piper.metrics import OnStep, check_logs, recorded
-from piper.results import hang_report, new_folder, save_run, unless_empty
+from piper.api.metrics import OnStep, check_logs, recorded
+from piper.api.results import hang_report, new_folder, save_run, unless_empty
 from piper_compiler import Lowered, Options, Strategy, Training, compile_program
 from piper_ir.costs import Costs
 from piper_ir.errors import CompileError, JobError, OutputError, PiperWarning, PlanError
@@ -23,7 +23,7 @@ from piper_ir.program import Program
 from piper_ir.tools import no_garbage_collection
 
 if TYPE_CHECKING:
-    from piper.content import Content
+    from piper.api.content import Content
     from piper_compiler.capture import Advancing, Captured, CodeStore
     from piper_runtime import Job, Run
     from piper_runtime.optimizer import OptimizerSpec
@@ -173,7 +173,7 @@ def capture_key(job: Job) -> CaptureKey:
     for each content that it has."""
     import torch
 
-    from piper.content import content_of
+    from piper.api.content import content_of
 
     content = content_of(job.batch)
     if content not in _BATCHES:
@@ -274,8 +274,8 @@ def execute(
     """Run a compiled strategy for `steps` optimizer steps. `job` replaces the compiled one (same model, loss and optimizer
     groups: other data, seed or learning rate). launcher: "ray" (one actor per rank), "processes" (torch.distributed, one process
     per rank; under torchrun this process is one of them), "inline" (all ranks in this one), or "emulated": no job, memory or
-    losses, but sleeps instead of compute, of the time that `cluster` would take (`piper.emulation.emulate`). cluster: for "ray",
-    "auto" (a cluster that is there, else this machine) or the address HOST:PORT of one to join. timeout_s: seconds without
+    losses, but sleeps instead of compute, of the time that `cluster` would take (`piper.api.emulation.emulate`). cluster: for
+    "ray", "auto" (a cluster that is there, else this machine) or the address HOST:PORT of one to join. timeout_s: seconds without
     progress of any rank after which the run ends. trace: record the last step's spans. memory: measure peak bytes in the second
     step (or the only one), which slows it. out: losses, times, metrics and trace go to a new folder below this one (with
     `folder`: into that one); on a hang every rank's last instructions, as hang.txt. log: where steps go beside metrics.jsonl
@@ -288,7 +288,7 @@ def execute(
     from piper_runtime.torchrun import is_first
 
     if launcher == "emulated":
-        from piper.emulation import emulate
+        from piper.api.emulation import emulate
 
         check_keywords("execute", more, [*_EXECUTE, *inspect.signature(emulate).parameters], JobError)
         if log or on_step is not None:

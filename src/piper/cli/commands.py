@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
-from piper.interrupts import INTERRUPTED, TERMINATED, hear, leave
-from piper.options import (
+from piper.cli.interrupts import INTERRUPTED, TERMINATED, hear, leave
+from piper.cli.options import (
     Address,
     AsJson,
     Chunks,
@@ -61,7 +61,7 @@ from piper.options import (
     searchers,
     user_errors,
 )
-from piper.pipes import open_output
+from piper.cli.pipes import open_output
 from piper_ir.errors import JobError
 
 RUNS, TIMEOUT_S, LOG = Path("runs"), 60.0, "jsonl"
@@ -99,7 +99,7 @@ def simulate(
     Example: piper simulate FILE.py --cluster h100x8 --why; piper simulate FILE.py --versus microbatches=16
     """
     with user_errors(locals()):
-        from piper.predicting import Noise, Shown, Target, simulated
+        from piper.cli.predicting import Noise, Shown, Target, simulated
 
         target, noise = Target(cluster, costs, not no_contention), Noise.of(jitter, repetitions, seed)
         given, changes = pairs(params), pairs(versus, "--versus")
@@ -127,12 +127,12 @@ def tune(
     Example: piper tune examples/gpt_text.py --costs costs.json --confirm 2
     """
     with user_errors(locals()):
-        from piper.costs_file import load_costs
-        from piper.loading import load_space
-        from piper.reporting import report_at_end
-        from piper.results import new_folder
-        from piper.tuning import as_numbers, bar, files_text, saved, show_study
-        from piper.tuning import tune as search
+        from piper.api.costs_file import load_costs
+        from piper.api.results import new_folder
+        from piper.api.tuning import as_numbers, bar, files_text, saved, show_study
+        from piper.api.tuning import tune as search
+        from piper.cli.loading import load_space
+        from piper.views.reporting import report_at_end
 
         space = load_space(file)
         folder = new_folder(out, file.stem) if out else None
@@ -177,10 +177,10 @@ def run(
     Example: piper run examples/gpt_text.py --steps 20; without a GPU: piper run examples/gpt_text.py --emulate h100x8
     """
     with user_errors(locals()):
-        from piper.costs_file import load_costs
-        from piper.loading import load_file
-        from piper.metrics import check_logs
-        from piper.session import Settings, as_numbers, session
+        from piper.api.costs_file import load_costs
+        from piper.api.metrics import check_logs
+        from piper.cli.loading import load_file
+        from piper.sessions.training import Settings, as_numbers, session
         from piper_runtime.torchrun import is_first
 
         first = is_first()  # of the processes that torchrun started, one prints and writes
@@ -188,7 +188,7 @@ def run(
         logs = check_logs(log.split(",")) if trains else ()
         recipe = load_file(file, pairs(params), strategy)
         if print_launch:
-            from piper.launching import print_launch as print_lines
+            from piper.cli.launching import print_launch as print_lines
 
             options = {"--strategy": strategy, "--steps": steps, "--costs": costs, "--log": log if log != LOG else None}
             options |= {"--timeout-s": timeout_s if timeout_s != TIMEOUT_S else None, "--out": out if out != RUNS else None}
@@ -198,7 +198,7 @@ def run(
             print_lines(file, world, nodes=nodes, params=params or (), options=options, refused=refused, as_json=as_json)
             return
         if emulate is not None:
-            from piper.emulation import emulated_run
+            from piper.api.emulation import emulated_run
 
             if launcher != "ray" or address != "auto" or log != LOG or ranges:
                 raise JobError("--emulate trains nothing: leave out --launcher, --address, --log and --ranges")
@@ -234,10 +234,10 @@ def profile(
     Example: piper profile examples/gpt_text.py --out costs.json
     """
     with user_errors(locals()):
-        from piper.costs_file import check_costs_path, costs_table, save_costs
-        from piper.display import show
-        from piper.loading import load_file
-        from piper.profiling import profile as measure
+        from piper.api.costs_file import check_costs_path, costs_table, save_costs
+        from piper.api.profiling import profile as measure
+        from piper.cli.loading import load_file
+        from piper.views.display import show
         from piper_ir.codec import dumps
 
         recipe = load_file(file, pairs(params), strategy)
@@ -262,7 +262,7 @@ def report(
     Example: piper report runs/gpt_text-001
     """
     with user_errors(locals()):
-        from piper.reporting import report as show_report
+        from piper.views.reporting import report as show_report
 
         with redirect_stdout(StringIO()) if as_json else nullcontext():
             made = show_report(folder, out=out)
@@ -278,10 +278,10 @@ def explain(file: File, params: Params = None, strategy: StrategyFile = None, as
     Example: piper explain examples/gpt_text.py
     """
     with user_errors(locals()):
-        from piper.explain import explain as text
-        from piper.explain import facts
-        from piper.frontdoor import compile
-        from piper.loading import load_file
+        from piper.api.compiling import compile
+        from piper.cli.loading import load_file
+        from piper.views.explain import explain as text
+        from piper.views.explain import facts
 
         recipe = load_file(file, pairs(params), strategy)
         compiled = compile(recipe.job, recipe.strategy)
@@ -312,11 +312,11 @@ def show(
     Example: piper show examples/gpt_text.py --png schedule.png; piper show --recipe one_f_one_b --pp 4 --microbatches 8
     """
     with user_errors(locals()):
-        from piper.costs_file import load_costs
-        from piper.frontdoor import compile
-        from piper.loading import load_file, load_recipes
-        from piper.recipe_view import Times, arguments, shown
-        from piper.showing import What, show_recipe, show_strategy
+        from piper.api.compiling import compile
+        from piper.api.costs_file import load_costs
+        from piper.cli.loading import load_file, load_recipes
+        from piper.views.recipe_view import Times, arguments, shown
+        from piper.views.show import What, show_recipe, show_strategy
 
         what = What(graph, plan, png, csv, lowered, as_json)
         if recipe is not None:
@@ -341,8 +341,8 @@ def recipes(file: RecipeFile = None, as_json: AsJson = False) -> None:
     Example: piper recipes; piper recipes FILE.py (with those that FILE.py registers)
     """
     with user_errors(locals()):
-        from piper.loading import load_recipes
-        from piper.recipe_view import listing, rows
+        from piper.cli.loading import load_recipes
+        from piper.views.recipe_view import listing, rows
 
         if file is not None:
             load_recipes(file)
@@ -362,8 +362,8 @@ def verify(
     Example: piper verify examples/gpt_text.py
     """
     with user_errors(locals()):
-        from piper.loading import load_file
-        from piper.verification import verify_strategy
+        from piper.api.verification import verify_strategy
+        from piper.cli.loading import load_file
 
         recipe = load_file(file, pairs(params), strategy)
         found = verify_strategy(recipe.job, recipe.strategy, steps=steps)
@@ -380,7 +380,7 @@ def doctor(as_json: AsJson = False) -> None:
     Example: piper doctor
     """
     with user_errors(locals()):
-        from piper.doctor import as_rows, examine, text
+        from piper.cli.doctor import as_rows, examine, text
 
         found = examine()
         print(json.dumps(as_rows(found)) if as_json else text(found))

@@ -10,10 +10,10 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from piper.display import show
-from piper.frontdoor import Compiled, compile
-from piper.reporting import report_at_end
-from piper.results import new_folder, save_plan, save_prediction, save_run, unless_empty
+from piper.api.compiling import Compiled, compile
+from piper.api.results import new_folder, save_plan, save_prediction, save_run, unless_empty
+from piper.views.display import show
+from piper.views.reporting import report_at_end
 from piper_compiler import Strategy
 from piper_ir.costs import Costs
 from piper_ir.plan import Plan
@@ -36,7 +36,7 @@ from piper_simulator import (
 )
 
 if TYPE_CHECKING:
-    from piper.loading import Recipe
+    from piper.cli.loading import Recipe
     from piper_runtime.processes import Pool
 
 
@@ -77,7 +77,7 @@ def target(plan: Plan, cluster: str | Cluster | None) -> Cluster | None:
     if cluster == "auto" and given_only(plan):
         return None
     if cluster in ("auto", "cpu-local"):
-        from piper.session import local_cluster
+        from piper.sessions.training import local_cluster
 
         return local_cluster()
     return load_cluster(cluster) if isinstance(cluster, str) else cluster
