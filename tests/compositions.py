@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 import piper
-from piper.api import compiling
+from piper.api import capturing
 from piper.api.compiling import Compiled
 from piper_compiler import Options, Strategy, order, overlap, place, recipes, replicate, split, split_backward, stream
 from piper_compiler.capture import Captured
@@ -30,7 +30,7 @@ from piper_runtime.job import Job, Precision
 from piper_runtime.run import Run, execute
 from tests import models, parity
 
-compiling.MOST_CAPTURES = 100  # this suite has more models than a user's session
+capturing.MOST_CAPTURES = 100  # this suite has more models than a user's session
 
 Named = list[tuple[str, torch.nn.Parameter]]
 Phase = Literal["F", "B", "I", "W"]
@@ -121,8 +121,8 @@ def captured(model: str, precision: str = "float64") -> Captured:
     job = job_of(Composition(model, precision=precision))
     # functools.cache tells captured(name) from captured(name, float64), and the others say the first.
     shared = models.captured(model) if precision == "float64" else models.captured(model, job.precision.dtype)
-    compiling._CAPTURES[compiling.capture_key(job)] = shared
-    assert compiling.captured_job(job) is shared, "the front door's key is another one now"
+    capturing._CAPTURES[capturing.capture_key(job)] = shared
+    assert capturing.captured_job(job) is shared, "the front door's key is another one now"
     return shared
 
 

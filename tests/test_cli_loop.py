@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 from typer.testing import CliRunner
 
-from piper.api import compiling, profiling, tuning
+from piper.api import capturing, profiling, tuning
 from piper.api.costs_file import save_costs
 from piper.cli import app
 from piper.cli.loading import Recipe, load_file, load_space
@@ -212,7 +212,7 @@ def test_every_command_makes_one_plan_of_one_strategy(tmp_path: Path, costs: Pat
 
 
 def recipe_chunks(recipe: Recipe) -> tuple[Chunk, ...]:
-    return compiling.captured_job(recipe.job).program.chunks
+    return capturing.captured_job(recipe.job).program.chunks
 
 
 def test_the_loop_profiles_searches_confirms_trains_and_reports(space: Path, tmp_path: Path) -> None:

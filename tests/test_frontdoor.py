@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import piper
-from piper.api import compiling
+from piper.api import capturing
 from piper.api.results import hang_report
 from piper_ir.errors import CompileError, ExecutionError, HangError, JobError
 
@@ -54,9 +54,9 @@ def strategies() -> list[piper.Strategy]:
 
 
 def test_a_hundred_strategies_are_one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Mock(wraps=compiling._capture)
-    monkeypatch.setattr(compiling, "_capture", counted)
-    monkeypatch.setattr(compiling, "_CAPTURES", {})
+    counted = Mock(wraps=capturing._capture)
+    monkeypatch.setattr(capturing, "_capture", counted)
+    monkeypatch.setattr(capturing, "_CAPTURES", {})
     plans = {piper.compile(job(), strategy).plan.key for strategy in strategies() * 2}
     plans |= {piper.compile(replace(job(), global_batch=48, clip_norm=1.0), s).plan.key for s in strategies()[:4]}
     equal = 4  # with one microbatch GPipe and 1F1B are the same plan

@@ -100,7 +100,8 @@ def test_a_logger_that_cannot_start_leaves_no_empty_folder(recipe: Path, tmp_pat
 
     monkeypatch.setitem(metrics.WRITERS, "tensorboard", refuses)
     monkeypatch.setitem(metrics.LIBRARIES, "tensorboard", "json")
-    from piper.api.compiling import compile, execute
+    from piper.api.compiling import compile
+    from piper.api.execution import execute
     from piper.cli.loading import load_file
     from piper_ir.errors import OutputError
 

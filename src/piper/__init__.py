@@ -45,7 +45,7 @@ _HOME = {
     "synthetic": "piper_compiler",
     "compile": "piper.api.compiling",
     "Compiled": "piper.api.compiling",
-    "execute": "piper.api.compiling",
+    "execute": "piper.api.execution",
     "profile": "piper.api.profiling",
     "tune": "piper.api.tuning",
     "Study": "piper_autotune",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from piper.api.compiling import Compiled, captured_job, compile, execute
+from piper.api.capturing import captured_job
+from piper.api.compiling import Compiled, compile
+from piper.api.execution import execute
 from piper.api.reference import Difference, Outcome, Reference, differences, reference
 from piper.api.tolerance import STRICT, Tolerance, tolerances
 from piper_compiler import Strategy

@@ -129,10 +129,11 @@ def tune(
     with user_errors(locals()):
         from piper.api.costs_file import load_costs
         from piper.api.results import new_folder
-        from piper.api.tuning import as_numbers, bar, files_text, saved, show_study
+        from piper.api.tuning import saved
         from piper.api.tuning import tune as search
         from piper.cli.loading import load_space
         from piper.views.reporting import report_at_end
+        from piper.views.study_view import as_numbers, bar, files_text, show_study
 
         space = load_space(file)
         folder = new_folder(out, file.stem) if out else None
@@ -198,7 +199,7 @@ def run(
             print_lines(file, world, nodes=nodes, params=params or (), options=options, refused=refused, as_json=as_json)
             return
         if emulate is not None:
-            from piper.api.emulation import emulated_run
+            from piper.cli.running import emulated_run
 
             if launcher != "ray" or address != "auto" or log != LOG or ranges:
                 raise JobError("--emulate trains nothing: leave out --launcher, --address, --log and --ranges")
@@ -234,9 +235,10 @@ def profile(
     Example: piper profile examples/gpt_text.py --out costs.json
     """
     with user_errors(locals()):
-        from piper.api.costs_file import check_costs_path, costs_table, save_costs
+        from piper.api.costs_file import check_costs_path, save_costs
         from piper.api.profiling import profile as measure
         from piper.cli.loading import load_file
+        from piper.views.costs_table import costs_table
         from piper.views.display import show
         from piper_ir.codec import dumps
 

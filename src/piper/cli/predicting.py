@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from piper.api.clusters import cluster_named
 from piper.api.compiling import Compiled, compile
 from piper.api.costs_file import load_costs
 from piper.api.results import new_folder, save_plan, save_prediction, save_snapshots
 from piper.cli.loading import Recipe, load_file
-from piper.sessions.training import device_named
 from piper.views.display import show
+from piper.views.distribution_table import distribution_table
 from piper.views.reporting import report_at_end
 from piper.views.why_tables import comparison_tables, why_tables
 from piper_compiler import Options, load_strategy
 from piper_ir.costs import Costs
 from piper_ir.errors import JobError, PiperError
-from piper_ir.tools import time_text
-from piper_report import FIRST_STEP, Table, memory_table, prediction_table
-from piper_simulator import Cluster, Distribution, WhatIf, compare, device_type, simulate, why
+from piper_report import memory_table, prediction_table
+from piper_simulator import Cluster, WhatIf, compare, device_type, simulate, why
 
 ONE_MORE = "one microbatch more"
 
@@ -37,7 +37,7 @@ class Target:
 
     @cached_property
     def cluster(self) -> Cluster:
-        return device_named(self.name)
+        return cluster_named(self.name)
 
     @cached_property
     def costs(self) -> Costs | None:
@@ -120,17 +120,6 @@ def predict(recipe: Recipe, target: Target, shown: Shown) -> None:
         save_plan(folder, compiled.plan, recipe.strategy)
         save_prediction(folder, result)
         report_at_end(folder)
-
-
-def distribution_table(found: Distribution) -> Table:
-    """Percentiles of the step."""
-    rows = []
-    for name, of in ((FIRST_STEP, found.step_s), ("step in steady state", found.period_s)):
-        rows.append((name, *map(time_text, (of.p5, of.median, of.p95, of.mean, of.std))))
-    drew = f"{found.repetitions} repetitions, seed {found.seed}; {found.ranks} of {found.world} ranks drew durations of their own"
-    notes = (f"{drew}, each held as it lasts in the first step", *([f"warning: {found.note}"] if found.note else []))
-    columns = ("", "5 %", "median", "95 %", "mean", "standard deviation")
-    return Table(f"durations that vary by {found.jitter:g} (lognormal)", columns, tuple(rows), notes)
 
 
 def one_more(recipe: Recipe, compiled: Compiled, target: Target, now_s: float) -> WhatIf:

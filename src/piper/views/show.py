@@ -9,8 +9,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from piper.api.clusters import cluster_named
 from piper.api.compiling import Compiled
-from piper.sessions.training import device_named
 from piper.views.recipe_view import Shown
 from piper_ir.codec import dumps
 from piper_ir.costs import Costs
@@ -41,7 +41,7 @@ def show_strategy(compiled: Compiled, what: What, *, cluster: str, costs: Costs 
     """Print what was asked for, and write its files; the schedule is that of a simulation on `cluster`."""
     if _printed(compiled, what):
         return
-    found = simulate(compiled.plan, device_named(cluster), costs=costs)
+    found = simulate(compiled.plan, cluster_named(cluster), costs=costs)
     table = _drawn(compiled, found.trace, what)
     print(dumps(found.trace) if what.as_json else "\n".join([table, *(f"warning: {note}" for note in found.notes)]))
 
