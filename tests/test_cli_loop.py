@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from piper.api import capturing, profiling, tuning
 from piper.api.costs_file import save_costs
 from piper.cli import app
-from piper.cli.loading import Recipe, load_file, load_space
+from piper.cli.loading import JobFile, load_file, load_space
 from piper.sessions.autopilot import loop
 from piper.sessions.training import Settings
 from piper_autotune import Study
@@ -211,7 +211,7 @@ def test_every_command_makes_one_plan_of_one_strategy(tmp_path: Path, costs: Pat
     assert loads(Plan, next((tmp_path / "b").glob("*/plan.json")).read_text()) == plan, "without the costs"
 
 
-def recipe_chunks(recipe: Recipe) -> tuple[Chunk, ...]:
+def recipe_chunks(recipe: JobFile) -> tuple[Chunk, ...]:
     return capturing.captured_job(recipe.job).program.chunks
 
 

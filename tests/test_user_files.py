@@ -16,7 +16,7 @@ import piper
 from piper.api.costs_file import load_costs
 from piper.api.verification import verify_strategy
 from piper.cli import app
-from piper.cli.loading import Recipe, load_file
+from piper.cli.loading import JobFile, load_file
 from piper.views.explain import explain
 from piper_ir.program import Kernel
 
@@ -25,7 +25,7 @@ OWN = ("directive", "recipe", "op", "cost", "model")
 
 
 @cache
-def loaded(name: str) -> Recipe:
+def loaded(name: str) -> JobFile:
     return load_file(EXAMPLES / f"own_{name}.py")
 
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from piper.api.compiling import Compiled, check_separable
-from piper.api.metrics import OnStep, check_logs, recorded
+from piper.api.metrics import check_logs, recorded
 from piper.api.results import hang_report, new_folder, save_run, unless_empty
 from piper_ir.errors import JobError, OutputError, PiperWarning, PlanError
 from piper_ir.keywords import check_keywords, checked_call
 
 if TYPE_CHECKING:
     from piper_runtime import Job, Run
+    from piper_runtime.report import StepRecord
     from piper_simulator import Cluster
 
 
@@ -80,7 +81,7 @@ def execute(
     out: str | Path | None = None,
     folder: Path | None = None,
     log: Iterable[str] = (),
-    on_step: OnStep | None = None,
+    on_step: Callable[[StepRecord], object] | None = None,
     **more: Any,
 ) -> Run:
     """Run a compiled strategy for `steps` optimizer steps. `job` replaces the compiled one (same model, loss and optimizer

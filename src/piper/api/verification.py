@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from piper.api.capturing import captured_job
 from piper.api.compiling import Compiled, compile
 from piper.api.execution import execute
-from piper.api.reference import Difference, Outcome, Reference, differences, reference
+from piper.api.reference import Difference, Reference, RunOutcome, differences, reference
 from piper.api.tolerance import STRICT, Tolerance, tolerances
 from piper_compiler import Strategy
 from piper_compiler.capture import Captured
@@ -41,7 +41,7 @@ class WholeBatch:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerificationReport:
     """What a comparison with one device and the same microbatches found; `differences` stand in the order of steps and are beyond
     the tolerance. whole: the same for the whole batch in one forward, where that is something else."""
 
@@ -79,7 +79,7 @@ class Report:
         )
 
 
-def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Report:
+def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> VerificationReport:
     """Compile in float64, check the plan's rules, run it inline and compare losses, gradients, parameters and buffers with
     those of the unmodified module under autograd. Raises what `compile` and `execute` raise, PlanError for a plan that breaks a
     rule, and JobError for random operations whose numbers plain PyTorch cannot draw."""
@@ -91,13 +91,13 @@ def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Report:
     head = rng_places(plan.chunks)[plan.chunks[-1].id]
     expected = reference(wide, replicas=plan.replicas, microbatches=plan.microbatches, steps=steps, head=head)
     _check_random(plan, expected)
-    found = Outcome.of(run)
+    found = RunOutcome.of(run)
     beyond, tolerance = compared(found, expected, captured_job(wide))
     whole = _whole_batch(wide, compiled, steps, found, tolerance)
-    return Report(strategy, steps, len(expected.state_dict), beyond, whole, tolerance)
+    return VerificationReport(strategy, steps, len(expected.state_dict), beyond, whole, tolerance)
 
 
-def _whole_batch(job: Job, compiled: Compiled, steps: int, found: Outcome, tolerance: Tolerance) -> WholeBatch | None:
+def _whole_batch(job: Job, compiled: Compiled, steps: int, found: RunOutcome, tolerance: Tolerance) -> WholeBatch | None:
     """Compare with the whole batch in one forward. Parameters are left out: where a true gradient is zero, Adam makes steps of
     the rounding, which is another one here."""
     plan = compiled.plan
@@ -110,7 +110,7 @@ def _whole_batch(job: Job, compiled: Compiled, steps: int, found: Outcome, toler
     return WholeBatch([d for d in both if d.what in ("loss", "gradient", "buffer")], names)
 
 
-def compared(found: Outcome, expected: Reference, captured: Captured) -> tuple[list[Difference], Tolerance]:
+def compared(found: RunOutcome, expected: Reference, captured: Captured) -> tuple[list[Difference], Tolerance]:
     """Return the differences by the strictest tolerance that finds none, else by that of the narrowest dtype in the model."""
     for tolerance in tolerances(captured):
         beyond = differences(found, expected, tolerance.value)

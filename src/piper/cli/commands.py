@@ -14,49 +14,49 @@ import typer
 
 from piper.cli.interrupts import INTERRUPTED, TERMINATED, hear, leave
 from piper.cli.options import (
-    Address,
-    AsJson,
-    Chunks,
-    ChunkTimes,
-    ClusterName,
-    Confirm,
-    CostsFile,
-    CostsOut,
-    Csv,
-    Devices,
-    Emulate,
-    File,
-    Jitter,
-    JitterSeed,
-    Launcher,
-    Log,
-    Lowered,
-    MemoryLimit,
-    MemorySnapshot,
-    Microbatches,
-    NoContention,
-    Nodes,
-    Other,
-    Out,
-    Params,
-    PrintLaunch,
-    ProfileLauncher,
-    Ranges,
-    RecipeFile,
-    RecipeName,
-    Repeats,
-    Repetitions,
-    Rows,
-    Searchers,
-    Seed,
-    SpaceFile,
-    Steps,
-    Storage,
-    StrategyFile,
-    Timeout,
-    Trials,
-    Versus,
-    Why,
+    AddressOption,
+    AsJsonOption,
+    ChunksOption,
+    ChunkTimesOption,
+    ClusterNameOption,
+    ConfirmOption,
+    CostsFileOption,
+    CostsOutOption,
+    CsvOption,
+    DevicesOption,
+    EmulateOption,
+    FileArgument,
+    JitterOption,
+    JitterSeedOption,
+    LauncherOption,
+    LogOption,
+    LoweredOption,
+    MemoryLimitOption,
+    MemorySnapshotOption,
+    MicrobatchesOption,
+    NoContentionOption,
+    NodesOption,
+    OtherArgument,
+    OutOption,
+    ParamsOption,
+    PrintLaunchOption,
+    ProfileLauncherOption,
+    RangesOption,
+    RecipeFileArgument,
+    RecipeNameOption,
+    RepeatsOption,
+    RepetitionsOption,
+    RowsOption,
+    SearchersOption,
+    SeedOption,
+    SpaceFileArgument,
+    StepsOption,
+    StorageOption,
+    StrategyFileOption,
+    TimeoutOption,
+    TrialsOption,
+    VersusOption,
+    WhyOption,
     pairs,
     searchers,
     user_errors,
@@ -78,49 +78,49 @@ def root() -> None:
 
 @app.command()
 def simulate(
-    file: File,
-    other: Other = None,
-    params: Params = None,
-    strategy: StrategyFile = None,
-    versus: Versus = None,
-    why: Why = False,
-    cluster: ClusterName = "cpu-local",
-    costs: CostsFile = None,
-    no_contention: NoContention = False,
-    jitter: Jitter = None,
-    repetitions: Repetitions = None,
-    seed: JitterSeed = None,
-    out: Out = None,
-    memory_snapshot: MemorySnapshot = None,
-    as_json: AsJson = False,
+    file: FileArgument,
+    other: OtherArgument = None,
+    params: ParamsOption = None,
+    strategy: StrategyFileOption = None,
+    versus: VersusOption = None,
+    why: WhyOption = False,
+    cluster: ClusterNameOption = "cpu-local",
+    costs: CostsFileOption = None,
+    no_contention: NoContentionOption = False,
+    jitter: JitterOption = None,
+    repetitions: RepetitionsOption = None,
+    seed: JitterSeedOption = None,
+    out: OutOption = None,
+    memory_snapshot: MemorySnapshotOption = None,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Predict step time and memory of a strategy without running it; say why; or compare two strategies.
 
     Example: piper simulate FILE.py --cluster h100x8 --why; piper simulate FILE.py --versus microbatches=16
     """
     with user_errors(locals()):
-        from piper.cli.predicting import Noise, Shown, Target, simulated
+        from piper.cli.predicting import Noise, PredictionOutput, Target, simulated
 
         target, noise = Target(cluster, costs, not no_contention), Noise.of(jitter, repetitions, seed)
         given, changes = pairs(params), pairs(versus, "--versus")
-        shown = Shown(out, why, as_json, noise, memory_snapshot)
+        shown = PredictionOutput(out, why, as_json, noise, memory_snapshot)
         simulated(file, strategy, other, given, changes, target, shown)
 
 
 @app.command()
 def tune(
-    file: SpaceFile,
-    cluster: ClusterName = "cpu-local",
-    costs: CostsFile = None,
-    trials: Trials = 100,
-    confirm: Confirm = 0,
-    memory_limit: MemoryLimit = None,
-    seed: Seed = 0,
-    storage: Storage = None,
-    workers: Searchers = "1",
-    launcher: Launcher = "ray",
-    out: Out = RUNS,
-    as_json: AsJson = False,
+    file: SpaceFileArgument,
+    cluster: ClusterNameOption = "cpu-local",
+    costs: CostsFileOption = None,
+    trials: TrialsOption = 100,
+    confirm: ConfirmOption = 0,
+    memory_limit: MemoryLimitOption = None,
+    seed: SeedOption = 0,
+    storage: StorageOption = None,
+    workers: SearchersOption = "1",
+    launcher: LauncherOption = "ray",
+    out: OutOption = RUNS,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Search the fastest strategy that fits, in simulation; --confirm runs the best on this machine.
 
@@ -157,21 +157,21 @@ def tune(
 
 @app.command()
 def run(
-    file: File,
-    params: Params = None,
-    strategy: StrategyFile = None,
-    steps: Steps = None,
-    launcher: Launcher = "ray",
-    address: Address = "auto",
-    costs: CostsFile = None,
-    out: Out = RUNS,
-    timeout_s: Timeout = TIMEOUT_S,
-    print_launch: PrintLaunch = False,
-    nodes: Nodes = None,
-    emulate: Emulate = None,
-    log: Log = LOG,
-    ranges: Ranges = False,
-    as_json: AsJson = False,
+    file: FileArgument,
+    params: ParamsOption = None,
+    strategy: StrategyFileOption = None,
+    steps: StepsOption = None,
+    launcher: LauncherOption = "ray",
+    address: AddressOption = "auto",
+    costs: CostsFileOption = None,
+    out: OutOption = RUNS,
+    timeout_s: TimeoutOption = TIMEOUT_S,
+    print_launch: PrintLaunchOption = False,
+    nodes: NodesOption = None,
+    emulate: EmulateOption = None,
+    log: LogOption = LOG,
+    ranges: RangesOption = False,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Train with a strategy; print predicted beside measured and write a report.
 
@@ -220,15 +220,15 @@ def run(
 
 @app.command()
 def profile(
-    file: File,
-    params: Params = None,
-    strategy: StrategyFile = None,
-    launcher: ProfileLauncher = "processes",
-    address: Address = "auto",
-    rows: Rows = None,
-    repeats: Repeats = 7,
-    out: CostsOut = Path("costs.json"),
-    as_json: AsJson = False,
+    file: FileArgument,
+    params: ParamsOption = None,
+    strategy: StrategyFileOption = None,
+    launcher: ProfileLauncherOption = "processes",
+    address: AddressOption = "auto",
+    rows: RowsOption = None,
+    repeats: RepeatsOption = 7,
+    out: CostsOutOption = Path("costs.json"),
+    as_json: AsJsonOption = False,
 ) -> None:
     """Measure chunks, messages and instructions of a job on this machine; write a costs file for predictions.
 
@@ -257,7 +257,7 @@ def profile(
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that simulate, tune, run or a loop has written")],
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="write there instead of DIR/report")] = None,
-    as_json: AsJson = False,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Draw what a folder holds: one HTML page, PNG figures, CSV tables.
 
@@ -274,7 +274,9 @@ def report(
 
 
 @app.command()
-def explain(file: File, params: Params = None, strategy: StrategyFile = None, as_json: AsJson = False) -> None:
+def explain(
+    file: FileArgument, params: ParamsOption = None, strategy: StrategyFileOption = None, as_json: AsJsonOption = False
+) -> None:
     """Print what a strategy became: directives, roles, order, communication, memory.
 
     Example: piper explain examples/gpt_text.py
@@ -292,22 +294,22 @@ def explain(file: File, params: Params = None, strategy: StrategyFile = None, as
 
 @app.command()
 def show(
-    file: RecipeFile = None,
-    params: Params = None,
-    strategy: StrategyFile = None,
-    cluster: ClusterName = "cpu-local",
-    costs: CostsFile = None,
-    recipe: RecipeName = None,
-    pp: Devices = 4,
-    microbatches: Microbatches = 8,
-    chunks: Chunks = None,
-    times: ChunkTimes = "1,1,1",
+    file: RecipeFileArgument = None,
+    params: ParamsOption = None,
+    strategy: StrategyFileOption = None,
+    cluster: ClusterNameOption = "cpu-local",
+    costs: CostsFileOption = None,
+    recipe: RecipeNameOption = None,
+    pp: DevicesOption = 4,
+    microbatches: MicrobatchesOption = 8,
+    chunks: ChunksOption = None,
+    times: ChunkTimesOption = "1,1,1",
     graph: Annotated[bool, typer.Option("--graph", help="print the training graph, a line per node")] = False,
     plan: Annotated[bool, typer.Option("--plan", help="print the plan, a line per instruction; it parses back")] = False,
     png: Annotated[Path | None, typer.Option("--png", metavar="FILE.png", help="draw the schedule into a picture")] = None,
-    csv: Csv = None,
-    lowered: Lowered = False,
-    as_json: AsJson = False,
+    csv: CsvOption = None,
+    lowered: LoweredOption = False,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Draw the simulated schedule of a strategy or a recipe; or print its graph or its plan.
 
@@ -317,7 +319,7 @@ def show(
         from piper.api.compiling import compile
         from piper.api.costs_file import load_costs
         from piper.cli.loading import load_file, load_recipes
-        from piper.views.recipe_view import Times, arguments, shown
+        from piper.views.recipe_view import ChunkTimes, arguments, shown
         from piper.views.show import What, show_recipe, show_strategy
 
         what = What(graph, plan, png, csv, lowered, as_json)
@@ -327,7 +329,9 @@ def show(
             if file is not None:
                 load_recipes(file)
             more = arguments(pairs(params))
-            show_recipe(shown(recipe, pp=pp, microbatches=microbatches, chunks=chunks, times=Times.parse(times), **more), what)
+            show_recipe(
+                shown(recipe, pp=pp, microbatches=microbatches, chunks=chunks, times=ChunkTimes.parse(times), **more), what
+            )
             return
         if file is None:
             raise JobError("give a FILE.py that defines `job` and `strategy`, or --recipe NAME (`piper recipes` lists them)")
@@ -337,7 +341,7 @@ def show(
 
 
 @app.command()
-def recipes(file: RecipeFile = None, as_json: AsJson = False) -> None:
+def recipes(file: RecipeFileArgument = None, as_json: AsJsonOption = False) -> None:
     """List all recipes of pipeline schedules: source, formula, peak, rule, when to use.
 
     Example: piper recipes; piper recipes FILE.py (with those that FILE.py registers)
@@ -353,11 +357,11 @@ def recipes(file: RecipeFile = None, as_json: AsJson = False) -> None:
 
 @app.command()
 def verify(
-    file: File,
-    params: Params = None,
-    strategy: StrategyFile = None,
+    file: FileArgument,
+    params: ParamsOption = None,
+    strategy: StrategyFileOption = None,
     steps: Annotated[int, typer.Option(min=1, help="optimizer steps to compare")] = 3,
-    as_json: AsJson = False,
+    as_json: AsJsonOption = False,
 ) -> None:
     """Run a strategy in float64 in this process against plain PyTorch on one device; name the first value that differs.
 
@@ -376,7 +380,7 @@ def verify(
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
+def doctor(as_json: AsJsonOption = False) -> None:
     """Print what this machine can do: devices, backends, versions, and what is missing.
 
     Example: piper doctor

@@ -21,7 +21,7 @@ from piper_runtime.shipping import RECIPE_MARK
 
 
 @dataclass(frozen=True)
-class Recipe:
+class JobFile:
     """What a FILE.py defines. `steps`: how many it wants to train when nobody says; 3 when it does not say either. `function`: of
     a trial, None when the file's strategy is none; `params`: what it was, or would have been, answered with."""
 
@@ -42,7 +42,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchFile:
     """A FILE.py to search: `strategy` is a function of a trial."""
 
     path: Path
@@ -51,7 +51,7 @@ class Space:
     steps: int
 
 
-def load_space(path: str | Path) -> Space:
+def load_space(path: str | Path) -> SearchFile:
     """Run FILE.py and take its `job` and its `strategy`, which must be a function of a trial. JobError otherwise."""
     path = Path(path)
     module = _run(path)
@@ -62,10 +62,10 @@ def load_space(path: str | Path) -> Space:
             f"{path} defines {found}; to search, define `def strategy(trial)` that calls trial.suggest_categorical, suggest_int "
             "or suggest_float and returns a piper.Strategy"
         )
-    return Space(path, _job(path, module), strategy, _steps(path, module))
+    return SearchFile(path, _job(path, module), strategy, _steps(path, module))
 
 
-def load_file(path: str | Path, params: Mapping[str, str] | None = None, strategy: str | Path | None = None) -> Recipe:
+def load_file(path: str | Path, params: Mapping[str, str] | None = None, strategy: str | Path | None = None) -> JobFile:
     """Run FILE.py and take its `job` and `strategy`. `params` answer the suggestions of a strategy that is a function of a
     trial, before the file's own `params`; `strategy` names a JSON file to use instead of the file's own. JobError for a missing
     or broken file, or one that lacks a name."""
@@ -81,7 +81,7 @@ def load_file(path: str | Path, params: Mapping[str, str] | None = None, strateg
     else:
         texts |= params or {}
         chosen = _strategy(path, module, function, texts, params or {})
-    return Recipe(path, job, chosen, _steps(path, module), function, texts)
+    return JobFile(path, job, chosen, _steps(path, module), function, texts)
 
 
 def load_recipes(path: str | Path) -> None:

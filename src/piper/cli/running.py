@@ -12,16 +12,23 @@ from piper.sessions.emulated import emulated_session
 from piper_ir.costs import Costs
 
 if TYPE_CHECKING:
-    from piper.cli.loading import Recipe
+    from piper.cli.loading import JobFile
 
 
 def emulated_run(
-    recipe: Recipe, cluster: str, *, steps: int, out: Path | None, timeout_s: float, costs: Costs | None, as_json: bool
+    job_file: JobFile, cluster: str, *, steps: int, out: Path | None, timeout_s: float, costs: Costs | None, as_json: bool
 ) -> None:
     """The session of a FILE.py; with `as_json` it prints JSON and nothing else."""
     with redirect_stdout(StringIO()) if as_json else nullcontext():
         simulated, emulated = emulated_session(
-            recipe.job, recipe.strategy, cluster, steps=steps, out=out, name=recipe.path.stem, timeout_s=timeout_s, costs=costs
+            job_file.job,
+            job_file.strategy,
+            cluster,
+            steps=steps,
+            out=out,
+            name=job_file.path.stem,
+            timeout_s=timeout_s,
+            costs=costs,
         )
     if as_json:
         found = {"step_s": emulated.step_s, "period_s": emulated.period_s, **emulated.trace.notes}

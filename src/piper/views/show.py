@@ -11,7 +11,7 @@ from pathlib import Path
 
 from piper.api.clusters import cluster_named
 from piper.api.compiling import Compiled
-from piper.views.recipe_view import Shown
+from piper.views.recipe_view import SimulatedRecipe
 from piper_ir.codec import dumps
 from piper_ir.costs import Costs
 from piper_ir.errors import JobError
@@ -46,7 +46,7 @@ def show_strategy(compiled: Compiled, what: What, *, cluster: str, costs: Costs 
     print(dumps(found.trace) if what.as_json else "\n".join([table, *(f"warning: {note}" for note in found.notes)]))
 
 
-def show_recipe(shown: Shown, what: What) -> None:
+def show_recipe(shown: SimulatedRecipe, what: What) -> None:
     """Print a recipe's schedule and its numbers, and write what was asked for."""
     if _printed(shown.compiled, what):
         return

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from piper.views.display import show
-from piper.views.strategy_facts import Facts, facts_of
+from piper.views.strategy_facts import StrategyFacts, facts_of
 from piper_autotune import RULES, SearchProgress, Study
 from piper_ir.study import Row, limit_text
 from piper_ir.tools import size_text, time_text
@@ -66,7 +66,7 @@ def as_numbers(study: Study, folder: Path | None, global_batch: int | None = Non
     return row | {"folder": str(folder) if folder else None} | search | {"warnings": _warnings(study.table()[:SHOWN])}
 
 
-def _facts(study: Study, row: dict[str, Any], global_batch: int | None) -> Facts | None:
+def _facts(study: Study, row: dict[str, Any], global_batch: int | None) -> StrategyFacts | None:
     """Return what a row's strategy is; None for one that the study does not hold any more."""
     strategy = study.strategies.get(row["number"])
     return None if strategy is None else facts_of(strategy, global_batch)
@@ -95,7 +95,7 @@ def _params(row: dict[str, Any]) -> str:
     return ", ".join(f"{k}={v}" for k, v in row["params"].items())
 
 
-def _shown(row: dict[str, Any], facts: Facts | None) -> tuple[str, ...]:
+def _shown(row: dict[str, Any], facts: StrategyFacts | None) -> tuple[str, ...]:
     measured, error = row["measured_period_s"], row["error"]
     return (
         _params(row),
