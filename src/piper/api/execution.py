@@ -126,7 +126,9 @@ def execute(
     folder = new_folder(Path(out), "run") if out is not None else folder
     codes = [c.code for c in compiled.plan.chunks]
     code = compiled.code.export(codes, compiled.plan.rows)
-    options = dict(steps=steps, launcher=launcher, cluster=cluster, timeout_s=timeout_s, trace=trace, memory=memory)
+    options: dict[str, Any] = dict(
+        steps=steps, launcher=launcher, cluster=cluster, timeout_s=timeout_s, trace=trace, memory=memory
+    )
     options |= {"trainable": compiled.trainable}
     with unless_empty(folder), hang_report(folder), recorded(folder, log, compiled.plan, on_step) as heard:
         result = run(compiled.plan, code, chosen, on_step=heard, **options, **more)

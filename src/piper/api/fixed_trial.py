@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from piper_ir.errors import JobError
+
+Answer = TypeVar("Answer")
 
 
 class FixedTrial:
@@ -46,7 +48,7 @@ class FixedTrial:
             raise JobError(f"{self._flag} {name}={text}: a number in {low}..{high}{steps} is accepted")
         return self._answer(name, value)
 
-    def _answer(self, name: str, value: Any) -> Any:
+    def _answer(self, name: str, value: Answer) -> Answer:
         self.answers[name] = value
         return value
 

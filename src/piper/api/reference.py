@@ -81,10 +81,11 @@ class _Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         losses, weights = self._accumulate(step)
         parameters = [p for p in self.model.parameters() if p.grad is not None]
+        received = [p.grad for p in parameters if p.grad is not None]
         # A pair (sum, weight): the sums' gradients are scaled once. The mean of microbatch means would be another number.
         scale = 1.0 / (sum(weights) if weights else len(losses))
-        for p in parameters:
-            p.grad.mul_(scale)
+        for gradient in received:
+            gradient.mul_(scale)
         if self.job.clip_norm is not None:
             nn.utils.clip_grad_norm_(parameters, self.job.clip_norm)
         gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}

@@ -59,8 +59,9 @@ class VerificationReport:
     @property
     def equal_whole_batch(self) -> bool | None:
         """None where it was not compared."""
-        same = self.whole is None  # one microbatch on one replica
-        return self.equal if same else None if self.whole.random else not self.whole.differences
+        if self.whole is None:  # one microbatch on one replica
+            return self.equal
+        return None if self.whole.random else not self.whole.differences
 
     def text(self) -> str:
         """One line when equal, else the first difference and how many there are; then what the whole batch gives."""

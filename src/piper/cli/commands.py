@@ -191,7 +191,12 @@ def run(
         if print_launch:
             from piper.cli.launching import print_launch as print_lines
 
-            options = {"--strategy": strategy, "--steps": steps, "--costs": costs, "--log": log if log != LOG else None}
+            options: dict[str, object] = {
+                "--strategy": strategy,
+                "--steps": steps,
+                "--costs": costs,
+                "--log": log if log != LOG else None,
+            }
             options |= {"--timeout-s": timeout_s if timeout_s != TIMEOUT_S else None, "--out": out if out != RUNS else None}
             options |= {"--ranges": ranges}
             refused = {"--address": address != "auto", "--emulate": emulate is not None}
