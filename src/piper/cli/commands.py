@@ -14,6 +14,9 @@ import typer
 
 from piper.cli.interrupts import INTERRUPTED, TERMINATED, hear, leave
 from piper.cli.options import (
+    LOG,
+    RUNS,
+    TIMEOUT_S,
     AddressOption,
     AsJsonOption,
     ChunksOption,
@@ -58,13 +61,10 @@ from piper.cli.options import (
     VersusOption,
     WhyOption,
     pairs,
-    searchers,
     user_errors,
 )
 from piper.cli.pipes import open_output
 from piper_ir.errors import JobError
-
-RUNS, TIMEOUT_S, LOG = Path("runs"), 60.0, "jsonl"
 
 app = typer.Typer(name="piper", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -127,31 +127,12 @@ def tune(
     Example: piper tune examples/gpt_text.py --costs costs.json --confirm 2
     """
     with user_errors(locals()):
-        from piper.api.costs_file import load_costs
-        from piper.api.results import new_folder
-        from piper.api.tuning import saved
-        from piper.api.tuning import tune as search
-        from piper.cli.loading import load_space
-        from piper.views.reporting import report_at_end
-        from piper.views.study_view import as_numbers, bar, files_text, show_study
+        from piper.cli import searching
 
-        space = load_space(file)
-        folder = new_folder(out, file.stem) if out else None
-        with saved(folder), bar(trials) as progress:
-            study = search(
-                space.job, space.strategy, cluster=cluster, costs=load_costs(costs) if costs else None, trials=trials,
-                confirm=confirm, memory_limit=memory_limit, seed=seed, storage=storage, launcher=launcher,
-                workers=searchers(workers), progress=progress,
-            )  # fmt: skip
-        if as_json:
-            print(json.dumps(as_numbers(study, folder, space.job.global_batch)))
-        else:
-            show_study(study, file.name, space.job.global_batch)
-        if folder:
-            study.save(folder)
-            print(files_text(study, folder), file=sys.stderr)
-            report_at_end(folder)
-        if study.interrupted:
+        arguments = searching.TuneArguments(
+            file, cluster, costs, trials, confirm, memory_limit, seed, storage, workers, launcher, out, as_json
+        )
+        if searching.tune(arguments).interrupted:
             raise typer.Exit(INTERRUPTED)
 
 
@@ -178,49 +159,40 @@ def run(
     Example: piper run examples/gpt_text.py --steps 20; without a GPU: piper run examples/gpt_text.py --emulate h100x8
     """
     with user_errors(locals()):
-        from piper.api.costs_file import load_costs
-        from piper.api.metrics import check_logs
-        from piper.cli.loading import load_file
-        from piper.sessions.training import Settings, as_numbers, session
-        from piper_runtime.torchrun import is_first
+        from piper.cli import running
 
-        first = is_first()  # of the processes that torchrun started, one prints and writes
-        trains = first and not print_launch and emulate is None
-        logs = check_logs(log.split(",")) if trains else ()
-        recipe = load_file(file, pairs(params), strategy)
-        if print_launch:
-            from piper.cli.launching import print_launch as print_lines
+        arguments = running.RunArguments(
+            file, params or (), strategy, steps, launcher, address, costs, out, timeout_s, nodes, emulate, log, ranges, as_json
+        )
+        (running.launch if print_launch else running.run)(arguments)
 
-            options: dict[str, object] = {
-                "--strategy": strategy,
-                "--steps": steps,
-                "--costs": costs,
-                "--log": log if log != LOG else None,
-            }
-            options |= {"--timeout-s": timeout_s if timeout_s != TIMEOUT_S else None, "--out": out if out != RUNS else None}
-            options |= {"--ranges": ranges}
-            refused = {"--address": address != "auto", "--emulate": emulate is not None}
-            world = recipe.strategy.mesh.world
-            print_lines(file, world, nodes=nodes, params=params or (), options=options, refused=refused, as_json=as_json)
-            return
-        if emulate is not None:
-            from piper.cli.running import emulated_run
 
-            if launcher != "ray" or address != "auto" or log != LOG or ranges:
-                raise JobError("--emulate trains nothing: leave out --launcher, --address, --log and --ranges")
-            known = load_costs(costs) if costs else None
-            emulated_run(recipe, emulate, steps=steps or 1, out=out, timeout_s=timeout_s, costs=known, as_json=as_json)
-            return
-        if nodes is not None:
-            raise JobError("--nodes belongs to --print-launch; a run takes its nodes from --address or from torchrun")
-        settings = Settings(
-            launcher=launcher, address=address, costs=costs, out=out if first else None, name=file.stem, timeout_s=timeout_s,
-            log=logs, ranges=ranges,
+@app.command()
+def launch(
+    file: FileArgument,
+    params: ParamsOption = None,
+    strategy: StrategyFileOption = None,
+    steps: StepsOption = None,
+    costs: CostsFileOption = None,
+    out: OutOption = RUNS,
+    timeout_s: TimeoutOption = TIMEOUT_S,
+    nodes: NodesOption = None,
+    log: LogOption = LOG,
+    ranges: RangesOption = False,
+    as_json: AsJsonOption = False,
+) -> None:
+    """Print the command lines that train on many machines: torchrun, Slurm, Ray. Runs nothing.
+
+    Example: piper launch examples/gpt_text.py --nodes 2
+    """
+    with user_errors(locals()):
+        from piper.cli import running
+
+        given = running.RunArguments(
+            file, params or (), strategy, steps, costs=costs, out=out, timeout_s=timeout_s, nodes=nodes, log=log, ranges=ranges,
+            as_json=as_json,
         )  # fmt: skip
-        with redirect_stdout(StringIO()) if as_json or not first else nullcontext():
-            done = session(recipe.job, recipe.strategy, steps=steps or recipe.steps, settings=settings)
-        if as_json and first:
-            print(json.dumps(as_numbers(done)))
+        running.launch(given)
 
 
 @app.command()

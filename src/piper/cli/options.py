@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,6 +14,9 @@ import typer
 
 from piper.cli.interrupts import INTERRUPTED
 from piper_ir.errors import JobError, PiperError, PiperWarning
+
+RUNS, TIMEOUT_S, LOG = Path("runs"), 60.0, "jsonl"
+"""Defaults of `piper run`: its folder for results, seconds without progress, and logs."""
 
 SpaceFileArgument = Annotated[
     Path, typer.Argument(metavar="FILE.py", help="defines `job` (a piper.Job) and `strategy`, a function of a trial")
@@ -110,9 +113,9 @@ RowsOption = Annotated[
 ]
 RepeatsOption = Annotated[int, typer.Option(min=1, help="passes of which each duration is the median")]
 PrintLaunchOption = Annotated[
-    bool, typer.Option("--print-launch", help="print the command lines for torchrun, Slurm and Ray, and run nothing")
+    bool, typer.Option("--print-launch", help="do what `piper launch` does: print command lines, run nothing")
 ]
-NodesOption = Annotated[int | None, typer.Option(min=1, help="machines in the lines of --print-launch")]
+NodesOption = Annotated[int | None, typer.Option(min=1, help="machines in the lines of `piper launch`")]
 EmulateOption = Annotated[
     str | None,
     typer.Option(metavar="CLUSTER", help="sleep in real processes instead of training, as long as CLUSTER would compute"),
@@ -149,7 +152,7 @@ def searchers(workers: str) -> int | str:
     raise JobError(f"--workers {workers}: a number of processes, ray, local or the HOST:PORT of a Ray cluster is expected")
 
 
-def pairs(params: list[str] | None, flag: str = "-p") -> dict[str, str]:
+def pairs(params: Sequence[str] | None, flag: str = "-p") -> dict[str, str]:
     """`-p` options by name. JobError for one without a name or value."""
     out = {}
     for item in params or []:
