@@ -26,7 +26,7 @@ if __name__ == "__main__":  # run as a file, sys.path begins with this folder an
 
 import piper
 from packages.compiler.tests.compile_cases import RandomProgram, frozen_first, layered, random_case
-from piper.loading import load_file
+from piper.cli.loading import load_file
 from piper_compiler import Options, Strategy, Training, compile_program, order, overlap, place, recipes, split_backward, synthetic
 from piper_compiler.recipes import RECIPES
 from piper_ir.errors import PiperError

@@ -18,7 +18,7 @@ from typing import Any
 import piper
 from benchmarks.measure import Goal, Row
 from benchmarks.step_model import LARGE, Regime, job
-from piper.profiling import profile
+from piper.api.profiling import profile
 from piper_ir.tools import usable_cores
 from piper_runtime.processes import Pool
 from piper_runtime.run import WARMUP_STEPS

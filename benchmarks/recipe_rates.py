@@ -10,13 +10,13 @@ from typing import TypeVar
 
 import piper
 from benchmarks.measure import Goal, Row
-from piper.recipe_view import Times, directives_of
+from piper.views.recipe_view import ChunkTimes, directives_of
 from piper_compiler.interchange import stages_of
 from piper_compiler.recipes import RECIPES, Recipe
 
 DEVICES, MICROBATCHES = 16, 128
 GOAL = Goal("below", 2.0)
-TIMES = Times(F=3.0, I=4.0, W=2.0)
+TIMES = ChunkTimes(F=3.0, I=4.0, W=2.0)
 REPEATS, QUICK_REPEATS = 3, 1
 
 T = TypeVar("T")

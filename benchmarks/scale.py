@@ -19,7 +19,7 @@ from benchmarks.compile_rates import GROWTH_GOAL, layered
 from benchmarks.measure import Goal, Row
 from benchmarks.scale_cell import PHASES
 from piper import models
-from piper.frontdoor import captured_job
+from piper.api.capturing import captured_job
 from piper_compiler import Strategy, compile_program, recipes
 from piper_ir.mesh import Mesh
 from piper_ir.verify import verify

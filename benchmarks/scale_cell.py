@@ -51,7 +51,7 @@ def measure(model: str | Any, pp: int, dp: int, microbatches: int, cluster: str)
 
     piper, _ = clock.time("import", imported)
     from piper import models
-    from piper.frontdoor import captured_job
+    from piper.api.capturing import captured_job
     from piper_ir.verify import verify
 
     job = models.job(model, global_batch=microbatches * dp)

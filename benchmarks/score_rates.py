@@ -14,7 +14,7 @@ from statistics import median
 
 from benchmarks.measure import Goal, Row
 from benchmarks.step_model import SMALL, job
-from piper.frontdoor import captured_job
+from piper.api.capturing import captured_job
 from piper_autotune.scoring import seconds_of
 from piper_compiler import Strategy, compile_program, recipes, synthetic
 from piper_ir.mesh import Mesh

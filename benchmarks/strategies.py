@@ -13,7 +13,7 @@ from statistics import median
 import piper
 from benchmarks.measure import Goal, Row
 from benchmarks.step_model import GPT, SMALL, job
-from piper import frontdoor
+from piper.api import capturing
 from piper_compiler.capture import Captured
 from piper_runtime import Job
 
@@ -30,17 +30,17 @@ def counted() -> Iterator[list[Job]]:
     The model itself must not count: what it holds says which model it is.
     """
     captured: list[Job] = []
-    plain = frontdoor._capture
+    plain = capturing._capture
 
     def counting(job: Job) -> Captured:
         captured.append(job)
         return plain(job)
 
-    frontdoor._capture = counting
+    capturing._capture = counting
     try:
         yield captured
     finally:
-        frontdoor._capture = plain
+        capturing._capture = plain
 
 
 def strategies() -> Iterator[piper.Strategy]:

@@ -110,7 +110,7 @@ def _judge_run(mutant: Mutant, fault: JobFault) -> Result:
         if judged is None:
             continue
         tried = True
-        found = parity.differences(parity.Outcome.of(judged[0]), judged[1])
+        found = parity.differences(parity.RunOutcome.of(judged[0]), judged[1])
         if found:
             return Result(mutant, "", str(found[0]), str(case))
     if not tried:
@@ -132,7 +132,7 @@ def _parity(mutant: Mutant, case: Composition, plan: Plan) -> str:
             run = compositions.run(case, plan)
         except PiperError as e:
             return f"{type(e).__name__}: {str(e).splitlines()[0]}"
-    found = parity.differences(parity.Outcome.of(run), compositions.expected(case))
+    found = parity.differences(parity.RunOutcome.of(run), compositions.expected(case))
     return str(found[0]) if found else ""
 
 

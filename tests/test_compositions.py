@@ -67,7 +67,7 @@ def test_a_fault_in_a_random_composition_is_seen(c: Composition) -> None:
     """The control of the test above: in each of these the last microbatch's gradients come too late."""
     with faults.inject("lose_last_gradient"):
         run = compositions.run(c, steps=1)
-    assert parity.differences(parity.Outcome.of(run), compositions.expected(c, 1))
+    assert parity.differences(parity.RunOutcome.of(run), compositions.expected(c, 1))
 
 
 def test_the_compositions_were_not_all_alike() -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import piper
-from piper.emulation import durations_on
+from piper.api.emulation import durations_on
 from piper_ir.ops import COMM
 from piper_ir.plan import Plan
 from piper_ir.plan_bytes import PlanBytes

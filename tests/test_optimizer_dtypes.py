@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import piper
 from piper import Job, Mesh, Precision, Strategy
-from piper.reference import reference
+from piper.api.reference import reference
 from piper_ir.errors import JobError, PiperWarning
 from piper_runtime import fused
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import piper
-from piper.emulation import durations_on, emulate
+from piper.api.emulation import durations_on, emulate
 from piper_autotune.problem import Programs, TuningProblem
 from piper_autotune.scoring import Scored, score
 from piper_autotune.sketch import Sketches

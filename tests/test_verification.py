@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
-from piper.reference import reference
-from piper.verification import verify_strategy
+from piper.api.reference import reference
+from piper.api.verification import verify_strategy
 from piper_ir.errors import JobError
 
 WIDTH = 4

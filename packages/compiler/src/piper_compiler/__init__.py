@@ -20,9 +20,10 @@ from piper_compiler.directives import (
 )
 from piper_compiler.interchange import Schedule, read_schedule_csv, write_schedule_csv
 from piper_compiler.strategy import Strategy, load_strategy, save_strategy
-from piper_compiler.synthetic import synthetic
+from piper_compiler.synthetic import MOST_SECONDS, synthetic
 
 __all__ = [
+    "MOST_SECONDS",
     "CompileRequest",
     "Directive",
     "Lowered",

@@ -226,7 +226,7 @@ class _Walk(Generic[V]):
         most: int | None = None
         more = 0
         live: dict[Category, int] = {}
-        fullest: Split = {}
+        fullest: BytesByCategory = {}
         size, category = self.size, self.category
         for part in parts:
             sizes = {v: size(v) for v in (*part.reads, *part.writes)}
@@ -243,7 +243,7 @@ class _Walk(Generic[V]):
                 more -= nbytes
         return Effect(most or 0, fullest, more, live)
 
-    def _at_fullest(self, live: Split, use: PartUse[PartLike[V]]) -> Split:
+    def _at_fullest(self, live: BytesByCategory, use: PartUse[PartLike[V]]) -> BytesByCategory:
         """By category when a part, its writes allocated, is at its fullest moment."""
         out = dict(live)
         if use.beside >= 0:

@@ -3,19 +3,23 @@
 from piper_compiler.capture.advancing import Advancing
 from piper_compiler.capture.assemble import capture
 from piper_compiler.capture.codegen import StepCode, compile_step
-from piper_compiler.capture.codestore import Captured, CodeStore
-from piper_compiler.capture.model import flatten_batch, named_tensors
+from piper_compiler.capture.codestore import Captured, CodeStore, check_rows
+from piper_compiler.capture.model import ASKED_ROWS, flatten_batch, named_tensors
+from piper_compiler.capture.narrow import narrowest
 from piper_compiler.capture.tags import region, tag
 
 __all__ = [
+    "ASKED_ROWS",
     "Advancing",
     "Captured",
     "CodeStore",
     "StepCode",
     "capture",
+    "check_rows",
     "compile_step",
     "flatten_batch",
     "named_tensors",
+    "narrowest",
     "region",
     "tag",
 ]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def report(folder: str | Path, *, out: str | Path | None = None) -> Report:
     """Write the report of a result folder (`piper_report.write_report`), print its headline and where it is. FormatError,
     OutputError."""
-    from piper.display import show
+    from piper.views.display import show
     from piper_report import write_report
 
     made = write_report(folder, out=out)

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from piper_ir.errors import OutputError
 
 
-class Output:
+class OutputStream:
     """A text stream that may lose its reader. Everything that is not said here is the stream's own."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
@@ -54,4 +54,4 @@ def open_output() -> None:
             os.open(os.devnull, os.O_RDWR)
     for name, number, title in (("stdout", 1, "standard output"), ("stderr", 2, "standard error")):
         stream = getattr(sys, name) or os.fdopen(number, "w", closefd=False)
-        setattr(sys, name, Output(stream, title))
+        setattr(sys, name, OutputStream(stream, title))

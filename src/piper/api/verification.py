@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from piper.frontdoor import Compiled, captured_job, compile, execute
-from piper.reference import Difference, Outcome, Reference, differences, reference
-from piper.tolerance import STRICT, Tolerance, tolerances
+from piper.api.capturing import captured_job
+from piper.api.compiling import Compiled, compile
+from piper.api.execution import execute
+from piper.api.reference import Difference, Reference, RunOutcome, differences, reference
+from piper.api.tolerance import STRICT, Tolerance, tolerances
 from piper_compiler import Strategy
 from piper_compiler.capture import Captured
 from piper_ir.errors import JobError
@@ -39,7 +41,7 @@ class WholeBatch:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerificationReport:
     """What a comparison with one device and the same microbatches found; `differences` stand in the order of steps and are beyond
     the tolerance. whole: the same for the whole batch in one forward, where that is something else."""
 
@@ -57,8 +59,9 @@ class Report:
     @property
     def equal_whole_batch(self) -> bool | None:
         """None where it was not compared."""
-        same = self.whole is None  # one microbatch on one replica
-        return self.equal if same else None if self.whole.random else not self.whole.differences
+        if self.whole is None:  # one microbatch on one replica
+            return self.equal
+        return None if self.whole.random else not self.whole.differences
 
     def text(self) -> str:
         """One line when equal, else the first difference and how many there are; then what the whole batch gives."""
@@ -77,7 +80,7 @@ class Report:
         )
 
 
-def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Report:
+def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> VerificationReport:
     """Compile in float64, check the plan's rules, run it inline and compare losses, gradients, parameters and buffers with
     those of the unmodified module under autograd. Raises what `compile` and `execute` raise, PlanError for a plan that breaks a
     rule, and JobError for random operations whose numbers plain PyTorch cannot draw."""
@@ -89,13 +92,13 @@ def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Report:
     head = rng_places(plan.chunks)[plan.chunks[-1].id]
     expected = reference(wide, replicas=plan.replicas, microbatches=plan.microbatches, steps=steps, head=head)
     _check_random(plan, expected)
-    found = Outcome.of(run)
+    found = RunOutcome.of(run)
     beyond, tolerance = compared(found, expected, captured_job(wide))
     whole = _whole_batch(wide, compiled, steps, found, tolerance)
-    return Report(strategy, steps, len(expected.state_dict), beyond, whole, tolerance)
+    return VerificationReport(strategy, steps, len(expected.state_dict), beyond, whole, tolerance)
 
 
-def _whole_batch(job: Job, compiled: Compiled, steps: int, found: Outcome, tolerance: Tolerance) -> WholeBatch | None:
+def _whole_batch(job: Job, compiled: Compiled, steps: int, found: RunOutcome, tolerance: Tolerance) -> WholeBatch | None:
     """Compare with the whole batch in one forward. Parameters are left out: where a true gradient is zero, Adam makes steps of
     the rounding, which is another one here."""
     plan = compiled.plan
@@ -108,7 +111,7 @@ def _whole_batch(job: Job, compiled: Compiled, steps: int, found: Outcome, toler
     return WholeBatch([d for d in both if d.what in ("loss", "gradient", "buffer")], names)
 
 
-def compared(found: Outcome, expected: Reference, captured: Captured) -> tuple[list[Difference], Tolerance]:
+def compared(found: RunOutcome, expected: Reference, captured: Captured) -> tuple[list[Difference], Tolerance]:
     """Return the differences by the strictest tolerance that finds none, else by that of the narrowest dtype in the model."""
     for tolerance in tolerances(captured):
         beyond = differences(found, expected, tolerance.value)

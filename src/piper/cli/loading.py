@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from piper.api.fixed_trial import FixedTrial
 from piper_compiler import Strategy, load_strategy
 from piper_ir.errors import JobError, PiperError
 from piper_ir.tools import user_code
@@ -20,7 +21,7 @@ from piper_runtime.shipping import RECIPE_MARK
 
 
 @dataclass(frozen=True)
-class Recipe:
+class JobFile:
     """What a FILE.py defines. `steps`: how many it wants to train when nobody says; 3 when it does not say either. `function`: of
     a trial, None when the file's strategy is none; `params`: what it was, or would have been, answered with."""
 
@@ -41,7 +42,7 @@ class Recipe:
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchFile:
     """A FILE.py to search: `strategy` is a function of a trial."""
 
     path: Path
@@ -50,7 +51,7 @@ class Space:
     steps: int
 
 
-def load_space(path: str | Path) -> Space:
+def load_space(path: str | Path) -> SearchFile:
     """Run FILE.py and take its `job` and its `strategy`, which must be a function of a trial. JobError otherwise."""
     path = Path(path)
     module = _run(path)
@@ -61,10 +62,10 @@ def load_space(path: str | Path) -> Space:
             f"{path} defines {found}; to search, define `def strategy(trial)` that calls trial.suggest_categorical, suggest_int "
             "or suggest_float and returns a piper.Strategy"
         )
-    return Space(path, _job(path, module), strategy, _steps(path, module))
+    return SearchFile(path, _job(path, module), strategy, _steps(path, module))
 
 
-def load_file(path: str | Path, params: Mapping[str, str] | None = None, strategy: str | Path | None = None) -> Recipe:
+def load_file(path: str | Path, params: Mapping[str, str] | None = None, strategy: str | Path | None = None) -> JobFile:
     """Run FILE.py and take its `job` and `strategy`. `params` answer the suggestions of a strategy that is a function of a
     trial, before the file's own `params`; `strategy` names a JSON file to use instead of the file's own. JobError for a missing
     or broken file, or one that lacks a name."""
@@ -80,7 +81,7 @@ def load_file(path: str | Path, params: Mapping[str, str] | None = None, strateg
     else:
         texts |= params or {}
         chosen = _strategy(path, module, function, texts, params or {})
-    return Recipe(path, job, chosen, _steps(path, module), function, texts)
+    return JobFile(path, job, chosen, _steps(path, module), function, texts)
 
 
 def load_recipes(path: str | Path) -> None:
@@ -175,60 +176,3 @@ def _checked(path: Path, strategy: Any) -> Strategy:
         found = "no `strategy`" if strategy is None else f"a `strategy` that is a {type(strategy).__name__}"
         raise JobError(f"{path} defines {found}; it must be a piper.Strategy, or a function of a trial that returns one")
     return strategy
-
-
-class FixedTrial:
-    """Answers a strategy's `trial.suggest_*` calls with the values given by `-p name=value`. `free`: names of integers that are
-    answered whatever the strategy would accept. `flag`: by which messages call the option."""
-
-    def __init__(self, params: Mapping[str, str], free: Iterable[str] = (), flag: str = "-p") -> None:
-        self._params, self._free, self._flag = dict(params), frozenset(free), flag
-        self.answers: dict[str, Any] = {}
-        """What was asked for so far, by name."""
-
-    def suggest_categorical(self, name: str, choices: Any) -> Any:
-        text = self._text(name, f"one of {', '.join(map(str, choices))}")
-        if name in self._free:
-            return self._answer(name, int(text))
-        for choice in choices:
-            if str(choice) == text:
-                return self._answer(name, choice)
-        raise JobError(f"{self._flag} {name}={text}: one of {', '.join(map(str, choices))} is accepted")
-
-    def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        text = self._text(name, f"an integer in {low}..{high}")
-        if name in self._free:
-            return self._answer(name, int(text))
-        if not text.lstrip("-").isdigit() or not low <= int(text) <= high or (not log and (int(text) - low) % step):
-            raise JobError(f"{self._flag} {name}={text}: an integer in {low}..{high} (step {step}) is accepted")
-        return self._answer(name, int(text))
-
-    def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
-        text = self._text(name, f"a number in {low}..{high}")
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        on_grid = step is None or abs((value - low) / step - round((value - low) / step)) < 1e-9
-        if not low <= value <= high or not on_grid:
-            steps = "" if step is None else f" (step {step})"
-            raise JobError(f"{self._flag} {name}={text}: a number in {low}..{high}{steps} is accepted")
-        return self._answer(name, value)
-
-    def _answer(self, name: str, value: Any) -> Any:
-        self.answers[name] = value
-        return value
-
-    def _text(self, name: str, accepted: str) -> str:
-        if name not in self._params:
-            raise JobError(f"the strategy asks for {name!r}; give it as -p {name}=VALUE ({accepted})")
-        return self._params[name]
-
-    def check_all_used(self, given: Iterable[str]) -> None:
-        """JobError for a name among `given` that the strategy did not ask for."""
-        unknown = sorted(set(given) - self.answers.keys())
-        if unknown:
-            raise JobError(
-                f"{self._flag} {unknown[0]}=...: the strategy has no parameter of that name; "
-                f"it has {', '.join(sorted(self.answers)) or 'none'}"
-            )

@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from piper.costs_file import save_costs
-from piper.loading import FixedTrial
-from piper.profiling import profile
-from piper.results import new_folder, unless_empty
-from piper.session import DEFAULTS, Session, Settings, session
-from piper.tuning import bar, saved, show_study, tune
+from piper.api.costs_file import save_costs
+from piper.api.fixed_trial import FixedTrial
+from piper.api.profiling import profile
+from piper.api.results import new_folder, unless_empty
+from piper.api.tuning import saved, tune
+from piper.sessions.training import DEFAULTS, Session, Settings, session
+from piper.views.study_view import bar, show_study
 from piper_compiler import Strategy
 from piper_ir.errors import TuneError
 from piper_simulator import CPU

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from piper_runtime.report import StepRecord
 
 METRICS_FILE = "metrics.jsonl"
-OnStep = Callable[["StepRecord"], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +226,8 @@ def open_metrics(folder: Path, names: Iterable[str], plan: Plan) -> Metrics:
 
 @contextmanager
 def recorded(
-    folder: Path | None, names: Iterable[str] | None, plan: Plan, on_step: OnStep | None = None
-) -> Iterator[OnStep | None]:
+    folder: Path | None, names: Iterable[str] | None, plan: Plan, on_step: Callable[[StepRecord], object] | None = None
+) -> Iterator[Callable[[StepRecord], object] | None]:
     """What a run is to call with every finished step: metrics into the folder of its results, then the caller's own `on_step`.
     Without a folder there are no metrics; JobError when they were asked for."""
     if folder is None:

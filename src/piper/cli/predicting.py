@@ -9,20 +9,20 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from piper.costs_file import load_costs
-from piper.display import show
-from piper.frontdoor import Compiled, compile
-from piper.loading import Recipe, load_file
-from piper.reporting import report_at_end
-from piper.results import new_folder, save_plan, save_prediction, save_snapshots
-from piper.session import device_named
-from piper.why_tables import comparison_tables, why_tables
+from piper.api.clusters import cluster_named
+from piper.api.compiling import Compiled, compile
+from piper.api.costs_file import load_costs
+from piper.api.results import new_folder, save_plan, save_prediction, save_snapshots
+from piper.cli.loading import JobFile, load_file
+from piper.views.display import show
+from piper.views.distribution_table import distribution_table
+from piper.views.reporting import report_at_end
+from piper.views.why_tables import comparison_tables, why_tables
 from piper_compiler import Options, load_strategy
 from piper_ir.costs import Costs
 from piper_ir.errors import JobError, PiperError
-from piper_ir.tools import time_text
-from piper_report import FIRST_STEP, Table, memory_table, prediction_table
-from piper_simulator import Cluster, Distribution, WhatIf, compare, device_type, simulate, why
+from piper_report import memory_table, prediction_table
+from piper_simulator import Cluster, WhatIf, compare, device_type, simulate, why
 
 ONE_MORE = "one microbatch more"
 
@@ -37,14 +37,14 @@ class Target:
 
     @cached_property
     def cluster(self) -> Cluster:
-        return device_named(self.name)
+        return cluster_named(self.name)
 
     @cached_property
     def costs(self) -> Costs | None:
         return load_costs(self.file) if self.file is not None else None
 
-    def compiled(self, recipe: Recipe) -> Compiled:
-        return compile(recipe.job, recipe.strategy, costs=self.costs, options=Options(device=device_type(self.cluster)))
+    def compiled(self, job_file: JobFile) -> Compiled:
+        return compile(job_file.job, job_file.strategy, costs=self.costs, options=Options(device=device_type(self.cluster)))
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Noise:
 
 
 @dataclass(frozen=True)
-class Shown:
+class PredictionOutput:
     """What a command prints and writes of a prediction. `out`: results and a report go to a new folder below it; `explained`:
     also why the step takes its time; `noise`: how it is spread; `snapshots`: the folder for the memory of each rank."""
 
@@ -79,30 +79,30 @@ class Shown:
 
 def simulated(
     file: Path, strategy: Path | None, other: Path | None, params: Mapping[str, str], changes: Mapping[str, str], target: Target,
-    shown: Shown,
+    shown: PredictionOutput,
 ) -> None:  # fmt: skip
     """The command: one strategy, or two beside each other."""
     two = other is not None or bool(changes)
-    if two and shown != Shown(as_json=shown.as_json):
+    if two and shown != PredictionOutput(as_json=shown.as_json):
         raise JobError("--why, --jitter, --memory-snapshot and --out are for one strategy; simulate the two one after the other")
-    recipe = load_file(file, params, strategy)
+    job_file = load_file(file, params, strategy)
     if two:
-        predict_two(recipe, other, target, params=params, changes=changes, as_json=shown.as_json)
+        predict_two(job_file, other, target, params=params, changes=changes, as_json=shown.as_json)
     else:
-        predict(recipe, target, shown)
+        predict(job_file, target, shown)
 
 
-def predict(recipe: Recipe, target: Target, shown: Shown) -> None:
+def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
     """Simulate a strategy and print the headline and what else is to be shown."""
-    name = recipe.path.stem
-    cluster, compiled = target.cluster, target.compiled(recipe)
+    name = job_file.path.stem
+    cluster, compiled = target.cluster, target.compiled(job_file)
     result = simulate(compiled.plan, cluster, costs=target.costs, contention=target.contention)
     noise = shown.noise
     spread = noise and result.distribution(noise.jitter, seed=noise.seed, repetitions=noise.repetitions)
     found = None
     if shown.explained:
         found = why(compiled.plan, cluster, costs=target.costs, contention=target.contention)
-        found = replace(found, what_if=(*found.what_if, one_more(recipe, compiled, target, found.step_s)))
+        found = replace(found, what_if=(*found.what_if, one_more(job_file, compiled, target, found.step_s)))
     folder = new_folder(shown.out, name) if shown.out is not None else None  # what is refused leaves none
     if shown.as_json:
         more = {"distribution": spread.as_dict()} if spread else {}
@@ -117,32 +117,21 @@ def predict(recipe: Recipe, target: Target, shown: Shown) -> None:
     if shown.snapshots is not None:
         print(save_snapshots(shown.snapshots, compiled.plan, result), file=sys.stderr)
     if folder is not None:
-        save_plan(folder, compiled.plan, recipe.strategy)
+        save_plan(folder, compiled.plan, job_file.strategy)
         save_prediction(folder, result)
         report_at_end(folder)
 
 
-def distribution_table(found: Distribution) -> Table:
-    """Percentiles of the step."""
-    rows = []
-    for name, of in ((FIRST_STEP, found.step_s), ("step in steady state", found.period_s)):
-        rows.append((name, *map(time_text, (of.p5, of.median, of.p95, of.mean, of.std))))
-    drew = f"{found.repetitions} repetitions, seed {found.seed}; {found.ranks} of {found.world} ranks drew durations of their own"
-    notes = (f"{drew}, each held as it lasts in the first step", *([f"warning: {found.note}"] if found.note else []))
-    columns = ("", "5 %", "median", "95 %", "mean", "standard deviation")
-    return Table(f"durations that vary by {found.jitter:g} (lognormal)", columns, tuple(rows), notes)
-
-
-def one_more(recipe: Recipe, compiled: Compiled, target: Target, now_s: float) -> WhatIf:
+def one_more(job_file: JobFile, compiled: Compiled, target: Target, now_s: float) -> WhatIf:
     """The step, now of `now_s` seconds, with one microbatch more of as many rows: the global batch grows by it. It takes a
     strategy that is a function of a trial, with a parameter that is the number of microbatches."""
     plan = compiled.plan
     m, each = plan.microbatches, plan.rows * plan.replicas
-    job = replace(recipe.job, global_batch=(m + 1) * each)
+    job = replace(job_file.job, global_batch=(m + 1) * each)
     reason = "none of the strategy's parameters is the number of microbatches"
-    for name in (n for n, value in recipe.params.items() if value == str(m)):
+    for name in (n for n, value in job_file.params.items() if value == str(m)):
         try:
-            strategy = recipe.varied({name: str(m + 1)}, any_value=True)
+            strategy = job_file.varied({name: str(m + 1)}, any_value=True)
             more = compile(job, strategy, costs=target.costs).plan
         except PiperError as e:
             reason = str(e)
@@ -156,19 +145,19 @@ def one_more(recipe: Recipe, compiled: Compiled, target: Target, now_s: float) -
 
 
 def predict_two(
-    recipe: Recipe, other: Path | None, target: Target, *, params: Mapping[str, str], changes: Mapping[str, str], as_json: bool
+    job_file: JobFile, other: Path | None, target: Target, *, params: Mapping[str, str], changes: Mapping[str, str], as_json: bool
 ) -> None:
     """Simulate two strategies and print where the difference arises. `other`: another FILE.py, which `params` hold for too, or a
     saved strategy of the same job; None: the same file. `changes` of parameters make the second."""
-    second, names = _second(recipe, other, params, changes)
+    second, names = _second(job_file, other, params, changes)
     found = []
-    for side in (recipe, second):
+    for side in (job_file, second):
         found.append(why(target.compiled(side).plan, target.cluster, costs=target.costs, contention=target.contention))
     result = compare(*found)
     if as_json:
         print(json.dumps({"a": names[0], "b": names[1], **result.as_dict()}))
         return
-    rows = [side.job.global_batch for side in (recipe, second)]
+    rows = [side.job.global_batch for side in (job_file, second)]
     note = f"the steps differ in their rows: {rows[0]} and {rows[1]}" if rows[0] != rows[1] else ""
     for i, table in enumerate(comparison_tables(result, names, target.cluster.name, note)):
         print("\n" * (i > 0), end="")
@@ -176,17 +165,17 @@ def predict_two(
 
 
 def _second(
-    recipe: Recipe, other: Path | None, params: Mapping[str, str], changes: Mapping[str, str]
-) -> tuple[Recipe, tuple[str, str]]:
+    job_file: JobFile, other: Path | None, params: Mapping[str, str], changes: Mapping[str, str]
+) -> tuple[JobFile, tuple[str, str]]:
     """The other side of a comparison, and what to call the two."""
-    name = recipe.path.name
-    was = " " * bool(changes) + ", ".join(f"{n}={recipe.params.get(n, '-')}" for n in changes)
+    name = job_file.path.name
+    was = " " * bool(changes) + ", ".join(f"{n}={job_file.params.get(n, '-')}" for n in changes)
     now = " " * bool(changes) + ", ".join(f"{n}={v}" for n, v in changes.items())
     if other is None:
-        second = replace(recipe, strategy=recipe.varied(changes, flag="--versus"))
+        second = replace(job_file, strategy=job_file.varied(changes, flag="--versus"))
         return second, (name + was, name + now)
     if other.suffix != ".json":
         return load_file(other, {**params, **changes}), (name + was, (other.name if other.name != name else str(other)) + now)
     if changes:
         raise JobError(f"--versus changes parameters of a FILE.py; {other} is a saved strategy: leave one of them out")
-    return replace(recipe, strategy=load_strategy(other)), (name, other.name)
+    return replace(job_file, strategy=load_strategy(other)), (name, other.name)

@@ -12,7 +12,7 @@ from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING
 
-from piper.frontdoor import Compiled, compile
+from piper.api.compiling import Compiled, compile
 from piper_compiler import Strategy
 from piper_ir.costs import AllocatorCosts, CommDuration, Costs, Duration, HostCosts, Origin, PartDuration, StepDuration
 from piper_ir.errors import ExecutionError, JobError
@@ -111,7 +111,7 @@ def _requests(target: Compiled, singles: Sequence[Compiled], repeats: int) -> di
     assert job is not None
     initial = materialize(job)
     check_same_model(target.plan, initial, target.trainable)
-    code = {}
+    code: dict[int, dict[str, dict[str, ShippedCode]]] = {}
     for c in (target, *singles):
         assert c.code is not None
         found = c.code.export([chunk.code for chunk in c.plan.chunks], c.plan.rows)
@@ -144,9 +144,9 @@ def _sizes(plan: Plan, largest: Plan) -> tuple[int, ...]:
     }
     gradient = sum(bind(p.spec.numel, 0) * ITEM_BYTES[p.spec.dtype] for p in plan.params if p.trained)
     boundary = max((bind(o.spec.nbytes, 0) for c in largest.chunks for o in c.outputs if o.kind == "value"), default=0)
-    largest, grid = max(gradient, boundary), [SMALLEST_MESSAGE]
-    while grid[-1] < largest:
-        grid.append(min(grid[-1] * GRID, largest))
+    most, grid = max(gradient, boundary), [SMALLEST_MESSAGE]
+    while grid[-1] < most:
+        grid.append(min(grid[-1] * GRID, most))
     return tuple(sorted({max(4, x // 4 * 4) for x in (*own, *grid)}))
 
 

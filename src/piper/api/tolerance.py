@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from piper.reference import FLOAT32, FLOAT64
+from piper.api.reference import FLOAT32, FLOAT64
 from piper_compiler.capture import Captured
 
 BY_DTYPE = {"float32": FLOAT32, "float16": 5e-3, "bfloat16": 4e-2}
@@ -29,7 +29,7 @@ STRICT = Tolerance()
 def tolerances(captured: Captured) -> Iterator[Tolerance]:
     """Yield what to try, the strictest first: what is computed in a narrower type is equal all the same where both sides do it
     in the same order."""
-    from piper_compiler.capture.narrow import narrowest
+    from piper_compiler.capture import narrowest
 
     yield STRICT
     narrow = narrowest(captured.forward)

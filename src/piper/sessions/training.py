@@ -8,18 +8,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from piper.costs_file import load_costs
-from piper.display import show
-from piper.frontdoor import Compiled, compile, execute
-from piper.metrics import check_logs
-from piper.reporting import report_at_end
-from piper.results import new_folder, save_plan, save_prediction, save_weights, unless_empty
+from piper.api.compiling import Compiled, compile
+from piper.api.costs_file import load_costs
+from piper.api.execution import execute
+from piper.api.metrics import check_logs
+from piper.api.results import new_folder, save_plan, save_prediction, save_weights, unless_empty
+from piper.views.display import show
+from piper.views.reporting import report_at_end
 from piper_compiler import Strategy
 from piper_ir.costs import Costs
 from piper_ir.errors import OutputError, PiperWarning
 from piper_ir.memory import on_device
 from piper_report import beside_table
-from piper_simulator import CPU, Cluster, Simulation, device_type, load_cluster, simulate
+from piper_simulator import Simulation, device_type, simulate
 
 if TYPE_CHECKING:
     from piper_runtime import Job, Run
@@ -69,7 +70,7 @@ def train(job: Job, strategy: Strategy, *, steps: int, settings: Settings = DEFA
 
 def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> Session:
     """As `train`; returns prediction and run. With a folder for results, writes a report there."""
-    from piper.local import devices_of_runs
+    from piper.api.this_machine import devices_of_runs
     from piper_runtime.run import check_request
 
     check_logs(settings.log)
@@ -131,15 +132,3 @@ def as_numbers(done: Session) -> dict[str, Any]:
     run = done.run
     measured = {"losses": run.losses, "step_s": run.step_s, "period_s": run.period_s, "peak_bytes": dict(run.peak_bytes)}
     return {"predicted": done.prediction.summary(), "measured": measured, "folder": str(done.folder) if done.folder else None}
-
-
-def device_named(cluster: str) -> Cluster:
-    """A cluster by name; this machine is measured."""
-    return local_cluster() if cluster == CPU else load_cluster(cluster)
-
-
-def local_cluster() -> Cluster:
-    """This machine's CPU, measured now."""
-    from piper.local import measured_cpu
-
-    return measured_cpu()

@@ -9,9 +9,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from piper.frontdoor import Compiled
-from piper.recipe_view import Shown
-from piper.session import device_named
+from piper.api.clusters import cluster_named
+from piper.api.compiling import Compiled
+from piper.views.recipe_view import SimulatedRecipe
 from piper_ir.codec import dumps
 from piper_ir.costs import Costs
 from piper_ir.errors import JobError
@@ -41,12 +41,12 @@ def show_strategy(compiled: Compiled, what: What, *, cluster: str, costs: Costs 
     """Print what was asked for, and write its files; the schedule is that of a simulation on `cluster`."""
     if _printed(compiled, what):
         return
-    found = simulate(compiled.plan, device_named(cluster), costs=costs)
+    found = simulate(compiled.plan, cluster_named(cluster), costs=costs)
     table = _drawn(compiled, found.trace, what)
     print(dumps(found.trace) if what.as_json else "\n".join([table, *(f"warning: {note}" for note in found.notes)]))
 
 
-def show_recipe(shown: Shown, what: What) -> None:
+def show_recipe(shown: SimulatedRecipe, what: What) -> None:
     """Print a recipe's schedule and its numbers, and write what was asked for."""
     if _printed(shown.compiled, what):
         return

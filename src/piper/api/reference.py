@@ -81,10 +81,11 @@ class _Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         losses, weights = self._accumulate(step)
         parameters = [p for p in self.model.parameters() if p.grad is not None]
+        received = [p.grad for p in parameters if p.grad is not None]
         # A pair (sum, weight): the sums' gradients are scaled once. The mean of microbatch means would be another number.
         scale = 1.0 / (sum(weights) if weights else len(losses))
-        for p in parameters:
-            p.grad.mul_(scale)
+        for gradient in received:
+            gradient.mul_(scale)
         if self.job.clip_norm is not None:
             nn.utils.clip_grad_norm_(parameters, self.job.clip_norm)
         gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
@@ -210,7 +211,7 @@ def _entries(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """What a run brought back, in the reference's terms. gradients: rank -> step -> name -> tensor; states: rank -> name ->
     tensor."""
 
@@ -220,17 +221,17 @@ class Outcome:
     state_dict: Tensors
 
     @staticmethod
-    def of(run: Any) -> Outcome:
+    def of(run: Any) -> RunOutcome:
         """Of a run made with `gradients=True`."""
         tensors = {n: t for n, t in run.state_dict().items() if isinstance(t, Tensor)}  # without a module's extra state
-        return Outcome(run.losses, run.rank_gradients, run.rank_states, tensors)
+        return RunOutcome(run.losses, run.rank_gradients, run.rank_states, tensors)
 
     @staticmethod
-    def from_reference(found: Reference) -> Outcome:
+    def from_reference(found: Reference) -> RunOutcome:
         """A perfect run on one rank, for controls of the judge itself."""
         gradients = [dict(g) for g in found.gradients]
         states = copy.copy({**found.parameters, **found.buffers})
-        return Outcome(list(found.losses), {0: gradients}, {0: states}, dict(found.state_dict))
+        return RunOutcome(list(found.losses), {0: gradients}, {0: states}, dict(found.state_dict))
 
 
 @dataclass(frozen=True)
@@ -249,7 +250,9 @@ class Difference:
         return f"step {self.step}, {self.what}{of}{on}: {self.problem}"
 
 
-def differences(found: Outcome, expected: Reference, tolerance: float = FLOAT64, *, parameters: bool = True) -> list[Difference]:
+def differences(
+    found: RunOutcome, expected: Reference, tolerance: float = FLOAT64, *, parameters: bool = True
+) -> list[Difference]:
     """Everything in which a run differs from one device, earliest step first. `parameters=False` leaves out what is left after
     the last step (for fp32)."""
     out = _losses(found.losses, expected.losses, tolerance)
@@ -277,7 +280,7 @@ def _losses(got: Sequence[float], want: Sequence[float], tolerance: float) -> li
     ]
 
 
-def _final(found: Outcome, expected: Reference, tolerance: float) -> list[Difference]:
+def _final(found: RunOutcome, expected: Reference, tolerance: float) -> list[Difference]:
     last = len(expected.losses)
     out: list[Difference] = []
     for rank, states in found.states.items():

@@ -1,4 +1,4 @@
-"""`piper run --print-launch`: the command lines that start a file's ranks, with the options that were given."""
+"""The command lines that start a file's ranks, with the options that were given: `piper launch`."""
 
 from __future__ import annotations
 

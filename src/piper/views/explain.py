@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from piper.frontdoor import Compiled, advancing_notice
+from piper.api.compiling import Compiled, advancing_notice
 from piper_ir.ops import Compute
 from piper_ir.plan import Instr, Plan, RolePlan
 from piper_ir.program import Chunk, Step

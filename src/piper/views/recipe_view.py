@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from piper.frontdoor import Compiled, compile
-from piper_compiler import Directive, Options, Strategy, synthetic
+from piper.api.compiling import Compiled, compile
+from piper_compiler import MOST_SECONDS, Directive, Options, Strategy, synthetic
 from piper_compiler.interchange import stages_of
 from piper_compiler.recipes import RECIPES, Recipe
-from piper_compiler.synthetic import MOST_SECONDS
 from piper_ir.codec import unique_keys
 from piper_ir.errors import FormatError, JobError
 from piper_ir.mesh import Mesh
@@ -24,7 +23,7 @@ OWN = ("pp", "microbatches", "chunks")
 
 
 @dataclass(frozen=True)
-class Times:
+class ChunkTimes:
     """Seconds of one chunk; `O` of an overlapped pair, None for F + I + W."""
 
     F: float = 1.0
@@ -33,7 +32,7 @@ class Times:
     O: float | None = None  # noqa: E741 - the field's name for an overlapped pair
 
     @staticmethod
-    def parse(text: str) -> Times:
+    def parse(text: str) -> ChunkTimes:
         """`--times 3,4,2` or `--times 1,1,1,2.5`. JobError otherwise."""
         try:
             numbers = [float(x) for x in text.split(",")]
@@ -45,11 +44,11 @@ class Times:
                 "1,1,1,2.5"
             )
             raise JobError(f"--times {text}: {expected}")
-        return Times(*numbers)
+        return ChunkTimes(*numbers)
 
 
 @dataclass(frozen=True)
-class Shown:
+class SimulatedRecipe:
     """A recipe's plan and its simulation. `peaks`: per device the most activations held at once, of a chunk and microbatch."""
 
     recipe: Recipe
@@ -93,14 +92,14 @@ def shown(
     pp: int,
     microbatches: int,
     chunks: int | None = None,
-    times: Times | None = None,
+    times: ChunkTimes | None = None,
     activation: int = 1,
     **more: Any,
-) -> Shown:
+) -> SimulatedRecipe:
     """Compile and simulate a recipe. `more`: further arguments of it. JobError for a name or an argument that does not exist;
     what the recipe itself refuses is its DirectiveError."""
     recipe = find(name)
-    times = times or Times()
+    times = times or ChunkTimes()
     directives = directives_of(recipe, pp, microbatches, chunks, times, more)
     strategy = Strategy(Mesh(pp=pp), directives)
     stages = stages_of(strategy.directives)
@@ -108,7 +107,7 @@ def shown(
         raise FormatError(f"recipe {name} has no partition, so its stages are not known; begin it with partition(stages=...)")
     program = synthetic(stages=stages, F=times.F, I=times.I, W=times.W, overlap=times.O, activation=activation)
     compiled = compile(program, strategy, options=Options(fuse=False))  # chunks that follow each other are drawn apart
-    return Shown(recipe, compiled, simulate(compiled.plan))
+    return SimulatedRecipe(recipe, compiled, simulate(compiled.plan))
 
 
 def find(name: str) -> Recipe:
@@ -119,7 +118,7 @@ def find(name: str) -> Recipe:
 
 
 def directives_of(
-    recipe: Recipe, pp: int, microbatches: int, chunks: int | None, times: Times, more: Mapping[str, Any]
+    recipe: Recipe, pp: int, microbatches: int, chunks: int | None, times: ChunkTimes, more: Mapping[str, Any]
 ) -> tuple[Directive, ...]:
     """Call a recipe with what it takes; one that wants to know times, like the search, gets those that are simulated."""
     accepted = inspect.signature(recipe.make).parameters

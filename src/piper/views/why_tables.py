@@ -34,8 +34,8 @@ def _path(why: Why) -> Table:
     for piece in why.path:
         owner = why.owners.of_piece(piece)
         pieces[owner] = pieces.get(owner, 0) + 1
-    rows = [(o.text, time_text(s), _share(s, why.step_s), str(pieces[o])) for o, s in why.path_by_owner.items()]
-    rows, left = _most(rows)
+    shares = [(o.text, time_text(s), _share(s, why.step_s), str(pieces[o])) for o, s in why.path_by_owner.items()]
+    rows, left = _most(shares)
     slowed = (f"of it {time_text(why.slowed_s)} because of what runs beside it (interference)",) if why.case.interferes else ()
     notes = (*_left(left, "owners"), *slowed, *_interval(why))
     return Table(f"critical path of the step ({time_text(why.step_s)}), by owner", ("", "time", "share", "pieces"), rows, notes)
@@ -101,15 +101,13 @@ def _what_if(why: Why) -> Table:
 
 
 def _sensitivities(why: Why) -> Table:
-    rows = [(s.name, f"{s.value:.4g}", f"{s.per_percent:+.3f} %") for s in why.sensitivities]
-    rows, left = _most(rows)
+    rows, left = _most([(s.name, f"{s.value:.4g}", f"{s.per_percent:+.3f} %") for s in why.sensitivities])
     columns = ("constant", "value", "step, when it grows by 1 %")
     return Table("sensitivity of the step", columns, rows, _left(left, "constants"))
 
 
 def _formulas(why: Why) -> Table:
-    rows = [(c.owner.text, str(c.count), time_text(c.seconds), time_text(c.on_path)) for c in why.formulas]
-    rows, left = _most(rows)
+    rows, left = _most([(c.owner.text, str(c.count), time_text(c.seconds), time_text(c.on_path)) for c in why.formulas])
     return Table("costs from formulas", ("", "instructions", "time alone", "on the critical path"), rows, _left(left, "owners"))
 
 

@@ -5,58 +5,61 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from piper.interrupts import INTERRUPTED
+from piper.cli.interrupts import INTERRUPTED
 from piper_ir.errors import JobError, PiperError, PiperWarning
 
-SpaceFile = Annotated[
+RUNS, TIMEOUT_S, LOG = Path("runs"), 60.0, "jsonl"
+"""Defaults of `piper run`: its folder for results, seconds without progress, and logs."""
+
+SpaceFileArgument = Annotated[
     Path, typer.Argument(metavar="FILE.py", help="defines `job` (a piper.Job) and `strategy`, a function of a trial")
 ]
-File = Annotated[
+FileArgument = Annotated[
     Path,
     typer.Argument(
         metavar="FILE.py", help="defines `job` (a piper.Job) and `strategy` (a piper.Strategy or a function of a trial)"
     ),
 ]
-Params = Annotated[
+ParamsOption = Annotated[
     list[str] | None, typer.Option("-p", metavar="NAME=VALUE", help="a parameter of a strategy that is a function of a trial")
 ]
-Other = Annotated[
+OtherArgument = Annotated[
     Path | None,
     typer.Argument(
         metavar="[OTHER]",
         help="compare with the strategy of this FILE.py (-p holds for both), or with a saved one of the same job (.json)",
     ),
 ]
-Versus = Annotated[
+VersusOption = Annotated[
     list[str] | None,
     typer.Option("--versus", metavar="NAME=VALUE", help="compare with the same strategy where a parameter has this value"),
 ]
-Why = Annotated[
+WhyOption = Annotated[
     bool, typer.Option("--why", help="explain it: critical path, idle gaps, what if, sensitivities, costs from formulas")
 ]
-NoContention = Annotated[
+NoContentionOption = Annotated[
     bool, typer.Option("--no-contention", help="what runs at the same time takes nothing from each other: links, SMs, memory")
 ]
-Jitter = Annotated[
+JitterOption = Annotated[
     float | None,
     typer.Option(
         "--jitter", metavar="C", help="every duration varies with this coefficient of variation, e.g. 0.05: 5, 50, 95 %"
     ),
 ]
-Repetitions = Annotated[int | None, typer.Option("--repetitions", min=1, help="of --jitter (default 200)")]
-JitterSeed = Annotated[int | None, typer.Option("--seed", help="of --jitter; the same seed gives the same (default 0)")]
-StrategyFile = Annotated[
+RepetitionsOption = Annotated[int | None, typer.Option("--repetitions", min=1, help="of --jitter (default 200)")]
+JitterSeedOption = Annotated[int | None, typer.Option("--seed", help="of --jitter; the same seed gives the same (default 0)")]
+StrategyFileOption = Annotated[
     Path | None,
     typer.Option("--strategy", metavar="FILE.json", help="use this saved strategy, such as a best.json, instead of the file's"),
 ]
-ClusterName = Annotated[
+ClusterNameOption = Annotated[
     str,
     typer.Option(
         "--cluster",
@@ -64,21 +67,21 @@ ClusterName = Annotated[
         "now)",
     ),
 ]
-CostsFile = Annotated[
+CostsFileOption = Annotated[
     Path | None, typer.Option("--costs", metavar="FILE.json", help="measured durations, as `piper profile` writes them")
 ]
-Launcher = Annotated[
+LauncherOption = Annotated[
     str,
     typer.Option(help="ray (one actor per rank), processes (one per rank; also under torchrun) or inline (all in one process)"),
 ]
-Address = Annotated[
+AddressOption = Annotated[
     str,
     typer.Option(
         "--address", metavar="HOST:PORT", help="of a Ray to join; auto: one that is there, else local: a Ray for this run"
     ),
 ]
-Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="results go to a new folder below DIR")]
-ProfileLauncher = Annotated[
+OutOption = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="results go to a new folder below DIR")]
+ProfileLauncherOption = Annotated[
     str,
     typer.Option(
         "--launcher",
@@ -86,54 +89,58 @@ ProfileLauncher = Annotated[
         "same in both, they start sooner, and nothing of Ray's runs beside what is measured; ray measures between nodes",
     ),
 ]
-CostsOut = Annotated[Path, typer.Option("--out", metavar="FILE.json", help="the costs file")]
-Timeout = Annotated[float, typer.Option("--timeout-s", help="seconds without progress after which a rank counts as hung")]
-Steps = Annotated[int | None, typer.Option(min=1, help="optimizer steps (default: the file's `steps`, else 3)")]
-MemorySnapshot = Annotated[
+CostsOutOption = Annotated[Path, typer.Option("--out", metavar="FILE.json", help="the costs file")]
+TimeoutOption = Annotated[float, typer.Option("--timeout-s", help="seconds without progress after which a rank counts as hung")]
+StepsOption = Annotated[int | None, typer.Option(min=1, help="optimizer steps (default: the file's `steps`, else 3)")]
+MemorySnapshotOption = Annotated[
     Path | None,
     typer.Option(
         "--memory-snapshot", metavar="DIR", help="write predicted memory by rank for torch's visualiser (pytorch.org/memory_viz)"
     ),
 ]
-Trials = Annotated[int, typer.Option(min=1, help="candidates that are compiled and scored")]
-Confirm = Annotated[int, typer.Option(min=0, help="run so many of the best on this machine, predicted beside measured")]
-MemoryLimit = Annotated[str | None, typer.Option(help="per device, e.g. 20GiB (default: what the cluster's devices have)")]
-Seed = Annotated[int, typer.Option(help="of the search; the same seed finds the same")]
-Storage = Annotated[
+TrialsOption = Annotated[int, typer.Option(min=1, help="candidates that are compiled and scored")]
+ConfirmOption = Annotated[int, typer.Option(min=0, help="run so many of the best on this machine, predicted beside measured")]
+MemoryLimitOption = Annotated[str | None, typer.Option(help="per device, e.g. 20GiB (default: what the cluster's devices have)")]
+SeedOption = Annotated[int, typer.Option(help="of the search; the same seed finds the same")]
+StorageOption = Annotated[
     str | None, typer.Option(help="Optuna URL, e.g. sqlite:///study.db; a search of the same space goes on where it ended")
 ]
-Searchers = Annotated[str, typer.Option("--workers", help="processes (0: this one), ray, local (a Ray of its own), or HOST:PORT")]
-Rows = Annotated[
+SearchersOption = Annotated[
+    str, typer.Option("--workers", help="processes (0: this one), ray, local (a Ray of its own), or HOST:PORT")
+]
+RowsOption = Annotated[
     list[int] | None, typer.Option("--rows", help="rows per microbatch to measure (again for more; default: what fits)")
 ]
-Repeats = Annotated[int, typer.Option(min=1, help="passes of which each duration is the median")]
-PrintLaunch = Annotated[
-    bool, typer.Option("--print-launch", help="print the command lines for torchrun, Slurm and Ray, and run nothing")
+RepeatsOption = Annotated[int, typer.Option(min=1, help="passes of which each duration is the median")]
+PrintLaunchOption = Annotated[
+    bool, typer.Option("--print-launch", help="do what `piper launch` does: print command lines, run nothing")
 ]
-Nodes = Annotated[int | None, typer.Option(min=1, help="machines in the lines of --print-launch")]
-Emulate = Annotated[
+NodesOption = Annotated[int | None, typer.Option(min=1, help="machines in the lines of `piper launch`")]
+EmulateOption = Annotated[
     str | None,
     typer.Option(metavar="CLUSTER", help="sleep in real processes instead of training, as long as CLUSTER would compute"),
 ]
-Log = Annotated[str, typer.Option(metavar="NAMES", help="where steps go beside metrics.jsonl: tensorboard,wandb")]
-RecipeFile = Annotated[
+LogOption = Annotated[str, typer.Option(metavar="NAMES", help="where steps go beside metrics.jsonl: tensorboard,wandb")]
+RecipeFileArgument = Annotated[
     Path | None,
     typer.Argument(metavar="[FILE.py]", help="defines `job` and `strategy`; with --recipe, recipes of your own, or is left out"),
 ]
-RecipeName = Annotated[
+RecipeNameOption = Annotated[
     str | None,
     typer.Option("--recipe", metavar="NAME", help="draw this recipe (`piper recipes` lists them) on a synthetic model"),
 ]
-Devices = Annotated[int, typer.Option("--pp", min=1, help="pipeline devices of --recipe")]
-Microbatches = Annotated[int, typer.Option("--microbatches", min=1, help="of --recipe")]
-Chunks = Annotated[int | None, typer.Option("--chunks", min=1, help="per device, of a --recipe that takes them")]
-ChunkTimes = Annotated[
+DevicesOption = Annotated[int, typer.Option("--pp", min=1, help="pipeline devices of --recipe")]
+MicrobatchesOption = Annotated[int, typer.Option("--microbatches", min=1, help="of --recipe")]
+ChunksOption = Annotated[int | None, typer.Option("--chunks", min=1, help="per device, of a --recipe that takes them")]
+ChunkTimesOption = Annotated[
     str, typer.Option("--times", metavar="F,I,W[,O]", help="seconds of one chunk of --recipe, and of an overlapped pair")
 ]
-Csv = Annotated[Path | None, typer.Option("--csv", metavar="OUT.csv", help="write the schedule for torch.distributed.pipelining")]
-Lowered = Annotated[bool, typer.Option("--lowered", help="with --csv: with sends, receives and reductions")]
-Ranges = Annotated[bool, typer.Option("--ranges", help="names of instructions in profilers (record_function, NVTX)")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs, and nothing else")]
+CsvOption = Annotated[
+    Path | None, typer.Option("--csv", metavar="OUT.csv", help="write the schedule for torch.distributed.pipelining")
+]
+LoweredOption = Annotated[bool, typer.Option("--lowered", help="with --csv: with sends, receives and reductions")]
+RangesOption = Annotated[bool, typer.Option("--ranges", help="names of instructions in profilers (record_function, NVTX)")]
+AsJsonOption = Annotated[bool, typer.Option("--json", help="print JSON for programs, and nothing else")]
 
 
 def searchers(workers: str) -> int | str:
@@ -145,7 +152,7 @@ def searchers(workers: str) -> int | str:
     raise JobError(f"--workers {workers}: a number of processes, ray, local or the HOST:PORT of a Ray cluster is expected")
 
 
-def pairs(params: list[str] | None, flag: str = "-p") -> dict[str, str]:
+def pairs(params: Sequence[str] | None, flag: str = "-p") -> dict[str, str]:
     """`-p` options by name. JobError for one without a name or value."""
     out = {}
     for item in params or []:

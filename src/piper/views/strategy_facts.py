@@ -10,7 +10,7 @@ from piper_compiler.directives import order, partition, replicate, split, split_
 
 
 @dataclass(frozen=True)
-class Facts:
+class StrategyFacts:
     """`schedule`: stages, microbatches and what is particular. `rows`: of a microbatch; None where the batch is not known, or
     does not divide."""
 
@@ -19,7 +19,7 @@ class Facts:
     rows: int | None
 
 
-def facts_of(strategy: Strategy, global_batch: int | None) -> Facts:
+def facts_of(strategy: Strategy, global_batch: int | None) -> StrategyFacts:
     """Read a strategy's directives. What directives of a user's own do is not known, and not said."""
     stages = next((d.stages for d in strategy.directives if isinstance(d, partition)), 1)
     microbatches = next((d.microbatches for d in strategy.directives if isinstance(d, split)), 1)
@@ -35,4 +35,4 @@ def facts_of(strategy: Strategy, global_batch: int | None) -> Facts:
     parts = microbatches * prod(strategy.mesh.size(axis) for axis in axes)
     rows = global_batch // parts if global_batch and not global_batch % parts else None
     sizes = ", ".join(f"{axis}={strategy.mesh.size(axis)}" for axis in reversed(strategy.mesh.axes))
-    return Facts(sizes or "1 device", ", ".join(words), rows)
+    return StrategyFacts(sizes or "1 device", ", ".join(words), rows)
