@@ -2,7 +2,7 @@
 torch)."""
 
 from piper_compiler import recipes
-from piper_compiler.compile import CompileRequest, Lowered, Options, Training, compile_program, compiled, settled
+from piper_compiler.compile import CompileRequest, Lowered, Options, Training, compile_program, compiled, with_fixed_stages
 from piper_compiler.directives import (
     Directive,
     describe,
@@ -44,7 +44,7 @@ __all__ = [
     "recipes",
     "replicate",
     "save_strategy",
-    "settled",
+    "with_fixed_stages",
     "site_field",
     "split",
     "split_backward",
