@@ -150,7 +150,7 @@ def _with_remarks(captured: Captured) -> Callable[..., Lowered]:
 def program_at(captured: Captured, rows: int) -> Program:
     """The program for microbatches of `rows` rows: the affine one, once it is known that the captured path holds there; at one
     row, where sizes are not affine, one of its own. CaptureError where the model takes another path."""
-    from piper_compiler.capture.codestore import check_rows
+    from piper_compiler.capture import check_rows
 
     if rows == 1:
         return captured.bind(1)
@@ -188,7 +188,7 @@ def _looks(job: Job) -> str:
     import torch
     from torch.utils import _pytree as pytree
 
-    from piper_compiler.capture.model import ASKED_ROWS
+    from piper_compiler.capture import ASKED_ROWS
     from piper_runtime.job import call_batch
 
     rows = range(min(ASKED_ROWS, job.global_batch))

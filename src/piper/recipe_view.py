@@ -9,10 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from piper.frontdoor import Compiled, compile
-from piper_compiler import Directive, Options, Strategy, synthetic
+from piper_compiler import MOST_SECONDS, Directive, Options, Strategy, synthetic
 from piper_compiler.interchange import stages_of
 from piper_compiler.recipes import RECIPES, Recipe
-from piper_compiler.synthetic import MOST_SECONDS
 from piper_ir.codec import unique_keys
 from piper_ir.errors import FormatError, JobError
 from piper_ir.mesh import Mesh

@@ -29,7 +29,7 @@ STRICT = Tolerance()
 def tolerances(captured: Captured) -> Iterator[Tolerance]:
     """Yield what to try, the strictest first: what is computed in a narrower type is equal all the same where both sides do it
     in the same order."""
-    from piper_compiler.capture.narrow import narrowest
+    from piper_compiler.capture import narrowest
 
     yield STRICT
     narrow = narrowest(captured.forward)

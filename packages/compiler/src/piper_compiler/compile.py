@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from piper_compiler.build import build
+from piper_compiler.build import build_graph
 from piper_compiler.directives import Directive, describe
 from piper_compiler.directives.base import Settling
 from piper_compiler.durations import InstructionSeconds
@@ -87,7 +87,7 @@ def compiled(request: CompileRequest) -> Lowered:
 
 def step_graph(request: CompileRequest, program: Program) -> Graph:
     """Return the graph of a whole training step, by single microbatches nowhere."""
-    graph = build(program, request.strategy.mesh, request.costs)
+    graph = build_graph(program, request.strategy.mesh, request.costs)
     graph = apply_directives(graph, request.strategy.directives)
     return complete(graph, request.training)
 

@@ -1,21 +1,28 @@
-"""Capture: from an nn.Module with coordinates to a Program with exact sizes and a CodeStore with its functions."""
+"""Capture makes of an nn.Module with coordinates a Program with exact sizes and a CodeStore with its functions.
+
+It is the one folder of the compiler that may import torch and piper_ops; of the compiler itself it imports nothing else.
+"""
 
 from piper_compiler.capture.advancing import Advancing
 from piper_compiler.capture.assemble import capture
 from piper_compiler.capture.codegen import StepCode, compile_step
-from piper_compiler.capture.codestore import Captured, CodeStore
-from piper_compiler.capture.model import flatten_batch, named_tensors
+from piper_compiler.capture.codestore import Captured, CodeStore, check_rows
+from piper_compiler.capture.model import ASKED_ROWS, flatten_batch, named_tensors
+from piper_compiler.capture.narrow import narrowest
 from piper_compiler.capture.tags import region, tag
 
 __all__ = [
+    "ASKED_ROWS",
     "Advancing",
     "Captured",
     "CodeStore",
     "StepCode",
     "capture",
+    "check_rows",
     "compile_step",
     "flatten_batch",
     "named_tensors",
+    "narrowest",
     "region",
     "tag",
 ]
