@@ -17,16 +17,15 @@ import torch
 import piper
 from benchmarks.step_model import GPT, Regime, batch, fused_adamw, job, loss
 from piper_ir.plan import Plan
-from piper_runtime.cuda_streams import CudaApi, CudaStreams
-from piper_runtime.engine import Engine
-from piper_runtime.feed import upload
-from piper_runtime.job import materialize
-from piper_runtime.memory import MemoryRecord
-from piper_runtime.messages import HEART_SLOTS
-from piper_runtime.rank import Comm, Rank
-from piper_runtime.report import measured_counter
-from piper_runtime.run import trainee
-from piper_runtime.streams import Work
+from piper_runtime.engine.cuda_streams import CudaApi, CudaStreams
+from piper_runtime.engine.engine import Engine
+from piper_runtime.engine.memory import MemoryRecord
+from piper_runtime.engine.streams import HEART_SLOTS, Work
+from piper_runtime.launch.report import measured_counter
+from piper_runtime.launch.run import trainee
+from piper_runtime.rank.feed import upload
+from piper_runtime.rank.job import materialize
+from piper_runtime.rank.rank import Comm, Rank
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class Side(Protocol):
 
 
 class Ours:
-    """The plan in the engine, bound as `piper_runtime.worker` binds it."""
+    """The plan in the engine, bound as `piper_runtime.launch.worker` binds it."""
 
     def __init__(self, setup: Setup, device: torch.device) -> None:
         self.losses: list[float] = []

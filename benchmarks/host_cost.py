@@ -15,13 +15,12 @@ import torch
 from benchmarks import noop
 from benchmarks.measure import Goal, Row
 from piper_ir.plan import COMPUTE, Plan
-from piper_runtime.engine import Engine
-from piper_runtime.job import materialize
-from piper_runtime.messages import HEART_SLOTS
-from piper_runtime.processes import Pool
-from piper_runtime.rank import Comm, Rank
-from piper_runtime.run import execute, trainee
-from piper_runtime.streams import CpuStreams, Posted, Work
+from piper_runtime.engine.engine import Engine
+from piper_runtime.engine.streams import HEART_SLOTS, CpuStreams, Posted, Work
+from piper_runtime.launch.processes import Pool
+from piper_runtime.launch.run import execute, trainee
+from piper_runtime.rank.job import materialize
+from piper_runtime.rank.rank import Comm, Rank
 
 LAYERS, MICROBATCHES = 32, 16
 """Of the plan without communication. With it, a stage is one layer: as many transfers per computation as there can be."""

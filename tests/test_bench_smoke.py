@@ -51,10 +51,10 @@ from packages.runtime.tests.fake_device import HostDevice
 from piper import models
 from piper_ir.ops import Compute
 from piper_ir.verify import verify
-from piper_runtime.inline import InlineEngine
-from piper_runtime.job import materialize
-from piper_runtime.rank import Rank
-from piper_runtime.run import execute, trainee
+from piper_runtime.engine.inline import InlineEngine
+from piper_runtime.launch.run import execute, trainee
+from piper_runtime.rank.job import materialize
+from piper_runtime.rank.rank import Rank
 from piper_simulator import load_cluster
 
 BENCHMARKS = Path(run.__file__).parent

@@ -21,14 +21,15 @@ from piper_ir.plan import Plan
 from piper_ir.sizes import TensorSpec
 from piper_ir.timing import prepare
 from piper_ir.verify import check
-from piper_runtime import execute, gloo, nccl
-from piper_runtime.gloo import GlooCommunicators, Members
-from piper_runtime.inline import collected
-from piper_runtime.nccl import NcclCommunicators
-from piper_runtime.processes import Pool
-from piper_runtime.profiler_plans import channels_plan, group_channel
-from piper_runtime.rank import Comm
-from piper_runtime.staging import StagedCommunicators
+from piper_runtime import execute
+from piper_runtime.engine.inline import collected
+from piper_runtime.launch.processes import Pool
+from piper_runtime.profile.measured_plans import channels_plan, group_channel
+from piper_runtime.rank.rank import Comm
+from piper_runtime.transport import gloo, nccl
+from piper_runtime.transport.gloo import GlooCommunicators, Members
+from piper_runtime.transport.nccl import NcclCommunicators
+from piper_runtime.transport.staging import StagedCommunicators
 from piper_simulator import DeviceModel, by_formula, load_cluster, message_flows, rank_group, route, wiring
 from tests.collective_model import code, job
 from tests.collective_plans import plan
@@ -181,7 +182,7 @@ def test_negative_control_a_wrong_order_of_ranks_is_noticed(kind: str, monkeypat
             return collected(law, tensors)
         return collected(law, tensors[::-1]) if law.reads == "part" else collected(law, tensors)[::-1]
 
-    monkeypatch.setattr("piper_runtime.inline.collected", wrong)
+    monkeypatch.setattr("piper_runtime.engine.inline.collected", wrong)
     made, task = PLANS[2], job(2)
     assert distance(execute(made, code(2), task, steps=2, launcher="inline", gradients=True), made, task) > 1e-6
 

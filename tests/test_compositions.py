@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from piper_ir.verify import verify
-from piper_runtime import faults
+from piper_runtime.rank import faults
 from tests import compositions, models, parity
 from tests.compositions import Composition, fitted
 

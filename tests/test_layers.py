@@ -45,7 +45,7 @@ LAYERS = {
     "piper_simulator": layer("piper_simulator", "piper_ir", "simpy"),
     "piper_autotune": layer("piper_autotune", "piper_ir", "piper_compiler", "piper_simulator", "optuna", "cloudpickle", "ray"),
     "piper_runtime": layer(
-        "piper_runtime", "piper_ir", "piper_ops", "torch", "cloudpickle", within=("ray_cluster.py", frozenset({"ray"}))
+        "piper_runtime", "piper_ir", "piper_ops", "torch", "cloudpickle", within=("launch/ray_cluster.py", frozenset({"ray"}))
     ),
     "piper_report": layer("piper_report", "piper_ir", "pandas", "matplotlib"),
     "piper": Layer(ROOT / "src" / "piper", OURS | {"torch", "typer", "rich"}),
@@ -101,7 +101,7 @@ def violations(path: Path, name: str, rules: Layer) -> list[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
     inner = path.relative_to(rules.source)
     folder, more = rules.within
-    allowed = rules.everywhere | {name} | (more if folder and inner.parts[0] == folder else frozenset())
+    allowed = rules.everywhere | {name} | (more if folder and inner.is_relative_to(folder) else frozenset())
     found = [
         f"{path}:{i.line}: imports {i.module}; {name} may import here: {', '.join(sorted(allowed))}"
         for i in imports(tree)

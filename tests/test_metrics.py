@@ -28,7 +28,7 @@ from piper.loading import load_file
 from piper.metrics import Metrics, log_names, open_metrics, recorded
 from piper_ir.errors import JobError, MissingPackageError, OutputError
 from piper_ir.plan import Plan
-from piper_runtime.report import StepRecord
+from piper_runtime.launch.report import StepRecord
 
 
 def plan(tokens: int | None = 32) -> Plan:

@@ -31,7 +31,7 @@ from piper_simulator import CPU, Cluster, CostModelFactory, DeviceModel, load_cl
 
 if TYPE_CHECKING:
     from piper_runtime import Job
-    from piper_runtime.launchers import Workers
+    from piper_runtime.launch.launchers import Workers
 
 CONFIRM_STEPS = 8
 """Steps of a confirming run: three warm up, the median of the others counts."""
@@ -75,7 +75,7 @@ def tune(
     TuneError: arguments, storage, or a space that contradicts itself. SearchError (a TuneError): the storage failed in
     mid-search. NothingFoundError (a SearchError): no candidate can be used; the message says why, or the smallest limit that
     fits one. The `study` of both holds what was found."""
-    from piper_runtime.launchers import check_launcher, check_startable
+    from piper_runtime.launch.launchers import check_launcher, check_startable
 
     device = _device(cluster)
     problem, more = problem_of(source, device, costs, _limit(memory_limit, device), global_batch, model)
@@ -115,7 +115,7 @@ def _joined(workers: int | str) -> Iterator[None]:
     if not isinstance(workers, str):
         yield
         return
-    from piper_runtime.ray_cluster import Asker, connect
+    from piper_runtime.launch.ray_cluster import Asker, connect
 
     asker = Asker(f'workers="{workers}"', "workers", 'workers="ray"', "workers=1")
     link = connect("auto" if workers == "ray" else workers, os.cpu_count() or 1, asker)
@@ -158,7 +158,8 @@ def problem_of(
     if isinstance(source, Program):
         return TuningProblem(source, global_batch, cluster=cluster, costs=costs, memory_limit=limit, model=model), {}
     from piper.frontdoor import captured_job, program_at
-    from piper_runtime import Job, optimizer
+    from piper_runtime import Job
+    from piper_runtime.rank import optimizer
 
     if not isinstance(source, Job):
         raise CompileError(f"tune: the source is a {type(source).__name__}; a piper.Job or a Program is needed")

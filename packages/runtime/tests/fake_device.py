@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from piper_runtime.inline import collected
-from piper_runtime.rank import Comm
-from piper_runtime.streams import Work
+from piper_runtime.engine.inline import collected
+from piper_runtime.engine.streams import Work
+from piper_runtime.rank.rank import Comm
 
 
 class NotYet(BaseException):

@@ -9,9 +9,9 @@ from packages.runtime.tests.chains import chain
 from packages.runtime.tests.handmade import CODE
 from piper_ir.errors import FormatError
 from piper_runtime import rng_seed
-from piper_runtime.code import ShippedCode, Steps, load_step, used_code
-from piper_runtime.rank import Rank, Trainee
-from piper_runtime.run import materialize
+from piper_runtime.launch.run import materialize
+from piper_runtime.rank.code import ShippedCode, Steps, load_step, used_code
+from piper_runtime.rank.rank import Rank, Trainee
 
 
 def test_source_and_constants_make_a_function_whose_lines_show_in_tracebacks() -> None:

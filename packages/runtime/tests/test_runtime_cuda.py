@@ -20,17 +20,17 @@ from piper_ir.ops import Update
 from piper_ir.plan import COMPUTE, Plan
 from piper_ir.verify import verify
 from piper_runtime import Job, Run
-from piper_runtime.cuda_streams import CudaStreams, StagedStreams
-from piper_runtime.device import CPU, LateNumbers, using
-from piper_runtime.engine import Engine
-from piper_runtime.gloo import GlooCommunicators
-from piper_runtime.job import materialize
-from piper_runtime.parts import device_scale, gradient_scale
-from piper_runtime.rank import Comm, Entry, Rank
-from piper_runtime.report import RankReport
-from piper_runtime.run import _result, trainee
-from piper_runtime.staging import StagedCommunicators
-from piper_runtime.streams import FIRST_STREAM, ISSUED, PHASE, RUNNING, WAITING
+from piper_runtime.engine.cuda_streams import CudaStreams, StagedStreams
+from piper_runtime.engine.engine import Engine
+from piper_runtime.engine.streams import FIRST_STREAM, ISSUED, PHASE, RUNNING, WAITING
+from piper_runtime.launch.report import RankReport
+from piper_runtime.launch.run import _result, trainee
+from piper_runtime.rank.device import CPU, LateNumbers, using
+from piper_runtime.rank.job import materialize
+from piper_runtime.rank.parts import device_scale, gradient_scale
+from piper_runtime.rank.rank import Comm, Entry, Rank
+from piper_runtime.transport.gloo import GlooCommunicators
+from piper_runtime.transport.staging import StagedCommunicators
 from tests import collective_model, collective_plans
 
 STEPS = 2
@@ -236,7 +236,7 @@ def test_the_heart_says_in_what_the_device_is(monkeypatch: pytest.MonkeyPatch) -
         seen.append((beat[ISSUED], beat[PHASE], beat[FIRST_STREAM], beat[FIRST_STREAM + 1]))
         device.reached = start + len(seen)
 
-    monkeypatch.setattr("piper_runtime.cuda_streams.time.sleep", look)
+    monkeypatch.setattr("piper_runtime.engine.cuda_streams.time.sleep", look)
     device.reached = start
     streams.synchronize()
     assert seen == [

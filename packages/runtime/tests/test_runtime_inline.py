@@ -10,7 +10,8 @@ from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.handmade import CODE, adamw, batch
 from piper_ir.errors import ExecutionError, JobError, NonFiniteLossError
 from piper_ir.plan import COMPUTE, Plan
-from piper_runtime import execute, faults
+from piper_runtime import execute
+from piper_runtime.rank import faults
 
 CASES: dict[str, dict[str, Any]] = {
     "one rank": dict(pp=1, microbatches=1),

@@ -10,10 +10,10 @@ from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.handmade import CODE, WIDTH, adamw, chain_job, chain_program, sgd
 from piper_ir.errors import JobError
 from piper_ir.ops import Update
-from piper_runtime.optimizer import optimizer_spec
-from piper_runtime.parts import gradient_scale
-from piper_runtime.rank import Rank, Trainee
-from piper_runtime.run import materialize
+from piper_runtime.launch.run import materialize
+from piper_runtime.rank.optimizer import optimizer_spec
+from piper_runtime.rank.parts import gradient_scale
+from piper_runtime.rank.rank import Rank, Trainee
 
 Named = list[tuple[str, nn.Parameter]]
 

@@ -13,10 +13,10 @@ import torch
 from piper_ir.errors import ExecutionError
 from piper_ir.ops import Collective, Recv, Send
 from piper_ir.plan import COMPUTE, Instr, Part
-from piper_runtime.engine import Engine, PeerError
-from piper_runtime.gloo import void
-from piper_runtime.rank import Comm, Entry, own_waits
-from piper_runtime.streams import FIRST_STREAM, PHASE, WAITING, CpuStreams, Posted, StreamAborted, Work
+from piper_runtime.engine.engine import Engine, PeerError
+from piper_runtime.engine.streams import FIRST_STREAM, PHASE, WAITING, CpuStreams, Posted, StreamAborted, Work
+from piper_runtime.rank.rank import Comm, Entry, own_waits
+from piper_runtime.transport.gloo import void
 
 
 def heart() -> list[int]:

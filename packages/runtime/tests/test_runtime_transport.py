@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from piper_ir.errors import ExecutionError
-from piper_runtime.device import CPU, choose_device
-from piper_runtime.gloo import GlooCommunicators
-from piper_runtime.nccl import NcclCommunicators
-from piper_runtime.profiler_plans import channels_plan
-from piper_runtime.rank import Comm
-from piper_runtime.transport import SHARED_DEVICE, agreed_transport, choose_transport, nccl_of
+from piper_runtime.profile.measured_plans import channels_plan
+from piper_runtime.rank.device import CPU, choose_device
+from piper_runtime.rank.rank import Comm
+from piper_runtime.transport.gloo import GlooCommunicators
+from piper_runtime.transport.nccl import NcclCommunicators
+from piper_runtime.transport.transport import SHARED_DEVICE, agreed_transport, choose_transport, nccl_of
 
 
 def test_devices_are_chosen_by_rule_and_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,176 @@
+"""The process of one rank: `python -m piper_runtime.launch.worker <setup>`, started by `piper_runtime.launch.processes`.
+
+It serves requests from its pipe until the pipe closes. When the launcher is gone, however it ended, a second pipe closes too and
+the process ends at once.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+import os
+import pickle
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from piper_ir.errors import ExecutionError, PiperError
+from piper_ir.tools import user_line
+from piper_runtime.engine.engine import PeerError
+from piper_runtime.engine.ranges import named_instructions
+from piper_runtime.engine.streams import HEART_SLOTS, LAST_STEP, LOADING, PHASE, RUNNING, STEP, Heart
+from piper_runtime.launch.emulate import EmulationRequest, emulate_rank
+from piper_runtime.launch.protocol import Failure, Request, Setup
+from piper_runtime.launch.report import RankReport, measured_counter, measured_step
+from piper_runtime.profile.profiler import ProfileRequest, profile
+from piper_runtime.rank.code import missing_operators
+from piper_runtime.rank.rank import Rank, Trainee
+from piper_runtime.transport.gloo import GlooCommunicators
+from piper_runtime.transport.transport import connected, take_device
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What a rank's worker has at hand, however it was started. `tell` sends a message to the launcher and does not wait for
+    it. `local_rank`: the rank's number among those that see the same devices, and `local_world`, the most of them on any node;
+    None: all ranks of the plan do."""
+
+    rank: int
+    communicators: GlooCommunicators
+    heart: Heart
+    tell: Callable[[Any], None]
+    local_rank: int | None = None
+    local_world: int | None = None
+
+
+def serve(setup: Setup) -> None:
+    """Answer requests until the launcher closes the pipe."""
+    torch.set_num_threads(setup.threads)
+    threading.Thread(
+        target=_end_with, args=(setup.lifeline, Path(setup.store).parent), name="piper lifeline", daemon=True
+    ).start()
+    pipe: Connection[Any, Any] = Connection(setup.pipe)
+    communicators = GlooCommunicators(dist.FileStore(setup.store, setup.world), setup.rank)
+    # Plain pickle: a Connection would hand tensors over as shared memory, which needs a handshake.
+    seat = Seat(setup.rank, communicators, _heart(setup), lambda m: pipe.send_bytes(pickle.dumps(m, protocol=5)))
+    warm_up()
+    seat.tell("ready")
+    while True:
+        try:
+            request = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        seat.tell(answer(seat, request))
+
+
+def warm_up() -> None:
+    """The first optimizer of a process imports torch._dynamo, which takes seconds: not in a run."""
+    torch.optim.SGD([torch.zeros(())], lr=0.0)
+
+
+def answer(seat: Seat, request: object) -> Any:
+    """Do what a request asks for. A Failure when it cannot be done."""
+    try:
+        return perform(seat, request)
+    except PiperError as e:
+        details = "" if e.__cause__ is None else "".join(traceback.format_exception(e.__cause__))
+        return Failure(type(e).__name__, str(e), details, isinstance(e, PeerError))
+    except Exception as e:
+        when = "before its first step" if seat.heart[PHASE] == LOADING else f"between instructions of step {seat.heart[STEP]}"
+        message = f"rank {seat.rank} failed {when}: {type(e).__name__}: {e}"
+        return Failure("ExecutionError", message, "".join(traceback.format_exception(e)), False)
+    except (SystemExit, KeyboardInterrupt) as e:  # of the job's own code: who interrupts a run does not interrupt its workers
+        said = f": {e}" if str(e) else ""
+        message = (
+            f"rank {seat.rank}, step {seat.heart[STEP]}: {type(e).__name__}{said} was raised in the job's code{user_line(e)}, "
+            "and would end the process. Raise an exception such as RuntimeError to end a run"
+        )
+        return Failure("ExecutionError", message, "".join(traceback.format_exception(e)), False)
+
+
+def perform(seat: Seat, request: object) -> Any:
+    """The answer to a request, by its class."""
+    match request:
+        case Request():
+            return run(seat, request)
+        case ProfileRequest():
+            local_rank = seat.rank if seat.local_rank is None else seat.local_rank
+            return profile(seat.rank, request, seat.communicators, seat.heart, local_rank, seat.local_world)
+        case EmulationRequest():
+            return emulate_rank(seat.rank, request, seat.communicators, seat.heart)
+    raise ExecutionError(f"rank {seat.rank} cannot perform a {type(request).__name__}")
+
+
+def run(seat: Seat, request: Request) -> RankReport:
+    """Bind the plan and run its steps."""
+    rank, heart, communicators = seat.rank, seat.heart, seat.communicators
+    plan = pickle.loads(request.plan)
+    parcel = pickle.loads(request.callables)
+    batch, optimizer, scheduler = parcel.open()
+    if missing_operators(request.code):
+        parcel.import_definers()
+    report = RankReport()
+    trainee = Trainee(batch, optimizer, scheduler, request.seed)
+    device = take_device(request.device, rank if seat.local_rank is None else seat.local_rank)
+    if device.type == "cuda":
+        gc.collect()  # an earlier rank and its closures hold each other, and memory of the device
+    probe = report.probe if request.gradients else None
+    bound = Rank(plan, rank, request.code, trainee, request.params, request.buffers, probe, device)
+    streams = plan.role_of(rank).streams
+    if len(streams) > HEART_SLOTS - 4:
+        raise ExecutionError(f"rank {rank} has {len(streams)} streams; at most {HEART_SLOTS - 4} are supported")
+    local_world = plan.mesh.world if seat.local_world is None else seat.local_world
+    name = named_instructions if request.ranges else None
+    backend, engine = connected(bound, communicators, heart, local_world=local_world, trace=request.trace, name=name)
+    counter = None
+    report.started = time.perf_counter()
+    heart[PHASE] = RUNNING
+    for step in range(request.steps):
+        if step == heart[LAST_STEP] > 0:
+            break
+        last = step == request.steps - 1
+        observed = request.memory and step == measured_step(request.steps)
+        if observed:
+            counter = measured_counter(bound, alone=True)
+        engine.step(step, traced=request.trace and last, counter=counter if observed else None)
+        done = report.end_step(bound)
+        if request.stream:
+            seat.tell(done)
+    backend.close()
+    report.close(bound, engine.spans, counter)
+    return report
+
+
+def _heart(setup: Setup) -> Heart:
+    with open(setup.heart, "r+b") as file:
+        shared = mmap.mmap(file.fileno(), 0)
+    slots = memoryview(shared).cast("q")[setup.rank * HEART_SLOTS : (setup.rank + 1) * HEART_SLOTS]
+    return slots  # type: ignore[return-value]  # typeshed calls a memoryview a Sequence; assignment is all that is needed
+
+
+def _end_with(lifeline: int, folder: Path) -> None:
+    """Wait for the launcher's end; it can no longer remove the shared files."""
+    os.read(lifeline, 1)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    setup = Setup(**json.loads(sys.argv[1]))
+    serve(setup)
+    sys.stdout.flush()
+    # The launcher is done with its workers, or dead; in the second case nobody else removes the shared files.
+    shutil.rmtree(Path(setup.heart).parent, ignore_errors=True)
+    # Idle threads of communicators have no orderly end.
+    os._exit(0)

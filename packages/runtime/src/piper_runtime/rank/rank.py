@@ -1,0 +1,214 @@
+"""A plan bound to one rank: its tensors, and per instruction what to wait for and what to run. Engines decide only when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+import torch
+
+from piper_ir.collectives import Law, law_of
+from piper_ir.errors import NonFiniteLossError, PlanError
+from piper_ir.ops import COMM, Collective, Recv, Send
+from piper_ir.plan import COMPUTE, Instr, Plan
+from piper_runtime.rank import faults
+from piper_runtime.rank.code import CodeStore, Steps
+from piper_runtime.rank.device import CPU, Numbers, numbers_of
+from piper_runtime.rank.feed import Feed
+from piper_runtime.rank.job import Batch, NamedParameters
+from piper_runtime.rank.optimizer import RankOptimizer
+from piper_runtime.rank.parts import NOT_FINITE, Operand, Run, bind_alloc, bind_operand, bind_part, bind_result
+from piper_runtime.rank.rng import rng_places
+from piper_runtime.rank.store import Store
+
+Probe = Callable[["Rank", tuple[str, ...], "float | torch.Tensor"], None]
+"""Called in Update before the optimizer's step with the rank, the buckets and the scale that the gradients are about to get."""
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """What a rank needs of a job: the callables that run on it, and the seed of random operations."""
+
+    batch: Batch
+    optimizer: Callable[[NamedParameters], torch.optim.Optimizer]
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comm:
+    """One communication, bound to a rank.
+
+    kind: "send", "recv" or a kind of `piper_ir.collectives`.
+    peers: the ranks of the channel's instance, ascending; source and destination for a send and its receive.
+    operand: gives the tensor that is sent, received into, or given to a collective.
+    result: gives the tensor that a collective writes; None where that is the operand itself.
+    """
+
+    kind: str
+    channel: str
+    peers: tuple[int, ...]
+    operand: Operand
+    result: Operand | None = None
+
+    @property
+    def law(self) -> Law | None:
+        """What a collective does; None for a send or a receive."""
+        return None if self.kind in ("send", "recv") else law_of(self.kind)
+
+    def alone(self) -> None:
+        """Do what this communication is on a channel without another rank: what a collective reads is what it writes."""
+        given = self.operand()
+        if self.result is not None:
+            self.result().copy_(given)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One instruction, bound. Exactly one of `work` and `comm` is set."""
+
+    index: int
+    stream: str
+    waits: tuple[tuple[str, int], ...]
+    name: str
+    work: Run | None = None
+    comm: Comm | None = None
+
+
+class Rank:
+    """One rank of a plan with its states and its bound program."""
+
+    def __init__(
+        self, plan: Plan, rank: int, code: CodeStore, trainee: Trainee,
+        params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], probe: Probe | None = None,
+        device: torch.device = CPU, numbers: Numbers | None = None,
+    ):  # fmt: skip
+        self.plan = plan
+        self.rank = rank
+        self.device = device
+        self.numbers = numbers or numbers_of(device)
+        self.role = plan.role_of(rank)
+        self.seed = trainee.seed
+        self.places = rng_places(plan.chunks)
+        self.probe = probe
+        self.step = 0
+        self.scalars: dict[str, dict[int, float]] = {"loss": {}, "weight": {}}
+        self.buffer_mb: dict[str, int] = {}
+        self.untracked: Callable[[], AbstractContextManager[None]] = nullcontext
+        with torch.no_grad():
+            self.store = Store(plan, rank, params, buffers, device)
+            self.optimizer = RankOptimizer(plan, self.store, trainee.optimizer, trainee.scheduler)
+        self.feed = Feed(plan, rank, trainee.batch)
+        self.steps = Steps(code, device)
+        behind = own_waits(self.role.program)
+        self.entries = tuple(self._entry(i, instr, behind.get(i, ())) for i, instr in enumerate(self.role.program))
+
+    def _entry(self, index: int, instr: Instr, behind: tuple[tuple[str, int], ...]) -> Entry:
+        fault = faults.active()
+        if fault is not None and fault.instr is not None:
+            instr = fault.instr(instr, self)
+        if instr.comm:
+            return Entry(index, instr.stream, instr.waits + behind, instr.name, comm=self._comm(instr))
+        return Entry(index, instr.stream, instr.waits, instr.name, work=self._work(instr))
+
+    def _comm(self, instr: Instr) -> Comm:
+        part = instr.parts[0]
+        op = part.op
+        if not isinstance(op, COMM) or instr.stream == COMPUTE:
+            raise PlanError(
+                f"role {self.role.role}: {instr.name} communicates on stream {instr.stream!r}; it needs a stream of its own"
+            )
+        peers = self.plan.peers(self.plan.channel(op.channel), self.rank)
+        return Comm(comm_kind(op), op.channel, peers, bind_operand(part, self), bind_result(part, self))
+
+    def _work(self, instr: Instr) -> Run:
+        parts = [bind_part(p, self) for p in instr.parts]
+        runs = tuple(parts + [bind_alloc(v, self) for v in instr.allocs_after])
+        if len(runs) == 1 and not instr.frees_before:
+            return runs[0]
+        values, dead = self.store.values, instr.frees_before
+
+        def work() -> None:
+            for v in dead:
+                del values[v]
+            for run in runs:
+                run()
+
+        return work
+
+    def begin(self, step: int) -> None:
+        """Before the first instruction of a step: nothing of the last step is left, and the first receive buffers are made."""
+        self.step = step
+        self.feed.begin(step)
+        self.buffer_mb.clear()
+        for found in self.scalars.values():
+            found.clear()
+        for v in self.role.allocs_first:
+            bind_alloc(v, self)()
+
+    def end(self) -> None:
+        """After the last instruction of a step, when all its streams are done. NonFiniteLossError when a number that was not
+        read in the step is not finite."""
+        self.numbers.finish()
+        self.optimizer.end_step()
+
+    def record(self, kind: str, mb: int, value: float) -> None:
+        """Keep a microbatch's loss or weight. NonFiniteLossError when it is NaN or infinite."""
+        if not math.isfinite(value):
+            raise NonFiniteLossError(
+                f"the {kind} is {value} in step {self.step} on rank {self.rank}, microbatch {mb}; {NOT_FINITE}"
+            )
+        self.scalars[kind][mb] = value
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """Copies of the parameters and buffers that this rank holds, by name, on the CPU."""
+        return {n: t.to(CPU, copy=True) for n, t in (*self.store.params.items(), *self.store.buffers.items())}
+
+    def gradients(self, buckets: tuple[str, ...], scale: float | torch.Tensor) -> dict[str, torch.Tensor]:
+        """Copies of the gradients in these buckets, scaled, by parameter, on the CPU."""
+        names = [n for b in buckets for n in self.plan.bucket(b).params]
+        return {n: (self.store.grads[n] * scale).to(CPU) for n in names}
+
+
+def comm_kind(op: Send | Recv | Collective) -> str:
+    """Return the kind of the `Comm` that carries out an op."""
+    match op:
+        case Send():
+            return "send"
+        case Recv():
+            return "recv"
+        case Collective(kind=kind):
+            return kind
+        case _:
+            assert_never(op)
+
+
+def own_waits(program: Sequence[Instr]) -> dict[int, tuple[tuple[str, int], ...]]:
+    """Index of a communication -> the wait for one before it on its own stream whose result it takes. A plan leaves it to the
+    order of the stream, but an engine may post a communication before the one in front of it has ended."""
+    count: dict[str, int] = {}
+    written: dict[tuple[str, str], int] = {}
+    out: dict[int, tuple[tuple[str, int], ...]] = {}
+    for index, instr in enumerate(program):
+        if not instr.comm:
+            continue
+        part, stream = instr.parts[0], instr.stream
+        state = (part.op.bucket,) if isinstance(part.op, Collective) and part.op.bucket else ()
+        if needed := max((written.get((stream, v), 0) for v in (*part.reads, *state)), default=0):
+            out[index] = ((stream, needed),)
+        count[stream] = count.get(stream, 0) + 1
+        written |= {(stream, v): count[stream] for v in (*part.writes, *state)}
+    return out
+
+
+def step_loss(plan: Plan, scalars: list[dict[str, dict[int, float]]]) -> float:
+    """The loss of a step from the scalars of all ranks: the mean over microbatches and replicas, or the sum of losses over the
+    sum of weights."""
+    total = sum(v for s in scalars for v in s["loss"].values())
+    if plan.loss_kind == "mean":
+        return total / (plan.microbatches * plan.replicas)
+    weight = sum(v for s in scalars for v in s["weight"].values())
+    return total / weight if weight else math.nan
