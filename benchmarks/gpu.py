@@ -39,7 +39,8 @@ from piper_ir.plan import Plan
 from piper_ops.lowering import LoweringName
 from piper_ops.sdpa_kernels import KERNELS, AttentionOptions
 from piper_runtime.launch.processes import Pool
-from piper_runtime.launch.run import WARMUP_STEPS, trainee
+from piper_runtime.launch.result import WARMUP_STEPS
+from piper_runtime.launch.run import trainee
 from piper_runtime.profile.resident import most_on_device, reset_most_on_device
 from piper_runtime.rank.device import using
 from piper_runtime.rank.job import materialize

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import piper
-from piper_runtime.launch.run import Run, execute
+from piper_runtime.launch.result import Run
+from piper_runtime.launch.run import execute
 from piper_runtime.rank.job import Job
 from tests import compositions, models, parity
 from tests.compositions import Composition

@@ -14,7 +14,7 @@ from piper_compiler import recipes
 from piper_ir.ops import Compute
 from piper_ir.verify import verify
 from piper_runtime.launch.processes import Pool
-from piper_runtime.launch.run import Run
+from piper_runtime.launch.result import Run
 from tests import compositions, parity
 from tests.compositions import Composition
 

@@ -19,9 +19,9 @@ from packages.runtime.tests.chains import chain, run
 from piper_ir.errors import ExecutionError
 from piper_runtime.engine.memory import MemoryPoint, MemoryRecord
 from piper_runtime.launch import torchrun, wire
-from piper_runtime.launch.emulate import EmulationReport
 from piper_runtime.launch.protocol import Failure
 from piper_runtime.launch.report import RankReport, StepDone
+from piper_runtime.launch.timed_rank import EmulationReport
 from piper_runtime.profile.measure_messages import MessageSample
 from piper_runtime.profile.profiler import ProfileReport
 

@@ -139,7 +139,7 @@ def _spawn(rank: int, world: int, folder: str, threads: int) -> _Worker:
     }
     try:
         process = subprocess.Popen(
-            [sys.executable, "-m", "piper_runtime.launch.worker", json.dumps(vars(setup))],
+            [sys.executable, "-m", "piper_runtime.launch.worker_process", json.dumps(vars(setup))],
             stdin=subprocess.DEVNULL, env=environment, pass_fds=(setup.pipe, setup.lifeline),
             start_new_session=True,  # an interrupt at the terminal reaches the launcher only, which then ends its workers
         )  # fmt: skip

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
 from statistics import median
-from typing import Any
 
 import torch
 
 from piper_ir.errors import JobError
 from piper_ir.ops import Update
 from piper_ir.plan import Plan
-from piper_ir.trace import Trace
 from piper_runtime.engine.inline import InlineEngine
-from piper_runtime.engine.memory import Counter, MemoryRecord
+from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.ranges import name_inline
 from piper_runtime.engine.trace import TimedSpan, executed_trace
 from piper_runtime.launch.interrupt import at_step_end
 from piper_runtime.launch.launchers import Launcher, Workers, check_launcher, open_pool
 from piper_runtime.launch.progress import OnStep, Progress
 from piper_runtime.launch.report import MEASURED, Interrupted, RankReport, StepRecord, measured_counter, measured_step
+from piper_runtime.launch.result import WARMUP_STEPS, Run, check_numbers
 from piper_runtime.rank import device as devices
 from piper_runtime.rank.code import CodeStore
 from piper_runtime.rank.device import choose_device
@@ -29,54 +27,10 @@ from piper_runtime.rank.job import InitialState, Job, materialize
 from piper_runtime.rank.rank import Rank, Trainee
 from piper_runtime.rank.same_model import check_same_model
 
-WARMUP_STEPS = 3
 TRACED = (
     "to see when a communication ends, a thread waits for it in the traced step of processes on CPUs, and wakes who needs it, "
     "some 30 us each, which other steps do not"
 )
-
-
-@dataclass(frozen=True)
-class Run:
-    """The result of `execute`.
-
-    losses: one per step, over the global batch. step_s: wall seconds per step between completions, on the slowest rank (the
-    first since all ranks were ready). batch_s: of these, seconds in Job.batch, of the rank that waited most. period_s: median of
-    step_s[3:], None when there are none. peak_bytes: per rank the most
-    bytes that were alive (`trace.notes` says what is measured), and `memory` what was alive in each instruction; both empty
-    when not asked for. trace: of the last step; without spans unless they were asked for. rank_states: per rank its parameters
-    and buffers after the last step; rank_gradients: per rank and step, with `gradients=True`."""
-
-    losses: list[float]
-    step_s: list[float]
-    period_s: float | None
-    peak_bytes: dict[int, int]
-    trace: Trace
-    rank_states: Mapping[int, Mapping[str, torch.Tensor]]
-    rank_gradients: Mapping[int, Sequence[Mapping[str, torch.Tensor]]]
-    memory: Mapping[int, MemoryRecord]
-    _initial: InitialState = field(repr=False)
-    batch_s: list[float] = field(default_factory=list)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the model's state_dict after the last step: on CPU, full shapes, under the names that the model gives.
-
-        What no rank holds is as the model made it."""
-        trained: dict[str, torch.Tensor] = {}
-        for rank in sorted(self.rank_states, reverse=True):  # the lowest rank's copy counts
-            trained.update(self.rank_states[rank])
-        return self._initial.state_dict(trained)
-
-    @property
-    def gradients(self) -> list[dict[str, torch.Tensor]]:
-        """Per step the gradient of every trained parameter as the optimizer saw it; the lowest rank's copy."""
-        out: list[dict[str, torch.Tensor]] = []
-        for rank in sorted(self.rank_gradients, reverse=True):
-            for step, found in enumerate(self.rank_gradients[rank]):
-                if step == len(out):
-                    out.append({})
-                out[step].update(found)
-        return out
 
 
 def execute(
@@ -150,14 +104,6 @@ def check_clip(plan: Plan, job: Job) -> None:
                 f"the plan clips gradients to {update.clip}, the job's clip_norm is {job.clip_norm}; "
                 "compile the strategy with this job"
             )
-
-
-def check_numbers(steps: int, timeout_s: float) -> None:
-    """JobError when no run can have these numbers."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise JobError(f"steps={steps!r}: an integer of at least 1 is needed")
-    if not timeout_s > 0:
-        raise JobError(f"timeout_s={timeout_s!r}: a number of seconds above 0 is needed; inf waits for ever")
 
 
 def trainee(job: Job) -> Trainee:

@@ -25,9 +25,9 @@ LENGTH = 8
 def _records() -> dict[str, type[Any]]:
     """Return the records that ranks send, by name. Imported late: what measures imports torch's compiler."""
     from piper_runtime.engine.memory import MemoryPoint, MemoryRecord
-    from piper_runtime.launch.emulate import EmulationReport
     from piper_runtime.launch.protocol import Failure
     from piper_runtime.launch.report import RankReport, StepDone
+    from piper_runtime.launch.timed_rank import EmulationReport
     from piper_runtime.profile.measure_messages import MessageSample
     from piper_runtime.profile.profiler import ProfileReport
 
