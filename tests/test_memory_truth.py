@@ -24,8 +24,8 @@ from piper_ir.ops import Compute, Update
 from piper_ir.plan import COMPUTE, Plan, RolePlan
 from piper_ops import sdpa, sdpa_kernels
 from piper_runtime.engine.memory import MemoryCounter, MemoryRecord
-from piper_runtime.rank import faults
 from tests import compositions
+from tests import runtime_faults as faults
 from tests.compositions import Composition, fitted
 
 WORKSPACE = 0.05

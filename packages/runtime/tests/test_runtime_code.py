@@ -11,7 +11,8 @@ from piper_ir.errors import FormatError
 from piper_runtime import rng_seed
 from piper_runtime.launch.run import materialize
 from piper_runtime.rank.code import ShippedCode, Steps, load_step, used_code
-from piper_runtime.rank.rank import Rank, Trainee
+from piper_runtime.rank.rank import Rank
+from piper_runtime.rank.rank_state import Trainee
 
 
 def test_source_and_constants_make_a_function_whose_lines_show_in_tracebacks() -> None:

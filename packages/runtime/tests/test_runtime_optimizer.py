@@ -13,7 +13,8 @@ from piper_ir.ops import Update
 from piper_runtime.launch.run import materialize
 from piper_runtime.rank.optimizer import optimizer_spec
 from piper_runtime.rank.parts import gradient_scale
-from piper_runtime.rank.rank import Rank, Trainee
+from piper_runtime.rank.rank import Rank
+from piper_runtime.rank.rank_state import Trainee
 
 Named = list[tuple[str, nn.Parameter]]
 

@@ -24,7 +24,8 @@ from piper_runtime.rank import device as devices
 from piper_runtime.rank.code import CodeStore
 from piper_runtime.rank.device import choose_device
 from piper_runtime.rank.job import InitialState, Job, materialize
-from piper_runtime.rank.rank import Rank, Trainee
+from piper_runtime.rank.rank import Rank
+from piper_runtime.rank.rank_state import Trainee
 from piper_runtime.rank.same_model import check_same_model
 
 TRACED = (

@@ -22,7 +22,8 @@ from piper_runtime.launch.report import RankReport, measured_counter, measured_s
 from piper_runtime.launch.timed_rank import EmulationRequest, emulate_rank
 from piper_runtime.profile.profiler import ProfileRequest, profile
 from piper_runtime.rank.code import missing_operators
-from piper_runtime.rank.rank import Rank, Trainee
+from piper_runtime.rank.rank import Rank
+from piper_runtime.rank.rank_state import Trainee
 from piper_runtime.transport.gloo import GlooCommunicators
 from piper_runtime.transport.transport import connected, take_device
 

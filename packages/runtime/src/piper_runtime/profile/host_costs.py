@@ -18,7 +18,8 @@ from piper_runtime.profile.device_clocks import Clock
 from piper_runtime.profile.measured_plans import instructions_plan, messages_plan
 from piper_runtime.rank.job import NamedParameters
 from piper_runtime.rank.parts import Run
-from piper_runtime.rank.rank import Comm, Rank, Trainee
+from piper_runtime.rank.rank import Comm, Rank
+from piper_runtime.rank.rank_state import Trainee
 
 INSTRUCTIONS = 512
 """Of a plan that does nothing else."""

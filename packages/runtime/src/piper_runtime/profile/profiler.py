@@ -34,7 +34,8 @@ from piper_runtime.rank import device as devices
 from piper_runtime.rank.code import ShippedCode, missing_operators
 from piper_runtime.rank.job import Batch, flatten_batch, microbatch_rows
 from piper_runtime.rank.parts import Run, bind_alloc, bind_operand, bind_part
-from piper_runtime.rank.rank import Rank, Trainee
+from piper_runtime.rank.rank import Rank
+from piper_runtime.rank.rank_state import Trainee
 from piper_runtime.rank.shipping import Parcel
 from piper_runtime.transport.gloo import GlooCommunicators
 from piper_runtime.transport.nccl import NcclCommunicators

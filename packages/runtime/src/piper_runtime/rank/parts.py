@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import Any, assert_never
 
 import torch
 
@@ -15,84 +15,18 @@ from piper_ir.errors import NonFiniteLossError
 from piper_ir.ops import Add, Collective, Compute, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
 from piper_ir.plan import Part, is_state
 from piper_ir.program import Chunk
-from piper_runtime.rank import faults
 from piper_runtime.rank.feed import upload
 from piper_runtime.rank.job import microbatch_rows
+from piper_runtime.rank.rank_state import NOT_FINITE, RankState
 from piper_runtime.rank.rng import generator, rng_seed
 from piper_runtime.rank.store import empty_value
-
-if TYPE_CHECKING:
-    from piper_runtime.rank.rank import Rank
-
-NOT_FINITE = (
-    "check the batch and the learning rate, clip gradients (Job.clip_norm), or see whether it is finite in float64 "
-    "(`piper verify FILE.py`)"
-)
-"""What may help where a number is not finite."""
 
 Run = Callable[[], None]
 Operand = Callable[[], torch.Tensor]
 
 
-def bind_part(part: Part, rank: Rank) -> Run:
-    """The closure that runs one part of the compute stream."""
-    fault = faults.active()
-    if fault is not None and fault.part is not None:
-        return fault.part(part, rank, _bind)
-    return _bind(part, rank)
-
-
-def bind_operand(part: Part, rank: Rank) -> Operand:
-    """Bind a part that communicates: return the closure that gives the tensor to send, to receive into, or to give to a
-    collective, which is where that one's result goes too unless there is a `bind_result`."""
-    fault = faults.active()
-    if fault is not None and fault.operand is not None:
-        return fault.operand(part, rank, _operand)
-    return _operand(part, rank)
-
-
-def bind_result(part: Part, rank: Rank) -> Operand | None:
-    """Return the closure that gives the tensor which a collective writes, None where it writes its operand."""
-    if not isinstance(part.op, Collective) or part.op.bucket or part.op.law.in_place:
-        return None
-    values, target = rank.store.values, part.writes[0]
-    return lambda: values[target]
-
-
-def bind_alloc(value: str, rank: Rank) -> Run:
-    """The closure that makes a buffer for a value that communication will write."""
-    values, device = rank.store.values, rank.device
-    shape, dtype = empty_value(rank.plan, value)
-
-    def alloc() -> None:
-        values[value] = torch.empty(shape, dtype=dtype, device=device)
-
-    return alloc
-
-
-def _operand(part: Part, rank: Rank) -> Operand:
-    values = rank.store.values
-    match part.op:
-        case Send():
-            source = part.reads[0]
-            return lambda: values[source]
-        case Recv():
-            target = part.writes[0]
-            return lambda: values[target]
-        case Collective(bucket=bucket) if bucket:
-            flat = rank.store.flat_grads[bucket]
-            return lambda: flat
-        case Collective() as op if op.law.in_place:
-            source, target = part.reads[0], part.writes[0]
-            return lambda: values[target].copy_(values[source])
-        case Collective():
-            source = part.reads[0]
-            return lambda: values[source]
-        case _:
-            raise TypeError(f"{part.node}: {type(part.op).__name__} does not communicate")
-
-
-def _bind(part: Part, rank: Rank) -> Run:
+def bind_part(part: Part, rank: RankState) -> Run:
+    """Return the closure that runs one part of the compute stream."""
     match part.op:
         case Compute():
             return _compute(part, rank)
@@ -115,7 +49,50 @@ def _bind(part: Part, rank: Rank) -> Run:
     return _then_free(run, part.frees, rank)
 
 
-def _then_free(run: Run, dying: tuple[str, ...], rank: Rank) -> Run:
+def bind_operand(part: Part, rank: RankState) -> Operand:
+    """Bind a part that communicates: return the closure that gives the tensor to send, to receive into, or to give to a
+    collective, which is where that one's result goes too unless there is a `bind_result`."""
+    values = rank.store.values
+    match part.op:
+        case Send():
+            source = part.reads[0]
+            return lambda: values[source]
+        case Recv():
+            target = part.writes[0]
+            return lambda: values[target]
+        case Collective(bucket=bucket) if bucket:
+            flat = rank.store.flat_grads[bucket]
+            return lambda: flat
+        case Collective() as op if op.law.in_place:
+            source, target = part.reads[0], part.writes[0]
+            return lambda: values[target].copy_(values[source])
+        case Collective():
+            source = part.reads[0]
+            return lambda: values[source]
+        case _:
+            raise TypeError(f"{part.node}: {type(part.op).__name__} does not communicate")
+
+
+def bind_result(part: Part, rank: RankState) -> Operand | None:
+    """Return the closure that gives the tensor which a collective writes, None where it writes its operand."""
+    if not isinstance(part.op, Collective) or part.op.bucket or part.op.law.in_place:
+        return None
+    values, target = rank.store.values, part.writes[0]
+    return lambda: values[target]
+
+
+def bind_alloc(value: str, rank: RankState) -> Run:
+    """The closure that makes a buffer for a value that communication will write."""
+    values, device = rank.store.values, rank.device
+    shape, dtype = empty_value(rank.plan, value)
+
+    def alloc() -> None:
+        values[value] = torch.empty(shape, dtype=dtype, device=device)
+
+    return alloc
+
+
+def _then_free(run: Run, dying: tuple[str, ...], rank: RankState) -> Run:
     if not dying:
         return run
     values = rank.store.values
@@ -128,7 +105,7 @@ def _then_free(run: Run, dying: tuple[str, ...], rank: Rank) -> Run:
     return run_and_free
 
 
-def _load(part: Part, op: Load, rank: Rank) -> Run:
+def _load(part: Part, op: Load, rank: RankState) -> Run:
     values, feed, target = rank.store.values, rank.feed, part.writes[0]
     shape, dtype = empty_value(rank.plan, target)
 
@@ -145,7 +122,7 @@ def _load(part: Part, op: Load, rank: Rank) -> Run:
     return load if rank.device.type == "cpu" else load_on_device
 
 
-def _fill(part: Part, rank: Rank, number: float, dtype_name: str) -> Run:
+def _fill(part: Part, rank: RankState, number: float, dtype_name: str) -> Run:
     values, target, dtype, device = rank.store.values, part.writes[0], getattr(torch, dtype_name), rank.device
 
     def fill() -> None:
@@ -154,7 +131,7 @@ def _fill(part: Part, rank: Rank, number: float, dtype_name: str) -> Run:
     return fill
 
 
-def _add(part: Part, rank: Rank) -> Run:
+def _add(part: Part, rank: RankState) -> Run:
     values, target = rank.store.values, part.writes[0]
     first, *rest = part.reads
 
@@ -167,7 +144,7 @@ def _add(part: Part, rank: Rank) -> Run:
     return add
 
 
-def _squared_norm(part: Part, op: SquaredNorm, rank: Rank) -> Run:
+def _squared_norm(part: Part, op: SquaredNorm, rank: RankState) -> Run:
     values, target, dtype, device = rank.store.values, part.writes[0], getattr(torch, op.dtype), rank.device
     flats = [rank.store.flat_grads[b] for b in op.buckets]
 
@@ -180,7 +157,7 @@ def _squared_norm(part: Part, op: SquaredNorm, rank: Rank) -> Run:
     return squared_norm
 
 
-def _update(part: Part, op: Update, rank: Rank) -> Run:
+def _update(part: Part, op: Update, rank: RankState) -> Run:
     flats = [rank.store.flat_grads[b] for b in op.buckets]
     scale_now = _late_scale(part, op, rank) if rank.numbers.late else _scale(part, op, rank)
 
@@ -196,12 +173,12 @@ def _update(part: Part, op: Update, rank: Rank) -> Run:
     return update
 
 
-def _scale(part: Part, op: Update, rank: Rank) -> Callable[[], float]:
+def _scale(part: Part, op: Update, rank: RankState) -> Callable[[], float]:
     values, reads = rank.store.values, part.reads
     return lambda: gradient_scale(op, [float(values[v]) for v in reads], f"step {rank.step}, rank {rank.rank}")
 
 
-def _late_scale(part: Part, op: Update, rank: Rank) -> Callable[[], float | torch.Tensor]:
+def _late_scale(part: Part, op: Update, rank: RankState) -> Callable[[], float | torch.Tensor]:
     """The scale on the device. Its scalars are looked at when the step ends."""
     values, found = rank.store.values, list[float]()
 
@@ -250,7 +227,7 @@ def gradient_scale(op: Update, scalars: list[float], where: str) -> float:
     return scale * min(1.0, op.clip / (math.sqrt(scalars[-1]) * abs(scale) + 1e-6))
 
 
-def _compute(part: Part, rank: Rank) -> Run:
+def _compute(part: Part, rank: RankState) -> Run:
     assert isinstance(part.op, Compute) and part.op.step != "B", f"{part.node}: a plan holds I and W parts, never B"
     chunk, step = rank.plan.chunk(part.op.chunk), part.op.step
     signature = chunk.steps[step]
@@ -283,7 +260,7 @@ def _compute(part: Part, rank: Rank) -> Run:
 
 
 def _arguments(
-    part: Part, chunk: Chunk, rank: Rank
+    part: Part, chunk: Chunk, rank: RankState
 ) -> tuple[list[torch.Tensor | None], list[tuple[int, str]], list[tuple[int, str]]]:
     """The argument list with states filled in, and (index, value) of those that stay alive and of those that die at this use."""
     assert isinstance(part.op, Compute) and part.op.step != "B"
@@ -305,7 +282,7 @@ def _arguments(
     return template, keep, take
 
 
-def _forward(run: Run, part: Part, chunk: Chunk, rank: Rank) -> Run:
+def _forward(run: Run, part: Part, chunk: Chunk, rank: RankState) -> Run:
     """F sets the random state before it runs, and hands on losses, weights and new buffers after."""
     writes = dict(zip(chunk.steps["F"].writes, part.writes, strict=True))
     outputs = [(o, writes[f"out{k}"]) for k, o in enumerate(chunk.outputs) if f"out{k}" in writes]
@@ -330,11 +307,11 @@ def _forward(run: Run, part: Part, chunk: Chunk, rank: Rank) -> Run:
     return forward
 
 
-def _recorder(kind: str, value: str, mb: int, rank: Rank) -> Callable[[torch.Tensor], None]:
+def _recorder(kind: str, value: str, mb: int, rank: RankState) -> Callable[[torch.Tensor], None]:
     return rank.numbers.reader(empty_value(rank.plan, value)[1], lambda number: rank.record(kind, mb, number))
 
 
-def _seeded(run: Run, part: Part, chunk: Chunk, rank: Rank) -> Run:
+def _seeded(run: Run, part: Part, chunk: Chunk, rank: RankState) -> Run:
     where = rank.places[chunk.id]
     row = microbatch_rows(rank.plan, rank.plan.replica_of(rank.rank), part.mb).start
     set_seed = generator(rank.device).manual_seed

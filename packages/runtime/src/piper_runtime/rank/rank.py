@@ -4,38 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import ClassVar, assert_never
 
 import torch
 
 from piper_ir.collectives import Law, law_of
-from piper_ir.errors import NonFiniteLossError, PlanError
+from piper_ir.errors import PlanError
 from piper_ir.ops import COMM, Collective, Recv, Send
-from piper_ir.plan import COMPUTE, Instr, Plan
-from piper_runtime.rank import faults
-from piper_runtime.rank.code import CodeStore, Steps
-from piper_runtime.rank.device import CPU, Numbers, numbers_of
-from piper_runtime.rank.feed import Feed
-from piper_runtime.rank.job import Batch, NamedParameters
-from piper_runtime.rank.optimizer import RankOptimizer
-from piper_runtime.rank.parts import NOT_FINITE, Operand, Run, bind_alloc, bind_operand, bind_part, bind_result
-from piper_runtime.rank.rng import rng_places
-from piper_runtime.rank.store import Store
-
-Probe = Callable[["Rank", tuple[str, ...], "float | torch.Tensor"], None]
-"""Called in Update before the optimizer's step with the rank, the buckets and the scale that the gradients are about to get."""
-
-
-@dataclass(frozen=True)
-class Trainee:
-    """What a rank needs of a job: the callables that run on it, and the seed of random operations."""
-
-    batch: Batch
-    optimizer: Callable[[NamedParameters], torch.optim.Optimizer]
-    scheduler: Callable[[torch.optim.Optimizer], Any] | None
-    seed: int
+from piper_ir.plan import COMPUTE, Instr, Part, Plan
+from piper_runtime.rank.code import CodeStore
+from piper_runtime.rank.device import CPU, Numbers
+from piper_runtime.rank.parts import Operand, Run, bind_alloc, bind_operand, bind_part, bind_result
+from piper_runtime.rank.rank_state import Probe, RankState, Trainee
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,38 +59,31 @@ class Entry:
     comm: Comm | None = None
 
 
-class Rank:
+@dataclass(frozen=True)
+class Binder:
+    """How a rank turns its program into closures. Tests put mistakes in its place."""
+
+    part: Callable[[Part, RankState], Run] = bind_part
+    operand: Callable[[Part, RankState], Operand] = bind_operand
+    instr: Callable[[Instr, RankState], Instr] = lambda instr, _: instr
+
+
+class Rank(RankState):
     """One rank of a plan with its states and its bound program."""
+
+    binder: ClassVar[Binder] = Binder()
 
     def __init__(
         self, plan: Plan, rank: int, code: CodeStore, trainee: Trainee,
         params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], probe: Probe | None = None,
         device: torch.device = CPU, numbers: Numbers | None = None,
     ):  # fmt: skip
-        self.plan = plan
-        self.rank = rank
-        self.device = device
-        self.numbers = numbers or numbers_of(device)
-        self.role = plan.role_of(rank)
-        self.seed = trainee.seed
-        self.places = rng_places(plan.chunks)
-        self.probe = probe
-        self.step = 0
-        self.scalars: dict[str, dict[int, float]] = {"loss": {}, "weight": {}}
-        self.buffer_mb: dict[str, int] = {}
-        self.untracked: Callable[[], AbstractContextManager[None]] = nullcontext
-        with torch.no_grad():
-            self.store = Store(plan, rank, params, buffers, device)
-            self.optimizer = RankOptimizer(plan, self.store, trainee.optimizer, trainee.scheduler)
-        self.feed = Feed(plan, rank, trainee.batch)
-        self.steps = Steps(code, device)
+        super().__init__(plan, rank, code, trainee, params, buffers, probe, device, numbers)
         behind = own_waits(self.role.program)
         self.entries = tuple(self._entry(i, instr, behind.get(i, ())) for i, instr in enumerate(self.role.program))
 
     def _entry(self, index: int, instr: Instr, behind: tuple[tuple[str, int], ...]) -> Entry:
-        fault = faults.active()
-        if fault is not None and fault.instr is not None:
-            instr = fault.instr(instr, self)
+        instr = self.binder.instr(instr, self)
         if instr.comm:
             return Entry(index, instr.stream, instr.waits + behind, instr.name, comm=self._comm(instr))
         return Entry(index, instr.stream, instr.waits, instr.name, work=self._work(instr))
@@ -122,10 +96,10 @@ class Rank:
                 f"role {self.role.role}: {instr.name} communicates on stream {instr.stream!r}; it needs a stream of its own"
             )
         peers = self.plan.peers(self.plan.channel(op.channel), self.rank)
-        return Comm(comm_kind(op), op.channel, peers, bind_operand(part, self), bind_result(part, self))
+        return Comm(comm_kind(op), op.channel, peers, self.binder.operand(part, self), bind_result(part, self))
 
     def _work(self, instr: Instr) -> Run:
-        parts = [bind_part(p, self) for p in instr.parts]
+        parts = [self.binder.part(p, self) for p in instr.parts]
         runs = tuple(parts + [bind_alloc(v, self) for v in instr.allocs_after])
         if len(runs) == 1 and not instr.frees_before:
             return runs[0]
@@ -154,23 +128,6 @@ class Rank:
         read in the step is not finite."""
         self.numbers.finish()
         self.optimizer.end_step()
-
-    def record(self, kind: str, mb: int, value: float) -> None:
-        """Keep a microbatch's loss or weight. NonFiniteLossError when it is NaN or infinite."""
-        if not math.isfinite(value):
-            raise NonFiniteLossError(
-                f"the {kind} is {value} in step {self.step} on rank {self.rank}, microbatch {mb}; {NOT_FINITE}"
-            )
-        self.scalars[kind][mb] = value
-
-    def states(self) -> dict[str, torch.Tensor]:
-        """Copies of the parameters and buffers that this rank holds, by name, on the CPU."""
-        return {n: t.to(CPU, copy=True) for n, t in (*self.store.params.items(), *self.store.buffers.items())}
-
-    def gradients(self, buckets: tuple[str, ...], scale: float | torch.Tensor) -> dict[str, torch.Tensor]:
-        """Copies of the gradients in these buckets, scaled, by parameter, on the CPU."""
-        names = [n for b in buckets for n in self.plan.bucket(b).params]
-        return {n: (self.store.grads[n] * scale).to(CPU) for n in names}
 
 
 def comm_kind(op: Send | Recv | Collective) -> str:

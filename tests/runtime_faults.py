@@ -1,6 +1,6 @@
-"""Faults for tests: deliberate mistakes of a runtime, each of which the judge must notice. Nothing here runs outside of `inject`.
+"""Deliberate mistakes of a runtime, each of which the judge must notice.
 
-A fault takes effect where a plan is bound to ranks, so that a run without faults pays nothing for them:
+A fault stands in place of `Rank.binder`, which turns a plan into closures, in the ranks that are bound in this process:
 
     with faults.inject("forget_zero"):
         execute(plan, code, job, steps=3, launcher="inline")
@@ -10,25 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from piper_ir.ops import COMM, Add, Collective, Compute, Load, Recv, Seed, Send, Update
 from piper_ir.plan import COMPUTE, Instr, Part
 from piper_ir.program import Step
-
-if TYPE_CHECKING:
-    from piper_runtime.rank.parts import Operand, Run
-    from piper_runtime.rank.rank import Rank
+from piper_runtime.rank.parts import Operand, Run
+from piper_runtime.rank.rank import Binder, Rank
+from piper_runtime.rank.rank_state import RankState
 
 VECTOR = 16
 """Elements of a vector register in bfloat16."""
-BindPart = Callable[[Part, "Rank"], "Run"]
-BindOperand = Callable[[Part, "Rank"], "Operand"]
+BindPart = Callable[[Part, RankState], "Run"]
+BindOperand = Callable[[Part, RankState], "Operand"]
 
 
 @dataclass(frozen=True)
@@ -37,39 +34,41 @@ class Fault:
     instruction."""
 
     about: str
-    part: Callable[[Part, Rank, BindPart], Run] | None = None
-    operand: Callable[[Part, Rank, BindOperand], Operand] | None = None
-    instr: Callable[[Instr, Rank], Instr] | None = None
+    part: Callable[[Part, RankState, BindPart], Run] | None = None
+    operand: Callable[[Part, RankState, BindOperand], Operand] | None = None
+    instr: Callable[[Instr, RankState], Instr] | None = None
 
-
-_active: ContextVar[Fault | None] = ContextVar("piper_runtime_fault", default=None)
-
-
-def active() -> Fault | None:
-    """The fault to apply to ranks that are bound now."""
-    return _active.get()
+    def binder(self, correct: Binder) -> Binder:
+        """Return a binder with this mistake, and else as the correct one."""
+        part, operand = self.part, self.operand
+        return Binder(
+            correct.part if part is None else lambda p, rank: part(p, rank, correct.part),
+            correct.operand if operand is None else lambda p, rank: operand(p, rank, correct.operand),
+            self.instr or correct.instr,
+        )
 
 
 @contextmanager
 def inject(name: str) -> Iterator[Fault]:
     """Apply a fault of FAULTS to every rank that is bound inside the block, in this process."""
-    token = _active.set(FAULTS[name])
+    correct = Rank.binder
+    Rank.binder = FAULTS[name].binder(correct)
     try:
         yield FAULTS[name]
     finally:
-        _active.reset(token)
+        Rank.binder = correct
 
 
 def _bucket_reduce(part: Part) -> bool:
     return isinstance(part.op, Collective) and bool(part.op.bucket)
 
 
-def _skip_allreduce(part: Part, rank: Rank, bind: BindOperand) -> Operand:
+def _skip_allreduce(part: Part, rank: RankState, bind: BindOperand) -> Operand:
     operand = bind(part, rank)
     return (lambda: operand().clone()) if _bucket_reduce(part) else operand
 
 
-def _double_allreduce(part: Part, rank: Rank, bind: BindOperand) -> Operand:
+def _double_allreduce(part: Part, rank: RankState, bind: BindOperand) -> Operand:
     operand = bind(part, rank)
     assert isinstance(part.op, COMM)
     members = len(rank.plan.peers(rank.plan.channel(part.op.channel), rank.rank))
@@ -77,7 +76,7 @@ def _double_allreduce(part: Part, rank: Rank, bind: BindOperand) -> Operand:
     return (lambda: operand().mul_(members)) if _bucket_reduce(part) else operand
 
 
-def _skip_scalar_reduce(part: Part, rank: Rank, bind: BindOperand) -> Operand:
+def _skip_scalar_reduce(part: Part, rank: RankState, bind: BindOperand) -> Operand:
     operand = bind(part, rank)
     if not isinstance(part.op, Collective) or part.op.bucket:
         return operand
@@ -90,7 +89,7 @@ def _skip_scalar_reduce(part: Part, rank: Rank, bind: BindOperand) -> Operand:
     return local
 
 
-def _first_sent(part: Part, rank: Rank, bind: BindOperand) -> Operand:
+def _first_sent(part: Part, rank: RankState, bind: BindOperand) -> Operand:
     operand = bind(part, rank)
     if not isinstance(part.op, Send) or part.mb < 1:
         return operand
@@ -105,7 +104,7 @@ def _first_sent(part: Part, rank: Rank, bind: BindOperand) -> Operand:
     return stale
 
 
-def _forget_zero(part: Part, rank: Rank, bind: BindPart) -> Run:
+def _forget_zero(part: Part, rank: RankState, bind: BindPart) -> Run:
     run = bind(part, rank)
     if not isinstance(part.op, Update):
         return run
@@ -120,25 +119,25 @@ def _forget_zero(part: Part, rank: Rank, bind: BindPart) -> Run:
     return update
 
 
-def _no_weight(part: Part, rank: Rank, bind: BindPart) -> Run:
+def _no_weight(part: Part, rank: RankState, bind: BindPart) -> Run:
     if isinstance(part.op, Update) and part.op.weighted:
         part = replace(part, op=replace(part.op, weighted=False), reads=part.reads[1:])
     return bind(part, rank)
 
 
-def _no_clip(part: Part, rank: Rank, bind: BindPart) -> Run:
+def _no_clip(part: Part, rank: RankState, bind: BindPart) -> Run:
     if isinstance(part.op, Update) and part.op.clip is not None:
         part = replace(part, op=replace(part.op, clip=None), reads=part.reads[:-1])
     return bind(part, rank)
 
 
-def _unit_seed(part: Part, rank: Rank, bind: BindPart) -> Run:
+def _unit_seed(part: Part, rank: RankState, bind: BindPart) -> Run:
     if isinstance(part.op, Seed):
         part = replace(part, op=replace(part.op, value=1.0))
     return bind(part, rank)
 
 
-def _stale_replica(part: Part, rank: Rank, bind: BindPart) -> Run:
+def _stale_replica(part: Part, rank: RankState, bind: BindPart) -> Run:
     run = bind(part, rank)
     if not isinstance(part.op, Update) or rank.plan.replica_of(rank.rank) == 0:
         return run
@@ -152,7 +151,7 @@ def _stale_replica(part: Part, rank: Rank, bind: BindPart) -> Run:
     return update
 
 
-def _dead_kernel(part: Part, rank: Rank, bind: BindPart, *, flat: bool) -> Run:
+def _dead_kernel(part: Part, rank: RankState, bind: BindPart, *, flat: bool) -> Run:
     """An update of an optimizer that runs on whole buckets (`flat`), or of another, moves no whole vector of a bucket."""
     run = bind(part, rank)
     if not isinstance(part.op, Update) or rank.optimizer.flat != flat:
@@ -169,17 +168,17 @@ def _dead_kernel(part: Part, rank: Rank, bind: BindPart, *, flat: bool) -> Run:
     return update
 
 
-def _swap_inputs(part: Part, rank: Rank, bind: BindPart) -> Run:
+def _swap_inputs(part: Part, rank: RankState, bind: BindPart) -> Run:
     if isinstance(part.op, Load) and part.op.tensor.startswith("inputs") and rank.plan.microbatches > 1:
         part = replace(part, mb=part.mb ^ 1 if part.mb ^ 1 < rank.plan.microbatches else part.mb)
     return bind(part, rank)
 
 
-def _same_rows(part: Part, rank: Rank, bind: BindPart) -> Run:
+def _same_rows(part: Part, rank: RankState, bind: BindPart) -> Run:
     return bind(replace(part, mb=0) if isinstance(part.op, Load) else part, rank)
 
 
-def _rotate_replica(part: Part, rank: Rank, bind: BindPart) -> Run:
+def _rotate_replica(part: Part, rank: RankState, bind: BindPart) -> Run:
     if not isinstance(part.op, Load) or not part.op.tensor.startswith("inputs"):
         return bind(part, rank)
     run, feed, replicas = bind(part, rank), rank.feed, rank.plan.replicas
@@ -197,7 +196,7 @@ def _rotate_replica(part: Part, rank: Rank, bind: BindPart) -> Run:
     return load
 
 
-def _keep_references(part: Part, rank: Rank, bind: BindPart) -> Run:
+def _keep_references(part: Part, rank: RankState, bind: BindPart) -> Run:
     rank.feed.kept = _as_it_is  # type: ignore[method-assign]  # on purpose: it is a fault
     return bind(part, rank)
 
@@ -206,7 +205,7 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _accumulators(part: Part, rank: Rank) -> dict[str, torch.Tensor]:
+def _accumulators(part: Part, rank: RankState) -> dict[str, torch.Tensor]:
     """The gradients, by parameter, into which a backward part adds."""
     if not isinstance(part.op, Compute) or part.op.step not in ("I", "W"):
         return {}
@@ -230,22 +229,22 @@ def _undone(run: Run, tensors: list[torch.Tensor]) -> Run:
     return lose
 
 
-def _lose_last_gradient(part: Part, rank: Rank, bind: BindPart) -> Run:
+def _lose_last_gradient(part: Part, rank: RankState, bind: BindPart) -> Run:
     """The effect of a reduction that starts before the last microbatch's gradient is there."""
     last = part.mb == rank.plan.microbatches - 1
     return _undone(bind(part, rank), list(_accumulators(part, rank).values()) if last else [])
 
 
-def _lose_tied_gradient(part: Part, rank: Rank, bind: BindPart) -> Run:
+def _lose_tied_gradient(part: Part, rank: RankState, bind: BindPart) -> Run:
     shared = {n for b in rank.store.buckets if rank.role.role != b.roles[0] for n in b.params}
     return _undone(bind(part, rank), [t for n, t in _accumulators(part, rank).items() if n in shared])
 
 
-def _short_add(part: Part, rank: Rank, bind: BindPart) -> Run:
+def _short_add(part: Part, rank: RankState, bind: BindPart) -> Run:
     return bind(replace(part, reads=part.reads[:-1]) if isinstance(part.op, Add) and len(part.reads) > 1 else part, rank)
 
 
-def _free_early(part: Part, rank: Rank, bind: BindPart) -> Run:
+def _free_early(part: Part, rank: RankState, bind: BindPart) -> Run:
     run = bind(part, rank)
     if not isinstance(part.op, Compute) or part.op.step != "F" or not part.writes:
         return run
@@ -258,7 +257,7 @@ def _free_early(part: Part, rank: Rank, bind: BindPart) -> Run:
     return early
 
 
-def _free_twice(part: Part, rank: Rank, bind: BindPart) -> Run:
+def _free_twice(part: Part, rank: RankState, bind: BindPart) -> Run:
     run = bind(part, rank)
     if not isinstance(part.op, Compute) or not part.frees:
         return run
@@ -271,7 +270,7 @@ def _free_twice(part: Part, rank: Rank, bind: BindPart) -> Run:
     return twice
 
 
-def _reuse_random(part: Part, rank: Rank, bind: BindPart) -> Run:
+def _reuse_random(part: Part, rank: RankState, bind: BindPart) -> Run:
     run = bind(part, rank)
     if not isinstance(part.op, Compute) or part.op.step != "F" or not rank.plan.chunk(part.op.chunk).random:
         return run
@@ -288,7 +287,7 @@ def _reuse_random(part: Part, rank: Rank, bind: BindPart) -> Run:
     return unseeded
 
 
-def _no_receive_wait(instr: Instr, rank: Rank) -> Instr:
+def _no_receive_wait(instr: Instr, rank: RankState) -> Instr:
     """Compute starts without waiting for what it receives."""
     receives = {i.stream for i in rank.role.program if isinstance(i.parts[0].op, Recv)}
     if instr.stream != COMPUTE:
@@ -296,7 +295,7 @@ def _no_receive_wait(instr: Instr, rank: Rank) -> Instr:
     return replace(instr, waits=tuple(w for w in instr.waits if w[0] not in receives))
 
 
-def _update_first(instr: Instr, rank: Rank) -> Instr:
+def _update_first(instr: Instr, rank: RankState) -> Instr:
     """Update does not wait for the reductions, and they start only behind it."""
     program = rank.role.program
     reduces = {i.stream for i in program if _bucket_reduce(i.parts[0])}
