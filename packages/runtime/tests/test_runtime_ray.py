@@ -28,6 +28,7 @@ from piper_runtime.launch.ray_cluster import connect
 from piper_runtime.launch.ray_launcher import RayPool, _variables, gpus_per_rank
 from piper_runtime.launch.report import StepRecord
 from piper_runtime.launch.request import make_requests
+from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.rank import device
 
 CLUSTER = """
@@ -93,8 +94,7 @@ def test_a_request_survives_the_journey() -> None:
     plan, job = chain(pp=2)
     from piper_runtime.rank.job import materialize
 
-    flags: dict[str, Any] = dict(steps=1, trace=False, memory=False, gradients=False, stream=False)
-    requests = make_requests(plan, {**_code()}, job, materialize(job), **flags)
+    requests = make_requests(plan, {**_code()}, job, materialize(job), RunOptions(steps=1))
     packed = [pack(requests[r]) for r in (0, 1)]
     assert packed[0][1][0] is packed[1][1][0], "both roles ship one plan"
     again = unpack(packed[1][0], tuple(packed[1][1]))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.rank import device
 from piper_runtime.rank.code import ShippedCode
 
@@ -25,9 +26,18 @@ class Setup:
 
 @dataclass(frozen=True)
 class Request:
-    """One training run of one rank; ranks of one role get one object. `plan` and `callables` are pickled once for all ranks.
-    `stream`: whether somebody wants to hear of every finished step. `device`: the kind that runs take where the request is
-    made."""
+    """One training run of one rank; ranks of one role get one object.
+
+    Attributes:
+        plan: the plan, pickled once for all ranks.
+        callables: the job's callables, packed once for all ranks.
+        code: the code of the role's chunks, by chunk code and step.
+        params: initial parameters that the role holds.
+        buffers: initial buffers that the role holds.
+        seed: of random operations.
+        options: how the run goes.
+        device: the kind of device that runs take where the request is made.
+    """
 
     plan: bytes
     callables: bytes
@@ -35,12 +45,7 @@ class Request:
     params: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
     seed: int
-    steps: int
-    trace: bool
-    memory: bool
-    gradients: bool
-    stream: bool
-    ranges: bool = False
+    options: RunOptions
     device: str = field(default_factory=lambda: device.default)
 
 

@@ -6,16 +6,14 @@ import pickle
 
 from piper_ir.plan import Plan
 from piper_runtime.launch.protocol import Request
+from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.rank.code import CodeStore, ShippedCode, used_code
 from piper_runtime.rank.job import InitialState, Job
 from piper_runtime.rank.shipping import pack
 from piper_runtime.rank.store import held_params, state_names
 
 
-def make_requests(
-    plan: Plan, code: CodeStore, job: Job, initial: InitialState, *, steps: int, trace: bool, memory: bool, gradients: bool,
-    stream: bool, ranges: bool = False,
-) -> dict[int, Request]:  # fmt: skip
+def make_requests(plan: Plan, code: CodeStore, job: Job, initial: InitialState, options: RunOptions) -> dict[int, Request]:
     """Rank -> its request; the ranks of a role share one object, so that a launcher can send it once to each machine. JobError
     when the job's callables cannot leave this process."""
     plan_blob = pickle.dumps(plan)
@@ -29,6 +27,6 @@ def make_requests(
         rank = role.ranks[0]
         params = {n: initial.params[n].clone() for n in held_params(plan, rank)}
         buffers = {n: initial.buffers[n].clone() for n in state_names(plan, rank, "buffer")}
-        request = Request(plan_blob, callables, found, params, buffers, job.seed, steps, trace, memory, gradients, stream, ranges)
+        request = Request(plan_blob, callables, found, params, buffers, job.seed, options)
         out |= dict.fromkeys(role.ranks, request)
     return out

@@ -18,8 +18,11 @@ from piper_runtime.engine.trace import TimedSpan, executed_trace
 from piper_runtime.launch.interrupt import at_step_end
 from piper_runtime.launch.launchers import Launcher, Workers, check_launcher, open_pool
 from piper_runtime.launch.progress import OnStep, Progress
+from piper_runtime.launch.protocol import Request
 from piper_runtime.launch.report import MEASURED, Interrupted, RankReport, StepRecord, measured_counter, measured_step
+from piper_runtime.launch.request import make_requests
 from piper_runtime.launch.result import WARMUP_STEPS, Run, check_numbers
+from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.rank import device as devices
 from piper_runtime.rank.code import CodeStore
 from piper_runtime.rank.device import choose_device
@@ -54,34 +57,29 @@ def execute(
     check_request(plan, job, steps, launcher, timeout_s)
     initial = materialize(job)
     check_same_model(plan, initial, trainable)
+    options = RunOptions(steps, timeout_s, trace, memory, gradients, ranges, stream=on_step is not None)
     try:
-        reports = _reports(
-            plan, code, job, initial, steps=steps, launcher=launcher, cluster=cluster, timeout_s=timeout_s, trace=trace,
-            memory=memory, gradients=gradients, pool=pool, ranges=ranges, on_step=on_step,
-        )  # fmt: skip
+        if launcher == "inline":
+            reports = _run_inline(plan, code, job, initial, options, Progress(plan, on_step))
+        else:
+            reports = _run_workers(
+                plan, make_requests(plan, code, job, initial, options), options, launcher, cluster, pool, on_step
+            )
     except Interrupted as e:
         e.run = _result(plan, e.reports, initial, memory)
         raise
     return _result(plan, reports, initial, memory)
 
 
-def _reports(
-    plan: Plan, code: CodeStore, job: Job, initial: InitialState, *, steps: int, launcher: Launcher, cluster: str,
-    timeout_s: float, trace: bool, memory: bool, gradients: bool, pool: Workers | None, ranges: bool, on_step: OnStep | None,
+def _run_workers(
+    plan: Plan, requests: Mapping[int, Request], options: RunOptions, launcher: Launcher, cluster: str, pool: Workers | None,
+    on_step: OnStep | None,
 ) -> Mapping[int, RankReport]:  # fmt: skip
     """Return what every rank brings back. Interrupted when ranks could end an interrupted run together."""
-    if launcher == "inline":
-        return _run_inline(plan, code, job, initial, steps, trace, memory, gradients, ranges, Progress(plan, on_step))
-    from piper_runtime.launch.request import make_requests
-
-    requests = make_requests(
-        plan, code, job, initial, steps=steps, trace=trace, memory=memory, gradients=gradients, stream=on_step is not None,
-        ranges=ranges,
-    )  # fmt: skip
     if pool is not None:
-        return pool.run(plan, requests, timeout_s, on_step)
+        return pool.run(plan, requests, options.timeout_s, on_step)
     with open_pool(launcher, plan.mesh.world, cluster=cluster) as own:
-        return own.run(plan, requests, timeout_s, on_step)
+        return own.run(plan, requests, options.timeout_s, on_step)
 
 
 def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: float) -> None:
@@ -113,17 +111,18 @@ def trainee(job: Job) -> Trainee:
 
 
 def _run_inline(
-    plan: Plan, code: CodeStore, job: Job, initial: InitialState, steps: int, trace: bool, memory: bool, gradients: bool,
-    ranges: bool, progress: Progress,
-) -> dict[int, RankReport]:  # fmt: skip
+    plan: Plan, code: CodeStore, job: Job, initial: InitialState, options: RunOptions, progress: Progress
+) -> dict[int, RankReport]:
     reports = {r: RankReport() for r in range(plan.mesh.world)}
     device = choose_device(devices.default, 0)  # all ranks on one
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         ranks = [
-            Rank(plan, r, code, trainee(job), initial.params, initial.buffers, report.probe if gradients else None, device)
+            Rank(
+                plan, r, code, trainee(job), initial.params, initial.buffers, report.probe if options.gradients else None, device
+            )
             for r, report in reports.items()
         ]
-        if ranges:
+        if options.ranges:
             for rank in ranks:
                 name_inline(rank)
         counters: dict[int, Counter] = {}
@@ -132,8 +131,8 @@ def _run_inline(
             report.started = time.perf_counter()
         spans: dict[int, list[TimedSpan]] = {}
         with at_step_end() as interrupt:
-            for step in range(steps):
-                if memory and step == measured_step(steps):
+            for step in range(options.steps):
+                if options.memory and step == measured_step(options.steps):
                     counters = engine.counters = {r.rank: measured_counter(r) for r in ranks}
                 spans = engine.step(step)
                 for rank in ranks:
@@ -142,7 +141,7 @@ def _run_inline(
                 if interrupt.asked:
                     break
     for rank in ranks:
-        reports[rank.rank].close(rank, spans[rank.rank] if trace else [], counters.get(rank.rank))
+        reports[rank.rank].close(rank, spans[rank.rank] if options.trace else [], counters.get(rank.rank))
     if interrupt.asked:
         raise Interrupted(reports)
     return reports

@@ -88,32 +88,32 @@ def run(seat: Seat, request: Request) -> RankReport:
     batch, optimizer, scheduler = parcel.open()
     if missing_operators(request.code):
         parcel.import_definers()
-    report = RankReport()
+    report, options = RankReport(), request.options
     trainee = Trainee(batch, optimizer, scheduler, request.seed)
     device = take_device(request.device, rank if seat.local_rank is None else seat.local_rank)
     if device.type == "cuda":
         gc.collect()  # an earlier rank and its closures hold each other, and memory of the device
-    probe = report.probe if request.gradients else None
+    probe = report.probe if options.gradients else None
     bound = Rank(plan, rank, request.code, trainee, request.params, request.buffers, probe, device)
     streams = plan.role_of(rank).streams
     if len(streams) > HEART_SLOTS - 4:
         raise ExecutionError(f"rank {rank} has {len(streams)} streams; at most {HEART_SLOTS - 4} are supported")
     local_world = plan.mesh.world if seat.local_world is None else seat.local_world
-    name = named_instructions if request.ranges else None
-    backend, engine = connected(bound, communicators, heart, local_world=local_world, trace=request.trace, name=name)
+    name = named_instructions if options.ranges else None
+    backend, engine = connected(bound, communicators, heart, local_world=local_world, trace=options.trace, name=name)
     counter = None
     report.started = time.perf_counter()
     heart[PHASE] = RUNNING
-    for step in range(request.steps):
+    for step in range(options.steps):
         if step == heart[LAST_STEP] > 0:
             break
-        last = step == request.steps - 1
-        observed = request.memory and step == measured_step(request.steps)
+        last = step == options.steps - 1
+        observed = options.memory and step == measured_step(options.steps)
         if observed:
             counter = measured_counter(bound, alone=True)
-        engine.step(step, traced=request.trace and last, counter=counter if observed else None)
+        engine.step(step, traced=options.trace and last, counter=counter if observed else None)
         done = report.end_step(bound)
-        if request.stream:
+        if options.stream:
             seat.tell(done)
     backend.close()
     report.close(bound, engine.spans, counter)
