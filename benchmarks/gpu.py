@@ -40,7 +40,7 @@ from piper_ops.lowering import LoweringName
 from piper_ops.sdpa_kernels import KERNELS, AttentionOptions
 from piper_runtime.launch.processes import Pool
 from piper_runtime.launch.result import WARMUP_STEPS
-from piper_runtime.launch.run import trainee
+from piper_runtime.launch.run import rank_job
 from piper_runtime.profile.resident import most_on_device, reset_most_on_device
 from piper_runtime.rank.device import using
 from piper_runtime.rank.job import materialize
@@ -263,7 +263,7 @@ def host() -> Iterator[Row]:
     plan = noop.plan(1, LAYERS, MICROBATCHES)
     work = noop.job(plan)
     initial = materialize(work)
-    bound = Rank(plan, 0, noop.CODE, trainee(work), initial.params, initial.buffers, None, device)
+    bound = Rank(plan, 0, noop.CODE, rank_job(work), initial.params, initial.buffers, None, device)
     begin, issued, done = 0.0, list[float](), list[float]()
     engine = engine_of(bound, device, lambda: issued.append(time.perf_counter() - begin))
     for step in range(HOST_STEPS + 1):

@@ -20,12 +20,13 @@ from piper_ir.plan import Plan
 from piper_runtime.engine.cuda_streams import CudaApi, CudaStreams
 from piper_runtime.engine.engine import Engine
 from piper_runtime.engine.memory import MemoryRecord
-from piper_runtime.engine.streams import HEART_SLOTS, Work
+from piper_runtime.engine.streams import HEART_SLOTS
 from piper_runtime.launch.report import measured_counter
-from piper_runtime.launch.run import trainee
+from piper_runtime.launch.run import rank_job
 from piper_runtime.rank.feed import upload
 from piper_runtime.rank.job import materialize
-from piper_runtime.rank.rank import Comm, Rank
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundComm, Rank
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Ours:
         assert code is not None
         initial = materialize(setup.work)
         codes = code.export([c.code for c in plan.chunks], plan.rows)
-        self.bound = Rank(plan, 0, codes, trainee(setup.work), initial.params, initial.buffers, None, device)
+        self.bound = Rank(plan, 0, codes, rank_job(setup.work), initial.params, initial.buffers, None, device)
         self._engine = engine_of(self.bound, device, self._mark)
         self._begin = 0.0
 
@@ -111,7 +112,7 @@ class _Watched(CudaStreams):
         super().synchronize()
 
 
-def _nobody(comm: Comm) -> Work:
+def _nobody(comm: BoundComm) -> Thunk:
     raise AssertionError("a plan for one device does not communicate")
 
 

@@ -19,7 +19,7 @@ from piper_ir.ops import Compute
 from piper_ir.plan import Plan
 from piper_runtime.engine.engine import Engine
 from piper_runtime.engine.streams import HEART_SLOTS, CpuStreams
-from piper_runtime.launch.run import trainee
+from piper_runtime.launch.run import rank_job
 from piper_runtime.rank.code import ShippedCode
 from piper_runtime.rank.job import materialize
 from piper_runtime.rank.rank import Rank
@@ -114,7 +114,7 @@ class Ours:
         self.losses: list[float] = []
         work = job(setup.regime, setup.global_batch)
         initial = materialize(work)
-        self._bound = Rank(setup.plan, rank, setup.code, trainee(work), initial.params, initial.buffers)
+        self._bound = Rank(setup.plan, rank, setup.code, rank_job(work), initial.params, initial.buffers)
         communicators = GlooCommunicators(dist.PrefixStore("ours", store), rank)
         communicators.connect(setup.plan)
         heart: Any = array("q", [0] * HEART_SLOTS)

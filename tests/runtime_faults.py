@@ -18,13 +18,13 @@ import torch
 from piper_ir.ops import COMM, Add, Collective, Compute, Load, Recv, Seed, Send, Update
 from piper_ir.plan import COMPUTE, Instr, Part
 from piper_ir.program import Step
-from piper_runtime.rank.parts import Operand, Run
+from piper_runtime.rank.parts import Operand, Thunk
 from piper_runtime.rank.rank import Binder, Rank
 from piper_runtime.rank.rank_state import RankState
 
 VECTOR = 16
 """Elements of a vector register in bfloat16."""
-BindPart = Callable[[Part, RankState], "Run"]
+BindPart = Callable[[Part, RankState], "Thunk"]
 BindOperand = Callable[[Part, RankState], "Operand"]
 
 
@@ -34,7 +34,7 @@ class Fault:
     instruction."""
 
     about: str
-    part: Callable[[Part, RankState, BindPart], Run] | None = None
+    part: Callable[[Part, RankState, BindPart], Thunk] | None = None
     operand: Callable[[Part, RankState, BindOperand], Operand] | None = None
     instr: Callable[[Instr, RankState], Instr] | None = None
 
@@ -104,7 +104,7 @@ def _first_sent(part: Part, rank: RankState, bind: BindOperand) -> Operand:
     return stale
 
 
-def _forget_zero(part: Part, rank: RankState, bind: BindPart) -> Run:
+def _forget_zero(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     run = bind(part, rank)
     if not isinstance(part.op, Update):
         return run
@@ -119,25 +119,25 @@ def _forget_zero(part: Part, rank: RankState, bind: BindPart) -> Run:
     return update
 
 
-def _no_weight(part: Part, rank: RankState, bind: BindPart) -> Run:
+def _no_weight(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     if isinstance(part.op, Update) and part.op.weighted:
         part = replace(part, op=replace(part.op, weighted=False), reads=part.reads[1:])
     return bind(part, rank)
 
 
-def _no_clip(part: Part, rank: RankState, bind: BindPart) -> Run:
+def _no_clip(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     if isinstance(part.op, Update) and part.op.clip is not None:
         part = replace(part, op=replace(part.op, clip=None), reads=part.reads[:-1])
     return bind(part, rank)
 
 
-def _unit_seed(part: Part, rank: RankState, bind: BindPart) -> Run:
+def _unit_seed(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     if isinstance(part.op, Seed):
         part = replace(part, op=replace(part.op, value=1.0))
     return bind(part, rank)
 
 
-def _stale_replica(part: Part, rank: RankState, bind: BindPart) -> Run:
+def _stale_replica(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     run = bind(part, rank)
     if not isinstance(part.op, Update) or rank.plan.replica_of(rank.rank) == 0:
         return run
@@ -151,7 +151,7 @@ def _stale_replica(part: Part, rank: RankState, bind: BindPart) -> Run:
     return update
 
 
-def _dead_kernel(part: Part, rank: RankState, bind: BindPart, *, flat: bool) -> Run:
+def _dead_kernel(part: Part, rank: RankState, bind: BindPart, *, flat: bool) -> Thunk:
     """An update of an optimizer that runs on whole buckets (`flat`), or of another, moves no whole vector of a bucket."""
     run = bind(part, rank)
     if not isinstance(part.op, Update) or rank.optimizer.flat != flat:
@@ -168,17 +168,17 @@ def _dead_kernel(part: Part, rank: RankState, bind: BindPart, *, flat: bool) -> 
     return update
 
 
-def _swap_inputs(part: Part, rank: RankState, bind: BindPart) -> Run:
+def _swap_inputs(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     if isinstance(part.op, Load) and part.op.tensor.startswith("inputs") and rank.plan.microbatches > 1:
         part = replace(part, mb=part.mb ^ 1 if part.mb ^ 1 < rank.plan.microbatches else part.mb)
     return bind(part, rank)
 
 
-def _same_rows(part: Part, rank: RankState, bind: BindPart) -> Run:
+def _same_rows(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     return bind(replace(part, mb=0) if isinstance(part.op, Load) else part, rank)
 
 
-def _rotate_replica(part: Part, rank: RankState, bind: BindPart) -> Run:
+def _rotate_replica(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     if not isinstance(part.op, Load) or not part.op.tensor.startswith("inputs"):
         return bind(part, rank)
     run, feed, replicas = bind(part, rank), rank.feed, rank.plan.replicas
@@ -196,7 +196,7 @@ def _rotate_replica(part: Part, rank: RankState, bind: BindPart) -> Run:
     return load
 
 
-def _keep_references(part: Part, rank: RankState, bind: BindPart) -> Run:
+def _keep_references(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     rank.feed.kept = _as_it_is  # type: ignore[method-assign]  # on purpose: it is a fault
     return bind(part, rank)
 
@@ -215,7 +215,7 @@ def _accumulators(part: Part, rank: RankState) -> dict[str, torch.Tensor]:
     return {n: rank.store.grads[n] for n in names}
 
 
-def _undone(run: Run, tensors: list[torch.Tensor]) -> Run:
+def _undone(run: Thunk, tensors: list[torch.Tensor]) -> Thunk:
     """A part whose additions to these tensors are taken back."""
     if not tensors:
         return run
@@ -229,22 +229,22 @@ def _undone(run: Run, tensors: list[torch.Tensor]) -> Run:
     return lose
 
 
-def _lose_last_gradient(part: Part, rank: RankState, bind: BindPart) -> Run:
+def _lose_last_gradient(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     """The effect of a reduction that starts before the last microbatch's gradient is there."""
     last = part.mb == rank.plan.microbatches - 1
     return _undone(bind(part, rank), list(_accumulators(part, rank).values()) if last else [])
 
 
-def _lose_tied_gradient(part: Part, rank: RankState, bind: BindPart) -> Run:
+def _lose_tied_gradient(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     shared = {n for b in rank.store.buckets if rank.role.role != b.roles[0] for n in b.params}
     return _undone(bind(part, rank), [t for n, t in _accumulators(part, rank).items() if n in shared])
 
 
-def _short_add(part: Part, rank: RankState, bind: BindPart) -> Run:
+def _short_add(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     return bind(replace(part, reads=part.reads[:-1]) if isinstance(part.op, Add) and len(part.reads) > 1 else part, rank)
 
 
-def _free_early(part: Part, rank: RankState, bind: BindPart) -> Run:
+def _free_early(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     run = bind(part, rank)
     if not isinstance(part.op, Compute) or part.op.step != "F" or not part.writes:
         return run
@@ -257,7 +257,7 @@ def _free_early(part: Part, rank: RankState, bind: BindPart) -> Run:
     return early
 
 
-def _free_twice(part: Part, rank: RankState, bind: BindPart) -> Run:
+def _free_twice(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     run = bind(part, rank)
     if not isinstance(part.op, Compute) or not part.frees:
         return run
@@ -270,7 +270,7 @@ def _free_twice(part: Part, rank: RankState, bind: BindPart) -> Run:
     return twice
 
 
-def _reuse_random(part: Part, rank: RankState, bind: BindPart) -> Run:
+def _reuse_random(part: Part, rank: RankState, bind: BindPart) -> Thunk:
     run = bind(part, rank)
     if not isinstance(part.op, Compute) or part.op.step != "F" or not rank.plan.chunk(part.op.chunk).random:
         return run

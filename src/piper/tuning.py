@@ -115,10 +115,10 @@ def _joined(workers: int | str) -> Iterator[None]:
     if not isinstance(workers, str):
         yield
         return
-    from piper_runtime.launch.ray_cluster import Asker, connect
+    from piper_runtime.launch.ray_cluster import RayWording, connect
 
-    asker = Asker(f'workers="{workers}"', "workers", 'workers="ray"', "workers=1")
-    link = connect("auto" if workers == "ray" else workers, os.cpu_count() or 1, asker)
+    wording = RayWording(f'workers="{workers}"', "workers", 'workers="ray"', "workers=1")
+    link = connect("auto" if workers == "ray" else workers, os.cpu_count() or 1, wording)
     try:
         yield
     finally:

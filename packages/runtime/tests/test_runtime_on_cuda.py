@@ -24,7 +24,7 @@ from piper_runtime.engine.memory import AllocatorCounter
 from piper_runtime.launch.processes import Pool
 from piper_runtime.rank.device import NO_CUDA, LateNumbers, using
 from piper_runtime.rank.feed import upload
-from piper_runtime.rank.rank import Comm
+from piper_runtime.rank.rank import BoundComm
 from piper_runtime.rank.rng import generator
 from piper_runtime.transport import transport
 from piper_runtime.transport.gloo import GlooCommunicators
@@ -196,7 +196,7 @@ def test_nccl_of_one_rank_reduces_on_our_stream(device: torch.device) -> None:
     tensor, stream = torch.zeros(SIZE, device=device), torch.cuda.Stream(device)
     torch.cuda.synchronize()
     # A communication of one rank is none, so the group is asked as `bind` would ask it for more.
-    work = communicators.bind(Comm("all_reduce", "c", (0, 1), lambda: tensor))
+    work = communicators.bind(BoundComm("all_reduce", "c", (0, 1), lambda: tensor))
     with torch.cuda.stream(stream):
         torch.cuda._sleep(CYCLES)
         tensor.fill_(3.0)

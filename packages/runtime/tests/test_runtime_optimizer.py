@@ -14,7 +14,7 @@ from piper_runtime.launch.run import materialize
 from piper_runtime.rank.optimizer import optimizer_spec
 from piper_runtime.rank.parts import gradient_scale
 from piper_runtime.rank.rank import Rank
-from piper_runtime.rank.rank_state import Trainee
+from piper_runtime.rank.rank_state import RankJob
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -78,8 +78,8 @@ def test_a_step_is_that_of_one_device_and_holds_the_state_that_was_planned(name:
     plan, job = chain(dp=2, optimizer=OPTIMIZERS[name])
     assert distance(run(plan, job), plan, job) < TOLERANCE
     spec = optimizer_spec(job, plan.params)
-    state, trainee = materialize(job), Trainee(job.batch, job.optimizer, None, 0)
-    rank = Rank(plan, 0, CODE, trainee, state.params, state.buffers)
+    state, rank_job = materialize(job), RankJob(job.batch, job.optimizer, None, 0)
+    rank = Rank(plan, 0, CODE, rank_job, state.params, state.buffers)
     buckets = tuple(b.id for b in rank.store.buckets)
     with torch.no_grad():
         rank.optimizer.update(buckets, 1.0)

@@ -96,7 +96,7 @@ class Dummies:
     def heart(self, rank: int) -> Sequence[int]:
         return self.hearts[rank]
 
-    def fate(self, rank: int) -> str:
+    def exit_reason(self, rank: int) -> str:
         return "was killed by SIGKILL"
 
     def node(self, rank: int) -> str:

@@ -33,9 +33,10 @@ from typing import Any, Protocol
 import torch
 
 from piper_ir.plan import COMPUTE
-from piper_runtime.engine.streams import FIRST_STREAM, ISSUED, PHASE, RUNNING, WAITING, Heart, StreamAborted, Waits, Work
+from piper_runtime.engine.streams import FIRST_STREAM, ISSUED, PHASE, RUNNING, WAITING, Heartbeat, StreamAborted, StreamWaits
 from piper_runtime.engine.trace import TimedSpan
-from piper_runtime.rank.rank import Entry
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundInstr
 
 POLL_S = 50e-6
 """Between two looks at the device at the end of a step: what a step may end too late."""
@@ -61,7 +62,7 @@ class StreamApi(Protocol):
         """A new event."""
         ...
 
-    def bound(self, stream: Any, work: Work) -> Work:
+    def bound(self, stream: Any, work: Thunk) -> Thunk:
         """The closure that runs `work` on the host, so that what it asks of the device goes to `stream`."""
         ...
 
@@ -82,7 +83,7 @@ class CudaApi:
     def event(self, *, timed: bool = False) -> torch.cuda.Event:
         return torch.cuda.Event(enable_timing=timed)
 
-    def bound(self, stream: torch.cuda.Stream, work: Work) -> Work:
+    def bound(self, stream: torch.cuda.Stream, work: Thunk) -> Thunk:
         home = self._home
         if stream == home:
             return work
@@ -101,7 +102,7 @@ class CudaStreams:
     """Backend for a CUDA device whose communications are device work too (NCCL). `program` is what will be bound: it says
     which instructions need an event; events are made once and used in every step."""
 
-    def __init__(self, program: Sequence[Entry], streams: Iterable[str], heart: Heart, api: StreamApi):
+    def __init__(self, program: Sequence[BoundInstr], streams: Iterable[str], heart: Heartbeat, api: StreamApi):
         self.error: BaseException | None = None
         self._heart, self._api = heart, api
         names = dict.fromkeys(s for s in streams if s != COMPUTE)
@@ -112,7 +113,7 @@ class CudaStreams:
         self._clocks = False
         self._timed: list[tuple[int, Any, Any, list[TimedSpan]]] = []
 
-    def bind(self, index: int, stream: str, waits: Waits, work: Work) -> Work:
+    def bind(self, index: int, stream: str, waits: StreamWaits, work: Thunk) -> Thunk:
         here, run, mark = self._streams[stream], self._api.bound(self._streams[stream], work), self._marks.events.get(index)
         needed = self._marks.needed(stream, waits)
         if not needed and mark is None:
@@ -127,7 +128,7 @@ class CudaStreams:
 
         return issue
 
-    def clock(self, index: int, work: Work, spans: list[TimedSpan]) -> Work:
+    def clock(self, index: int, work: Thunk, spans: list[TimedSpan]) -> Thunk:
         """`work`, timed by the device; when the step is synchronized its span is in `spans`."""
         begin, end, api, timed = self._api.event(timed=True), self._api.event(timed=True), self._api, self._timed
         self._clocks = True
@@ -174,7 +175,7 @@ class _Marks:
     other than compute the event of its last instruction; `last_index` of the program; `behind`: per marked index those marked
     ones on other streams that must be done before it is."""
 
-    def __init__(self, program: Sequence[Entry], streams: Iterable[str], api: StreamApi):
+    def __init__(self, program: Sequence[BoundInstr], streams: Iterable[str], api: StreamApi):
         self._on: dict[str, list[int]] = {s: [] for s in streams}
         for entry in program:
             self._on[entry.stream].append(entry.index)
@@ -195,7 +196,7 @@ class _Marks:
                 self.behind[e.index] = frozenset(gathered[e.stream])
                 gathered[e.stream] = set()
 
-    def needed(self, stream: str, waits: Waits) -> tuple[Any, ...]:
+    def needed(self, stream: str, waits: StreamWaits) -> tuple[Any, ...]:
         """The events that stand for waits; a stream is in order with itself."""
         return tuple(self.events[self._on[s][n - 1]] for s, n in waits if n and s != stream)
 
@@ -203,7 +204,7 @@ class _Marks:
 class _Progress:
     """How far the device is in a step, and how the heart says it."""
 
-    def __init__(self, marks: _Marks, heart: Heart, places: Mapping[str, int]):
+    def __init__(self, marks: _Marks, heart: Heartbeat, places: Mapping[str, int]):
         self.places = places
         self._marks, self._heart = marks, heart
         self._left: dict[str, deque[int]] = {}
@@ -254,11 +255,11 @@ class StagedStreams(CudaStreams):
     the host when its copy to the device has been issued and its event recorded; who waits for it waits on the host for that,
     and then lets the device wait for the event."""
 
-    def __init__(self, program: Sequence[Entry], streams: Iterable[str], heart: Heart, api: StreamApi):
+    def __init__(self, program: Sequence[BoundInstr], streams: Iterable[str], heart: Heartbeat, api: StreamApi):
         super().__init__(program, streams, heart, api)
         self._moved = threading.Condition()
         self._done = dict.fromkeys(self._progress.places, 0)
-        self._queues: dict[str, SimpleQueue[tuple[int, Waits, tuple[Any, ...], Work] | None]] = {}
+        self._queues: dict[str, SimpleQueue[tuple[int, StreamWaits, tuple[Any, ...], Thunk] | None]] = {}
         self._threads: list[threading.Thread] = []
         for stream in self._progress.places:
             self._queues[stream] = SimpleQueue()
@@ -266,7 +267,7 @@ class StagedStreams(CudaStreams):
             self._threads.append(thread)
             thread.start()
 
-    def bind(self, index: int, stream: str, waits: Waits, work: Work) -> Work:
+    def bind(self, index: int, stream: str, waits: StreamWaits, work: Thunk) -> Thunk:
         hosted = tuple((s, n) for s, n in waits if n and s not in (COMPUTE, stream))
         if stream == COMPUTE:
             issue = super().bind(index, stream, waits, work)
@@ -280,7 +281,7 @@ class StagedStreams(CudaStreams):
         put, task = self._queues[stream].put, (index, hosted, self._marks.needed(stream, waits), carry)
         return lambda: put(task)
 
-    def _after(self, index: int, waits: Waits, issue: Work) -> Work:
+    def _after(self, index: int, waits: StreamWaits, issue: Thunk) -> Thunk:
         heart = self._heart
 
         def run() -> None:
@@ -290,7 +291,7 @@ class StagedStreams(CudaStreams):
 
         return run
 
-    def _reach(self, waits: Waits, issuing: int = -1) -> None:
+    def _reach(self, waits: StreamWaits, issuing: int = -1) -> None:
         """Block until so many communications have been issued to the device. `issuing`: the instruction that the compute
         stream comes to; meanwhile the heart says how far the device is with those before it. StreamAborted when a stream has
         failed."""

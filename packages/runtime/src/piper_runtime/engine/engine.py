@@ -10,14 +10,15 @@ import torch
 
 from piper_ir.errors import ExecutionError, PiperError
 from piper_runtime.engine.memory import Counter
-from piper_runtime.engine.streams import ISSUED, STEP, Backend, Heart, Posted, StreamAborted, Work
+from piper_runtime.engine.streams import ISSUED, STEP, Heartbeat, Posted, StreamAborted, StreamBackend
 from piper_runtime.engine.trace import TimedSpan
-from piper_runtime.rank.rank import Comm, Rank
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundComm, Rank
 
-Communicate = Callable[[Comm], Work]
+Communicate = Callable[[BoundComm], Thunk]
 """Binds a communication to a communicator: the closure that runs it and returns when it is done."""
 T = TypeVar("T")
-Clock = Callable[[int, Work, list[TimedSpan]], Work]
+SpanRecorder = Callable[[int, Thunk, list[TimedSpan]], Thunk]
 """Wraps the work of an instruction, so that its span is in the list when the step is done."""
 
 
@@ -31,8 +32,8 @@ class Engine:
     threads watch for its end, and cost about 30 us where one has to wake another."""
 
     def __init__(
-        self, rank: Rank, backend: Backend, communicate: Communicate, heart: Heart, *, trace: bool = False,
-        clock: Clock | None = None,
+        self, rank: Rank, backend: StreamBackend, communicate: Communicate, heart: Heartbeat, *, trace: bool = False,
+        clock: SpanRecorder | None = None,
     ):  # fmt: skip
         self.spans: list[TimedSpan] = []
         self._rank, self._backend, self._heart = rank, backend, heart
@@ -42,10 +43,10 @@ class Engine:
         clock = clock or _host_clock
         self._traced = self._bind([clock(i, w, self.spans) for i, w in enumerate(self._works)]) if trace else None
 
-    def _bind(self, works: list[Work]) -> list[Work]:
+    def _bind(self, works: list[Thunk]) -> list[Thunk]:
         return [self._backend.bind(e.index, e.stream, e.waits, w) for e, w in zip(self._rank.entries, works, strict=True)]
 
-    def _communication(self, communicate: Communicate, comm: Comm | None, index: int) -> Work:
+    def _communication(self, communicate: Communicate, comm: BoundComm | None, index: int) -> Thunk:
         assert comm is not None
         work = communicate(comm)
 
@@ -89,7 +90,7 @@ class Engine:
             except Exception as e:
                 raise self._failed(max(heart[ISSUED], 0), e) from e
 
-    def _counted(self, step: int, issues: list[Work], counter: Counter) -> None:
+    def _counted(self, step: int, issues: list[Thunk], counter: Counter) -> None:
         with counter.during(-1):
             self._rank.begin(step)
         for entry, issue in zip(self._rank.entries, issues, strict=True):
@@ -100,7 +101,7 @@ class Engine:
             with counter.during(entry.index):
                 issue()
 
-    def _failed(self, index: int, error: Exception, comm: Comm | None = None) -> ExecutionError:
+    def _failed(self, index: int, error: Exception, comm: BoundComm | None = None) -> ExecutionError:
         entry = self._rank.entries[index]
         found = f"value {error} is not there" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
         place = f"rank {self._rank.rank}, step {self._rank.step}, instruction {index} ({entry.name} on {entry.stream})"
@@ -110,7 +111,7 @@ class Engine:
         return PeerError(f"{place}: {comm.kind} with rank {peers} on channel {comm.channel} failed: {found}")
 
 
-def _host_clock(index: int, work: Work, spans: list[TimedSpan]) -> Work:
+def _host_clock(index: int, work: Thunk, spans: list[TimedSpan]) -> Thunk:
     now = time.perf_counter
     if isinstance(work, Posted):
         return _clocked_post(index, work, spans)
@@ -128,7 +129,7 @@ def _clocked_post(index: int, work: Posted, spans: list[TimedSpan]) -> Posted:
     receive has no callback and cannot be polled."""
     now = time.perf_counter
 
-    def post() -> Work:
+    def post() -> Thunk:
         start = now()
         finish = work.start()
 

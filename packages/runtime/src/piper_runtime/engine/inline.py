@@ -19,7 +19,7 @@ from piper_ir.errors import ExecutionError, PiperError
 from piper_ir.plan import COMPUTE
 from piper_runtime.engine.memory import Counter
 from piper_runtime.engine.trace import TimedSpan
-from piper_runtime.rank.rank import Comm, Entry, Rank
+from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank
 
 
 @dataclass
@@ -30,12 +30,12 @@ class _State:
     counter: Counter | None
     issued: int = 0
     done: dict[str, int] = field(default_factory=dict)
-    queues: dict[str, deque[Entry]] = field(default_factory=dict)
+    queues: dict[str, deque[BoundInstr]] = field(default_factory=dict)
     posted: set[str] = field(default_factory=set)
     posted_at: dict[str, float] = field(default_factory=dict)
     spans: list[TimedSpan] = field(default_factory=list)
 
-    def ready(self, entry: Entry) -> bool:
+    def ready(self, entry: BoundInstr) -> bool:
         return all(self.done.get(stream, 0) >= n for stream, n in entry.waits)
 
     @property
@@ -94,7 +94,7 @@ class InlineEngine:
             moved = True
         return moved
 
-    def _run(self, state: _State, entry: Entry) -> None:
+    def _run(self, state: _State, entry: BoundInstr) -> None:
         assert entry.work is not None
         start = time.perf_counter()
         try:
@@ -138,12 +138,12 @@ class InlineEngine:
         return members
 
 
-def _head(state: _State, comm: Comm) -> Entry:
+def _head(state: _State, comm: BoundComm) -> BoundInstr:
     """The entry with which a rank has posted on a channel: the head of the one stream that uses it."""
     return next(q[0] for q in state.queues.values() if q and q[0].comm is not None and q[0].comm.channel == comm.channel)
 
 
-def _ends(state: _State, entry: Entry) -> tuple[torch.Tensor, torch.Tensor]:
+def _ends(state: _State, entry: BoundInstr) -> tuple[torch.Tensor, torch.Tensor]:
     """The tensor that a member gives, and the one that it gets."""
     assert entry.comm is not None
     try:
@@ -153,7 +153,7 @@ def _ends(state: _State, entry: Entry) -> tuple[torch.Tensor, torch.Tensor]:
         raise failure(state.rank, entry, e) from e
 
 
-def _transfer(heads: list[Entry], ends: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _transfer(heads: list[BoundInstr], ends: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     given, got = [g for g, _ in ends], [g for _, g in ends]
     kinds = [h.comm.kind for h in heads if h.comm is not None]
     law = None if heads[0].comm is None else heads[0].comm.law
@@ -194,7 +194,7 @@ def collected(law: Law, given: list[torch.Tensor]) -> list[torch.Tensor]:
     return list(whole.chunk(len(given))) if law.writes == "part" else [whole] * len(given)
 
 
-def failure(rank: Rank, entry: Entry, error: BaseException) -> ExecutionError:
+def failure(rank: Rank, entry: BoundInstr, error: BaseException) -> ExecutionError:
     """An exception of a part as an error that names where it happened."""
     found = f"value {error} is not there" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
     return ExecutionError(
@@ -210,7 +210,7 @@ def _stuck(state: _State) -> str:
     return ", ".join(f"rank {rank.rank} is at {e.name} on {e.stream}, which waits for {_reason(state, e)}" for e in heads)
 
 
-def _reason(state: _State, entry: Entry) -> str:
+def _reason(state: _State, entry: BoundInstr) -> str:
     unmet = [f"{n} of {s} (done {state.done.get(s, 0)})" for s, n in entry.waits if state.done.get(s, 0) < n]
     if unmet:
         return " and ".join(unmet)

@@ -12,8 +12,8 @@ from typing import TypeVar
 import torch
 
 from piper_runtime.engine.engine import Communicate
-from piper_runtime.engine.streams import Work
-from piper_runtime.rank.rank import Comm, Entry, Rank
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ def named_instructions(rank: Rank, communicate: Communicate) -> Communicate:
     names = {id(entry.comm): entry.name for entry in rank.entries if entry.comm is not None}
     rank.entries = tuple(_named(entry, nvtx) for entry in rank.entries)
 
-    def bind(comm: Comm) -> Work:
+    def bind(comm: BoundComm) -> Thunk:
         return ranged(names[id(comm)], communicate(comm), nvtx=nvtx)
 
     return bind
@@ -56,7 +56,7 @@ def name_inline(rank: Rank) -> None:
     communication is around taking the tensor that it is about."""
     nvtx = torch.cuda.is_initialized()
 
-    def operand(entry: Entry) -> Entry:
+    def operand(entry: BoundInstr) -> BoundInstr:
         if entry.comm is None:
             return entry
         return replace(entry, comm=replace(entry.comm, operand=ranged(entry.name, entry.comm.operand, nvtx=nvtx)))
@@ -64,5 +64,5 @@ def name_inline(rank: Rank) -> None:
     rank.entries = tuple(operand(_named(entry, nvtx)) for entry in rank.entries)
 
 
-def _named(entry: Entry, nvtx: bool) -> Entry:
+def _named(entry: BoundInstr, nvtx: bool) -> BoundInstr:
     return entry if entry.work is None else replace(entry, work=ranged(entry.name, entry.work, nvtx=nvtx))

@@ -19,9 +19,9 @@ from typing import Protocol
 import torch
 
 from piper_ir.plan import COMPUTE
+from piper_runtime.rank.parts import Thunk
 
-Work = Callable[[], None]
-Waits = tuple[tuple[str, int], ...]
+StreamWaits = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Posted:
     that a thread can go on in between. `watched`: a thread of the stream is to wait for the end, so that it is noticed when it
     comes and not when somebody needs it."""
 
-    start: Callable[[], Work]
+    start: Callable[[], Thunk]
     watched: bool = False
 
     def __call__(self) -> None:
@@ -48,20 +48,20 @@ LAST_STEP = HEART_SLOTS - 1
 RUNNING, WAITING, LOADING = 0, 1, 2
 """Phases: in an instruction or between two, waiting for another stream, not yet in the first step."""
 
-Heart = MutableSequence[int]
+Heartbeat = MutableSequence[int]
 
 
 class StreamAborted(Exception):
     """A wait was given up because another stream has failed; the backend's `error` says why."""
 
 
-class Backend(Protocol):
+class StreamBackend(Protocol):
     """The streams of one rank."""
 
     error: BaseException | None
     """The first exception of a stream other than the issuing thread's."""
 
-    def bind(self, index: int, stream: str, waits: Waits, work: Work) -> Work:
+    def bind(self, index: int, stream: str, waits: StreamWaits, work: Thunk) -> Thunk:
         """The closure that issues `work` on `stream` behind what was issued there before and behind `waits`."""
         ...
 
@@ -86,7 +86,7 @@ class _Progress:
 
     def __init__(self, place: int) -> None:
         self.place = place
-        self.posted: deque[tuple[int, Work]] = deque()
+        self.posted: deque[tuple[int, Thunk]] = deque()
         self.done = 0
         self.waiters = 0
         self.changed = threading.Condition()
@@ -105,17 +105,17 @@ class CpuStreams:
     other work of a communication stream runs on that thread, which the stream gets with the first of it; a step has only one of
     the three kinds."""
 
-    def __init__(self, streams: Iterable[str], heart: Heart):
+    def __init__(self, streams: Iterable[str], heart: Heartbeat):
         self.error: BaseException | None = None
         self._heart = heart
         # The first place is not used: compute is what the issuing thread does.
         names = dict.fromkeys([COMPUTE, *streams])
         self._progress = {s: _Progress(place) for place, s in enumerate(names, FIRST_STREAM - 1)}
         self._bound: dict[str, set[int]] = {s: set() for s in self._progress}  # a program may be bound more than once
-        self._queues: dict[str, SimpleQueue[tuple[int, tuple[tuple[_Progress, int], ...], Work] | None]] = {}
+        self._queues: dict[str, SimpleQueue[tuple[int, tuple[tuple[_Progress, int], ...], Thunk] | None]] = {}
         self._threads: list[threading.Thread] = []
 
-    def bind(self, index: int, stream: str, waits: Waits, work: Work) -> Work:
+    def bind(self, index: int, stream: str, waits: StreamWaits, work: Thunk) -> Thunk:
         self._bound[stream].add(index)
         needed = tuple((self._progress[s], n) for s, n in waits)
         if stream == COMPUTE:
@@ -135,7 +135,7 @@ class CpuStreams:
         put, task = self._queue(stream).put, (index, needed, work)
         return lambda: put(task)
 
-    def _behind(self, needed: tuple[tuple[_Progress, int], ...], run: Work) -> Work:
+    def _behind(self, needed: tuple[tuple[_Progress, int], ...], run: Thunk) -> Thunk:
         """`run`, on the issuing thread, when what it needs is done; compute that was issued before is."""
         needed = tuple((progress, n) for progress, n in needed if progress is not self._progress[COMPUTE])
         if not needed:
@@ -152,7 +152,7 @@ class CpuStreams:
 
         return wait_and_run
 
-    def _queue(self, stream: str) -> SimpleQueue[tuple[int, tuple[tuple[_Progress, int], ...], Work] | None]:
+    def _queue(self, stream: str) -> SimpleQueue[tuple[int, tuple[tuple[_Progress, int], ...], Thunk] | None]:
         """The queue of a stream's thread, which is started with it."""
         if stream not in self._queues:
             self._queues[stream] = SimpleQueue()

@@ -20,7 +20,7 @@ NOTICE_S = 0.1
 """Ranks that are told to end their run notice it within that time, on a busy machine."""
 
 
-class Team(piper_runtime.launch.watch.Team, Protocol):
+class Team(piper_runtime.launch.watch.WatchedTeam, Protocol):
     """Running workers, one per rank."""
 
     @property

@@ -57,21 +57,21 @@ class _Team:
                 self.workers[rank].pipe.send_bytes(blobs[id(request)])
 
     def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
-        """See `piper_runtime.launch.watch.Team`."""
+        """See `piper_runtime.launch.watch.WatchedTeam`."""
         pipes = {self.workers[r].pipe: r for r in ranks}
         ready: list[Any] = mp.wait(list(pipes), seconds)
         return [(pipes[p], _receive(p)) for p in ready]
 
     def heart(self, rank: int) -> Sequence[int]:
-        """See `piper_runtime.launch.watch.Team`."""
+        """See `piper_runtime.launch.watch.WatchedTeam`."""
         return self.hearts[rank * HEART_SLOTS : (rank + 1) * HEART_SLOTS]
 
     def node(self, rank: int) -> str:
         """All ranks are on this machine."""
         return ""
 
-    def fate(self, rank: int) -> str:
-        """See `piper_runtime.launch.watch.Team`."""
+    def exit_reason(self, rank: int) -> str:
+        """See `piper_runtime.launch.watch.WatchedTeam`."""
         try:
             code = self.workers[rank].process.wait(1.0)
         except subprocess.TimeoutExpired:
@@ -123,8 +123,8 @@ class Pool(TeamPool[_Team]):
             try:
                 worker.pipe.recv()
             except EOFError:
-                fate = team.fate(rank)
-                raise ExecutionError(f"the process of rank {rank} {fate} while it started; its output is above") from None
+                reason = team.exit_reason(rank)
+                raise ExecutionError(f"the process of rank {rank} {reason} while it started; its output is above") from None
         return team
 
 

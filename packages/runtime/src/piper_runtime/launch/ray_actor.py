@@ -20,7 +20,7 @@ import torch.distributed as dist
 from piper_runtime.engine.streams import HEART_SLOTS
 from piper_runtime.launch.environment import Environment, environment
 from piper_runtime.launch.watch import LOADING_HEART
-from piper_runtime.launch.worker import Seat, answer, warm_up
+from piper_runtime.launch.worker import WorkerContext, answer, warm_up
 from piper_runtime.transport.gloo import GlooCommunicators
 
 RENDEZVOUS_S = 60.0
@@ -42,7 +42,7 @@ class RankActor:
         self._heart = self._hearts[rank * HEART_SLOTS : (rank + 1) * HEART_SLOTS]
         self._said: deque[Any] = deque()
         self._store: Any = None
-        self._seat: Seat | None = None
+        self._context: WorkerContext | None = None
 
     def describe(self) -> tuple[int, Environment]:
         """Process id and versions; the shared memory is mapped by now."""
@@ -64,7 +64,9 @@ class RankActor:
         store = self._store or _store(host, port, self._world, master=False)
         # Ray shows an actor that asked for a device this one only.
         local = (0, 1) if OWN_DEVICE in os.environ else (None, None)
-        self._seat = Seat(self._rank, GlooCommunicators(store, self._rank, interface), self._heart, self._said.append, *local)
+        self._context = WorkerContext(
+            self._rank, GlooCommunicators(store, self._rank, interface), self._heart, self._said.append, *local
+        )
 
     def clock(self) -> float:
         """The clock on which this rank's times are."""
@@ -72,9 +74,9 @@ class RankActor:
 
     def perform(self, request: bytes, *blobs: bytes) -> bytes:
         """Do what a request asks for. Returns what was said since the last `look`, and last the answer."""
-        assert self._seat is not None, "connect comes first"
+        assert self._context is not None, "connect comes first"
         self._heart[:] = memoryview(LOADING_HEART)
-        found = answer(self._seat, unpack(request, blobs))
+        found = answer(self._context, unpack(request, blobs))
         return pickle.dumps([*self._take(), found], protocol=5)
 
     def look(self) -> tuple[bytes, bytes]:

@@ -75,7 +75,7 @@ class RayLink:
 
 
 @dataclass(frozen=True)
-class Asker:
+class RayWording:
     """Who asks for Ray, for messages: what needs it, the argument that has the address, what takes a Ray that is there,
     and what does without."""
 
@@ -85,31 +85,31 @@ class Asker:
     instead: str = 'launcher="processes"'
 
 
-LAUNCHER = Asker()
+LAUNCHER = RayWording()
 
 
-def import_ray(asker: Asker = LAUNCHER) -> Any:
+def import_ray(wording: RayWording = LAUNCHER) -> Any:
     """The ray module. ExecutionError when it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when a cluster starts
     try:
         import ray
     except ImportError as e:
         raise ExecutionError(
-            f'{asker.what} needs Ray, which cannot be imported here ({e}); pip install "piper-runtime[ray]", or use '
-            f"{asker.instead}"
+            f'{wording.what} needs Ray, which cannot be imported here ({e}); pip install "piper-runtime[ray]", or use '
+            f"{wording.instead}"
         ) from None
     return ray
 
 
-def connect(cluster: str, cpus: int, asker: Asker = LAUNCHER) -> RayLink:
+def connect(cluster: str, cpus: int, wording: RayWording = LAUNCHER) -> RayLink:
     """`cluster`: an address host:port to join; "local" to start Ray on this machine with `cpus` CPUs; "auto" for a connection
     that this process has, else the cluster that RAY_ADDRESS or an earlier `ray start` on this machine names, else "local".
     ExecutionError when nothing usable answers, within seconds."""
-    ray = import_ray(asker)
+    ray = import_ray(wording)
     if ray.is_initialized():
-        return _present(ray, cluster, asker)
+        return _present(ray, cluster, wording)
     wanted = _wanted(ray, cluster)
-    return _start(ray, cpus, asker) if wanted == "local" else _join(ray, wanted, asker)
+    return _start(ray, cpus, wording) if wanted == "local" else _join(ray, wanted, wording)
 
 
 def check_ray(cluster: str = "auto") -> None:
@@ -124,12 +124,12 @@ def _wanted(ray: Any, cluster: str) -> str:
     return "local" if wanted == "auto" and not _started_here(ray) else wanted
 
 
-def _present(ray: Any, cluster: str, asker: Asker) -> RayLink:
+def _present(ray: Any, cluster: str, wording: RayWording) -> RayLink:
     address = ray.get_runtime_context().gcs_address
     if cluster not in ("auto", address):
         raise ExecutionError(
-            f"this process is already connected to Ray at {address}; {asker.argument}={cluster!r} cannot be used beside it: "
-            f"use {asker.present}, or call ray.shutdown() before"
+            f"this process is already connected to Ray at {address}; {wording.argument}={cluster!r} cannot be used beside it: "
+            f"use {wording.present}, or call ray.shutdown() before"
         )
     return RayLink(ray, None)
 
@@ -142,24 +142,24 @@ def _started_here(ray: Any) -> bool:
     return bool(address) and _problem(ray, address) is None
 
 
-def _join(ray: Any, address: str, asker: Asker) -> RayLink:
-    _check_address(ray, address, asker)
+def _join(ray: Any, address: str, wording: RayWording) -> RayLink:
+    _check_address(ray, address, wording)
     what = f"join Ray at {address} (if it asks for a token: RAY_AUTH_MODE=token and its token are needed here)"
-    _init(ray, what, asker, address=address)
+    _init(ray, what, wording, address=address)
     return RayLink(ray, ray.shutdown)
 
 
-def _check_address(ray: Any, address: str, asker: Asker) -> None:
+def _check_address(ray: Any, address: str, wording: RayWording) -> None:
     if address.startswith("ray://"):
         raise ExecutionError(
             f"{address}: Ray Client addresses are not supported; run this on a machine of the cluster with "
-            f"{asker.argument}=HOST:PORT, or hand it in with `ray job submit`"
+            f"{wording.argument}=HOST:PORT, or hand it in with `ray job submit`"
         )
     problem = None if address == "auto" else _problem(ray, address)
     if problem is not None:
         raise ExecutionError(
             f"no Ray cluster at {address}: {problem}; `ray start --head` makes one and prints its address, "
-            f'{asker.argument}="local" starts a Ray for this run only, {asker.instead} needs none'
+            f'{wording.argument}="local" starts a Ray for this run only, {wording.instead} needs none'
         )
 
 
@@ -184,7 +184,7 @@ def _silence(host: str, port: int) -> str | None:
     return None if len(answer) == 9 and answer[3] == 4 else "something else answers there"
 
 
-def _start(ray: Any, cpus: int, asker: Asker) -> RayLink:
+def _start(ray: Any, cpus: int, wording: RayWording) -> RayLink:
     # A short path: Ray puts sockets below it, whose names may have about 100 characters.
     folder = tempfile.mkdtemp(prefix="piper-", dir="/tmp")
     janitor = subprocess.Popen(
@@ -203,7 +203,7 @@ def _start(ray: Any, cpus: int, asker: Asker) -> RayLink:
 
     try:
         settings: dict[str, Any] = dict(address="local", num_cpus=cpus, include_dashboard=False, _temp_dir=folder)
-        _init(ray, "start Ray on this machine", asker, **settings)
+        _init(ray, "start Ray on this machine", wording, **settings)
     except BaseException:
         ray.shutdown()
         # What was interrupted while it started, Ray does not know of: the janitor ends it, beside us.
@@ -213,12 +213,12 @@ def _start(ray: Any, cpus: int, asker: Asker) -> RayLink:
     return RayLink(ray, end)
 
 
-def _init(ray: Any, what: str, asker: Asker, **arguments: Any) -> None:
+def _init(ray: Any, what: str, wording: RayWording, **arguments: Any) -> None:
     before = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(log_to_driver=False, logging_level="ERROR", **arguments)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError, OSError) as e:
-        raise ExecutionError(f"cannot {what}: {e}; {asker.instead} needs no Ray") from e
+        raise ExecutionError(f"cannot {what}: {e}; {wording.instead} needs no Ray") from e
     finally:
         # Ray answers SIGTERM with a stack of its own and SIGABRT. Only the main thread may say who answers instead.
         if threading.current_thread() is threading.main_thread():

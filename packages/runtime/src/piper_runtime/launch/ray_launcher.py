@@ -25,7 +25,7 @@ from piper_runtime.launch.pool import TeamPool
 from piper_runtime.launch.progress import OnStep
 from piper_runtime.launch.ray_actor import OWN_DEVICE, RankActor, pack
 from piper_runtime.launch.ray_cluster import RayLink, connect
-from piper_runtime.launch.ray_placement import Place, place_ranks
+from piper_runtime.launch.ray_placement import RankHost, place_ranks
 from piper_runtime.launch.report import aligned
 from piper_runtime.launch.watch import LOADING_HEART, STARTUP_S, TICK_S
 from piper_runtime.rank import device
@@ -46,7 +46,7 @@ class _Team:
     ray: Any
     fault: Callable[[], str]
     group: Any
-    places: list[Place]
+    places: list[RankHost]
     actors: list[Any] = field(default_factory=list)
     pids: list[int] = field(default_factory=list)
     clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class _Team:
             self.calls[self.actors[rank].perform.remote(*(stored[id(b)] for b in (body, *blobs)))] = rank
 
     def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
-        """See `piper_runtime.launch.watch.Team`. ExecutionError when Ray itself has died."""
+        """See `piper_runtime.launch.watch.WatchedTeam`. ExecutionError when Ray itself has died."""
         if time.monotonic() >= self.ray_at:
             self._check_ray()
         if time.monotonic() >= self.look_at:
@@ -144,12 +144,12 @@ class _Team:
         found = self.hearts.get(self.places[rank].node)
         return LOADING_HEART if found is None else found[rank * HEART_SLOTS : (rank + 1) * HEART_SLOTS]
 
-    def fate(self, rank: int) -> str:
-        """See `piper_runtime.launch.watch.Team`."""
+    def exit_reason(self, rank: int) -> str:
+        """See `piper_runtime.launch.watch.WatchedTeam`."""
         return self.deaths.get(rank, "has ended")
 
     def node(self, rank: int) -> str:
-        """See `piper_runtime.launch.watch.Team`."""
+        """See `piper_runtime.launch.watch.WatchedTeam`."""
         return f"node {self.places[rank].name}"
 
     def ask(self, what: str, refs: Mapping[Any, int]) -> dict[int, Any]:

@@ -12,7 +12,7 @@ PLACE_S = 5.0
 
 
 @dataclass(frozen=True)
-class Place:
+class RankHost:
     """Where a rank runs. `bundle`: its index in the placement group; `name`, `address`: of the node; `here`: whether that is
     this machine."""
 
@@ -23,7 +23,7 @@ class Place:
     here: bool
 
 
-def place_ranks(ray: Any, world: int, gpus: int) -> tuple[Any, list[Place]]:
+def place_ranks(ray: Any, world: int, gpus: int) -> tuple[Any, list[RankHost]]:
     """A placement group with one CPU and `gpus` GPUs per rank, and each rank's place in it: on one node if one holds all, else
     packed. Ranks of one node are neighbours, and ranks count along the mesh's fastest axis first, so groups of fast axes share
     nodes. ExecutionError when there is no room."""
@@ -46,7 +46,7 @@ def place_ranks(ray: Any, world: int, gpus: int) -> tuple[Any, list[Place]]:
     for bundle in order:
         node = nodes[node_of[bundle]]
         places.append(
-            Place(bundle, node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"], node["NodeID"] == here)
+            RankHost(bundle, node["NodeID"], node["NodeManagerHostname"], node["NodeManagerAddress"], node["NodeID"] == here)
         )
     return group, places
 

@@ -7,13 +7,13 @@ import pickle
 from piper_ir.plan import Plan
 from piper_runtime.launch.protocol import Request
 from piper_runtime.launch.run_options import RunOptions
-from piper_runtime.rank.code import CodeStore, ShippedCode, used_code
+from piper_runtime.rank.code import ExportedCode, ShippedCode, used_code
 from piper_runtime.rank.job import InitialState, Job
 from piper_runtime.rank.shipping import pack
 from piper_runtime.rank.store import held_params, state_names
 
 
-def make_requests(plan: Plan, code: CodeStore, job: Job, initial: InitialState, options: RunOptions) -> dict[int, Request]:
+def make_requests(plan: Plan, code: ExportedCode, job: Job, initial: InitialState, options: RunOptions) -> dict[int, Request]:
     """Rank -> its request; the ranks of a role share one object, so that a launcher can send it once to each machine. JobError
     when the job's callables cannot leave this process."""
     plan_blob = pickle.dumps(plan)

@@ -24,11 +24,11 @@ from piper_runtime.launch.request import make_requests
 from piper_runtime.launch.result import WARMUP_STEPS, Run, check_numbers
 from piper_runtime.launch.run_options import RunOptions
 from piper_runtime.rank import device as devices
-from piper_runtime.rank.code import CodeStore
+from piper_runtime.rank.code import ExportedCode
 from piper_runtime.rank.device import choose_device
 from piper_runtime.rank.job import InitialState, Job, materialize
 from piper_runtime.rank.rank import Rank
-from piper_runtime.rank.rank_state import Trainee
+from piper_runtime.rank.rank_state import RankJob
 from piper_runtime.rank.same_model import check_same_model
 
 TRACED = (
@@ -38,7 +38,7 @@ TRACED = (
 
 
 def execute(
-    plan: Plan, code: CodeStore, job: Job, *, steps: int, launcher: Launcher = "ray", cluster: str = "auto",
+    plan: Plan, code: ExportedCode, job: Job, *, steps: int, launcher: Launcher = "ray", cluster: str = "auto",
     timeout_s: float = 60.0, trace: bool = False, memory: bool = False, gradients: bool = False, pool: Workers | None = None,
     ranges: bool = False, on_step: OnStep | None = None, trainable: Collection[str] | None = None,
 ) -> Run:  # fmt: skip
@@ -105,20 +105,20 @@ def check_clip(plan: Plan, job: Job) -> None:
             )
 
 
-def trainee(job: Job) -> Trainee:
+def rank_job(job: Job) -> RankJob:
     """What ranks need of a job."""
-    return Trainee(job.batch, job.optimizer, job.scheduler, job.seed)
+    return RankJob(job.batch, job.optimizer, job.scheduler, job.seed)
 
 
 def _run_inline(
-    plan: Plan, code: CodeStore, job: Job, initial: InitialState, options: RunOptions, progress: Progress
+    plan: Plan, code: ExportedCode, job: Job, initial: InitialState, options: RunOptions, progress: Progress
 ) -> dict[int, RankReport]:
     reports = {r: RankReport() for r in range(plan.mesh.world)}
     device = choose_device(devices.default, 0)  # all ranks on one
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         ranks = [
             Rank(
-                plan, r, code, trainee(job), initial.params, initial.buffers, report.probe if options.gradients else None, device
+                plan, r, code, rank_job(job), initial.params, initial.buffers, report.probe if options.gradients else None, device
             )
             for r, report in reports.items()
         ]

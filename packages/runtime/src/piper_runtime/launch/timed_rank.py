@@ -13,10 +13,11 @@ import torch
 from piper_ir.ops import COMM, Recv, Send
 from piper_ir.plan import Plan
 from piper_runtime.engine.engine import Engine
-from piper_runtime.engine.streams import PHASE, RUNNING, CpuStreams, Heart, Work
+from piper_runtime.engine.streams import PHASE, RUNNING, CpuStreams, Heartbeat
 from piper_runtime.engine.trace import TimedSpan
 from piper_runtime.launch.report import RankReport
-from piper_runtime.rank.rank import Comm, Entry, Rank, comm_kind
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank, comm_kind
 from piper_runtime.transport.gloo import GlooCommunicators
 
 SHORTEST_S, LONGEST_S = 0.02, 0.1
@@ -48,7 +49,7 @@ class EmulationReport(RankReport):
     held_up: list[float] = field(default_factory=list)
 
 
-def emulate_rank(rank: int, request: EmulationRequest, communicators: GlooCommunicators, heart: Heart) -> EmulationReport:
+def emulate_rank(rank: int, request: EmulationRequest, communicators: GlooCommunicators, heart: Heartbeat) -> EmulationReport:
     """The worker's side: bind the plan, wait for the common start, run the steps."""
     plan: Plan = pickle.loads(request.plan)
     communicators.connect(plan)
@@ -83,7 +84,7 @@ def sleep_until(moment: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _TimedComm(Comm):
+class _TimedComm(BoundComm):
     """A communication that knows its place in the program."""
 
     index: int = -1
@@ -134,14 +135,14 @@ class TimedRank:
         self.now = max([self.now, *(done[-1].planned for done in self._done.values())])
         sleep_until(self.now)
 
-    def _entry(self, index: int) -> Entry:
+    def _entry(self, index: int) -> BoundInstr:
         instr = self._program[index]
         op = instr.parts[0].op
         if not isinstance(op, COMM):
-            return Entry(index, instr.stream, instr.waits, instr.name, work=lambda: self._run(index, self._ready(index)))
+            return BoundInstr(index, instr.stream, instr.waits, instr.name, work=lambda: self._run(index, self._ready(index)))
         peers = self._plan.peers(self._plan.channel(op.channel), self.rank)
         comm = _TimedComm(comm_kind(op), op.channel, peers, _no_tensor, index=index)
-        return Entry(index, instr.stream, instr.waits, instr.name, comm=comm)
+        return BoundInstr(index, instr.stream, instr.waits, instr.name, comm=comm)
 
     def _ready(self, index: int) -> Moment:
         """When an instruction may begin as far as this rank knows: issued, what it waits for done, its stream free."""
@@ -165,7 +166,7 @@ class TimedRank:
         done = self._done[instr.stream]
         done.append(latest([arrival, *done[-1:]]))
 
-    def communication(self, comm: Comm, communicators: GlooCommunicators) -> Work:
+    def communication(self, comm: BoundComm, communicators: GlooCommunicators) -> Thunk:
         """The closure that meets the other members of a communication and takes its time with them."""
         assert isinstance(comm, _TimedComm)
         index = comm.index
@@ -183,7 +184,7 @@ def _no_tensor() -> torch.Tensor:
     raise TypeError("an emulated communication has no tensor of the plan's")
 
 
-def _meeting(comm: Comm, rank: int, communicators: GlooCommunicators) -> Callable[[Moment], list[Moment]]:
+def _meeting(comm: BoundComm, rank: int, communicators: GlooCommunicators) -> Callable[[Moment], list[Moment]]:
     """A call that tells the other members of a communication when this rank was there, and returns when each was, once all are.
 
     The message is as small as can be and goes through the same communicator as the plan's would. The members of a collective
@@ -209,5 +210,5 @@ def _meeting(comm: Comm, rank: int, communicators: GlooCommunicators) -> Callabl
     return meet
 
 
-def _message(comm: Comm, tensor: torch.Tensor) -> Comm:
+def _message(comm: BoundComm, tensor: torch.Tensor) -> BoundComm:
     return replace(comm, operand=lambda: tensor)

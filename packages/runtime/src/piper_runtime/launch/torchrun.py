@@ -31,7 +31,7 @@ from piper_runtime.launch.protocol import Failure
 from piper_runtime.launch.report import RankReport, aligned
 from piper_runtime.launch.watch import LOADING_HEART, STARTUP_S, TICK_S, Watch
 from piper_runtime.launch.wire import decode, encode
-from piper_runtime.launch.worker import Seat, answer
+from piper_runtime.launch.worker import WorkerContext, answer
 from piper_runtime.transport.gloo import FOREVER, LOOPBACK, GlooCommunicators
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -61,9 +61,9 @@ def _number(name: str) -> int:
 
 @dataclass
 class _Member:
-    """What this process keeps from run to run: the store, its seat, and the group of all ranks."""
+    """What this process keeps from run to run: the store, its context, and the group of all ranks."""
 
-    seat: Seat
+    context: WorkerContext
     store: Any
     everyone: Any
     said: queue.SimpleQueue[Any]
@@ -91,8 +91,8 @@ def _join() -> _Member:
         def tell(message: Any) -> None:
             said.put(aligned(message, *clock))
 
-        seat = Seat(rank, communicators, heart, tell, *local)  # type: ignore[arg-type]  # as in worker
-        _member = _Member(seat, store, everyone, said, clock)
+        context = WorkerContext(rank, communicators, heart, tell, *local)  # type: ignore[arg-type]  # as in worker
+        _member = _Member(context, store, everyone, said, clock)
         atexit.register(_leave)
     return _member
 
@@ -105,7 +105,7 @@ def _leave() -> None:
     member, _member = _member, None
     if member is None or member.broken:
         return
-    member.seat.communicators.close()
+    member.context.communicators.close()
     member.everyone = None
     gc.collect()  # a bound plan and its closures hold each other, and the groups
 
@@ -187,7 +187,7 @@ class _Team:
     mail: _Mail
 
     def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
-        """See `piper_runtime.launch.watch.Team`."""
+        """See `piper_runtime.launch.watch.WatchedTeam`."""
         found = [(0, m) for m in _drain(self.member.said, seconds)]
         self.mail.put("pulse", str(time.monotonic()).encode())
         return found + [(r, m) for r in ranks if r for m in self.mail.collect(r)]
@@ -195,11 +195,11 @@ class _Team:
     def heart(self, rank: int) -> Sequence[int]:
         """As its process last put it into the store."""
         if rank == 0:
-            return self.member.seat.heart
+            return self.member.context.heart
         found = self.mail.get(f"heart/{rank}")
         return LOADING_HEART if found is None else memoryview(found).cast("q")
 
-    def fate(self, rank: int) -> str:
+    def exit_reason(self, rank: int) -> str:
         """torchrun tells who was killed; here nobody sees it."""
         return "has ended"
 
@@ -238,7 +238,7 @@ class TorchrunPool:
             raise ExecutionError(
                 "an earlier run in this process failed and left its communicators broken; start the processes again"
             )
-        rank, mail = member.seat.rank, _Mail(member.store, member.runs)
+        rank, mail = member.context.rank, _Mail(member.store, member.runs)
         member.runs += 1
         _check_same(plan, mail, rank)
         member.broken = True
@@ -265,8 +265,8 @@ def _check_same(plan: Plan, mail: _Mail, rank: int) -> None:
 
 def _perform(member: _Member, request: Any, kept: list[Any]) -> None:
     """In a thread of its own, so that a rank that hangs can still be given up."""
-    member.seat.heart[:] = memoryview(LOADING_HEART)  # type: ignore[call-overload]  # a memoryview takes slices
-    found = aligned(answer(member.seat, request), *member.clock)
+    member.context.heart[:] = memoryview(LOADING_HEART)  # type: ignore[call-overload]  # a memoryview takes slices
+    found = aligned(answer(member.context, request), *member.clock)
     kept.append(found)
     member.said.put(found if isinstance(found, Failure) else _DONE)
 
@@ -284,11 +284,11 @@ def _lead(member: _Member, mail: _Mail, watch: Watch, progress: Progress) -> Non
 
 def _follow(member: _Member, mail: _Mail, timeout_s: float) -> None:
     """Another rank: tell rank 0 what happens here, until it says how the run has ended."""
-    rank, pulse, beat = member.seat.rank, b"", time.monotonic()
+    rank, pulse, beat = member.context.rank, b"", time.monotonic()
     while (end := mail.get("end")) is None:
         for message in _drain(member.said, TICK_S):
             mail.post(rank, message)
-        mail.put(f"heart/{rank}", bytes(member.seat.heart))  # type: ignore[arg-type]  # a memoryview
+        mail.put(f"heart/{rank}", bytes(member.context.heart))  # type: ignore[arg-type]  # a memoryview
         now = mail.get("pulse") or b""
         if now != pulse:
             pulse, beat = now, time.monotonic()
@@ -314,7 +314,7 @@ def _exchange(member: _Member, plan: Plan, mine: Any) -> dict[int, Any]:
     """Everybody's answers for everybody, each as a broadcast from its rank."""
     out = {}
     for rank in range(plan.mesh.world):
-        own = rank == member.seat.rank
+        own = rank == member.context.rank
         sent = encode(_without_copies(mine, plan, rank)) if own else b""
         if member.everyone is not None:
             sent = _broadcast(member.everyone, rank, sent)

@@ -30,7 +30,7 @@ LOADING_HEART = array("q", [LOADING if i == PHASE else 0 for i in range(HEART_SL
 """The heart of a rank that has been given a request and is not yet in its first step."""
 
 
-class Team(Protocol):
+class WatchedTeam(Protocol):
     """Workers that have been given one request each, as a watch sees them."""
 
     def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
@@ -42,7 +42,7 @@ class Team(Protocol):
         """A rank's heart (`piper_runtime.engine.streams`), as fresh as it can be had."""
         ...
 
-    def fate(self, rank: int) -> str:
+    def exit_reason(self, rank: int) -> str:
         """How a worker that has ended came to its end: "was killed by SIGKILL"."""
         ...
 
@@ -56,7 +56,7 @@ class Watch:
     """Waits for the answers of ranks 0..world-1 of one run. `plan`: what they run, to name instructions."""
 
     plan: Plan
-    team: Team
+    team: WatchedTeam
     world: int
     timeout_s: float
 
@@ -102,7 +102,7 @@ class Watch:
         failure = failures[first]
         if failure is None:
             seen = "".join(f"; {self._place(r)}" for r in others)
-            return ExecutionError(f"rank {first} {self.team.fate(first)}: {self._place(first)}{seen}")
+            return ExecutionError(f"rank {first} {self.team.exit_reason(first)}: {self._place(first)}{seen}")
         kind = getattr(piper_ir.errors, failure.kind, ExecutionError)
         node = self.team.node(first)
         error: PiperError = kind(f"{failure.message} (rank {first} on {node})" if node else failure.message)
@@ -112,7 +112,7 @@ class Watch:
 
     def _hung(self, ranks: Sequence[int]) -> HangError:
         """Ranks in no communication come first: nobody keeps them waiting."""
-        first = [r for r in ranks if not Place(self.plan, r, self.team.heart(r)).communications]
+        first = [r for r in ranks if not RankPosition(self.plan, r, self.team.heart(r)).communications]
         message = (
             f"no rank made progress for {self.timeout_s:g} s (timeout_s); "
             + "; ".join(self._place(r) for r in [*first, *(r for r in ranks if r not in first)])
@@ -123,16 +123,16 @@ class Watch:
             answered = "" if rank in ranks else ": has ended its run"
             node = self.team.node(rank)
             report += ["", f"rank {rank}{f' on {node}' if node else ''}{answered}"]
-            report += [] if answered else Place(self.plan, rank, self.team.heart(rank)).lines()
+            report += [] if answered else RankPosition(self.plan, rank, self.team.heart(rank)).lines()
         error = HangError(message, "\n".join(report) + "\n")
         error.add_note(error.report)
         return error
 
     def _place(self, rank: int) -> str:
-        return Place(self.plan, rank, self.team.heart(rank), self.team.node(rank)).text()
+        return RankPosition(self.plan, rank, self.team.heart(rank), self.team.node(rank)).text()
 
 
-class Place:
+class RankPosition:
     """Where a rank is in its program, read from its heart."""
 
     def __init__(self, plan: Plan, rank: int, heart: Sequence[int], node: str = ""):

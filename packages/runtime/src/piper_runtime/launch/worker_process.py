@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from piper_runtime.engine.streams import HEART_SLOTS, Heart
+from piper_runtime.engine.streams import HEART_SLOTS, Heartbeat
 from piper_runtime.launch.protocol import Setup
-from piper_runtime.launch.worker import Seat, answer, warm_up
+from piper_runtime.launch.worker import WorkerContext, answer, warm_up
 from piper_runtime.transport.gloo import GlooCommunicators
 
 
@@ -35,18 +35,18 @@ def serve(setup: Setup) -> None:
     pipe: Connection[Any, Any] = Connection(setup.pipe)
     communicators = GlooCommunicators(dist.FileStore(setup.store, setup.world), setup.rank)
     # Plain pickle: a Connection would hand tensors over as shared memory, which needs a handshake.
-    seat = Seat(setup.rank, communicators, _heart(setup), lambda m: pipe.send_bytes(pickle.dumps(m, protocol=5)))
+    context = WorkerContext(setup.rank, communicators, _heart(setup), lambda m: pipe.send_bytes(pickle.dumps(m, protocol=5)))
     warm_up()
-    seat.tell("ready")
+    context.tell("ready")
     while True:
         try:
             request = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
-        seat.tell(answer(seat, request))
+        context.tell(answer(context, request))
 
 
-def _heart(setup: Setup) -> Heart:
+def _heart(setup: Setup) -> Heartbeat:
     with open(setup.heart, "r+b") as file:
         shared = mmap.mmap(file.fileno(), 0)
     slots = memoryview(shared).cast("q")[setup.rank * HEART_SLOTS : (setup.rank + 1) * HEART_SLOTS]

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from piper_runtime.rank.parts import Run
+from piper_runtime.rank.parts import Thunk
 
 
 class Clock(Protocol):
@@ -18,11 +18,11 @@ class Clock(Protocol):
 
     ahead: bool
 
-    def each(self, runs: Sequence[Run]) -> list[float]:
+    def each(self, runs: Sequence[Thunk]) -> list[float]:
         """Run them in order; the seconds of each."""
         ...
 
-    def all(self, run: Run) -> float:
+    def all(self, run: Thunk) -> float:
         """The seconds of one until the device is done with it."""
         ...
 
@@ -36,10 +36,10 @@ class HostClock:
 
     ahead = False
 
-    def each(self, runs: Sequence[Run]) -> list[float]:
+    def each(self, runs: Sequence[Thunk]) -> list[float]:
         return [self.all(run) for run in runs]
 
-    def all(self, run: Run) -> float:
+    def all(self, run: Thunk) -> float:
         begin = time.perf_counter()
         run()
         return time.perf_counter() - begin
@@ -64,7 +64,7 @@ class DeviceClock:
         self._device = device
         self._events: list[torch.cuda.Event] = []  # made by the first record, which takes longer than another
 
-    def each(self, runs: Sequence[Run]) -> list[float]:
+    def each(self, runs: Sequence[Thunk]) -> list[float]:
         self._events += [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1 - len(self._events))]
         events = self._events[: len(runs) + 1]
         events[0].record()
@@ -74,7 +74,7 @@ class DeviceClock:
         torch.cuda.synchronize(self._device)
         return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events)]
 
-    def all(self, run: Run) -> float:
+    def all(self, run: Thunk) -> float:
         torch.cuda.synchronize(self._device)
         begin = time.perf_counter()
         run()

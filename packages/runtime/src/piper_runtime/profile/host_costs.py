@@ -13,19 +13,19 @@ import torch
 from piper_ir.plan import Plan
 from piper_runtime.engine.cuda_streams import CudaApi, CudaStreams
 from piper_runtime.engine.engine import Engine
-from piper_runtime.engine.streams import CpuStreams, Heart, Posted, Work
+from piper_runtime.engine.streams import CpuStreams, Heartbeat, Posted
 from piper_runtime.profile.device_clocks import Clock
 from piper_runtime.profile.measured_plans import instructions_plan, messages_plan
 from piper_runtime.rank.job import NamedParameters
-from piper_runtime.rank.parts import Run
-from piper_runtime.rank.rank import Comm, Rank
-from piper_runtime.rank.rank_state import Trainee
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundComm, Rank
+from piper_runtime.rank.rank_state import RankJob
 
 INSTRUCTIONS = 512
 """Of a plan that does nothing else."""
 
 
-def host_seconds(heart: Heart, turns: Iterable[object]) -> Iterator[tuple[float, float]]:
+def host_seconds(heart: Heartbeat, turns: Iterable[object]) -> Iterator[tuple[float, float]]:
     """At each turn: seconds per instruction that does nothing, and per message that is posted nowhere, beyond the scalar that it
     is of. Counted is the time of this thread alone, which neither waits for another nor for its turn on a shared processor."""
     nothing, scalars = (_idle_rank(instructions_plan(INSTRUCTIONS)) for _ in range(2))
@@ -39,7 +39,7 @@ def host_seconds(heart: Heart, turns: Iterable[object]) -> Iterator[tuple[float,
             yield (issued - bare) / INSTRUCTIONS, (sent - made) / INSTRUCTIONS
 
 
-def issue_seconds(device: torch.device, heart: Heart, clock: Clock, turns: Iterable[object]) -> Iterator[float]:
+def issue_seconds(device: torch.device, heart: Heartbeat, clock: Clock, turns: Iterable[object]) -> Iterator[float]:
     """At each turn: seconds by the clock per instruction on a CUDA device, beyond what it does there. They are the host's, which
     issues slower than the device makes scalars."""
     bound = _idle_rank(instructions_plan(INSTRUCTIONS), device)
@@ -57,7 +57,7 @@ def issue_seconds(device: torch.device, heart: Heart, clock: Clock, turns: Itera
 
 
 @contextmanager
-def _stepping(bound: Rank, heart: Heart) -> Iterator[Run]:
+def _stepping(bound: Rank, heart: Heartbeat) -> Iterator[Thunk]:
     """A step of a rank, run as any other but for its messages."""
     backend = CpuStreams(bound.role.streams, heart)
     engine = Engine(bound, backend, _posted_nowhere, heart)
@@ -83,7 +83,7 @@ def _do_nothing_often() -> None:
         _do_nothing()
 
 
-def _posted_nowhere(comm: Comm) -> Work:
+def _posted_nowhere(comm: BoundComm) -> Thunk:
     """A communication that takes its operand and has ended when it is posted."""
     operand = comm.operand
     return Posted(lambda: partial(_drop, operand()))
@@ -94,7 +94,7 @@ def _drop(_: object) -> None:
 
 
 def _idle_rank(plan: Plan, device: torch.device | None = None) -> Rank:
-    return Rank(plan, 0, {}, Trainee(_no_batch, _sgd, None, 0), {}, {}, None, device or torch.device("cpu"))
+    return Rank(plan, 0, {}, RankJob(_no_batch, _sgd, None, 0), {}, {}, None, device or torch.device("cpu"))
 
 
 def _no_batch(step: int, rows: range) -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 
 from piper_runtime.profile.device_clocks import Clock
 from piper_runtime.profile.measured_plans import channels_plan, group_channel
-from piper_runtime.rank.rank import Comm
+from piper_runtime.rank.rank import BoundComm
 from piper_runtime.transport.gloo import GlooCommunicators
 from piper_runtime.transport.nccl import NcclCommunicators
 
@@ -103,12 +103,14 @@ class Messages:
         low, high = pair
         kinds = ("send", "recv") if self._rank == low else ("recv", "send")
         ways = ((low, high), (high, low))
-        there, back = (self._carrier.bind(Comm(kind, f"{a}>{b}", (a, b), lambda: tensor)) for kind, (a, b) in zip(kinds, ways))
+        there, back = (
+            self._carrier.bind(BoundComm(kind, f"{a}>{b}", (a, b), lambda: tensor)) for kind, (a, b) in zip(kinds, ways)
+        )
         return there, back
 
 
-def _reduction(members: tuple[int, ...], tensor: torch.Tensor) -> Comm:
-    return Comm("all_reduce", group_channel(members), members, lambda: tensor)
+def _reduction(members: tuple[int, ...], tensor: torch.Tensor) -> BoundComm:
+    return BoundComm("all_reduce", group_channel(members), members, lambda: tensor)
 
 
 def _finish(message: Callable[[], Any]) -> None:

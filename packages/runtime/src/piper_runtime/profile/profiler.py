@@ -25,7 +25,7 @@ from piper_ir.errors import ExecutionError
 from piper_ir.ops import COMM, Compute, Load, SquaredNorm, Update
 from piper_ir.plan import Part, Plan
 from piper_ir.plan_bytes import PlanBytes
-from piper_runtime.engine.streams import PHASE, RUNNING, STEP, Heart
+from piper_runtime.engine.streams import PHASE, RUNNING, STEP, Heartbeat
 from piper_runtime.profile.device_clocks import clock_of
 from piper_runtime.profile.host_costs import host_seconds, issue_seconds
 from piper_runtime.profile.measure_messages import Messages, MessageSample
@@ -33,9 +33,9 @@ from piper_runtime.profile.resident import most_on_device, most_resident, reset_
 from piper_runtime.rank import device as devices
 from piper_runtime.rank.code import ShippedCode, missing_operators
 from piper_runtime.rank.job import Batch, flatten_batch, microbatch_rows
-from piper_runtime.rank.parts import Run, bind_alloc, bind_operand, bind_part
+from piper_runtime.rank.parts import Thunk, bind_alloc, bind_operand, bind_part
 from piper_runtime.rank.rank import Rank
-from piper_runtime.rank.rank_state import Trainee
+from piper_runtime.rank.rank_state import RankJob
 from piper_runtime.rank.shipping import Parcel
 from piper_runtime.transport.gloo import GlooCommunicators
 from piper_runtime.transport.nccl import NcclCommunicators
@@ -47,7 +47,7 @@ LEAD_S = 0.1
 """What a CUDA device computes before each measured pass, at least: under load it may lower its clock to keep within its power.
 Behind one pass alone, steps in bfloat16 on an H200 were predicted 3 % too short (docs/cuda.md)."""
 
-Key = tuple[str, str, int]
+CostKey = tuple[str, str, int]
 """(code, "F" | "I" | "W", rows), or ("", name of another op, its amount): `piper_ir.costs.StepDuration`, `PartDuration`."""
 
 
@@ -77,7 +77,7 @@ class ProfileReport:
     process); empty where the system does not say, and where NCCL has taken some before. `node`: the host's name. `backend`: what
     messages went over. `device`: the name of the rank's CUDA device, "" for the CPU; its node has `devices` of them."""
 
-    parts: dict[Key, list[float]] = field(default_factory=dict)
+    parts: dict[CostKey, list[float]] = field(default_factory=dict)
     messages: list[MessageSample] = field(default_factory=list)
     issue: list[float] = field(default_factory=list)
     talk: list[float] = field(default_factory=list)
@@ -89,7 +89,12 @@ class ProfileReport:
 
 
 def profile(
-    rank: int, request: ProfileRequest, communicators: GlooCommunicators, heart: Heart, local_rank: int, local_world: int | None
+    rank: int,
+    request: ProfileRequest,
+    communicators: GlooCommunicators,
+    heart: Heartbeat,
+    local_rank: int,
+    local_world: int | None,
 ) -> ProfileReport:
     """Measure all that a request asks for. local_rank: the rank's number among those of its node, at most `local_world`; None:
     all ranks of the plan. ExecutionError when these share a CUDA device."""
@@ -113,7 +118,7 @@ def profile(
 
 class _Profiler:
     def __init__(
-        self, rank: int, request: ProfileRequest, plan: Plan, communicators: GlooCommunicators, heart: Heart,
+        self, rank: int, request: ProfileRequest, plan: Plan, communicators: GlooCommunicators, heart: Heartbeat,
         device: torch.device, nccl: NcclCommunicators | None,
     ) -> None:  # fmt: skip
         self._rank, self._request, self._heart = rank, request, heart
@@ -131,27 +136,27 @@ class _Profiler:
 
     def compute(self, memory: bool) -> None:
         """Everything that runs on the compute stream, and, if asked for, the memory that it takes."""
-        trainee = self._trainee()
+        job = self._rank_job()
         plans: list[Plan] = pickle.loads(self._request.plans)
         on_device = self._device.type == "cuda"
         for plan in plans:
             gc.collect()  # a rank and its closures hold each other
             reset_most_on_device(self._device) if on_device else reset_most_resident()
-            self._passes(plan, trainee)
+            self._passes(plan, job)
             if memory and (most := most_on_device(self._device) if on_device else most_resident()) is not None:
                 self.report.resident.append((plan.roles[0].peak_bytes, most))
-        self._updates(trainee)
+        self._updates(job)
 
-    def _trainee(self) -> Trainee:
+    def _rank_job(self) -> RankJob:
         parcel: Parcel = pickle.loads(self._request.callables)
         batch, optimizer, scheduler = parcel.open()
         if any(missing_operators(code) for code in self._request.code.values()):
             parcel.import_definers()
-        return Trainee(batch, optimizer, scheduler, self._request.seed)
+        return RankJob(batch, optimizer, scheduler, self._request.seed)
 
-    def _bound(self, plan: Plan, rank: int, trainee: Trainee) -> Rank:
+    def _bound(self, plan: Plan, rank: int, job: RankJob) -> Rank:
         code, params, buffers = self._request.code[plan.rows], self._request.params, self._request.buffers
-        return Rank(plan, rank, code, trainee, params, buffers, None, self._device)
+        return Rank(plan, rank, code, job, params, buffers, None, self._device)
 
     def _turns(self) -> Iterator[tuple[int, bool]]:
         """(step, whether it counts), all ranks starting each together."""
@@ -160,34 +165,34 @@ class _Profiler:
             yield step, step >= WARMUP
             self._alive()
 
-    def _passes(self, plan: Plan, trainee: Trainee) -> None:
+    def _passes(self, plan: Plan, job: RankJob) -> None:
         """Steps of a plan for one device, part by part."""
-        bound = self._bound(plan, 0, trainee)
-        batch: Key = ("", "Batch", plan.rows)
+        bound = self._bound(plan, 0, job)
+        batch: CostKey = ("", "Batch", plan.rows)
         # A host that is ahead calls the batch function while the device computes; what is left of it is in the load that calls.
         keys, runs = zip(*_clocked(bound, batch if self._clock.ahead else None), strict=True)
         for step, counts in self._turns():
-            taken: list[tuple[Key | None, float]] = []
+            taken: list[tuple[CostKey | None, float]] = []
             if self._clock.ahead:
                 self._lead(runs, partial(bound.begin, step))
             else:
-                taken.append((batch, self._clock.all(partial(_make_batch, trainee.batch, step, plan))))
+                taken.append((batch, self._clock.all(partial(_make_batch, job.batch, step, plan))))
             bound.begin(step)
             taken += zip(keys, self._clock.each(runs), strict=True)
             bound.end()
             if counts:
                 self._keep(taken)
 
-    def _lead(self, runs: Sequence[Run], begin: Run | None = None) -> None:
+    def _lead(self, runs: Sequence[Thunk], begin: Thunk | None = None) -> None:
         """Let a host that can be ahead of its device get ahead, and the device as warm as in a run."""
         until = time.perf_counter() + LEAD_S
         while self._clock.ahead and time.perf_counter() < until:
             for run in (begin, *runs) if begin is not None else runs:
                 run()
 
-    def _updates(self, trainee: Trainee) -> None:
+    def _updates(self, job: RankJob) -> None:
         """Updates and norms of the gradients that this rank holds under the strategy: other sizes than on one device."""
-        bound = self._bound(self._plan, self._rank, trainee)
+        bound = self._bound(self._plan, self._rank, job)
         traffic = PlanBytes(self._plan)
         parts = [p for instr in bound.role.program for p in instr.parts if isinstance(p.op, SquaredNorm | Update)]
         keys, runs = [_key(p, bound, traffic) for p in parts], [bind_part(replace(p, frees=()), bound) for p in parts]
@@ -198,7 +203,7 @@ class _Profiler:
             if counts:
                 self._keep(taken)
 
-    def _keep(self, taken: Iterable[tuple[Key | None, float]]) -> None:
+    def _keep(self, taken: Iterable[tuple[CostKey | None, float]]) -> None:
         for key, seconds in taken:
             if key is not None:
                 self.report.parts.setdefault(key, []).append(seconds)
@@ -220,7 +225,7 @@ class _Profiler:
         self.report.issue, self.report.talk = [issue for issue, _ in found], [talk for _, talk in found]
 
 
-def _clocked(bound: Rank, batch: Key | None) -> Iterator[tuple[Key | None, Run]]:
+def _clocked(bound: Rank, batch: CostKey | None) -> Iterator[tuple[CostKey | None, Thunk]]:
     """What a rank runs, in order, each with the key under which its time is kept; None: it is not kept. `batch`: the key of a
     load that calls the job's batch function."""
     traffic, loaded = PlanBytes(bound.plan), set[int]()
@@ -239,7 +244,7 @@ def _clocked(bound: Rank, batch: Key | None) -> Iterator[tuple[Key | None, Run]]
             yield None, bind_alloc(v, bound)
 
 
-def _key(part: Part, bound: Rank, traffic: PlanBytes) -> Key:
+def _key(part: Part, bound: Rank, traffic: PlanBytes) -> CostKey:
     if isinstance(part.op, Compute):
         return bound.plan.chunk(part.op.chunk).code, part.op.step, bound.plan.rows
     return "", type(part.op).__name__, traffic.memory_bytes(bound.role, part)

@@ -21,7 +21,7 @@ StepFunction = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
 """Boxed: it empties its argument list, so that a tensor whose only reference is in the list is freed at its last use."""
 
 
-class StepCode(Protocol):
+class StepSource(Protocol):
     """Source of `def step(args)` and the constants that it uses by name."""
 
     @property
@@ -32,7 +32,7 @@ class StepCode(Protocol):
 
 _OPERATOR = re.compile(r"torch\.ops\.(\w+)\.(\w+)")
 
-CodeStore = Mapping[str, Mapping[Any, StepCode]]
+ExportedCode = Mapping[str, Mapping[Any, StepSource]]
 """Code id of a chunk -> step ("F", "I", "W") -> its code, for one number of rows."""
 
 
@@ -44,7 +44,7 @@ class ShippedCode:
     constants: Mapping[str, Any] = field(default_factory=dict)
 
 
-def load_step(code: StepCode, device: str | torch.device = "cpu") -> StepFunction:
+def load_step(code: StepSource, device: str | torch.device = "cpu") -> StepFunction:
     """The function that a StepCode describes, for tensors on `device`. Its source shows in tracebacks. FormatError when there
     is no function `step`, or when it calls an operator that is not registered in this process."""
     name = f"<piper step {sha256(code.source.encode()).hexdigest()[:12]}>"
@@ -62,16 +62,16 @@ def load_step(code: StepCode, device: str | torch.device = "cpu") -> StepFunctio
     return step
 
 
-def missing_operators(code: CodeStore) -> set[str]:
+def missing_operators(code: ExportedCode) -> set[str]:
     """Operators that a code store calls and that are not registered in this process, as "namespace.name"."""
     called = {found for steps in code.values() for c in steps.values() for found in _OPERATOR.findall(c.source)}
     return {f"{space}.{name}" for space, name in called if not hasattr(getattr(torch.ops, space), name)}
 
 
-class Steps:
+class LoadedSteps:
     """Functions of a code store, each loaded once, on first use."""
 
-    def __init__(self, code: CodeStore, device: str | torch.device = "cpu") -> None:
+    def __init__(self, code: ExportedCode, device: str | torch.device = "cpu") -> None:
         self._code, self._device = code, device
         self._loaded: dict[tuple[str, str], StepFunction] = {}
 

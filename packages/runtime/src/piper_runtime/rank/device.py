@@ -44,7 +44,7 @@ def using(kind: DeviceKind) -> Iterator[None]:
         default = before
 
 
-class Numbers:
+class NumberReader:
     """Hands numbers of tensors on the CPU to the host: at once."""
 
     late = False
@@ -57,7 +57,7 @@ class Numbers:
         """End a step: everything has been handed over."""
 
 
-class LateNumbers(Numbers):
+class LateNumbers(NumberReader):
     """Hands numbers of tensors on a CUDA device to the host at the end of the step, in the order in which they were read: until
     then each is a copy on its way to pinned memory, so that nothing inside of a step waits for the device. Also works on
     tensors of the CPU, for tests."""
@@ -88,6 +88,6 @@ class LateNumbers(Numbers):
             use(float(slot))
 
 
-def numbers_of(device: torch.device) -> Numbers:
+def numbers_of(device: torch.device) -> NumberReader:
     """How numbers get from a device to the host."""
-    return LateNumbers(device) if device.type == "cuda" else Numbers()
+    return LateNumbers(device) if device.type == "cuda" else NumberReader()

@@ -21,11 +21,11 @@ from piper_runtime.rank.rank_state import NOT_FINITE, RankState
 from piper_runtime.rank.rng import generator, rng_seed
 from piper_runtime.rank.store import empty_value
 
-Run = Callable[[], None]
+Thunk = Callable[[], None]
 Operand = Callable[[], torch.Tensor]
 
 
-def bind_part(part: Part, rank: RankState) -> Run:
+def bind_part(part: Part, rank: RankState) -> Thunk:
     """Return the closure that runs one part of the compute stream."""
     match part.op:
         case Compute():
@@ -81,7 +81,7 @@ def bind_result(part: Part, rank: RankState) -> Operand | None:
     return lambda: values[target]
 
 
-def bind_alloc(value: str, rank: RankState) -> Run:
+def bind_alloc(value: str, rank: RankState) -> Thunk:
     """The closure that makes a buffer for a value that communication will write."""
     values, device = rank.store.values, rank.device
     shape, dtype = empty_value(rank.plan, value)
@@ -92,7 +92,7 @@ def bind_alloc(value: str, rank: RankState) -> Run:
     return alloc
 
 
-def _then_free(run: Run, dying: tuple[str, ...], rank: RankState) -> Run:
+def _then_free(run: Thunk, dying: tuple[str, ...], rank: RankState) -> Thunk:
     if not dying:
         return run
     values = rank.store.values
@@ -105,7 +105,7 @@ def _then_free(run: Run, dying: tuple[str, ...], rank: RankState) -> Run:
     return run_and_free
 
 
-def _load(part: Part, op: Load, rank: RankState) -> Run:
+def _load(part: Part, op: Load, rank: RankState) -> Thunk:
     values, feed, target = rank.store.values, rank.feed, part.writes[0]
     shape, dtype = empty_value(rank.plan, target)
 
@@ -122,7 +122,7 @@ def _load(part: Part, op: Load, rank: RankState) -> Run:
     return load if rank.device.type == "cpu" else load_on_device
 
 
-def _fill(part: Part, rank: RankState, number: float, dtype_name: str) -> Run:
+def _fill(part: Part, rank: RankState, number: float, dtype_name: str) -> Thunk:
     values, target, dtype, device = rank.store.values, part.writes[0], getattr(torch, dtype_name), rank.device
 
     def fill() -> None:
@@ -131,7 +131,7 @@ def _fill(part: Part, rank: RankState, number: float, dtype_name: str) -> Run:
     return fill
 
 
-def _add(part: Part, rank: RankState) -> Run:
+def _add(part: Part, rank: RankState) -> Thunk:
     values, target = rank.store.values, part.writes[0]
     first, *rest = part.reads
 
@@ -144,7 +144,7 @@ def _add(part: Part, rank: RankState) -> Run:
     return add
 
 
-def _squared_norm(part: Part, op: SquaredNorm, rank: RankState) -> Run:
+def _squared_norm(part: Part, op: SquaredNorm, rank: RankState) -> Thunk:
     values, target, dtype, device = rank.store.values, part.writes[0], getattr(torch, op.dtype), rank.device
     flats = [rank.store.flat_grads[b] for b in op.buckets]
 
@@ -157,7 +157,7 @@ def _squared_norm(part: Part, op: SquaredNorm, rank: RankState) -> Run:
     return squared_norm
 
 
-def _update(part: Part, op: Update, rank: RankState) -> Run:
+def _update(part: Part, op: Update, rank: RankState) -> Thunk:
     flats = [rank.store.flat_grads[b] for b in op.buckets]
     scale_now = _late_scale(part, op, rank) if rank.numbers.late else _scale(part, op, rank)
 
@@ -227,7 +227,7 @@ def gradient_scale(op: Update, scalars: list[float], where: str) -> float:
     return scale * min(1.0, op.clip / (math.sqrt(scalars[-1]) * abs(scale) + 1e-6))
 
 
-def _compute(part: Part, rank: RankState) -> Run:
+def _compute(part: Part, rank: RankState) -> Thunk:
     assert isinstance(part.op, Compute) and part.op.step != "B", f"{part.node}: a plan holds I and W parts, never B"
     chunk, step = rank.plan.chunk(part.op.chunk), part.op.step
     signature = chunk.steps[step]
@@ -253,7 +253,7 @@ def _compute(part: Part, rank: RankState) -> Run:
         for v, t in zip(writes, results):
             values[v] = t
 
-    run: Run = compute
+    run: Thunk = compute
     if step == "F":
         run = _forward(run, part, chunk, rank)
     return _then_free(run, after, rank) if after else run
@@ -282,7 +282,7 @@ def _arguments(
     return template, keep, take
 
 
-def _forward(run: Run, part: Part, chunk: Chunk, rank: RankState) -> Run:
+def _forward(run: Thunk, part: Part, chunk: Chunk, rank: RankState) -> Thunk:
     """F sets the random state before it runs, and hands on losses, weights and new buffers after."""
     writes = dict(zip(chunk.steps["F"].writes, part.writes, strict=True))
     outputs = [(o, writes[f"out{k}"]) for k, o in enumerate(chunk.outputs) if f"out{k}" in writes]
@@ -311,7 +311,7 @@ def _recorder(kind: str, value: str, mb: int, rank: RankState) -> Callable[[torc
     return rank.numbers.reader(empty_value(rank.plan, value)[1], lambda number: rank.record(kind, mb, number))
 
 
-def _seeded(run: Run, part: Part, chunk: Chunk, rank: RankState) -> Run:
+def _seeded(run: Thunk, part: Part, chunk: Chunk, rank: RankState) -> Thunk:
     where = rank.places[chunk.id]
     row = microbatch_rows(rank.plan, rank.plan.replica_of(rank.rank), part.mb).start
     set_seed = generator(rank.device).manual_seed

@@ -13,14 +13,14 @@ from piper_ir.collectives import Law, law_of
 from piper_ir.errors import PlanError
 from piper_ir.ops import COMM, Collective, Recv, Send
 from piper_ir.plan import COMPUTE, Instr, Part, Plan
-from piper_runtime.rank.code import CodeStore
-from piper_runtime.rank.device import CPU, Numbers
-from piper_runtime.rank.parts import Operand, Run, bind_alloc, bind_operand, bind_part, bind_result
-from piper_runtime.rank.rank_state import Probe, RankState, Trainee
+from piper_runtime.rank.code import ExportedCode
+from piper_runtime.rank.device import CPU, NumberReader
+from piper_runtime.rank.parts import Operand, Thunk, bind_alloc, bind_operand, bind_part, bind_result
+from piper_runtime.rank.rank_state import Probe, RankJob, RankState
 
 
 @dataclass(frozen=True, slots=True)
-class Comm:
+class BoundComm:
     """One communication, bound to a rank.
 
     kind: "send", "recv" or a kind of `piper_ir.collectives`.
@@ -48,22 +48,22 @@ class Comm:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class BoundInstr:
     """One instruction, bound. Exactly one of `work` and `comm` is set."""
 
     index: int
     stream: str
     waits: tuple[tuple[str, int], ...]
     name: str
-    work: Run | None = None
-    comm: Comm | None = None
+    work: Thunk | None = None
+    comm: BoundComm | None = None
 
 
 @dataclass(frozen=True)
 class Binder:
     """How a rank turns its program into closures. Tests put mistakes in its place."""
 
-    part: Callable[[Part, RankState], Run] = bind_part
+    part: Callable[[Part, RankState], Thunk] = bind_part
     operand: Callable[[Part, RankState], Operand] = bind_operand
     instr: Callable[[Instr, RankState], Instr] = lambda instr, _: instr
 
@@ -74,21 +74,21 @@ class Rank(RankState):
     binder: ClassVar[Binder] = Binder()
 
     def __init__(
-        self, plan: Plan, rank: int, code: CodeStore, trainee: Trainee,
+        self, plan: Plan, rank: int, code: ExportedCode, job: RankJob,
         params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], probe: Probe | None = None,
-        device: torch.device = CPU, numbers: Numbers | None = None,
+        device: torch.device = CPU, numbers: NumberReader | None = None,
     ):  # fmt: skip
-        super().__init__(plan, rank, code, trainee, params, buffers, probe, device, numbers)
+        super().__init__(plan, rank, code, job, params, buffers, probe, device, numbers)
         behind = own_waits(self.role.program)
         self.entries = tuple(self._entry(i, instr, behind.get(i, ())) for i, instr in enumerate(self.role.program))
 
-    def _entry(self, index: int, instr: Instr, behind: tuple[tuple[str, int], ...]) -> Entry:
+    def _entry(self, index: int, instr: Instr, behind: tuple[tuple[str, int], ...]) -> BoundInstr:
         instr = self.binder.instr(instr, self)
         if instr.comm:
-            return Entry(index, instr.stream, instr.waits + behind, instr.name, comm=self._comm(instr))
-        return Entry(index, instr.stream, instr.waits, instr.name, work=self._work(instr))
+            return BoundInstr(index, instr.stream, instr.waits + behind, instr.name, comm=self._comm(instr))
+        return BoundInstr(index, instr.stream, instr.waits, instr.name, work=self._work(instr))
 
-    def _comm(self, instr: Instr) -> Comm:
+    def _comm(self, instr: Instr) -> BoundComm:
         part = instr.parts[0]
         op = part.op
         if not isinstance(op, COMM) or instr.stream == COMPUTE:
@@ -96,9 +96,9 @@ class Rank(RankState):
                 f"role {self.role.role}: {instr.name} communicates on stream {instr.stream!r}; it needs a stream of its own"
             )
         peers = self.plan.peers(self.plan.channel(op.channel), self.rank)
-        return Comm(comm_kind(op), op.channel, peers, self.binder.operand(part, self), bind_result(part, self))
+        return BoundComm(comm_kind(op), op.channel, peers, self.binder.operand(part, self), bind_result(part, self))
 
-    def _work(self, instr: Instr) -> Run:
+    def _work(self, instr: Instr) -> Thunk:
         parts = [self.binder.part(p, self) for p in instr.parts]
         runs = tuple(parts + [bind_alloc(v, self) for v in instr.allocs_after])
         if len(runs) == 1 and not instr.frees_before:
@@ -131,7 +131,7 @@ class Rank(RankState):
 
 
 def comm_kind(op: Send | Recv | Collective) -> str:
-    """Return the kind of the `Comm` that carries out an op."""
+    """Return the kind of the `BoundComm` that carries out an op."""
     match op:
         case Send():
             return "send"

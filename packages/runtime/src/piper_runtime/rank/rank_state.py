@@ -12,8 +12,8 @@ import torch
 
 from piper_ir.errors import NonFiniteLossError
 from piper_ir.plan import Plan
-from piper_runtime.rank.code import CodeStore, Steps
-from piper_runtime.rank.device import CPU, Numbers, numbers_of
+from piper_runtime.rank.code import ExportedCode, LoadedSteps
+from piper_runtime.rank.device import CPU, NumberReader, numbers_of
 from piper_runtime.rank.feed import Feed
 from piper_runtime.rank.job import Batch, NamedParameters
 from piper_runtime.rank.optimizer import RankOptimizer
@@ -31,7 +31,7 @@ Probe = Callable[["RankState", tuple[str, ...], "float | torch.Tensor"], None]
 
 
 @dataclass(frozen=True)
-class Trainee:
+class RankJob:
     """What a rank needs of a job: the callables that run on it, and the seed of random operations."""
 
     batch: Batch
@@ -44,16 +44,16 @@ class RankState:
     """One rank of a plan with its states, before its program is bound."""
 
     def __init__(
-        self, plan: Plan, rank: int, code: CodeStore, trainee: Trainee,
+        self, plan: Plan, rank: int, code: ExportedCode, job: RankJob,
         params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], probe: Probe | None = None,
-        device: torch.device = CPU, numbers: Numbers | None = None,
+        device: torch.device = CPU, numbers: NumberReader | None = None,
     ):  # fmt: skip
         self.plan = plan
         self.rank = rank
         self.device = device
         self.numbers = numbers or numbers_of(device)
         self.role = plan.role_of(rank)
-        self.seed = trainee.seed
+        self.seed = job.seed
         self.places = rng_places(plan.chunks)
         self.probe = probe
         self.step = 0
@@ -62,9 +62,9 @@ class RankState:
         self.untracked: Callable[[], AbstractContextManager[None]] = nullcontext
         with torch.no_grad():
             self.store = Store(plan, rank, params, buffers, device)
-            self.optimizer = RankOptimizer(plan, self.store, trainee.optimizer, trainee.scheduler)
-        self.feed = Feed(plan, rank, trainee.batch)
-        self.steps = Steps(code, device)
+            self.optimizer = RankOptimizer(plan, self.store, job.optimizer, job.scheduler)
+        self.feed = Feed(plan, rank, job.batch)
+        self.steps = LoadedSteps(code, device)
 
     def record(self, kind: str, mb: int, value: float) -> None:
         """Keep a microbatch's loss or weight. NonFiniteLossError when it is NaN or infinite."""

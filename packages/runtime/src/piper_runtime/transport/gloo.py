@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from piper_ir.errors import ExecutionError
 from piper_ir.plan import Plan
-from piper_runtime.engine.streams import Posted, Work
-from piper_runtime.rank.rank import Comm
+from piper_runtime.engine.streams import Posted
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundComm
 
 LOOPBACK = "127.0.0.1"
 FOREVER = timedelta(days=1)
@@ -69,7 +70,7 @@ class GlooCommunicators:
         """Drop the groups. One that nobody else holds waits for its threads, which must have nothing left to do."""
         self._groups.clear()
 
-    def bind(self, comm: Comm) -> Posted:
+    def bind(self, comm: BoundComm) -> Posted:
         """The closure that runs a communication, or posts it. A send is done when the peer has taken the tensor."""
         operand = comm.operand
         if len(comm.peers) < 2:
@@ -98,7 +99,7 @@ class Members:
     size: int
 
 
-GlooBinding = Callable[[Members, Comm], Callable[[], Work]]
+GlooBinding = Callable[[Members, BoundComm], Callable[[], Thunk]]
 """Binds a collective to its members: returns what starts it, which returns what blocks until it is done."""
 
 
@@ -107,17 +108,17 @@ def no_binding(transport: str, kind: str, bindings: Mapping[str, object]) -> Exe
     return ExecutionError(f"{transport} has no binding for the collective {kind!r}; it has {', '.join(bindings)}")
 
 
-def _all_reduce(members: Members, comm: Comm) -> Callable[[], Work]:
+def _all_reduce(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
     return lambda: partial(finish, members.group.allreduce([_borrowed(comm.operand())]))
 
 
-def _reduce_scatter(members: Members, comm: Comm) -> Callable[[], Work]:
+def _reduce_scatter(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
     """Sum in place, for what is read is undefined afterwards, and take the own block out: gloo's own reduce-scatter is an
     all-reduce too, of a copy."""
     operand, result = comm.operand, comm.result
     assert result is not None
 
-    def start() -> Work:
+    def start() -> Thunk:
         whole, part = operand(), result()
         own = whole.data_ptr() + members.here * part.nbytes
         work = members.group.allreduce([_borrowed(whole)])
@@ -132,19 +133,19 @@ def _reduce_scatter(members: Members, comm: Comm) -> Callable[[], Work]:
     return start
 
 
-def _all_gather(members: Members, comm: Comm) -> Callable[[], Work]:
+def _all_gather(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
     operand, result = comm.operand, comm.result
     assert result is not None
     return lambda: _exchange(members, [operand()] * members.size, result().chunk(members.size))
 
 
-def _all_to_all(members: Members, comm: Comm) -> Callable[[], Work]:
+def _all_to_all(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
     operand, result = comm.operand, comm.result
     assert result is not None
     return lambda: _exchange(members, operand().chunk(members.size), result().chunk(members.size))
 
 
-def _exchange(members: Members, to: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Work:
+def _exchange(members: Members, to: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Thunk:
     """Start to send block k of `to` to member k, and to receive block k of `into` from it: gloo's own collectives work on copies
     of what they are given, which no plan counts."""
     group, here = members.group, members.here

@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from piper_runtime.engine.streams import Work
-from piper_runtime.rank.rank import Comm
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundComm
 from piper_runtime.transport.gloo import FOREVER, GlooCommunicators, no_binding, void
 
 
@@ -52,7 +52,7 @@ class NcclCommunicators(GlooCommunicators):
         group.eager_connect_single_device(self._device)  # else its first use would make it, and wait for the others
         return group
 
-    def bind(self, comm: Comm) -> Work:
+    def bind(self, comm: BoundComm) -> Thunk:
         """The closure that issues a communication behind what the current stream has to do, so that the stream goes on when it
         is done."""
         operand = comm.operand
@@ -76,28 +76,28 @@ def on_this_stream(options: Any) -> Any:
     return options
 
 
-NcclBinding = Callable[[Any, Comm], Work]
+NcclBinding = Callable[[Any, BoundComm], Thunk]
 """Binds a collective to a process group: returns what issues it."""
 
 
-def _all_reduce(group: Any, comm: Comm) -> Work:
+def _all_reduce(group: Any, comm: BoundComm) -> Thunk:
     options = on_this_stream(c10d.AllreduceOptions())
     return lambda: void(group.allreduce([comm.operand()], options))
 
 
-def _all_gather(group: Any, comm: Comm) -> Work:
+def _all_gather(group: Any, comm: BoundComm) -> Thunk:
     options, result = on_this_stream(c10d.AllgatherOptions()), comm.result
     assert result is not None
     return lambda: void(group._allgather_base(result(), comm.operand(), options))
 
 
-def _reduce_scatter(group: Any, comm: Comm) -> Work:
+def _reduce_scatter(group: Any, comm: BoundComm) -> Thunk:
     options, result = on_this_stream(c10d.ReduceScatterOptions()), comm.result
     assert result is not None
     return lambda: void(group._reduce_scatter_base(result(), comm.operand(), options))
 
 
-def _all_to_all(group: Any, comm: Comm) -> Work:
+def _all_to_all(group: Any, comm: BoundComm) -> Thunk:
     options, result = on_this_stream(c10d.AllToAllOptions()), comm.result
     assert result is not None
     return lambda: void(group.alltoall_base(result(), comm.operand(), [], [], options))

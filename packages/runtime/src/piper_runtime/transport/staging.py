@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 
 from piper_ir.plan import Plan
-from piper_runtime.engine.streams import Work
-from piper_runtime.rank.rank import Comm
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundComm
 from piper_runtime.transport.gloo import GlooCommunicators
 
 
@@ -22,7 +22,7 @@ class StagedCommunicators:
         """Make what a plan needs."""
         self._gloo.connect(plan)
 
-    def bind(self, comm: Comm) -> Work:
+    def bind(self, comm: BoundComm) -> Thunk:
         """The closure that carries out a communication on the stream that is current, on a thread that may wait. When it
         returns, the peers have what was sent, and the copy of what has come is issued.
 

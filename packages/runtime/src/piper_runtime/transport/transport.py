@@ -15,7 +15,7 @@ from piper_ir.errors import ExecutionError
 from piper_ir.plan import COMPUTE
 from piper_runtime.engine.cuda_streams import CudaApi, CudaStreams, StagedStreams
 from piper_runtime.engine.engine import Communicate, Engine
-from piper_runtime.engine.streams import Backend, CpuStreams, Heart
+from piper_runtime.engine.streams import CpuStreams, Heartbeat, StreamBackend
 from piper_runtime.rank.device import choose_device
 from piper_runtime.rank.rank import Rank
 from piper_runtime.transport.gloo import GlooCommunicators
@@ -23,7 +23,7 @@ from piper_runtime.transport.nccl import NcclCommunicators
 from piper_runtime.transport.staging import StagedCommunicators
 
 Name = Callable[[Rank, Communicate], Communicate]
-Transport = Literal["gloo", "nccl", "staged"]
+TransportName = Literal["gloo", "nccl", "staged"]
 SHARED_DEVICE = "PIPER_SHARED_DEVICE"
 """In the environment of every rank: what joins ranks that share a CUDA device. "gloo", the default, on pinned copies. "nccl", for
 tests of it, joins all ranks by NCCL's sockets, those with a device of their own too (`piper_runtime.transport.nccl`)."""
@@ -43,7 +43,7 @@ def take_device(kind: str, local_rank: int) -> torch.device:
     return device
 
 
-def choose_transport(device: torch.device, local_world: int) -> Transport:
+def choose_transport(device: torch.device, local_world: int) -> TransportName:
     """gloo on the CPU. On CUDA, NCCL where every rank has a device of its own; else gloo on pinned copies, unless the environment
     says otherwise (`SHARED_DEVICE`; ExecutionError when it says something else). local_world: the most ranks on any node."""
     if device.type == "cpu":
@@ -52,7 +52,7 @@ def choose_transport(device: torch.device, local_world: int) -> Transport:
     return "nccl" if joins and dist.is_nccl_available() else "staged"
 
 
-def agreed_transport(rank: int, world: int, device: torch.device, local_world: int, gloo: GlooCommunicators) -> Transport:
+def agreed_transport(rank: int, world: int, device: torch.device, local_world: int, gloo: GlooCommunicators) -> TransportName:
     """`choose_transport`, and that all ranks of the plan choose alike: ExecutionError otherwise, for they would wait for each
     other. `world`: of the plan. Each of its ranks calls this once per plan."""
     mine = choose_transport(device, local_world)
@@ -89,8 +89,8 @@ def nccl_of(gloo: GlooCommunicators, device: torch.device) -> NcclCommunicators:
 
 
 def connected(
-    rank: Rank, gloo: GlooCommunicators, heart: Heart, *, local_world: int, trace: bool, name: Name | None = None
-) -> tuple[Backend, Engine]:
+    rank: Rank, gloo: GlooCommunicators, heart: Heartbeat, *, local_world: int, trace: bool, name: Name | None = None
+) -> tuple[StreamBackend, Engine]:
     """The streams and the engine of a rank, its communicators connected. `gloo`: those of its process. `name`: called before
     anything is bound, to put something around each instruction (`piper_runtime.engine.ranges`)."""
     around = (lambda bind: name(rank, bind)) if name is not None else (lambda bind: bind)
