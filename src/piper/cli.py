@@ -181,7 +181,7 @@ def run(
         from piper.loading import load_file
         from piper.metrics import check_logs
         from piper.session import Settings, as_numbers, session
-        from piper_runtime.launch.torchrun import is_first
+        from piper_runtime.launch import is_first
 
         first = is_first()  # of the processes that torchrun started, one prints and writes
         trains = first and not print_launch and emulate is None

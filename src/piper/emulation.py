@@ -21,8 +21,8 @@ from piper_ir.timing import prepare
 from piper_ir.tools import time_text
 from piper_report import Table, percent
 from piper_runtime import Job
-from piper_runtime.launch.emulate import Durations, Emulation
-from piper_runtime.launch.emulate import emulate as run
+from piper_runtime.launch import Durations, Emulation
+from piper_runtime.launch import emulate as run
 from piper_simulator import (
     Cluster,
     CostModelFactory,
@@ -37,7 +37,7 @@ from piper_simulator import (
 
 if TYPE_CHECKING:
     from piper.loading import Recipe
-    from piper_runtime.launch.processes import Pool
+    from piper_runtime.launch import Pool
 
 
 def emulate(
@@ -55,7 +55,7 @@ def emulate(
     """Run a compiled strategy for `steps` steps on real processes of this machine, with sleeps of the time that `simulate` would
     give each instruction on `cluster` with `costs` and `model`. "auto" is this machine; a program with given durations needs no
     cluster. out: times and trace go to a new folder below this one. Other arguments and errors: `simulate`,
-    `piper_runtime.launch.emulate.emulate`."""
+    `piper_runtime.launch.emulation.emulate`."""
     from piper_ir.verify import verify
 
     verify(compiled.plan)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from piper.content import Content
     from piper_compiler.capture import Advancing, Captured, CodeStore
     from piper_runtime import Job, Run
-    from piper_runtime.rank.optimizer import OptimizerSpec
+    from piper_runtime.rank import OptimizerSpec
     from piper_simulator import Cluster
 
 
@@ -84,7 +84,7 @@ def compile(
         lowered = compile_program(source, strategy, global_batch=global_batch, costs=costs, options=options)
         return Compiled(source, lowered.graph, lowered.plan)
     from piper_runtime import Job
-    from piper_runtime.rank.optimizer import optimizer_spec
+    from piper_runtime.rank import optimizer_spec
 
     if not isinstance(source, Job):
         raise CompileError(f"compile: the source is a {type(source).__name__}; a piper.Job or a Program is needed")
@@ -189,7 +189,7 @@ def _looks(job: Job) -> str:
     from torch.utils import _pytree as pytree
 
     from piper_compiler.capture.model import ASKED_ROWS
-    from piper_runtime.rank.job import call_batch
+    from piper_runtime.rank import call_batch
 
     rows = range(min(ASKED_ROWS, job.global_batch))
     leaves, structure = pytree.tree_flatten(call_batch(job.batch, 0, rows))
@@ -202,7 +202,7 @@ def _looks(job: Job) -> str:
 
 def _capture(job: Job) -> Captured:
     from piper_compiler.capture import capture
-    from piper_runtime.rank.job import call_batch
+    from piper_runtime.rank import call_batch
 
     batch = partial(call_batch, job.batch, 0)
     with no_garbage_collection():
@@ -218,7 +218,7 @@ def check_same_job(compiled: Compiled, job: Job) -> None:
                 f"execute: the job's {name} is {theirs!r}, but the strategy was compiled for {ours!r}; compile it with this job"
             )
     if job is not compiled.job:
-        from piper_runtime.rank.optimizer import optimizer_spec
+        from piper_runtime.rank import optimizer_spec
 
         check_separable(optimizer_spec(job, compiled.program.params), compiled.plan)
 
@@ -284,8 +284,7 @@ def execute(
     node, instruction, peer), HangError, NonFiniteLossError, MissingPackageError."""
     from piper_ir.verify import verify
     from piper_runtime import execute as run
-    from piper_runtime.launch.run import check_request
-    from piper_runtime.launch.torchrun import is_first
+    from piper_runtime.launch import check_request, is_first
 
     if launcher == "emulated":
         from piper.emulation import emulate

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from piper_ir.errors import JobError
-from piper_runtime.launch.command_lines import launch_sections, launch_text
+from piper_runtime.launch import launch_sections, launch_text
 
 
 def print_launch(

@@ -14,7 +14,7 @@ from piper_ir.plan import COMPUTE, Plan
 from piper_runtime.engine.engine import Engine
 from piper_runtime.engine.streams import HEART_SLOTS, CpuStreams
 from piper_runtime.launch import timed_rank
-from piper_runtime.launch.emulate import Durations, emulate, time_scale
+from piper_runtime.launch.emulation import Durations, emulate, time_scale
 from piper_runtime.launch.timed_rank import HOST_S, LONGEST_S, SHORTEST_S, EmulationRequest, TimedRank
 from piper_runtime.rank.rank import Rank
 

@@ -28,3 +28,10 @@ def test_a_forbidden_import_in_the_runtime_is_found() -> None:
 def test_no_folders_of_the_runtime_are_in_a_circle() -> None:
     assert RUNTIME.folders == ["engine", "launch", "profile", "rank", "transport"]
     TopologicalSorter({folder: RUNTIME.allowed(folder) for folder in RUNTIME.folders}).prepare()
+
+
+def test_other_packages_import_from_the_runtime_or_its_folders() -> None:
+    faces = {RUNTIME.name, *(f"{RUNTIME.name}.{folder}" for folder in RUNTIME.folders)}
+    used = RUNTIME.imports_of_others()
+    assert [f"{path}: {name}" for path, name in used if name not in faces] == []
+    assert any(path.is_relative_to(RUNTIME.homes_of_others[0]) for path, _ in used), "nobody imports it"

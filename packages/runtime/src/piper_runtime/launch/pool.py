@@ -8,19 +8,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, Generic, Protocol, Self, TypeVar
 
-import piper_runtime.launch.watch
 from piper_ir.errors import ExecutionError, PiperError
 from piper_ir.plan import Plan
 from piper_runtime.launch.interrupt import PATIENCE_S
 from piper_runtime.launch.progress import OnStep, Progress
 from piper_runtime.launch.report import Interrupted
-from piper_runtime.launch.watch import Watch
+from piper_runtime.launch.watch import Watch, WatchedTeam
 
 NOTICE_S = 0.1
 """Ranks that are told to end their run notice it within that time, on a busy machine."""
 
 
-class Team(piper_runtime.launch.watch.WatchedTeam, Protocol):
+class Team(WatchedTeam, Protocol):
     """Running workers, one per rank."""
 
     @property

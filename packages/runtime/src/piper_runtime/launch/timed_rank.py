@@ -1,4 +1,7 @@
-"""One rank of an emulated run: real streams, waits and rendezvous, where compute is a sleep (`piper_runtime.launch.emulate`)."""
+"""One rank of an emulated run: real streams, waits and rendezvous, where compute is a sleep.
+
+`piper_runtime.launch.emulation` says what it is for.
+"""
 
 from __future__ import annotations
 

@@ -33,6 +33,11 @@ def choose_device(kind: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
+def default_kind() -> DeviceKind:
+    """Return the kind of device that runs take which start now."""
+    return default
+
+
 @contextmanager
 def using(kind: DeviceKind) -> Iterator[None]:
     """Runs that start inside the block take this kind of device, as in `choose_device`."""
