@@ -64,7 +64,8 @@ class _Team:
 
     def heart(self, rank: int) -> Sequence[int]:
         """See `piper_runtime.launch.watch.WatchedTeam`."""
-        return self.hearts[rank * HEART_SLOTS : (rank + 1) * HEART_SLOTS]
+        slots: Sequence[int] = self.hearts[rank * HEART_SLOTS : (rank + 1) * HEART_SLOTS]
+        return slots
 
     def node(self, rank: int) -> str:
         """All ranks are on this machine."""

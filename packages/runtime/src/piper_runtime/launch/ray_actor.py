@@ -64,9 +64,8 @@ class RankActor:
         store = self._store or _store(host, port, self._world, master=False)
         # Ray shows an actor that asked for a device this one only.
         local = (0, 1) if OWN_DEVICE in os.environ else (None, None)
-        self._context = WorkerContext(
-            self._rank, GlooCommunicators(store, self._rank, interface), self._heart, self._said.append, *local
-        )
+        communicators = GlooCommunicators(store, self._rank, interface)
+        self._context = WorkerContext(self._rank, communicators, self._heart, self._said.append, *local)  # type: ignore[arg-type]  # as in worker_process
 
     def clock(self) -> float:
         """The clock on which this rank's times are."""

@@ -12,6 +12,7 @@ import torch
 from piper_runtime.engine.memory import AllocatorCounter, Counter, MemoryCounter, MemoryRecord
 from piper_runtime.engine.trace import TimedSpan
 from piper_runtime.rank.rank import Rank
+from piper_runtime.rank.rank_state import RankState
 
 MEASURED = (
     "bytes of live tensor storages in the second step (the first of a run of one step), temporaries of operators included, as "
@@ -79,7 +80,7 @@ class RankReport:
         found = enumerate(zip(self.finished, self.scalars, self.batch_s, strict=True))
         return [StepDone(step, self.started, *of) for step, of in found]
 
-    def probe(self, rank: Rank, buckets: tuple[str, ...], scale: float | torch.Tensor) -> None:
+    def probe(self, rank: RankState, buckets: tuple[str, ...], scale: float | torch.Tensor) -> None:
         """A Probe that keeps gradients."""
         if len(self.gradients) == len(self.finished):
             self.gradients.append({})

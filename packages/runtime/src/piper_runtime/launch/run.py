@@ -58,6 +58,7 @@ def execute(
     initial = materialize(job)
     check_same_model(plan, initial, trainable)
     options = RunOptions(steps, timeout_s, trace, memory, gradients, ranges, stream=on_step is not None)
+    reports: Mapping[int, RankReport]
     try:
         if launcher == "inline":
             reports = _run_inline(plan, code, job, initial, options, Progress(plan, on_step))

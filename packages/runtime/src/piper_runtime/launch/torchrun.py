@@ -265,7 +265,7 @@ def _check_same(plan: Plan, mail: _Mail, rank: int) -> None:
 
 def _perform(member: _Member, request: Any, kept: list[Any]) -> None:
     """In a thread of its own, so that a rank that hangs can still be given up."""
-    member.context.heart[:] = memoryview(LOADING_HEART)  # type: ignore[call-overload]  # a memoryview takes slices
+    member.context.heart[:] = memoryview(LOADING_HEART)
     found = aligned(answer(member.context, request), *member.clock)
     kept.append(found)
     member.said.put(found if isinstance(found, Failure) else _DONE)
@@ -288,7 +288,7 @@ def _follow(member: _Member, mail: _Mail, timeout_s: float) -> None:
     while (end := mail.get("end")) is None:
         for message in _drain(member.said, TICK_S):
             mail.post(rank, message)
-        mail.put(f"heart/{rank}", bytes(member.context.heart))  # type: ignore[arg-type]  # a memoryview
+        mail.put(f"heart/{rank}", bytes(member.context.heart))
         now = mail.get("pulse") or b""
         if now != pulse:
             pulse, beat = now, time.monotonic()

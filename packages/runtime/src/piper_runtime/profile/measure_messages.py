@@ -12,6 +12,7 @@ import torch
 
 from piper_runtime.profile.device_clocks import Clock
 from piper_runtime.profile.measured_plans import channels_plan, group_channel
+from piper_runtime.rank.parts import Thunk
 from piper_runtime.rank.rank import BoundComm
 from piper_runtime.transport.gloo import GlooCommunicators
 from piper_runtime.transport.nccl import NcclCommunicators
@@ -88,7 +89,7 @@ class Messages:
 
         # On a device the first turn only brings the ranks together, and the host issues all while the device sleeps.
         sleep = partial(self._clock.sleep, (count + 1) * len(turn) * ISSUE_S)
-        runs = [sleep, partial(block, 1), block] if self._clock.ahead else [block]
+        runs: list[Thunk] = [sleep, partial(block, 1), block] if self._clock.ahead else [block]
         for _ in range(repeats + 1):
             self.barrier()
             if turn:

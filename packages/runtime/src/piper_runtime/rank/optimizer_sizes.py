@@ -16,6 +16,9 @@ from piper_runtime.rank.job import NamedParameters
 class _NumbersOfMeta(TorchDispatchMode):
     """Answers `.item()` on meta tensors: some optimizers ask for a number, and sizes do not depend on which it is."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
             return torch.ones((), dtype=args[0].dtype).item()

@@ -21,7 +21,8 @@ from piper_runtime.rank.rank_state import NOT_FINITE, RankState
 from piper_runtime.rank.rng import generator, rng_seed
 from piper_runtime.rank.store import empty_value
 
-Thunk = Callable[[], None]
+Thunk = Callable[[], object]
+"""A closure that is called for what it does; what it returns is not looked at."""
 Operand = Callable[[], torch.Tensor]
 
 
@@ -204,7 +205,8 @@ def device_scale(op: Update, scalars: list[torch.Tensor]) -> float | torch.Tenso
     scale = scalars[0].double().reciprocal() if op.weighted else 1.0
     if op.clip is None:
         return scale
-    return scale * (op.clip / (scalars[-1].double().sqrt() * abs(scale) + 1e-6)).clamp(max=1.0)
+    magnitude = scale.abs() if isinstance(scale, torch.Tensor) else abs(scale)
+    return scale * (op.clip / (scalars[-1].double().sqrt() * magnitude + 1e-6)).clamp(max=1.0)
 
 
 def gradient_scale(op: Update, scalars: list[float], where: str) -> float:

@@ -40,10 +40,10 @@ def _differences(plan: Plan, initial: InitialState, trainable: Collection[str] |
             now, then = (f"is tied to {t[name]!r}" if name in t else "is a parameter of its own" for t in (found, tied))
             yield f"has {name!r} that {now}; in the compiled one it {then}"
     for p in plan.params:
-        then = p.name in trainable if trainable is not None else p.trained
-        now = p.name in initial.trainable
-        if now != then and (then or trainable is not None):
-            yield f"has parameter {p.name!r} with requires_grad={now}; in the compiled one it has requires_grad={then}"
+        compiled = p.name in trainable if trainable is not None else p.trained
+        made = p.name in initial.trainable
+        if made != compiled and (compiled or trainable is not None):
+            yield f"has parameter {p.name!r} with requires_grad={made}; in the compiled one it has requires_grad={compiled}"
 
 
 def _names(kind: str, planned: Mapping[str, TensorSpec], made: Mapping[str, torch.Tensor]) -> Iterator[str]:

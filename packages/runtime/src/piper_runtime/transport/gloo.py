@@ -70,11 +70,11 @@ class GlooCommunicators:
         """Drop the groups. One that nobody else holds waits for its threads, which must have nothing left to do."""
         self._groups.clear()
 
-    def bind(self, comm: BoundComm) -> Posted:
+    def bind(self, comm: BoundComm) -> Thunk:
         """The closure that runs a communication, or posts it. A send is done when the peer has taken the tensor."""
         operand = comm.operand
         if len(comm.peers) < 2:
-            return Posted(lambda: partial(void, comm.alone()))
+            return Posted(partial(_alone, comm))
         group = self._groups[self._keys[comm.channel]]
         members = sorted(comm.peers)
         match comm.kind:
@@ -174,8 +174,14 @@ BINDINGS: dict[str, GlooBinding] = {
 def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same memory that does not keep it alive. gloo's own thread holds what it reduces for a moment longer
     than `wait` takes, so that it would die later than the plan says. The owner must outlive the work."""
-    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)  # type: ignore[attr-defined]  # not in torch's stubs
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
     return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
+
+
+def _alone(comm: BoundComm) -> Thunk:
+    """Do a communication that has one member, at once: nothing is left to wait for."""
+    comm.alone()
+    return partial(void, None)
 
 
 def finish(work: Any) -> None:
