@@ -12,12 +12,12 @@ from piper.api.results import new_folder, save_run, unless_empty
 from piper_ir.costs import Costs
 from piper_ir.plan import Plan
 from piper_ir.timing import prepare
-from piper_runtime.emulate import Durations, Emulation
-from piper_runtime.emulate import emulate as run
+from piper_runtime.launch import Durations, Emulation
+from piper_runtime.launch import emulate as run
 from piper_simulator import Cluster, CostModelFactory, DeviceModel, given_only, model_for, split
 
 if TYPE_CHECKING:
-    from piper_runtime.processes import Pool
+    from piper_runtime.launch import Pool
 
 
 def emulate(

@@ -37,7 +37,7 @@ def loop(
     """Measure the job on the strategy of the parameters `baseline` (its mesh is the largest that is searched), search `trials`
     candidates with these costs, run the `confirm` best for a few steps, and train `steps` steps with the fastest. Everything goes
     to one new folder below `out`, the report included. Workers are started once."""
-    from piper_runtime.launchers import open_pool
+    from piper_runtime.launch import open_pool
 
     first = strategy(FixedTrial({name: str(value) for name, value in baseline.items()}))
     folder = new_folder(out, settings.name)
