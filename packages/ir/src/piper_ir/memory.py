@@ -1,8 +1,9 @@
-"""The memory of a plan in program order: one stream of what each instruction allocates and frees, and folds over it.
+"""Compute the memory of a plan in program order: a stream of what instructions allocate and free, and folds over it.
 
-`Plan` defines the rules, `part_peak` what a part holds while it runs. `steps` is the stream; the peak, the curve (`scan`), the
-owners at the peak (`memory_owners`) and a snapshot of the allocator (`piper_simulator.memory.snapshot`) fold over it. What an
-instruction does to memory is an `Effect`, found once for all microbatches of a template of a table.
+`Plan` defines the rules, `part_peak` what a part holds while it runs. `steps` is the stream; the peak, the curve
+(`scan`), the owners at the peak (`memory_owners`) and a snapshot of the allocator (`piper_simulator.memory.snapshot`)
+fold over it. What an instruction does to memory is an `Effect`, found once for all microbatches of a template of a
+table.
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ BytesByCategory = Mapping[Category, int]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Most bytes held during instruction `instr` of a role, in all and by category (categories without bytes are absent)."""
+    """Say how many bytes are held during an instruction of a role, at most.
+
+    Attributes:
+        instr: its index.
+        total: bytes in all.
+        bytes: by category; categories without bytes are absent.
+    """
 
     instr: int
     total: int
@@ -37,8 +44,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PartUse(Generic[P]):
-    """A part allocates its writes, holds `beside` bytes beside them at its fullest moment (below zero: so many bytes of the
-    inputs that die here were given back before), and frees its frees."""
+    """Say what a part does: it allocates its writes, runs, and frees its frees.
+
+    Attributes:
+        part: the part.
+        beside: bytes that it holds beside its writes at its fullest moment; below zero where so many bytes of the
+            inputs that die here were given back before.
+    """
 
     part: P
     beside: int
@@ -46,7 +58,7 @@ class PartUse(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class MemoryStep:
-    """An instruction of the stream "compute": it frees `early`, runs its parts, and then makes `made`."""
+    """Hold an instruction of the stream "compute": it frees `early`, runs its parts, and then makes `made`."""
 
     index: int
     instr: Instr
@@ -54,19 +66,25 @@ class MemoryStep:
 
     @property
     def early(self) -> tuple[str, ...]:
-        """What it frees before it runs."""
+        """Return what it frees before it runs."""
         return self.instr.frees_before
 
     @property
     def made(self) -> tuple[str, ...]:
-        """What it makes afterwards."""
+        """Return what it makes afterwards."""
         return self.instr.allocs_after
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What the parts of an instruction do to memory, in bytes above those before: at the fullest moment `most`, which is
-    `fullest` by category, and afterwards `more`, which is `after`."""
+    """Say what the parts of an instruction do to memory, in bytes above those before.
+
+    Attributes:
+        most: bytes at the fullest moment.
+        fullest: the same by category.
+        more: bytes afterwards.
+        after: the same by category.
+    """
 
     most: int
     fullest: BytesByCategory
@@ -76,7 +94,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class _Change(Generic[V]):
-    """A step as bytes: what it frees before, its effect, what it makes afterwards."""
+    """Hold a step as bytes: what it frees before, its effect, what it makes afterwards."""
 
     index: int
     effect: Effect
@@ -95,18 +113,24 @@ def steps(plan: Plan, role: RolePlan) -> Iterator[MemoryStep]:
 
 
 def scan(plan: Plan, role: RolePlan) -> Iterator[Usage]:
-    """Yield the fullest moment of each instruction of the stream "compute", in program order. Needs no peak fields; time linear
-    in the values of the role. PlanError when a value is freed that is not alive."""
+    """Yield the fullest moment of each instruction of the stream "compute", in program order.
+
+    It needs no peak fields and takes time linear in the values of the role. Raises PlanError when a value is freed that
+    is not alive.
+    """
     yield from _walk(plan, role).curve()
 
 
 def peak(plan: Plan, role: RolePlan) -> Usage:
-    """The first fullest moment of a role. A role that computes nothing holds what it has from the start."""
+    """Return the first fullest moment of a role.
+
+    A role that computes nothing holds what it has from the start.
+    """
     return _walk(plan, role).peak()
 
 
 def _fullest(start: int, steps: Iterable[tuple[int, int, int]]) -> int:
-    """The first instruction that reaches the peak; -1 when none holds more than what is there from the start."""
+    """Return the first instruction that reaches the peak; -1 when none holds more than what is there from the start."""
     at, most, total = -1, start, start
     for index, inside, after in steps:
         held = total + (inside if inside > after else after)
@@ -117,7 +141,7 @@ def _fullest(start: int, steps: Iterable[tuple[int, int, int]]) -> int:
 
 
 def with_peaks(plan: Plan) -> Plan:
-    """The plan with `peak_bytes`, `peak_at` and `peak_by_category` of every role filled in."""
+    """Return the plan with `peak_bytes`, `peak_at` and `peak_by_category` of every role filled in."""
     roles = []
     for role in plan.roles:
         most = peak(plan, role)
@@ -126,7 +150,7 @@ def with_peaks(plan: Plan) -> Plan:
 
 
 def on_device(plan: Plan, device: DeviceType) -> Plan:
-    """The plan with the peaks that it has on a kind of device; itself when they are those already."""
+    """Return the plan with the peaks that it has on a kind of device; itself when they are those already."""
     return plan if plan.device == device else with_peaks(replace(plan, device=device))
 
 
@@ -135,14 +159,14 @@ def _sizes(plan: Plan, part: PartLike[str]) -> dict[str, int]:
 
 
 class _Uses:
-    """What parts hold beside their writes; found once for a step of equal chunks in which the same inputs die."""
+    """Find what parts hold beside their writes; once for a step of equal chunks in which the same inputs die."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._known: dict[tuple[object, ...], int] = {}
 
     def of(self, part: P, sizes: Mapping[Any, int]) -> PartUse[P]:
-        """`sizes`: bytes of what the part reads and writes."""
+        """Return what a part does, given the bytes of what it reads and writes."""
         return PartUse(part, self._peak(part, sizes) - sum([sizes[v] for v in part.writes]))
 
     def _peak(self, part: PartLike[V], sizes: Mapping[V, int]) -> int:
@@ -160,8 +184,10 @@ class _Uses:
 
 
 class _Walk(Generic[V]):
-    """The memory of a role through its program. `sizes` and `categories` of values; `first`: those that are there from the
-    start."""
+    """Walk the memory of a role through its program.
+
+    `size` and `category` are those of a value; `first` are the values that are there from the start.
+    """
 
     def __init__(self, plan: Plan, role: RolePlan) -> None:
         self.plan, self.role, self.uses = plan, role, _Uses(plan)
@@ -171,19 +197,19 @@ class _Walk(Generic[V]):
         raise NotImplementedError
 
     def size(self, value: V) -> int:
-        """Bytes of a value."""
+        """Return bytes of a value."""
         raise NotImplementedError
 
     def category(self, value: V) -> Category:
-        """The owner of a value's bytes."""
+        """Return the category of a value's bytes."""
         raise NotImplementedError
 
     def first(self) -> Iterable[V]:
-        """What is there from the start."""
+        """Return what is there from the start."""
         raise NotImplementedError
 
     def start(self) -> Counter[Category]:
-        """What is held before the first instruction."""
+        """Return what is held before the first instruction."""
         live: Counter[Category] = Counter()
         for state in self.role.states:
             live[state.category] += state.nbytes
@@ -207,8 +233,10 @@ class _Walk(Generic[V]):
         return self.usage(live, self.until(live, at))
 
     def totals(self) -> Iterator[tuple[int, int, int]]:
-        """Yield for each step its instruction, and in bytes above those before what it holds at most while its parts run, and
-        afterwards."""
+        """Yield (instruction, most, afterwards) of each step, in bytes above those before.
+
+        `most` is what it holds at most while its parts run.
+        """
         for change in self.changes():
             yield change.index, change.effect.most - change.freed, change.effect.more - change.freed + change.more
 
@@ -241,7 +269,7 @@ class _Walk(Generic[V]):
         return Effect(most or 0, fullest, more, live)
 
     def _at_fullest(self, live: Counter[Category], use: PartUse[PartLike[V]]) -> Counter[Category]:
-        """By category when a part, its writes allocated, is at its fullest moment."""
+        """Return the bytes by category when a part, its writes allocated, is at its fullest moment."""
         out = live.copy()
         if use.beside >= 0:
             out["workspace"] += use.beside
@@ -254,7 +282,7 @@ class _Walk(Generic[V]):
         return out
 
     def usage(self, live: Counter[Category], change: _Change[V]) -> Usage:
-        """The fullest moment of a step. `live`: what is held before it."""
+        """Return the fullest moment of a step. `live`: what is held before it."""
         held = live.copy()
         for v in change.early:
             held[self.category(v)] -= self.size(v)
@@ -279,7 +307,7 @@ class _Walk(Generic[V]):
 
 
 class _NamedWalk(_Walk[str]):
-    """Any program, value by value."""
+    """Walk any program, value by value."""
 
     def __init__(self, plan: Plan, role: RolePlan) -> None:
         super().__init__(plan, role)
@@ -322,7 +350,7 @@ class _NamedWalk(_Walk[str]):
 
 
 class _TableWalk(_Walk[int]):
-    """A program that is a table, template by template."""
+    """Walk a program that is a table, template by template."""
 
     def __init__(self, plan: Plan, role: RolePlan, table: InstrTable) -> None:
         super().__init__(plan, role)
