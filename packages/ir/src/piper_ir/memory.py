@@ -29,13 +29,7 @@ BytesByCategory = Mapping[Category, int]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Say how many bytes are held during an instruction of a role, at most.
-
-    Attributes:
-        instr: its index.
-        total: bytes in all.
-        bytes: by category; categories without bytes are absent.
-    """
+    """Say how many bytes instruction `instr` of a role holds at most, in all and by category (empty ones are absent)."""
 
     instr: int
     total: int
@@ -44,12 +38,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PartUse(Generic[P]):
-    """Say what a part does: it allocates its writes, runs, and frees its frees.
+    """Say what a part does: it allocates its writes, holds `beside` bytes beside them at most, and frees its frees.
 
-    Attributes:
-        part: the part.
-        beside: bytes that it holds beside its writes at its fullest moment; below zero where so many bytes of the
-            inputs that die here were given back before.
+    `beside` is below zero where so many bytes of the inputs that die here were given back before.
     """
 
     part: P
@@ -77,13 +68,9 @@ class MemoryStep:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Say what the parts of an instruction do to memory, in bytes above those before.
+    """Say what an instruction's parts do, in bytes above those before: `most` at the fullest moment, `more` afterwards.
 
-    Attributes:
-        most: bytes at the fullest moment.
-        fullest: the same by category.
-        more: bytes afterwards.
-        after: the same by category.
+    `fullest` and `after` are the same by category.
     """
 
     most: int
@@ -122,10 +109,7 @@ def scan(plan: Plan, role: RolePlan) -> Iterator[Usage]:
 
 
 def peak(plan: Plan, role: RolePlan) -> Usage:
-    """Return the first fullest moment of a role.
-
-    A role that computes nothing holds what it has from the start.
-    """
+    """Return the first fullest moment of a role; what computes nothing holds what it has from the start."""
     return _walk(plan, role).peak()
 
 
@@ -184,10 +168,7 @@ class _Uses:
 
 
 class _Walk(Generic[V]):
-    """Walk the memory of a role through its program.
-
-    `size` and `category` are those of a value; `first` are the values that are there from the start.
-    """
+    """Walk the memory of a role through its program; `first` are the values that are there from the start."""
 
     def __init__(self, plan: Plan, role: RolePlan) -> None:
         self.plan, self.role, self.uses = plan, role, _Uses(plan)
@@ -233,10 +214,7 @@ class _Walk(Generic[V]):
         return self.usage(live, self.until(live, at))
 
     def totals(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (instruction, most, afterwards) of each step, in bytes above those before.
-
-        `most` is what it holds at most while its parts run.
-        """
+        """Yield (instruction, most while its parts run, afterwards) of each step, in bytes above those before."""
         for change in self.changes():
             yield change.index, change.effect.most - change.freed, change.effect.more - change.freed + change.more
 
