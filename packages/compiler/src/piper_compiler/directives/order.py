@@ -1,4 +1,4 @@
-"""order: run all compute of one selection before all compute of the next, on each device where both occur.
+"""Define `order`: run all compute of one selection before all compute of the next, on each device where both occur.
 
     before  pp0: layer0.F@0, layer0.F@1, layer0.B@0 in any order that the data allows
             order(where(mb=0, phase="F"), where(mb=1, phase="F"), where(mb=0, phase="B"))

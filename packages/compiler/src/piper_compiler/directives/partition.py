@@ -1,4 +1,4 @@
-"""partition: choose stages as sets of neighbouring layers.
+"""Define `partition`: choose stages as sets of neighbouring layers.
 
     before  layer0.F  layer1.F  layer2.F  layer3.F
     after   layer0.F stage=0  layer1.F stage=0  layer2.F stage=1  layer3.F stage=1        partition(stages=2)

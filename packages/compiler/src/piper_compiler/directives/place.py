@@ -1,4 +1,4 @@
-"""place: run nodes on mesh coordinates, with point-to-point communication on the edges that cross.
+"""Define `place`: run nodes on mesh coordinates, with point-to-point communication on the edges that cross.
 
     before  layer1.F@0 -> layer2.F@0
     after   layer1.F@0 on pp0 -> send on pp0, recv on pp1 -> layer2.F@0 on pp1        place(where(stage=1), on=dict(pp=1))

@@ -1,4 +1,4 @@
-"""replicate: data parallelism.
+"""Define `replicate`: train data-parallel, with gradients summed over replicas.
 
     before  layer0.B@0 on ranks 0..1, each alone
     after   layer0.B@0 on ranks 0..1 with different rows; its gradient bucket is summed over dp after its last microbatch

@@ -1,4 +1,4 @@
-"""split: partition the rows of the batch into microbatches.
+"""Define `split`: partition the rows of the batch into microbatches.
 
     before  layer0.F             layer0.B
     after   layer0.F@0 mb=0  layer0.F@1 mb=1  layer0.B@0 mb=0  layer0.B@1 mb=1        split(where(), microbatches=2)

@@ -1,4 +1,4 @@
-"""split_backward: let the input gradient and the weight gradient of a backward be ordered apart.
+"""Define `split_backward`: let the input gradient and the weight gradient of a backward be ordered apart.
 
     before  layer1.B@0
     after   layer1.I@0 -> layer1.W@0        split_backward(where(layer=1))

@@ -1,4 +1,4 @@
-"""stream: put communication on a logical stream, and say how many SMs it takes from compute there.
+"""Define `stream`: put communication on a logical stream, and say how many SMs it takes from compute there.
 
     before  send.layer1:out0@0#pp1 on stream pp0>pp1.act, recv.layer2:gin0@0#pp0 on stream pp1>pp0.grad
     after   both on stream p2p        stream(where(op=("send", "recv")), "p2p")
