@@ -48,7 +48,7 @@ def own(draft: Draft, i: int) -> tuple[IssueOrder, int]:
 
 
 def plain_releases(draft: Draft, uses: Uses, times: Times) -> Frees:
-    """Value by value, as rule 22 says it."""
+    """Find the frees value by value, one reader after the other."""
     last: dict[int, int] = {}
     sent: dict[int, list[int]] = {}
     for value, part in zip(uses.value.tolist(), uses.part.tolist(), strict=True):

@@ -1,7 +1,7 @@
-"""Piper's compiler turns a program and a strategy into a plan: directives, recipes, passes, and schedules as CSV files.
+"""Turn a program and a strategy into a plan: directives, recipes, passes, and schedules as CSV files.
 
-It may import piper_ir and numpy. Only `piper_compiler.capture`, which makes programs of models, may import torch and piper_ops;
-so nothing here may import it.
+It may import piper_ir and numpy. Only `piper_compiler.capture`, which makes programs of models, may import torch and
+piper_ops; so nothing here may import it.
 """
 
 from piper_compiler import recipes

@@ -1,7 +1,8 @@
-"""Schedules as data: what each device computes, in order, before it is directives, a plan or a table.
+"""Describe schedules as data: what each device computes, in order, before it becomes directives, a plan or a table.
 
-An *action* is one phase of one stage for one microbatch. A *slot* is what a device does next: one action, or the members of an
-overlapped group, forward first. *Orders* hold the slots of every device, in order; idle time is no part of them.
+An *action* is one phase of one stage for one microbatch. A *slot* is what a device does next: one action, or the
+members of an overlapped group, forward first. *Orders* hold the slots of every device, in order; idle time is no part
+of them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ ActionPhase = Literal["F", "B", "I", "W"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """`str(Action(2, "F", 0))` is "2F0", as in the tables of torch.distributed.pipelining."""
+    """Name one phase of one stage for one microbatch.
+
+    `str(Action(2, "F", 0))` is "2F0", as in the tables of torch.distributed.pipelining.
+    """
 
     stage: int
     phase: ActionPhase

@@ -1,4 +1,7 @@
-"""Program to Graph: one F and one B node per chunk, data edges by value, no microbatches, nothing placed."""
+"""Build the first graph of a program: one F and one B node per chunk, with data edges by value.
+
+Nothing is split into microbatches and nothing is placed; directives do that.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,11 @@ from piper_ir.program import Chunk, Program
 
 
 def build_graph(program: Program, mesh: Mesh, costs: Costs | None = None) -> Graph:
-    """The graph of one step on one device. Batch tensors and the tangent of the loss are values without a writer:
-    `passes.parts` makes their Load and Seed parts once it is known which roles read them."""
+    """Return the graph of one step on one device.
+
+    Batch tensors and the tangent of the loss are values without a writer. `piper_compiler.passes.parts.PartMaker` makes
+    their Load and Seed parts once it is known which roles read them.
+    """
     index = {c.id: i for i, c in enumerate(program.chunks)}
     edit = Graph(mesh, program, {}, {}, {}, {}, chunk_index=index, costs=costs).edit()
     for tensor in program.batch:
@@ -42,7 +48,7 @@ def _add_compute(edit: Editor, chunk: Chunk, step: ComputeStep, tangents: Mappin
 
 
 def _gradient_consumers(program: Program) -> dict[str, list[str]]:
-    """Value -> the gradients that its consumers send back, in program order."""
+    """Return by value the gradients that its consumers send back, in program order."""
     out: dict[str, list[str]] = {}
     for chunk in program.chunks:
         writes = value_writes(chunk, "B")
@@ -53,8 +59,11 @@ def _gradient_consumers(program: Program) -> dict[str, list[str]]:
 
 
 def _add_tangents(edit: Editor, chunk: Chunk, consumers: dict[str, list[str]]) -> dict[str, str]:
-    """Port -> value of every tangent that the backward reads. With one consumer it is that one's gradient; with several it is
-    "chunk:tan{k}", their sum, last consumer first, which is autograd's own order and so gives the same bits."""
+    """Add the tangents that a chunk's backward reads, and return their values by port.
+
+    With one consumer the tangent is that one's gradient. With several it is "chunk:tan{k}", their sum, last consumer
+    first: this is autograd's own order and so gives the same bits.
+    """
     read = value_reads(chunk, "B")
     coords: dict[str, int | str] = {**chunk.coords, "chunk": chunk.id, "phase": "B", "op": "add"}
     out = {}

@@ -1,4 +1,7 @@
-"""compile: a program and a strategy to a graph and a plan. This file is the list of passes: `compiled`, `lowered`, `drafted`."""
+"""Compile a program and a strategy to a graph and a plan.
+
+This file is the list of passes: see `compiled`, `lowered` and `drafted`.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Lowered:
-    """The complete graph and the plan made of it."""
+    """Hold the complete graph and the plan made of it."""
 
     graph: Graph
     plan: Plan
@@ -55,7 +58,7 @@ class Lowered:
 
     @cached_property
     def prepared(self) -> Prepared:
-        """What `piper_ir.timing.prepare` makes of the plan, for less: compiling has found most of it."""
+        """Return what `piper_ir.timing.prepare` makes of the plan, for less: compiling has found most of it."""
         return self._prepare()
 
 
@@ -69,8 +72,11 @@ def compile_program(
     options: Options | None = None,
     at_rows: Callable[[int], Program] | None = None,
 ) -> Lowered:
-    """Build the graph, apply the directives in order, complete and lower it. See `CompileRequest` for the arguments. A
-    DirectiveError or CompileError names what does not hold and where it was written."""
+    """Build the graph, apply the directives in order, complete and lower it.
+
+    See `CompileRequest` for the arguments. A DirectiveError or CompileError names what does not hold and where it was
+    written.
+    """
     request = CompileRequest(program, strategy, global_batch, training or Training(), costs, options or Options(), at_rows)
     return compiled(request)
 
@@ -86,7 +92,7 @@ def compiled(request: CompileRequest) -> Lowered:
 
 
 def step_graph(request: CompileRequest, program: Program) -> Graph:
-    """Return the graph of a whole training step, by single microbatches nowhere."""
+    """Return the graph of a whole training step, in which a node stands for all microbatches."""
     graph = build_graph(program, request.strategy.mesh, request.costs)
     graph = apply_directives(graph, request.strategy.directives)
     return complete(graph, request.training)
@@ -129,20 +135,26 @@ def apply_directives(graph: Graph, directives: Iterable[Directive]) -> Graph:
 
 
 def with_fixed_stages(strategy: Strategy, graph: Graph) -> Strategy:
-    """Return a strategy that makes the stages of `graph`, which it was compiled to, whatever costs are given: each directive with
-    a method `with_fixed_stages` says what it decided (`partition(at="cost")`: its boundaries)."""
+    """Return a strategy that makes the stages of `graph`, whatever costs are given.
+
+    The strategy was compiled to that graph. Each directive with a method `with_fixed_stages` says what it decided; for
+    `partition(at="cost")` these are its boundaries.
+    """
     made = [d.with_fixed_stages(graph) if isinstance(d, Settling) else d for d in strategy.directives]
     return Strategy(strategy.mesh, made, params=strategy.params)
 
 
 def _logged(graph: Graph, item: Directive, index: int) -> Graph:
-    """The graph with exactly one entry for the directive in its log, whether or not `apply` recorded one."""
+    """Return the graph with exactly one log entry for the directive, whether or not `apply` recorded one."""
     applied = Applied(describe(item), getattr(item, "site", ""))
     return replace(graph, log=(*graph.log[:index], applied))
 
 
 def rows_per_microbatch(parts: int, replicas: int, global_batch: int | None) -> int:
-    """Rows of one of `parts` microbatches on one rank. CompileError when the global batch does not divide."""
+    """Return the rows of one of `parts` microbatches on one rank.
+
+    Raises CompileError when the global batch does not divide.
+    """
     if global_batch is None:
         return 1
     rows, rest = divmod(global_batch, parts * replicas)

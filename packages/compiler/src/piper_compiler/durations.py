@@ -1,6 +1,6 @@
-"""Canonical durations: what the compiler assumes when it has to order things and no cluster is known.
+"""Give canonical durations: what the compiler assumes when it has to order things and no cluster is known.
 
-They decide ties and places of frees, never results: any durations give a legal plan.
+They decide ties and where values are freed, never results: any durations give a legal plan.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ LINK = 1e11
 
 
 def chunk_seconds(chunk: Chunk, step: Step, costs: Costs | None = None) -> float:
-    """Seconds of one step of a chunk with bound sizes: given, else from `costs`, else nominal."""
+    """Return the seconds of one step of a chunk with bound sizes: those given, else from `costs`, else nominal."""
     known = _known(chunk, step, costs)
     return nominal(chunk.steps[step].cost) if known is None else known
 
 
 def nominal(cost: Cost) -> float:
-    """Seconds of a step whose duration nobody knows."""
+    """Return the seconds of a step whose duration nobody knows."""
     return max(cost.flops / FLOPS, cost.bytes / BANDWIDTH)
 
 
@@ -57,7 +57,10 @@ def collective_bytes(graph: Graph, node: Node, op: Collective, rows: int) -> int
 
 
 class InstructionSeconds:
-    """Seconds of a plan's instructions without a cluster. Where the chunks have given durations, collectives take no time."""
+    """Give the seconds of a plan's instructions without a cluster.
+
+    Where the chunks have given durations, collectives take no time.
+    """
 
     def __init__(self, chunks: Iterable[Chunk], costs: Costs | None = None) -> None:
         listed = list(chunks)
@@ -72,15 +75,15 @@ class InstructionSeconds:
         self._given = not listed or listed[0].steps["F"].cost.seconds is not None
 
     def compute(self, ops: Iterable[Op]) -> float:
-        """Of an instruction with parts of these ops: the sum over its steps of chunks."""
+        """Return the seconds of an instruction with parts of these ops: the sum over its steps of chunks."""
         return sum([self._steps[(op.chunk, op.step)] for op in ops if isinstance(op, Compute)])
 
     def step(self, chunk: str, step: Step) -> float:
-        """Of one step of a chunk."""
+        """Return the seconds of one step of a chunk."""
         return self._steps[chunk, step]
 
     def transfer(self, nbytes: int) -> float:
-        """Of a Send or Recv."""
+        """Return the seconds of a Send or Recv of this many bytes."""
         return nbytes / LINK
 
     def collective(self, nbytes: int) -> float:

@@ -1,7 +1,7 @@
-"""Which values a compute node reads and writes: the value ports of a chunk's step, in order.
+"""Say which values a compute node reads and writes: the value ports of a chunk's step, in order.
 
-A graph has nodes of phase F and B; B stands for the steps of `BACKWARD` until `split_backward` makes nodes of them. A plan has
-F, I and W parts.
+A graph has nodes of phase F and B; B stands for the steps of `BACKWARD` until `split_backward` makes nodes of them. A
+plan has F, I and W parts.
 """
 
 from __future__ import annotations
@@ -18,19 +18,22 @@ _OWN = ("saved", "iw")
 
 
 def steps_of(chunk: Chunk, step: ComputeStep) -> tuple[Step, ...]:
-    """The steps of a chunk that run for a step of a graph, in order, without those that do nothing."""
+    """Return the steps of a chunk that run for a step of a graph, in order, without those that do nothing."""
     names = BACKWARD if step == "B" else (step,)
     return tuple([name for name in names if name in chunk.steps and not chunk.steps[name].empty])
 
 
 def signatures(chunk: Chunk, step: ComputeStep) -> tuple[Signature, ...]:
-    """The signatures of `steps_of`."""
+    """Return the signatures of `steps_of`."""
     return tuple([chunk.steps[name] for name in steps_of(chunk, step)])
 
 
 def value_reads(chunk: Chunk, step: ComputeStep) -> tuple[str, ...]:
-    """Ports whose values are data edges into the step: no parameters, no buffers, nothing that F keeps (see `kept`), nothing that
-    I hands to W unless it is a gradient of an input, and of that only where W is a step of its own."""
+    """Return the ports whose values are data edges into the step.
+
+    These are no parameters, no buffers and nothing that F keeps (see `kept`). What I hands to W is among them only if
+    it is a gradient of an input and W is a step of its own.
+    """
     sigs = signatures(chunk, step)
     made = {p for s in sigs for p in s.writes}
     ports = (p for s in sigs for p in s.reads if p not in made and not p.startswith(_OWN) and not is_state(chunk, p))
@@ -38,27 +41,30 @@ def value_reads(chunk: Chunk, step: ComputeStep) -> tuple[str, ...]:
 
 
 def value_writes(chunk: Chunk, step: ComputeStep) -> tuple[str, ...]:
-    """Ports whose values the step gives to other nodes: all but what stays in its chunk."""
+    """Return the ports whose values the step gives to other nodes: all but what stays in its chunk."""
     return tuple(p for s in signatures(chunk, step) for p in s.writes if not p.startswith(_OWN))
 
 
 def kept(chunk: Chunk) -> tuple[str, ...]:
-    """Ports that F writes for the backward of its own chunk and microbatch, which runs where it ran: no values of a graph, since
-    no directive can send them elsewhere, and most of the values of a plan."""
+    """Return the ports that F writes for the backward of its own chunk and microbatch.
+
+    That backward runs where F ran, so no directive can send these values elsewhere. They are no values of a graph, but
+    most of the values of a plan.
+    """
     return tuple(p for s in signatures(chunk, "F") for p in s.writes if p.startswith("saved"))
 
 
 def port_value(chunk: Chunk, port: str) -> str:
-    """The id, before any microbatch or role is added, of the value behind a port that a step reads."""
+    """Return the id, before any microbatch or role is added, of the value behind a port that a step reads."""
     return chunk.inputs[int(port[2:])].ref if port.startswith("in") else f"{chunk.id}:{port}"
 
 
 def port_category(port: str) -> Category:
-    """The owner of a port's bytes."""
+    """Return the category of memory that a port's bytes belong to."""
     return "gradient" if port.startswith(("gin", "tan")) else "activation"
 
 
 def trains(chunk: Chunk, step: ComputeStep = "B") -> tuple[str, ...]:
-    """The parameters to whose gradient a step of the chunk adds, in input order."""
+    """Return the parameters to whose gradient a step of the chunk adds, in input order."""
     sigs = signatures(chunk, step)
     return tuple(dict.fromkeys(chunk.inputs[i].ref for s in sigs for i in s.accumulates))

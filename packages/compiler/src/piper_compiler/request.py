@@ -1,4 +1,4 @@
-"""What a compilation is asked for."""
+"""Hold what a compilation is asked for."""
 
 from __future__ import annotations
 
@@ -13,9 +13,15 @@ from piper_ir.program import Program
 
 @dataclass(frozen=True)
 class Training:
-    """What the compiler needs to know of the job. `group_of`: parameter -> index of the optimizer's parameter group (default
-    0); `state_bytes`: bytes of optimizer state that a holder of a bucket keeps; `clip`: bound of the global gradient norm;
-    `update_bytes`: of temporaries that the optimizer holds in an update."""
+    """Tell the compiler what it needs to know of the job.
+
+    Attributes:
+        group_of: parameter -> index of the optimizer's parameter group (default 0).
+        state_bytes: bytes of optimizer state that a holder of a bucket keeps.
+        clip: bound of the global gradient norm; None for no clipping.
+        tokens_per_row: tokens in a row of the batch, for figures per token.
+        update_bytes: bytes of temporaries that the optimizer holds in an update.
+    """
 
     group_of: Mapping[str, int] = field(default_factory=dict)
     state_bytes: Callable[[Bucket], int] = lambda bucket: 0
@@ -26,8 +32,13 @@ class Training:
 
 @dataclass(frozen=True)
 class Options:
-    """`fuse`: join neighbours into one instruction. `recv_ahead`: how many compute instructions before its first reader a
-    receive is posted. `device`: the kind of device that peaks of memory are for; the program is the same for all."""
+    """Choose how a plan is laid out; numbers that it computes are the same for all options.
+
+    Attributes:
+        fuse: join neighbours into one instruction.
+        recv_ahead: how many compute instructions before its first reader a receive is posted.
+        device: the kind of device that peaks of memory are for; the program is the same for all.
+    """
 
     fuse: bool = True
     recv_ahead: int = 2
@@ -36,9 +47,17 @@ class Options:
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """A program, a strategy, and what else decides the plan. `global_batch`: rows of one step over all replicas (default: one
-    row per microbatch and replica). `costs`: known durations. `at_rows`: the program for a number of rows, for programs that
-    are not affine down to one row."""
+    """Hold a program, a strategy, and what else decides the plan.
+
+    Attributes:
+        program: the captured or synthetic program.
+        strategy: the mesh and the directives.
+        global_batch: rows of one step over all replicas (default: one row per microbatch and replica).
+        training: what the compiler needs to know of the job.
+        costs: known durations.
+        options: how the plan is laid out.
+        at_rows: the program for a number of rows, for programs that are not affine down to one row.
+    """
 
     program: Program
     strategy: Strategy

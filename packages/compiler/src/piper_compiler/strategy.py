@@ -1,4 +1,4 @@
-"""Strategy: a mesh and the directives, applied strictly in the order written. JSON both ways."""
+"""Hold a strategy: a mesh and directives that are applied strictly in the order written, with JSON both ways."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ STRATEGY_VERSION = 1
 
 @dataclass(frozen=True)
 class Strategy:
-    """`Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=4))`. Directives may be nested in tuples and lists; they are
-    flattened.
+    """Hold a mesh and directives: `Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=4))`.
 
-    `params`: for the record, the values that a function of a trial had chosen when it made this strategy; equality ignores
-    them."""
+    Attributes:
+        mesh: the axes of devices.
+        directives: in the order in which they are applied. They may be given nested in tuples and lists, and are
+            flattened.
+        params: for the record, the values that a function of a trial had chosen when it made this strategy. Equality
+            ignores them.
+    """
 
     mesh: Mesh
     directives: tuple[Directive, ...]
@@ -37,14 +41,17 @@ class Strategy:
         object.__setattr__(self, "params", dict(params or {}))
 
     def with_params(self, params: Mapping[str, Any]) -> Strategy:
-        """The same strategy with these values for the record. DirectiveError for a value that JSON cannot hold."""
+        """Return the same strategy with these values for the record.
+
+        Raises DirectiveError for a value that JSON cannot hold.
+        """
         for name, value in params.items():
             if not isinstance(value, bool | int | float | str | None):
                 raise DirectiveError(f"Strategy.params[{name!r}] is {value!r}; JSON holds numbers, text, true, false and null")
         return Strategy(self.mesh, self.directives, params=params)
 
     def dumps(self) -> str:
-        """The strategy as JSON."""
+        """Return the strategy as JSON."""
         for item in self.directives:
             if REGISTRY.get(type(item).__name__) is not type(item):
                 raise DirectiveError(
@@ -59,8 +66,11 @@ class Strategy:
 
     @staticmethod
     def loads(text: str, where: str = "text") -> Strategy:
-        """Parse JSON. A user's directive must have been imported before, so that its class is registered. FormatError
-        otherwise."""
+        """Parse JSON.
+
+        A user's directive must have been imported before, so that its class is registered. Raises FormatError
+        otherwise.
+        """
         data = read_document("Strategy", STRATEGY_VERSION, text, where)
         unknown = data.keys() - {"mesh", "directives", "params"}
         if unknown:
@@ -112,7 +122,10 @@ def _directive(data: Any, where: str) -> Directive:
 
 
 def save_strategy(strategy: Strategy, path: str | Path) -> None:
-    """Write a strategy as JSON. OutputError when the file cannot be written."""
+    """Write a strategy as JSON.
+
+    Raises OutputError when the file cannot be written.
+    """
     try:
         write_whole(Path(path), strategy.dumps())
     except OSError as e:
@@ -122,7 +135,10 @@ def save_strategy(strategy: Strategy, path: str | Path) -> None:
 
 
 def load_strategy(path: str | Path) -> Strategy:
-    """Read a strategy from JSON. FormatError names the file and the place."""
+    """Read a strategy from JSON.
+
+    Raises FormatError, which names the file and the place.
+    """
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as e:

@@ -1,4 +1,4 @@
-"""Programs with given durations, for schedules without a model."""
+"""Make programs with given durations, for schedules without a model."""
 
 from __future__ import annotations
 
@@ -26,13 +26,21 @@ def synthetic(
     params: int | Sequence[int] = 0,
     hop: float = 0.0,
 ) -> Program:
-    """A chain of `stages` chunks, already tagged stage=0..stages-1, one row per microbatch.
+    """Return a chain of `stages` chunks, already tagged stage=0..stages-1, one row per microbatch.
 
-    F, I, W: seconds per chunk; B takes I + W. `activation`: bytes that a chunk keeps for one microbatch from the start of F to
-    the end of B, of which `kept_after_I` (default: all) live on from I to W once backward is split. `params`: bytes of
-    parameters. `overlap`: seconds of an overlapped forward-and-backward pair. `hop`: seconds of latency between devices; it
-    occupies no stream. Each is a scalar or one per stage. Boundary values and seeds have 0 bytes; Update and reductions take
-    no time. CompileError for lengths or signs that do not fit.
+    Each argument is a number, or one number per stage. Boundary values and seeds have 0 bytes; Update and reductions
+    take no time. Raises CompileError for lengths or signs that do not fit.
+
+    Args:
+        stages: how many chunks.
+        F: seconds of a forward.
+        I: seconds of an input gradient. B takes I + W.
+        W: seconds of a weight gradient.
+        overlap: seconds of an overlapped forward-and-backward pair.
+        activation: bytes that a chunk keeps for one microbatch from the start of F to the end of B.
+        kept_after_I: bytes of these (default: all) that live on from I to W once backward is split.
+        params: bytes of parameters.
+        hop: seconds of latency between devices; it occupies no stream.
     """
     if stages < 1:
         raise CompileError(f"synthetic(stages={stages}): at least one stage is needed")
@@ -76,8 +84,11 @@ def _per_stage(name: str, value: PhaseSeconds | Sequence[int], stages: int) -> l
 
 
 def _chunk(s: int, stages: int, times: tuple[float, float, float], keep: int, after: int, params: int) -> Chunk:
-    """What W needs is in saved1, the rest of what F keeps in saved0; I reads both, so that without a split all of it lives to
-    the end of B."""
+    """Return the chunk of a stage.
+
+    What W needs is in saved1, the rest of what F keeps in saved0. I reads both, so that without a split all of it lives
+    to the end of B.
+    """
     first, last = s == 0, s == stages - 1
     source = Input("batch", "inputs", _EMPTY) if first else Input("value", f"stage{s - 1}:out0", _EMPTY, needs_grad=True)
     inputs = (source, *((Input("param", f"stage{s}.weight", TensorSpec((params,), "uint8"), True),) if params else ()))

@@ -1,14 +1,16 @@
-"""Graph: one global training DAG. Nodes carry coordinates, a placement (role) and a stream; data edges derive from values.
+"""Define Graph, one global training DAG, and Editor, which makes the next one.
 
-A node stands for all microbatches in which it does the same. Nodes of one id differ in their microbatches: a directive that
-selects some of them splits a node. So a graph, and the time that a directive takes, do not grow with the number of microbatches.
+Nodes carry coordinates, a placement (role) and a stream; data edges derive from values. A node stands for all
+microbatches in which it does the same. Nodes of one id differ in their microbatches: a directive that selects some of
+them splits a node. So a graph, and the time that a directive takes, do not grow with the number of microbatches.
 
-A Graph is immutable from outside. A directive takes one and returns another, made by an Editor: `edit = graph.edit(); ...;
-edit.done()`. Selection goes through an index by coordinate, so a directive costs time in the nodes that it matches.
+A Graph is immutable from outside. A directive takes one and returns another, made by an Editor: `edit = graph.edit();
+...; edit.done()`. Selection goes through an index by coordinate, so a directive costs time in the nodes that it
+matches.
 
-Ids derive from structure: node "layer3.B" is the backward of chunk layer3, its value "layer3:gin0"; "layer3:out0#pp1" is the
-copy received on role pp1. In microbatch 2 they are called "layer3.B@2", "layer3:gin0@2", "layer3:out0@2#pp1": `Graph.nodes`
-shows a graph by those names.
+Ids derive from structure: node "layer3.B" is the backward of chunk layer3, its value "layer3:gin0"; "layer3:out0#pp1"
+is the copy received on role pp1. In microbatch 2 they are called "layer3.B@2", "layer3:gin0@2", "layer3:out0@2#pp1":
+`Graph.nodes` shows a graph by those names.
 """
 
 from __future__ import annotations
@@ -65,10 +67,28 @@ K = TypeVar("K")
 
 @dataclass(frozen=True)
 class Graph(NamedNodes, Selecting):
-    """`families`: id -> its nodes, which differ in their microbatches. `writers` and `users`: value -> the ids of the nodes that
-    write or read it. `order_edges` maps (before, after) to the index in `log` of the directive that asked for it, `overlaps` are
-    the groups that an order leaves open. `roles`: role -> the mesh coordinates that it fixes. `replication`: chunk -> how it
-    is replicated. `costs`: what is known of durations, for directives that weigh."""
+    """Hold the training DAG of one step.
+
+    Attributes:
+        mesh: the axes of devices.
+        program: the chunks that the nodes compute.
+        families: id -> its nodes, which differ in their microbatches.
+        values: what the nodes read and write.
+        writers: value -> the ids of the nodes that write it.
+        users: value -> the ids of the nodes that read it.
+        order_edges: (before, after) -> the index in `log` of the directive that asked for it.
+        overlaps: the groups that an order leaves open.
+        roles: role -> the mesh coordinates that it fixes.
+        transports: role -> its streams for point-to-point communication.
+        channels: what communication runs over.
+        buckets: gradients that are reduced together.
+        replication: chunk -> how it is replicated.
+        microbatches: how many; 0 before the batch is split.
+        log: the directives that were applied.
+        costs: what is known of durations, for directives that weigh.
+        index: coordinate and value -> the ids that have it.
+        chunk_index: chunk -> its place along the program.
+    """
 
     mesh: Mesh
     program: Program
@@ -94,12 +114,15 @@ class Graph(NamedNodes, Selecting):
 
     @property
     def replicated(self) -> tuple[str, ...]:
-        """The axes of data parallelism: those of the first replicated chunk; a complete graph has the same for all."""
+        """Return the axes of data parallelism.
+
+        They are those of the first replicated chunk; a complete graph has the same for all.
+        """
         return next(iter(self.replication.values())).over if self.replication else ()
 
     @property
     def replicas(self) -> int:
-        """The data-parallel width: the product of the sizes of `replicated`."""
+        """Return the data-parallel width: the product of the sizes of `replicated`."""
         return prod(self.mesh.size(axis) for axis in self.replicated)
 
     def edit(self) -> Editor:
@@ -107,11 +130,11 @@ class Graph(NamedNodes, Selecting):
         return Editor(self)
 
     def compute(self, chunk: str, step: str) -> tuple[Node, ...]:
-        """The nodes that compute a step of a chunk, by their first microbatch."""
+        """Return the nodes that compute a step of a chunk, by their first microbatch."""
         return tuple(sorted(self.families.get(compute_id(chunk, step), ()), key=lambda node: node.each[0]))
 
     def writers_of(self, value: str, mbs: Mbs | None) -> Iterator[tuple[Node, Mbs | None]]:
-        """The nodes that write a value, each with those of the microbatches in which it does."""
+        """Return the nodes that write a value, each with those of the microbatches in which it does."""
         return _writers(self.families, self.writers, value, mbs)
 
 
@@ -126,8 +149,11 @@ def _writers(
 
 
 class Editor:
-    """Builds the next Graph. Changes are visible to its own methods at once; the graph it came from stays as it was. Nodes and
-    values may be named as in `Graph.nodes`, too, which takes time in the number of microbatches."""
+    """Build the next Graph.
+
+    Changes are visible to its own methods at once; the graph it came from stays as it was. Nodes and values may be
+    named as in `Graph.nodes`, too, which takes time in the number of microbatches.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -148,7 +174,7 @@ class Editor:
 
     @property
     def nodes(self) -> Mapping[str, Node]:
-        """The nodes as they are now, as in `Graph.nodes`; likewise `writer` and `readers`."""
+        """Return the nodes as they are now, as in `Graph.nodes`; likewise `writer` and `readers`."""
         return self.done().nodes
 
     @property
@@ -161,15 +187,15 @@ class Editor:
 
     @property
     def applied(self) -> int:
-        """The index that the directive being applied will have in the log."""
+        """Return the index that the directive being applied will have in the log."""
         return len(self.graph.log)
 
     def writers_of(self, value: str, mbs: Mbs | None) -> Iterator[tuple[Node, Mbs | None]]:
-        """The nodes that write a value, each with those of the microbatches in which it does."""
+        """Return the nodes that write a value, each with those of the microbatches in which it does."""
         return _writers(self.families, self._writers, value, mbs)
 
     def readers_of(self, value: str, mbs: Mbs | None) -> Iterator[Node]:
-        """The nodes that read a value in these microbatches, in those of them in which they do."""
+        """Yield the nodes that read a value in these microbatches, in those of them in which they do."""
         for id in self._users.get(value, ()):
             for node in self.families[id]:
                 shared = common(node.mbs, mbs)
@@ -177,8 +203,10 @@ class Editor:
                     yield node if shared is None else in_mbs(node, shared)
 
     def add(self, node: Node) -> None:
-        """Add a node whose values are known (see `value`); no other node of its id has its microbatches, and its writes have no
-        writer in them yet."""
+        """Add a node whose values are known (see `value`).
+
+        No other node of its id has its microbatches, and its writes have no writer in them yet.
+        """
         family = self.families.get(node.id, ())
         if any(_meet(node.mbs, other.mbs) for other in family):
             raise CompileError(f"two nodes with the id {node.id!r}")
@@ -199,8 +227,10 @@ class Editor:
                 self._users[v] = (*known, node.id)
 
     def _index_node(self, node: Node) -> None:
-        """Compute is found by all of its coordinates, the rest by its `op` alone: selections of it are rare, and then all terms
-        are checked."""
+        """Enter a node in the index: compute by all of its coordinates, the rest by its `op` alone.
+
+        Selections of the rest are rare, and then all terms are checked.
+        """
         coords = node.coords
         keys = coords.items() if coords.get("op") == "compute" else [("op", coords["op"])] if "op" in coords else []
         for key in keys:
@@ -208,13 +238,15 @@ class Editor:
                 self._index[key] = (*known, node.id)
 
     def value(self, id: str, spec: TensorSpec, category: Category) -> str:
-        """Declare a value; returns its id."""
+        """Declare a value; return its id."""
         self.values[id] = GraphValue(spec, category)
         return id
 
     def update(self, node: Node) -> None:
-        """Put a node in the place of those of its id, in its microbatches. Its coordinates may gain names (partition) but not
-        change those it had; reads may change."""
+        """Put a node in the place of those of its id, in its microbatches.
+
+        Its coordinates may gain names (partition) but not change those it had; reads may change.
+        """
         if node.id not in self.families:
             node = self._as_family(node)
         out: list[Node] = []
@@ -236,7 +268,7 @@ class Editor:
             self._users[v] = tuple([id for id in self._users[v] if id != node.id])
 
     def _as_family(self, node: Node) -> Node:
-        """A node that is named as in `Graph.nodes`."""
+        """Return the node of a family that one named as in `Graph.nodes` stands for."""
         id, mb = self.graph.places[node.id]
         old = self.graph.at((id, mb))
         assert old is not None
@@ -245,7 +277,7 @@ class Editor:
         return replace(node, id=id, coords=coords, reads=reads, writes=old.writes, mbs=mbs_of((mb,)))
 
     def _value_at(self, name: str) -> At:
-        """The id and microbatch of a value."""
+        """Return the id and microbatch of a value."""
         if name in self.values:
             return name, -1
         return next(
@@ -290,7 +322,7 @@ class Editor:
         return self.graph.places.get(node, (node, -1))
 
     def channel(self, source: str, to: str, category: Category) -> Channel:
-        """The channel between two roles, made on first use."""
+        """Return the channel between two roles, made on first use."""
         purpose: Literal["gradient", "activation"] = "gradient" if category == "gradient" else "activation"
         id = f"{source}>{to}.{'grad' if purpose == 'gradient' else 'act'}"
         channel = self.channels.get(id)
@@ -300,8 +332,10 @@ class Editor:
         return channel
 
     def transfer(self, value: str, source: str, to: str, mbs: Mbs | None = None) -> str:
-        """The id of the copy of `value` on role `to`, with a Send and a Recv made on first use. One per value, destination and
-        microbatch."""
+        """Return the id of the copy of `value` on role `to`, with a Send and a Recv made on first use.
+
+        There is one per value, destination and microbatch.
+        """
         if value not in self.values:
             value, mb = self._value_at(value)
             self.transfer(value, source, to, mbs_of((mb,)))
@@ -320,7 +354,7 @@ class Editor:
         return copy
 
     def done(self, applied: Applied | None = None) -> Graph:
-        """The edited graph; `applied` is appended to its log."""
+        """Return the edited graph; `applied` is appended to its log."""
         return replace(
             self.graph,
             families=self.families,
@@ -350,7 +384,7 @@ def _meet(a: Mbs | None, b: Mbs | None) -> bool:
 
 
 def _joined(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """The nodes of a family, those in one that differ in their microbatches only."""
+    """Return the nodes of a family, with those in one that differ in their microbatches only."""
     out: list[Node] = []
     for node in nodes:
         for k, other in enumerate(out):

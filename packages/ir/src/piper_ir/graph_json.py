@@ -1,4 +1,7 @@
-"""The document of a Graph, for `piper_ir.codec`. What can be derived (writers, readers, the index) is not written."""
+"""Define the document of a Graph, for `piper_ir.codec`.
+
+What can be derived (writers, readers, the index) is not written.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,12 @@ from piper_ir.program import Program
 
 @dataclass(frozen=True)
 class GraphDocument:
-    """A Graph as it is written. `mbs`: of each node the microbatches that it stands for, null: of the whole step. `order`: before
-    and after, each an id and a microbatch, and the index of the directive in `log`."""
+    """Hold a Graph as it is written.
+
+    Attributes:
+        mbs: by node, the microbatches that it stands for; null for the whole step.
+        order: before and after, each an id and a microbatch, and the index of the directive in `log`.
+    """
 
     FORMAT: ClassVar[str] = "Graph"
 
@@ -40,7 +47,7 @@ class GraphDocument:
 
 
 def to_document(graph: Graph) -> GraphDocument:
-    """What is written of a graph."""
+    """Return what is written of a graph."""
     order = tuple((a, b, i) for (a, b), i in graph.order_edges.items())
     return GraphDocument(
         graph.mesh,
@@ -62,7 +69,10 @@ def to_document(graph: Graph) -> GraphDocument:
 
 
 def from_document(document: GraphDocument) -> Graph:
-    """The inverse. CompileError when a value has two writers."""
+    """Return the graph of a document.
+
+    Raises CompileError when a value has two writers.
+    """
     index = {c.id: i for i, c in enumerate(document.program.chunks)}
     bare = Graph(
         document.mesh, document.program, {}, document.values, {}, {}, log=document.log, costs=document.costs, chunk_index=index

@@ -1,4 +1,4 @@
-"""A graph by the names of its nodes and values in each microbatch."""
+"""Show a graph by the names of its nodes and values in each microbatch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from piper_ir.graph_parts import At, GraphValue, Node, named
 
 
 class NamedNodes:
-    """What a Graph is called by. It takes time in the number of microbatches, so that only what is shown or written node by node
-    asks for it."""
+    """Give a Graph's nodes and values their names.
+
+    It takes time in the number of microbatches, so that only what is shown or written node by node asks for it.
+    """
 
     families: Mapping[str, tuple[Node, ...]]
     values: Mapping[str, GraphValue]
@@ -18,16 +20,16 @@ class NamedNodes:
 
     @cached_property
     def sequence(self) -> tuple[Node, ...]:
-        """All nodes in the order in which they were made."""
+        """Return all nodes in the order in which they were made."""
         every = [node for family in self.families.values() for node in family]
         return tuple(sorted(every, key=lambda node: (node.made, node.each[0])))
 
     def at(self, place: At) -> Node | None:
-        """The node of an id that stands for a microbatch."""
+        """Return the node of an id that stands for a microbatch."""
         return next((node for node in self.families.get(place[0], ()) if place[1] in node.each), None)
 
     def reads_at(self, node: Node, mb: int) -> list[At]:
-        """The values that a node reads in a microbatch; see `Node` for one of the whole step."""
+        """Return the values that a node reads in a microbatch; see `Node` for one of the whole step."""
         if mb >= 0:
             return [(v, mb) for v in node.reads]
         out: list[At] = []
@@ -37,16 +39,16 @@ class NamedNodes:
         return out
 
     def name(self, at: At) -> str:
-        """What a node is called in a microbatch."""
+        """Return what a node is called in a microbatch."""
         node = self.at(at)
         return at[0] if node is None else node.name(at[1])
 
     def names(self, values: Iterable[At]) -> tuple[str, ...]:
-        """What values are called in microbatches."""
+        """Return what values are called in microbatches."""
         return tuple([named(v, self.values[v].tail if v in self.values else "", mb) for v, mb in values])
 
     def copies(self, nodes: Iterable[Node]) -> list[Node]:
-        """The nodes as they are called in each of their microbatches, with `mb` among their coordinates."""
+        """Return the nodes as they are called in each of their microbatches, with `mb` among their coordinates."""
         out = []
         for n in nodes:
             for mb in n.each:
@@ -57,22 +59,25 @@ class NamedNodes:
 
     @cached_property
     def nodes(self) -> Mapping[str, Node]:
-        """Every node in every microbatch by its name there. Made when it is first asked for: it grows with the microbatches."""
+        """Return every node in every microbatch by its name there.
+
+        It is made when it is first asked for: it grows with the microbatches.
+        """
         return {node.id: node for node in self.copies(self.sequence)}
 
     @cached_property
     def places(self) -> Mapping[str, At]:
-        """Name in `nodes` -> id and microbatch."""
+        """Return by name in `nodes` the id and microbatch."""
         return {n.name(mb): (n.id, mb) for n in self.sequence for mb in n.each}
 
     @property
     def writer(self) -> Mapping[str, str]:
-        """Value -> the node that writes it, by their names in `nodes`."""
+        """Return by value the node that writes it, by their names in `nodes`."""
         return {v: node.id for node in self.nodes.values() for v in node.writes}
 
     @property
     def readers(self) -> Mapping[str, tuple[str, ...]]:
-        """Value -> the nodes that read it, by their names in `nodes`."""
+        """Return by value the nodes that read it, by their names in `nodes`."""
         out: dict[str, dict[str, None]] = {}
         for node in self.nodes.values():
             for v in node.reads:

@@ -1,4 +1,4 @@
-"""What a Graph is made of: values, nodes, and what directives say of them."""
+"""Define what a Graph is made of: values, nodes, and what directives say of them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def without(a: Mbs, b: Mbs) -> Mbs:
 
 
 def named(id: str, tail: str, mb: int) -> str:
-    """Return the name of a node or value in one microbatch: "layer0.F@2". `tail`: the end of the id that stays its end."""
+    """Return the name of a node or value in one microbatch: "layer0.F@2".
+
+    `tail` is the end of the id that stays its end.
+    """
     if mb < 0:
         return id
     return f"{id[: len(id) - len(tail)]}@{mb}{tail}" if tail else f"{id}@{mb}"
@@ -68,8 +71,13 @@ def send_id(copy: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class GraphValue:
-    """A value of the graph: its size (affine in rows) and the kind of memory that it will take. `tail`: see `named`; of a copy
-    on another role "#" and the role."""
+    """Describe a value of the graph.
+
+    Attributes:
+        spec: its size, affine in rows.
+        category: the kind of memory that it will take.
+        tail: see `named`; for a copy on another role "#" and the role.
+    """
 
     spec: TensorSpec
     category: Category
@@ -78,11 +86,22 @@ class GraphValue:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What is done in each of the microbatches `mbs`; None: once in the step, or the batch is not split. `reads` and `writes` are
-    values of the same microbatch; a node of the whole step reads a value in all microbatches in which its role has it.
-    `coords`: region coordinates, `phase` and `op`. `role` "" means not placed. For a Compute node, `reads` follows
-    the value ports of the step in order (see `piper_compiler.ports`). `tail`: see `named`. `made`: when it was made, by which
-    the nodes of a graph stand."""
+    """Say what is done in each of the microbatches `mbs`.
+
+    Attributes:
+        id: its name without a microbatch.
+        op: what it does.
+        coords: region coordinates, `phase` and `op`.
+        reads: values of the same microbatch; a node of the whole step reads a value in all microbatches in which its
+            role has it. For a Compute node they follow the value ports of the step in order (`ports.py` of the
+            compiler).
+        writes: values of the same microbatch.
+        role: where it runs; "" means not placed.
+        stream: the stream that it stands on there.
+        mbs: its microbatches; None: once in the step, or the batch is not split.
+        tail: see `named`.
+        made: when it was made; the nodes of a graph stand in this order.
+    """
 
     id: str
     op: Op
@@ -97,7 +116,7 @@ class Node:
 
     @property
     def mb(self) -> int:
-        """The microbatch of a node that stands for one, -1 for nodes of the whole step."""
+        """Return the microbatch of a node that stands for one, -1 for nodes of the whole step."""
         if self.mbs is not None:
             (single,) = self.mbs
             return single
@@ -107,15 +126,15 @@ class Node:
 
     @property
     def each(self) -> Mbs:
-        """The microbatches one by one; -1 for the whole step."""
+        """Return the microbatches one by one; -1 for the whole step."""
         return (-1,) if self.mbs is None else self.mbs
 
     def name(self, mb: int) -> str:
-        """What the node is called in one of its microbatches."""
+        """Return what the node is called in one of its microbatches."""
         return named(self.id, self.tail, mb)
 
     def like(self, other: Node) -> bool:
-        """Whether the two differ in their microbatches only."""
+        """Return whether the two differ in their microbatches only."""
         return (
             self.made == other.made
             and (self.role, self.stream, self.reads, self.writes) == (other.role, other.stream, other.reads, other.writes)
@@ -138,8 +157,14 @@ def on_role(node: Node, role: str) -> Node:
 
 @dataclass(frozen=True, slots=True)
 class Replication:
-    """How the parameters of a chunk are replicated: mesh axes, bucket size in bytes of gradient, stream of the reductions (""
-    = one of their own)."""
+    """Say how the parameters of a chunk are replicated.
+
+    Attributes:
+        over: mesh axes.
+        bucket_bytes: size of a bucket in bytes of gradient.
+        stream: that of the reductions; "" means one of their own.
+        applied: index in the log of the directive.
+    """
 
     over: tuple[str, ...]
     bucket_bytes: int
@@ -149,7 +174,7 @@ class Replication:
 
 @dataclass(frozen=True, slots=True)
 class TransferStreams:
-    """Streams for point-to-point, chosen where a node was placed; "" = a stream per channel."""
+    """Name the streams for point-to-point, chosen where a node was placed; "" means a stream per channel."""
 
     send: str
     recv: str
@@ -157,7 +182,7 @@ class TransferStreams:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """One directive of the strategy, as text, and where the user wrote it ("file.py:12")."""
+    """Name one directive of the strategy, as text, and where the user wrote it ("file.py:12")."""
 
     text: str
     site: str
@@ -168,13 +193,19 @@ class Applied:
 
 @dataclass(frozen=True, slots=True)
 class OverlapGroup:
-    """Compute of one device whose members may be interleaved: per member its nodes along the program, each in one microbatch.
-    What an order puts before or after the group are order edges. `applied`: index in the log of the order that asked for it."""
+    """Hold compute of one device whose members may be interleaved.
+
+    What an order puts before or after the group are order edges.
+
+    Attributes:
+        members: for each member its nodes along the program, each in one microbatch.
+        applied: index in the log of the order that asked for it.
+    """
 
     members: tuple[tuple[At, ...], ...]
     applied: int
 
     @property
     def nodes(self) -> tuple[At, ...]:
-        """The nodes of all members."""
+        """Return the nodes of all members."""
         return tuple(at for member in self.members for at in member)

@@ -1,4 +1,4 @@
-"""Selection of a graph's nodes: which there are, in which of their microbatches, and in which order."""
+"""Select a graph's nodes: which there are, in which of their microbatches, and in which order."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ Terms = tuple[tuple[str, Match], ...]
 
 
 class Selecting:
-    """What a Graph selects by. `families`: id -> its nodes; `index`: coordinate and value -> the ids that have it;
-    `chunk_index`: places along the program."""
+    """Select from a Graph.
+
+    Attributes:
+        families: id -> its nodes.
+        index: coordinate and value -> the ids that have it.
+        chunk_index: places along the program.
+        microbatches: how many.
+    """
 
     families: Mapping[str, tuple[Node, ...]]
     index: Mapping[tuple[str, Coord], tuple[str, ...]]
@@ -27,19 +33,21 @@ class Selecting:
     _alike: dict[Terms, dict[str, list[str]]]
 
     def copies(self, nodes: Iterable[Node]) -> list[Node]:
-        """The nodes as they are called in each of their microbatches."""
+        """Return the nodes as they are called in each of their microbatches."""
         raise NotImplementedError
 
     def coordinates(self) -> dict[str, list[Coord]]:
-        """Every coordinate with its values, sorted: what a selector may name."""
+        """Return every coordinate with its values, sorted: what a selector may name."""
         out: dict[str, set[Coord]] = {"mb": set(range(self.microbatches))} if self.microbatches else {}
         for name, value in self.index:
             out.setdefault(name, set()).add(value)
         return {n: sorted(vs, key=lambda v: (isinstance(v, str), v)) for n, vs in sorted(out.items())}
 
     def find(self, selection: Where) -> list[Node]:
-        """The selected nodes along the step, each in those of its microbatches that are selected; none is no error.
-        Communication only when `op` asks for it."""
+        """Return the selected nodes along the step, each in those of its microbatches that are selected.
+
+        To find none is no error. Communication is found only when `op` asks for it.
+        """
         wanted, rest = _by_mb(selection)
         found = self._found.get(rest)
         if found is None:
@@ -49,7 +57,10 @@ class Selecting:
         return [node if mbs is node.mbs else in_mbs(node, mbs) for node in found for mbs in _selected(node, wanted)]
 
     def pick(self, selection: Where) -> list[Node]:
-        """`find`, with a SelectorError when nothing matches."""
+        """Return what `find` finds.
+
+        Raises SelectorError when nothing matches.
+        """
         found = self.find(selection)
         if not found:
             raise SelectorError(f"{selection} matches no node. {self._what_exists(_with_op(selection.terms))}")
@@ -63,8 +74,10 @@ class Selecting:
         return cast(T, found[1])
 
     def turns(self, selection: Where) -> list[tuple[Node, int]]:
-        """The selected nodes microbatch by microbatch, in topological order: forward before backward, then by microbatch, then
-        along the program (backward: against it)."""
+        """Return the selected nodes microbatch by microbatch, in topological order.
+
+        Forward comes before backward, then it goes by microbatch, then along the program (backward: against it).
+        """
         found = [(node, mb) for node in self.find(selection) for mb in node.each]
         return sorted(found, key=lambda at: (_rank(at[0]), at[1], self.along(at[0])))
 
@@ -83,7 +96,7 @@ class Selecting:
         return {role: tuple(nodes) for role, nodes in out.items()}
 
     def _roles(self, nodes: list[Node]) -> dict[str, list[str]]:
-        """Role -> ids, where all nodes stand for all microbatches; nothing elsewhere."""
+        """Return ids by role where all nodes stand for all microbatches; nothing elsewhere."""
         every = range(self.microbatches)
         out: dict[str, list[str]] = {}
         for node in nodes:
@@ -93,11 +106,14 @@ class Selecting:
         return out
 
     def matching(self, selection: Where) -> list[Node]:
-        """The selected nodes by their names in each microbatch, in no order; none is no error."""
+        """Return the selected nodes by their names in each microbatch, in no order; none is no error."""
         return self.copies(self.find(selection))
 
     def select(self, selection: Where) -> list[Node]:
-        """The selected nodes by their names in each microbatch, in topological order. SelectorError when nothing matches."""
+        """Return the selected nodes by their names in each microbatch, in topological order.
+
+        SelectorError when nothing matches.
+        """
         return sorted(self.copies(self.pick(selection)), key=self.position)
 
     def _matching(self, terms: dict[str, Match]) -> list[Node]:
@@ -107,7 +123,7 @@ class Selecting:
         return [node for node in found if rest.matches(node.coords)]
 
     def _candidates(self, terms: Mapping[str, Match]) -> Iterable[str]:
-        """Ids that have the wanted values of all terms: an intersection that costs time in the shortest list."""
+        """Return ids that have the wanted values of all terms: an intersection in the time of the shortest list."""
         found: list[frozenset[str]] = []
         for name, wanted in terms.items():
             if wanted not in (ANY, NONE):
@@ -127,14 +143,14 @@ class Selecting:
         return "There are nodes with " + ", ".join(shown) + "." if shown else "The graph has no such node."
 
     def along(self, node: Node) -> tuple[int, int, str]:
-        """A sort key along the step, whatever the microbatch."""
+        """Return a sort key along the step, whatever the microbatch."""
         rank = _rank(node)
         chunk = self.chunk_index.get(str(node.coords.get("chunk", "")), 0)
         after = 0 if isinstance(node.op, Add) else 1
         return rank, (chunk if rank == 0 else -chunk) * 2 + after, node.id
 
     def position(self, node: Node) -> tuple[int, int, int, str]:
-        """A sort key that is a topological order of any set of compute nodes of single microbatches."""
+        """Return a sort key that is a topological order of any set of compute nodes of single microbatches."""
         rank, place, id = self.along(node)
         return rank, node.mb, place, id
 
@@ -147,7 +163,7 @@ def _rank(node: Node) -> int:
 
 
 def _with_op(terms: Terms) -> dict[str, Match]:
-    """The terms of a selection, which is one of compute nodes unless it says otherwise."""
+    """Return the terms of a selection, which is one of compute nodes unless it says otherwise."""
     return {"op": "compute"} | dict(terms)
 
 
@@ -169,7 +185,7 @@ _COMPUTE = ("op", "compute")
 
 
 def _selected(node: Node, wanted: Match) -> Iterable[Mbs | None]:
-    """The microbatches of a node that a selection of some asks for: none or one set of them."""
+    """Yield the microbatches of a node that a selection of some asks for: none or one set of them."""
     if node.mbs is None:
         return (None,) if Where((("mb", wanted),)).matches(node.coords) else ()
     if wanted == ANY:

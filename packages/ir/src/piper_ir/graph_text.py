@@ -1,4 +1,7 @@
-"""A graph as text for people, one line per node, channel, bucket and replicated chunk, in stable order. It is not parsed back."""
+"""Write a graph as text for people: one line per node, channel, bucket and replicated chunk, in stable order.
+
+It is not parsed back.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,12 @@ _PHASES = {"F": 0, "B": 1, "I": 1, "W": 2}
 
 
 def format_graph(graph: Graph, *, log: bool = True) -> str:
-    """Nodes along the step (forward, backward, update; by microbatch; along the program, backward against it), each with where it
-    runs, its coordinates, `reads -> writes` and what an `order` puts before it; then what is not a node. `log`: begin with the
-    directives that were applied and where they were written."""
+    """Return a graph as text.
+
+    Nodes stand along the step (forward, backward, update; by microbatch; along the program, backward against it), each
+    with where it runs, its coordinates, `reads -> writes` and what an `order` puts before it; then comes what is not a
+    node. With `log` the text begins with the directives that were applied and where they were written.
+    """
     head = [f"graph on {graph.mesh}, {graph.microbatches or 'no'} microbatch{'es' * (graph.microbatches != 1)}"]
     if log:
         head += [f"  {k}. {applied}" for k, applied in enumerate(graph.log, start=1)]
@@ -36,7 +42,10 @@ def _ordered(graph: Graph) -> Iterable[tuple[Node, list[str]]]:
 
 
 def _place(graph: Graph, node: Node) -> tuple[int, int, int, int, str]:
-    """A sort key. What belongs to the whole step, such as a reduction, comes after the microbatches of its phase."""
+    """Return a sort key.
+
+    What belongs to the whole step, such as a reduction, comes after the microbatches of its phase.
+    """
     phase = _PHASES.get(str(node.coords.get("phase")), 3)
     mb = node.mb if node.mb >= 0 or "chunk" in node.coords else graph.microbatches
     chunk = graph.chunk_index.get(str(node.coords.get("chunk", "")), 0)
@@ -52,7 +61,7 @@ def _row(node: Node, before: list[str]) -> tuple[str, ...]:
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """Columns; those that are empty everywhere are left out."""
+    """Return rows as columns; those that are empty everywhere are left out."""
     columns = [c for c in zip(*rows) if any(c)]
     widths = [max(map(len, c)) for c in columns]
     return ["  ".join(f"{x:<{w}}" for x, w in zip(row, widths)).rstrip() for row in zip(*columns)]

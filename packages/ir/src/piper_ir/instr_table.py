@@ -1,7 +1,8 @@
-"""A role's program as a table: few templates of instructions, and for each instruction its template and microbatch.
+"""Keep a role's program as a table of few templates.
 
-Microbatches are alike, so a program says nearly the same many times. A table says it once; an `Instr` with names is made when
-someone asks for it. Values are numbers: value v of microbatch mb is number `v * count + mb`, one of the whole step `v * count`.
+For each instruction the table has its template and microbatch. Microbatches are alike, so a program says nearly the
+same many times. A table says it once; an `Instr` with names is made when someone asks for it. Values are numbers: value
+v of microbatch mb is number `v * count + mb`, one of the whole step `v * count`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,15 @@ _ValuesByInstr = Mapping[int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ValueTable:
-    """The values of a plan, each for all microbatches: id, the end of its name after the microbatch, size and category, and
-    whether it belongs to the whole step. `count`: microbatches."""
+    """Hold the values of a plan, each for all microbatches.
+
+    Attributes:
+        ids: by value, its id.
+        tails: the end of its name after the microbatch.
+        kinds: size and category.
+        whole: whether it belongs to the whole step.
+        count: how many microbatches.
+    """
 
     ids: tuple[str, ...]
     tails: tuple[str, ...]
@@ -38,13 +46,13 @@ class ValueTable:
 
     @cached_property
     def nbytes(self) -> tuple[int, ...]:
-        """Bytes of each value in one microbatch."""
+        """Return the bytes of each value in one microbatch."""
         known: dict[int, int] = {}
         return tuple([known.get(id(s)) or known.setdefault(id(s), bind(s.nbytes, 0)) for s, _ in self.kinds])
 
     @cached_property
     def names(self) -> list[str]:
-        """The name of each number."""
+        """Return the name of each number."""
         out: list[str] = []
         for id, tail, whole in zip(self.ids, self.tails, self.whole, strict=True):
             out += [id] * self.count if whole else [named(id, tail, mb) for mb in range(self.count)]
@@ -52,11 +60,11 @@ class ValueTable:
 
     @cached_property
     def known(self) -> dict[str, int]:
-        """The numbers of the names that `name` has given."""
+        """Return the numbers of the names that `name` has given."""
         return {}
 
     def name(self, number: int) -> str:
-        """The name of one number, without making all of them."""
+        """Return the name of one number, without making all of them."""
         if "names" in self.__dict__:
             return self.names[number]
         v, mb = divmod(number, self.count)
@@ -71,8 +79,11 @@ class ValueTable:
 
 @dataclass(frozen=True, slots=True)
 class PartTemplate:
-    """A part in any microbatch: `Part` with numbers of values in place of names, those of an instruction in microbatch 0.
-    `ahead`: its microbatch, counted from the instruction's, where an instruction joins several."""
+    """Hold a part in any microbatch: `Part` with numbers of values in place of names.
+
+    The numbers are those of an instruction in microbatch 0. `ahead` is the part's microbatch, counted from the
+    instruction's, where an instruction joins several.
+    """
 
     node: str
     tail: str
@@ -95,15 +106,18 @@ class InstrTemplate:
 
     @property
     def channel(self) -> str:
-        """The channel that it uses; "" for compute."""
+        """Return the channel that it uses; "" for compute."""
         op = self.parts[0].op
         return op.channel if isinstance(op, COMM) else ""
 
 
 class InstrTable(Sequence[Instr]):
-    """A program of a role. Instruction i is template `used[i]` in microbatch `mbs[i]` (-1: of the whole step). It waits for the
-    instructions `waits[i]`, frees `early[i]` before it runs and makes `made[i]` afterwards. `first`: what is there from the
-    start."""
+    """Hold the program of a role.
+
+    Instruction i is template `used[i]` in microbatch `mbs[i]` (-1: of the whole step). It waits for the instructions
+    `waits[i]`, frees `early[i]` before it runs and makes `made[i]` afterwards. The values `first` are there from the
+    start.
+    """
 
     def __init__(
         self,
@@ -161,13 +175,13 @@ class InstrTable(Sequence[Instr]):
 
     @property
     def streams(self) -> list[str]:
-        """The stream of each instruction."""
+        """Return the stream of each instruction."""
         names = [t.stream for t in self.templates]
         return [names[k] for k in self.used]
 
     @property
     def channels(self) -> list[str]:
-        """The channel that each instruction uses; "" for compute."""
+        """Return the channel that each instruction uses; "" for compute."""
         names = [t.channel for t in self.templates]
         return [names[k] for k in self.used]
 
@@ -183,7 +197,7 @@ class InstrTable(Sequence[Instr]):
 
     @cached_property
     def _places(self) -> list[int]:
-        """How many instructions of its stream stand up to each."""
+        """Return for each instruction how many of its stream stand up to it."""
         counts: dict[str, int] = {}
         out = []
         for stream in self.streams:
@@ -231,7 +245,7 @@ class InstrTable(Sequence[Instr]):
         return template.stream, tuple(parts), template.seconds
 
     def written(self) -> Iterator[int]:
-        """The numbers of the values that are written, in program order."""
+        """Yield the numbers of the values that are written, in program order."""
         writes = [[v for p in t.parts for v in p.writes] for t in self.templates]
         for k, mb in zip(self.used, self.mbs, strict=True):
             shift = mb if mb > 0 else 0
@@ -239,13 +253,16 @@ class InstrTable(Sequence[Instr]):
                 yield v + shift
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Columns take little: what changes along them changes evenly."""
+        """Pickle columns by their differences, which takes little: what changes along them changes evenly."""
         back = [[i - j for j in waits] for i, waits in enumerate(self.waits)]
         columns = [self.used, self.mbs, *_flat(back), *self._packed(self.early), *self._packed(self.made)]
         return _unpacked, (self.values, tuple(self.templates), [_pack(c) for c in columns], self.first)
 
     def _packed(self, numbers: _ValuesByInstr) -> list[Iterable[int]]:
-        """Instructions, how many values each has, the values, and their microbatches counted from the instruction's."""
+        """Return instructions, how many values each has, the values, and their microbatches.
+
+        Microbatches are counted from the instruction's.
+        """
         count = self.values.count
         flat = [(v // count, v % count - self.mbs[i]) for i, vs in numbers.items() for v in vs]
         return [numbers.keys(), [len(vs) for vs in numbers.values()], [v for v, _ in flat], [mb for _, mb in flat]]
@@ -282,13 +299,16 @@ def _numbers(count: int, own: list[int], instrs: list[int], many: list[int], pla
 
 
 class TableKinds(Mapping[str, tuple[TensorSpec, Category]]):
-    """The size and category of every value of programs that are tables, by name, in the order in which they are written."""
+    """Map every value of programs that are tables to its size and category.
+
+    Values stand by name, in the order in which they are written.
+    """
 
     def __init__(self, programs: Sequence[InstrTable]) -> None:
         self._programs = programs
 
     def are_of(self, program: object) -> bool:
-        """Whether they are those of a program."""
+        """Return whether they are those of a program."""
         return any(program is mine for mine in self._programs)
 
     @cached_property

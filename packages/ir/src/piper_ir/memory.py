@@ -1,8 +1,9 @@
-"""The memory of a plan in program order: one stream of what each instruction allocates and frees, and folds over it.
+"""Compute the memory of a plan in program order: a stream of what instructions allocate and free, and folds over it.
 
-`Plan` defines the rules, `part_peak` what a part holds while it runs. `steps` is the stream; the peak, the curve (`scan`), the
-owners at the peak (`memory_owners`) and a snapshot of the allocator (`piper_simulator.memory.snapshot`) fold over it. What an
-instruction does to memory is an `Effect`, found once for all microbatches of a template of a table.
+`Plan` defines the rules, `part_peak` what a part holds while it runs. `steps` is the stream; the peak, the curve
+(`scan`), the owners at the peak (`memory_owners`) and a snapshot of the allocator (`piper_simulator.memory.snapshot`)
+fold over it. What an instruction does to memory is an `Effect`, found once for all microbatches of a template of a
+table.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BytesByCategory = Mapping[Category, int]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Most bytes held during instruction `instr` of a role, in all and by category (categories without bytes are absent)."""
+    """Say how many bytes instruction `instr` of a role holds at most, in all and by category (empty ones are absent)."""
 
     instr: int
     total: int
@@ -37,8 +38,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class PartUse(Generic[P]):
-    """A part allocates its writes, holds `beside` bytes beside them at its fullest moment (below zero: so many bytes of the
-    inputs that die here were given back before), and frees its frees."""
+    """Say what a part does: it allocates its writes, holds `beside` bytes beside them at most, and frees its frees.
+
+    `beside` is below zero where so many bytes of the inputs that die here were given back before.
+    """
 
     part: P
     beside: int
@@ -46,7 +49,7 @@ class PartUse(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class MemoryStep:
-    """An instruction of the stream "compute": it frees `early`, runs its parts, and then makes `made`."""
+    """Hold an instruction of the stream "compute": it frees `early`, runs its parts, and then makes `made`."""
 
     index: int
     instr: Instr
@@ -54,19 +57,21 @@ class MemoryStep:
 
     @property
     def early(self) -> tuple[str, ...]:
-        """What it frees before it runs."""
+        """Return what it frees before it runs."""
         return self.instr.frees_before
 
     @property
     def made(self) -> tuple[str, ...]:
-        """What it makes afterwards."""
+        """Return what it makes afterwards."""
         return self.instr.allocs_after
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What the parts of an instruction do to memory, in bytes above those before: at the fullest moment `most`, which is
-    `fullest` by category, and afterwards `more`, which is `after`."""
+    """Say what an instruction's parts do, in bytes above those before: `most` at the fullest moment, `more` afterwards.
+
+    `fullest` and `after` are the same by category.
+    """
 
     most: int
     fullest: BytesByCategory
@@ -76,7 +81,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class _Change(Generic[V]):
-    """A step as bytes: what it frees before, its effect, what it makes afterwards."""
+    """Hold a step as bytes: what it frees before, its effect, what it makes afterwards."""
 
     index: int
     effect: Effect
@@ -106,7 +111,7 @@ def peak(plan: Plan, role: RolePlan) -> Usage:
 
 
 def _fullest(start: int, steps: Iterable[tuple[int, int, int]]) -> int:
-    """The first instruction that reaches the peak; -1 when none holds more than what is there from the start."""
+    """Return the first instruction that reaches the peak; -1 when none holds more than what is there from the start."""
     at, most, total = -1, start, start
     for index, inside, after in steps:
         held = total + (inside if inside > after else after)
@@ -117,7 +122,7 @@ def _fullest(start: int, steps: Iterable[tuple[int, int, int]]) -> int:
 
 
 def with_peaks(plan: Plan) -> Plan:
-    """The plan with `peak_bytes`, `peak_at` and `peak_by_category` of every role filled in."""
+    """Return the plan with `peak_bytes`, `peak_at` and `peak_by_category` of every role filled in."""
     roles = []
     uses = _Uses(plan)
     for role in plan.roles:
@@ -127,7 +132,7 @@ def with_peaks(plan: Plan) -> Plan:
 
 
 def on_device(plan: Plan, device: DeviceType) -> Plan:
-    """The plan with the peaks that it has on a kind of device; itself when they are those already."""
+    """Return the plan with the peaks that it has on a kind of device; itself when they are those already."""
     return plan if plan.device == device else with_peaks(replace(plan, device=device))
 
 
@@ -136,14 +141,14 @@ def _sizes(plan: Plan, part: PartLike[str]) -> dict[str, int]:
 
 
 class _Uses:
-    """What parts hold beside their writes; found once for a step of equal chunks in which the same inputs die."""
+    """Find what parts hold beside their writes; once for a step of equal chunks in which the same inputs die."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._known: dict[tuple[object, ...], int] = {}
 
     def of(self, part: P, sizes: Mapping[Any, int]) -> PartUse[P]:
-        """`sizes`: bytes of what the part reads and writes."""
+        """Return what a part does, given the bytes of what it reads and writes."""
         return PartUse(part, self._peak(part, sizes) - sum([sizes[v] for v in part.writes]))
 
     def _peak(self, part: PartLike[V], sizes: Mapping[V, int]) -> int:
@@ -161,8 +166,7 @@ class _Uses:
 
 
 class _Walk(Generic[V]):
-    """The memory of a role through its program. `sizes` and `categories` of values; `first`: those that are there from the
-    start."""
+    """Walk the memory of a role through its program; `first` are the values that are there from the start."""
 
     def __init__(self, plan: Plan, role: RolePlan, uses: _Uses) -> None:
         self.plan, self.role, self.uses = plan, role, uses
@@ -172,19 +176,19 @@ class _Walk(Generic[V]):
         raise NotImplementedError
 
     def size(self, value: V) -> int:
-        """Bytes of a value."""
+        """Return bytes of a value."""
         raise NotImplementedError
 
     def category(self, value: V) -> Category:
-        """The owner of a value's bytes."""
+        """Return the category of a value's bytes."""
         raise NotImplementedError
 
     def first(self) -> Iterable[V]:
-        """What is there from the start."""
+        """Return what is there from the start."""
         raise NotImplementedError
 
     def start(self) -> Counter[Category]:
-        """What is held before the first instruction."""
+        """Return what is held before the first instruction."""
         live: Counter[Category] = Counter()
         for state in self.role.states:
             live[state.category] += state.nbytes
@@ -218,8 +222,7 @@ class _Walk(Generic[V]):
         return self.usage(live, self.until(live, at))
 
     def totals(self) -> Iterator[tuple[int, int, int]]:
-        """Yield for each step its instruction, and in bytes above those before what it holds at most while its parts run, and
-        afterwards."""
+        """Yield (instruction, most while its parts run, afterwards) of each step, in bytes above those before."""
         for change in self.changes():
             yield change.index, change.effect.most - change.freed, change.effect.more - change.freed + change.more
 
@@ -266,7 +269,7 @@ class _Walk(Generic[V]):
         return out
 
     def usage(self, live: Counter[Category], change: _Change[V]) -> Usage:
-        """The fullest moment of a step. `live`: what is held before it."""
+        """Return the fullest moment of a step. `live`: what is held before it."""
         held = live.copy()
         for v in change.early:
             held[self.category(v)] -= self.size(v)
@@ -291,7 +294,7 @@ class _Walk(Generic[V]):
 
 
 class _NamedWalk(_Walk[str]):
-    """Any program, value by value."""
+    """Walk any program, value by value."""
 
     def __init__(self, plan: Plan, role: RolePlan, uses: _Uses) -> None:
         super().__init__(plan, role, uses)
@@ -334,7 +337,7 @@ class _NamedWalk(_Walk[str]):
 
 
 class _TableWalk(_Walk[int]):
-    """A program that is a table, template by template."""
+    """Walk a program that is a table, template by template."""
 
     def __init__(self, plan: Plan, role: RolePlan, uses: _Uses, table: InstrTable) -> None:
         super().__init__(plan, role, uses)

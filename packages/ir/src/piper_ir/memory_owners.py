@@ -1,4 +1,4 @@
-"""Who holds the bytes of a role at its fullest moment: the states, and the values that are alive there, by chunk."""
+"""Find who holds the bytes of a role at its fullest moment: the states, and the values alive there, by chunk."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ from piper_ir.tools import size_text
 
 @dataclass(frozen=True, slots=True)
 class MemoryOwner:
-    """`count` values or states of one category and owner (a chunk, a bucket with its first parameter, a batch tensor) that hold
-    `bytes` together, in the microbatches `mbs` (empty for states)."""
+    """Hold the values or states of one category and owner at the peak.
+
+    Attributes:
+        category: the kind of memory.
+        name: the owner: a chunk, a bucket with its first parameter, or a batch tensor.
+        count: how many values or states.
+        mbs: their microbatches; empty for states.
+        bytes: what they hold together.
+    """
 
     category: str
     name: str
@@ -24,7 +31,7 @@ class MemoryOwner:
 
     @property
     def text(self) -> str:
-        """As in "layers.3: activation 12.1 GiB of 4 microbatches"."""
+        """Return a line as "layers.3: activation 12.1 GiB of 4 microbatches"."""
         count = len(self.mbs)
         return f"{self.name}: {self.category} {size_text(self.bytes)}" + (
             f" of {count} microbatch{'es' if count > 1 else ''}" if count else ""
@@ -33,8 +40,16 @@ class MemoryOwner:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A state or value at the peak: its id (of workspace the node that runs), its chunk ("" for states), microbatch (-1 for
-    none) and bytes."""
+    """Name a state or value at the peak.
+
+    Attributes:
+        category: the kind of memory.
+        name: its owner.
+        mb: its microbatch, -1 for none.
+        bytes: its size.
+        value: its id; for workspace the node that runs.
+        chunk: its chunk, "" for states.
+    """
 
     category: str
     name: str
@@ -45,8 +60,11 @@ class Held:
 
 
 def owners(plan: Plan, role: RolePlan) -> list[MemoryOwner]:
-    """Largest first; their bytes add up to the role's peak as `piper_ir.memory.peak` counts it. "workspace" belongs to the chunk
-    that runs at the peak; inputs that it has given back by then are left out, as there."""
+    """Return who holds the bytes at a role's peak, largest first.
+
+    They add up to the peak as `piper_ir.memory.peak` counts it. "workspace" belongs to the chunk that runs at the peak;
+    inputs that it has given back by then are left out, as there.
+    """
     found: dict[tuple[str, str], list[Held]] = {}
     for held in held_at_peak(plan, role):
         found.setdefault((held.category, held.name), []).append(held)
@@ -58,7 +76,7 @@ def owners(plan: Plan, role: RolePlan) -> list[MemoryOwner]:
 
 
 def held_at_peak(plan: Plan, role: RolePlan) -> Iterator[Held]:
-    """Everything at the peak."""
+    """Yield everything that is held at the peak."""
     for state in role.states:
         yield Held(state.category, _state_owner(plan, state.id), -1, state.nbytes, state.id)
     alive, extra, running = _at_peak(plan, role)
@@ -110,7 +128,7 @@ def _sent(plan: Plan, channel: str, values: list[str], wanted: Collection[str]) 
 
 
 def _at_peak(plan: Plan, role: RolePlan) -> tuple[dict[str, int], int, Part | None]:
-    """The values at the fullest moment with their bytes, the workspace beside them, and the part that runs then."""
+    """Return the bytes of each value at the fullest moment, the workspace beside them, and the part that runs."""
     most = peak(plan, role)
     states = sum(s.nbytes for s in role.states)
     alive = {v: plan.values[v].nbytes for v in role.allocs_first}
@@ -130,7 +148,7 @@ def _at_peak(plan: Plan, role: RolePlan) -> tuple[dict[str, int], int, Part | No
 
 
 def _without(alive: dict[str, int], dying: tuple[str, ...], gone: int) -> dict[str, int]:
-    """What is left when `gone` bytes of the inputs that die have been given back already."""
+    """Return what is left when `gone` bytes of the inputs that die have been given back already."""
     left = dict(alive)
     for v in dying:
         early = min(gone, left[v])
@@ -140,7 +158,10 @@ def _without(alive: dict[str, int], dying: tuple[str, ...], gone: int) -> dict[s
 
 
 def _state_owner(plan: Plan, id: str) -> str:
-    """A bucket's name says little: its first parameter, and how many more it has, say where it is."""
+    """Return how a bucket is called: by its first parameter, and how many more it has.
+
+    Its own name says little about where it is.
+    """
     name = id.partition(":")[2] or id
     bucket = next((b for b in plan.buckets if b.id == name), None)
     if bucket is None or not bucket.params:

@@ -1,4 +1,4 @@
-"""The only door to torch's private API for the Dynamo capture (torch >= 2.11)."""
+"""Hold all of torch's private API that the Dynamo capture uses (torch >= 2.11)."""
 
 from __future__ import annotations
 
@@ -47,32 +47,43 @@ SET_GRAD = torch._C._set_grad_enabled
 
 
 def fake_cpu() -> FakeTensorMode:
-    """A mode whose tensors claim to be on the CPU and have no bytes. Unlike meta tensors they mix with tensors that a model
-    makes without `device=`, and literals such as torch.tensor([1.0]) keep their values."""
+    """Return a mode whose tensors claim to be on the CPU and have no bytes.
+
+    Unlike meta tensors they mix with tensors that a model makes without `device=`, and literals such as
+    torch.tensor([1.0]) keep their values.
+    """
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
 def fake_construction() -> FakeTensorMode:
-    """A mode to run a constructor in: reading a value that is not known raises, instead of giving a symbol. Tensors from
-    elsewhere, such as loaded weights, are welcome."""
+    """Return a mode to run a constructor in.
+
+    Reading a value that is not known raises, instead of giving a symbol. Tensors from elsewhere, such as loaded
+    weights, are welcome.
+    """
     return _OneMode(allow_non_fake_inputs=True)
 
 
 class _OneMode(FakeTensorMode):
-    """A mode that stays itself where tensors that are made in it are copied deeply, as by constructors that clone layers: each
-    copy of a tensor would bring a copy of the mode, and tensors of two modes do not mix."""
+    """Stay one mode where tensors that are made in it are copied deeply, as by constructors that clone layers.
+
+    Otherwise each copy of a tensor would bring a copy of the mode, and tensors of two modes do not mix.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _OneMode:
         return self
 
 
 def fake_tensor(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """What torch.empty(shape, dtype=dtype) gives in a mode of `fake_cpu`, at a tenth of its time."""
+    """Return what torch.empty(shape, dtype=dtype) gives in a mode of `fake_cpu`, at a tenth of its time."""
     return FakeTensor(mode, torch.empty(tuple(shape), dtype=dtype, device="meta"), torch.device("cpu"))
 
 
 def fake_parameter(tensor: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
-    """What nn.Parameter(tensor, requires_grad) gives for a fake tensor, made of the tensor itself and not of a view of it."""
+    """Return what nn.Parameter(tensor, requires_grad) gives for a fake tensor.
+
+    It is made of the tensor itself and not of a view of it.
+    """
     tensor.requires_grad_(requires_grad)._is_param = True  # what isinstance asks for
     assert isinstance(tensor, torch.nn.Parameter)
     return tensor
@@ -89,7 +100,7 @@ _CAPTURING = threading.RLock()
 
 @contextmanager
 def own_settings() -> Iterator[None]:
-    """Dynamo's settings that a capture depends on, whatever the user has set."""
+    """Set what a capture depends on in Dynamo, whatever the user has set."""
     loggers = [logging.getLogger(name) for name in ("torch._subclasses.fake_tensor", "torch._guards")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -110,8 +121,10 @@ def own_settings() -> Iterator[None]:
 
 @contextmanager
 def _function_names_left_out() -> Iterator[None]:
-    """Dynamo tokenizes every source file that it meets, for the names of functions in lines of a log that is off unless it is
-    debugged. That is as much work as tracing a model's layer."""
+    """Leave out the names of functions in a log that is off unless Dynamo is debugged.
+
+    For them Dynamo tokenizes every source file that it meets. That is as much work as tracing a model's layer.
+    """
     if hasattr(symbolic_convert, "get_funcname"):
         with in_place(symbolic_convert, {"get_funcname": lambda filename, line: None}):
             yield
@@ -121,7 +134,7 @@ def _function_names_left_out() -> Iterator[None]:
 
 @contextmanager
 def in_place(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """The functions stand in a module or class in place of those of these names, which have to be there."""
+    """Put functions in a module or class in place of those of these names, which have to be there."""
     before = {name: getattr(owner, name) for name in functions}
     try:
         for name, function in functions.items():
@@ -134,7 +147,12 @@ def in_place(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterato
 
 @dataclass(frozen=True)
 class Change:
-    """Something that existed before the traced code ran and that it changes: the user's name and line, if known."""
+    """Name something that existed before the traced code ran and that it changes.
+
+    Attributes:
+        name: the user's name for it.
+        line: the user's line, if known.
+    """
 
     name: str
     line: str
@@ -142,8 +160,11 @@ class Change:
 
 @contextmanager
 def noted_changes() -> Iterator[list[Change]]:
-    """The list fills with what Dynamo sees traced code change: attributes, lists, dicts, globals, closures; not tensors in place.
-    Attempts that Dynamo gives up are in it as well."""
+    """Fill a list with what Dynamo sees traced code change.
+
+    These are attributes, lists, dicts, globals and closures; not tensors in place. Attempts that Dynamo gives up are in
+    it as well.
+    """
     changes: list[Change] = []
     store, mutate = SideEffects.store_attr, SideEffects.mutation
 
@@ -171,26 +192,30 @@ def _user_line(stack: traceback.StackSummary) -> str:
 
 
 def compile_once(function: Callable[..., Any], backend: _Backend) -> Callable[..., Any]:
-    """`function` under torch.compile as one graph, forgetting what earlier captures compiled of it."""
+    """Return `function` under torch.compile as one graph, forgetting what earlier captures compiled of it."""
     reset_code(function.__code__)
     return torch.compile(function, backend=backend, fullgraph=True)
 
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
-"""What a call of a nested compile region is in Dynamo's graph: (the region's graph, its name, *inputs) -> tuple of results."""
+"""What a call of a nested compile region is in Dynamo's graph: (the region's graph, its name, *inputs) -> tuple of
+results."""
 
 CAPTURED = "piper_captured"
-"""In the meta of such a call: (position, tensor, example value) of each input that it still lacks, in the order of positions."""
+"""In the meta of such a call: (position, tensor, example value) of each input that it still lacks, in the order of
+positions."""
 
 MODULES = "piper_modules"
-"""In the meta of a call that another call's trace serves: id of a module of the trace's, as in nn_module_stack -> the module that
-stands in its place."""
+"""In the meta of a call that another call's trace serves: id of a module of the trace's, as in nn_module_stack -> the
+module that stands in its place."""
 
 
 @contextmanager
 def regions_apart() -> Iterator[None]:
-    """Each call of a nested region of the user's own is traced by itself: where Dynamo takes two calls for alike, they need not
-    be (see `_torch_reuse`)."""
+    """Trace each call of a nested region of the user's own by itself.
+
+    Where Dynamo takes two calls for alike, they need not be (see `_torch_reuse`).
+    """
     try:
         from torch._dynamo.variables import higher_order_ops, invoke_subgraph
     except ImportError:  # a torch that does not reuse traces
@@ -205,7 +230,7 @@ def regions_apart() -> Iterator[None]:
 
 @contextmanager
 def nested_forward(module: type[torch.nn.Module]) -> Iterator[None]:
-    """Calls of modules of this class are nested compile regions."""
+    """Make calls of modules of this class nested compile regions."""
     own = "forward" in vars(module)
     before = module.forward
     module.forward = torch.compiler.nested_compile_region(before)
@@ -219,21 +244,26 @@ def nested_forward(module: type[torch.nn.Module]) -> Iterator[None]:
 
 
 def user_frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of the user's code that Dynamo was tracing when it raised, outermost first."""
+    """Return the frames of the user's code that Dynamo was tracing when it raised, outermost first."""
     stack = getattr(error, "real_stack", None)
     return list(stack) if stack else []
 
 
 @dataclass(frozen=True)
 class RowGuard:
-    """A fact about the row symbols that the traced path depends on, as sympy, with the user's line if torch knows it."""
+    """Hold a fact about the row symbols that the traced path depends on.
+
+    Attributes:
+        expr: the fact, as sympy.
+        line: the user's line if torch knows it.
+    """
 
     expr: Any
     line: str | None
 
 
 def row_guards(graph: fx.Graph) -> tuple[RowGuard, ...]:
-    """All facts about sizes that Dynamo assumed while it traced."""
+    """Return all facts about sizes that Dynamo assumed while it traced."""
     for node in graph.nodes:
         value = node.meta.get("example_value")
         mode = getattr(value, "fake_mode", None)
@@ -243,18 +273,21 @@ def row_guards(graph: fx.Graph) -> tuple[RowGuard, ...]:
 
 
 def is_symbolic(size: Any) -> bool:
-    """Whether a size depends on the rows."""
+    """Return whether a size depends on the rows."""
     return isinstance(size, torch.SymInt) and bool(size.node.expr.free_symbols)
 
 
 def data_dependent(tensor: torch.Tensor) -> bool:
-    """Whether the shape of a symbolic tensor depends on values of tensors."""
+    """Return whether the shape of a symbolic tensor depends on values of tensors."""
     return any(isinstance(s, torch.SymInt) and not _of_rows(s.node.expr) for s in tensor.shape)
 
 
 def size_at(value: Any, rows: int) -> Any:
-    """A symbolic int, float or bool (or a nest of them) at a number of rows. Every symbol is a row symbol: only dimension 0 of
-    the batch is symbolic. Unbacked symbols, which stand for values of tensors, raise LookupError."""
+    """Return a symbolic int, float or bool (or a nest of them) at a number of rows.
+
+    Every symbol is a row symbol: only dimension 0 of the batch is symbolic. Unbacked symbols, which stand for values of
+    tensors, raise LookupError.
+    """
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         kind = int if isinstance(value, torch.SymInt) else float if isinstance(value, torch.SymFloat) else bool
         return kind(expr_at(value.node.expr, rows))
@@ -264,7 +297,7 @@ def size_at(value: Any, rows: int) -> Any:
 
 
 def expr_at(expr: Any, rows: int) -> Any:
-    """A sympy expression in row symbols at a number of rows."""
+    """Return a sympy expression in row symbols at a number of rows."""
     symbols = getattr(expr, "free_symbols", ())
     if not _of_rows(expr):
         raise LookupError(str(expr))

@@ -1,4 +1,7 @@
-"""The only door to torch's private API for joint graphs (torch >= 2.11; see docs of `aot_export_joint_with_descriptors`)."""
+"""Hold all of torch's private API that joint graphs use (torch >= 2.11).
+
+See the documentation of torch's `aot_export_joint_with_descriptors`.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 @dataclass(frozen=True)
 class RawJoint:
-    """The functionalised graph with its placeholders by meaning: `primals[k]` is argument k, `tangents[k]` the gradient of
-    output k. `mutated` lists the arguments that are changed in place."""
+    """Hold the functionalised graph with its placeholders by meaning.
+
+    Attributes:
+        module: the graph.
+        primals: `primals[k]` is argument k.
+        tangents: `tangents[k]` is the gradient of output k.
+        mutated: the arguments that are changed in place.
+    """
 
     module: fx.GraphModule
     primals: dict[int, fx.Node]
@@ -33,7 +42,10 @@ class RawJoint:
 
 
 def export_joint(module: torch.nn.Module, args: Sequence[torch.Tensor]) -> RawJoint:
-    """AOTAutograd's functionalised graph of `module(*args)` and, where an output requires grad, of its backward."""
+    """Return AOTAutograd's functionalised graph of `module(*args)`.
+
+    It holds the backward, too, where an output requires grad.
+    """
     with ExitStack() as stack:
         exported = aot_export_joint_with_descriptors(stack, module, tuple(args)).graph_module
     primals: dict[int, fx.Node] = {}
@@ -53,7 +65,10 @@ def export_joint(module: torch.nn.Module, args: Sequence[torch.Tensor]) -> RawJo
 
 
 def results_and_gradients(graph: fx.Graph) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
-    """(output k -> its node, argument k -> the node of its gradient) of a graph made by `export_joint`."""
+    """Return the nodes of the outputs and those of the arguments' gradients, each by index.
+
+    The graph is one made by `export_joint`.
+    """
     output = graph.output_node()
     results: dict[int, fx.Node] = {}
     gradients: dict[int, fx.Node] = {}
@@ -67,7 +82,7 @@ def results_and_gradients(graph: fx.Graph) -> tuple[dict[int, fx.Node], dict[int
 
 
 def fake_mode() -> FakeTensorMode:
-    """A mode whose tensors have shapes, strides and a storage size, and no bytes."""
+    """Return a mode whose tensors have shapes, strides and a storage size, and no bytes."""
     return FakeTensorMode()
 
 
@@ -76,6 +91,9 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def recorded_in(node: fx.Node) -> Literal["forward", "backward"] | None:
-    """Which part AOTAutograd was tracing when it made the node; unknown in the body of a custom autograd function."""
+    """Return which part AOTAutograd was tracing when it made the node.
+
+    It is unknown in the body of a custom autograd function.
+    """
     tag = str(node.meta.get("partitioner_tag", ""))
     return "backward" if tag.endswith("backward") else "forward" if tag.endswith("forward") else None

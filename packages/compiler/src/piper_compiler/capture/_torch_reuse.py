@@ -1,22 +1,23 @@
-"""When one trace of a nested compile region serves another call of it: the door to torch's private API for that.
+"""Decide when one trace of a nested compile region serves another call of it, with torch's private API for that.
 
-Dynamo keeps the traces of a region and asks at every call whether one of them serves. Its own answer takes most of a capture of
-many layers: it clones the sources of all that the trace read, and wraps every parameter of the layer. It also leaves out what its
-guards check but once per run: tied weights, the grad mode, what the model changes between two calls. It also calls two traces
-equal that differ in keywords or in arguments left out (`are_same_graph_modules`): here each has a graph of its own, and serves
-another call only where
+Dynamo keeps the traces of a region and asks at every call whether one of them serves. Its own answer takes most of a
+capture of many layers: it clones the sources of all that the trace read, and wraps every parameter of the layer. It
+also leaves out what its guards check but once per run: tied weights, the grad mode, what the model changes between two
+calls. It also calls two traces equal that differ in keywords or in arguments left out (`are_same_graph_modules`): here
+each has a graph of its own, and serves another call only where
 
-1. the function is the same, its arguments have the same structure, kinds, sizes, strides and dtypes, constants are equal, and
-   the same arguments are one tensor;
-2. each guard on what the trace read of its arguments holds for what stands there in the new ones, and numbers are of one type
-   and sign;
-3. of the objects that it reads, the same ones are one object; tensors have the same sizes and dtypes, modules the same class and
-   hooks, and they and other objects the same names of attributes in the same order;
+1. the function is the same, its arguments have the same structure, kinds, sizes, strides and dtypes, constants are
+   equal, and the same arguments are one tensor;
+2. each guard on what the trace read of its arguments holds for what stands there in the new ones, and numbers are of
+   one type and sign;
+3. of the objects that it reads, the same ones are one object; tensors have the same sizes and dtypes, modules the same
+   class and hooks, and they and other objects the same names of attributes in the same order;
 4. torch is in the same state (grad mode, autocast, default dtype, function modes), outside of other nested regions;
-5. nothing that existed before the capture changed since the trace, nor anything before that the trace reads of its arguments.
+5. nothing that existed before the capture changed since the trace, nor anything before that the trace reads of its
+   arguments.
 
-Any other call is traced by itself, and so is one that gives a list, of which Dynamo would make a tuple. A model's tensors that a
-call reads become inputs of the graph afterwards.
+Any other call is traced by itself, and so is one that gives a list, of which Dynamo would make a tuple. A model's
+tensors that a call reads become inputs of the graph afterwards.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ CONSTANTS = (int, float, complex, str, bytes, type(None))
 
 @contextmanager
 def checked_reuse(tensors: Collection[int]) -> Iterator[None]:
-    """Dynamo uses traces again as said above. `tensors`: ids of the model's tensors."""
+    """Let Dynamo use traces again as the module's docstring says. `tensors` are ids of the model's tensors."""
     reuse = _Reuse(frozenset(tensors), invoke_subgraph.save_reuse_entry, invoke_subgraph.stamp_out_subgraph)
     build = invoke_subgraph.build_reuse_condition
 
@@ -75,7 +76,10 @@ def checked_reuse(tensors: Collection[int]) -> Iterator[None]:
 
 
 class _Changes:
-    """Counts the changes of what existed before the capture, and of all else once something new can be reached from there."""
+    """Count the changes of what existed before the capture.
+
+    Changes of all else count once something new can be reached from there.
+    """
 
     def __init__(self) -> None:
         self.number = 0
@@ -83,7 +87,7 @@ class _Changes:
         self._sources: dict[Any, None] = {}
 
     def counted(self) -> dict[str, Callable[..., None]]:
-        """The methods of SideEffects through which every change that Dynamo sees goes, counting."""
+        """Return the methods of SideEffects through which every change that Dynamo sees goes, made to count."""
         store, mutate = SideEffects.store_attr, SideEffects.mutation
 
         def store_attr(effects: SideEffects, item: Any, name: str, value: Any, *rest: Any) -> None:
@@ -97,7 +101,7 @@ class _Changes:
         return {"store_attr": store_attr, "mutation": mutation}
 
     def objects(self, tx: Any) -> list[Any]:
-        """What existed before and changed."""
+        """Return what existed before and changed."""
         return [_value(tx, source, {}) for source in self._sources]
 
     def _count(self, var: Any, makes_reachable: bool) -> None:
@@ -109,7 +113,7 @@ class _Changes:
 
 
 class _Reuse:
-    """What stands in place of Dynamo's functions, for one capture."""
+    """Stand in place of Dynamo's functions, for one capture."""
 
     def __init__(self, tensors: frozenset[int], save: Callable[..., None], stamp_out: Callable[..., Any]) -> None:
         self.changes = _Changes()
@@ -118,11 +122,11 @@ class _Reuse:
         self._found: tuple[_Trace, _Values] | None = None
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """By name in Dynamo's module."""
+        """Return the functions by name in Dynamo's module."""
         return {"find_reuse_match": self.find, "save_reuse_entry": self.save, "stamp_out_subgraph": self.stamp_out}
 
     def save(self, tx: Any, fn_var: Any, fingerprint: Any, *args: Any, condition: Any, **kwargs: Any) -> None:
-        """Of a trace that has, as Dynamo found, no effects beside its results."""
+        """Keep a trace that has, as Dynamo found, no effects beside its results."""
         self._save(tx, fn_var, fingerprint, *args, condition=condition, **kwargs)
         if any(isinstance(argument, ListVariable) for argument in args):  # what the function gives
             return
@@ -133,7 +137,7 @@ class _Reuse:
             self._traces += _trace(tx, fingerprint, condition, entry, moment, self.changes.objects(tx))
 
     def find(self, tx: Any, fn_var: Any, fingerprint: Any) -> Any:
-        """The trace that serves a call, or None."""
+        """Return the trace that serves a call, or None."""
         moment, changed = _Moment.now(tx, fn_var, self.changes.number), self.changes.objects(tx)
         arguments = _arguments(fingerprint)
         for trace in self._traces:
@@ -145,8 +149,11 @@ class _Reuse:
         return None
 
     def stamp_out(self, tx: Any, fingerprint: Any, entry: Any) -> Any:
-        """A call of the trace's graph. Of its inputs, those of the model's tensors that the region reads of itself stay in the
-        meta, under CAPTURED; under MODULES, which modules stand in the place of the trace's."""
+        """Make a call of the trace's graph.
+
+        Inputs that are the model's tensors and that the region reads of itself stay in the meta, under CAPTURED. Under
+        MODULES stands which modules take the place of the trace's.
+        """
         assert self._found is not None
         trace, values = self._found
         inputs = entry.body_gmod.graph.find_nodes(op="placeholder")
@@ -166,8 +173,11 @@ class _Reuse:
 
 
 class _Values:
-    """What stands at the sources of a trace if its arguments are those of another call. elsewhere: what does not depend on them;
-    arguments: (source of the trace's argument, of the call's)."""
+    """Find what stands at the sources of a trace if its arguments are those of another call.
+
+    `elsewhere` is what does not depend on them; `arguments` are pairs of the source of the trace's argument and that of
+    the call's.
+    """
 
     def __init__(self, tx: Any, elsewhere: Mapping[Any, Any], arguments: Iterable[tuple[Any, Any]]) -> None:
         self._tx, self._elsewhere = tx, elsewhere
@@ -177,14 +187,17 @@ class _Values:
         return _value(self._tx, source, self._found)
 
     def include(self, objects: Iterable[Any]) -> bool:
-        """Whether one of the objects was met on the way from the arguments to what was asked for."""
+        """Return whether one of the objects was met on the way from the arguments to what was asked for."""
         met = {id(value) for source, value in self._found.items() if source not in self._elsewhere}
         return any(id(value) in met for value in objects)
 
 
 @dataclass(frozen=True)
 class _Moment:
-    """Where Dynamo is, as far as a trace may depend on it without its knowing. `state` is compared by its `check`."""
+    """Say where Dynamo is, as far as a trace may depend on it without its knowing.
+
+    `state` is compared by its `check`.
+    """
 
     output: Any
     function: Any
@@ -194,7 +207,7 @@ class _Moment:
 
     @staticmethod
     def now(tx: Any, fn_var: Any, changes: int) -> _Moment | None:
-        """None within another region or transformation."""
+        """Return the moment, or None within another region or transformation."""
         output = tx.output
         nested = output.current_tracer is not output.root_tracer or torch._C._functorch.peek_interpreter_stack() is not None
         if nested or not isinstance(fn_var, UserFunctionVariable):
@@ -205,9 +218,19 @@ class _Moment:
 
 @dataclass(frozen=True)
 class _Trace:
-    """A trace that may serve other calls. sources: of its arguments; guards: (source, check, expected) on what it read of them;
-    elsewhere: source -> value of what else it read; reads: the sources of both; objects: what `_objects` says of them;
-    modules: (source, id) of those that are modules."""
+    """Hold a trace that may serve other calls.
+
+    Attributes:
+        entry: Dynamo's own record of it.
+        moment: where Dynamo was.
+        arguments: what of the arguments it depends on without a guard.
+        sources: the sources of its arguments.
+        elsewhere: source -> value of what else it read.
+        guards: (source, check, expected) on what it read of its arguments.
+        reads: the sources of both.
+        objects: what `_objects` says of them.
+        modules: (source, id) of those that are modules.
+    """
 
     entry: Any
     moment: _Moment
@@ -220,7 +243,7 @@ class _Trace:
     modules: tuple[tuple[Any, str], ...]
 
     def holds(self, values: _Values, changed: Sequence[Any]) -> bool:
-        """Conditions 2 and 3, and 5 for what changed before."""
+        """Return whether conditions 2 and 3 hold, and 5 for what changed before."""
         try:
             guarded = all(check(values(source), expected) for source, check, expected in self.guards)
             return guarded and self.objects == _objects(values, self.reads, self.sources) and not values.include(changed)
@@ -229,7 +252,7 @@ class _Trace:
 
 
 def _trace(tx: Any, fingerprint: Any, condition: Any, entry: Any, moment: _Moment, changed: Sequence[Any]) -> Iterator[_Trace]:
-    """The trace, or nothing where it depends on its arguments in a way that `_Values` does not follow."""
+    """Yield the trace, or nothing where it depends on its arguments in a way that `_Values` does not follow."""
     sources = tuple(fingerprint.arg_sources)
     roots = frozenset(s for s in sources if s is not None)
     guards = [(source, _check(handler, guard), expected) for source, handler, expected, guard in condition.guards]
@@ -248,7 +271,7 @@ def _trace(tx: Any, fingerprint: Any, condition: Any, entry: Any, moment: _Momen
 
 
 def _check(handler: Any, guard: Any) -> Callable[[Any, Any], bool]:
-    """Whether a guard holds for a value, given what it expects."""
+    """Return whether a guard holds for a value, given what it expects."""
     if guard.create_fn_name() not in EQUALITIES:
         check: Callable[[Any, Any], bool] = handler.eval_fn
         return check
@@ -266,7 +289,7 @@ def _value(tx: Any, source: Any, known: dict[Any, Any]) -> Any:
 
 
 def _depends(source: Any, roots: frozenset[Any]) -> bool | None:
-    """Whether a source leads through one of `roots`; None where it names one in another way."""
+    """Return whether a source leads through one of `roots`; None where it names one in another way."""
     at = source
     while at not in roots:
         if not isinstance(at, ChainedSource):
@@ -276,14 +299,20 @@ def _depends(source: Any, roots: frozenset[Any]) -> bool | None:
 
 
 def _read_before(tx: Any, roots: frozenset[Any]) -> Iterator[Any]:
-    """What was read of the arguments so far: of what the model read before, Dynamo does not say whether the trace reads it."""
+    """Yield what was read of the arguments so far.
+
+    Of what the model read before, Dynamo does not say whether the trace reads it.
+    """
     for guard in tx.output.guards:
         if _depends(guard.originating_source, roots - {None}):
             yield guard.originating_source
 
 
 def _arguments(fingerprint: Any) -> tuple[Any, ...]:
-    """What of the arguments of a call a trace depends on without a guard. Equal for calls that are alike."""
+    """Return what of the arguments of a call a trace depends on without a guard.
+
+    It is equal for calls that are alike.
+    """
     nodes: dict[fx.Node, int] = {}
     found = [_argument(tag, vt, nodes) for tag, vt in fingerprint.flat_vts]
     return fingerprint.treespec, fingerprint.has_unknown, tuple(s is not None for s in fingerprint.arg_sources), *found
@@ -302,8 +331,11 @@ def _argument(tag: Any, vt: Any, nodes: dict[fx.Node, int]) -> tuple[Any, ...]:
 
 
 def _objects(values: _Values, reads: Iterable[Any], arguments: Iterable[Any]) -> tuple[Any, ...]:
-    """Which of the objects are the same, and what they are as far as no guard says it. Of modules that are arguments all inside
-    count: Dynamo does not say which of them it runs that the model read before."""
+    """Return which of the objects are the same, and what they are as far as no guard says it.
+
+    Of modules that are arguments all inside count: Dynamo does not say which of them it runs that the model read
+    before.
+    """
     seen: dict[int, int] = {}
     kept = [values(source) for source in reads]  # alive, so that ids are theirs
     given = [values(source) for source in arguments if source is not None]
@@ -322,7 +354,10 @@ def _facts(value: Any) -> Any:
 
 
 def _module(module: nn.Module) -> tuple[Any, ...]:
-    """Its class, the names of its own attributes (it may have a forward of its own) and of its parts, and its hooks."""
+    """Return a module's class, its names and its hooks.
+
+    The names are those of its own attributes (it may have a forward of its own) and of its parts.
+    """
     own = vars(module)
     hooks = {name: [id(hook) for hook in value.values()] for name, value in own.items() if name in HOOKS}
     return type(module), tuple(own), tuple(module._modules), hooks
@@ -334,5 +369,5 @@ def _tensor(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _size(size: Any) -> Any:
-    """A number, or the expression of a symbolic one: comparing those themselves would leave guards."""
+    """Return a number, or the expression of a symbolic one: comparing those themselves would leave guards."""
     return size.node.expr if hasattr(size, "node") else size

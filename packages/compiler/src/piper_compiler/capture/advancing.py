@@ -1,8 +1,8 @@
 """Find the buffers whose content after a step depends on how many microbatches the step has.
 
-A plan runs forward once per microbatch. A buffer that forward makes of its own old content, or of the batch, then advances
-several times in a step: spectral norm's vectors, running statistics, counters. That is what plain PyTorch does in a loop over
-the same microbatches, but not what it does with the whole batch in one forward.
+A plan runs forward once per microbatch. A buffer that forward makes of its own old content, or of the batch, then
+advances several times in a step: spectral norm's vectors, running statistics, counters. That is what plain PyTorch does
+in a loop over the same microbatches, but not what it does with the whole batch in one forward.
 """
 
 from __future__ import annotations
@@ -25,14 +25,22 @@ SHAPE_ONLY = re.compile(r"\w+_like$|new_(empty|full|ones|zeros)")
 
 @dataclass(frozen=True)
 class Advancing:
-    """A buffer that advances once per microbatch. line: where forward changes it last."""
+    """Name a buffer that advances once per microbatch.
+
+    Attributes:
+        name: the buffer.
+        line: where forward changes it last.
+    """
 
     name: str
     line: str
 
 
 def advancing_buffers(cut: Cut) -> tuple[Advancing, ...]:
-    """Return the buffers that advance, in the order of their registration. What is made of parameters only does not."""
+    """Return the buffers that advance, in the order of their registration.
+
+    What is made of parameters only does not.
+    """
     forward, facts = cut.forward, cut.facts
     buffers = {o.name: n for n, o in forward.origins.items() if o.kind == "buffer"}
     content: dict[int, set[str]] = {}

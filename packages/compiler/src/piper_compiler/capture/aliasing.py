@@ -1,7 +1,8 @@
-"""Which storage the value of a graph node lives in. Storage is what memory, saving and ownership are counted in.
+"""Find which storage the value of a graph node lives in. Memory, saving and ownership are counted in storages.
 
-A *view* shares the storage of one argument and costs nothing; every other tensor node owns a storage of its own, and each
-output of a multi-output op owns one of its own too. In-place ops (only our own generated ones) return their first argument.
+A *view* shares the storage of one argument and costs nothing; every other tensor node owns a storage of its own, and
+each output of a multi-output op owns one of its own too. In-place ops (only our own generated ones) return their first
+argument.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
 
 @cache
 def aliased_argument(op: OpOverload) -> int | None:
-    """Index of the argument whose storage the results of `op` share, or None."""
+    """Return the index of the argument whose storage the results of `op` share, or None."""
     if op in UNANNOTATED_VIEWS:
         return 0
     returned = {name for r in op._schema.returns if r.alias_info is not None for name in r.alias_info.before_set}
@@ -33,8 +34,11 @@ def aliased_argument(op: OpOverload) -> int | None:
 
 
 def source(node: fx.Node) -> fx.Node | None:
-    """The node whose storage `node` shares, or None where it owns its storage. For a getitem of an op with several results
-    that is None as well: each of them owns one, except in a multi-output view such as split."""
+    """Return the node whose storage `node` shares, or None where it owns its storage.
+
+    For a getitem of an op with several results that is None as well: each of them owns one, except in a multi-output
+    view such as split.
+    """
     if node.op != "call_function":
         return None
     if node.target is operator.getitem:
@@ -52,43 +56,43 @@ def source(node: fx.Node) -> fx.Node | None:
 
 
 def root(node: fx.Node) -> fx.Node:
-    """The node that owns the storage of `node`."""
+    """Return the node that owns the storage of `node`."""
     while (base := source(node)) is not None:
         node = base
     return node
 
 
 def is_view(node: fx.Node) -> bool:
-    """True for a node that shares the storage of one of its arguments."""
+    """Return whether a node shares the storage of one of its arguments."""
     return source(node) is not None
 
 
 def tensor(node: fx.Node) -> torch.Tensor:
-    """The (fake) tensor that a node with one result stands for."""
+    """Return the (fake) tensor that a node with one result stands for."""
     value = node.meta["val"]
     assert isinstance(value, torch.Tensor), f"{node} has no tensor value"
     return value
 
 
 def tensors(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    """All (fake) tensors that a node makes."""
+    """Return all (fake) tensors that a node makes."""
     value = node.meta["val"]
     items = value if isinstance(value, list | tuple) else (value,)
     return tuple(v for v in items if isinstance(v, torch.Tensor))
 
 
 def storage_bytes(value: torch.Tensor) -> int:
-    """Bytes of the whole storage that a tensor lives in, however little of it the tensor covers."""
+    """Return the bytes of the whole storage that a tensor lives in, however little of it the tensor covers."""
     return value.untyped_storage().nbytes()
 
 
 def fills_storage(value: torch.Tensor) -> bool:
-    """True for a tensor without gaps or overlaps that covers its whole storage, in whatever order of its dimensions."""
+    """Return whether a tensor covers its whole storage without gaps or overlaps, in any order of dimensions."""
     return dense_order(value) is not None and value.numel() * value.element_size() == storage_bytes(value)
 
 
 def dense_order(value: torch.Tensor) -> tuple[int, ...] | None:
-    """The permutation of the dimensions that makes `value` contiguous, or None where no permutation does."""
+    """Return the permutation of the dimensions that makes `value` contiguous, or None where no permutation does."""
     if value.is_contiguous():
         return tuple(range(value.dim()))
     strides: tuple[int, ...] = value.stride()

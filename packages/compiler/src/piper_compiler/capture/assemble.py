@@ -1,4 +1,4 @@
-"""capture: model + batch + loss -> Program and CodeStore."""
+"""Capture a training step: model, batch and loss become a Program and a CodeStore."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from piper_ir.program import BatchTensor, Buffer, Chunk, Input, Output, Param, P
 from piper_ir.sizes import TensorSpec, affine, fit
 
 TRACE_ROWS = ((2, 3, 5), (11, 13, 17))
-"""Rows of the joint traces: two determine the sizes, the third checks them. The second set is for chunks in which sizes that
-differ in general coincide at small numbers of rows, so that the same operations are simplified or ordered otherwise."""
+"""Rows of the joint traces: two determine the sizes, the third checks them. The second set is for chunks in which sizes
+that differ in general coincide at small numbers of rows, so that the same operations are simplified or ordered
+otherwise."""
 
 
 def capture(
@@ -38,19 +39,23 @@ def capture(
 ) -> Captured:
     """Capture the training step `loss(model(inputs), targets)` as chunks with exact sizes.
 
-    model: a module (left untouched), or a callable that makes one; it runs on fake tensors, for real only where its constructor
-    reads values of tensors. batch: rows -> (inputs, targets); inputs is a tensor, a tuple (positional) or a dict (keyword),
-    targets any nest of tensors; dimension 0 of every tensor is the rows. loss: a mean over the rows, or (sum, weight).
-    dtype: floating-point parameters, buffers and batch tensors are cast to it. most: rows that `batch` has; it is asked for two
-    of them at most.
+    Random numbers: Chunk.random says that F draws some, from the default generator of its device, whose state the
+    caller sets before. Dropout is traced as aten.native_dropout, which saves a mask of bools; on a CPU it draws,
+    element by element, what F.dropout draws in eager mode from the same state.
 
-    Random numbers: Chunk.random says that F draws some, from the default generator of its device, whose state the caller sets
-    before. Dropout is traced as aten.native_dropout, which saves a mask of bools; on a CPU it draws, element by element, what
-    F.dropout draws in eager mode from the same state.
+    Args:
+        model: a module (left untouched), or a callable that makes one; it runs on fake tensors, for real only where its
+            constructor reads values of tensors.
+        batch: rows -> (inputs, targets). inputs is a tensor, a tuple (positional) or a dict (keyword), targets any nest
+            of tensors; dimension 0 of every tensor is the rows.
+        loss: a mean over the rows, or (sum, weight).
+        dtype: floating-point parameters, buffers and batch tensors are cast to it.
+        most: rows that `batch` has; it is asked for two of them at most.
 
-    Raises CaptureError, with the user's line where there is one, for graph breaks, dependence on the number of rows, in-place
-    changes that cannot be made functional, batch statistics, autocast and checkpointing, unregistered kernels, and chunks
-    whose sizes are not affine in the rows.
+    Raises:
+        CaptureError: with the user's line where there is one, for graph breaks, dependence on the number of rows,
+            in-place changes that cannot be made functional, batch statistics, autocast and checkpointing, unregistered
+            kernels, and chunks whose sizes are not affine in the rows.
     """
     forward = capture_forward(model, batch, loss, dtype, most)
     check_steady(forward)
@@ -63,7 +68,7 @@ def capture(
 
 
 class _Assembly:
-    """Traces the pieces in reverse order, because consumers decide which outputs have gradients."""
+    """Trace the pieces in reverse order, because consumers decide which outputs have gradients."""
 
     def __init__(self, forward: Forward, pieces: Cut) -> None:
         self._forward, self._cut = forward, pieces
@@ -121,7 +126,7 @@ class _Assembly:
         return Chunk(piece.region.id, piece.region.coords, inputs, outputs, body.ports, body.steps, code, body.random)
 
     def _fit(self, code: str, piece: Piece, specs: Sequence[TensorSpec]) -> Chunk:
-        """The parts of a chunk that all chunks with this code share."""
+        """Return the parts of a chunk that all chunks with this code share."""
         problem: CaptureError | None = None
         for rows in TRACE_ROWS:
             traces = {r: self._store.trace(code, r) for r in rows}
@@ -150,7 +155,7 @@ class _Assembly:
         return f"{producer.region.id}:out{index}"
 
     def _requires_grad(self, slot: PieceInput) -> bool:
-        """Whether the tensor requires grad when its producer is done with it."""
+        """Return whether the tensor requires grad when its producer is done with it."""
         if slot.kind == "param":
             return slot.name in self._requires
         if slot.kind != "value":

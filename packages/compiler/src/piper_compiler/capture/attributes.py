@@ -1,4 +1,4 @@
-"""What modules hold beside parameters, buffers and submodules, by the names under which a user knows it."""
+"""Find what modules hold beside parameters, buffers and submodules, by the names under which a user knows it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ AttributeNumbers = Mapping[tuple[str, str], int | float]
 """(module, attribute) -> value."""
 
 FAR = 720_720
-"""A value for counters that is far from the first and divisible by all numbers up to 16, as in `if self.calls % 10 == 0`."""
+"""A value for counters that is far from the first and divisible by all numbers up to 16, as in `if self.calls % 10 ==
+0`."""
 
 
 def numbers(model: nn.Module) -> AttributeNumbers:
@@ -21,8 +22,10 @@ def numbers(model: nn.Module) -> AttributeNumbers:
 
 
 def advance_counters(model: nn.Module, before: AttributeNumbers, calls: int) -> bool:
-    """Set integers that `calls` calls have changed since `before` so that the next call brings them to `FAR`. Returns whether
-    there are any."""
+    """Set counters that `calls` calls have changed since `before` so that the next call brings them to `FAR`.
+
+    Return whether there are any.
+    """
     counters = {p: v - before[p] for p, v in numbers(model).items() if type(v) is int and before.get(p, v) != v}
     for (name, attribute), change in counters.items():
         setattr(model.get_submodule(name), attribute, FAR - int(change) // calls)
@@ -30,8 +33,10 @@ def advance_counters(model: nn.Module, before: AttributeNumbers, calls: int) -> 
 
 
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for the tensors in attributes of modules, lists, dicts and objects there included: "0.cache",
-    "history[3]", "state.last"."""
+    """Yield (name, tensor) for the tensors in attributes of modules.
+
+    Lists, dicts and objects there are included: "0.cache", "history[3]", "state.last".
+    """
     seen = {id(m) for m in model.modules()}
     for prefix, module in model.named_modules():
         for name, value in {**vars(module), **module._buffers}.items():
@@ -57,7 +62,7 @@ def _tensors(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, Tenso
 
 
 def attribute_name(source: str, attribute: str | None) -> str:
-    """Return the user's name for what Dynamo calls L['model']._modules['layers']._modules['0'].cache: "layers.0.cache"."""
+    """Return the user's name for Dynamo's: "layers.0.cache" for L['model']._modules['layers']._modules['0'].cache."""
     name = re.sub(r"\._(?:modules|buffers|parameters)\['([^']+)'\]", r".\1", source)
     name = re.sub(r"\.__dict__\['(\w+)'\]", r".\1", name)
     name = re.sub(r"^G\['__import_(\w+)'\]", lambda m: m[1].replace("_dot_", "."), name)

@@ -1,6 +1,7 @@
-"""Python source of a step, one line per op, and its compilation.
+"""Write the Python source of a step, one line per op, and compile it.
 
-The function takes one list and empties it, so that a tensor to which the caller keeps no reference dies at its last use:
+The function takes one list and empties it, so that a tensor to which the caller keeps no reference dies at its last
+use:
 
     def step(args):
         in0, in1, saved0 = args
@@ -9,8 +10,8 @@ The function takes one list and empties it, so that a tensor to which the caller
         ...
         return (mm.contiguous(),)
 
-The text depends on the graph alone. Ops are bound once as globals; devices of factory ops are the global DEVICE; views are
-printed as reshape, because strides on the running device may differ from those seen at capture.
+The text depends on the graph alone. Ops are bound once as globals; devices of factory ops are the global DEVICE; views
+are printed as reshape, because strides on the running device may differ from those seen at capture.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ METHODS: Mapping[OpOverload, str] = {
     aten.mul_.Tensor: "mul_",
     aten.sum.dim_IntList: "sum",
 }
-"""Ops printed as a method of their first argument: bound in C, they cost the host about 1 us less than the same OpOverload."""
+"""Ops printed as a method of their first argument: bound in C, they cost the host about 1 us less than the same
+OpOverload."""
 FUNCTIONS: Mapping[OpOverload, str] = {
     aten.cat.default: "torch.cat",
     aten.embedding.default: "torch.embedding",
@@ -59,19 +61,28 @@ FUNCTIONS: Mapping[OpOverload, str] = {
 }
 """The same for ops that are no methods."""
 SPREAD = frozenset({"reshape", "permute", "expand"})
-"""Methods whose list of sizes or dimensions is printed as arguments of their own, which cost half a microsecond less."""
+"""Methods whose list of sizes or dimensions is printed as arguments of their own, which cost half a microsecond
+less."""
 
 
 @dataclass(frozen=True)
 class StepCode:
-    """Source of `step(args: list[Tensor]) -> tuple[Tensor, ...]`, which empties `args`, and the constants that it names."""
+    """Hold the source of `step(args: list[Tensor]) -> tuple[Tensor, ...]`, which empties `args`.
+
+    Attributes:
+        source: the text.
+        constants: the constants that it names.
+    """
 
     source: str
     constants: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def generate(step: Step, graph: StepGraph, lines: Sequence[Line], constants: Mapping[str, Tensor]) -> StepCode:
-    """Code that runs `lines`; its arguments are the step's reads in order, then one accumulator per accumulated parameter."""
+    """Return code that runs `lines`.
+
+    Its arguments are the step's reads in order, then one accumulator per accumulated parameter.
+    """
     names = [n.name for n in graph.graph.find_nodes(op="placeholder")]
     ops = dict.fromkeys(op for line in lines if (op := _op(line)) not in METHODS and op not in FUNCTIONS)
     used = dict.fromkeys(str(n.target) for n in graph.graph.find_nodes(op="get_attr"))
@@ -92,9 +103,10 @@ def generate(step: Step, graph: StepGraph, lines: Sequence[Line], constants: Map
 
 
 def compile_step(code: StepCode, device: str | torch.device = "cpu") -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
-    """The function of a step, for tensors on `device`. Call it under `torch.no_grad()`. Tracebacks show the generated lines.
+    """Return the function of a step, for tensors on `device`.
 
-    Raises CaptureError when an op of the code is not registered in this process.
+    Call it under `torch.no_grad()`. Tracebacks show the generated lines. Raises CaptureError when an op of the code is
+    not registered in this process.
     """
     filename = f"<piper {code.source.splitlines()[0][2:]} {hashlib.sha256(code.source.encode()).hexdigest()[:8]}>"
     namespace: dict[str, Any] = {"torch": torch, "DEVICE": torch.device(device)}
@@ -144,7 +156,10 @@ def _global(op: OpOverload) -> str:
 
 
 def _literal(value: Any) -> str:
-    """Python text of an argument. Raises CaptureError for a type that has none."""
+    """Return the Python text of an argument.
+
+    Raises CaptureError for a type that has none.
+    """
     match value:
         case fx.Node():
             return str(value.target) if value.op == "get_attr" else value.name

@@ -1,4 +1,4 @@
-"""CodeStore: the functions of chunks, traced when they are asked for. Captured: a program with its store."""
+"""Keep the functions of chunks, traced when they are asked for, and a program with them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ from piper_ir.sizes import TensorSpec, bind
 
 @dataclass(frozen=True)
 class TraceSpec:
-    """How to trace one code at any number of rows. specs: of the piece's slots, affine in rows."""
+    """Say how to trace one code at any number of rows.
+
+    Attributes:
+        cut: the cut of the captured graph.
+        piece: the piece to trace.
+        specs: those of the piece's inputs, affine in rows.
+        needs_grad: which inputs need a gradient.
+        tangent_mask: which outputs receive a gradient.
+    """
 
     cut: Cut
     piece: Piece
@@ -43,15 +51,17 @@ class TraceSpec:
 
 
 def example_tensor(spec: TensorSpec, rows: int) -> Tensor:
-    """A meta tensor of that spec."""
+    """Return a meta tensor of that spec."""
     shape = tuple(bind(d, rows) for d in spec.shape)
     return torch.empty(shape, dtype=getattr(torch, spec.dtype), device="meta")
 
 
 class CodeStore:
-    """Code id -> functions of the steps, at a number of rows. The parameters' dtype is part of the code id.
+    """Map a code id to the functions of its steps, at a number of rows.
 
-    Traces on first use and keeps what it traced; one capture serves all strategies, microbatch sizes and widths."""
+    The parameters' dtype is part of the code id. The store traces on first use and keeps what it traced; one capture
+    serves all strategies, microbatch sizes and widths.
+    """
 
     def __init__(self) -> None:
         self._recipes: dict[str, TraceSpec] = {}
@@ -62,7 +72,7 @@ class CodeStore:
         self._recipes.setdefault(code, recipe)
 
     def expect(self, code: str, chunk: Chunk) -> None:
-        """What the program says about this code at two rows and more: ports and steps, affine in rows."""
+        """Note what the program says about this code at two rows and more: ports and steps, affine in rows."""
         self._expected[code] = chunk
 
     def __iter__(self) -> Iterator[str]:
@@ -72,7 +82,7 @@ class CodeStore:
         return len(self._recipes)
 
     def trace(self, code: str, rows: int) -> TracedChunk:
-        """The chunk's steps at exactly `rows` rows, with plain integers as sizes."""
+        """Return the chunk's steps at exactly `rows` rows, with plain integers as sizes."""
         if code not in self._recipes:
             raise CaptureError(f"no code {code!r} in this store; it holds {', '.join(self._recipes)}")
         if rows < 1:
@@ -83,8 +93,11 @@ class CodeStore:
         return found
 
     def get(self, code: str, rows: int) -> Mapping[Step, StepCode]:
-        """Functions of the steps that are not empty. They fit `Captured.bind(rows)`: raises CaptureError where the chunk at this
-        number of rows is not the one that the program describes."""
+        """Return the functions of the steps that are not empty.
+
+        They fit `Captured.bind(rows)`. Raises CaptureError where the chunk at this number of rows is not the one that
+        the program describes.
+        """
         traced = self.trace(code, rows)
         expected = self._expected.get(code)
         if expected is not None and rows > 1:
@@ -92,7 +105,7 @@ class CodeStore:
         return traced.code
 
     def export(self, codes: Iterable[str], rows: int) -> dict[str, dict[Step, StepCode]]:
-        """What a worker needs for these chunks, each code once; picklable."""
+        """Return what a worker needs for these chunks, each code once; picklable."""
         return {code: dict(self.get(code, rows)) for code in dict.fromkeys(codes)}
 
 
@@ -111,10 +124,17 @@ def _check_as_planned(planned: Chunk, traced: TracedChunk, rows: int) -> None:
 
 @dataclass(frozen=True)
 class Captured:
-    """A captured model: its program with sizes affine in rows, and the code of its chunks.
+    """Hold a captured model: its program with sizes affine in rows, and the code of its chunks.
 
-    Plans take their sizes from `bind(rows)`, which is exact for every number of rows, one included. `advancing`: buffers that
-    advance once per microbatch. `remarks`: chunk -> what a message about it should add."""
+    Plans take their sizes from `bind(rows)`, which is exact for every number of rows, one included.
+
+    Attributes:
+        program: its chunks.
+        code: their functions.
+        forward: the captured graph.
+        advancing: buffers that advance once per microbatch.
+        remarks: chunk -> what a message about it should add.
+    """
 
     program: Program
     code: CodeStore
@@ -123,10 +143,11 @@ class Captured:
     remarks: Mapping[str, str] = field(default_factory=dict)
 
     def bind(self, rows: int) -> Program:
-        """The program with integer sizes for microbatches of `rows` rows on one device.
+        """Return the program with integer sizes for microbatches of `rows` rows on one device.
 
-        At one row torch makes views where it copies otherwise, so the chunks' sizes come from a trace at one row. Raises
-        CaptureError where the model takes another path at this number of rows than the one that was captured."""
+        At one row torch makes views where it copies otherwise, so the chunks' sizes come from a trace at one row.
+        Raises CaptureError where the model takes another path at this number of rows than the one that was captured.
+        """
         check_rows(self.forward, rows)
         return replace(self.program, chunks=tuple(self._bind(c, rows) for c in self.program.chunks))
 
@@ -140,7 +161,7 @@ class Captured:
 
 
 def check_rows(forward: Forward, rows: int) -> None:
-    """Raises CaptureError when the captured path does not hold at `rows` rows."""
+    """Raise CaptureError when the captured path does not hold at `rows` rows."""
     for guard in forward.guards:
         if not bool(_torch.expr_at(guard.expr, rows)):
             raise CaptureError(

@@ -1,4 +1,4 @@
-"""Torch-level graph nodes at a given number of rows: symbols become integers."""
+"""Evaluate torch-level graph nodes at a given number of rows: symbols become integers."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from piper_ops import is_model_code
 
 
 def line_of(node: fx.Node) -> str:
-    """The user's "file:line (code)" for a node, or the node's name."""
+    """Return the user's "file:line (code)" for a node, or the node's name."""
     frames = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', node.meta.get("stack_trace") or "")
     own = [f for f in frames if is_model_code(f[0])] or frames
     return f"{own[-1][0]}:{own[-1][1]} ({own[-1][2].strip()})" if own else str(node.format_node() or node)
 
 
 def is_size(node: fx.Node) -> bool:
-    """True for a node whose value is an integer, float, bool or torch.Size that follows from the rows: it is never computed."""
+    """Return whether a node's value is an integer, float, bool or torch.Size that follows from the rows.
+
+    Such a node is never computed.
+    """
     value = node.meta.get("example_value")
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool | torch.Size | int | float):
         return True
@@ -31,14 +34,14 @@ def is_size(node: fx.Node) -> bool:
 
 
 def tensors_of(node: fx.Node) -> tuple[Tensor, ...]:
-    """The symbolic tensors that a node makes."""
+    """Return the symbolic tensors that a node makes."""
     value = node.meta.get("example_value")
     items = value if isinstance(value, tuple | list) else (value,)
     return tuple(v for v in items if isinstance(v, Tensor))
 
 
 def concrete_size(node: fx.Node, rows: int) -> Any:
-    """The value of a size node."""
+    """Return the value of a size node."""
     try:
         return _torch.size_at(node.meta["example_value"], rows)
     except LookupError as error:
@@ -49,7 +52,10 @@ def concrete_size(node: fx.Node, rows: int) -> Any:
 
 
 def concrete_shape(tensor: Tensor, rows: int, node: fx.Node) -> tuple[int, ...]:
-    """The shape of a node's tensor at this number of rows. CaptureError when it depends on values of tensors."""
+    """Return the shape of a node's tensor at this number of rows.
+
+    Raises CaptureError when it depends on values of tensors.
+    """
     if _torch.data_dependent(tensor):
         raise CaptureError(
             f"{line_of(node)}: makes a tensor whose shape depends on values of tensors; use operations with static shapes, such "
@@ -61,8 +67,10 @@ def concrete_shape(tensor: Tensor, rows: int, node: fx.Node) -> tuple[int, ...]:
 def concrete_call(
     node: fx.Node, env: Mapping[fx.Node, Any], rows: int, device: torch.device | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of a node: `env` for tensors, numbers for sizes; if given, `device` for every device that the user's code has
-    baked in, and for tensors made without one."""
+    """Return the arguments of a node: `env` for tensors, numbers for sizes.
+
+    If given, `device` stands for every device that the user's code has baked in, and for tensors made without one.
+    """
 
     def leaf(value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -81,7 +89,7 @@ def concrete_call(
 
 
 def is_factory(node: fx.Node) -> bool:
-    """True for torch.arange, zeros, tensor...: a torch function without tensor arguments that makes a tensor."""
+    """Return whether a node is a torch function without tensor arguments that makes a tensor, as torch.arange."""
     return (
         node.op == "call_function"
         and isinstance(node.meta.get("example_value"), Tensor)
@@ -92,7 +100,10 @@ def is_factory(node: fx.Node) -> bool:
 
 
 def canonical_text(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
-    """A node as text that is equal for nodes that do the same at every number of rows; `names` are those of its inputs."""
+    """Return a node as text that is equal for nodes that do the same at every number of rows.
+
+    `names` are those of its inputs.
+    """
 
     def leaf(value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -111,5 +122,5 @@ def _qualified(target: Any) -> str:
 
 
 def _size_text(node: fx.Node) -> str:
-    """A size as its values at a few numbers of rows: the name of the symbol does not matter."""
+    """Return a size as its values at a few numbers of rows: the name of the symbol does not matter."""
     return f"size{[concrete_size(node, rows) for rows in (2, 3, 5, 7, 143)]}"

@@ -1,4 +1,4 @@
-"""Context managers of torch that choose a kernel, as Dynamo writes them into a graph."""
+"""Handle context managers of torch that choose a kernel, as Dynamo writes them into a graph."""
 
 from __future__ import annotations
 

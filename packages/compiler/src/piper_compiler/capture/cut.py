@@ -1,9 +1,11 @@
-"""Turns regions into pieces: forward functions of their own, with tensors as the only thing that crosses between them.
+"""Turn regions into pieces: forward functions of their own, with tensors as the only thing that crosses between them.
 
-- A value goes from its producer straight to each consumer. Parameters, buffers and batch tensors are read where they are used.
-- A region that changes a value of another region in place works on a copy and hands on a new value, which later readers get.
-- A buffer that changes during the step is an explicit output of the region that changes it. Regions that only read it take
-  a snapshot, because their backward may run after the buffer got its new content.
+- A value goes from its producer straight to each consumer. Parameters, buffers and batch tensors are read where they
+  are used.
+- A region that changes a value of another region in place works on a copy and hands on a new value, which later readers
+  get.
+- A buffer that changes during the step is an explicit output of the region that changes it. Regions that only read it
+  take a snapshot, because their backward may run after the buffer got its new content.
 - Sizes never cross: a piece is made for a number of rows, and sizes are integers in it.
 """
 
@@ -27,7 +29,14 @@ from piper_ir.errors import CaptureError
 
 @dataclass(frozen=True)
 class PieceInput:
-    """An input of a piece: `node` is its tensor in the captured graph; `source` the producing piece's number for a value."""
+    """Name an input of a piece.
+
+    Attributes:
+        kind: what it is.
+        node: its tensor in the captured graph.
+        name: the user's name, if it has one.
+        source: the producing piece's number, for a value.
+    """
 
     kind: Literal["value", "param", "buffer", "batch"]
     node: fx.Node
@@ -37,8 +46,16 @@ class PieceInput:
 
 @dataclass(frozen=True)
 class Result:
-    """An output of a piece. `changed`: the new content of an input buffer, which the piece changes in place; it is not among
-    the function's own results. name: the buffer's, for kind "buffer"."""
+    """Name an output of a piece.
+
+    Attributes:
+        kind: what it is.
+        node: its tensor in the captured graph.
+        name: the buffer's name, for kind "buffer".
+        varies: whether it depends on the batch or on random numbers.
+        changed: it is the new content of an input, which the piece changes in place; it is not among the function's own
+            results.
+    """
 
     kind: Literal["value", "buffer", "loss", "weight"]
     node: fx.Node
@@ -49,7 +66,16 @@ class Result:
 
 @dataclass
 class Piece:
-    """A region with its boundary. `copied`: inputs that are changed in place; `snapshots`: buffers that change elsewhere."""
+    """Hold a region with its boundary.
+
+    Attributes:
+        region: the operations.
+        slots: its inputs.
+        results: its outputs.
+        copied: inputs that are changed in place.
+        snapshots: buffers that change elsewhere.
+        changed_buffers: buffers that the region changes.
+    """
 
     region: Region
     slots: list[PieceInput] = field(default_factory=list)
@@ -65,7 +91,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Cut:
-    """All pieces in topological order and what is needed to make functions of them."""
+    """Hold all pieces in topological order and what is needed to make functions of them."""
 
     forward: Forward
     ops: Operations
@@ -74,7 +100,10 @@ class Cut:
     pieces: tuple[Piece, ...]
 
     def module(self, piece: Piece, rows: int) -> fx.GraphModule:
-        """The piece's forward at a number of rows; placeholders are its slots, results those that are not `changed`."""
+        """Return the piece's forward at a number of rows.
+
+        Placeholders are its inputs, results those that are not `changed`.
+        """
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         for i, slot in enumerate(piece.slots):
@@ -97,7 +126,7 @@ class Cut:
         return fx.GraphModule(self.forward.owner, graph)
 
     def body(self, piece: Piece) -> Iterator[fx.Node]:
-        """The region's operations with the free ones that it repeats before their first use."""
+        """Yield the region's operations with the free ones that it repeats before their first use."""
         done = {slot.node for slot in piece.slots}
 
         def emit(node: fx.Node) -> Iterator[fx.Node]:
@@ -116,11 +145,11 @@ class Cut:
                 yield from emit(result.node)
 
     def random(self, piece: Piece) -> bool:
-        """Whether the piece draws random numbers."""
+        """Return whether the piece draws random numbers."""
         return not self.facts.random.isdisjoint(piece.region.nodes)
 
     def text(self, piece: Piece) -> str:
-        """Equal for pieces that compute the same, whatever they are called."""
+        """Return a text that is equal for pieces that compute the same, whatever they are called."""
         names = {slot.node: f"in{i}" for i, slot in enumerate(piece.slots)}
         lines = [
             f"opaque {piece.opaque}",
@@ -141,7 +170,7 @@ class Cut:
 
 
 def _snapshot(graph: fx.Graph, placeholder: fx.Node, node: fx.Node) -> fx.Node:
-    """A copy that no simplification takes for the buffer itself."""
+    """Return a copy that no simplification takes for the buffer itself."""
     if node.meta["example_value"].dtype == torch.bool:
         return graph.call_function(torch.logical_or, (placeholder, placeholder))
     return graph.call_function(torch.mul, (placeholder, 1))
@@ -161,7 +190,7 @@ def cut(forward: Forward) -> Cut:
 
 
 class _Wiring:
-    """Finds what crosses between regions."""
+    """Find what crosses between regions."""
 
     def __init__(self, forward: Forward, facts: ReplayFacts, free: set[fx.Node], regions: Sequence[Region]) -> None:
         self._forward, self._facts, self._free, self._regions = forward, facts, free, regions
@@ -201,7 +230,7 @@ class _Wiring:
         return pieces
 
     def _external(self, region: Region) -> Iterator[fx.Node]:
-        """What the region reads of others and of the user's tensors, in order of first use."""
+        """Yield what the region reads of others and of the user's tensors, in order of first use."""
         inside, seen = set(region.nodes), set()
         extra = [n for n in (self._forward.loss, self._forward.weight) if n is not None] if region.number == self._last else []
         todo = [*extra[::-1], *(i for n in reversed(region.nodes) for i in reversed(n.all_input_nodes))]
@@ -216,7 +245,10 @@ class _Wiring:
                 yield node
 
     def _changed(self, region: Region) -> list[fx.Node]:
-        """The external tensors that the region changes in place. Refused where another tensor of the same storage crosses too."""
+        """Return the external tensors that the region changes in place.
+
+        Raises CaptureError where another tensor of the same storage crosses too.
+        """
         changed: list[fx.Node] = []
         for storage in sorted(self._writes[region.number]):
             later = [r for r in self._regions if r.number >= region.number]
@@ -265,7 +297,7 @@ class _Wiring:
                 )
 
     def _final_buffers(self, provider: Mapping[fx.Node, PieceInput]) -> dict[str, tuple[int, fx.Node]]:
-        """Buffer -> (piece, node) that holds its content after the step."""
+        """Return by buffer the (piece, node) that holds its content after the step."""
         final: dict[str, tuple[int, fx.Node]] = {}
         placeholders = {o.name: n for n, o in self._forward.origins.items() if o.kind == "buffer"}
         for name, node in placeholders.items():

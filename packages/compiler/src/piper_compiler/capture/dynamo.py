@@ -1,7 +1,7 @@
-"""One Dynamo capture of model and loss as a single forward graph whose number of rows is a symbol.
+"""Capture model and loss once with Dynamo, as a single forward graph whose number of rows is a symbol.
 
-The model's parameters are fake CPU tensors: no bytes, and no difference to code that makes tensors without `device=`. The
-graph is torch-level (linear, layer_norm, in-place methods as the user wrote them); `cut` splits it into chunks.
+The model's parameters are fake CPU tensors: no bytes, and no difference to code that makes tensors without `device=`.
+The graph is torch-level (linear, layer_norm, in-place methods as the user wrote them); `cut` splits it into chunks.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ from piper_ir.errors import CaptureError
 from piper_ops import UnsupportedVariant, replace_portable
 
 EXAMPLE_ROWS = 6
-"""Rows of the symbolic capture. A model that compares its rows with this number is refused, as with any other number."""
+"""Rows of the symbolic capture. A model that compares its rows with this number is refused, as with any other
+number."""
 
 
 @dataclass(frozen=True)
 class InputOrigin:
-    """What a placeholder of the graph stands for, under the user's name. "kept": a tensor that an earlier call left on the model,
-    in the graph of a later call."""
+    """Say what a placeholder of the graph stands for, under the user's name.
+
+    The kind "kept" is a tensor that an earlier call left on the model, in the graph of a later call.
+    """
 
     kind: Literal["param", "buffer", "batch", "kept"]
     name: str
@@ -48,7 +51,7 @@ class InputOrigin:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A parameter or buffer of the model. `tied`: other names of the same tensor."""
+    """Describe a parameter or buffer of the model. `tied` has other names of the same tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -60,12 +63,26 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Forward:
-    """The captured graph. `size` nodes (whose values are integers that depend on the rows) are still in it.
+    """Hold the captured graph.
 
-    origins: placeholder -> meaning; rewrites: buffer -> node with the value assigned to it in forward;
-    loss, weight: nodes with the scalars; modules: id of a module, as in nn_module_stack, -> module. repeat: how to trace the
-    next call, where forward changes something that was there before. kept: name of an origin of this kind -> the node of the
-    first call's graph that made the tensor, if one did."""
+    `size` nodes (whose values are integers that depend on the rows) are still in it.
+
+    Attributes:
+        graph: the operations.
+        owner: the module that the graph belongs to.
+        origins: placeholder -> meaning.
+        loss: node with the scalar.
+        weight: node with the loss's weight, if the user's loss gives one.
+        rewrites: buffer -> node with the value assigned to it in forward.
+        params: the model's parameters.
+        buffers: the model's buffers.
+        batch: tensors of the batch by name.
+        model: the model with fake tensors.
+        modules: id of a module, as in nn_module_stack, -> module.
+        guards: facts about sizes that the path depends on.
+        repeat: how to trace the next call, where forward changes something that was there before.
+        kept: name of an origin of this kind -> the node of the first call's graph that made the tensor, if one did.
+    """
 
     graph: fx.Graph
     owner: fx.GraphModule
@@ -85,15 +102,17 @@ class Forward:
 
 @dataclass(frozen=True)
 class Repeat:
-    """What the first call changed, and how to trace the next call on what it left. trace(True) sets the counters on the model
-    far ahead before, and gives None if there are none."""
+    """Say what the first call changed, and how to trace the next call on what it left.
+
+    `trace(True)` sets the counters on the model far ahead before, and gives None if there are none.
+    """
 
     changes: tuple[_torch.Change, ...]
     trace: Callable[[bool], Forward | None]
 
 
 def step(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
-    """What is captured: the loss of a batch, and its weight if the user's loss gives one."""
+    """Return what is captured: the loss of a batch, and its weight if the user's loss gives one."""
     if isinstance(inputs, dict):
         output = model(**inputs)
     elif isinstance(inputs, tuple):
@@ -111,7 +130,7 @@ def step(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> tuple[Tenso
 
 @dataclass
 class _Recorder:
-    """The backend handed to torch.compile: keeps the graph and answers with its fake outputs."""
+    """Keep the graph that torch.compile hands over, and answer with its fake outputs."""
 
     batch: Collection[int]
     module: fx.GraphModule | None = None
@@ -137,7 +156,7 @@ class _Recorder:
             drop_kernel_choices(self.module)
 
     def node_of(self, value: Any) -> fx.Node | None:
-        """The node whose fake value is this very object."""
+        """Return the node whose fake value is this very object."""
         assert self.module is not None
         nodes = self.module.graph.output_node().args[0]
         assert isinstance(nodes, list | tuple)
@@ -147,7 +166,10 @@ class _Recorder:
 def capture_forward(
     model: nn.Module | Callable[[], nn.Module], batch: BatchMaker, loss: Loss, dtype: torch.dtype | None, most: int = ASKED_ROWS
 ) -> Forward:
-    """Trace `loss(model(inputs), targets)` once. Raises CaptureError with the user's line for what cannot be captured."""
+    """Trace `loss(model(inputs), targets)` once.
+
+    Raises CaptureError with the user's line for what cannot be captured.
+    """
     module = fake_model(model, _torch.fake_cpu(), dtype)
     inputs, targets = check_batch(batch, EXAMPLE_ROWS, dtype, most)
     calls = _Calls(module, loss, inputs, targets, flatten_batch(inputs, targets), numbers(module))
@@ -159,7 +181,7 @@ def capture_forward(
 
 @dataclass
 class _Calls:
-    """Calls of the step on one model, one after the other: each starts from what the one before left on the model."""
+    """Call the step on one model, again and again: each call starts from what the one before left on the model."""
 
     model: nn.Module
     loss: Loss
@@ -238,7 +260,10 @@ def _fresh(leaf: Any) -> Any:
 def _manifest(
     model: nn.Module, origins: dict[int, InputOrigin]
 ) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...], dict[str, Tensor]]:
-    """Parameters and buffers with their tied names; adds them to `origins`. The mapping holds every buffer by name."""
+    """Return parameters and buffers with their tied names, and every buffer by name.
+
+    Adds them to `origins`.
+    """
     names: dict[int, list[str]] = {}
     tensors: dict[int, tuple[Tensor, bool]] = {}
     before: dict[str, Tensor] = {}
@@ -265,7 +290,7 @@ def _run(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targets
             try:
                 with as_regions(model, repeated):
                     return _traced(recorder, model, loss, inputs, targets)
-            except Exception:  # of whatever kind: the plain trace gives a graph, or says what is wrong in the user's terms
+            except Exception:  # the plain trace gives a graph, or says what is wrong in the user's terms
                 recorder.problem = None
         try:
             with _torch.regions_apart():
@@ -287,7 +312,7 @@ def _traced(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targ
 
 
 def _specialised(module: fx.GraphModule, inputs: Sequence[Any], batch: Collection[int]) -> CaptureError | None:
-    """The refusal of a model that fixed the number of rows while it was traced."""
+    """Return the refusal of a model that fixed the number of rows while it was traced."""
     nodes = module.graph.find_nodes(op="placeholder")
     rows = [n.meta["example_value"].shape[0] for n, v in zip(nodes, inputs, strict=True) if id(v) in batch]
     if all(_torch.is_symbolic(r) for r in rows):
@@ -313,7 +338,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def _rewrites(model: nn.Module, before: Mapping[str, Tensor], recorder: _Recorder) -> dict[str, fx.Node]:
-    """Buffers that forward replaced by another tensor (`self.count = self.count + 1`)."""
+    """Return the buffers that forward replaced by another tensor (`self.count = self.count + 1`)."""
     found: dict[str, fx.Node] = {}
     for name, tensor, _ in named_tensors(model):
         if name in before and tensor is not before[name]:

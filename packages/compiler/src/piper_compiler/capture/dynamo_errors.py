@@ -1,4 +1,4 @@
-"""Dynamo's errors as ours: the user's line, what is wrong in a sentence, and what to do."""
+"""Turn Dynamo's errors into ours: the user's line, what is wrong in a sentence, and what to do."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ LOSS = (
 
 
 def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, Tensor]) -> CaptureError:
-    """Return Dynamo's error as ours. step_file: where model and loss are called; batch: the tensors that they were given."""
+    """Return Dynamo's error as ours.
+
+    step_file: where model and loss are called; batch: the tensors that they were given.
+    """
     frames = _torch.user_frames(error)
     own = [f for f in frames if is_model_code(f.filename)]
     part = _part(frames, step_file)

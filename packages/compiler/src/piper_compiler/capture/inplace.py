@@ -1,15 +1,16 @@
-"""Writes a result into a tensor that nothing needs any more instead of into new memory.
+"""Write a result into a tensor that nothing needs any more instead of into new memory.
 
-Two rewrites of a step's graph. The memory that they save is the plan's too: an in-place op makes no storage (`liveness`).
+Two rewrites of a step's graph. The memory that they save is the plan's too: an in-place op makes no storage
+(`liveness`).
 
     add(a, b)                       -> add_(a, b), or add_(b, a)       an element-wise op over an argument that dies there
     gelu_backward(g, x)             -> gelu_backward(g, x, grad_input=g)
     add_(acc, mm(a, b))             -> addmm_(acc, a, b)               the product is summed up where it accumulates
 
-An argument takes the result when it was made in this step, is whole (not a part of a storage, not expanded), has the result's
-spec and strides, shares no bytes with another argument, and is used last here. Every element is computed from the same numbers
-by the same kernel, so the result is the same to the bit. A product that is added while it is made is rounded differently, as
-by another blocking of the same matrix product.
+An argument takes the result when it was made in this step, is whole (not a part of a storage, not expanded), has the
+result's spec and strides, shares no bytes with another argument, and is used last here. Every element is computed from
+the same numbers by the same kernel, so the result is the same to the bit. A product that is added while it is made is
+rounded differently, as by another blocking of the same matrix product.
 """
 
 from __future__ import annotations
@@ -29,8 +30,13 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class InPlace:
-    """The in-place form of an element-wise op. `takers`: indexes of the arguments that can take the result; another than the
-    first changes places with it. `out`: the keyword that names the taker, for a form that takes it so."""
+    """Describe the in-place form of an element-wise op.
+
+    Attributes:
+        form: the op.
+        takers: indexes of the arguments that can take the result; another than the first changes places with it.
+        out: the keyword that names the taker, for a form that takes it so.
+    """
 
     form: OpOverload
     takers: tuple[int, ...] = (0,)
@@ -57,7 +63,8 @@ FORMS: Mapping[OpOverload, InPlace] = {
 
 
 SUMMED = (torch.float32, torch.float64)
-"""Dtypes whose products are added while they are made. Half precision may accumulate in float32, which addmm_ refuses."""
+"""Dtypes whose products are added while they are made. Half precision may accumulate in float32, which addmm_
+refuses."""
 
 
 def reuse_dying_arguments(step: StepGraph) -> None:
@@ -93,7 +100,7 @@ def _write_into(node: fx.Node, index: int, found: InPlace) -> None:
 
 
 def _holds(taker: fx.Node, base: fx.Node, result: fx.Node) -> bool:
-    """Can `taker`, whose storage `base` owns, take the result?"""
+    """Return whether `taker`, whose storage `base` owns, can take the result."""
     before, after = aliasing.tensor(taker), aliasing.tensor(result)
     same = before.shape == after.shape and before.dtype == after.dtype and before.stride() == after.stride()
     return base.op == "call_function" and same and aliasing.fills_storage(before)

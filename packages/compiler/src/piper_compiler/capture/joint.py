@@ -1,9 +1,9 @@
-"""Traces one chunk's forward and backward into a functional graph and makes its steps F, I and W of it.
+"""Trace one chunk's forward and backward into a functional graph and make its steps F, I and W of it.
 
-The chunk is traced on fake CPU tensors, whatever device its examples are on, so that capture on meta, on fake and on real
-tensors gives the same graph. Inputs that the chunk changes in place are copied first and returned as further outputs; every
-output is copied (detached where no gradient comes back), so that each has a gradient of its own. `simplify` takes the
-copies out again where nothing depends on them.
+The chunk is traced on fake CPU tensors, whatever device its examples are on, so that capture on meta, on fake and on
+real tensors gives the same graph. Inputs that the chunk changes in place are copied first and returned as further
+outputs; every output is copied (detached where no gradient comes back), so that each has a gradient of its own.
+`simplify` takes the copies out again where nothing depends on them.
 """
 
 from __future__ import annotations
@@ -33,8 +33,13 @@ from piper_ops import is_model_code
 
 @dataclass(frozen=True)
 class JointInput:
-    """One tensor that the chunk reads, in the order of the module's placeholders. Only shape and dtype of `example` matter.
-    needs_grad: a gradient is wanted (of a value: it comes back to its producer; of a parameter: it is trained)."""
+    """Describe one tensor that the chunk reads, in the order of the module's placeholders.
+
+    Attributes:
+        kind: what it is.
+        example: only its shape and dtype matter.
+        needs_grad: a gradient is wanted. A value's comes back to its producer; a parameter is trained.
+    """
 
     kind: Literal["value", "param", "buffer", "batch"]
     example: torch.Tensor
@@ -43,8 +48,13 @@ class JointInput:
 
 @dataclass(frozen=True)
 class ExtraOutput:
-    """An output behind the module's own: the new content of input `input`, which the chunk changes in place. `varies`: it depends
-    on a value, on a batch tensor or on random numbers."""
+    """Describe an output behind the module's own: the new content of an input that the chunk changes in place.
+
+    Attributes:
+        kind: what the input is.
+        input: its index.
+        varies: it depends on a value, on a batch tensor or on random numbers.
+    """
 
     kind: Literal["value", "buffer"]
     input: int
@@ -53,12 +63,19 @@ class ExtraOutput:
 
 @dataclass(frozen=True)
 class TracedChunk:
-    """A chunk's steps. `ports`, `steps` and their sizes are those of `piper_ir.program`, with plain integers; costs list every
-    launch for itself.
+    """Hold a chunk's steps.
 
-    output_grads[k]: I or W reads the gradient of output k (the extra outputs follow the module's own). A mask given as True
-    becomes False where no input's gradient depends on it. input_grads[k]: the chunk makes the gradient of input k.
-    `code` has an entry per step that is not empty. `random`: F draws random numbers.
+    Sizes are plain integers; costs list every launch for itself.
+
+    Attributes:
+        ports: as in `piper_ir.program`.
+        steps: likewise.
+        code: an entry per step that is not empty.
+        extra_outputs: outputs that follow the module's own.
+        output_grads: I or W reads the gradient of output k (the extra outputs follow). A mask given as True becomes
+            False where no input's gradient depends on it.
+        input_grads: the chunk makes the gradient of input k.
+        random: F draws random numbers.
     """
 
     ports: Mapping[str, TensorSpec]
@@ -71,11 +88,12 @@ class TracedChunk:
 
 
 def trace_chunk(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool]) -> TracedChunk:
-    """The steps of `module`, whose placeholders are `inputs` and which returns a tensor or a flat tuple of tensors.
+    """Return the steps of `module`, whose placeholders are `inputs`.
 
-    tangent_mask[k] says whether output k receives a gradient; behind the module's outputs come those of the values that it
-    changes in place (`mutated_inputs`), in the order of the inputs. Raises CaptureError, with the user's line where it is
-    known, for what cannot be traced or made functional.
+    The module returns a tensor or a flat tuple of tensors. tangent_mask[k] says whether output k receives a gradient;
+    behind the module's outputs come those of the values that it changes in place (`mutated_inputs`), in the order of
+    the inputs. Raises CaptureError, with the user's line where it is known, for what cannot be traced or made
+    functional.
     """
     joint = _trace(module, inputs, tangent_mask)
     cut = phases.cut(joint)
@@ -97,7 +115,7 @@ def trace_chunk(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_ma
 
 
 def mutated_inputs(module: fx.GraphModule, inputs: Sequence[JointInput]) -> tuple[int, ...]:
-    """Indexes of the inputs that the chunk changes in place, in shape or in content."""
+    """Return the indexes of the inputs that the chunk changes in place, in shape or in content."""
     frozen = [replace(i, needs_grad=False) for i in inputs]
     wrapper = _Wrapper(module, constants_of(module), len(inputs), (), ())
     return _export(wrapper, module, frozen, wrapper.constants).mutated
@@ -168,7 +186,10 @@ def _joint(
 
 
 class _Wrapper(torch.nn.Module):
-    """What is traced: the chunk with its constants as arguments, in-place changes on copies, and outputs that own their bytes."""
+    """Wrap the chunk for the trace.
+
+    Its constants are arguments, in-place changes are on copies, and outputs own their bytes.
+    """
 
     def __init__(
         self,
@@ -188,7 +209,7 @@ class _Wrapper(torch.nn.Module):
 
     @property
     def node(self) -> fx.Node | None:
-        """The node that ran last."""
+        """Return the node that ran last."""
         return self._interpreter.node if self._interpreter is not None else None
 
     def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -213,8 +234,11 @@ def _detached(out: torch.Tensor) -> torch.Tensor:
 
 
 class Interpreter(fx.Interpreter):
-    """Runs the captured chunk on one device: constants come as arguments, and devices written into the graph become the CPU.
-    `node`: the one that runs, or that has failed."""
+    """Run the captured chunk on one device.
+
+    Constants come as arguments, and devices written into the graph become the CPU. `node` is the one that runs, or that
+    has failed.
+    """
 
     def __init__(self, module: fx.GraphModule, constants: Mapping[str, torch.Tensor]) -> None:
         super().__init__(module)
@@ -249,7 +273,7 @@ def _cpu_keyword(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def constants_of(module: fx.GraphModule) -> dict[str, torch.Tensor]:
-    """Tensors that the captured graph holds as attributes, by attribute name."""
+    """Return the tensors that the captured graph holds as attributes, by attribute name."""
     found: dict[str, torch.Tensor] = {}
     for node in module.graph.find_nodes(op="get_attr"):
         value: Any = module
@@ -320,12 +344,12 @@ def _check(graph: fx.Graph) -> None:
 
 
 def _where(node: fx.Node | None) -> str:
-    """' at file:line: code' of the user's line that made the node, or nothing where it is not known."""
+    """Return ' at file:line: code' of the user's line that made the node, or nothing where it is not known."""
     return _line_of(str(node.meta.get("stack_trace") or "")) if node is not None else ""
 
 
 def _line_of(trace: str) -> str:
-    """' at file:line: code' of the model's innermost frame in a printed stack."""
+    """Return ' at file:line: code' of the model's innermost frame in a printed stack."""
     lines = trace.splitlines()
     frames = [i for i, line in enumerate(lines) if line.lstrip().startswith('File "')]
     if not frames:

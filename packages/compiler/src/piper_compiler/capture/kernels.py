@@ -1,4 +1,4 @@
-"""Cost of a step: the kernels that its graph launches, by the formulas of `piper_ops`. Views launch none."""
+"""Compute the cost of a step: the kernels that its graph launches, by `piper_ops`. Views launch none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def cost(step: StepGraph) -> Cost:
 
 
 def listed(launched: Iterable[KernelInfo]) -> Cost:
-    """Return kernels as a cost, each for itself: which of them are equal at all numbers of rows is not known yet."""
+    """Return kernels as a cost, each for itself.
+
+    Which of them are equal at all numbers of rows is not known yet.
+    """
     return Cost(tuple(Kernel(k.kind, k.dims, k.dtype, k.flops, k.bytes, 1, k.lowering, k.op, k.formula) for k in launched))
 
 

@@ -1,15 +1,17 @@
-"""What a step's code holds beyond its inputs while it runs, as `piper_ir.program.Liveness`.
+"""Find what a step's code holds beyond its inputs while it runs, as `piper_ir.program.Liveness`.
 
 The model, op by op in the order of `schedule`:
-- an op holds its operands and all its results at once; each result of a multi-output op is a storage of its own, and those
-  that nothing uses are freed right after the op;
+
+- an op holds its operands and all its results at once; each result of a multi-output op is a storage of its own, and
+  those that nothing uses are freed right after the op;
 - a view and an in-place op cost nothing and keep the storage that they share alive;
 - a storage is freed after the op that last uses a variable living in it; what the step writes is never freed;
 - a gradient that is added into its accumulator lives until that op is done;
 - an op that writes into a copy of a view (`select_scatter`) copies the view's whole storage;
 - an input counts as used last by the last op that uses it or a view of it; it is freed there if it dies in this step.
-Memory that a kernel allocates and frees inside is counted for the CPU; for CUDA it stands apart, as `Liveness.inside`. Constants
-are not counted: they live as long as the code.
+
+Memory that a kernel allocates and frees inside is counted for the CPU; for CUDA it stands apart, as `Liveness.inside`.
+Constants are not counted: they live as long as the code.
 """
 
 from __future__ import annotations
@@ -30,12 +32,16 @@ aten = torch.ops.aten
 STORAGE_COPIES = frozenset(
     {aten.select_scatter.default, aten.slice_scatter.default, aten.diagonal_scatter.default, aten.as_strided_scatter.default}
 )
-"""Ops whose kernels clone the storage of their first argument, gaps included; fake tensors show only the part in use."""
+"""Ops whose kernels clone the storage of their first argument, gaps included; fake tensors show only the part in
+use."""
 
 
 def analyse(step: StepGraph, lines: Sequence[Line]) -> Liveness:
-    """Liveness of a step at concrete sizes. A segment holds the bytes at each of its ops that allocate, in order: the same ops
-    at every number of rows, so that each can be fitted. (At any other op less is held than at the one before.)"""
+    """Return the liveness of a step at concrete sizes.
+
+    A segment holds the bytes at each of its ops that allocate, in order: the same ops at every number of rows, so that
+    each can be fitted. (At any other op less is held than at the one before.)
+    """
     last = _last_lines(step, lines)
     inputs = step.graph.find_nodes(op="placeholder")[: len(step.reads)]
     consumed = sorted(range(len(inputs)), key=lambda k: (last.get(inputs[k], -1), k))
@@ -50,13 +56,13 @@ def analyse(step: StepGraph, lines: Sequence[Line]) -> Liveness:
 
 
 def _own(node: fx.Node) -> Workspace | None:
-    """What a node's kernel holds inside on a CUDA device."""
+    """Return what a node's kernel holds inside on a CUDA device."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return cuda_workspace(node.target, args, node.meta["val"], kwargs)
 
 
 def _cpu_workspace(node: fx.Node) -> int:
-    """What a node's kernel holds inside on a CPU."""
+    """Return what a node's kernel holds inside on a CPU."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return cpu_workspace(node.target, args, node.meta["val"], kwargs)
 
@@ -66,7 +72,7 @@ def _inside(held: int, own: Workspace) -> Inside:
 
 
 def _bytes_at_lines(lines: Sequence[Line], last: Mapping[fx.Node, int]) -> list[tuple[int, int]]:
-    """(number, bytes held while it runs) of the lines that allocate."""
+    """Return (number, bytes held while it runs) of the lines that allocate."""
     held = 0
     freed_at: dict[int, int] = {}
     at_line: list[tuple[int, int]] = []
@@ -82,7 +88,7 @@ def _bytes_at_lines(lines: Sequence[Line], last: Mapping[fx.Node, int]) -> list[
 
 
 def _results(line: Line) -> list[tuple[fx.Node | None, int]]:
-    """The storages that a line makes: (variable or None, bytes)."""
+    """Return the storages that a line makes: (variable or None, bytes)."""
     if line.makes == (line.node,):
         return [(line.node, _owned_bytes(line.node))]
     variables = {item.args[1]: item for item in line.makes}
@@ -91,7 +97,7 @@ def _results(line: Line) -> list[tuple[fx.Node | None, int]]:
 
 
 def _owned_bytes(node: fx.Node) -> int:
-    """Bytes of the storage that a node owns."""
+    """Return the bytes of the storage that a node owns."""
     if node.target in STORAGE_COPIES:
         base = node.args[0]
         assert isinstance(base, fx.Node)
@@ -100,7 +106,10 @@ def _owned_bytes(node: fx.Node) -> int:
 
 
 def _last_lines(step: StepGraph, lines: Sequence[Line]) -> dict[fx.Node, int]:
-    """The number of the line that uses a storage last, by its owner; beyond the last line for what the step writes."""
+    """Return by owner the number of the line that uses its storage last.
+
+    It is beyond the last line for what the step writes.
+    """
     last: dict[fx.Node, int] = {}
     for number, line in enumerate(lines):
         for node in (*line.makes, *line.node.all_input_nodes):

@@ -1,4 +1,4 @@
-"""The user's model and batch as capture sees them: fake tensors, names, rows."""
+"""Make the user's model and batch what capture sees: fake tensors, names, rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ Loss = Callable[[Any, Any], Any]
 """(output, targets) -> mean over rows, or (sum, weight)."""
 
 ASKED_ROWS = 2
-"""Rows that the user's batch function is asked for: more than one, so that a function that ignores its argument shows."""
+"""Rows that the user's batch function is asked for: more than one, so that a function that ignores its argument
+shows."""
 
 DEVICES = (
     "Model, loss and batch are written for the CPU, and a run moves them to the devices of its ranks: leave .cuda(), "
@@ -32,10 +33,12 @@ DEVICES = (
 
 
 def fake_model(model: nn.Module | Callable[[], nn.Module], mode: _torch.FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
-    """The model with fake parameters and buffers, floating ones cast to `dtype`; the user's module is not touched.
+    """Return the model with fake parameters and buffers, floating ones cast to `dtype`.
 
-    A callable runs with fake tensors, so that a model of any size takes no memory. A constructor that reads values of tensors
-    (`.item()`, numpy) cannot run there; it then runs for real, and its tensors are replaced by fake ones."""
+    The user's module is not touched. A callable runs with fake tensors, so that a model of any size takes no memory. A
+    constructor that reads values of tensors (`.item()`, numpy) cannot run there; it then runs for real, and its tensors
+    are replaced by fake ones.
+    """
     if isinstance(model, nn.Module):
         return _faked(model, mode, dtype)
     with _devices_left_out(), user_code("model()", CaptureError):
@@ -67,7 +70,7 @@ def names_device(text: str) -> bool:
 
 
 def _check(model: nn.Module) -> None:
-    """CaptureError for what a capture would silently leave out, or cannot hold."""
+    """Raise CaptureError for what a capture would silently leave out, or cannot hold."""
     for name, tensor, _ in named_tensors(model):
         if is_lazy(tensor):
             raise CaptureError(
@@ -112,8 +115,11 @@ def _faked(model: nn.Module, mode: _torch.FakeTensorMode, dtype: torch.dtype | N
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """(name, tensor, in state_dict) of all parameters, buffers and plain tensor attributes, tied names included, each under
-    its dotted name. Plain attributes (`self.mask = torch.ones(8)`) are treated as buffers that are not persistent."""
+    """Yield (name, tensor, in state_dict) of all parameters, buffers and plain tensor attributes.
+
+    Tied names are included, each under its dotted name. Plain attributes (`self.mask = torch.ones(8)`) are treated as
+    buffers that are not persistent.
+    """
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
         for name, parameter in module._parameters.items():
@@ -128,9 +134,11 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 
 
 def flatten_batch(inputs: Any, targets: Any) -> dict[str, Tensor]:
-    """The tensors of a batch by name: "inputs" (a single tensor), "inputs.0", "inputs.mask", "targets", "targets.0.x"...
+    """Return the tensors of a batch by name.
 
-    Raises CaptureError for a leaf that is neither a tensor nor None."""
+    Names are "inputs" (a single tensor), "inputs.0", "inputs.mask", "targets", "targets.0.x"... Raises CaptureError for
+    a leaf that is neither a tensor nor None.
+    """
     found: dict[str, Tensor] = {}
     for root, nest in (("inputs", inputs), ("targets", targets)):
         for path, leaf in _torch.pytree.tree_flatten_with_path(nest)[0]:
@@ -150,10 +158,12 @@ def _key(part: Any) -> str:
 
 
 def check_batch(batch: BatchMaker, rows: int, dtype: torch.dtype | None, most: int = ASKED_ROWS) -> tuple[Any, Any]:
-    """Example (inputs, targets) with `rows` rows and undefined content, from a call of the user's function for two rows, or for
-    one where there are no more than that (`most`).
+    """Return example (inputs, targets) with `rows` rows and undefined content.
 
-    Raises CaptureError where the function does not return a pair of nests of tensors whose first dimension is the rows."""
+    They are made from a call of the user's function for two rows, or for one where there are no more than that
+    (`most`). Raises CaptureError where the function does not return a pair of nests of tensors whose first dimension is
+    the rows.
+    """
     asked = range(min(ASKED_ROWS, most))
     with user_code(f"batch(rows={asked})", CaptureError):
         result = batch(asked)

@@ -1,4 +1,4 @@
-"""Where a captured model computes in a narrower floating-point type than its parameters have."""
+"""Find where a captured model computes in a narrower floating-point type than its parameters have."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from piper_compiler.capture.dynamo import Forward
 
 @dataclass(frozen=True)
 class Narrow:
-    """A dtype by torch's name, and the user's line that first computes in it."""
+    """Hold a dtype by torch's name, and the user's line that first computes in it."""
 
     dtype: str
     line: str
 
 
 def narrowest(forward: Forward) -> Narrow | None:
-    """Return the narrowest floating-point type below float64 that the model or its loss computes in; None where there is none."""
+    """Return the narrowest floating-point type below float64 that the model or its loss computes in, or None."""
     found = [
         (tensor.dtype, node)
         for node in forward.graph.nodes

@@ -1,11 +1,11 @@
-"""Steps of an opaque region: nothing of it is made functional or cut, autograd runs it as the user wrote it.
+"""Make the steps of an opaque region, which autograd runs as the user wrote it: nothing is made functional or cut.
 
-F runs the region's operations and keeps what autograd has recorded behind one port, `saved0`, whose bytes are those that autograd
-saved beyond inputs, parameters and outputs. What it saved of these is read by I, so that they live until then. I makes all
-gradients; those of parameters go to W (`iw`), which adds them up.
+F runs the region's operations and keeps what autograd has recorded behind one port, `saved0`, whose bytes are those
+that autograd saved beyond inputs, parameters and outputs. What it saved of these is read by I, so that they live until
+then. I makes all gradients; those of parameters go to W (`iw`), which adds them up.
 
-Bytes, temporaries and kernels are measured: the steps run once on fake CPU tensors, in the very form in which they will run for
-real. On a device for which torch takes other kernels they may differ.
+Bytes, temporaries and kernels are measured: the steps run once on fake CPU tensors, in the very form in which they will
+run for real. On a device for which torch takes other kernels they may differ.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ aten = torch.ops.aten
 def trace_opaque(
     module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool], *, random: bool
 ) -> TracedChunk:
-    """The steps of `module`, whose placeholders are `inputs`; tangent_mask[k]: output k receives a gradient. CaptureError for
-    what cannot be written as text (nested graphs), or cannot run on fake tensors."""
+    """Return the steps of `module`, whose placeholders are `inputs`; output k receives a gradient if tangent_mask[k].
+
+    Raises CaptureError for what cannot be written as text (nested graphs), or cannot run on fake tensors.
+    """
     constants = constants_of(module)
     body = _body(module, tuple(constants))
     trial = _Trial(module, inputs, tuple(tangent_mask), constants)
@@ -76,7 +78,10 @@ def trace_opaque(
 
 
 def _body(module: fx.GraphModule, constants: Sequence[str]) -> str:
-    """Source of `body(*inputs, *constants)`, with its imports. Every device in it is the one it runs on."""
+    """Return the source of `body(*inputs, *constants)`, with its imports.
+
+    Every device in it is the one it runs on.
+    """
     graph, env = fx.Graph(), {}
     nodes = list(module.graph.nodes)
     for node in (n for n in nodes if n.op == "placeholder"):
@@ -99,7 +104,7 @@ def _body(module: fx.GraphModule, constants: Sequence[str]) -> str:
 
 
 def _import(name: str, value: Any, module: fx.GraphModule) -> str:
-    """The line that makes a global of generated code."""
+    """Return the line that makes a global of generated code."""
     if value is torch.device:
         return f"def {name}(*_, **__):\n    return DEVICE"
     if isinstance(value, ModuleType):
@@ -118,8 +123,12 @@ def _import(name: str, value: Any, module: fx.GraphModule) -> str:
 
 @dataclass
 class _Observed:
-    """Of one step: kernels in the order of their launch, and the bytes held beyond those before, at each op that
-    allocates."""
+    """Hold what was observed of one step.
+
+    Attributes:
+        kernels: in the order of their launch.
+        held: the bytes held beyond those before, at each op that allocates.
+    """
 
     kernels: list[Any] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
@@ -132,7 +141,7 @@ class _Observed:
 
 
 class _Watch(_torch.TorchDispatchMode):
-    """Sees every op below autograd; counts the bytes of storages that ops make until they die."""
+    """Watch every op below autograd, and count the bytes of storages that ops make until they die."""
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
@@ -168,9 +177,17 @@ class _Watch(_torch.TorchDispatchMode):
 
 
 class _Trial:
-    """F and I, run on fake tensors. outputs: their specs; tangents[k]: the gradient of output k is used; used: indexes of the
-    inputs that get a gradient; saved: bytes that autograd keeps beside inputs and outputs; kept: ports of inputs and outputs that
-    it keeps too; forward, backward: what was observed."""
+    """Run F and I on fake tensors.
+
+    Attributes:
+        outputs: their specs.
+        tangents: the gradient of output k is used.
+        used: indexes of the inputs that get a gradient.
+        saved: bytes that autograd keeps beside inputs and outputs.
+        kept: ports of inputs and outputs that it keeps too.
+        forward: what was observed of F.
+        backward: what was observed of I.
+    """
 
     def __init__(
         self, module: fx.GraphModule, inputs: Sequence[JointInput], mask: Sequence[bool], constants: Mapping[str, Tensor]
@@ -186,7 +203,7 @@ class _Trial:
                 self._measure(watch)
 
     def _reached(self, mask: Sequence[bool]) -> tuple[tuple[bool, ...], list[int]]:
-        """Which outputs' gradients are used, and which inputs get one from them."""
+        """Return which outputs' gradients are used, and which inputs get one from them."""
         leaves = [t.detach().requires_grad_(w) for t, w in zip(self._given, self._wanted, strict=True)]
         with torch.enable_grad():
             outputs = self._body(*leaves)
@@ -207,7 +224,7 @@ class _Trial:
         return line_of(next(n for n in self._module.graph.nodes if n.op.startswith("call")))
 
     def _kept(self) -> list[str]:
-        """Inputs whose gradient is wanted are held by autograd in any case."""
+        """Return the inputs and outputs that autograd keeps, in any case the inputs whose gradient is wanted."""
         if not self.used:
             return []
         saved: list[Tensor] = []
@@ -241,7 +258,7 @@ class _Trial:
 
 
 def _interpreted(module: fx.GraphModule, constants: Mapping[str, Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-    """The module as a function of its inputs, with the user's line in what it raises."""
+    """Return the module as a function of its inputs, with the user's line in what it raises."""
 
     def body(*inputs: Tensor) -> tuple[Tensor, ...]:
         interpreter = Interpreter(module, constants)
@@ -255,7 +272,7 @@ def _interpreted(module: fx.GraphModule, constants: Mapping[str, Tensor]) -> Cal
 
 
 def _accumulate(params: Sequence[int], specs: Sequence[TensorSpec]) -> tuple[Signature, StepCode]:
-    """W: adds the gradients that I made to the accumulators."""
+    """Return W, which adds the gradients that I made to the accumulators."""
     gradients = [f"iw{j}" for j in range(len(params))]
     sums = [f"acc{j}" for j in range(len(params))]
     adds = "\n".join(f"    {a}.add_({g}); del {g}" for a, g in zip(sums, gradients))

@@ -1,13 +1,14 @@
-"""Cuts a joint graph into the steps F, I and W.
+"""Cut a joint graph into the steps F, I and W.
 
     F   ancestors of the outputs, and what backward needs of the forward ("saved")
     I   ancestors of the gradients of values, among the nodes of backward
     W   the other ancestors of the gradients of parameters; only W accumulates
 
-A step that needs a node of an earlier step gets it through a port, as the whole storage that the node lives in, unless it
-can *repeat* the node: a view, an op without tensor inputs that draws no random numbers, or a view or cast of a parameter
-(saving `weight.t()` would pin a gathered parameter). Inputs of the chunk are read again, never saved. A storage that an
-output port owns already is read from there. A parameter's gradient that I makes on the way goes to W like any other node.
+A step that needs a node of an earlier step gets it through a port, as the whole storage that the node lives in, unless
+it can *repeat* the node: a view, an op without tensor inputs that draws no random numbers, or a view or cast of a
+parameter (saving `weight.t()` would pin a gathered parameter). Inputs of the chunk are read again, never saved. A
+storage that an output port owns already is read from there. A parameter's gradient that I makes on the way goes to W
+like any other node.
 """
 
 from __future__ import annotations
@@ -32,7 +33,15 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class ChunkSteps:
-    """The steps of a chunk. output_grads[k]: a step reads tan{k}; input_grads[k]: a step makes the gradient of input k."""
+    """Hold the steps of a chunk.
+
+    Attributes:
+        steps: their graphs.
+        ports: the specs of what crosses between steps and chunks.
+        output_grads: a step reads tan{k}.
+        input_grads: a step makes the gradient of input k.
+        random: F draws random numbers.
+    """
 
     steps: Mapping[Step, StepGraph]
     ports: Mapping[str, TensorSpec]
@@ -43,19 +52,24 @@ class ChunkSteps:
 
 @dataclass
 class _Plan:
-    """What one step computes: nodes of the joint graph, the storages that it gets from elsewhere, and its results."""
+    """Say what one step computes.
+
+    Attributes:
+        body: nodes of the joint graph.
+        needs: nodes whose storages it gets from elsewhere.
+    """
 
     body: set[fx.Node] = field(default_factory=set)
     needs: set[fx.Node] = field(default_factory=set)
 
 
 def is_random(node: fx.Node) -> bool:
-    """True for an op that draws random numbers, by its tag in torch."""
+    """Return whether an op draws random numbers, by its tag in torch."""
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """`nodes` and everything that they depend on."""
+    """Return `nodes` and everything that they depend on."""
     seen: set[fx.Node] = set()
     todo = list(nodes)
     while todo:
@@ -67,7 +81,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def cut(joint: Joint) -> ChunkSteps:
-    """The three steps of a chunk, and the specs of its ports."""
+    """Return the three steps of a chunk, and the specs of its ports."""
     rank = {n: i for i, n in enumerate(joint.graph.nodes)}
     backward = _backward(joint)
     values = {k: g for k, g in sorted(joint.grads.items()) if joint.kinds[k] == "value"}
@@ -108,8 +122,11 @@ def cut(joint: Joint) -> ChunkSteps:
 
 
 def _backward(joint: Joint) -> set[fx.Node]:
-    """Nodes that run after the forward: what depends on a tangent, what autograd's backward recorded, and of the nodes whose part
-    is not known those that no output needs."""
+    """Return the nodes that run after the forward.
+
+    They are what depends on a tangent, what autograd's backward recorded, and of the nodes whose part is not known
+    those that no output needs.
+    """
     outputs = ancestors(joint.outputs)
     backward: set[fx.Node] = set()
     for node in joint.graph.nodes:
@@ -121,7 +138,7 @@ def _backward(joint: Joint) -> set[fx.Node]:
 
 
 def _close(targets: Iterable[fx.Node], here: Callable[[fx.Node], bool]) -> _Plan:
-    """What has to be computed for `targets` when exactly the nodes for which `here` holds may be computed."""
+    """Return what has to be computed for `targets` when only the nodes for which `here` holds may be computed."""
     plan = _Plan()
     todo = list(targets)
     while todo:
@@ -137,14 +154,14 @@ def _close(targets: Iterable[fx.Node], here: Callable[[fx.Node], bool]) -> _Plan
 
 
 def _producer(node: fx.Node) -> fx.Node:
-    """The op that makes the node's tensor: a getitem lives with its op."""
+    """Return the op that makes the node's tensor: a getitem lives with its op."""
     first = node.args[0] if node.target is operator.getitem else node
     assert isinstance(first, fx.Node)
     return first
 
 
 def _repeatable(node: fx.Node, joint: Joint) -> bool:
-    """May a later step compute the node again, from storages that exist anyway?"""
+    """Return whether a later step may compute the node again, from storages that exist anyway."""
     if node.op != "call_function":
         return False
     if aliasing.is_view(node):
@@ -155,7 +172,7 @@ def _repeatable(node: fx.Node, joint: Joint) -> bool:
 
 
 def _of_parameter(node: fx.Node, joint: Joint) -> bool:
-    """A parameter, or views and casts of one."""
+    """Return whether a node is a parameter, or views and casts of one."""
     while node.op == "call_function" and (aliasing.is_view(node) or node.target is aten._to_copy.default):
         node = node.all_input_nodes[0]
     return node in joint.inputs and joint.kinds[joint.inputs.index(node)] == "param"

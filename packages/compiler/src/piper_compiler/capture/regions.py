@@ -1,21 +1,23 @@
-"""Which region each operation of the captured graph belongs to.
+"""Find which region each operation of the captured graph belongs to.
 
-Own coordinates of an operation are those of the regions and tagged modules around it, and `layer`. Then, in program order:
+Own coordinates of an operation are those of the regions and tagged modules around it, and `layer`. Then, in program
+order:
 
-1. An operation without user coordinates takes those of its latest producer: of those in the latest region, the last. Without a
-   producer it takes those of the operation before it. What comes before anything tagged has none.
-   `opaque` is never taken over.
-2. An operation without a layer, between the first and the last operation with one, takes the layer of its latest producer if
-   the user coordinates agree. Before the first layer (embedding) and after the last (head, loss) it has none.
-3. It joins the latest region with its coordinates if everything it needs is in regions up to that one, and if nothing that
-   ran since then changes what it reads; otherwise it opens a new visit of its coordinates. An operation that changes a
-   tensor in place never joins a region that is not the latest. An operation without coordinates of its own, between the first
-   and the last operation with a layer, joins the latest region instead of opening a new visit.
+1. An operation without user coordinates takes those of its latest producer: of those in the latest region, the last.
+   Without a producer it takes those of the operation before it. What comes before anything tagged has none. `opaque` is
+   never taken over.
+2. An operation without a layer, between the first and the last operation with one, takes the layer of its latest
+   producer if the user coordinates agree. Before the first layer (embedding) and after the last (head, loss) it has
+   none.
+3. It joins the latest region with its coordinates if everything it needs is in regions up to that one, and if nothing
+   that ran since then changes what it reads; otherwise it opens a new visit of its coordinates. An operation that
+   changes a tensor in place never joins a region that is not the latest. An operation without coordinates of its own,
+   between the first and the last operation with a layer, joins the latest region instead of opening a new visit.
 4. An operation of this kind moves to the first region that reads it, if fewer bytes cross then (`sinking`).
 
 Regions are numbered as they are opened and use values of earlier numbers only, so the cut is acyclic by construction.
-Views of parameters, buffers and batch tensors, and tensors made of nothing (arange, zeros), belong to no region: every region
-that uses one repeats it.
+Views of parameters, buffers and batch tensors, and tensors made of nothing (arange, zeros), belong to no region: every
+region that uses one repeats it.
 """
 
 from __future__ import annotations
@@ -47,8 +49,11 @@ TRANSFORMS = ("torch._functorch.predispatch", "torch._functorch.vmap")
 
 @dataclass(eq=False)
 class Region:
-    """A run of operations with equal coordinates. `id`: "layer3", "stage0_layer3", "root" without coordinates, with ".1" for the
-    second visit of the same coordinates."""
+    """Hold a run of operations with equal coordinates.
+
+    `id` is "layer3", "stage0_layer3", or "root" without coordinates, with ".1" for the second visit of the same
+    coordinates.
+    """
 
     number: int
     coords: Coords
@@ -63,7 +68,10 @@ class Region:
 
 @dataclass(frozen=True)
 class Operations:
-    """The operations of a graph in program order; grad_mode[n] is False for one that ran under torch.no_grad()."""
+    """Hold the operations of a graph in program order.
+
+    `grad_mode[n]` is False for one that ran under torch.no_grad().
+    """
 
     nodes: tuple[fx.Node, ...]
     grad_mode: Mapping[fx.Node, bool]
@@ -71,7 +79,10 @@ class Operations:
 
 
 def operations(graph: fx.Graph) -> Operations:
-    """Tensor operations without sizes and bookkeeping. Raises CaptureError for what belongs to Piper or is not supported."""
+    """Return tensor operations without sizes and bookkeeping.
+
+    Raises CaptureError for what belongs to Piper or is not supported.
+    """
     kept: list[fx.Node] = []
     statements: list[fx.Node] = []
     modes: dict[fx.Node, bool] = {}
@@ -102,7 +113,7 @@ def operations(graph: fx.Graph) -> Operations:
 
 
 def _line_near(node: fx.Node) -> str:
-    """The user's line of a node, or of the next that has one: what enters a transform has none."""
+    """Return the user's line of a node, or of the next that has one: what enters a transform has none."""
     traced = node
     while traced.op not in ("root", "output") and not traced.meta.get("stack_trace"):
         traced = traced.next
@@ -110,12 +121,15 @@ def _line_near(node: fx.Node) -> str:
 
 
 def _writes_silently(node: fx.Node) -> bool:
-    """Index assignment and custom ops that return nothing."""
+    """Return whether an operation writes without a result: index assignment and custom ops that return nothing."""
     return getattr(node.target, "__name__", "") == "setitem" or isinstance(node.target, _torch.OpOverload)
 
 
 def own_coords(forward: Forward, nodes: Iterable[fx.Node]) -> dict[fx.Node, Coords]:
-    """Coordinates of each operation from regions, tagged modules and ModuleLists, outer ones overridden by inner ones."""
+    """Return the coordinates of each operation from regions, tagged modules and ModuleLists.
+
+    Outer ones are overridden by inner ones.
+    """
     layers = layer_indexes(forward.model)
     found: dict[fx.Node, Coords] = {}
     for node in nodes:
@@ -140,7 +154,7 @@ def own_coords(forward: Forward, nodes: Iterable[fx.Node]) -> dict[fx.Node, Coor
 
 
 def free_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: ReplayFacts) -> set[fx.Node]:
-    """Operations that every region may repeat: constants, and views of what every region can read."""
+    """Return operations that every region may repeat: constants, and views of what every region can read."""
     written = frozenset().union(*facts.writes.values())
     readable = set(forward.origins)
     free: set[fx.Node] = set()
@@ -158,7 +172,7 @@ def free_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: ReplayFacts) -
 
 
 def live_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: ReplayFacts) -> list[fx.Node]:
-    """Operations on which the loss, its weight or the new content of a buffer depends."""
+    """Return operations on which the loss, its weight or the new content of a buffer depends."""
     roots = [n for n in (forward.loss, forward.weight, *forward.rewrites.values()) if n is not None]
     needed = set(roots)
     storages = set().union(*(facts.storages[n] for n in roots if n in facts.storages))
@@ -173,7 +187,7 @@ def live_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: ReplayFacts) -
 
 
 class _Assigner:
-    """Opens regions and puts operations into them, in program order."""
+    """Open regions and put operations into them, in program order."""
 
     def __init__(self, nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: ReplayFacts) -> None:
         self.regions: list[Region] = []
@@ -199,7 +213,7 @@ class _Assigner:
             self._written[storage] = (node, region)
 
     def _producer(self, node: fx.Node) -> fx.Node | None:
-        """The latest operation that made or changed something that `node` reads."""
+        """Return the latest operation that made or changed something that `node` reads."""
         read = [n for n in node.all_input_nodes if n in self._facts.storages]
         makers = [n for n in read if n in self.home]
         makers += [self._written[s][0] for n in read for s in self._facts.storages[n] if s in self._written]
@@ -231,7 +245,10 @@ class _Assigner:
         return region
 
     def is_between(self, node: fx.Node) -> bool:
-        """Whether an operation without coordinates of its own stands between layers; without any layers, anywhere."""
+        """Return whether an operation without coordinates of its own stands between layers.
+
+        Without any layers it does anywhere.
+        """
         first, last = self._layered
         return not self._own[node] and (last < 0 or first < self._position[node] < last)
 
@@ -267,7 +284,7 @@ def _user(coords: Mapping[str, int]) -> Coords:
 
 
 def assign(nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: ReplayFacts) -> list[Region]:
-    """The regions of the graph, in an order in which each uses values of earlier ones only."""
+    """Return the regions of the graph, in an order in which each uses values of earlier ones only."""
     assigner = _Assigner(nodes, coords, facts)
     for node in nodes:
         assigner.add(node)

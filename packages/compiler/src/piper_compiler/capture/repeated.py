@@ -1,13 +1,14 @@
-"""Equal layers are traced once.
+"""Trace equal layers once.
 
-Dynamo's time for a model is the time for its operations, and in a large one nearly all are in layers that are equal but for
-their weights. Each class of such layers is therefore a nested compile region while Dynamo runs: after the first layer it is only
-checked that tracing the next one would give the same (`_torch_reuse`), and the graph of the first is called again. Afterwards
-these calls get the weights of their own layers and are replaced by copies of what they call, with the module stacks of the
-layers that make them. What comes out is the graph that a plain trace gives.
+Dynamo's time for a model is the time for its operations, and in a large one nearly all are in layers that are equal but
+for their weights. Each class of such layers is therefore a nested compile region while Dynamo runs: after the first
+layer it is only checked that tracing the next one would give the same (`_torch_reuse`), and the graph of the first is
+called again. Afterwards these calls get the weights of their own layers and are replaced by copies of what they call,
+with the module stacks of the layers that make them. What comes out is the graph that a plain trace gives.
 
-Where Dynamo cannot do so, or where a region's coordinates are written in the code (they are no part of what Dynamo checks), the
-model is traced plainly."""
+Where Dynamo cannot do so, or where a region's coordinates are written in the code (they are no part of what Dynamo
+checks), the model is traced plainly.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +28,11 @@ FEWEST = 16
 
 
 class NotFlat(Exception):
-    """Calls of nested regions that cannot be replaced by what they call."""
+    """Tell that calls of nested regions cannot be replaced by what they call."""
 
 
 def repeated_layers(model: nn.Module) -> list[type[nn.Module]]:
-    """Classes of the user's of which there are many layers in outermost ModuleLists, and none anywhere else."""
+    """Return the user's classes of which there are many layers in outermost ModuleLists, and none anywhere else."""
     layers = Counter(type(entry) for entry in outermost_entries(model, set()))
     everywhere = Counter(map(type, model.modules()))
     return [c for c, n in layers.items() if n >= FEWEST and everywhere[c] == n and not c.__module__.startswith("torch.")]
@@ -39,7 +40,7 @@ def repeated_layers(model: nn.Module) -> list[type[nn.Module]]:
 
 @contextmanager
 def as_regions(model: nn.Module, classes: list[type[nn.Module]]) -> Iterator[None]:
-    """Each call of a layer of these classes is a nested region."""
+    """Make each call of a layer of these classes a nested region."""
     from piper_compiler.capture._torch_reuse import checked_reuse  # may fail: not every version of torch has what it stands on
 
     with ExitStack() as stack, checked_reuse({id(t) for _, t, _ in named_tensors(model)}):
@@ -49,7 +50,7 @@ def as_regions(model: nn.Module, classes: list[type[nn.Module]]) -> Iterator[Non
 
 
 def complete(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """Make the tensors that calls of regions still lack inputs of the graph; returns the inputs."""
+    """Make the tensors that calls of regions still lack inputs of the graph; return the inputs."""
     graph, found = module.graph, list(inputs)
     placeholders = graph.find_nodes(op="placeholder")
     nodes = {id(value): node for node, value in zip(placeholders, found, strict=True)}
@@ -69,8 +70,10 @@ def complete(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
 
 
 def flatten(module: fx.GraphModule) -> None:
-    """Replace the calls of nested regions in a graph by copies of what they call. NotFlat where a copy would not be what a plain
-    trace gives."""
+    """Replace the calls of nested regions in a graph by copies of what they call.
+
+    Raises NotFlat where a copy would not be what a plain trace gives.
+    """
     graph = module.graph
     calls = graph.find_nodes(op="call_function", target=_torch.INVOKE)
     if not calls:
@@ -90,8 +93,11 @@ def flatten(module: fx.GraphModule) -> None:
 
 
 def _stack(node: fx.Node, call: fx.Node, traced: fx.Node) -> dict[str, Any]:
-    """The module stack of the copy of a node for a call: that of the call, then the modules in the place of those inside of the
-    call that was traced. Nothing reads their paths."""
+    """Return the module stack of the copy of a node for a call.
+
+    It is that of the call, then the modules in the place of those inside of the call that was traced. Nothing reads
+    their paths.
+    """
     own: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
     if call is traced and _torch.MODULES not in call.meta:
         return dict(own)

@@ -1,7 +1,8 @@
-"""One run of the captured forward graph on meta tensors at two rows, to learn what its nodes do to storages.
+"""Run the captured forward graph once on meta tensors at two rows, to learn what its nodes do to storages.
 
-The graph is torch-level: whether `relu(x, inplace=True)`, a custom op or an index assignment writes to a tensor is not in a
-schema. It is seen here by version counters, views by shared storages, random numbers by the tags of the ops that ran.
+The graph is torch-level: whether `relu(x, inplace=True)`, a custom op or an index assignment writes to a tensor is not
+in a schema. It is seen here by version counters, views by shared storages, random numbers by the tags of the ops that
+ran.
 """
 
 from __future__ import annotations
@@ -24,9 +25,16 @@ META = torch.device("meta")
 
 @dataclass
 class ReplayFacts:
-    """storages: node -> ids of the storages of its tensors; writes: node -> ids of storages it changes; random: nodes that
-    draw random numbers; varies: ids of storages whose content depends on the batch or on random numbers at the end;
-    requires_grad: node -> the operations at which its tensor's requires_grad became known or changed, in order, and to what."""
+    """Say what the nodes of a graph do to storages.
+
+    Attributes:
+        storages: node -> ids of the storages of its tensors.
+        writes: node -> ids of storages it changes.
+        random: nodes that draw random numbers.
+        varies: ids of storages whose content depends on the batch or on random numbers at the end.
+        requires_grad: node -> the operations at which its tensor's requires_grad became known or changed, in order, and
+            to what.
+    """
 
     storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
     writes: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
@@ -36,7 +44,7 @@ class ReplayFacts:
 
 
 class _RandomWatch(_torch.TorchDispatchMode):
-    """Notes whether an op with the tag nondeterministic_seeded ran."""
+    """Note whether an op with the tag nondeterministic_seeded ran."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
@@ -48,7 +56,10 @@ class _RandomWatch(_torch.TorchDispatchMode):
 
 
 def replay(forward: Forward, nodes: Sequence[fx.Node]) -> ReplayFacts:
-    """Run `nodes` (statements and tensor operations in program order). Raises CaptureError with the user's line."""
+    """Run `nodes` (statements and tensor operations in program order).
+
+    Raises CaptureError with the user's line.
+    """
     facts = ReplayFacts()
     env: dict[fx.Node, Any] = {}
     requires_grad = {p.name for p in forward.params if p.requires_grad}

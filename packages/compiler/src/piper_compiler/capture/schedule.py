@@ -1,7 +1,8 @@
-"""The order in which a step's code runs and drops its tensors; the generated code and the liveness analysis both follow it.
+"""Decide the order in which a step's code runs and drops its tensors.
 
-A step is a list of lines, one per op. A line makes some variables; those in `drops` are not used afterwards and are deleted
-right after it. A storage is freed when the last variable that lives in it is dropped.
+The generated code and the liveness analysis both follow it. A step is a list of lines, one per op. A line makes some
+variables; those in `drops` are not used afterwards and are deleted right after it. A storage is freed when the last
+variable that lives in it is dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ from piper_compiler.capture.stepgraph import StepGraph
 
 @dataclass(frozen=True)
 class Line:
-    """`makes`: the variables that the op assigns; for an op with several results its getitem nodes, in their order."""
+    """Hold one line of a step.
+
+    Attributes:
+        node: the op.
+        makes: the variables that the op assigns; for an op with several results its getitem nodes, in their order.
+        drops: the variables that are not used afterwards.
+    """
 
     node: fx.Node
     makes: tuple[fx.Node, ...]
@@ -24,7 +31,7 @@ class Line:
 
 
 def schedule(step: StepGraph) -> tuple[Line, ...]:
-    """The lines of a step in graph order; a getitem belongs to the line of its op."""
+    """Return the lines of a step in graph order; a getitem belongs to the line of its op."""
     nodes = [n for n in step.graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
     line_of = {n: i for i, n in enumerate(nodes)}
     makes = [_results(n) for n in nodes]

@@ -1,8 +1,8 @@
-"""Named tensors of a model that share bytes without being one object.
+"""Find named tensors of a model that share bytes without being one object.
 
-A plan keeps every parameter and buffer apart. One Parameter under two names is one parameter of the plan. Two objects over the
-same bytes would be separated: what changes the one no longer changes the other. Where nothing changes either of them, that makes
-no difference; else the model is refused.
+A plan keeps every parameter and buffer apart. One Parameter under two names is one parameter of the plan. Two objects
+over the same bytes would be separated: what changes the one no longer changes the other. Where nothing changes either
+of them, that makes no difference; else the model is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MOST_BYTES = 2**28
 
 @dataclass(frozen=True)
 class Shared:
-    """Two tensors, by their first names, with some bytes in common."""
+    """Name two tensors, by their first names, with some bytes in common."""
 
     first: str
     second: str
@@ -73,8 +73,10 @@ def _bytes(tensor: Tensor, end: int) -> Tensor:
 
 
 def check_shared(model: nn.Module, trainable: Collection[str], changed: Collection[str]) -> None:
-    """Raise CaptureError where a tensor that training changes shares bytes with another one. trainable: parameters with
-    requires_grad; changed: buffers that forward changes."""
+    """Raise CaptureError where a tensor that training changes shares bytes with another one.
+
+    `trainable` are parameters with requires_grad; `changed` are buffers that forward changes.
+    """
     pairs: tuple[Shared, ...] = getattr(model, ATTRIBUTE, ())
     for pair in pairs:
         writer = next((name for name in (pair.first, pair.second) if name in trainable or name in changed), None)

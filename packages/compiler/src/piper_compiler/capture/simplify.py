@@ -1,7 +1,7 @@
-"""Value-preserving rewrites of a functionalised joint graph: fewer views, fewer copies, shorter lifetimes.
+"""Rewrite a functionalised joint graph without changing values: fewer views, fewer copies, shorter lifetimes.
 
-In a functional graph nothing is ever overwritten, so a copy is its source, and only the outputs of a step must own their
-bytes (`phases` sees to it). The rules, each local to a node:
+In a functional graph nothing is ever overwritten, so a copy is its source, and only the outputs of a step must own
+their bytes (`phases` sees to it). The rules, each local to a node:
 
     detach(x), alias(x), lift_fresh(x)          -> x
     clone(x), same-dtype copy of contiguous x   -> x
@@ -45,7 +45,10 @@ SHAPE_ONLY: dict[OpOverload, tuple[OpOverload, Any]] = {
 
 
 def simplify(graph: fx.Graph, buffers: Collection[fx.Node] = ()) -> None:
-    """Rewrite `graph` in place. A copy of one of the `buffers` stays: it is what backward reads when the buffer has changed."""
+    """Rewrite `graph` in place.
+
+    A copy of one of the `buffers` stays: it is what backward reads when the buffer has changed.
+    """
     views: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, OpOverload):
@@ -60,7 +63,10 @@ def simplify(graph: fx.Graph, buffers: Collection[fx.Node] = ()) -> None:
 
 
 def _apply(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """`node` after all rules; a rule that returns an older node ends the search, because that one is simple already."""
+    """Return `node` after all rules.
+
+    A rule that returns an older node ends the search, because that one is simple already.
+    """
     for rule in RULES:
         replacement = rule(graph, node)
         if replacement is not None:
@@ -91,7 +97,7 @@ def _same_spec(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _node(graph: fx.Graph, before: fx.Node, target: OpOverload, args: tuple[Any, ...], **kwargs: Any) -> fx.Node:
-    """A new node with the meaning (user line, phase) of the node that it replaces."""
+    """Return a new node with the meaning (user line, phase) of the node that it replaces."""
     with graph.inserting_before(before):
         new = graph.call_function(target, args, kwargs)
     new.meta = dict(before.meta)
@@ -161,8 +167,10 @@ def _permutation(node: fx.Node) -> list[int] | None:
 
 
 def _select_first(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Parts of a permuted tensor (q, k, v of a fused projection) are taken from the tensor itself: one permutation for the parts
-    that need one, where the whole and every part had one."""
+    """Take parts of a permuted tensor (q, k, v of a fused projection) from the tensor itself.
+
+    That is one permutation for the parts that need one, where the whole and every part had one.
+    """
     inner = node.args[0] if node.args else None
     order = _permutation(inner) if isinstance(inner, fx.Node) and node.target is aten.select.int else None
     if order is None:
@@ -178,8 +186,10 @@ def _select_first(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _permute_first(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """A stack can be made in the order in which it is needed. Its parts are permuted, which costs nothing and folds with their
-    own permutations; a permuted stack would be copied."""
+    """Make a stack in the order in which it is needed.
+
+    Its parts are permuted, which costs nothing and folds with their own permutations; a permuted stack would be copied.
+    """
     inner = node.args[0] if node.args else None
     order = _permutation(node)
     if order is None or not isinstance(inner, fx.Node) or inner.target is not aten.stack.default or len(inner.users) > 1:

@@ -1,7 +1,7 @@
 """Move operations that stand between layers into the layer that reads them, where fewer bytes cross then.
 
-In `x = layer(x) + 0.5 * x` the product follows on the layer before, which made x, and would be sent beside x to the next one.
-The next layer reads x anyway; with the product there, x alone is sent.
+In `x = layer(x) + 0.5 * x` the product follows on the layer before, which made x, and would be sent beside x to the
+next one. The next layer reads x anyway; with the product there, x alone is sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from piper_compiler.capture.replay import ROWS, ReplayFacts
 
 
 class Sinking:
-    """Which region each operation is in, by the region's number. movable: operations that may move to a later region."""
+    """Say which region each operation is in, by the region's number.
+
+    `movable` are operations that may move to a later region.
+    """
 
     def __init__(
         self, nodes: Sequence[fx.Node], home: Mapping[fx.Node, int], movable: Collection[fx.Node], facts: ReplayFacts
@@ -30,8 +33,11 @@ class Sinking:
         self._movable = {n for n in movable if not self._must_stay(n)}
 
     def into(self, region: int, inside: Collection[fx.Node], starts: int) -> None:
-        """Move operations into a region. inside: its own operations. starts: position of the first operation of its layer; one
-        that draws random numbers before that draws them in the state of the layer before."""
+        """Move operations into a region.
+
+        `inside` are its own operations. `starts` is the position of the first operation of its layer; one that draws
+        random numbers before that draws them in the state of the layer before.
+        """
         moved: set[fx.Node] = set()
         own = set(inside)
         for node in self._first_read_in(region, own, starts):
@@ -41,12 +47,12 @@ class Sinking:
         self.home.update(dict.fromkeys(moved, region))
 
     def _must_stay(self, node: fx.Node) -> bool:
-        """Whether the operation writes, or would read something else at a later place."""
+        """Return whether the operation writes, or would read something else at a later place."""
         read = [s for n in node.all_input_nodes for s in self._facts.storages.get(n, ())]
         return bool(self._facts.writes[node]) or any(self._last_write.get(s, -1) > self._position[node] for s in read)
 
     def _first_read_in(self, region: int, own: set[fx.Node], starts: int) -> list[fx.Node]:
-        """Return the movable operations that no region before this one reads, but for others of these; the last first."""
+        """Return the movable operations that no region before reads, but for others of these; the last first."""
         found: set[fx.Node] = set()
         todo = list(self._inputs(own))
         while todo:

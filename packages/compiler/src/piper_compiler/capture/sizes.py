@@ -1,4 +1,4 @@
-"""Fits the sizes of a chunk, traced at several numbers of rows, to functions affine in rows."""
+"""Fit the sizes of a chunk, traced at several numbers of rows, to functions affine in rows."""
 
 from __future__ import annotations
 
@@ -13,24 +13,30 @@ from piper_ir.sizes import Affine, Dim, TensorSpec, affine, bind
 
 
 class NotAffine(Exception):
-    """Says which size does not fit."""
+    """Say which size does not fit."""
 
 
 class Fitter:
-    """Traces at rows (r0, r1, r2): r0 and r1 determine every size, r2 checks it."""
+    """Fit sizes to traces at rows (r0, r1, r2): r0 and r1 determine every size, r2 checks it."""
 
     def __init__(self, rows: tuple[int, int, int], traces: tuple[TracedChunk, TracedChunk, TracedChunk]) -> None:
         self._rows, self._traces = rows, traces
 
     def ports(self) -> dict[str, TensorSpec]:
-        """Port -> shape and dtype, affine in rows. NotAffine."""
+        """Return by port its shape and dtype, affine in rows.
+
+        Raises NotAffine.
+        """
         first, *others = (t.ports for t in self._traces)
         if any(list(o) != list(first) for o in others):
             raise NotAffine("its saved tensors differ in number")
         return {name: self._spec(name, [t.ports[name] for t in self._traces]) for name in first}
 
     def steps(self) -> dict[Step, Signature]:
-        """F, I and W with costs and memory affine in rows. NotAffine."""
+        """Return F, I and W with costs and memory affine in rows.
+
+        Raises NotAffine.
+        """
         return {step: self._signature(step, [t.steps[step] for t in self._traces]) for step in self._traces[0].steps}
 
     def _spec(self, name: str, specs: Sequence[TensorSpec]) -> TensorSpec:
@@ -50,8 +56,11 @@ class Fitter:
         )
 
     def _cost(self, step: Step, costs: Sequence[Cost]) -> Cost:
-        """Fit kernels by their places in the step. Only those equal in all traces are counted together: at one number of rows,
-        kernels that have nothing to do with each other may coincide."""
+        """Fit kernels by their places in the step.
+
+        Only those equal in all traces are counted together: at one number of rows, kernels that have nothing to do with
+        each other may coincide.
+        """
         if len({len(c.kernels) for c in costs}) != 1:
             raise NotAffine(f"step {step} launches other kernels")
         launched = Counter(zip(*(c.kernels for c in costs), strict=True))
@@ -98,7 +107,7 @@ class Fitter:
 
 
 def _maximal(sizes: Sequence[Dim]) -> tuple[Dim, ...]:
-    """The sizes that are the largest for some number of rows >= 1, in a fixed order."""
+    """Return the sizes that are the largest for some number of rows >= 1, in a fixed order."""
     points = sorted({(s.b, s.a) if isinstance(s, Affine) else (0, s) for s in sizes})
     hull: list[tuple[int, int]] = []
     for slope, offset in points:
@@ -109,7 +118,7 @@ def _maximal(sizes: Sequence[Dim]) -> tuple[Dim, ...]:
 
 
 def explain(error: NotAffine, chunk: str, traces: Mapping[int, TracedChunk]) -> CaptureError:
-    """What a user is told of a chunk that does not fit; `traces` by rows."""
+    """Return what a user is told of a chunk that does not fit; `traces` are by rows."""
     return CaptureError(
         f"chunk {chunk!r} is not affine in the rows of a microbatch: {error} (traced at {', '.join(map(str, traces))} rows); "
         "every size must be a + b * rows: no rows-by-rows products, and the rows stay in the first dimension. What compares the "

@@ -1,8 +1,9 @@
 """Refuse a model whose forward keeps something that changes what its next call computes.
 
 A model is captured once, so every step of a plan computes what the first call computed. Where the traced code changes
-anything that existed before, it is traced again on the model as the first call left it. Both traces must compute the same.
-A tensor that the first call made of constants and kept counts as what it was made of: it is the same whenever it is made.
+anything that existed before, it is traced again on the model as the first call left it. Both traces must compute the
+same. A tensor that the first call made of constants and kept counts as what it was made of: it is the same whenever it
+is made.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ ADVICE = (
 
 
 def check_steady(first: Forward) -> None:
-    """Trace the next call where forward changed something. CaptureError if it computes something else than the first."""
+    """Trace the next call where forward changed something.
+
+    Raises CaptureError if it computes something else than the first.
+    """
     if first.repeat is None:
         return
     changes, wanted = first.repeat.changes, _transcript(first, {})
@@ -47,7 +51,7 @@ def check_steady(first: Forward) -> None:
 
 
 def _subject(changes: Sequence[Change], kept: Sequence[str]) -> str:
-    """Say where forward changes what. kept: names of the tensors among it that the next call reads."""
+    """Say where forward changes what. `kept` are names of the tensors among it that the next call reads."""
     holders = [c for c in changes if any(_holds(c.name, k) for k in kept)]
     shown = holders or list(changes)
     names = [k for k in kept if holders] or dict.fromkeys(c.name for c in shown)
@@ -56,7 +60,10 @@ def _subject(changes: Sequence[Change], kept: Sequence[str]) -> str:
 
 
 def _holds(changed: str, kept: str) -> bool:
-    """Whether a tensor of this name is what was changed, or is in it. register_buffer changes "_buffers" of a module."""
+    """Return whether a tensor of this name is what was changed, or is in it.
+
+    register_buffer changes "_buffers" of a module.
+    """
     module, _, last = changed.rpartition(".")
     if last == "_buffers":
         return kept.rpartition(".")[0] == module
@@ -65,8 +72,13 @@ def _holds(changed: str, kept: str) -> bool:
 
 @dataclass
 class _Transcript:
-    """What a graph computes, without names. lines: operations on anything but constants, and the results. texts: node -> how
-    the lines call it; of a constant, what it is made of, with all that is written to it."""
+    """Write down what a graph computes, without names.
+
+    Attributes:
+        lines: operations on anything but constants, and the results.
+        texts: node -> how the lines call it; of a constant, what it is made of, with all that is written to it.
+        constants: nodes whose tensors are the same in every step.
+    """
 
     lines: list[str] = field(default_factory=list)
     texts: dict[fx.Node, str] = field(default_factory=dict)
@@ -103,8 +115,10 @@ def _digest(text: str) -> str:
 
 
 def _constants(forward: Forward, nodes: Iterable[fx.Node], facts: ReplayFacts, kept: Mapping[str, str]) -> set[fx.Node]:
-    """Return the nodes whose tensors are the same in every step: made of nothing, of other constants, or of parameters and
-    buffers that nothing changes."""
+    """Return the nodes whose tensors are the same in every step.
+
+    They are made of nothing, of other constants, or of parameters and buffers that nothing changes.
+    """
     trained = {p.name for p in forward.params if p.requires_grad}
     leaves = {
         n

@@ -1,8 +1,8 @@
-"""Builds the graph of one step: what it reads, computes, writes and accumulates.
+"""Build the graph of one step: what it reads, computes, writes and accumulates.
 
 Every written port owns its bytes and is contiguous: what does not by itself (a view of an input, one storage under two
-ports, a part of a storage) is copied where it is made. A storage whose dimensions lie in another order is written permuted
-and permuted back where it is read.
+ports, a part of a storage) is copied where it is made. A storage whose dimensions lie in another order is written
+permuted and permuted back where it is read.
 """
 
 from __future__ import annotations
@@ -22,9 +22,20 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Joint:
-    """The simplified joint graph of a chunk. `inputs` are placeholders by input index, `tangents` by output index; `grads`
-    maps an input to the node of its gradient; the last outputs belong to `mutated` inputs, the first `own_outputs` are the
-    module's. `constant_names` maps a node that stands for a constant to its key in `constants`."""
+    """Hold the simplified joint graph of a chunk.
+
+    Attributes:
+        graph: the operations.
+        kinds: what each input is.
+        inputs: placeholders by input index.
+        outputs: the first `own_outputs` are the module's, the last belong to `mutated` inputs.
+        own_outputs: how many outputs the module has.
+        tangents: placeholders by output index.
+        grads: input -> the node of its gradient.
+        mutated: inputs that are changed in place.
+        constant_names: node that stands for a constant -> its key in `constants`.
+        constants: their tensors.
+    """
 
     graph: fx.Graph
     kinds: tuple[str, ...]
@@ -40,8 +51,11 @@ class Joint:
 
 @dataclass
 class StepGraph:
-    """One step as a graph of its own: placeholders named by the ports that it reads, then `acc{k}` per accumulator; the
-    output node lists what it writes. Constants are get_attr nodes."""
+    """Hold one step as a graph of its own.
+
+    Placeholders are named by the ports that it reads, then `acc{k}` per accumulator; the output node lists what it
+    writes. Constants are get_attr nodes.
+    """
 
     graph: fx.Graph
     reads: tuple[str, ...] = ()
@@ -51,8 +65,10 @@ class StepGraph:
 
 @dataclass
 class Storage:
-    """How an earlier step hands over the storage of a node: the port, and the shape and order of dimensions that turn the
-    port's tensor back into the node's."""
+    """Say how an earlier step hands over the storage of a node.
+
+    It names the port, and the shape and order of dimensions that turn the port's tensor back into the node's.
+    """
 
     port: str
     shape: tuple[int, ...]
@@ -60,20 +76,23 @@ class Storage:
 
 
 def spec_of(node: fx.Node, shape: tuple[int, ...] | None = None) -> TensorSpec:
-    """The spec of a node's tensor, under another shape of as many elements if one is given."""
+    """Return the spec of a node's tensor, under another shape of as many elements if one is given."""
     value = aliasing.tensor(node)
     return TensorSpec(tuple(value.shape) if shape is None else shape, str(value.dtype).removeprefix("torch."))
 
 
 def whole(port: str, node: fx.Node) -> Storage:
-    """A port that holds the node's tensor as it is."""
+    """Return a port that holds the node's tensor as it is."""
     shape = tuple(aliasing.tensor(node).shape)
     return Storage(port, shape, tuple(range(len(shape))))
 
 
 class StepBuilder:
-    """Builds the graph of one step. `placed` gives the storages that other steps and the caller provide; after `write` and
-    `hand_over` it holds those that this step provides as well."""
+    """Build the graph of one step.
+
+    `placed` gives the storages that other steps and the caller provide; after `write` and `hand_over` it holds those
+    that this step provides as well.
+    """
 
     def __init__(
         self, joint: Joint, rank: Mapping[fx.Node, int], body: set[fx.Node], provided: Mapping[fx.Node, Storage]
@@ -88,7 +107,7 @@ class StepBuilder:
         self._owners: dict[fx.Node, str] = {}
 
     def write(self, ports: Iterable[tuple[str, fx.Node]]) -> None:
-        """Results under the node's own shape: outputs and input gradients."""
+        """Write results under the node's own shape: outputs and input gradients."""
         for port, node in ports:
             self.specs[port] = spec_of(node)
             base = aliasing.root(node)
@@ -101,7 +120,7 @@ class StepBuilder:
                 self._results.append((port, node, "copy"))
 
     def hand_over(self, prefix: str, nodes: Iterable[fx.Node]) -> None:
-        """Whole storages for later steps, under ports of their own unless an output owns them already."""
+        """Hand whole storages to later steps, under ports of their own unless an output owns them already."""
         count = 0
         for node in nodes:
             if node in self.placed and not self.placed[node].port.startswith("gin"):
@@ -124,11 +143,11 @@ class StepBuilder:
         return shape
 
     def accumulate(self, gradients: Mapping[int, fx.Node]) -> None:
-        """The gradient of parameter input k is added into accumulator k as soon as it is made."""
+        """Add the gradient of parameter input k into accumulator k as soon as it is made."""
         self._gradients = dict(gradients)
 
     def finish(self) -> StepGraph:
-        """The step's graph; what it delivers follows directly on the node that makes it."""
+        """Return the step's graph; what it delivers follows directly on the node that makes it."""
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         reads = self._reads(graph, env)
@@ -143,7 +162,10 @@ class StepBuilder:
         return StepGraph(graph, reads, tuple(port for port, _, _ in self._results), tuple(self._gradients))
 
     def _reads(self, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> tuple[str, ...]:
-        """Placeholders for everything that comes from outside, in the order of `_port_order`, and their views as nodes."""
+        """Make placeholders for everything that comes from outside, and their views as nodes.
+
+        They stand in the order of `_port_order`.
+        """
         wanted = {n for b in self._body for n in b.all_input_nodes if n not in self._inside}
         wanted |= {n for _, n, _ in self._results if n not in self._inside}
         wanted |= {n for n in self._gradients.values() if n not in self._inside}
@@ -165,7 +187,10 @@ class StepBuilder:
         return node
 
     def _restore(self, graph: fx.Graph, node: fx.Node, given: fx.Node) -> fx.Node:
-        """The joint graph's tensor out of the port's: another shape of the same bytes, dimensions in another order."""
+        """Return the joint graph's tensor out of the port's.
+
+        The port's has another shape of the same bytes, or its dimensions in another order.
+        """
         place, value = self._provided[node], aliasing.tensor(node)
         order = list(range(value.dim()))
         inverse = [place.order.index(d) for d in order]
@@ -200,7 +225,10 @@ class StepBuilder:
         made: dict[str, fx.Node],
         accumulators: Mapping[int, fx.Node],
     ) -> None:
-        """What follows the moment at which `node` exists: the ports that take it, the accumulators that it is added to."""
+        """Add what follows the moment at which `node` exists.
+
+        These are the ports that take it and the accumulators that it is added to.
+        """
         for k, gradient in self._gradients.items():
             if gradient is node:
                 added = graph.create_node("call_function", aten.add_.Tensor, (accumulators[k], env[node]), name="accumulate")
@@ -222,7 +250,7 @@ class StepBuilder:
 
 
 def _same_bytes(value: torch.Tensor, owner: fx.Node) -> bool:
-    """Do a view and the owner of its storage hold exactly the same elements?"""
+    """Return whether a view and the owner of its storage hold exactly the same elements."""
     whole = aliasing.tensor(owner)
     return value.dtype == whole.dtype and aliasing.fills_storage(value) and aliasing.fills_storage(whole)
 

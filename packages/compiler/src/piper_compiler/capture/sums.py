@@ -1,4 +1,4 @@
-"""Folds sums of gradients of parts into one concatenation.
+"""Fold sums of gradients of parts into one concatenation.
 
 The parts of a tensor that was taken apart (`q, k, v = qkv`) each send back a gradient padded with zeros to the whole
 tensor's size, and autograd adds those up: n zero fills, n copies and n - 1 additions for what is one stack.
@@ -6,8 +6,8 @@ tensor's size, and autograd adds those up: n zero fills, n copies and n - 1 addi
     select_backward(g0, shape, d, 0) + ... + select_backward(gn, shape, d, n)   -> stack([g0, ..., gn], d)
     slice_backward(g0, shape, d, 0, e0) + slice_backward(g1, shape, d, e0, e1)  -> cat([g0, g1], d)
 
-Only when the parts cover the whole exactly once and at most one other term is in the (inner) sum: every element is then that
-term's plus one part's, and adding zeros is exact, so that no result is rounded differently.
+Only when the parts cover the whole exactly once and at most one other term is in the (inner) sum: every element is then
+that term's plus one part's, and adding zeros is exact, so that no result is rounded differently.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def fold_sums(graph: fx.Graph) -> bool:
-    """Rewrite `graph` in place, every sum of padded parts that covers its tensor; tells whether there was any."""
+    """Rewrite in place every sum of padded parts that covers its tensor; return whether there was any."""
     folded = False
     for node in reversed(list(graph.nodes)):
         if not _is_sum(node):
@@ -53,7 +53,7 @@ def _is_sum(node: fx.Node) -> bool:
 
 
 def _terms(node: fx.Node) -> list[fx.Node]:
-    """The terms of a sum, through inner sums that hold parts and that nothing else uses."""
+    """Return the terms of a sum, through inner sums that hold parts and that nothing else uses."""
     terms: list[fx.Node] = []
     for term in node.args:
         assert isinstance(term, fx.Node)
@@ -63,7 +63,10 @@ def _terms(node: fx.Node) -> list[fx.Node]:
 
 
 def _part(term: fx.Node) -> tuple[tuple[Any, tuple[int, ...], int], tuple[int, int], fx.Node] | None:
-    """(what has to agree among the parts, their span in the dimension, gradient of the part) of a padded part."""
+    """Return what is known of a padded part, or None for anything else.
+
+    That is what has to agree among the parts, their span in the dimension, and the part's gradient.
+    """
     if term.target not in (aten.select_backward.default, aten.slice_backward.default) or len(term.users) != 1:
         return None
     gradient, shape, dim, start, *rest = cast(tuple[Any, ...], term.args)

@@ -1,4 +1,4 @@
-"""Coordinates of model parts: `region` inside the model's code, `tag` from outside, `layer` by itself.
+"""Give coordinates to model parts: `region` inside the model's code, `tag` from outside, `layer` by itself.
 
 A coordinate is a name and an integer. Nested regions and tagged modules merge name by name, the inner one wins:
 
@@ -6,11 +6,12 @@ A coordinate is a name and an integer. Nested regions and tagged modules merge n
         x = self.embed(tokens)
     piper.tag(model, {"layers.0-3": dict(stage=0), "layers.4-7": dict(stage=1), "head*": dict(stage=1)})
 
-`opaque=True` is no coordinate of the user's choice: it says that the part is run by autograd as it is, see `opaque.py`. In
-selectors it is the coordinate opaque=1.
+`opaque=True` is no coordinate of the user's choice: it says that the part is run by autograd as it is, see `opaque.py`.
+In selectors it is the coordinate opaque=1.
 
-The number of the outermost ModuleList entry that runs an operation is its coordinate `layer`, unless the user gives one.
-Several outermost ModuleLists (an encoder's and a decoder's) are numbered consecutively, in the order of their registration.
+The number of the outermost ModuleList entry that runs an operation is its coordinate `layer`, unless the user gives
+one. Several outermost ModuleLists (an encoder's and a decoder's) are numbered consecutively, in the order of their
+registration.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from torch.fx.traceback import annotate
 from piper_ir.errors import CaptureError, SelectorError
 
 PREFIX = "piper."
-"""Starts the key under which a region's coordinate stands in a node's meta["custom"]: one flat key per coordinate, because
-torch merges nested annotations by key."""
+"""Starts the key under which a region's coordinate stands in a node's meta["custom"]: one flat key per coordinate,
+because torch merges nested annotations by key."""
 
 ATTRIBUTE = "_piper_coords"
 """Attribute of a tagged module: coordinate -> (value, pattern)."""
@@ -43,9 +44,10 @@ OPAQUE = "opaque"
 def region(*, opaque: bool = False, **coords: int) -> Iterator[None]:
     """Give every operation of the block, or of the decorated function, these coordinates: `region(stage=0)`.
 
-    opaque: run this part under autograd instead of cutting its backward into input and weight gradient: for operations that
-    have no portable form or cannot be made functional. Does nothing outside of capture. Values are integers; capture refuses
-    others with the line of the operation."""
+    It does nothing outside of capture. Values are integers; capture refuses others with the line of the operation. With
+    `opaque` this part runs under autograd instead of cutting its backward into input and weight gradient: for
+    operations that have no portable form or cannot be made functional.
+    """
     if not torch.compiler.is_compiling():
         yield
         return
@@ -55,17 +57,18 @@ def region(*, opaque: bool = False, **coords: int) -> Iterator[None]:
 
 
 def _opaque(value: Any) -> Any:
-    """True as the integer that coordinates are made of; anything else as it is, to be refused."""
+    """Return True as the integer that coordinates are made of; anything else as it is, to be refused."""
     return 1 if value is True else value
 
 
 def tag(model: nn.Module, patterns: Mapping[str, Mapping[str, int]]) -> nn.Module:
-    """Give modules coordinates from outside; returns `model`.
+    """Give modules coordinates from outside; return `model`.
 
-    A pattern is matched against dotted module names as by fnmatch (`*` also matches dots); a component such as `0-3` is an
-    inclusive range of indexes. A tagged module's coordinates hold for everything that runs inside it; `opaque=True` as for
-    `region`.
-    Raises SelectorError for a pattern without match, and for two patterns that give one module different values."""
+    A pattern is matched against dotted module names as by fnmatch (`*` also matches dots); a component such as `0-3` is
+    an inclusive range of indexes. A tagged module's coordinates hold for everything that runs inside it; `opaque=True`
+    as for `region`. Raises SelectorError for a pattern without match, and for two patterns that give one module
+    different values.
+    """
     modules = {name: module for name, module in model.named_modules() if name}
     for pattern, coords in patterns.items():
         _check_coords(pattern, coords)
@@ -95,7 +98,7 @@ def _check_coords(pattern: str, coords: Mapping[str, int]) -> None:
 
 
 def check_coordinate(name: str, value: object, where: str) -> None:
-    """Raises CaptureError unless `name` is an identifier and `value` a non-negative integer."""
+    """Raise CaptureError unless `name` is an identifier and `value` a non-negative integer."""
     if not name.isidentifier():
         raise CaptureError(f"{where}: coordinate name {name!r} is not an identifier")
     if name == OPAQUE:
@@ -111,7 +114,7 @@ def check_coordinate(name: str, value: object, where: str) -> None:
 
 @cache
 def _compile(pattern: str) -> tuple[re.Pattern[str], tuple[range, ...]]:
-    """The pattern as a regular expression with one group per range."""
+    """Return the pattern as a regular expression with one group per range."""
     parts: list[str] = []
     ranges: list[range] = []
     for component in pattern.split("."):
@@ -139,8 +142,10 @@ def _examples(names: list[str]) -> str:
 
 
 def is_opaque(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
-    """Whether an operation of the captured graph stands in an opaque region or module. `modules`: by their ids, as in
-    nn_module_stack."""
+    """Return whether an operation of the captured graph stands in an opaque region or module.
+
+    `modules` are by their ids, as in nn_module_stack.
+    """
     if PREFIX + OPAQUE in (node.meta.get("custom") or {}):
         return True
     stack = (modules.get(key.split("@")[0]) for key in node.meta.get("nn_module_stack") or {})
@@ -148,10 +153,12 @@ def is_opaque(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def layer_indexes(model: nn.Module) -> dict[int, int]:
-    """id of a module -> number of the entry of an outermost ModuleList that holds it.
+    """Return by id of a module the number of the entry of an outermost ModuleList that holds it.
 
-    The entries of all outermost lists are numbered consecutively, in the order of `named_modules`: with encoder.layers of 2
-    entries registered first, decoder.layers starts at 2. A list or entry that is registered twice keeps its first numbers."""
+    The entries of all outermost lists are numbered consecutively, in the order of `named_modules`: with encoder.layers
+    of 2 entries registered first, decoder.layers starts at 2. A list or entry that is registered twice keeps its first
+    numbers.
+    """
     found: dict[int, int] = {}
     for number, entry in enumerate(outermost_entries(model, set())):
         for inner in entry.modules():
@@ -160,7 +167,7 @@ def layer_indexes(model: nn.Module) -> dict[int, int]:
 
 
 def outermost_entries(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    """Entries of the ModuleLists that are in no other one; `seen`: ids of modules that are done."""
+    """Yield entries of the ModuleLists that are in no other one; `seen` has ids of modules that are done."""
     for child in module.children():
         if id(child) in seen:
             continue
@@ -172,5 +179,5 @@ def outermost_entries(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
 
 
 def module_coords(module: nn.Module) -> dict[str, int]:
-    """The coordinates given to a module by `tag`."""
+    """Return the coordinates given to a module by `tag`."""
     return {name: value for name, (value, _) in module.__dict__.get(ATTRIBUTE, {}).items()}

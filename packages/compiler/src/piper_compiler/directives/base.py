@@ -1,7 +1,7 @@
-"""The directive protocol. A directive defined in a user's file has the same standing as those here.
+"""Define the directive protocol. A directive in a user's file has the same standing as those here.
 
-A directive is a frozen dataclass with the field `site` (see `site_field`) and three methods. To read it from JSON it is
-registered with `@directive`:
+A directive is a frozen dataclass with the field `site` (see `site_field`) and the methods `check` and `apply`. To read
+it from JSON it is registered with `@directive`:
 
     @directive
     @dataclass(frozen=True)
@@ -33,8 +33,11 @@ _HERE = Path(__file__).parent.parent
 
 @runtime_checkable
 class Directive(Protocol):
-    """What `Strategy` accepts. `check` raises DirectiveError (or SelectorError) and changes nothing; `apply` is called only
-    after it and returns the new graph, without mutating the old one or reading global state."""
+    """Describe what `Strategy` accepts.
+
+    `check` raises DirectiveError (or SelectorError) and changes nothing. `apply` is called only after it and returns
+    the new graph, without mutating the old one or reading global state.
+    """
 
     def check(self, graph: Graph) -> None: ...
 
@@ -43,7 +46,7 @@ class Directive(Protocol):
 
 @runtime_checkable
 class Settling(Protocol):
-    """A directive whose result depends on costs.
+    """Describe a directive whose result depends on costs.
 
     `with_fixed_stages` returns a directive that makes what this one made of a graph, whatever the costs.
     """
@@ -58,7 +61,10 @@ C = TypeVar("C", bound=type)
 
 
 def directive(cls: C) -> C:
-    """Register a directive's class, so that strategies which use it can be saved and loaded. Names are unique."""
+    """Register a directive's class, so that strategies which use it can be saved and loaded.
+
+    Names are unique.
+    """
     known = REGISTRY.get(cls.__name__)
     if known is not None and known.__module__ != cls.__module__:
         raise DirectiveError(f"two directives are called {cls.__name__}: in {known.__module__} and {cls.__module__}; rename one")
@@ -67,7 +73,7 @@ def directive(cls: C) -> C:
 
 
 def call_site() -> str:
-    """ "file.py:12" of the nearest caller outside of this package: where the user wrote the directive."""
+    """Return "file.py:12" of the nearest caller outside of this package: where the user wrote the directive."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -78,13 +84,15 @@ def call_site() -> str:
 
 
 def site_field() -> Any:
-    """The field `site`: filled in by itself, not compared, not printed, not saved."""
+    """Return the field `site`: filled in by itself, not compared, not printed, not saved."""
     return field(default_factory=call_site, compare=False, repr=False, kw_only=True, metadata={"json": False})
 
 
 def describe(item: Directive) -> str:
-    """The directive about as the user wrote it, without fields that have their default; long lists are cut. A class with a
-    `__str__` of its own says it itself."""
+    """Return the directive about as the user wrote it, without fields that have their default.
+
+    Long lists are cut. A class with a `__str__` of its own says it itself.
+    """
     if "__str__" in type(item).__dict__:
         return str(item)
     shown = []
@@ -97,7 +105,7 @@ def describe(item: Directive) -> str:
 
 
 def _shown(value: object) -> str:
-    """Selections plainly, pairs of a name and something as a dict."""
+    """Return selections as plain text, and pairs of a name and something as a dict."""
     if isinstance(value, Where):
         return str(value)
     if isinstance(value, tuple) and value and all(isinstance(v, Where) for v in value):
@@ -109,14 +117,14 @@ def _shown(value: object) -> str:
 
 
 def fail(item: Directive, condition: int, message: str) -> DirectiveError:
-    """The error for a numbered legality condition of a directive."""
+    """Return the error for a numbered legality condition of a directive."""
     site = getattr(item, "site", "")
     where = f" at {site}" if site else ""
     return DirectiveError(f"{describe(item)}{where}: {message} [{written(type(item))} condition {condition}]")
 
 
 def written(kind: type) -> str:
-    """A directive's class as a user writes it: "split_backward" for SplitBackward."""
+    """Return a directive's class as a user writes it: "split_backward" for SplitBackward."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
 
 

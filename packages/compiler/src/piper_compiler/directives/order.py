@@ -1,21 +1,22 @@
-"""order: run all compute of one selection before all compute of the next, on each device where both occur.
+"""Define `order`: run all compute of one selection before all compute of the next, on each device where both occur.
 
     before  pp0: layer0.F@0, layer0.F@1, layer0.B@0 in any order that the data allows
             order(where(mb=0, phase="F"), where(mb=1, phase="F"), where(mb=0, phase="B"))
     after   pp0: layer0.F@0 -> layer0.F@1 -> layer0.B@0
 
-`overlap(a, b)` stands for one place in an order at which the compute of a and b may be interleaved: everything of the item
-before comes before both, everything of the item after comes after both, and among them the compiler chooses (`passes.overlap`).
+`overlap(a, b)` stands for one place in an order at which the compute of a and b may be interleaved: everything of the
+item before comes before both, everything of the item after comes after both, and among them the compiler chooses
+(`passes.overlap`).
 
 Legality
- 1. At least two selections, each of which matches compute nodes. (With missing="skip" a selection of a backward phase whose
-    region has no such phase, because it trains nothing or has no such part, is left out.)
+ 1. At least two selections, each of which matches compute nodes. (With missing="skip" a selection of a backward phase
+    whose region has no such phase, because it trains nothing or has no such part, is left out.)
  2. No node is in two selections.
  3. If anything is placed, the selected nodes are: an order is per device.
  4. On at least one device two of the selections occur: otherwise the directive would have no effect.
  5. An overlap has at least two selections, and stands inside of an order.
- (That all orders together are acyclic is checked once, when the strategy is complete; the error names the directives on the
- cycle.)
+ (That all orders together are acyclic is checked once, when the strategy is complete; the error names the directives on
+ the cycle.)
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Chains = tuple[Where, Mapping[str, tuple[At, ...]]]
 
 @dataclass(frozen=True, init=False)
 class Overlap:
-    """An item of an order: its selections may be interleaved."""
+    """Mark an item of an order whose selections may be interleaved."""
 
     selections: tuple[Where, ...]
 
@@ -49,9 +50,17 @@ class Overlap:
 @directive
 @dataclass(frozen=True, init=False)
 class Order:
-    """Within a selection the nodes of a device run along the program (F ascending, backward descending). Communication
-    follows its data. `items` are selections, overlaps, or tuples of them. `overlaps`: (first, number) of the selections that
-    form an overlap."""
+    """Run the items one after the other on each device.
+
+    Within a selection the nodes of a device run along the program (F ascending, backward descending). Communication
+    follows its data. The items given are selections, overlaps, or tuples of them.
+
+    Attributes:
+        selections: all selections, in order.
+        missing: whether a selection of a backward phase that its region cannot have is an error or skipped.
+        overlaps: (first, number) of the selections that form an overlap.
+        site: where the user wrote it.
+    """
 
     selections: tuple[Where, ...]
     missing: Literal["error", "skip"] = "error"
@@ -81,11 +90,11 @@ class Order:
         object.__setattr__(self, "site", call_site() if site is None else site)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As tuples: an order has thousands of selections, and searches send it to workers."""
+        """Pickle the terms as tuples: an order has thousands of selections, and searches send it to workers."""
         return _order, (tuple([s.terms for s in self.selections]), self.missing, self.overlaps, self.site)
 
     def __str__(self) -> str:
-        """About as the user wrote it; long lists are cut."""
+        """Return the order about as the user wrote it; long lists are cut."""
         shown = islice(self._items(), 3)
         items = [", ".join(map(str, item)) if len(item) == 1 else f"overlap({', '.join(map(str, item))})" for item in shown]
         count = len(self.selections) - sum(number - 1 for _, number in self.overlaps)
@@ -109,7 +118,7 @@ class Order:
             raise fail(self, 4, "no two of the selections share a device, so nothing would be ordered")
 
     def _twice(self, graph: Graph) -> DirectiveError:
-        """The first node that two selections have."""
+        """Return the error for the first node that two selections have."""
         seen: dict[At, Where] = {}
         for selection, _ in [pair for item in self._selected(graph) for pair in item]:
             for node, mb in graph.turns(selection):
@@ -119,7 +128,7 @@ class Order:
         raise AssertionError("no node is selected twice")
 
     def _check_overlaps(self) -> None:
-        """The ranges of a strategy that was read from a file may be anything."""
+        """Check the ranges of overlaps, which may be anything in a strategy that was read from a file."""
         end = 0
         for first, number in self.overlaps:
             if number < 2:
@@ -188,8 +197,10 @@ class Order:
 
 
 def has_no_such_phase(graph: Graph, selection: Where) -> bool:
-    """Whether a selection that matches nothing asks for a backward phase that its region cannot have: B, I and W of what trains
-    nothing; I or W where the backward, which is split, is the other alone."""
+    """Return whether a selection that matches nothing asks for a phase that its region cannot have.
+
+    These are B, I and W of what trains nothing, and I or W where the backward, which is split, is the other alone.
+    """
     terms = dict(selection.terms)
     phase = terms.pop("phase", None)
     if phase not in ("B", "I", "W"):

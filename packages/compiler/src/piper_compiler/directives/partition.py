@@ -1,4 +1,4 @@
-"""partition: choose stages as sets of neighbouring layers.
+"""Define `partition`: choose stages as sets of neighbouring layers.
 
     before  layer0.F  layer1.F  layer2.F  layer3.F
     after   layer0.F stage=0  layer1.F stage=0  layer2.F stage=1  layer3.F stage=1        partition(stages=2)
@@ -7,7 +7,8 @@ Legality
  1. stages is at least 1, and there are at least as many layers as stages.
  2. `at` is "even", "cost", or ascending first layers of the stages 1.. , one less than stages, within the layers.
  3. The model has layers (an nn.ModuleList or regions with layer=), unless every node has a stage already.
- 4. Stages that are already there agree: all nodes have one, they are 0..stages-1, and no other boundaries are asked for.
+ 4. Stages that are already there agree: all nodes have one, they are 0..stages-1, and no other boundaries are asked
+    for.
  5. Nothing is placed yet.
 """
 
@@ -30,9 +31,16 @@ Boundaries = Literal["even", "cost"] | tuple[int, ...]
 @directive
 @dataclass(frozen=True)
 class Partition:
-    """Give every chunk the coordinate stage (0..stages-1). "even" gives the first stages one layer more when layers do not
-    divide; "cost" minimises the slowest stage's time. What runs before the first layer joins the first, what runs after a
-    layer joins that layer."""
+    """Give every chunk the coordinate stage (0..stages-1).
+
+    What runs before the first layer joins the first, what runs after a layer joins that layer.
+
+    Attributes:
+        stages: how many stages.
+        at: "even" gives the first stages one layer more when layers do not divide; "cost" minimises the slowest stage's
+            time; a tuple gives the first layers of the stages 1, 2, ...
+        site: where the user wrote it.
+    """
 
     stages: int
     at: Boundaries = "even"
@@ -94,12 +102,12 @@ class Partition:
 
 
 def layers_of(program: Program) -> list[int]:
-    """The layer coordinates in order of first appearance."""
+    """Return the layer coordinates in order of first appearance."""
     return list(dict.fromkeys(c.coords["layer"] for c in program.chunks if "layer" in c.coords))
 
 
 def chunk_layers(program: Program) -> dict[str, int]:
-    """Chunk -> the layer whose stage it shares: its own, else that of the latest chunk with one, else the first."""
+    """Return by chunk the layer whose stage it shares: its own, else the latest chunk's with one, else the first."""
     latest = layers_of(program)[0]
     out = {}
     for chunk in program.chunks:
@@ -109,7 +117,7 @@ def chunk_layers(program: Program) -> dict[str, int]:
 
 
 def stage_of_layers(program: Program, stages: int, at: Boundaries, costs: Costs | None = None) -> dict[int, int]:
-    """Layer -> stage."""
+    """Return the stage of each layer."""
     layers = layers_of(program)
     if isinstance(at, tuple):
         firsts = [layers.index(b) for b in at]
@@ -130,8 +138,11 @@ def _layer_seconds(program: Program, layers: list[int], costs: Costs | None) -> 
 
 
 def _balanced(seconds: list[float], stages: int) -> list[int]:
-    """First layers of stages 1.. such that the slowest stage is as fast as possible; of several solutions the one with the
-    earliest boundaries. Dynamic programme over (stage, first layer), O(stages * layers^2)."""
+    """Return the first layers of the stages 1, 2, ... such that the slowest stage is as fast as possible.
+
+    Of several solutions it is the one with the earliest boundaries. This is a dynamic programme over (stage, first
+    layer), O(stages * layers^2).
+    """
     n = len(seconds)
     prefix = [0.0, *accumulate(seconds)]
     best = [prefix[n] - prefix[i] for i in range(n)]  # one stage from layer i to the end

@@ -1,4 +1,4 @@
-"""place: run nodes on mesh coordinates, with point-to-point communication on the edges that cross.
+"""Define `place`: run nodes on mesh coordinates, with point-to-point communication on the edges that cross.
 
     before  layer1.F@0 -> layer2.F@0
     after   layer1.F@0 on pp0 -> send on pp0, recv on pp1 -> layer2.F@0 on pp1        place(where(stage=1), on=dict(pp=1))
@@ -28,8 +28,15 @@ from piper_ir.select import Where
 @directive
 @dataclass(frozen=True, init=False)
 class Place:
-    """Nodes run on all ranks that have the coordinates `on`. `send`, `recv`: names of the streams that carry what these nodes
-    send and receive; by default each channel has a stream of its own."""
+    """Run nodes on all ranks that have the coordinates `on`.
+
+    Attributes:
+        selection: the nodes.
+        on: (axis, coordinate) pairs.
+        send: name of the stream that carries what these nodes send (default: a stream for each channel).
+        recv: name of the stream that carries what they receive, likewise.
+        site: where the user wrote it.
+    """
 
     selection: Where
     on: tuple[tuple[str, int], ...]
@@ -128,8 +135,10 @@ def role_name(fixed: Mapping[str, int]) -> str:
 
 
 def with_sums(graph: Graph, nodes: list[Node]) -> Iterator[tuple[Node, str]]:
-    """Yield the nodes, and before each the gradient sums that feed it, with its phase: a sum runs where its chunk's backward
-    runs."""
+    """Yield the nodes, each after the gradient sums that feed it, with its phase.
+
+    A sum runs where its chunk's backward runs.
+    """
     for node in nodes:
         phase = str(node.coords["phase"])
         if phase != "F":
@@ -142,7 +151,7 @@ def with_sums(graph: Graph, nodes: list[Node]) -> Iterator[tuple[Node, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Crossing:
-    """A value that `reader` reads on another role than the one that writes it, in the microbatches of the reader."""
+    """Name a value that `reader` reads on another role than the one that writes it, in the reader's microbatches."""
 
     value: str
     source: str
@@ -150,8 +159,10 @@ class _Crossing:
 
 
 def _connect(edit: Editor, nodes: list[Node]) -> None:
-    """Add communication on the edges between newly placed nodes and nodes placed elsewhere. Channels are made in the order in
-    which the microbatches need them, one after the other."""
+    """Add communication on the edges between newly placed nodes and nodes placed elsewhere.
+
+    Channels are made in the order in which the microbatches need them, one after the other.
+    """
     found = [crossing for node in nodes for crossing in _crossings(edit, node)]
     for at in sorted(found, key=lambda at: at.reader.each[0]):
         edit.channel(at.source, at.reader.role, edit.values[at.value].category)

@@ -1,4 +1,4 @@
-"""replicate: data parallelism.
+"""Define `replicate`: train data-parallel, with gradients summed over replicas.
 
     before  layer0.B@0 on ranks 0..1, each alone
     after   layer0.B@0 on ranks 0..1 with different rows; its gradient bucket is summed over dp after its last microbatch
@@ -30,10 +30,19 @@ MOST_BUCKET_MB = 2**40
 @directive
 @dataclass(frozen=True)
 class Replicate:
-    """Each coordinate along `over` holds all parameters of the selected chunks and sees its own rows. Gradients are summed in
-    flat buckets of `bucket_mb` MiB (of gradient dtype), one reduction per bucket and step, started when the bucket's last
-    gradient is ready; `reduce` names its stream (default: one for all reductions of the role). `zero`: 0 keeps gradients and
-    optimizer state whole."""
+    """Give each coordinate along `over` all parameters of the selected chunks, and rows of its own.
+
+    Gradients are summed in flat buckets, with one reduction per bucket and step, which starts when the bucket's last
+    gradient is ready.
+
+    Attributes:
+        selection: the chunks.
+        over: mesh axes.
+        zero: 0 keeps gradients and optimizer state whole.
+        bucket_mb: MiB of a bucket, in the gradients' dtype.
+        reduce: name of the reductions' stream (default: one for all reductions of the role).
+        site: where the user wrote it.
+    """
 
     selection: Where
     over: tuple[str, ...] = ("dp",)

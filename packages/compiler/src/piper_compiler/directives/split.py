@@ -1,4 +1,4 @@
-"""split: partition the rows of the batch into microbatches.
+"""Define `split`: partition the rows of the batch into microbatches.
 
     before  layer0.F             layer0.B
     after   layer0.F@0 mb=0  layer0.F@1 mb=1  layer0.B@0 mb=0  layer0.B@1 mb=1        split(where(), microbatches=2)
@@ -6,8 +6,8 @@
 Legality
  1. microbatches is at least 1.
  2. The batch is split once.
- 3. All nodes are selected: `where()`. (A part of the model that sees other microbatches than the rest has no single-device
-    equivalent.)
+ 3. All nodes are selected: `where()`. (A part of the model that sees other microbatches than the rest has no
+    single-device equivalent.)
  4. Nothing is placed yet: communication belongs to a microbatch.
  5. The copies of all nodes are at most as many as `piper_ir.limits` accepts: a graph holds each of them.
 """
@@ -26,7 +26,10 @@ from piper_ir.select import Where
 @directive
 @dataclass(frozen=True)
 class Split:
-    """Microbatch i of m gets rows [i*R/m, (i+1)*R/m) of the R rows of its data-parallel replica. Adds the coordinate mb."""
+    """Give microbatch i of m the rows [i*R/m, (i+1)*R/m) of the R rows of its data-parallel replica.
+
+    It adds the coordinate mb.
+    """
 
     selection: Where
     microbatches: int

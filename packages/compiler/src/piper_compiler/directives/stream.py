@@ -1,15 +1,15 @@
-"""stream: put communication on a logical stream, and say how many SMs it takes from compute there.
+"""Define `stream`: put communication on a logical stream, and say how many SMs it takes from compute there.
 
     before  send.layer1:out0@0#pp1 on stream pp0>pp1.act, recv.layer2:gin0@0#pp0 on stream pp1>pp0.grad
     after   both on stream p2p        stream(where(op=("send", "recv")), "p2p")
 
 Legality
- 1. The selection matches point-to-point communication that exists: write stream after place, with op="send", op="recv" or both.
-    (Reductions take the name that `replicate(reduce=...)` gives them.)
+ 1. The selection matches point-to-point communication that exists: write stream after place, with op="send", op="recv"
+    or both. (Reductions take the name that `replicate(reduce=...)` gives them.)
  2. Compute stays on its stream: only the compute stream allocates and frees memory.
  3. A channel uses one stream on each side: all its transfers are selected, or none.
- 4. sms is a whole number, at least 0. (0: copy engines move the data. That a device has more SMs than that is the simulator's to
-    say, which knows the device.)
+ 4. sms is a whole number, at least 0. (0: copy engines move the data. That a device has more SMs than that is the
+    simulator's to say, which knows the device.)
  5. A stream of a device has one number of SMs: what names the same stream again agrees, or says nothing.
 """
 
@@ -27,9 +27,16 @@ from piper_ir.select import Where
 @directive
 @dataclass(frozen=True)
 class Stream:
-    """The selected sends and receives run in order on the stream `name` of their device. `sms`: SMs that all communication on the
-    stream takes from compute while it runs, reductions that `replicate(reduce=name)` puts there included; None: the
-    simulator's constants; 0: copy engines. It changes what is simulated, not what is executed."""
+    """Run the selected sends and receives in order on the stream `name` of their device.
+
+    Attributes:
+        selection: the communication.
+        name: the stream.
+        sms: SMs that all communication on the stream takes from compute while it runs, reductions that
+            `replicate(reduce=name)` puts there included. None: the simulator's constants; 0: copy engines. It changes
+            what is simulated, not what is executed.
+        site: where the user wrote it.
+    """
 
     selection: Where
     name: str
@@ -62,7 +69,7 @@ class Stream:
         self._check_sms(graph, {(n.role, channel_of(n)) for n in nodes})
 
     def _check_sms(self, graph: Graph, ends: set[tuple[str, str]]) -> None:
-        """Condition 5, against the ends of channels that are on the stream and stay as they are."""
+        """Check condition 5 against the ends of channels that are on the stream and stay as they are."""
         roles = {role for role, _ in ends}
         for channel in graph.channels.values() if self.sms is not None else ():
             for role, stream, sms in zip(channel.roles, channel.streams, channel.sms):
@@ -79,7 +86,10 @@ class Stream:
         return edit.done()
 
     def _sms(self, channel: Channel, role: str) -> tuple[int | None, ...]:
-        """Of a channel that goes to this stream on a role: what it had stays where the directive says nothing of its stream."""
+        """Return the SMs of a channel that goes to this stream on a role.
+
+        What the channel had stays where the directive says nothing of its stream.
+        """
         named = channel.sms or (None,) * len(channel.roles)
         stays = self.sms is None and channel.stream_on(role) == self.name
         sms = tuple(n if stays or r != role else self.sms for r, n in zip(channel.roles, named, strict=True))
@@ -87,6 +97,6 @@ class Stream:
 
 
 def channel_of(node: Node) -> str:
-    """The channel of a point-to-point node."""
+    """Return the channel of a point-to-point node."""
     assert isinstance(node.op, Send | Recv)
     return node.op.channel

@@ -1,4 +1,4 @@
-"""Schedules as CSV files, in the format of torch.distributed.pipelining: read, checked, written, and made of a plan.
+"""Read, check and write schedules as CSV files, in the format of torch.distributed.pipelining.
 
 It may import everything of the compiler except capture, and piper_ir.
 """

@@ -1,8 +1,9 @@
-"""Whether a table is a schedule: every action there once, in an order that does not wait for itself, each stage on one device;
-and in a lowered table, communication that is what the compute needs.
+"""Check whether a table is a schedule.
 
-Sends and receives are posted and do not hold up their device; compute waits for what it reads. Messages between two devices
-arrive in the order in which they are sent, so they must be received in that order.
+Every action is there once, in an order that does not wait for itself, with each stage on one device; and in a lowered
+table, communication is what the compute needs. Sends and receives are posted and do not hold up their device; compute
+waits for what it reads. Messages between two devices arrive in the order in which they are sent, so they must be
+received in that order.
 """
 
 from __future__ import annotations
@@ -28,7 +29,14 @@ NO_MAP = (
 
 @dataclass(frozen=True)
 class TableFacts:
-    """Of a table whose actions are complete: `at`: where each action and each transfer stands; `home`: stage -> device."""
+    """Say what is known of a table whose actions are complete.
+
+    Attributes:
+        at: where each action and each transfer stands.
+        home: stage -> device.
+        microbatches: how many.
+        lowered: whether the table has communication.
+    """
 
     at: dict[Event, CellPosition]
     home: dict[int, int]
@@ -43,7 +51,7 @@ class TableFacts:
         return self.home.get(stage)
 
     def source(self, action: Action) -> Action | None:
-        """The action of a neighbouring stage whose output this one reads; None where it reads none."""
+        """Return the action of a neighbouring stage whose output this one reads; None where it reads none."""
         if action.phase == "F":
             return Action(action.stage - 1, "F", action.mb) if action.stage else None
         if action.phase == "W" or action.stage == self.stages - 1:
@@ -52,7 +60,7 @@ class TableFacts:
         return whole if whole in self.at else Action(action.stage + 1, "I", action.mb)
 
     def transfer(self, action: Action) -> tuple[CommCell, CommCell] | None:
-        """The send and the receive that bring an action its input from another device; None where it needs none."""
+        """Return the send and the receive that bring an action its input from another device, if it needs them."""
         source = self.source(action)
         if source is None or self.home[source.stage] == self.home[action.stage]:
             return None
@@ -62,7 +70,10 @@ class TableFacts:
 
 
 def checked(rows: Rows) -> TableFacts:
-    """The facts of a table that is a schedule. Fault otherwise."""
+    """Return the facts of a table that is a schedule.
+
+    Raises CellFault otherwise.
+    """
     facts = _collected(rows)
     _check_complete(facts)
     _check_phases(facts)
@@ -113,7 +124,7 @@ def _collected(rows: Rows) -> TableFacts:
 
 
 def _check_complete(facts: TableFacts) -> None:
-    """Stages and microbatches count from 0, and each pair of them has a forward and a backward."""
+    """Check that stages and microbatches count from 0, and each pair of them has a forward and a backward."""
     actions = [e for e in facts.at if isinstance(e, Action)]
     if not actions:
         raise CellFault(0, 0, "the table is empty; a schedule computes something")
@@ -155,7 +166,7 @@ def _check_phases(facts: TableFacts) -> None:
 
 
 def _check_transfers(facts: TableFacts) -> None:
-    """One send after the source, one receive before the reader, nothing else."""
+    """Check that there is one send after the source, one receive before the reader, and nothing else."""
     needed: set[CommCell] = set()
     for action, place in facts.at.items():
         pair = facts.transfer(action) if isinstance(action, Action) else None
@@ -195,7 +206,10 @@ def _check_order_of_messages(facts: TableFacts) -> None:
 
 
 def _check_parameters(rows: Rows) -> None:
-    """A stage with UNSHARD computes between UNSHARD and RESHARD only; one without has its parameters whole."""
+    """Check that a stage with UNSHARD computes between UNSHARD and RESHARD only.
+
+    A stage without has its parameters whole.
+    """
     sharded = {e.stage for *_, cell in _cells(rows) for e in _events(cell) if isinstance(e, CommCell) and e.kind == "UNSHARD"}
     whole: set[int] = set()
     for r, c, cell in _cells(rows):
@@ -214,7 +228,7 @@ def _check_parameters(rows: Rows) -> None:
 
 
 def _check_reductions(rows: Rows, facts: TableFacts) -> None:
-    """REDUCE_GRAD of all stages or of none, once each, after the stage's last backward."""
+    """Check that REDUCE_GRAD is there for all stages or none, once each, after the stage's last backward."""
     last = {a.stage: p for a, p in sorted(facts.at.items(), key=lambda item: item[1]) if isinstance(a, Action)}
     reduced: dict[int, CellPosition] = {}
     for r, c, cell in _cells(rows):
@@ -251,7 +265,7 @@ def _check_progress(rows: Rows, facts: TableFacts) -> None:
 
 
 def _waits(cell: Cell, facts: TableFacts) -> list[Event]:
-    """What has to happen on other devices, or earlier on this one, before a cell can run."""
+    """Return what has to happen on other devices, or earlier on this one, before a cell can run."""
     out: list[Event] = []
     for event in _events(cell):
         if isinstance(event, Action):

@@ -1,4 +1,4 @@
-"""CSV files of schedules, read and written as torch.distributed.pipelining does."""
+"""Read and write CSV files of schedules, as torch.distributed.pipelining does."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ ScheduleSource = Schedule | Orders | Strategy | Plan
 
 
 def read_schedule_csv(path: str | Path) -> Schedule:
-    """Read a compute-only or lowered schedule: row r is device r, an empty cell an idle slot. FormatError names the file, the row
-    and the cell of what is no action or contradicts the rest, and shows the table there."""
+    """Read a compute-only or lowered schedule: row r is device r, an empty cell an idle slot.
+
+    Raises FormatError, which names the file, the row and the cell of what is no action or contradicts the rest, and
+    shows the table there.
+    """
     try:
         with open(path, encoding="utf-8", newline="") as file:
             text = file.read()
@@ -33,7 +36,7 @@ def read_schedule_csv(path: str | Path) -> Schedule:
 
 
 def parse_schedule(text: str, name: str = "schedule") -> Schedule:
-    """A schedule from the text of a file, which errors call `name`."""
+    """Return a schedule from the text of a file, which errors call `name`."""
     try:
         texts = list(csv.reader(io.StringIO(text, newline=""), strict=True))
     except csv.Error as e:
@@ -50,10 +53,17 @@ def _cell(texts: list[list[str]], row: int, cell: int, name: str) -> Cell:
 
 
 def write_schedule_csv(source: ScheduleSource | Lowered | Any, path: str | Path, *, lowered: bool | None = None) -> None:
-    """Write a schedule for torch.distributed.pipelining. source: what `read_schedule_csv` returns, orders, a strategy, a plan or
-    a `piper.Compiled`. lowered: with communication; without it a schedule is written as it is, and anything else compute-only.
-    A plan's communication is that of the plan, anything else's as torch would add it. FormatError for what the format cannot
-    express, such as a stage on two devices; OutputError when the file cannot be written."""
+    """Write a schedule for torch.distributed.pipelining.
+
+    Raises FormatError for what the format cannot express, such as a stage on two devices; OutputError when the file
+    cannot be written.
+
+    Args:
+        source: what `read_schedule_csv` returns, orders, a strategy, a plan or a `piper.Compiled`.
+        path: the file.
+        lowered: with communication; without it a schedule is written as it is, and anything else compute-only. A plan's
+            communication is that of the plan, anything else's as torch would add it.
+    """
     plan = getattr(source, "plan", source)
     if lowered and isinstance(plan, Plan):
         schedule = Schedule.of_plan(plan, lowered=True)

@@ -1,9 +1,9 @@
-"""Communication for a compute-only schedule, as torch.distributed.pipelining adds it.
+"""Add communication to a compute-only schedule, as torch.distributed.pipelining does.
 
-UNSHARD gathers a stage's parameters as soon as it is among the next stages that the device computes, RESHARD gives them up when
-it no longer is; REDUCE_GRAD follows a stage's last backward. A send follows the action whose results it sends, and the receive
-is posted on the other device at that moment of a run in which the devices take turns, so that no two devices wait for each
-other whatever the order in which messages are taken.
+UNSHARD gathers a stage's parameters as soon as it is among the next stages that the device computes, RESHARD gives them
+up when it no longer is; REDUCE_GRAD follows a stage's last backward. A send follows the action whose results it sends,
+and the receive is posted on the other device at that moment of a run in which the devices take turns, so that no two
+devices wait for each other whatever the order in which messages are taken.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ACTIVE = 3
 
 
 def with_communication(rows: Rows, facts: TableFacts) -> Rows:
-    """The lowered table of a compute-only one."""
+    """Return the lowered table of a compute-only one."""
     computed = [[cell for cell in row if isinstance(cell, tuple)] for row in rows]
     return _with_transfers([_with_reductions(_with_parameters(row), facts.microbatches) for row in computed], facts)
 
@@ -38,7 +38,7 @@ def _with_parameters(slots: Sequence[Slot]) -> list[Item]:
 
 
 def _next_stages(slots: Sequence[Slot]) -> list[int]:
-    """The next stages that are computed, in order, at least ACTIVE of them where there are as many."""
+    """Return the next stages that are computed, in order, at least ACTIVE of them where there are as many."""
     found: list[int] = []
     for slot in slots:
         found += [stage for stage in dict.fromkeys(a.stage for a in slot) if stage not in found]
@@ -48,7 +48,7 @@ def _next_stages(slots: Sequence[Slot]) -> list[int]:
 
 
 def _with_reductions(items: Sequence[Item], microbatches: int) -> list[Item]:
-    """REDUCE_GRAD after the last action that adds to a stage's gradients."""
+    """Add REDUCE_GRAD after the last action that adds to a stage's gradients."""
     out: list[Item] = []
     backwards: dict[int, int] = {}
     for item in items:
@@ -62,7 +62,10 @@ def _with_reductions(items: Sequence[Item], microbatches: int) -> list[Item]:
 
 
 def _with_transfers(rows: Sequence[Sequence[Item]], facts: TableFacts) -> Rows:
-    """Each device in turn does its next item if the inputs have arrived; the schedule is known not to wait for itself."""
+    """Let each device in turn do its next item if the inputs have arrived.
+
+    The schedule is known not to wait for itself.
+    """
     sends = {facts.source(a): pair for a in facts.at if isinstance(a, Action) and (pair := facts.transfer(a))}
     out: list[list[Item]] = [[] for _ in rows]
     done: set[Action] = set()

@@ -1,4 +1,4 @@
-"""Schedule: a table that has been checked, from a file, from orders, or from a plan."""
+"""Define a schedule: a table that has been checked, from a file, from orders, or from a plan."""
 
 from __future__ import annotations
 
@@ -22,9 +22,16 @@ from piper_ir.plan import Plan
 
 @dataclass(frozen=True)
 class Schedule:
-    """`rows[r]` are the cells of device r of the axis pp: a slot of `orders`, communication, or None for an idle slot. What is
-    made has been checked: FormatError names `name`, the row and the cell of what contradicts the rest. `newline`: how lines of
-    the file end."""
+    """Hold a table that is a schedule; making one checks it.
+
+    Raises FormatError, which names `name`, the row and the cell of what contradicts the rest.
+
+    Attributes:
+        rows: `rows[r]` are the cells of device r of the axis pp: a slot of `orders`, communication, or None for an idle
+            slot.
+        name: what errors call the table.
+        newline: how lines of the file end.
+    """
 
     rows: Rows
     name: str = field(default="schedule", compare=False, repr=False)
@@ -40,18 +47,20 @@ class Schedule:
 
     @staticmethod
     def of_orders(orders: Orders, name: str = "schedule") -> Schedule:
-        """The compute-only table of orders, without idle slots."""
+        """Return the compute-only table of orders, without idle slots."""
         return Schedule(tuple(tuple(tuple(slot) for slot in slots) for slots in orders), name)
 
     @staticmethod
     def of_plan(plan: Plan, *, lowered: bool = False) -> Schedule:
-        """The table of a plan: what each device computes, and in a lowered one when it sends, receives and reduces. A plan
-        gathers no parameters, so there is no UNSHARD."""
+        """Return the table of a plan: what each device computes, and in a lowered one its communication.
+
+        A plan gathers no parameters, so there is no UNSHARD.
+        """
         return Schedule(rows_of_plan(plan, lowered=lowered), "plan")
 
     @property
     def orders(self) -> tuple[tuple[Slot, ...], ...]:
-        """What each device computes, in order."""
+        """Return what each device computes, in order."""
         return tuple(tuple(cell for cell in row if isinstance(cell, tuple)) for row in self.rows)
 
     @property
@@ -64,36 +73,45 @@ class Schedule:
 
     @property
     def lowered(self) -> bool:
-        """Whether the table has communication."""
+        """Return whether the table has communication."""
         return self._facts.lowered
 
     def directives(self, *, at: Boundaries = "even") -> tuple[Directive, ...]:
-        """The directives that make device r of the axis pp run row r; `at` cuts the model into stages, as in `partition`. A
-        lowered table's communication is checked, and then left to the compiler, which derives it from the data."""
+        """Return the directives that make device r of the axis pp run row r.
+
+        `at` cuts the model into stages, as in `partition`. A lowered table's communication is checked, and then left to
+        the compiler, which derives it from the data.
+        """
         return scheduled(self.orders, microbatches=self.microbatches, at=at)
 
     def with_communication(self) -> Schedule:
-        """The lowered table, with UNSHARD, RESHARD and REDUCE_GRAD, as torch.distributed.pipelining would run this one."""
+        """Return the lowered table as torch.distributed.pipelining would run this one.
+
+        It has UNSHARD, RESHARD and REDUCE_GRAD.
+        """
         return self if self.lowered else Schedule(with_communication(self.rows, self._facts), self.name, self.newline)
 
     def without_communication(self) -> Schedule:
-        """The compute-only table."""
+        """Return the compute-only table."""
         return Schedule.of_orders(self.orders, self.name) if self.lowered else self
 
     def dumps(self) -> str:
-        """The file's text."""
+        """Return the file's text."""
         return "".join(",".join(map(cell_text, row)) + self.newline for row in self.rows)
 
 
 def located(name: str, fault: CellFault, texts: list[list[str]]) -> FormatError:
-    """The error for a fault in a table, with the table and an arrow."""
+    """Return the error for a fault in a table, with the table and an arrow."""
     where = f"{name}: row {fault.row + 1} (device {fault.row}), cell {fault.cell + 1}: {fault.message}"
     return FormatError(f"{where}\n\n{picture(texts or [[]], fault.row, fault.cell)}")
 
 
 def schedule_of(source: Any) -> Schedule:
-    """A schedule of orders, a plan (or what holds one as `plan`: a `piper.Compiled`), or a strategy, which is compiled for a
-    synthetic program of as many stages."""
+    """Return a schedule of orders, of a plan, or of a strategy.
+
+    A plan may also be held as `plan`, as by a `piper.Compiled`. A strategy is compiled for a synthetic program of as
+    many stages.
+    """
     source = getattr(source, "plan", source)
     if isinstance(source, Schedule):
         return source
@@ -105,7 +123,7 @@ def schedule_of(source: Any) -> Schedule:
 
 
 def plan_of(strategy: Strategy) -> Plan:
-    """The plan of a strategy for a synthetic program with as many stages as its `partition` makes."""
+    """Return the plan of a strategy for a synthetic program with as many stages as its `partition` makes."""
     from piper_compiler.compile import compile_program
 
     stages = stages_of(strategy.directives)
@@ -115,6 +133,6 @@ def plan_of(strategy: Strategy) -> Plan:
 
 
 def stages_of(directives: Iterable[Directive]) -> int | None:
-    """The stages that the directives' `partition` makes; None without one."""
+    """Return the stages that the directives' `partition` makes; None without one."""
     found: Iterator[int] = (d.stages for d in directives if isinstance(d, Partition))
     return next(found, None)

@@ -1,7 +1,7 @@
-"""The table of a schedule in the format of torch.distributed.pipelining: one row per device, one cell per slot.
+"""Define the table of a schedule in the format of torch.distributed.pipelining: a row per device, a cell per slot.
 
-A cell is empty (idle), a compute action (`2F0`, `3I1`, `0W4`, `1B2`), an overlapped pair (`(0F7;7B3)OVERLAP_F_B`), or, in a
-lowered table, communication: `3SEND_F1`, `2RECV_B0` (the microbatch last), `1UNSHARD`, `1RESHARD`, `1REDUCE_GRAD`.
+A cell is empty (idle), a compute action (`2F0`, `3I1`, `0W4`, `1B2`), an overlapped pair (`(0F7;7B3)OVERLAP_F_B`), or,
+in a lowered table, communication: `3SEND_F1`, `2RECV_B0` (the microbatch last), `1UNSHARD`, `1RESHARD`, `1REDUCE_GRAD`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ OF_STAGE: tuple[OfStage, ...] = get_args(OfStage)
 
 @dataclass(frozen=True, slots=True)
 class CommCell:
-    """Communication of a stage: a transfer of one microbatch, or (mb -1) one of the stage's parameters or gradients. SEND_F hands
-    a forward's outputs to stage + 1, SEND_B a backward's gradients to stage - 1; RECV_F and RECV_B are what `stage` gets."""
+    """Name communication of a stage.
+
+    It is a transfer of one microbatch, or (mb -1) one of the stage's parameters or gradients. SEND_F hands a forward's
+    outputs to stage + 1, SEND_B a backward's gradients to stage - 1; RECV_F and RECV_B are what `stage` gets.
+    """
 
     stage: int
     kind: Transfer | OfStage
@@ -44,7 +47,7 @@ _PAIR = re.compile(rf"\(([^()]*)\){PAIR}")
 
 
 class CellFault(Exception):
-    """What is wrong in one cell. `row`, `cell` count from 0."""
+    """Say what is wrong in one cell. `row` and `cell` count from 0."""
 
     def __init__(self, row: int, cell: int, message: str) -> None:
         super().__init__(message)
@@ -52,7 +55,10 @@ class CellFault(Exception):
 
 
 def parse_cell(text: str) -> Cell:
-    """A cell from its text. ValueError says what is wrong with it."""
+    """Return a cell from its text.
+
+    Raises ValueError, which says what is wrong with it.
+    """
     text = text.strip()
     if not text:
         return None
@@ -76,13 +82,13 @@ def _action(found: re.Match[str]) -> Action:
 
 
 def check_pair(slot: Slot) -> None:
-    """ValueError for an overlapped group that the format does not have."""
+    """Raise ValueError for an overlapped group that the format does not have."""
     if len(slot) != 2 or slot[0].phase != "F" or slot[1].phase == "F":
         raise ValueError(f"{PAIR} holds one forward and then one backward, not {'; '.join(map(str, slot)) or 'nothing'}")
 
 
 def cell_text(cell: Cell) -> str:
-    """The text of a cell, which `parse_cell` reads back."""
+    """Return the text of a cell, which `parse_cell` reads back."""
     if cell is None:
         return ""
     if isinstance(cell, CommCell):
@@ -96,7 +102,10 @@ AROUND = 3
 
 
 def picture(texts: Sequence[Sequence[str]], row: int, cell: int) -> str:
-    """The table around a cell, with an arrow at it. Cells and devices that are far away are left out."""
+    """Return the table around a cell, with an arrow at it.
+
+    Cells and devices that are far away are left out.
+    """
     rows = range(max(0, row - AROUND), min(len(texts), row + AROUND + 1))
     columns = range(max(0, cell - AROUND), max(cell, min(cell + AROUND, max((len(texts[r]) for r in rows), default=1) - 1)) + 1)
     heads = {c: f"cell {c + 1}" for c in columns}

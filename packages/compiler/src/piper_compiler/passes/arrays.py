@@ -1,4 +1,4 @@
-"""Columns of numbers: numpy's arrays of 64-bit integers, and what the passes do with them."""
+"""Define columns of numbers: numpy's arrays of 64-bit integers, and what the passes do with them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ NEVER = 1 << 60
 
 
 def int_array(values: Iterable[int]) -> Ints:
-    """A column of numbers."""
+    """Return numbers as a column."""
     return np.array(list(values), np.int64)
 
 
 def run_starts(lengths: Ints) -> Ints:
-    """Where each of some runs of these lengths begins."""
+    """Return where each of some runs of these lengths begins."""
     return np.cumsum(lengths) - lengths
 
 
 def index_in_run(lengths: Ints) -> Ints:
-    """0, 1, ... in each of some runs of these lengths."""
+    """Return 0, 1, ... in each of some runs of these lengths."""
     return np.arange(int(lengths.sum())) - np.repeat(run_starts(lengths), lengths)

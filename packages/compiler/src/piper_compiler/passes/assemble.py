@@ -1,4 +1,4 @@
-"""What a plan says beside its programs: roles with their states, chunks with their sizes."""
+"""Say what a plan has beside its programs: roles with their states, chunks with their sizes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def plan_of(graph: Graph, chunks: dict[str, Chunk], rows: int, programs: list[In
 
 
 def role_plan(graph: Graph, role: str, program: InstrTable, held: tuple[State, ...]) -> RolePlan:
-    """One role of a plan."""
+    """Return one role of a plan."""
     streams = tuple(dict.fromkeys([COMPUTE, *program.streams]))
     placed = graph.roles[role]
     first = tuple(map(program.values.name, program.first))
@@ -49,7 +49,7 @@ def role_plan(graph: Graph, role: str, program: InstrTable, held: tuple[State, .
 
 
 def bound_chunks(graph: Graph, rows: int) -> dict[str, Chunk]:
-    """Chunks with int sizes and the coordinates that directives added."""
+    """Return the chunks by id, with int sizes and the coordinates that directives added."""
     out = {}
     for chunk in graph.program.bound(rows):
         node = graph.compute(chunk.id, "F")[0]
@@ -59,8 +59,10 @@ def bound_chunks(graph: Graph, rows: int) -> dict[str, Chunk]:
 
 
 def states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
-    """Role -> its persistent bytes: parameters in buckets (flat, with their padding), other parameters, gradients, optimizer,
-    buffers."""
+    """Return the persistent state of each role.
+
+    It is parameters in buckets (flat, with their padding), other parameters, gradients, optimizer state and buffers.
+    """
     out: dict[str, dict[str, State]] = {role: {} for role in graph.roles}
     bucketed = {p for b in graph.buckets.values() for p in b.params}
     for bucket in graph.buckets.values():

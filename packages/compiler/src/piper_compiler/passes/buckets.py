@@ -1,4 +1,7 @@
-"""Gradient buckets: objects of the whole graph, keyed by the ranks that hold the parameters (plan-rules 17, 18)."""
+"""Make gradient buckets. They belong to the whole graph and are keyed by the ranks that hold their parameters.
+
+`piper_ir.verify` checks what they must be: R22-buckets and R23-holders.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,19 @@ from piper_ir.program import Param, Program
 from piper_ir.sizes import ITEM_BYTES, bind
 
 ALIGN_BYTES = 256
-"""Alignment of a parameter inside of its bucket: what CUDA's vectorised kernels and NCCL like, and torch's allocator gives."""
+"""Alignment of a parameter inside of its bucket: what CUDA's vectorised kernels and NCCL like, and torch's allocator
+gives."""
 
 _BucketKey = tuple[tuple[str, ...], tuple[str, ...], str, int, int, str]
 
 
 def make_buckets(edit: Editor, training: Training) -> None:
-    """Add the buckets of all trained parameters and the channels that reduce them. Parameters stand in the order in which
-    their gradients become complete; a bucket ends when the next parameter would take it over its size. Parameters of one
-    bucket are held by the same roles and replicas, and share dtype and optimizer group."""
+    """Add the buckets of all trained parameters and the channels that reduce them.
+
+    Parameters stand in the order in which their gradients become complete. A bucket ends when the next parameter would
+    take it over its size. Parameters of one bucket are held by the same roles and replicas, and share dtype and
+    optimizer group.
+    """
     held = holders(edit, edit.graph.program)
     open_: dict[_BucketKey, list[Param]] = {}
     filled: dict[_BucketKey, int] = {}
@@ -43,8 +50,10 @@ def make_buckets(edit: Editor, training: Training) -> None:
 
 
 def _by_completion(edit: Editor) -> list[tuple[Param, Replication]]:
-    """Trained parameters with their policy; backward runs against the program, so a gradient is complete with the first chunk
-    that uses it."""
+    """Return the trained parameters with their policy, in the order in which their gradients become complete.
+
+    Backward runs against the program, so a gradient is complete with the first chunk that uses it.
+    """
     none = Replication((), 25 * 2**20, "", -1)
     by_name = {p.name: p for p in edit.graph.program.params}
     out: dict[str, Replication] = {}
@@ -61,7 +70,7 @@ def _by_completion(edit: Editor) -> list[tuple[Param, Replication]]:
 
 
 def _aligned(param: Param) -> int:
-    """Elements that a parameter takes in a bucket."""
+    """Return the elements that a parameter takes in a bucket."""
     step = ALIGN_BYTES // ITEM_BYTES[param.spec.dtype]
     return -(-bind(param.spec.numel, 0) // step) * step
 
@@ -82,8 +91,10 @@ def _add(edit: Editor, id: str, key: _BucketKey, members: list[Param]) -> None:
 
 
 def holders(graph: Editor, program: Program) -> dict[str, tuple[str, ...]]:
-    """Trained parameter -> the roles that run a chunk which reads it, in order of roles. A role that only reads it must update
-    it too."""
+    """Return by trained parameter the roles that run a chunk which reads it, in order of roles.
+
+    A role that only reads it must update it too.
+    """
     trained = {name for chunk in program.chunks for name in trains(chunk)}
     out: dict[str, set[str]] = {}
     for chunk in program.chunks:

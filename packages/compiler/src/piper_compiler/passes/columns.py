@@ -1,5 +1,7 @@
-"""The nodes of a scheduled graph and their edges as arrays. What follows scheduling says little about each of very many nodes, so
-it works on whole columns."""
+"""Turn the nodes of a scheduled graph and their edges into arrays.
+
+Passes after scheduling do little per node but for many nodes, so they work on numpy arrays.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,18 @@ from piper_ir.graph import Graph
 
 @dataclass(frozen=True)
 class Columns:
-    """An entry per node, by number: `of` and `mb` as in `Dependencies`, the index of its role in the graph, whether it is
-    communication, its `place` in the global order. An entry per edge, by target: the node `source` is before the node `target`;
-    `first[i]` is the first edge to node i."""
+    """Hold an entry per node, by number, and an entry per edge, by target.
+
+    Attributes:
+        of: index of each number in `Dependencies.nodes`.
+        mb: microbatch, as in `Dependencies`.
+        role: index of the node's role in the graph.
+        comm: whether the node is communication.
+        place: its place in the global order.
+        source: the node that an edge comes from, which is before `target`.
+        target: the node that an edge leads to.
+        first: the first edge to each node.
+    """
 
     of: Ints
     mb: Ints
@@ -29,12 +40,12 @@ class Columns:
     first: Ints
 
     def each(self, facts: Iterable[int]) -> Ints:
-        """A fact of each of `Dependencies.nodes`, by number."""
+        """Return a fact of each number, given one for each of `Dependencies.nodes`."""
         return int_array(facts)[self.of]
 
 
 def columns(graph: Graph, deps: Dependencies, sequence: Sequence[int]) -> Columns:
-    """Of a graph whose nodes are scheduled in the order `sequence`."""
+    """Return the columns of a graph whose nodes are scheduled in the order `sequence`."""
     index = {role: r for r, role in enumerate(graph.roles)}
     of = int_array(deps.of)
     place = np.empty(len(of), np.int64)

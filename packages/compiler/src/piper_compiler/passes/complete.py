@@ -1,5 +1,7 @@
-"""Checks that a graph is a whole training step, and adds what no directive writes: gradient buckets and their reductions, the
-loss weight, the gradient norm, and one Update per role."""
+"""Check that a graph is a whole training step, and add what no directive writes.
+
+That is gradient buckets and their reductions, the loss weight, the gradient norm, and one Update per role.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ EVERYWHERE = "all"
 
 
 def complete(graph: Graph, training: Training) -> Graph:
-    """The graph with every node placed and every op that the step needs. CompileError names what is missing."""
+    """Return the graph with every node placed and every op that the step needs.
+
+    Raises CompileError, which names what is missing.
+    """
     if not graph.microbatches:
         graph = split_all(graph, 1)
     graph = _place_rest(graph)
@@ -63,7 +68,7 @@ def _place_rest(graph: Graph) -> Graph:
 
 
 def _check_axes(graph: Graph) -> None:
-    """Every rank must have something to do, and every chunk the same data-parallel width."""
+    """Check that every rank has something to do, and every chunk the same data-parallel width."""
     placed = set(next(iter(graph.roles.values())))
     overs = {graph.replication[c.id].over if c.id in graph.replication else () for c in graph.program.chunks}
     if len(overs) > 1:
@@ -89,7 +94,7 @@ def _check_axes(graph: Graph) -> None:
 
 
 def _check_buffers(graph: Graph) -> None:
-    """A buffer that the model updates must stay what it is on one device."""
+    """Check that a buffer which the model updates stays what it is on one device."""
     wide = any(r.over for r in graph.replication.values())
     for chunk in graph.program.chunks:
         for output in chunk.outputs:
@@ -111,7 +116,7 @@ def _check_buffers(graph: Graph) -> None:
 
 
 def _buffer_users(program: Program, name: str) -> list[str]:
-    """The chunks that read or update a buffer, in program order."""
+    """Return the chunks that read or update a buffer, in program order."""
     return [
         c.id
         for c in program.chunks
@@ -121,7 +126,7 @@ def _buffer_users(program: Program, name: str) -> list[str]:
 
 
 def _check_orders(graph: Graph) -> None:
-    """An order is kept by the one program of a device; between devices only data can order."""
+    """Check that orders can be kept: by the one program of a device, or between devices by data."""
     every = range(graph.microbatches)
     alike = {id: family[0].role for id, family in graph.families.items() if family[0].mbs == every and not _is_comm(family[0])}
     for (before, after), applied in graph.order_edges.items():
@@ -143,7 +148,7 @@ def _is_comm(node: Node) -> bool:
 
 
 def _order_buffers(edit: Editor) -> None:
-    """A buffer that is updated is used in the order of microbatches, and within one along the program."""
+    """Add edges so that an updated buffer is used in the order of microbatches, and within one along the program."""
     program = edit.graph.program
     updated = dict.fromkeys(o.ref for c in program.chunks for o in c.outputs if o.kind == "buffer")
     for name in updated:
@@ -175,8 +180,10 @@ def _reduce(edit: Editor) -> None:
 
 
 def _sum_over_roles(edit: Editor, name: str, local: Mapping[str, str], over: tuple[str, ...], spec: TensorSpec) -> dict[str, str]:
-    """Role -> value with the sum over all roles (and `over`) of a scalar that each role has; the scalar itself when only one
-    rank has it."""
+    """Return by role the value with the sum over all roles (and `over`) of a scalar that each role has.
+
+    It is the scalar itself when only one rank has it.
+    """
     roles = tuple(edit.roles)
     if len(roles) == 1 and not over:
         return dict(local)
@@ -198,7 +205,7 @@ def _zeros(edit: Editor, name: str, role: str, spec: TensorSpec) -> str:
 
 
 def _weights_by_role(edit: Editor, program: Program) -> tuple[dict[str, list[str]], TensorSpec]:
-    """Role -> the weights of the losses that it computes, once for each of their microbatches."""
+    """Return by role the weights of the losses that it computes, once for each of their microbatches."""
     out: dict[str, list[str]] = {}
     spec = TensorSpec((), "float32")
     for chunk in program.chunks:
@@ -211,7 +218,7 @@ def _weights_by_role(edit: Editor, program: Program) -> tuple[dict[str, list[str
 
 
 def _loss_weight(edit: Editor) -> dict[str, str]:
-    """Role -> value with the sum of the loss weights of the whole global batch."""
+    """Return by role the value with the sum of the loss weights of the whole global batch."""
     weights, spec = _weights_by_role(edit, edit.graph.program)
     local = {}
     for role in edit.roles:
@@ -229,8 +236,11 @@ def _loss_weight(edit: Editor) -> dict[str, str]:
 
 
 def _gradient_norm(edit: Editor) -> dict[str, str]:
-    """Role -> value with the squared norm of the whole gradient. A bucket counts once, on the first role that holds it;
-    replicas hold equal gradients after their reductions, so the sum is over roles at each data-parallel coordinate."""
+    """Return by role the value with the squared norm of the whole gradient.
+
+    A bucket counts once, on the first role that holds it. Replicas hold equal gradients after their reductions, so the
+    sum is over roles at each data-parallel coordinate.
+    """
     wide = any(b.dtype == "float64" for b in edit.buckets.values())
     spec = TensorSpec((), "float64" if wide else "float32")
     local = {}

@@ -1,7 +1,7 @@
-"""The edges of a complete graph: by value, by state (gradient buckets, parameters) and by order directives.
+"""Find the edges of a complete graph: by value, by state (buckets, parameters) and by order directives.
 
-Here every node is taken once for each of its microbatches, as a number: what follows looks at single microbatches. Edges between
-nodes are found once for all microbatches, as columns.
+Here every node is taken once for each of its microbatches, as a number: the passes that follow look at single
+microbatches. Edges between nodes are found once for all microbatches, as columns.
 """
 
 from __future__ import annotations
@@ -26,13 +26,23 @@ Fact = TypeVar("Fact")
 
 @dataclass(frozen=True)
 class Dependencies:
-    """`nodes` in the order in which they were made. Numbers: node `nodes[k]` in its microbatches, one after the other, from
-    `starts[k]`; number i is `nodes[of[i]]` in microbatch `mb[i]` (-1: of the whole step). An edge says that number `source[e]`
-    must be done before number `target[e]` starts; edges stand by target, of a receive that of its send first. `after[i]`: the
-    targets of the edges from number i, ascending. `comm[i]`: whether number i is communication. `ordered`: the numbers that
-    directives order. `accumulators`: (bucket, role) -> the numbers that add into its gradient there. `spans`: number -> all of
-    its span, in order, which start together: they have edges from the same numbers. `links[k]`: the nodes whose values node k
-    reads; of a receive, its sends."""
+    """Number every node in every microbatch, and hold the edges between the numbers.
+
+    Attributes:
+        nodes: the nodes in the order in which they were made.
+        starts: the first number of each of `nodes`; its microbatches follow one after the other.
+        of: by number, the index in `nodes`.
+        mb: by number, the microbatch; -1 for the whole step.
+        comm: by number, whether it is communication.
+        source: by edge, the number that must be done before `target` starts.
+        target: by edge, the number that waits. Edges stand by target; the one from its send comes first for a receive.
+        after: by number, the targets of the edges from it, ascending.
+        ordered: the numbers that directives order.
+        accumulators: (bucket, role) -> the numbers that add into the bucket's gradient there.
+        spans: number -> all numbers of its span, in order. They start together, so they have edges from the same
+            numbers.
+        links: by node, the nodes whose values it reads; for a receive, its sends.
+    """
 
     nodes: tuple[Node, ...]
     starts: list[int]
@@ -48,15 +58,15 @@ class Dependencies:
     links: list[list[int]]
 
     def node(self, i: int) -> Node:
-        """What number i is, in any microbatch."""
+        """Return the node that number i stands for, in any microbatch."""
         return self.nodes[self.of[i]]
 
     def name(self, i: int) -> str:
-        """What number i is called."""
+        """Return the name of number i."""
         return self.node(i).name(self.mb[i])
 
     def column(self, facts: Sequence[Fact]) -> list[Fact]:
-        """A fact of each of `nodes`, by number."""
+        """Return a fact of each number, given one for each of `nodes`."""
         return [facts[k] for k in self.of]
 
 
@@ -90,7 +100,10 @@ def targets(source: Ints, target: Ints, nodes: int) -> list[list[int]]:
 
 
 def meeting(a: Node, b: Node) -> tuple[Ints, Ints]:
-    """Match nodes by microbatch: the places among those of a, and among those of b. What belongs to the whole step meets all."""
+    """Match the microbatches of two nodes: return the places among those of a, and among those of b.
+
+    What belongs to the whole step meets all.
+    """
     if a.mbs is None or b.mbs is None:
         n = max(len(a.each), len(b.each))
         theirs, mine = [np.repeat(np.arange(len(x.each)), n // len(x.each)) for x in (a, b)]
@@ -118,7 +131,10 @@ def _join(source: Ints, target: Ints, found: Iterable[tuple[int, ...]]) -> tuple
 
 
 class _Edges:
-    """The edges between the nodes of a graph. `accumulators`: (bucket, role) -> the nodes that add into its gradient there."""
+    """Find the edges between the nodes of a graph.
+
+    `accumulators`: (bucket, role) -> the nodes that add into the bucket's gradient there.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.nodes = graph, graph.sequence
@@ -131,7 +147,7 @@ class _Edges:
         self.links = [self._links(node) for node in self.nodes]
 
     def number(self, at: At) -> int:
-        """The number of a node in a microbatch."""
+        """Return the number of a node in a microbatch."""
         id, mb = at
         for k in self.family[id]:
             each = self.nodes[k].each
@@ -140,7 +156,7 @@ class _Edges:
         raise KeyError(at)
 
     def pairs(self, edges: Iterable[tuple[At, At]]) -> list[tuple[int, int]]:
-        """Order edges by number."""
+        """Return order edges by number."""
         every = range(self.graph.microbatches)
         first = {id: self.starts[own[0]] for id, own in self.family.items() if self.nodes[own[0]].mbs == every}
         out = []
@@ -150,11 +166,11 @@ class _Edges:
         return out
 
     def numbers(self, k: int) -> Ints:
-        """The numbers of a node."""
+        """Return the numbers of a node."""
         return np.arange(self.starts[k], self.starts[k] + len(self.nodes[k].each))
 
     def columns(self, ordered: list[tuple[int, int]]) -> tuple[Ints, Ints]:
-        """Sources and targets, by target. `ordered`: edges by number."""
+        """Return the sources and the targets of all edges, by target, given the order edges by number."""
         sources, targets = [int_array(())], [int_array(())]
         for k, node in enumerate(self.nodes):
             for j in dict.fromkeys([*self.links[k], *self._states(node)]):
@@ -181,7 +197,7 @@ class _Edges:
         return made
 
     def _with(self, node: Node, id: str) -> list[int]:
-        """The nodes of an id that share a microbatch with a node."""
+        """Return the nodes of an id that share a microbatch with a node."""
         return [k for k in self.family.get(id, ()) if (shared := common(self.nodes[k].mbs, node.mbs)) is None or shared]
 
     def _states(self, node: Node) -> list[int]:
@@ -195,7 +211,7 @@ class _Edges:
 
 
 class _StateEdges:
-    """What the ops on gradient buckets and parameters must come after, node by node."""
+    """Find what the ops on gradient buckets and parameters must come after, node by node."""
 
     def __init__(self, nodes: tuple[Node, ...], accumulators: dict[tuple[str, str], list[int]]) -> None:
         self.accumulators = accumulators
@@ -210,7 +226,10 @@ class _StateEdges:
                 self.on_role.setdefault(node.role, []).append(i)
 
     def of(self, node: Node) -> list[int]:
-        """A reduction comes after the last accumulation, the norm after the reductions, the Update after everything."""
+        """Return the nodes that a node must come after.
+
+        A reduction comes after the last accumulation, the norm after the reductions, the Update after everything.
+        """
         match node.op:
             case Collective(bucket=bucket) if bucket:
                 return self.accumulators.get((bucket, node.role), [])
@@ -223,7 +242,7 @@ class _StateEdges:
                 return []
 
     def _complete(self, bucket: str, role: str) -> list[int]:
-        """The nodes after which a bucket's gradient is complete."""
+        """Return the nodes after which a bucket's gradient is complete."""
         reduction = self.reductions.get((bucket, role))
         return self.accumulators.get((bucket, role), []) if reduction is None else [reduction]
 
@@ -240,7 +259,7 @@ def _accumulators(graph: Graph, nodes: tuple[Node, ...]) -> dict[tuple[str, str]
 
 
 def cycle_error(graph: Graph, deps: Dependencies, stuck: set[int]) -> CompileError:
-    """The error for nodes that can never start: one cycle among them, with the directive behind each order edge."""
+    """Return the error for nodes that can never start: one cycle among them, with the directive of each order edge."""
     at = min(stuck)
     path: list[int] = []
     seen: dict[int, int] = {}
@@ -268,7 +287,7 @@ def cycle_error(graph: Graph, deps: Dependencies, stuck: set[int]) -> CompileErr
 
 
 def _reason_of_span(graph: Graph, deps: Dependencies, later: int) -> str:
-    """A node of a span waits for what any of its nodes waits for."""
+    """Return why a span waits: it waits for what any of its nodes waits for."""
     names = [deps.name(i) for i in deps.spans[later]]
     group = next(g for g in graph.overlaps if (deps.node(later).id, deps.mb[later]) in g.nodes)
     return f"{' and '.join(names)} run as one, which needs it; overlapped by {graph.log[group.applied]}"
@@ -295,5 +314,5 @@ def _position(graph: Graph, at: At) -> tuple[int, int, int, str]:
 
 
 def given(program: Program) -> bool:
-    """Whether chunks have durations of their own; then what overlaps runs as one instruction."""
+    """Return whether chunks have durations of their own; then what overlaps runs as one instruction."""
     return all(chunk.steps["F"].cost.seconds is not None for chunk in program.chunks)

@@ -1,4 +1,4 @@
-"""Drafts: the instructions of a plan in program order, before they have names and frees: what each runs and waits for."""
+"""Draft the instructions of a plan in program order: what each runs and waits for, before names and frees."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from piper_ir.timing import IssueOrder, Prepared, grouped, with_waits
 
 @dataclass(frozen=True)
 class WaitEdges:
-    """An entry per wait: instruction `waiter` waits for instruction `target` and all before it on its stream."""
+    """Hold an entry per wait: `waiter` waits for instruction `target` and all before it on its stream."""
 
     waiter: Ints
     target: Ints
@@ -32,10 +32,18 @@ class WaitEdges:
 
 @dataclass(frozen=True)
 class Draft:
-    """Instructions are numbered role by role in program order, as in `Prepared`: those of role r are
-    `offsets[r] : offsets[r + 1]`. `tasks[i]`: the nodes that instruction i runs; `compute`: the instructions that compute, and
-    `computed[i]` how many of its role stand before instruction i; `bare`: their streams and rendezvous; `waits`: what edges ask
-    for, more often than needed."""
+    """Hold instructions that are numbered role by role in program order, as in `Prepared`.
+
+    Attributes:
+        roles: names of the roles.
+        offsets: the instructions of role r are `offsets[r] : offsets[r + 1]`.
+        tasks: the nodes that each instruction runs.
+        compute: the instructions that compute.
+        computed: by instruction, how many computing instructions of its role stand before it.
+        orders: what each role issues, stream by stream.
+        bare: streams and rendezvous of the instructions, without waits.
+        waits: the waits that edges ask for, more than are needed.
+    """
 
     roles: tuple[str, ...]
     offsets: tuple[int, ...]
@@ -48,16 +56,22 @@ class Draft:
 
     @cached_property
     def stream_of(self) -> Ints:
-        """Of each instruction, the index of its stream in `bare.streams`."""
+        """Return for each instruction the index of its stream in `bare.streams`."""
         return int_array(self.bare.stream_of)
 
     def prepared(self, waits: WaitEdges) -> Prepared:
-        """The DAG of the draft with these waits, each said once. PlanError where there is none."""
+        """Return the DAG of the draft with these waits, each said once.
+
+        Raises PlanError where there is none.
+        """
         return with_waits(self.bare, self.needed(waits), self.orders)
 
     def needed(self, waits: WaitEdges) -> tuple[tuple[int, ...], ...]:
-        """Of each instruction the instructions that it waits for, by the names of their streams: the last of each stream, if no
-        earlier instruction of the waiter's stream has waited for it."""
+        """List for each instruction what it must wait for, ordered by stream name.
+
+        It is the last instruction of each other stream, unless an earlier instruction of the waiter's own stream has
+        waited for that already.
+        """
         stream, waiter, target = self.stream_of, waits.waiter, waits.target
         pair = stream[waiter] * len(self.bare.streams) + stream[target]
         order = np.lexsort((-target, waiter, pair))
@@ -74,14 +88,14 @@ class Draft:
 
     @cached_property
     def _alphabet(self) -> Ints:
-        """The rank of each stream among the names of all."""
+        """Return the rank of each stream among the names of all."""
         names = [name for order in self.orders for name in dict.fromkeys(order.streams)]
         ranks = {name: k for k, name in enumerate(sorted(set(names)))}
         return int_array([ranks[name] for name in names])
 
 
 def draft(graph: Graph, deps: Dependencies, c: Columns, tasks: Tasks, where: Positions) -> Draft:
-    """The program order of every role."""
+    """Put the instructions of every role in program order."""
     totals = tasks.counts + where.counts
     compute, comm = _places(totals, tasks, where)
     at = np.empty(len(c.of), np.int64)  # of each node, its instruction
@@ -107,7 +121,10 @@ def draft(graph: Graph, deps: Dependencies, c: Columns, tasks: Tasks, where: Pos
 
 
 def _places(totals: Ints, tasks: Tasks, where: Positions) -> tuple[Ints, Ints]:
-    """The numbers of the instructions that compute and of those that communicate. `totals`: instructions of each role."""
+    """Return the numbers of the instructions that compute and of those that communicate.
+
+    `totals` are the instructions of each role.
+    """
     assert np.all(where.before < np.repeat(tasks.counts, where.counts)), "communication after the Update"
     far = 1 + len(tasks.first)  # more than any place of communication
     among = np.repeat(np.arange(len(totals)) * far, where.counts) + where.before
@@ -119,7 +136,7 @@ def _places(totals: Ints, tasks: Tasks, where: Positions) -> tuple[Ints, Ints]:
 
 
 def _orders(graph: Graph, deps: Dependencies, offsets: tuple[int, ...], ran: list[list[int]], comm: Ints) -> list[IssueOrder]:
-    """What each role issues. `ran`: the nodes of each instruction; `comm`: those that communicate."""
+    """Return what each role issues, given the nodes that each instruction runs and those that communicate."""
     streams, channels = [COMPUTE] * len(ran), [""] * len(ran)
     uses = [(n.stream, n.op.channel) if isinstance(n.op, COMM) else ("", "") for n in deps.nodes]
     for i in comm.tolist():
@@ -136,7 +153,10 @@ def _orders(graph: Graph, deps: Dependencies, offsets: tuple[int, ...], ran: lis
 
 
 def _edges(c: Columns, at: Ints, stream: Ints) -> WaitEdges:
-    """The waits of the edges within a role (a receive needs its send, which is a rendezvous) and between streams."""
+    """Return the waits of the edges within a role and between streams.
+
+    A receive needs its send too, but that is a rendezvous and no wait.
+    """
     source, target = at[c.source], at[c.target]
     needed: Flags = (c.role[c.source] == c.role[c.target]) & (stream[source] != stream[target]) & (source < target)
     return WaitEdges(target[needed], source[needed])

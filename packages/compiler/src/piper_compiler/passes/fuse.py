@@ -1,8 +1,9 @@
-"""fuse: join neighbouring compute of one role, microbatch and phase into one instruction, wherever nothing lies between.
+"""Join neighbouring compute of one role, microbatch and phase into one instruction.
 
-Something lies between two neighbours when communication must start after the first (it is sent, or was the last to add into a
-bucket that is reduced), or must end before the second (it is the first to read what was received or reduced). Parts keep their
-order, so results are bit-equal. A span is one instruction, always.
+They are joined wherever nothing lies between. Something lies between two neighbours when communication must start after
+the first (it is sent, or was the last to add into a bucket that is reduced), or must end before the second (it is the
+first to read what was received or reduced). Parts keep their order, so results are bit-equal. A span is one
+instruction, always.
 """
 
 from __future__ import annotations
@@ -20,8 +21,15 @@ from piper_ir.ops import SquaredNorm, Update
 
 @dataclass(frozen=True)
 class Tasks:
-    """The compute instructions, role by role in program order: task t runs `nodes[first[t] : first[t + 1]]` in turn on role
-    `role[t]`. `counts`: tasks of each role; `number`: of each node its task, counted within the role, -1 for communication."""
+    """Hold the compute instructions, role by role in program order.
+
+    Attributes:
+        nodes: all nodes that compute, in order; task t runs `nodes[first[t] : first[t + 1]]` in turn.
+        first: where the nodes of each task begin.
+        role: the role of each task.
+        counts: how many tasks each role has.
+        number: by node, its task counted within the role; -1 for communication.
+    """
 
     nodes: Ints
     first: Ints
@@ -31,7 +39,7 @@ class Tasks:
 
 
 def tasks(graph: Graph, deps: Dependencies, c: Columns, fuse: bool) -> Tasks:
-    """The compute instructions of a scheduled graph; one node each unless `fuse`."""
+    """Return the compute instructions of a scheduled graph; one node each unless `fuse`."""
     computed = np.flatnonzero(~c.comm)
     nodes = computed[np.lexsort((c.place[computed], c.role[computed]))]
     opens = np.ones(len(nodes), np.bool_)  # whether a node is the first of its instruction
@@ -58,7 +66,7 @@ def tasks(graph: Graph, deps: Dependencies, c: Columns, fuse: bool) -> Tasks:
 
 
 def _first_readers(c: Columns) -> Flags:
-    """The nodes before which nothing on their role has waited for a communication that they wait for."""
+    """Return the nodes before which nothing on their role has waited for a communication that they wait for."""
     edges = c.comm[c.source] & ~c.comm[c.target]
     source, target = c.source[edges], c.target[edges]
     earliest = np.full(len(c.of), NEVER)
@@ -69,7 +77,7 @@ def _first_readers(c: Columns) -> Flags:
 
 
 def _senders(deps: Dependencies, c: Columns) -> Flags:
-    """The nodes of which a communication carries a value."""
+    """Return the nodes of which a communication carries a value."""
     carries = c.each(bool(n.reads) for n in deps.nodes) > 0
     out = np.zeros(len(c.of), np.bool_)
     out[c.source[c.comm[c.target] & carries[c.target]]] = True
@@ -77,7 +85,7 @@ def _senders(deps: Dependencies, c: Columns) -> Flags:
 
 
 def _last_before_reductions(graph: Graph, deps: Dependencies, c: Columns) -> Flags:
-    """The nodes that are the last of their role to add into a bucket which is then reduced."""
+    """Return the nodes that are the last of their role to add into a bucket which is then reduced."""
     out = np.zeros(len(c.of), np.bool_)
     for (bucket, _), nodes in deps.accumulators.items():
         if graph.buckets[bucket].channel:

@@ -1,8 +1,9 @@
-"""overlap: what becomes of the groups that an order leaves open.
+"""Decide what becomes of the groups that an order leaves open.
 
-Where chunks have given durations (synthetic programs) the members of a group are a *span*: one instruction, in which a forward
-and a backward take the pair's given duration. Elsewhere the compiler interleaves the members: it lowers the graph under each of
-a few interleavings, and keeps the one whose plan the timing sweep finishes first, the earliest in this list among equals.
+Where chunks have given durations (synthetic programs) the members of a group are a *span*: one instruction, in which a
+forward and a backward take the pair's given duration. Elsewhere the compiler interleaves the members: it lowers the
+graph under each of a few interleavings, and keeps the one whose plan the timing sweep finishes first, the earliest in
+this list among equals.
 
     free         what list scheduling does when the members are not ordered at all
     in turn      one member after the other, as written
@@ -35,9 +36,11 @@ def seconds_of_spans(graph: Graph, chunks: Mapping[str, Chunk], deps: Dependenci
 
 
 def span_seconds(program: Program, chunks: Mapping[str, Chunk], span: Iterable[tuple[Node, int]]) -> float:
-    """Return the seconds of a span of these nodes in microbatches. One forward of stage s and one whole backward of stage t save
-    half of what a pair of each stage saves, so that equal stages take the `overlap` of the program; anything else takes the
-    sum."""
+    """Return the seconds of a span of these nodes in microbatches.
+
+    One forward of stage s and one whole backward of stage t save half of what a pair of each stage saves, so that equal
+    stages take the `overlap` of the program. Anything else takes the sum.
+    """
     forwards, backwards = list[_Unit](), list[_Unit]()
     total = 0.0
     for node, mb in span:
@@ -57,7 +60,7 @@ _Unit = tuple[Chunk, int, tuple[Step, ...]]
 
 
 def _whole(backwards: Sequence[_Unit]) -> bool:
-    """Whether they are all steps of the backward of one chunk for one microbatch."""
+    """Return whether they are all steps of the backward of one chunk for one microbatch."""
     if len({(chunk.id, mb) for chunk, mb, _ in backwards}) != 1:
         return False
     return tuple([s for *_, steps in backwards for s in steps]) == steps_of(backwards[0][0], "B")
@@ -69,7 +72,7 @@ def _saved(program: Program, chunks: Mapping[str, Chunk], stage: int) -> float:
 
 
 class _Timed(Protocol):
-    """What is made of an interleaving."""
+    """Describe what is made of an interleaving: it has a makespan."""
 
     @property
     def makespan(self) -> float: ...
@@ -95,8 +98,10 @@ def first_to_finish(orders: Iterable[Graph], drafted: Callable[[Graph], D]) -> D
 
 
 def interleavings(graph: Graph, seconds: Mapping[At, float]) -> Iterator[Graph]:
-    """The graphs to choose from, first the graph as it is, which is all where nothing is left open. `seconds`: per compute
-    node of an overlap."""
+    """Yield the graphs to choose from, first the graph as it is, which is the only one where nothing is left open.
+
+    `seconds` has the duration of each compute node of an overlap.
+    """
     yield graph
     if not graph.overlaps or given(graph.program):
         return

@@ -1,6 +1,7 @@
-"""Nodes to parts: B becomes I and W, batch tensors get a Load and the loss its Seed at their first reader on a role.
+"""Turn nodes into parts: B becomes I and W, and batch tensors and the loss get their sources.
 
-Parts are made once for all microbatches: their values are numbers of microbatch 0 (see `piper_ir.instr_table`).
+A batch tensor gets a Load and the loss its Seed at their first reader on a role. Parts are made once for all
+microbatches: their values are numbers of microbatch 0 (see `piper_ir.instr_table`).
 """
 
 from __future__ import annotations
@@ -29,10 +30,16 @@ LATER: Mapping[str, tuple[ChunkStep, ...]] = {"F": BACKWARD, "I": ("W",), "W": (
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """How the Compute nodes of a step of equal chunks become parts. Values are counted through: the reads of the node, its
-    writes, and `own`: by port what F keeps and what I hands to W, whether or not W is a node of its own. `made`: those that
-    come into being, with their `kinds`; `steps`: of each part its step, which values it reads and writes, and which of its own
-    no later step reads."""
+    """Say how the Compute nodes of a step of equal chunks become parts.
+
+    Values are counted through: the reads of the node, its writes, and `own`.
+
+    Attributes:
+        own: by port, what F keeps and what I hands to W, whether or not W is a node of its own.
+        made: picks the values that come into being.
+        kinds: size and category of those.
+        steps: for each part its step, which values it reads, which it writes, and which of its own no later step reads.
+    """
 
     own: tuple[str, ...]
     made: Pick
@@ -42,8 +49,14 @@ class _Shape:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A part; the values among its reads and writes that another node may use; those that die in it wherever it runs, as no one
-    else may."""
+    """Hold a part and what happens to its values.
+
+    Attributes:
+        part: the part.
+        reads: the values among its reads that another node may use.
+        writes: the values among its writes that another node may use.
+        inside: the values that die in it wherever it runs, as no one else may use them.
+    """
 
     part: PartTemplate
     reads: tuple[int, ...]
@@ -52,8 +65,11 @@ class Made:
 
 
 class PartMaker:
-    """Makes parts, and the table of bound values; says how long instructions take (`InstructionSeconds`). `rows`: of one
-    microbatch on one rank; `shares`: how many of those a batch has (microbatches times data-parallel width)."""
+    """Make parts and the table of bound values, and say how long instructions take.
+
+    `rows` are those of one microbatch on one rank. `shares` is how many of those a batch has: microbatches times
+    data-parallel width.
+    """
 
     def __init__(self, graph: Graph, chunks: dict[str, Chunk], rows: int, shares: int, seconds: InstructionSeconds) -> None:
         self.graph, self.chunks, self.rows, self.seconds = graph, chunks, rows, seconds
@@ -67,15 +83,15 @@ class PartMaker:
         self.shapes: dict[tuple[object, ...], _Shape] = {}  # by what equal layers share
 
     def values(self) -> ValueTable:
-        """The values that parts have named."""
+        """Return the values that parts have named."""
         return ValueTable(tuple(self.places), tuple(self.tails), tuple(self.kinds), tuple(self.whole), self.count)
 
     def sources(self, node: Node) -> tuple[str, ...]:
-        """The batch tensors and gradients of the loss that a node reads."""
+        """Return the batch tensors and gradients of the loss that a node reads."""
         return tuple([v for v in node.reads if v not in self.graph.writers])
 
     def load(self, value: str, role: str) -> Made:
-        """The part that makes a batch tensor or the gradient of the loss on a role."""
+        """Return the part that makes a batch tensor or the gradient of the loss on a role."""
         held, number = self.graph.values[value], self._source(value, role)
         tail = f"#{role}"
         if held.category == "batch":
@@ -85,7 +101,7 @@ class PartMaker:
         return Made(part, (), (number,), ())
 
     def node(self, node: Node) -> list[Made]:
-        """The parts of a node."""
+        """Return the parts of a node."""
         if isinstance(node.op, Compute):
             return list(self._compute(node, node.op))
         if node.mbs is None:
@@ -97,7 +113,7 @@ class PartMaker:
         return [Made(part, part.reads, part.writes, ())]
 
     def transfer_seconds(self, node: Node, part: PartTemplate) -> float:
-        """Canonical seconds of a communication."""
+        """Return the canonical seconds of a communication."""
         if isinstance(node.op, Collective):
             return self.seconds.collective(collective_bytes(self.graph, node, node.op, self.rows))
         spec, _ = self.kinds[(*part.reads, *part.writes)[0] // self.count]
@@ -136,7 +152,10 @@ class PartMaker:
         return self._place(value, held.tail, (self._bound(held.spec), held.category), made.mbs is None)
 
     def _place(self, value: str, tail: str, kind: ValueSpec | None, whole: bool = False) -> int:
-        """The number of a value in microbatch 0. Kinds that are not known yet are those of the part that makes it."""
+        """Return the number of a value in microbatch 0.
+
+        A kind that is not known yet is that of the part which makes the value.
+        """
         place = self.places.get(value)
         if place is None:
             place = self.places[value] = len(self.places)
@@ -175,13 +194,13 @@ def _shape(chunk: Chunk, op: Compute) -> _Shape:
 
 
 def _ports(chunk: Chunk, step: ChunkStep) -> tuple[str, ...]:
-    """The ports of a step that are values."""
+    """Return the ports of a step that are values."""
     sig = chunk.steps[step]
     return tuple(p for p in (*sig.reads, *sig.writes) if not is_state(chunk, p))
 
 
 def _pick(places: list[int]) -> Pick:
-    """The function that takes these places of a list."""
+    """Return the function that takes these places of a list."""
     if not places:
         return lambda values: ()
     if len(places) == 1:

@@ -1,9 +1,12 @@
-"""Where communication stands in a role's program order.
+"""Place communication in each role's program order.
 
-The communication of a role follows the global order of transfers, so that the issue orders of all ranks, restricted to
-communication, are projections of one order (what NCCL needs: rule 21, trap 45). Within that: a send or a collective comes right
-after the compute that it needs; a receive `recv_ahead` compute instructions before its first reader, or as early as can be
-when it has no bytes; never so late that what follows it would be late (rule 23).
+The communication of a role follows the global order of transfers. So the issue orders of all ranks, restricted to
+communication, are projections of one order, which is what NCCL needs (R20-issue-order of `piper_ir.verify`). Within
+that order:
+
+- a send or a collective comes right after the compute that it needs;
+- a receive comes `recv_ahead` compute instructions before its first reader, or as early as can be when it has no bytes;
+- neither comes so late that what follows it would be late.
 """
 
 from __future__ import annotations
@@ -22,8 +25,13 @@ from piper_ir.sizes import bind
 
 @dataclass(frozen=True)
 class Positions:
-    """The communication, role by role in issue order: node `nodes[k]` is issued right before compute instruction `before[k]` of
-    its role. `counts`: of each role."""
+    """Hold the communication, role by role in issue order.
+
+    Attributes:
+        nodes: the nodes that communicate.
+        before: `nodes[k]` is issued right before compute instruction `before[k]` of its role.
+        counts: how many each role has.
+    """
 
     nodes: Ints
     before: Ints
@@ -31,7 +39,7 @@ class Positions:
 
 
 def positions(graph: Graph, deps: Dependencies, c: Columns, task: Ints, recv_ahead: int) -> Positions:
-    """Places for all communication of a graph. `task`: `Tasks.number`."""
+    """Return places for all communication of a graph, given the task of each node (`Tasks.number`)."""
     nodes = np.flatnonzero(c.comm)
     receive = c.each(isinstance(n.op, Recv) for n in deps.nodes)[nodes] > 0
     meets = c.place[nodes].copy()
@@ -63,7 +71,10 @@ def _slices(counts: Ints) -> list[slice]:
 
 
 def _early(graph: Graph, deps: Dependencies, recv_ahead: int) -> list[int]:
-    """Of each receive of `deps.nodes`, how many compute instructions before its reader it is wanted; 0 of all else."""
+    """Return for each of `deps.nodes` how many compute instructions before its reader it is wanted.
+
+    It is 0 for all that is no receive.
+    """
     out = [0] * len(deps.nodes)
     for k, node in enumerate(deps.nodes):
         if isinstance(node.op, Recv):

@@ -1,9 +1,9 @@
-"""Frees: when each value dies, decided at compile time (rule 22).
+"""Decide at compile time when each value dies.
 
 A value whose last reader computes dies right after it. A value that is read by communication dies at a later compute
-instruction, which waits for it: the first one that starts after the communication's end in a run without frees under canonical
-durations, so that the wait costs nothing there. A fixed distance in instructions deadlocks; counting references makes the peak
-a matter of luck.
+instruction, which waits for it: the first one that starts after the communication's end in a run without frees under
+canonical durations, so that the wait costs nothing there. A fixed distance in instructions deadlocks; counting
+references makes the peak a matter of luck.
 """
 
 from __future__ import annotations
@@ -19,9 +19,17 @@ from piper_ir.timing import Times
 
 @dataclass(frozen=True)
 class Uses:
-    """What parts do with values; values and parts are numbers. An entry per `value` that a `part` of a compute instruction writes
-    or reads, in program order, of a part the writes first; `instr` is the instruction of each part. An entry per value that a
-    communication instruction reads, in program order: the value `sent`, the instruction `sender`."""
+    """Say what parts do with values; values and parts are numbers.
+
+    Attributes:
+        values: how many values there are.
+        value: an entry for each value that a part of a compute instruction writes or reads, in program order, a part's
+            writes first.
+        part: the part of each entry of `value`.
+        instr: the instruction of each part.
+        sent: an entry for each value that a communication instruction reads, in program order.
+        sender: the instruction of each entry of `sent`.
+    """
 
     values: int
     value: Ints
@@ -33,8 +41,15 @@ class Uses:
 
 @dataclass(frozen=True)
 class Releases:
-    """What is freed. An entry per value that dies after a part, by part: `freed` and `after`; an entry per value that dies before
-    an instruction, by instruction: `early` and `before`. `waits`: of the instructions that free what was sent."""
+    """Say what is freed and where.
+
+    Attributes:
+        freed: an entry for each value that dies after a part, by part.
+        after: the part of each entry of `freed`.
+        early: an entry for each value that dies before an instruction, by instruction.
+        before: the instruction of each entry of `early`.
+        waits: the waits of the instructions that free what was sent.
+    """
 
     freed: Ints
     after: Ints
@@ -44,7 +59,10 @@ class Releases:
 
 
 def releases(draft: Draft, uses: Uses, times: Times) -> Releases:
-    """The frees of all roles, and the waits that they need. `times`: of a run without frees."""
+    """Return the frees of all roles, and the waits that they need.
+
+    `times` are those of a run without frees.
+    """
     last, first = np.full(uses.values, -1), np.full(uses.values, -1)
     last[uses.value] = uses.part  # of an index that is there twice, the last assignment counts
     first[uses.value[::-1]] = np.arange(len(uses.value))[::-1]
@@ -72,8 +90,11 @@ def releases(draft: Draft, uses: Uses, times: Times) -> Releases:
 
 
 def _first_after(draft: Draft, start: np.ndarray, ends: np.ndarray, latest: Ints) -> Ints:
-    """Of values, the first compute instruction of their role that starts when what sends them has ended, at `ends`, and stands
-    after the last to send it, `latest`. Nothing may start that late: then the Update, which ends every role's program, waits."""
+    """Find for each sent value the compute instruction that frees it.
+
+    It is the first on its role that starts at or after `ends` (when the value's sends are done) and comes after
+    `latest` (the last send). If there is none, the role's final Update frees it and waits.
+    """
     out = np.empty(len(latest), np.int64)
     edges = np.searchsorted(draft.compute, draft.offsets)
     for a, b, first, end in zip(edges[:-1], edges[1:], draft.offsets[:-1], draft.offsets[1:], strict=True):

@@ -1,13 +1,14 @@
-"""One global linear order of all nodes, from which every role's program is projected.
+"""Order all nodes in one global linear order, from which every role's program is projected.
 
-List scheduling under canonical durations: each role computes one node at a time and, where orders leave a choice, takes by
-default what 1F1B takes: go on with the stage and microbatch at hand, else backward before forward, else the lowest microbatch;
-a forward of a stage starts only while fewer than `limit` of its microbatches are in flight, where limit is 1 + the number of
-stages after it on the longest way to the loss (p - r on device r of a chain). Forwards that an `order` mentions are not limited.
-Where the backward is split, the input gradient counts as backward, and a weight gradient runs when there is nothing else to do;
-until it is done its microbatch is in flight.
+List scheduling under canonical durations: each role computes one node at a time and, where orders leave a choice, takes
+by default what 1F1B takes: go on with the stage and microbatch at hand, else backward before forward, else the lowest
+microbatch. A forward of a stage starts only while fewer than `limit` of its microbatches are in flight, where limit is
+1 + the number of stages after it on the longest way to the loss (p - r on device r of a chain). Forwards that an
+`order` mentions are not limited. Where the backward is split, the input gradient counts as backward, and a weight
+gradient runs when there is nothing else to do; until it is done its microbatch is in flight.
 
-A *span* (`Dependencies.spans`) is several nodes that run as one: it starts when all of them can, and takes the seconds given.
+A *span* (`Dependencies.spans`) is several nodes that run as one: it starts when all of them can, and takes the seconds
+given.
 """
 
 from __future__ import annotations
@@ -29,15 +30,24 @@ from piper_ir.sizes import bind
 BACKWARD, FORWARD, WEIGHT, UPDATE = 0, 1, 2, 3
 """Ranks of the phases: what goes first where there is a choice."""
 Group = int
-"""Nodes of a role that run without a break when they can: those of one phase, microbatch and stage, as one number, by which
-groups are taken in turn: the phase first, then the microbatch, then the stage."""
+"""Nodes of a role that run without a break when they can: those of one phase, microbatch and stage, as one number, by
+which groups are taken in turn: the phase first, then the microbatch, then the stage."""
 
 
 @dataclass(slots=True)
 class _Role:
-    """`ready`: what may start, by group, along the program; `groups`: the groups there, but for the `current` one, and what is
-    left of those that were; `gated`: by stage, the groups that its limit holds back; `open`: microbatches in flight by stage;
-    `left`: backward nodes still to run, by microbatch and stage."""
+    """Hold the state of one role while nodes are scheduled.
+
+    Attributes:
+        ready: what may start, by group, along the program.
+        groups: the groups there, but for the current one, and what is left of those that were.
+        gated: by stage, the groups that its limit holds back.
+        admitted: the groups that have started, or may.
+        open: microbatches in flight, by stage.
+        left: backward nodes still to run, by microbatch and stage.
+        current: the group at hand; -1 for none.
+        busy: whether a node is running.
+    """
 
     ready: dict[Group, list[tuple[int, int]]] = field(default_factory=dict)
     groups: list[Group] = field(default_factory=list)
@@ -50,8 +60,11 @@ class _Role:
 
 
 class Scheduler:
-    """`run` returns the nodes of a complete graph in one global linear order (see the module's docstring). `given`: first node of
-    each span -> its seconds. CompileError when the graph has a cycle."""
+    """Order the nodes of a complete graph; see the module's docstring.
+
+    `run` returns them in one global linear order. `given`: first node of each span -> its seconds. Raises CompileError
+    when the graph has a cycle.
+    """
 
     def __init__(
         self,
@@ -130,7 +143,7 @@ class Scheduler:
         return self.sequence
 
     def _ready(self, i: int) -> None:
-        """A node that computes may start when its role has nothing better to do."""
+        """Let a node that computes start when its role has nothing better to do."""
         spans = self.deps.spans
         if i in spans and spans[i][0] != i:
             return  # the first node of a span stands for it
@@ -144,8 +157,10 @@ class Scheduler:
             heappush(waiting, (self.along[i], i))
 
     def _communicate(self, i: int, now: float, over: list[int]) -> None:
-        """Start a communication, which needs no processor: a collective once the last of its members can. `over`: what is done by
-        now."""
+        """Start a communication, which needs no processor: a collective once the last of its members can.
+
+        `over`: what is done by now.
+        """
         op = self.collectives.get(self.deps.of[i])
         members = [i]
         if op is not None:
@@ -196,7 +211,10 @@ class Scheduler:
         return None
 
     def _admit(self, role: _Role, group: Group, force: bool = False) -> bool:
-        """Whether the group may start; a forward that may is counted as in flight until its backward is done."""
+        """Return whether the group may start.
+
+        A forward that may is counted as in flight until its backward is done.
+        """
         if group // self.each != FORWARD or group in role.admitted:
             return True
         stage = group % self.stages
@@ -209,8 +227,10 @@ class Scheduler:
         return True
 
     def _force(self, dirty: set[int]) -> bool:
-        """Nothing runs and something is held back by its limit: an order elsewhere needs more in flight, so let the first one
-        go."""
+        """Let the first group that is held back go when nothing runs.
+
+        Then an order elsewhere needs more microbatches in flight than the limit allows. Return whether there was one.
+        """
         held = [(g[0] // self.stages, r, g[0]) for r, role in enumerate(self.roles) for g in role.gated.values() if g]
         if not held:
             return False
@@ -237,8 +257,10 @@ class Scheduler:
 
 
 def _kinds(nodes: tuple[Node, ...]) -> list[tuple[int, int]]:
-    """Of the group of each node, the rank and the number of the stage. Stages are numbered along the program; everything on one
-    device is one when there are none."""
+    """Return (phase priority, stage number) of each node.
+
+    Stages are numbered along the program; everything on one device is one stage when there are none.
+    """
     numbers: dict[str, int] = {}
     known: dict[Coord, int] = {}
     ranks = {"F": FORWARD, "W": WEIGHT, "U": UPDATE}
@@ -254,7 +276,10 @@ def _kinds(nodes: tuple[Node, ...]) -> list[tuple[int, int]]:
 
 
 def _along(graph: Graph, nodes: tuple[Node, ...], kinds: list[tuple[int, int]]) -> list[int]:
-    """Along the program for forward, against it for backward; sums run before what reads them by their edges."""
+    """Return each node's place: along the program for forward, against it for backward.
+
+    Sums run before what reads them by their edges.
+    """
     index = graph.chunk_index
     places = [index.get(str(node.coords.get("chunk", "")), 0) for node in nodes]
     return [place if rank == FORWARD else -place for place, (rank, _) in zip(places, kinds, strict=True)]
@@ -263,7 +288,10 @@ def _along(graph: Graph, nodes: tuple[Node, ...], kinds: list[tuple[int, int]]) 
 def node_seconds(
     graph: Graph, nodes: tuple[Node, ...], bound: dict[str, Chunk], rows: int, known: InstructionSeconds
 ) -> list[float]:
-    """Canonical seconds of nodes. `bound`: chunks with int sizes at `rows`; `known`: the durations of their steps."""
+    """Return the canonical seconds of nodes.
+
+    `bound` are the chunks with int sizes at `rows`, `known` the durations of their steps.
+    """
     steps: dict[int, float] = {}  # by the id of an op, which microbatches share
     sizes: dict[int, float] = {}  # by the id of a spec
     out: list[float] = []
@@ -295,7 +323,10 @@ def overlap_seconds(graph: Graph, bound: dict[str, Chunk], rows: int, known: Ins
 
 
 def _limits(graph: Graph, deps: Dependencies, kinds: list[tuple[int, int]]) -> dict[int, int]:
-    """Find for each stage the microbatches in flight: 1 + the most changes of device on a way from it to the end of forward."""
+    """Find for each stage how many microbatches may be in flight.
+
+    It is 1 + the most changes of device on a way from the stage to the end of forward.
+    """
     forward = [rank == FORWARD and isinstance(n.op, Compute) for n, (rank, _) in zip(deps.nodes, kinds, strict=True)]
     changes = [np.zeros(len(n.each), np.int64) for n in deps.nodes]  # by microbatch, the most on a way from a node
     out: dict[int, int] = {}

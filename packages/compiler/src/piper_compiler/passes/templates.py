@@ -1,7 +1,7 @@
-"""The instructions of a draft as templates: those that differ in their microbatch only are one, made once.
+"""Make the instructions of a draft as templates: those that differ in their microbatch only are made once.
 
-Which values die in an instruction, and in which order a part frees them, may differ between microbatches. So `Drafted` has the
-templates before that is known, which say what uses what, and `programs` those of the plan.
+Which values die in an instruction, and in which order a part frees them, may differ between microbatches. So `Drafted`
+has the templates before that is known, which say what uses what, and `programs` those of the plan.
 """
 
 from __future__ import annotations
@@ -25,13 +25,20 @@ from piper_ir.plan import COMPUTE
 from piper_ir.timing import Prepared, sweep, with_waits
 
 Dying = tuple[tuple[int, int, bool], ...]
-"""Shared values that die in an instruction: the part that they die after, their number in microbatch 0, and whether they are
-sent, which frees them before the others."""
+"""Shared values that die in an instruction: the part that they die after, their number in microbatch 0, and whether
+they are sent, which frees them before the others."""
 
 
 @dataclass(eq=False, slots=True)
 class _Template:
-    """`seconds`: canonical; `given`: those that the plan says itself."""
+    """Hold an instruction in any microbatch, before its frees are known.
+
+    Attributes:
+        stream: the stream that it stands on.
+        made: its parts.
+        seconds: canonical duration.
+        given: the duration that the plan says itself, if any.
+    """
 
     stream: str
     made: list[Made]
@@ -53,7 +60,7 @@ class _Trace:
     known: dict[Dying, int] = field(default_factory=dict)
 
     def after(self, template: _Template, ahead: int) -> _Trace:
-        """Go on with the parts of an instruction that are so far ahead of it."""
+        """Return the trace after the parts of an instruction that are so far ahead of it."""
         found = self.then.get((id(template), ahead))
         if found is None:
             found = self.then[id(template), ahead] = _Trace(dict(self.order))
@@ -65,9 +72,12 @@ class _Trace:
 
 
 class Drafted:
-    """The templates of a draft: `used[i]` is that of instruction i, `mb[i]` its microbatch. `uses`: what the instructions do
-    with shared values. `times`: of a run without frees. Parts of instructions that compute are counted: `first_part` of each
-    instruction, `instr_of_part`."""
+    """Hold the templates of a draft, and what is needed to make the plan of them.
+
+    `used[i]` is the template of instruction i, `mb[i]` its microbatch. `uses` says what the instructions do with shared
+    values. `times` are those of a run without frees. Parts of instructions that compute are counted: `first_part` of
+    each instruction, `instr_of_part`.
+    """
 
     def __init__(self, graph: Graph, deps: Dependencies, maker: PartMaker, draft: Draft, spans: Mapping[int, float]) -> None:
         self.graph, self.deps, self.maker, self.draft, self.spans = graph, deps, maker, draft, spans
@@ -92,21 +102,21 @@ class Drafted:
 
     @property
     def makespan(self) -> float:
-        """Canonical seconds of a step that frees nothing."""
+        """Return the canonical seconds of a step that frees nothing."""
         return self.times.makespan
 
     def prepared(self, freed: Releases) -> Prepared:
-        """What `prepare` makes of the plan."""
+        """Return what `piper_ir.timing.prepare` makes of the plan."""
         return with_waits(self.draft.bare, self._waits(freed).needed, self.draft.orders)
 
     def _waits(self, freed: Releases) -> LazyWaits:
-        """The waits of the plan, found once."""
+        """Return the waits of the plan, found once."""
         if self._needed is None:
             self._needed = LazyWaits(self.draft, self.draft.waits + freed.waits)
         return self._needed
 
     def _used(self, leads: list[int]) -> list[_Template]:
-        """The template of each instruction. `leads`: its first number."""
+        """Return the template of each instruction. `leads` has the first number of each."""
         of, mb, comm = self.deps.of, self.deps.mb, self.deps.comm
         out: list[_Template] = []
         known = self._known
@@ -127,8 +137,10 @@ class Drafted:
         return template
 
     def _task(self, like: tuple[int, ...], mbs: list[int], given: float | None) -> _Template:
-        """An instruction that runs these nodes in these microbatches; the first that reads a source in its microbatch loads
-        it."""
+        """Return an instruction that runs these nodes in these microbatches.
+
+        The first that reads a source in its microbatch loads it.
+        """
         own = min(mbs)
         nodes = [self.deps.nodes[k] for k in like]
         sources = [(v, node.role, mb) for node, mb in zip(nodes, mbs, strict=True) for v in self.maker.sources(node)]
@@ -161,7 +173,7 @@ class Drafted:
         return _Template(COMPUTE, made, seconds, given, touched, tuple(sorted(set(ahead))))
 
     def _instrs(self) -> list[tuple[_Template, Ints]]:
-        """The templates, each with its instructions."""
+        """Return the templates, each with its instructions."""
         keys = list(map(id, self.used))
         templates = dict(zip(keys, self.used, strict=True))
         number = {key: n for n, key in enumerate(templates)}
@@ -192,7 +204,7 @@ class Drafted:
         return Uses(count, value[order], at[order] // far, self.instr_of_part, carried[sending], by[sending] // far)
 
     def programs(self, freed: Releases) -> list[InstrTable]:
-        """The program of each role, with its frees and the waits that these need."""
+        """Return the program of each role, with its frees and the waits that these need."""
         values = self.maker.values()
         waits = self._waits(freed)
         final = _Final(self, freed)
@@ -206,8 +218,11 @@ class Drafted:
         return out
 
     def _buffers(self) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
-        """The receive buffers (and results of reductions) that are made after an instruction: right after the latest that
-        computes before the receive is posted; and by role, those that are there before its first that computes."""
+        """Find where receive buffers and results of reductions are made.
+
+        They are made right after the latest instruction that computes before the receive is posted. The second result
+        has by role those that are there before its first instruction that computes.
+        """
         draft = self.draft
         found = [(i, v) for i, t in enumerate(self.used) if t.stream != COMPUTE for v in t.made[0].writes]
         made: dict[int, list[int]] = {}
@@ -224,23 +239,23 @@ class Drafted:
 
 
 class LazyWaits:
-    """The waits of all instructions, found when someone asks: a search never does."""
+    """Hold the waits of all instructions, found when someone asks: a search never does."""
 
     def __init__(self, draft: Draft, waits: WaitEdges) -> None:
         self._draft, self._waits = draft, waits
 
     @cached_property
     def needed(self) -> tuple[tuple[int, ...], ...]:
-        """For each instruction those that it waits for."""
+        """Return for each instruction those that it waits for."""
         return self._draft.needed(self._waits)
 
     def of(self, a: int, b: int) -> RoleWaits:
-        """Those of the instructions of a role."""
+        """Return the waits of the instructions of a role."""
         return RoleWaits(self, a, b)
 
 
 class RoleWaits(Sequence[tuple[int, ...]]):
-    """The waits of a role's instructions, counted from its first."""
+    """Show the waits of a role's instructions, counted from its first."""
 
     def __init__(self, waits: LazyWaits, first: int, end: int) -> None:
         self._waits, self._first, self._end = waits, first, end
@@ -261,7 +276,7 @@ class RoleWaits(Sequence[tuple[int, ...]]):
 
 
 class _Final:
-    """Makes the templates of the plan: what is drafted, with what each part frees."""
+    """Make the templates of the plan: what is drafted, with what each part frees."""
 
     def __init__(self, drafted: Drafted, freed: Releases) -> None:
         self.drafted = drafted
@@ -269,7 +284,7 @@ class _Final:
         self.start = _Trace()
 
     def _dying(self, freed: Releases) -> list[Dying]:
-        """What dies in each instruction that computes."""
+        """Return what dies in each instruction that computes."""
         d = self.drafted
         instr = d.instr_of_part[freed.after]
         part = freed.after - d.first_part[instr]
@@ -280,7 +295,7 @@ class _Final:
         return [tuple(flat[a:b]) for a, b in pairwise(ends)]
 
     def role(self, a: int, b: int) -> tuple[list[InstrTemplate], list[int]]:
-        """The templates of a role's instructions a to b, and which each uses."""
+        """Return the templates of a role's instructions a to b, and which each uses."""
         templates: list[InstrTemplate] = []
         known: dict[object, int] = {}
         kinds: dict[int, int] = {}
@@ -328,7 +343,7 @@ class _Final:
 
 
 def _ahead(made: Made, n: int) -> Made:
-    """A part so many microbatches ahead of its instruction."""
+    """Return a part so many microbatches ahead of its instruction."""
     if not n:
         return made
     part = made.part
@@ -353,7 +368,7 @@ def _with_frees(template: _Template, kind: int, traces: Mapping[int, _Trace], dy
 
 
 def _shared(templates: list[InstrTemplate], used: list[int]) -> tuple[list[InstrTemplate], list[int]]:
-    """Equal templates once."""
+    """Return equal templates once, and which each instruction uses."""
     numbers: dict[InstrTemplate, int] = {}
     number = [numbers.setdefault(t, len(numbers)) for t in templates]
     return list(numbers), [number[k] for k in used]
@@ -367,5 +382,5 @@ def _by(instrs: Ints, numbers: Ints) -> dict[int, tuple[int, ...]]:
 
 
 def _within(numbers: Mapping[int, tuple[int, ...]], a: int, b: int) -> dict[int, tuple[int, ...]]:
-    """Those of a role's instructions, counted from its first."""
+    """Return the entries of a role's instructions, counted from its first."""
     return {i - a: vs for i, vs in numbers.items() if a <= i < b}

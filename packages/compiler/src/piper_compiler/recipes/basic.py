@@ -1,4 +1,4 @@
-"""One stage per device: GPipe, 1F1B, the default order; and data parallelism."""
+"""Make schedules with one stage per device (GPipe, 1F1B, the default order), and data parallelism."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from piper_ir.select import Where, where
     rule="any pp, microbatches >= 1",
 )
 def gpipe(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
-    """All forwards, then all backwards, one stage per device. Source: Huang et al. 2019, arXiv 1811.06965.
-    Makespan (m + p - 1)(F + B); peak on every device: m activations. Any pp and microbatches."""
+    """Run all forwards, then all backwards, one stage per device.
+
+    Source: Huang et al. 2019, arXiv 1811.06965. Makespan (m + p - 1)(F + B); peak on every device: m activations. Any
+    pp and microbatches.
+    """
     check_numbers("gpipe", pp=pp, microbatches=microbatches)
     orders = [[*(("F", i) for i in range(microbatches)), *(("B", i) for i in range(microbatches))]] * pp
     return (*pipeline(pp=pp, microbatches=microbatches, at=at), *stage_orders(orders))
@@ -33,9 +36,11 @@ def gpipe(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Direc
     rule="any pp, microbatches >= 1",
 )
 def one_f_one_b(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
-    """One forward, one backward after a warm-up of p - r - 1 forwards on device r. Source: Narayanan et al. 2019
-    (PipeDream), the flushing variant of arXiv 2006.09503. Makespan (m + p - 1)(F + B); peak on device r: min(m, p - r)
-    activations. Any pp and microbatches."""
+    """Alternate one forward and one backward after a warm-up of p - r - 1 forwards on device r.
+
+    Source: Narayanan et al. 2019 (PipeDream), the flushing variant of arXiv 2006.09503. Makespan (m + p - 1)(F + B);
+    peak on device r: min(m, p - r) activations. Any pp and microbatches.
+    """
     check_numbers("one_f_one_b", pp=pp, microbatches=microbatches)
     orders = []
     for r in range(pp):
@@ -58,13 +63,18 @@ def pipeline(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Di
 def data_parallel(
     *, over: tuple[str, ...] = ("dp",), zero: int = 0, bucket_mb: float = 25, reduce: str = ""
 ) -> tuple[Directive, ...]:
-    """Replicate the whole model over mesh axes, gradients summed in buckets. Composes with a pipeline recipe written before
-    it."""
+    """Replicate the whole model over mesh axes, with gradients summed in buckets.
+
+    It composes with a pipeline recipe written before it.
+    """
     return (replicate(where(), over=over, zero=zero, bucket_mb=bucket_mb, reduce=reduce),)
 
 
 def stage_orders(orders: Iterable[list[tuple[str, int]]]) -> tuple[Directive, ...]:
-    """One `order` per stage from its list of (phase, microbatch); stages with a single entry need none."""
+    """Return one `order` per stage from its list of (phase, microbatch).
+
+    Stages with a single entry need none.
+    """
     out: list[Directive] = []
     for stage, steps in enumerate(orders):
         selections: list[Where] = [where(stage=stage, phase=phase, mb=mb) for phase, mb in steps]

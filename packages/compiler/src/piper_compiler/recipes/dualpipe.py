@@ -1,4 +1,4 @@
-"""DualPipeV and DualPipe: microbatches from both ends, forwards overlapped with backwards."""
+"""Make DualPipeV and DualPipe: microbatches come from both ends, and forwards are overlapped with backwards."""
 
 from __future__ import annotations
 
@@ -23,18 +23,22 @@ _Move = tuple[int, ActionPhase, int]
     rule="any pp, microbatches >= 1; 2 chunks per device",
 )
 def dualpipe_v(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
-    """Half of DualPipe, folded: device r has the stages r and 2p - 1 - r, and overlaps a forward of one with a backward of the
-    other. Source: DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe; the order is that of PyTorch's ScheduleDualPipeV.
+    """Fold half of DualPipe: device r has the stages r and 2p - 1 - r.
 
-    Bubble (p - 1)(O + B - 3W) on the device with most idle, where F = I, W <= F, F + W <= O and m >= 2p (O = F + B where
-    pairs gain nothing); there the peak is 2p + 1 activations of a chunk on every device. Any pp and microbatches; fewer than 2p
-    are the first ones of 2p."""
+    It overlaps a forward of one with a backward of the other.
+
+    Source: DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe; the order is that of PyTorch's ScheduleDualPipeV.
+
+    Bubble (p - 1)(O + B - 3W) on the device with most idle, where F = I, W <= F, F + W <= O and m >= 2p (O = F + B
+    where pairs gain nothing); there the peak is 2p + 1 activations of a chunk on every device. Any pp and microbatches;
+    fewer than 2p are the first ones of 2p.
+    """
     check_numbers("dualpipe_v", pp=pp, microbatches=microbatches)
     return scheduled(dualpipe_v_orders(pp, microbatches), microbatches=microbatches, at=at)
 
 
 def dualpipe_v_orders(pp: int, microbatches: int) -> Orders:
-    """Way 1 is the other chunk of the device."""
+    """Return the orders of DualPipeV, in which way 1 is the other chunk of the device."""
     whole = max(microbatches, 2 * pp)
     devices = [_both_ways(pp, r, whole) for r in range(pp)]
     orders = [
@@ -51,13 +55,15 @@ def dualpipe_v_orders(pp: int, microbatches: int) -> Orders:
     rule="pp even; any microbatches >= 1",
 )
 def dualpipe(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
-    """Pipelines in both directions: stage s is on device s for even microbatches and on device p - 1 - s for odd ones, and a
-    device overlaps a forward of one direction with a backward of the other. Both hold the stage's parameters and their
-    gradients are summed. Source: DeepSeek-AI 2024, arXiv 2412.19437.
+    """Run pipelines in both directions, a forward of one overlapped with a backward of the other.
 
-    Bubble (p/2 - 1)(O + B - 3W) on the device with most idle, where F = I, W <= F, F + W <= O and m >= 2p is even; there the
-    peak is p + 1 activations of a stage on every device. Fewer microbatches are the first ones of 2p, an odd number those of one
-    more. DirectiveError for an odd pp: the directions meet between two devices."""
+    Stage s is on device s for even microbatches and on device p - 1 - s for odd ones. Both hold the stage's parameters
+    and their gradients are summed. Source: DeepSeek-AI 2024, arXiv 2412.19437.
+
+    Bubble (p/2 - 1)(O + B - 3W) on the device with most idle, where F = I, W <= F, F + W <= O and m >= 2p is even;
+    there the peak is p + 1 activations of a stage on every device. Fewer microbatches are the first ones of 2p, an odd
+    number those of one more. Raises DirectiveError for an odd pp: the directions meet between two devices.
+    """
     check_numbers("dualpipe", pp=pp, microbatches=microbatches)
     if pp % 2:
         raise DirectiveError(f"dualpipe(pp={pp}): its two directions need an even number of devices; use pp={pp + 1}")
@@ -65,7 +71,10 @@ def dualpipe(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Di
 
 
 def dualpipe_orders(pp: int, microbatches: int) -> Orders:
-    """The devices of the second half do what their mirror images do, with the directions exchanged."""
+    """Return the orders of DualPipe.
+
+    The devices of the second half do what their mirror images do, with the directions exchanged.
+    """
     whole = max(-(-microbatches // 2), pp)
     orders: list[list[Slot]] = []
     for r in range(pp):
@@ -79,7 +88,7 @@ def dualpipe_orders(pp: int, microbatches: int) -> Orders:
 
 
 def _both_ways(devices: int, r: int, microbatches: int) -> list[tuple[_Move, ...]]:
-    """What the device r of `devices` (0 at the near end) does for `microbatches` >= 2 `devices` on each way."""
+    """Return what the device r of `devices` (0 at the near end) does for `microbatches` >= 2 `devices` on each way."""
     todo, after = _Pieces(), devices - 1 - r
     for _ in range(2 * after):
         todo.forward(0)
@@ -111,8 +120,10 @@ def _both_ways(devices: int, r: int, microbatches: int) -> list[tuple[_Move, ...
 
 
 class _Pieces:
-    """The slots of one device. Each way has its own count of microbatches; weight gradients run in the order of their input
-    gradients."""
+    """Collect the slots of one device.
+
+    Each way has its own count of microbatches; weight gradients run in the order of their input gradients.
+    """
 
     def __init__(self) -> None:
         self.slots: list[tuple[_Move, ...]] = []

@@ -1,4 +1,4 @@
-"""A schedule from a CSV file of torch.distributed.pipelining."""
+"""Make a schedule from a CSV file of torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 
 def from_csv(path: str | Path, *, at: Boundaries = "even") -> tuple[Directive, ...]:
-    """What the file says, compute-only or lowered, as directives; `at` cuts the model into stages, as in `partition`. FormatError
-    for a file that is no schedule."""
+    """Return what the file says, compute-only or lowered, as directives.
+
+    `at` cuts the model into stages, as in `partition`. Raises FormatError for a file that is no schedule.
+    """
     from piper_compiler.interchange import read_schedule_csv  # it knows strategies, and strategies are made of recipes
 
     return read_schedule_csv(path).directives(at=at)

@@ -1,4 +1,7 @@
-"""Several chunks per device, the stages going round the devices: interleaved 1F1B and looped breadth-first."""
+"""Make schedules with several chunks per device, the stages going round the devices.
+
+They are interleaved 1F1B and looped breadth-first.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,16 @@ from piper_ir.errors import DirectiveError
 def interleaved(
     *, pp: int, microbatches: int, chunks: int = 2, group: int | None = None, at: Boundaries = "even"
 ) -> tuple[Directive, ...]:
-    """1F1B over `chunks` chunks per device, stage s on device s mod pp. `group` microbatches (default: pp) go through a chunk
-    before the next chunk's turn. Source: Narayanan et al. 2021, arXiv 2104.04473.
+    """Run 1F1B over `chunks` chunks per device, stage s on device s mod pp.
 
-    Bubble (p - 1)(F + B) in times of one chunk, for any F, I, W; peak on device r: min(v m, 2(p - 1 - r) + (v - 1)g + 1)
-    activations of a chunk. Both where m is a multiple of g; the last of other numbers is a group that is not full, with a
-    larger bubble and no larger peak. DirectiveError for a group of fewer than pp microbatches: its next chunk would wait."""
+    `group` microbatches (default: pp) go through a chunk before the next chunk's turn. Source: Narayanan et al. 2021,
+    arXiv 2104.04473.
+
+    Bubble (p - 1)(F + B) in times of one chunk, for any F, I, W; peak on device r: min(v m, 2(p - 1 - r) + (v - 1)g +
+    1) activations of a chunk. Both hold where m is a multiple of g; the last of other numbers is a group that is not
+    full, with a larger bubble and no larger peak. Raises DirectiveError for a group of fewer than pp microbatches: its
+    next chunk would wait.
+    """
     size = pp if group is None else group
     check_numbers("interleaved", pp=pp, microbatches=microbatches, chunks=chunks, group=size)
     if size < pp:
@@ -37,7 +44,10 @@ def interleaved(
 
 
 def interleaved_orders(pp: int, microbatches: int, chunks: int, group: int) -> Orders:
-    """Device r starts with 2(p - 1 - r) + (v - 1)g forwards; then one forward, one backward."""
+    """Return the orders of interleaved 1F1B.
+
+    Device r starts with 2(p - 1 - r) + (v - 1)g forwards; then one forward, one backward.
+    """
     groups = -(-microbatches // group)
     orders: list[list[Slot]] = []
     for r in range(pp):
@@ -57,17 +67,20 @@ def interleaved_orders(pp: int, microbatches: int, chunks: int, group: int) -> O
     rule="any pp, microbatches, chunks >= 1",
 )
 def looped_bfs(*, pp: int, microbatches: int, chunks: int = 2, at: Boundaries = "even") -> tuple[Directive, ...]:
-    """Breadth first over `chunks` chunks per device, stage s on device s mod pp: all microbatches through a chunk, then all
-    through the next; backward likewise from the last chunk. Source: Lamy-Poirier 2023, arXiv 2211.05953.
+    """Run breadth first over `chunks` chunks per device, stage s on device s mod pp.
 
-    Bubble (p - 1)(F + B) in times of one chunk, for any F, I, W and m >= p; peak on every device: v m activations of a chunk.
-    With one chunk it is GPipe. Any pp, microbatches and chunks."""
+    All microbatches go through a chunk, then all through the next; backward likewise from the last chunk. Source:
+    Lamy-Poirier 2023, arXiv 2211.05953.
+
+    Bubble (p - 1)(F + B) in times of one chunk, for any F, I, W and m >= p; peak on every device: v m activations of a
+    chunk. With one chunk it is GPipe. Any pp, microbatches and chunks.
+    """
     check_numbers("looped_bfs", pp=pp, microbatches=microbatches, chunks=chunks)
     return scheduled(looped_bfs_orders(pp, microbatches, chunks), microbatches=microbatches, at=at)
 
 
 def looped_bfs_orders(pp: int, microbatches: int, chunks: int) -> Orders:
-    """All forwards, chunk by chunk; all backwards, from the last chunk."""
+    """Return the orders of looped BFS: all forwards, chunk by chunk; then all backwards, from the last chunk."""
     orders: list[list[Slot]] = []
     for r in range(pp):
         stages = [looped_stage(pp, r, chunk) for chunk in range(chunks)]

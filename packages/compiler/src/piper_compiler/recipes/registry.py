@@ -1,7 +1,9 @@
-"""The list of recipes: each says its source and its formula. A recipe of a user's file has the same standing as those here.
+"""Keep the list of recipes; each says its source and its formula.
 
-@recipe(source="our report 7", formula="(m + p - 1)(F + B)", peak="m on every device", use="...")
-def mine(*, pp: int, microbatches: int) -> tuple[Directive, ...]: ...
+A recipe of a user's file has the same standing as those here:
+
+    @recipe(source="our report 7", formula="(m + p - 1)(F + B)", peak="m on every device", use="...")
+    def mine(*, pp: int, microbatches: int) -> tuple[Directive, ...]: ...
 """
 
 from __future__ import annotations
@@ -17,9 +19,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A function that returns a tuple of directives. `formula`: bubble or makespan, `peak`: activation units on device r, both as
-    text in p devices, m microbatches, v chunks per device and the times F, I, W, B = I + W, O of one chunk. `use`: when to use
-    it. `rule`: which (pp, microbatches, chunks) are legal."""
+    """Hold a function that returns a tuple of directives, with what is known of its schedule.
+
+    Texts are in p devices, m microbatches, v chunks per device and the times F, I, W, B = I + W, O of one chunk.
+
+    Attributes:
+        name: the function's name.
+        make: the function.
+        source: where the schedule was published.
+        formula: bubble or makespan.
+        peak: activation units on device r.
+        use: when to use it.
+        rule: which (pp, microbatches, chunks) are legal.
+    """
 
     name: str
     make: Callable[..., Any]
@@ -35,7 +47,10 @@ RECIPES: dict[str, Recipe] = {}
 
 
 def recipe(*, source: str, formula: str, peak: str, use: str, rule: str = "") -> Callable[[F], F]:
-    """Register a function as a recipe under its own name. DirectiveError when another module has a recipe of that name."""
+    """Register a function as a recipe under its own name.
+
+    Raises DirectiveError when another module has a recipe of that name.
+    """
 
     def register(make: F) -> F:
         known = RECIPES.get(make.__name__)

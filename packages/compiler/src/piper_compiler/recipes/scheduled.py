@@ -1,4 +1,4 @@
-"""Orders of actions to directives: partition, split, split_backward, place and one order per device."""
+"""Turn orders of actions into directives: partition, split, split_backward, place and one order per device."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from piper_ir.select import Where, where
 
 
 def scheduled(orders: Orders, *, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
-    """The directives that make device r of the axis pp run `orders[r]`. A stage is placed where its actions stand, which may be
-    on two devices by microbatch; its backward is split for the microbatches that have an I."""
+    """Return the directives that make device r of the axis pp run `orders[r]`.
+
+    A stage is placed where its actions stand, which may be on two devices by microbatch. Its backward is split for the
+    microbatches that have an I.
+    """
     actions = [a for slots in orders for slot in slots for a in slot]
     stages = 1 + max(a.stage for a in actions)
     out: list[Directive] = [partition(stages=stages, at=at), split(where(), microbatches=microbatches)]
@@ -37,7 +40,7 @@ def _of(stage: int, microbatches: list[int], total: int) -> Where:
 
 
 def _splits(actions: Iterable[Action], stages: int, microbatches: int) -> list[Directive]:
-    """The split_backward directives: one of everything where all is split, else one per stage."""
+    """Return the split_backward directives: one of everything where all is split, else one per stage."""
     split_at: dict[int, list[int]] = {}
     for action in actions:
         if action.phase == "I":

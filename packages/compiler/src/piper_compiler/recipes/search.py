@@ -1,15 +1,15 @@
 """Search for orders of F, I and W: list scheduling under many policies, then local improvement, within a fixed effort.
 
-1. Policies (`zb_greedy.Greedy`): those that give the published schedules on even stages, then a fixed pseudo-random sample.
-   Each result that is not far from the best is tightened from its end (`zb_greedy.Justify`).
+1. Policies (`zb_greedy.Greedy`): those that give the published schedules on even stages, then a fixed pseudo-random
+   sample. Each result that is not far from the best is tightened from its end (`zb_greedy.Justify`).
 2. Descent: one entry of the best policy is changed at a time.
 3. Annealing of the best order (`zb_anneal`).
 
-Effort is counted in operations, never in seconds, and the random numbers are seeded: the same arguments give the same orders
-everywhere. The search ends early at an order that a lower bound shows to be the best.
+Effort is counted in operations, never in seconds, and the random numbers are seeded: the same arguments give the same
+orders everywhere. The search ends early at an order that a lower bound shows to be the best.
 
-Sources: zero-bubble pipelines, Qi et al. 2023 (arXiv 2401.10241); the V placement and its limits of memory, Qi et al. 2024
-(arXiv 2405.15362).
+Sources: zero-bubble pipelines, Qi et al. 2023 (arXiv 2401.10241); the V placement and its limits of memory, Qi et al.
+2024 (arXiv 2405.15362).
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ T = TypeVar("T")
 NOTHING = OrderScore(inf, inf, inf)
 
 EFFORT = 1_000_000
-"""Operations that list scheduling places in one search: 1 to 1.5 us each. Rules that are known already, or can be of no use, are
-counted as the others and not carried out."""
+"""Operations that list scheduling places in one search: 1 to 1.5 us each. Rules that are known already, or can be of no
+use, are counted as the others and not carried out."""
 SWEEPS = 1_000_000
 """Operations that annealing sweeps in one search; about 0.6 us each."""
 SAMPLES, CHANGES, MOVES = 300, 1200, 6000
@@ -49,8 +49,10 @@ _FLAT = ((FORWARD, 0), (FORWARD, 1), (INPUT, 0), (INPUT, 1))
 def find_orders(
     stages: Stages, microbatches: int, limit: tuple[float, ...], goal: OrderScore | None = None
 ) -> tuple[tuple[Slot, ...], ...]:
-    """The best orders found for these stages within a memory limit per device, which must hold one microbatch
-    (`Stages.least`). `goal`: the search may end as soon as this is met."""
+    """Return the best orders found for these stages within a memory limit per device.
+
+    The limit must hold one microbatch (`Stages.least`). The search may end as soon as `goal` is met.
+    """
     problem = Problem(stages, microbatches, limit)
     found = Search(problem, goal).run()
     return tuple([tuple([(_action(problem, op),) for op in queue]) for queue in found])
@@ -61,7 +63,7 @@ def _action(problem: Problem, op: int) -> Action:
 
 
 class Search:
-    """The best orders seen so far of one problem."""
+    """Keep the best orders seen so far of one problem."""
 
     def __init__(self, problem: Problem, goal: OrderScore | None = None) -> None:
         self.problem, self.random = problem, Random(0).random
@@ -94,9 +96,12 @@ class Search:
         return self.orders
 
     def _try(self, rules: Rules, reach: float, wanted: float = 0.0) -> OrderScore:
-        """What orders under these rules are worth, as they are or tightened from the end, which is tried when they end at most
-        `reach` times the best bubble after the best ones. NOTHING for a run given up because it was to be none of: better than
-        the best, within that reach, of a makespan and span of `wanted` in sum."""
+        """Return what orders under these rules are worth, as they are or tightened from the end.
+
+        Tightening is tried when they end at most `reach` times the best bubble after the best ones. The result is
+        NOTHING for a run given up because it was to be none of: better than the best, within that reach, of a makespan
+        and span of `wanted` in sum.
+        """
         if self.done:
             return self.best
         self.effort += self.problem.count
@@ -115,7 +120,10 @@ class Search:
         return value
 
     def _tightened(self, rules: Rules, times: bytes) -> OrderScore:
-        """The worth of what these rules gave, the `times` at which its operations end, when tightened from the end."""
+        """Return the worth of what these rules gave when tightened from the end.
+
+        `times` are those at which its operations end.
+        """
         if times not in self.tight:
             orders = Justify(self.problem, array("d", times).tolist()).run()
             swept = self.problem.sweep(orders)
@@ -124,8 +132,11 @@ class Search:
         return self.tight[times]
 
     def _plain(self, rules: Rules) -> Rules:
-        """The same for rules that differ in nothing that can matter: with one stage per device there is no last one and no second
-        `ahead`, and without a limit there is nothing to yield to."""
+        """Return the same for rules that differ in nothing that can matter.
+
+        With one stage per device there is no last one and no second `ahead`, and without a limit there is nothing to
+        yield to.
+        """
         one, free = self.problem.stages.chunks == 1, min(self.problem.limit) == inf
         if not one and not free:
             return rules
@@ -136,11 +147,11 @@ class Search:
         return rules._replace(policies=tuple(policies))
 
     def _latest(self, reach: float) -> float:
-        """Up to which makespan orders are tightened."""
+        """Return the makespan up to which orders are tightened."""
         return self.best.makespan + reach * (self.best.makespan - min(self.problem.busy))
 
     def _cut(self, reach: float, wanted: float) -> Cutoff:
-        """Where list scheduling may end early because its result would be of no use. Rounding forgiven."""
+        """Return where list scheduling may end early because its result would be of no use. Rounding is forgiven."""
         best, bound, close = self.best, self.bound, 1e-9 * self.best.makespan
         makespan = max(best.makespan, self._latest(reach))
         tied = best.makespan <= bound + close and self._latest(reach) < bound - close  # only the span can become better
@@ -151,7 +162,7 @@ class Search:
             self.best, self.orders, self.rules, self.tightened = value, orders, rules, tightened
 
     def _known(self) -> Iterator[Rules]:
-        """Rules that give ZB-H1 and ZB-H2, or ZBV, V-Half and V-Min, on even stages."""
+        """Yield rules that give ZB-H1 and ZB-H2, or ZBV, V-Half and V-Min, on even stages."""
         p, m = self.problem.stages.devices, self.problem.microbatches
         if self.problem.stages.chunks == 1:
             for ahead in ([p - r for r in range(p)], [2 * (p - r) - 1 for r in range(p)], [m] * p):
@@ -170,12 +181,12 @@ class Search:
         yield from free[1:]
 
     def _units(self) -> float:
-        """How many activations the first device may keep, or all that are of use."""
+        """Return how many activations the first device may keep, or all that are of use."""
         problem = self.problem
         return min(problem.limit[0] / (problem.stages.activation[0] or 1.0), 2.0 * problem.stages.devices)
 
     def _sample(self) -> Rules:
-        """Rules drawn by lot, with bounds `ahead` that change linearly along the devices."""
+        """Draw rules by lot, with bounds `ahead` that change linearly along the devices."""
         problem, x = self.problem, self.random
         p, m, two = problem.stages.devices, problem.microbatches, problem.stages.chunks == 2
         units = self._units()
@@ -203,7 +214,7 @@ class Search:
                 current, value = trial, result
 
     def _change(self) -> Callable[[Policy], Policy]:
-        """Another value of one entry of a policy."""
+        """Return a function that sets another value of one entry of a policy."""
         m, two = self.problem.microbatches, self.problem.stages.chunks == 2
         kind = self._one_of(("prefer", "pending", "yields", "last", "wait", "ahead", "ahead"))
         if kind == "ahead":
@@ -243,5 +254,5 @@ def _moved(ahead: tuple[int, int], step: int, first: bool, most: int) -> tuple[i
 
 
 def _steer(value: OrderScore) -> tuple[float, float]:
-    """What descent follows: a smaller span often leads to a smaller makespan."""
+    """Return what descent follows: a smaller span often leads to a smaller makespan."""
     return value.makespan + value.span, value.idle

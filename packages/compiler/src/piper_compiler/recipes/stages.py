@@ -1,4 +1,4 @@
-"""What the families of recipes share: legal numbers, placements, and orders made for more microbatches than there are."""
+"""Hold what the families of recipes share: legal numbers, placements, and orders cut to fewer microbatches."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ FACTORS = ("pp", "chunks", "microbatches")
 
 
 def check_numbers(name: str, **given: int) -> None:
-    """Raise DirectiveError unless every number of the recipe `name` is an integer of at least 1, and its order is not too long.
+    """Raise DirectiveError unless every number is an integer of at least 1 and the order is not too long.
 
-    A recipe writes an order with a forward for each stage and microbatch."""
+    `name` is the recipe. It writes an order with a forward for each stage and microbatch.
+    """
     if any(type(n) is not int or n < 1 for n in given.values()):
         shown = ", ".join(f"{key}={n!r}" for key, n in given.items())
         raise DirectiveError(f"{name}({shown}): {'both' if len(given) == 2 else 'all'} must be integers of at least 1")
@@ -31,23 +32,29 @@ def check_numbers(name: str, **given: int) -> None:
 
 
 def looped_stage(pp: int, device: int, chunk: int) -> int:
-    """The stage that is chunk `chunk` of a device where the stages go round the devices."""
+    """Return the stage that is chunk `chunk` of a device where the stages go round the devices."""
     return chunk * pp + device
 
 
 def v_stage(pp: int, device: int, chunk: int) -> int:
-    """The stage that is chunk 0 or 1 of a device where the stages go down the devices and back up: the V placement."""
+    """Return the stage that is chunk 0 or 1 of a device in the V placement.
+
+    There the stages go down the devices and back up.
+    """
     return 2 * pp - 1 - device if chunk else device
 
 
 def slot(stage: int, phase: ActionPhase, mb: int) -> Slot:
-    """A slot of one action."""
+    """Return a slot of one action."""
     return (Action(stage, phase, mb),)
 
 
 def round_robin(pp: int, chunks: int, device: int, groups: int, size: int, back: bool = False) -> Iterator[tuple[int, int]]:
-    """(stage, microbatch) of the forwards of a device in loop placement: groups of `size` microbatches, each through all chunks
-    before the next. `back`: of the backwards, from the last chunk to the first."""
+    """Yield (stage, microbatch) of the forwards of a device in loop placement, or with `back` of the backwards.
+
+    Groups of `size` microbatches go each through all chunks before the next; backwards from the last chunk to the
+    first.
+    """
     for group in range(groups):
         for chunk in reversed(range(chunks)) if back else range(chunks):
             for k in range(size):
@@ -55,6 +62,8 @@ def round_robin(pp: int, chunks: int, device: int, groups: int, size: int, back:
 
 
 def first_microbatches(orders: Iterable[Iterable[Slot]], microbatches: int) -> Orders:
-    """The orders without the microbatches from `microbatches` on. Microbatches do not depend on each other, so what is left of
-    orders without deadlock has none."""
+    """Return the orders without the microbatches from `microbatches` on.
+
+    Microbatches do not depend on each other, so what is left of orders without deadlock has none.
+    """
     return [[left for slot in slots if (left := tuple([a for a in slot if a.mb < microbatches]))] for slots in orders]

@@ -1,8 +1,8 @@
-"""Local improvement of an order: simulated annealing along its critical paths.
+"""Improve an order locally: simulated annealing along its critical paths.
 
-Only a move that takes two neighbours on a critical path apart can shorten a schedule (van Laarhoven, Aarts and Lenstra 1992, on
-job shops). So a move takes one of such a pair a few places further, the first one later or the second one earlier: a W into a
-gap, or a forward to where memory becomes free.
+Only a move that takes two neighbours on a critical path apart can shorten a schedule (van Laarhoven, Aarts and Lenstra
+1992, on job shops). So a move takes one of such a pair a few places further, the first one later or the second one
+earlier: a W into a gap, or a forward to where memory becomes free.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ REACH = 6
 
 
 class Anneal:
-    """A state of the search; `best` and `orders` are the best seen. The same seed gives the same result."""
+    """Hold a state of the search; `best` and `orders` are the best seen.
+
+    The same seed gives the same result.
+    """
 
     def __init__(self, problem: Problem, orders: list[Queue], seed: int = 0) -> None:
         swept = problem.sweep(orders)
@@ -30,8 +33,10 @@ class Anneal:
         self.sweeps = 0
 
     def run(self, sweeps: int, heat: float, goal: OrderScore) -> None:
-        """At most so many sweeps; `heat`: the seconds by which a step may be worse, at the start about one in three times. Ends
-        when the best meets `goal`."""
+        """Sweep at most so many times, and end when the best meets `goal`.
+
+        `heat` is the seconds by which a step may be worse, at the start about one in three times.
+        """
         start, tries, arcs = self.sweeps, 0, self._arcs()
         while self.sweeps - start < sweeps and tries < 20 * sweeps and not self.best.meets(goal) and arcs:
             tries += 1
@@ -40,7 +45,7 @@ class Anneal:
                 arcs = self._arcs()
 
     def _move(self, arcs: list[tuple[int, int]]) -> tuple[int, int, int]:
-        """A device, the place of one of its operations, and where that is to go."""
+        """Return a device, the place of one of its operations, and where that is to go."""
         r, second = arcs[int(self.random() * len(arcs))]
         far = 1 + int(self.random() ** 2 * REACH)
         if self.random() < 0.5:
@@ -72,15 +77,20 @@ class Anneal:
             self.best, self.orders = value, [list(q) for q in self.now]
 
     def _tied(self, op: int, other: int) -> bool:
-        """Whether two operations of a device have to stay in their order: those of one unit, and one phase of one stage."""
+        """Return whether two operations of a device have to stay in their order.
+
+        These are those of one unit, and one phase of one stage.
+        """
         problem = self.problem
         if problem.stage(op) != problem.stage(other):
             return False
         return op % 3 == other % 3 or problem.microbatch(op) == problem.microbatch(other)
 
     def _arcs(self) -> list[tuple[int, int]]:
-        """(device, place of the second) of neighbours on the critical paths of the last device to end and of the one with the
-        largest span."""
+        """Return (device, place of the second) of neighbours on critical paths.
+
+        The paths are those of the last device to end and of the one with the largest span.
+        """
         problem, swept = self.problem, self.swept
         p = len(self.now)
         spans = [swept.last[r] - swept.first[r] - problem.busy[r] for r in range(p)]
@@ -92,7 +102,7 @@ class Anneal:
         return [arc for r in ends for arc in self._path(r, place)]
 
     def _path(self, r: int, place: list[int]) -> Iterator[tuple[int, int]]:
-        """Back from the last operation of a device, along what held each one up; among several by lot."""
+        """Go back from the last operation of a device, along what held each one up; among several by lot."""
         problem, end, home = self.problem, self.swept.end, self.problem.stages.home
         op = self.now[r][-1]
         close = 1e-9 * self.best.makespan
@@ -110,5 +120,5 @@ class Anneal:
 
 
 def _cost(value: OrderScore) -> float:
-    """What annealing descends: the makespan, and a little of the rest, which leads to it."""
+    """Return what annealing descends: the makespan, and a little of the rest, which leads to it."""
     return value.makespan + 0.5 * value.span + 0.02 * value.idle

@@ -1,9 +1,9 @@
-"""List scheduling of zero-bubble pipelines: forwards in time under a policy, and backwards in time by given keys.
+"""Schedule zero-bubble pipelines by lists: forwards in time under a policy, and backwards in time by given keys.
 
-Both run the microbatches of a stage in order, and admit a microbatch to the first of a device's two stages only while its
-second one has, or can still get, the memory for one: what the second stage's microbatches hold comes back to it, what they have
-freed at their I may be gone. So the oldest microbatch can always go on: no policy and no keys end in a deadlock, from the
-smallest limit that holds one microbatch.
+Both run the microbatches of a stage in order, and admit a microbatch to the first of a device's two stages only while
+its second one has, or can still get, the memory for one: what the second stage's microbatches hold comes back to it,
+what they have freed at their I may be gone. So the oldest microbatch can always go on: no policy and no keys end in a
+deadlock, from the smallest limit that holds one microbatch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,16 @@ NEVER = float("inf")
 
 
 class Policy(NamedTuple):
-    """What a device does next. `prefer`: (phase, chunk), the first that can start runs. `ahead`: per chunk, how many microbatches
-    may be between F and I. `pending`: with so many W waiting, and forwards to come, a W runs first. `yields`: a W also runs
-    before another operation when memory holds a forward up. `last`: of two stages with a W waiting the last one is served.
-    `wait`: the share of a W by which it may delay what arrives meanwhile."""
+    """Say what a device does next.
+
+    Attributes:
+        prefer: (phase, chunk) pairs; the first that can start runs.
+        ahead: by chunk, how many microbatches may be between F and I.
+        pending: with so many W waiting, and forwards to come, a W runs first.
+        yields: a W also runs before another operation when memory holds a forward up.
+        last: of two stages with a W waiting the last one is served.
+        wait: the share of a W by which it may delay what arrives meanwhile.
+    """
 
     prefer: tuple[tuple[int, int], ...]
     ahead: tuple[int, int]
@@ -32,17 +38,22 @@ class Policy(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """A policy per device. Microbatch k enters the pipeline not before (k - lead) times what the slowest device needs for one:
-    with a small lead the operations meet in a fixed pattern, as a tight memory limit asks for; with m of them there is no
-    such pace."""
+    """Hold a policy per device, and the pace at which microbatches enter.
+
+    Microbatch k enters the pipeline not before (k - lead) times what the slowest device needs for one. With a small
+    lead the operations meet in a fixed pattern, as a tight memory limit asks for; with m of them there is no such pace.
+    """
 
     policies: tuple[Policy, ...]
     lead: int
 
 
 class Cutoff(NamedTuple):
-    """A run is given up when what it can still become has a makespan above `makespan` or a span above `span`, and a sum of both
-    above `both`. `least`: no makespan is smaller."""
+    """Say when a run is given up.
+
+    It is given up when what it can still become has a makespan above `makespan` or a span above `span`, and a sum of
+    both above `both`. No makespan is smaller than `least`.
+    """
 
     makespan: float
     span: float
@@ -50,15 +61,24 @@ class Cutoff(NamedTuple):
     least: float
 
     def hopeless(self, makespan: float, span: float) -> bool:
-        """Given lower bounds of both."""
+        """Return whether a run is to be given up, given lower bounds of its makespan and span."""
         makespan = max(makespan, self.least)
         return (makespan > self.makespan or span > self.span) and makespan + span > self.both
 
 
 class _Move(NamedTuple):
-    """What a device may do next: the operations of one `kind`, which is phase + 3 stage. Of forwards: how far ahead of the next
-    I the next one may be (`ahead`, as a difference of numbers; 0 for I), what one keeps, and, for the first of two stages, the
-    kind of the second one's forwards, what one of those keeps, and what after I. The last three as `_keeps` gives them."""
+    """Describe what a device may do next: the operations of one kind.
+
+    The last three are as `_keeps` gives them, for forwards of the first of two stages.
+
+    Attributes:
+        kind: phase + 3 stage.
+        ahead: for forwards, how far ahead of the next I the next one may be, as a difference of numbers; 0 for I.
+        keeps: what one forward keeps.
+        second: the kind of the second stage's forwards.
+        reserve: what one of those keeps.
+        after: what one of those keeps after I.
+    """
 
     kind: int
     ahead: int
@@ -69,7 +89,7 @@ class _Move(NamedTuple):
 
 
 class Greedy:
-    """One run of a problem under one policy per device."""
+    """Run a problem once under one policy per device."""
 
     def __init__(self, problem: Problem, rules: Rules) -> None:
         given = problem.stages
@@ -96,7 +116,10 @@ class Greedy:
         return _Move(3 * stages[chunk] + phase, ahead, *_keeps(self.problem.stages, stages, chunk))
 
     def run(self, cut: Cutoff | None = None) -> tuple[list[Queue], Swept] | None:
-        """The orders and their times; None when the run was cut. A search spends most of its time here, hence local names."""
+        """Return the orders and their times; None when the run was cut.
+
+        A search spends most of its time here, hence local names.
+        """
         problem, width, policies, moves = self.problem, self.width, self.policies, self.moves
         upcoming, arrives, waiting, used = self.next, self.arrives, self.waiting, self.used
         seconds, memory, after, lag, device, limits = (
@@ -166,7 +189,10 @@ class Greedy:
         return orders, Swept(end, first, free)
 
     def _weight(self, r: int, now: float, best: int, blocked: bool, later: float) -> int:
-        """The next W of device r where it comes before `best`, or fits before what arrives; nothing arrives before `later`."""
+        """Return the next W of device r where it comes before `best`, or fits before what arrives.
+
+        Nothing arrives before `later`.
+        """
         policy, upcoming, kinds = self.policies[r], self.next, self.weights[r]
         kind = kinds[0]
         if upcoming[kind] > upcoming[kind - 1]:
@@ -181,12 +207,12 @@ class Greedy:
         return upcoming[kind]
 
     def _missing(self, second: int, reserve: float, held: float) -> float:
-        """What the second stage of a device lacks for one microbatch when all that it has are done with I."""
+        """Return what the second stage of a device lacks for one microbatch when all that it has are done with I."""
         waiting = (self.next[second + INPUT] - self.next[second + WEIGHT] + 1) // self.width
         return max(0.0, reserve - waiting * held)
 
     def _comes(self, r: int, by: float, kind: int, ahead: int, keeps: float, second: int, reserve: float, held: float) -> bool:
-        """Whether something arrives before that time that is held up by no limit."""
+        """Return whether something arrives before that time that is held up by no limit."""
         upcoming = self.next
         op = upcoming[kind]
         if self.arrives[op] >= by:
@@ -200,8 +226,11 @@ class Greedy:
 
 
 class Justify:
-    """One run backwards in time: of what could be last on a device, the operation with the largest key is. It makes the end of
-    a schedule as tight as `Greedy` makes its start. Counted from the end, W takes a unit's memory and F gives it back."""
+    """Run once backwards in time: of what could be last on a device, the operation with the largest key is.
+
+    It makes the end of a schedule as tight as `Greedy` makes its start. Counted from the end, W takes a unit's memory
+    and F gives it back.
+    """
 
     def __init__(self, problem: Problem, key: Sequence[float]) -> None:
         given, count = problem.stages, problem.count
@@ -269,9 +298,12 @@ class Justify:
 
 
 def _keeps(stages: Stages, mine: Sequence[int], chunk: int) -> tuple[float, int, float, float]:
-    """What one microbatch of a chunk keeps; if the device has a second stage that comes after it, the kind of that one's forwards
-    and what they keep, which has to fit as well while the second stage has nothing to give back, and what of it after I; else -1
-    and nothing."""
+    """Return what one microbatch of a chunk keeps, and what its second stage must have room for.
+
+    If the device has a second stage that comes after the chunk's, the rest is the kind of that one's forwards, what
+    they keep, which has to fit as well while the second stage has nothing to give back, and what of it after I.
+    Otherwise it is -1 and nothing.
+    """
     keeps = stages.activation[mine[chunk]]
     if chunk or len(mine) == 1:
         return keeps, -1, 0.0, 0.0

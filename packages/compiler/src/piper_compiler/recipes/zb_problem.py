@@ -1,8 +1,8 @@
-"""The scheduling problem of a zero-bubble pipeline, and what an order is worth: its times and its memory.
+"""Define the scheduling problem of a zero-bubble pipeline, and what an order is worth: its times and its memory.
 
-An operation is an int: phase + 3 (stage + stages x microbatch), phases F, I, W being 0, 1, 2. A device is one machine; an
-operation starts when its predecessor on the device has ended and what it needs has arrived, `hop` after it was made on another
-device. W needs only the I of its own device.
+An operation is an int: phase + 3 (stage + stages x microbatch), phases F, I, W being 0, 1, 2. A device is one machine;
+an operation starts when its predecessor on the device has ended and what it needs has arrived, `hop` after it was made
+on another device. W needs only the I of its own device.
 """
 
 from __future__ import annotations
@@ -20,8 +20,18 @@ FORWARD, INPUT, WEIGHT = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Per stage the seconds of F, I and W, what one microbatch keeps from the start of F to the end of W, and how much of that
-    lives on from I to W. Stage s of chunk 0 is on device s; with two chunks stage 2p - 1 - r is on device r, too (V)."""
+    """Hold the times and the memory of all stages.
+
+    Stage s of chunk 0 is on device s; with two chunks stage 2p - 1 - r is on device r, too (V).
+
+    Attributes:
+        devices: how many devices.
+        chunks: stages per device, 1 or 2.
+        seconds: by stage, those of F, I and W.
+        activation: by stage, what one microbatch keeps from the start of F to the end of W.
+        kept: by stage, how much of that lives on from I to W.
+        hop: seconds between two devices.
+    """
 
     devices: int
     chunks: int
@@ -32,17 +42,20 @@ class Stages:
 
     @property
     def home(self) -> list[int]:
-        """The device of each stage."""
+        """Return the device of each stage."""
         p = self.devices
         return [s if s < p else 2 * p - 1 - s for s in range(len(self.seconds))]
 
     def of_devices(self) -> list[list[int]]:
-        """The stages of each device, in order."""
+        """Return the stages of each device, in order."""
         home = self.home
         return [[s for s, device in enumerate(home) if device == r] for r in range(self.devices)]
 
     def least(self) -> list[float]:
-        """Per device the smallest memory limit under which a step can run: one microbatch on all of its stages."""
+        """Return for each device the smallest memory limit under which a step can run.
+
+        It is one microbatch on all of its stages.
+        """
         need = [0.0] * self.devices
         for r, a in zip(self.home, self.activation, strict=True):
             need[r] += a
@@ -50,7 +63,13 @@ class Stages:
 
 
 class Swept(NamedTuple):
-    """Times of an order. `end` per operation, `first` and `last` per device: its first start and last end."""
+    """Hold the times of an order.
+
+    Attributes:
+        end: by operation.
+        first: by device, its first start.
+        last: by device, its last end.
+    """
 
     end: list[float]
     first: list[float]
@@ -58,21 +77,26 @@ class Swept(NamedTuple):
 
 
 class OrderScore(NamedTuple):
-    """What an order is worth, smaller is better: seconds from start to end, the largest over devices of (last end - first start
-    - busy), and the sum of that over devices."""
+    """Say what an order is worth; smaller is better.
+
+    Attributes:
+        makespan: seconds from start to end.
+        span: the largest over devices of (last end - first start - busy).
+        idle: the sum of that over devices.
+    """
 
     makespan: float
     span: float
     idle: float
 
     def meets(self, goal: OrderScore) -> bool:
-        """Whether makespan and span are as small as the goal's."""
+        """Return whether makespan and span are as small as the goal's."""
         return all(a <= b + 1e-9 * goal.makespan for a, b in zip(self[:2], goal[:2], strict=True))
 
 
 @dataclass(slots=True)
 class Problem:
-    """Stages, a number of microbatches and a memory limit per device, as columns with one entry per operation."""
+    """Hold stages, a number of microbatches and a memory limit per device, as columns with one entry per operation."""
 
     stages: Stages
     microbatches: int
@@ -87,8 +111,12 @@ class Problem:
     busy: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """The `seconds` that each operation takes, its `device`, the operation that it `needs` and the one that needs it, `after`
-        (-1: none), the `lag` from what it needs, the `memory` that it adds; `busy` seconds per device."""
+        """Make the columns.
+
+        They are the `seconds` that each operation takes, its `device`, the operation that it `needs` and the one that
+        comes `after` it (-1: none), the `lag` from what it needs, the `memory` that it adds; and `busy` seconds per
+        device.
+        """
         given, home = self.stages, self.stages.home
         n = len(home)
         self.count, self.busy = 3 * n * self.microbatches, [0.0] * given.devices
@@ -107,7 +135,7 @@ class Problem:
 
     @property
     def pace(self) -> float:
-        """Seconds that the slowest device needs for one microbatch."""
+        """Return seconds that the slowest device needs for one microbatch."""
         return max(self.busy) / self.microbatches
 
     def stage(self, op: int) -> int:
@@ -117,7 +145,7 @@ class Problem:
         return op // 3 // len(self.stages.seconds)
 
     def sweep(self, orders: Sequence[Queue]) -> Swept | None:
-        """Every operation as early as its order allows. None when the orders block each other."""
+        """Run every operation as early as its order allows. Return None when the orders block each other."""
         seconds, needs, lag = self.seconds, self.needs, self.lag
         p, left = self.stages.devices, self.count
         end, clock, first, at = [-1.0] * self.count, [0.0] * p, [0.0] * p, [0] * p
@@ -152,7 +180,7 @@ class Problem:
         return OrderScore(max(swept.last), max(spans), sum(spans))
 
     def fits(self, queue: Queue, limit: float) -> bool:
-        """Whether a device that runs the queue stays within the limit."""
+        """Return whether a device that runs the queue stays within the limit."""
         used, memory = 0.0, self.memory
         for op in queue:
             used += memory[op]
@@ -161,7 +189,10 @@ class Problem:
         return True
 
     def bound(self) -> float:
-        """No order ends sooner: when the first microbatch can reach a device at the earliest, and then the device's work."""
+        """Return a time before which no order ends.
+
+        It is when the first microbatch can reach a device at the earliest, and then the device's work.
+        """
         arrival, bound = 0.0, 0.0
         for s in range(self.stages.devices):
             bound = max(bound, arrival + self.busy[s])

@@ -1,4 +1,4 @@
-"""ZBV: two chunks per device in V placement, with split backward."""
+"""Make ZBV: two chunks per device in V placement, with split backward."""
 
 from __future__ import annotations
 
@@ -17,18 +17,24 @@ from piper_compiler.recipes.stages import check_numbers, first_microbatches, slo
     rule="any pp, microbatches >= 1; 2 chunks per device",
 )
 def zbv(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
-    """Zero bubble in V placement: device r has the stages r and 2p - 1 - r. Source: Qi et al. 2024, arXiv 2405.15362.
+    """Leave no bubble in V placement: device r has the stages r and 2p - 1 - r.
 
-    Where m >= 2p - 1: with F = I = W the span bubble is 0 and the global bubble (p - 1)F; with I >= max(F, W) the global bubble
-    is (p - 1)I if 2W >= I, otherwise 2(p - 1)(I - W): there are too few weight gradients to fill the end; and the peak on every
-    device is 2p activations of a chunk, which are half as large as those of a stage of 1F1B. Any pp and microbatches; fewer
-    than 2p - 1 are the first ones of 2p - 1."""
+    Source: Qi et al. 2024, arXiv 2405.15362.
+
+    Where m >= 2p - 1: with F = I = W the span bubble is 0 and the global bubble (p - 1)F; with I >= max(F, W) the
+    global bubble is (p - 1)I if 2W >= I, otherwise 2(p - 1)(I - W): there are too few weight gradients to fill the end;
+    and the peak on every device is 2p activations of a chunk, which are half as large as those of a stage of 1F1B. Any
+    pp and microbatches; fewer than 2p - 1 are the first ones of 2p - 1.
+    """
     check_numbers("zbv", pp=pp, microbatches=microbatches)
     return scheduled(zbv_orders(pp, microbatches), microbatches=microbatches, at=at)
 
 
 def zbv_orders(pp: int, microbatches: int) -> Orders:
-    """Fewer microbatches than the start needs are the first ones of as many as it needs."""
+    """Return the orders of ZBV.
+
+    Fewer microbatches than the start needs are the first ones of as many as it needs.
+    """
     whole = max(microbatches, 2 * pp - 1)
     return first_microbatches([_device(pp, r, whole) for r in range(pp)], microbatches)
 
@@ -38,7 +44,7 @@ def _device(pp: int, r: int, microbatches: int) -> list[Slot]:
     count: dict[tuple[int, ActionPhase], int] = {}
 
     def run(chunk: int, phases: tuple[ActionPhase, ...]) -> None:
-        """The next microbatch of the chunk in each of the phases, unless all are through."""
+        """Append the next microbatch of the chunk in each of the phases, unless all are through."""
         for phase in phases:
             mb = count.get((chunk, phase), 0)
             if mb < microbatches:

@@ -1,4 +1,4 @@
-"""Zero-bubble schedules found by search, for any times and within a memory limit."""
+"""Make zero-bubble schedules found by search, for any times and within a memory limit."""
 
 from __future__ import annotations
 
@@ -40,14 +40,26 @@ def zero_bubble(
     chunks: int = 1,
     at: Boundaries = "even",
 ) -> tuple[Directive, ...]:
-    """The order with the smallest makespan that a search of fixed effort finds; among those the one with the smallest span
-    bubble. Deterministic. Source: `recipes.search`.
+    """Return the order with the smallest makespan that a search of fixed effort finds.
 
-    F, I, W: times of a stage for one microbatch; `hop`: between two devices, in the same unit. `activation`: what a stage keeps
-    for one microbatch from the start of F to the end of W, of which `kept_after_I` (default: all) lives on from I to W. Each is
-    a number or one per stage; there are pp x chunks stages. `memory_limit`: for what a device keeps at any time, in the unit of
-    `activation`, a number or one per device (default: none). chunks=1 places stage r on device r; chunks=2 stages r and
-    2 pp - 1 - r (V). DirectiveError for arguments that do not fit, and for a limit under which nothing runs."""
+    Among those it is the one with the smallest span bubble. Deterministic. Source: `recipes.search`. An argument of a
+    stage is a number or one per stage; there are pp x chunks stages. Raises DirectiveError for arguments that do not
+    fit, and for a limit under which nothing runs.
+
+    Args:
+        pp: devices.
+        microbatches: how many.
+        F: time of a stage's forward for one microbatch.
+        I: time of its input gradient.
+        W: time of its weight gradient.
+        hop: time between two devices, in the same unit.
+        activation: what a stage keeps for one microbatch from the start of F to the end of W.
+        kept_after_I: how much of that lives on from I to W (default: all).
+        memory_limit: for what a device keeps at any time, in the unit of `activation`; a number or one per device
+            (default: none).
+        chunks: 1 places stage r on device r; 2 places stages r and 2 pp - 1 - r there (V).
+        at: where stages begin, as in `partition`.
+    """
     stages = _stages("zero_bubble", pp, microbatches, chunks, (F, I, W), hop, activation, kept_after_I)
     limit = _limit(memory_limit, stages)
     return scheduled(find_orders(stages, microbatches, limit), microbatches=microbatches, at=at)
@@ -61,7 +73,10 @@ def zero_bubble(
     rule="any pp, microbatches >= 1; 2 chunks per device",
 )
 def v_half(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
-    """V placement within 2 floor((p + 2) / 2) units for F = I = W. Source: Qi et al. 2024 (arXiv 2405.15362)."""
+    """Search the V placement within 2 floor((p + 2) / 2) units for F = I = W.
+
+    Source: Qi et al. 2024 (arXiv 2405.15362).
+    """
     return _preset("v_half", pp, microbatches, 2, 2, at)
 
 
@@ -73,19 +88,25 @@ def v_half(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Dire
     rule="any pp, microbatches >= 1; 2 chunks per device",
 )
 def v_min(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
-    """V placement within 2 floor((p + 4) / 3) units for F = I = W. Source: Qi et al. 2024 (arXiv 2405.15362)."""
+    """Search the V placement within 2 floor((p + 4) / 3) units for F = I = W.
+
+    Source: Qi et al. 2024 (arXiv 2405.15362).
+    """
     return _preset("v_min", pp, microbatches, 4, 3, at)
 
 
 def v_frontier(p: int, units: int) -> int:
-    """Span bubble of the V placement with a peak of `units`, F = I = W = 1 and m >= p. Each unit less than the 2p of ZBV costs
-    three operations: one before the first I arrives, one where the forwards of the next microbatches wait for the memory of the
-    first ones, one after the last F; two with as many units as nearly fill the first gap."""
+    """Return the span bubble of the V placement with a peak of `units`, F = I = W = 1 and m >= p.
+
+    Each unit less than the 2p of ZBV costs three operations: one before the first I arrives, one where the forwards of
+    the next microbatches wait for the memory of the first ones, one after the last F. It is two with as many units as
+    nearly fill the first gap.
+    """
     return 3 * p - 1 - 3 * units + max(3 * p, p - 1 + 2 * (1 + (units + 1) // 2))
 
 
 def _preset(name: str, pp: int, microbatches: int, more: int, share: int, at: Boundaries) -> tuple[Directive, ...]:
-    """The V placement within 2 floor((p + more) / share) units; the search ends at the frontier."""
+    """Return the V placement within 2 floor((p + more) / share) units; the search ends at the frontier."""
     stages = _stages(name, pp, microbatches, 2, (1.0, 1.0, 1.0), 0.0, 1.0, None)
     units = 2 * ((pp + more) // share)
     bubble = float(v_frontier(pp, units))
@@ -122,7 +143,10 @@ def _stages(
 
 
 def _limit(given: _PerStage | None, stages: Stages) -> tuple[float, ...]:
-    """Per device; rounding forgiven. DirectiveError when one microbatch does not fit."""
+    """Return the memory limit of each device, with rounding forgiven.
+
+    Raises DirectiveError when one microbatch does not fit.
+    """
     p = stages.devices
     if given is None:
         return (inf,) * p
@@ -140,7 +164,7 @@ def _limit(given: _PerStage | None, stages: Stages) -> tuple[float, ...]:
 
 
 def _each(name: str, value: _PerStage, count: int, of: str) -> tuple[float, ...]:
-    """A number per stage or device."""
+    """Return a number per stage or device."""
     given = (value,) * count if isinstance(value, int | float) else value
     if not isinstance(given, tuple | list) or any(type(x) not in (int, float) for x in given):
         raise DirectiveError(f"zero_bubble({name}={value!r}): a number is needed, or a list with a number per {of}")

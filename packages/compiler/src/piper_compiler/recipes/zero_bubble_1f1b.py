@@ -1,4 +1,4 @@
-"""1F1B with the weight gradients moved into its bubble: ZB-H1, ZB-H2, and the same over several chunks per device."""
+"""Make 1F1B with the weight gradients moved into its bubble: ZB-H1, ZB-H2, and both over several chunks per device."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ _QI = "Qi et al. 2024, arXiv 2401.10241"
     rule="any pp, microbatches >= 1",
 )
 def zb_h1(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
-    """1F1B in which device r runs each weight gradient r microbatches late, one stage per device; also known as ZB1P. Source:
-    Qi et al. 2024, arXiv 2401.10241.
+    """Run 1F1B in which device r does each weight gradient r microbatches late, one stage per device.
 
-    Span and global bubble (p - 1)(F + I - W) where W <= F, W <= I and m >= p; peak on every device: min(m, p) activations. Any
-    pp and microbatches."""
+    Also known as ZB1P. Source: Qi et al. 2024, arXiv 2401.10241.
+
+    Span and global bubble (p - 1)(F + I - W) where W <= F, W <= I and m >= p; peak on every device: min(m, p)
+    activations. Any pp and microbatches.
+    """
     check_numbers("zb_h1", pp=pp, microbatches=microbatches)
     return scheduled(late_weight_orders(pp, microbatches), microbatches=microbatches, at=at)
 
@@ -36,11 +38,14 @@ def zb_h1(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Direc
     rule="any pp, microbatches >= 1",
 )
 def zb_h2(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
-    """ZB-H1 with twice the forwards ahead: device r starts with 2(p - 1 - r) and runs each weight gradient 2r microbatches late;
-    also known as ZB2P. Source: Qi et al. 2024, arXiv 2401.10241.
+    """Run ZB-H1 with twice the forwards ahead.
 
-    Span bubble (p - 1)(F + I - 2W), global bubble (p - 1) max(F, F + I - 2W), where W <= F, W <= I and m >= 2p - 1; peak on
-    every device: min(m, 2p - 1) activations. Any pp and microbatches."""
+    Device r starts with 2(p - 1 - r) and runs each weight gradient 2r microbatches late. Also known as ZB2P. Source: Qi
+    et al. 2024, arXiv 2401.10241.
+
+    Span bubble (p - 1)(F + I - 2W), global bubble (p - 1) max(F, F + I - 2W), where W <= F, W <= I and m >= 2p - 1;
+    peak on every device: min(m, 2p - 1) activations. Any pp and microbatches.
+    """
     check_numbers("zb_h2", pp=pp, microbatches=microbatches)
     return scheduled(late_weight_orders(pp, microbatches, ahead=2), microbatches=microbatches, at=at)
 
@@ -53,19 +58,25 @@ def zb_h2(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Direc
     rule="any pp, microbatches, chunks >= 1",
 )
 def interleaved_zb(*, pp: int, microbatches: int, chunks: int = 2, at: Boundaries = "even") -> tuple[Directive, ...]:
-    """ZB-H1 over `chunks` chunks per device, stage s on device s mod pp, pp microbatches through a chunk before the next chunk's
-    turn. Sources: Qi et al. 2024, arXiv 2401.10241; Narayanan et al. 2021, arXiv 2104.04473.
+    """Run ZB-H1 over `chunks` chunks per device, stage s on device s mod pp.
 
-    Span and global bubble (p - 1)(F + I - W) in times of one chunk, where W <= F, W <= I and m is a multiple of p; the last of
-    other numbers is a group that is not full, with a larger bubble. Peak on every device: min(v m, v p) activations of a
-    chunk. Any pp, microbatches and chunks."""
+    pp microbatches go through a chunk before the next chunk's turn. Sources: Qi et al. 2024, arXiv 2401.10241;
+    Narayanan et al. 2021, arXiv 2104.04473.
+
+    Span and global bubble (p - 1)(F + I - W) in times of one chunk, where W <= F, W <= I and m is a multiple of p; the
+    last of other numbers is a group that is not full, with a larger bubble. Peak on every device: min(v m, v p)
+    activations of a chunk. Any pp, microbatches and chunks.
+    """
     check_numbers("interleaved_zb", pp=pp, microbatches=microbatches, chunks=chunks)
     return scheduled(late_weight_orders(pp, microbatches, chunks=chunks), microbatches=microbatches, at=at)
 
 
 def late_weight_orders(pp: int, microbatches: int, *, chunks: int = 1, ahead: int = 1) -> Orders:
-    """Device r starts with `ahead` (p - 1 - r) + (v - 1)p forwards; then a forward, an input gradient, and the weight gradient of
-    `ahead` r input gradients ago."""
+    """Return the orders in which weight gradients run late.
+
+    Device r starts with `ahead` (p - 1 - r) + (v - 1)p forwards; then come a forward, an input gradient, and the weight
+    gradient of `ahead` r input gradients ago.
+    """
     groups = -(-microbatches // pp)
     orders: list[list[Slot]] = []
     for r in range(pp):
