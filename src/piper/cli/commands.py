@@ -1,5 +1,8 @@
-"""The `piper` command. Errors of the user's making end with one message and exit code 2; the heavy imports happen in the
-commands, which say how they are used and leave the work to the modules that they call."""
+"""The `piper` command.
+
+Errors of the user's making end with one message and exit code 2. The heavy imports happen inside of the commands, which
+say how they are used and leave the work to the modules that they call.
+"""
 
 from __future__ import annotations
 

@@ -25,8 +25,13 @@ LIBRARIES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `state`: "ok", "missing" (something cannot be done; `text` says what to do) or "absent" (nobody
-    needs it)."""
+    """One line of the report.
+
+    Attributes:
+        name: What was looked at.
+        state: "ok", "missing" (something cannot be done; `text` says what to do) or "absent" (nobody needs it).
+        text: What was found.
+    """
 
     name: str
     state: str
@@ -34,7 +39,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at this machine; takes a second or two, since torch is imported."""
+    """Look at this machine. It takes a second or two, since torch is imported."""
     return [_python(), _cores(), _memory(), *_torch(), *_libraries(), _shared_memory(), *_launchers()]
 
 
@@ -95,7 +100,7 @@ def _libraries() -> list[Finding]:
 
 
 def _shared_memory() -> Finding:
-    """Ray's object store and the launcher's watch over its workers live there."""
+    """Look at shared memory, where Ray's object store and the launcher's watch over its workers live."""
     path = Path("/dev/shm")
     if not path.is_dir():
         return Finding("shared memory", "absent", "/dev/shm is not there; files in the temporary folder are used")
@@ -119,7 +124,7 @@ def _launchers() -> list[Finding]:
 
 
 def text(findings: list[Finding]) -> str:
-    """For people: a line each."""
+    """Return the findings for people, a line each."""
     wide = max(len(f.name) for f in findings)
     lines = [f"{f.name:<{wide}}  {f.state:<7}  {f.text}" for f in findings]
     missing = [f.name for f in findings if f.state == "missing"]
@@ -127,5 +132,5 @@ def text(findings: list[Finding]) -> str:
 
 
 def as_rows(findings: list[Finding]) -> list[dict[str, Any]]:
-    """For programs."""
+    """Return the findings for programs."""
     return [{"name": f.name, "state": f.state, "text": f.text} for f in findings]

@@ -25,7 +25,7 @@ def show(table: Table) -> None:
 
 
 def drawn(table: Table) -> Drawn:
-    """A table as rich draws it, without its notes. Cells are text, never markup."""
+    """Return a table as rich draws it, without its notes. Cells are text, never markup."""
     out = Drawn(title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD)
     for i, name in enumerate(table.columns):
         out.add_column(Text(name), justify="right" if i else "left", no_wrap=i == 0)

@@ -8,7 +8,7 @@ from piper_simulator import Distribution
 
 
 def distribution_table(found: Distribution) -> Table:
-    """Percentiles of the step."""
+    """Return the percentiles of the step as a table."""
     rows = []
     for name, of in ((FIRST_STEP, found.step_s), ("step in steady state", found.period_s)):
         rows.append((name, *map(time_text, (of.p5, of.median, of.p95, of.mean, of.std))))

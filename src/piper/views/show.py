@@ -55,7 +55,7 @@ def show_recipe(shown: SimulatedRecipe, what: What) -> None:
 
 
 def _printed(compiled: Compiled, what: What) -> bool:
-    """Whether the graph or the plan was asked for, and is printed now. Writes the CSV file first."""
+    """Print the graph or the plan if it was asked for, and return whether it was. Write the CSV file first."""
     if what.csv is not None:
         from piper_compiler import write_schedule_csv
 
@@ -73,7 +73,7 @@ def _printed(compiled: Compiled, what: What) -> bool:
 
 
 def _drawn(compiled: Compiled, trace: Trace, what: What) -> str:
-    """The schedule as a table; its picture is written where it was asked for."""
+    """Return the schedule as a table. Its picture is written where it was asked for."""
     from piper_report import draw_schedule, schedule_table
 
     if what.png is not None:

@@ -16,7 +16,7 @@ NEGLIGIBLE = 1e-9
 
 
 def why_tables(why: Why) -> Iterator[Table]:
-    """One after the other, from what matters most; without those that would be empty."""
+    """Yield the tables of an explanation, from what matters most; without those that would be empty."""
     yield _path(why)
     yield _path_in_order(why)
     yield _idle(why)
@@ -51,7 +51,7 @@ def _path_in_order(why: Why) -> Table:
 
 
 def _run(why: Why, run: Sequence[PathPiece]) -> tuple[str, ...]:
-    """Neighbours on the path that have one owner."""
+    """Return the row of neighbours on the path that have one owner."""
     first, last = why.owners.at(run[0].node)[1].name, why.owners.at(run[-1].node)[1].name
     names = first if first == last else f"{first} to {last}"
     owner = why.owners.of_piece(run[0]).text + (", latency" if run[0].holder == "latency" else "")
@@ -82,7 +82,7 @@ def _gaps(why: Why) -> Table:
 
 
 def _most_of(held: Mapping[Cause, float], most: int = 1) -> str:
-    """As in "F of stage 0 (1 s)"."""
+    """Return the largest of them as text, as in "F of stage 0 (1 s)"."""
     texts = [f"{o.text} ({time_text(s)})" for o, s in held.items()]
     return ", ".join(texts[:most]) + (f", {len(texts) - most} more" if len(texts) > most > 1 else "") or "-"
 
@@ -124,7 +124,7 @@ def _interval(why: Why) -> tuple[str, ...]:
 
 
 def comparison_tables(result: Comparison, names: tuple[str, str], cluster: str, note: str = "") -> Iterator[Table]:
-    """The steps, and the parts of their difference: on the critical path, of the mean rank, and of the memory."""
+    """Yield the steps, and the parts of their difference: on the critical path, of the mean rank, and of the memory."""
     notes = (note,) if note else ()
     head = (_difference(result.step, time_text), _difference(result.peak, size_text))
     yield Table(f"two strategies on {cluster}", ("", *names, "change", ""), head, notes)
@@ -137,7 +137,10 @@ def comparison_tables(result: Comparison, names: tuple[str, str], cluster: str, 
 def _differences(
     title: str, names: tuple[str, str], found: Sequence[StepDifference], total: StepDifference, form: Callable[[float], str]
 ) -> Table:
-    """The largest, what has not changed and the others as one row each, and their sum."""
+    """Return a table of the largest differences and their sum.
+
+    What has not changed, and the other differences, are one row each.
+    """
     changed = [d for d in found if abs(d.change) > NEGLIGIBLE * max(total.a, total.b)]
     shown, others, same = changed[:MOST], changed[MOST:], [d for d in found if d not in changed]
     rows = [*shown, *_sum(f"{len(others)} others", others), *_sum("unchanged", same), total]
@@ -165,7 +168,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """As in "0", "0-3", "0, 2, 4 and 13 more"."""
+    """Return ranks as text, as in "0", "0-3", "0, 2, 4 and 13 more"."""
     if len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
@@ -173,7 +176,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _most(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[tuple[str, ...], ...], int]:
-    """The first rows, and how many are left out."""
+    """Return the first rows, and how many are left out."""
     return tuple(rows[:MOST]), max(0, len(rows) - MOST)
 
 
