@@ -49,9 +49,10 @@ bench: $(INSTALLED) ## measure: a CSV file and a table with machine and date
 gpu-check: $(INSTALLED) ## what one CUDA device can prove: a table to paste; without a device it says so
 	$(PY) benchmarks/gpu_check.py $(ARGS)
 
-gallery: $(INSTALLED) ## docs/schedules.md: all schedules drawn, with their numbers; docs/why.md: an explained step
+gallery: $(INSTALLED) ## docs/schedules.md: all schedules drawn, with their numbers; docs/why.md: an explained step; README's picture
 	$(PY) docs/gallery.py
 	$(PY) docs/why.py
+	$(PY) docs/overview.py
 
 mutants: $(INSTALLED) ## seed faults into compiler and runtime; a table of which check catches each
 	$(PY) -m tests.mutants $(ARGS)

@@ -1,7 +1,7 @@
-"""The two sides of the comparison on one CUDA device: a plan in Piper's engine, and the loop that one writes with torch alone.
+"""Define the two sides of the comparison on one CUDA device: a plan in Piper's engine, and a loop in torch alone.
 
-Both train the GPT of `benchmarks.step_model` on the same batches, with microbatches whose gradients are summed, and torch's fused
-AdamW. Parameters, activations and gradients have one dtype.
+Both train the GPT of `benchmarks.step_model` on the same batches, with microbatches whose gradients are summed, and
+torch's fused AdamW. Parameters, activations and gradients have one dtype.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from piper_runtime.streams import Work
 
 @dataclass(frozen=True)
 class Setup:
-    """One comparison: sizes, dtype by torch's name, and the plan for one device with its code."""
+    """Hold one comparison: sizes, dtype by torch's name, and the plan for one device with its code."""
 
     regime: Regime
     precision: str
@@ -45,14 +45,17 @@ class Setup:
 
 
 def prepared(regime: Regime, precision: str) -> Setup:
-    """The comparison, compiled as a user would: one device, `regime.microbatches` microbatches."""
+    """Return the comparison, compiled as a user would: one device, `regime.microbatches` microbatches."""
     work = replace(job(regime, regime.rows * regime.microbatches), precision=piper.Precision(params=precision))
     strategy = piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=regime.microbatches),))
     return Setup(regime, precision, work, strategy, piper.compile(work, strategy))
 
 
 class Side(Protocol):
-    """One way to train. Per step: `losses`, the mean over microbatches; `issued_s`, seconds until the host had issued all."""
+    """Say what a way to train offers.
+
+    Per step: `losses`, the mean over microbatches; `issued_s`, seconds until the host had issued all.
+    """
 
     losses: list[float]
     issued_s: list[float]
@@ -63,7 +66,7 @@ class Side(Protocol):
 
 
 class Ours:
-    """The plan in the engine, bound as `piper_runtime.worker` binds it."""
+    """Run the plan in the engine, bound as `piper_runtime.worker` binds it."""
 
     def __init__(self, setup: Setup, device: torch.device) -> None:
         self.losses: list[float] = []
@@ -97,7 +100,7 @@ class Ours:
 
 
 def engine_of(bound: Rank, device: torch.device, issued: Callable[[], None]) -> Engine:
-    """The engine of a rank that talks to nobody. `issued`: called when the host has issued a step."""
+    """Return the engine of a rank that talks to nobody; `issued` is called when the host has issued a step."""
     heart: Any = array("q", [0] * HEART_SLOTS)
     streams = _Watched(bound.entries, bound.role.streams, heart, CudaApi(device))
     streams.issued = issued
@@ -117,8 +120,11 @@ def _nobody(comm: Comm) -> Work:
 
 
 class Torch:
-    """Plain torch: forward and backward of each microbatch under autograd, batches through pinned memory, one optimizer step,
-    and one look at the losses when it is over."""
+    """Train with plain torch.
+
+    Forward and backward of each microbatch run under autograd, batches come through pinned memory; there is one
+    optimizer step, and one look at the losses when it is over.
+    """
 
     def __init__(self, setup: Setup, device: torch.device) -> None:
         self.losses: list[float] = []

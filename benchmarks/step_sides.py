@@ -1,4 +1,4 @@
-"""The two sides of a comparison on one rank: torch.distributed's own parallelism, and a plan in Piper's engine."""
+"""Define the two sides of a comparison on one rank: torch.distributed's own parallelism, and a plan in our engine."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ from piper_runtime.streams import CpuStreams
 
 @dataclass(frozen=True)
 class Setup:
-    """One comparison: the same model, data and optimizer on both sides, and the plan of ours with its code. `kind`: see
-    `step_kinds.KINDS`."""
+    """Hold one comparison: the same model, data and optimizer on both sides, and our plan with its code.
+
+    `kind`: see `step_kinds.KINDS`.
+    """
 
     kind: str
     regime: Regime
@@ -43,7 +45,7 @@ class Setup:
 
 
 class Side(Protocol):
-    """One way to train. `losses`: of each step on this rank, empty on a rank that computes none."""
+    """Say what a way to train offers; `losses` are those of each step on this rank, empty where it computes none."""
 
     losses: list[float]
 
@@ -52,8 +54,11 @@ class Side(Protocol):
 
 
 class TorchPipeline:
-    """torch.distributed.pipelining with its defaults, except that the outputs of the last stage are not kept, which costs it a
-    copy and which training has no use for."""
+    """Train with torch.distributed.pipelining and its defaults.
+
+    One default is changed: the outputs of the last stage are not kept, which costs it a copy and which training has no
+    use for.
+    """
 
     def __init__(self, setup: Setup, rank: int) -> None:
         self.losses: list[float] = []
@@ -84,8 +89,10 @@ class TorchPipeline:
 
 
 class TorchData:
-    """DistributedDataParallel: its default buckets (25 MiB, the first 1 MiB), gradients as views of them, which is its fastest
-    setting."""
+    """Train with DistributedDataParallel in its fastest setting.
+
+    It has its default buckets (25 MiB, the first 1 MiB), and gradients as views of them.
+    """
 
     def __init__(self, setup: Setup, rank: int) -> None:
         self.losses: list[float] = []
@@ -109,7 +116,7 @@ class TorchData:
 
 
 class Ours:
-    """A plan on one rank, bound as `piper_runtime.worker` binds it."""
+    """Run a plan on one rank, bound as `piper_runtime.worker` binds it."""
 
     def __init__(self, setup: Setup, rank: int, store: dist.Store) -> None:
         self.losses: list[float] = []
@@ -144,12 +151,12 @@ class Ours:
 
 
 def initial_model(setup: Setup) -> GPT:
-    """The model as the job makes it."""
+    """Return the model as the job makes it."""
     work = job(setup.regime, setup.global_batch)
     torch.manual_seed(work.seed)
     return GPT(setup.regime)
 
 
 def theirs(setup: Setup, rank: int) -> Side:
-    """torch's side of a comparison."""
+    """Return torch's side of a comparison."""
     return TorchPipeline(setup, rank) if setup.kind in PIPELINES else TorchData(setup, rank)

@@ -1,4 +1,4 @@
-"""Writes docs/schedules.md and its pictures: every registered recipe compiled, simulated and drawn. `make gallery` runs it.
+"""Write docs/schedules.md and its pictures: every registered recipe compiled, simulated and drawn. `make gallery` runs it.
 
 All recipes train the same model: a recipe with v chunks per device cuts it into v times as many stages, each of 1/v of the
 time and memory. Times are in units of a device's forward for one microbatch, F = I = W = 1 on a device; memory in units of what a
@@ -8,6 +8,7 @@ device keeps for one microbatch when the model is cut into p stages.
 from __future__ import annotations
 
 from pathlib import Path
+from textwrap import fill
 
 from PIL import Image  # matplotlib needs it
 
@@ -22,14 +23,12 @@ FIRST = ("gpipe", "one_f_one_b", "looped_bfs", "interleaved", "zb_h1", "zb_h2", 
 """The order of the page; further recipes follow by name."""
 UNIT = 12
 """Bytes of a device's activation, so that it divides by 1, 2, 3 and 4 chunks."""
-
-
 COLOURS = 64
-"""Of a picture."""
+"""Colours of a picture."""
 
 
 def chunks_of(name: str) -> int:
-    """Chunks per device: stages over devices."""
+    """Return the chunks per device: stages over devices."""
     found = shown(name, pp=PP, microbatches=MICROBATCHES)
     stages = len(found.compiled.plan.chunks)
     return max(1, stages // PP)
@@ -60,31 +59,36 @@ def section(name: str) -> str:
     recipe = RECIPES[name]
     facts = [("Formula", recipe.formula), ("Peak, in activations of a chunk on device r", recipe.peak), ("Use", recipe.use)]
     facts += [("Legal", recipe.rule), ("Source", recipe.source)]
-    lines = "\n".join(f"- {k}: {v}" for k, v in facts if v)
+    lines = "\n".join(fill(f"- {k}: {v}", 118, subsequent_indent="  ") for k, v in facts if v)
     picture = f"![The schedule {name} on {PP} devices with {MICROBATCHES} microbatches](schedules/{name}.png)"
     return f"### {name}\n\n{picture}\n\n{lines}\n"
 
 
 PAGE = """# Pipeline schedules
 
-A pipeline schedule is a recipe: a function that returns directives. `piper recipes` lists them, and
+A pipeline schedule is a recipe: a function that returns directives. `piper recipes` lists them. This draws one, of
+any size and with any times:
 
     piper show --recipe zbv --pp 4 --microbatches 8 --times 1,1,1 --png zbv.png
 
-draws one, of any size and with any times. In a strategy: `piper.recipes.zbv(pp=4, microbatches=8)`, for a model with at
-least as many layers as the recipe has stages.
+In a strategy it is `piper.recipes.zbv(pp=4, microbatches=8)`. The model needs at least as many layers as the recipe
+has stages.
 
-This page is written by `make gallery` (docs/gallery.py), which compiles and simulates every registered recipe: p = {pp}
-devices, m = {microbatches} microbatches, no communication time. These are simulated times, so no machine matters.
+`make gallery` (docs/gallery.py) writes this page. It compiles and simulates every registered recipe for p = {pp}
+devices and m = {microbatches} microbatches, without communication time. These are simulated times, so no machine
+matters.
 
 ## Side by side
 
-All train the same model. A recipe with v chunks per device cuts it into v times as many stages, each of 1/v of the time and
-memory. Times are in forwards of a whole device's share for one microbatch, with F = I = W = 1; memory in what a device
-keeps for one microbatch at one chunk per device. The *span* bubble is what is idle between a device's first and last
-instruction: in steady training a step's end and the next one's start overlap, and it is what remains. DualPipe and
-DualPipeV are drawn with pairs that take F + B: they pay where a pair is faster than that, because one half communicates
-while the other computes. DualPipe keeps every stage's parameters on two devices.
+All recipes train the same model. A recipe with v chunks per device cuts it into v times as many stages, each of 1/v
+of the time and memory. Times are in forwards of a whole device's share for one microbatch, with F = I = W = 1. Memory
+is in what a device keeps for one microbatch at one chunk per device.
+
+The *span* bubble is what is idle between a device's first and last instruction. In steady training the end of a step
+and the start of the next one overlap, so the span bubble is what remains.
+
+DualPipe and DualPipeV are drawn with pairs that take F + B. They pay where a pair is faster than that, because one
+half communicates while the other computes. DualPipe keeps every stage's parameters on two devices.
 
 | recipe | makespan | bubble | of it | span bubble | peak activations (per device) | when to use it |
 |---|---|---|---|---|---|---|
@@ -92,31 +96,31 @@ while the other computes. DualPipe keeps every stage's parameters on two devices
 
 ![All schedules below each other on one axis of time](schedules/all.png)
 
-Blue is a forward, orange a backward in one piece (B), green its input gradient (I), purple its weight gradient (W); numbers
-are microbatches; a later chunk of a device is paler; a framed cell of two halves is an overlapped pair.
+Blue is a forward, orange a backward in one piece (B), green its input gradient (I), purple its weight gradient (W).
+Numbers are microbatches. A later chunk of a device is paler. A framed cell of two halves is an overlapped pair.
 
 ## One by one
 
-In the formulas: p devices, m microbatches, v chunks per device, group g; F, I, W, B = I + W, O (an overlapped pair) in
-seconds of one chunk.
+The formulas use these letters: p devices, m microbatches, v chunks per device, group g. F, I, W, B = I + W and O (an
+overlapped pair) are in seconds of one chunk.
 
 {sections}
 ## Schedules of your own
 
-Any order of actions is a schedule. `recipes.scheduled(orders, microbatches=m)` makes directives of it: `orders[r]` is what
-device r does, one action or one overlapped pair after the other ([examples/own_recipe.py](../examples/own_recipe.py));
-`@recipes.recipe(...)` registers it, so that `piper recipes FILE.py` lists it and `piper show FILE.py --recipe NAME` draws
-it.
+Any order of actions is a schedule. `recipes.scheduled(orders, microbatches=m)` makes directives of it: `orders[r]` is
+what device r does, one action or one overlapped pair after the other
+([examples/own_recipe.py](../examples/own_recipe.py)). `@recipes.recipe(...)` registers it. Then `piper recipes
+FILE.py` lists it, and `piper show FILE.py --recipe NAME` draws it.
 
 `piper.read_schedule_csv(path)` reads a table of torch.distributed.pipelining, compute-only or lowered;
-`recipes.from_csv(path)` is its directives for a strategy. `piper.write_schedule_csv(strategy_or_plan, path, lowered=True)`,
-or `piper show ... --csv FILE.csv --lowered`, writes one, which torch's `_PipelineScheduleRuntime` runs. The format has no
-map of stages to devices, so it cannot express two-way DualPipe.
+`recipes.from_csv(path)` is its directives for a strategy. `piper.write_schedule_csv(strategy_or_plan, path,
+lowered=True)` writes one, and so does `piper show ... --csv FILE.csv --lowered`; torch's `_PipelineScheduleRuntime`
+runs it. The format has no map of stages to devices, so it cannot express two-way DualPipe.
 """
 
 
 def shrink(path: Path) -> None:
-    """A palette is enough for a drawing, and a third of the bytes."""
+    """Write a picture with a palette: that is enough for a drawing, and a third of the bytes."""
     with Image.open(path) as picture:
         small = picture.convert("RGB").quantize(COLOURS)
     small.save(path, optimize=True)

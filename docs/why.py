@@ -1,4 +1,4 @@
-"""Writes docs/why.md: the examples of the page, computed. `make gallery` runs it."""
+"""Write docs/why.md: the examples of the page, computed. `make gallery` runs it."""
 
 from __future__ import annotations
 
@@ -16,34 +16,37 @@ from piper_simulator import Why, compare, why
 HERE = Path(__file__).resolve().parent
 GPT = "simulate examples/gpt_text.py --cluster h100x8 --why"
 SHOWN = ("critical path of the step", "what if", "sensitivity of the step")
-"""Of the tables of GPT."""
+"""Tables of GPT that the page shows."""
 PAGE = """\
 # Why a step takes as long as it does
 
     piper simulate FILE.py --cluster h100x8 --why
 
-prints what is on the critical path of one step, where ranks stand still and what they wait for there, what would change the step,
-and what the prediction rests on; `--json` the same for programs. In Python: `piper.why(plan, cluster, costs=costs)`.
+prints four things: what is on the critical path of one step; where ranks stand still, and what they wait for there;
+what would change the step; and what the prediction rests on. `--json` prints the same for programs. In Python this is
+`piper.why(plan, cluster, costs=costs)`.
 
     piper simulate A.py B.py
     piper simulate A.py best.json
     piper simulate A.py -p schedule=gpipe --versus schedule=1f1b
 
-compare two strategies: of two files, of a file and a saved strategy, or of one file with another value of a parameter.
-In Python: `piper.compare(piper.why(a, cluster), piper.why(b, cluster))`.
+compare two strategies: of two files, of a file and a saved strategy, or of one file with another value of a
+parameter. In Python this is `piper.compare(piper.why(a, cluster), piper.why(b, cluster))`.
 
-This page is written by `make gallery` (docs/why.py).
+`make gallery` (docs/why.py) writes this page.
 
 ## The critical path
 
-Every instruction starts when the last of what it waits for is there: its predecessor on its stream, the instructions that it
-names, the other ends of its message, its host. Going back from the last instruction of the step, from cause to cause, gives a
-chain of pieces that lie end to end from 0 to the makespan: the critical path. A second saved anywhere else saves nothing; a
-second more on the path is at least a second more in the step. Each piece has an owner: compute by phase and stage, a channel
-(its latency too, which occupies no stream), or the host of a role. Of causes at the same moment the one on the same device
-counts, so that the path leaves a device only where it must.
+Every instruction starts when the last of what it waits for is there: its predecessor on its stream, the instructions
+that it names, the other ends of its message, its host. Going back from the last instruction of the step, from cause
+to cause, gives a chain of pieces that lie end to end from 0 to the makespan: the critical path. A second saved
+anywhere else saves nothing. A second more on the path is at least a second more in the step.
 
-Two stages of F = I = W = 1 s, four microbatches, a hop of 0.5 s, 1F1B ({one_f_one_b}):
+Each piece has an owner: compute by phase and stage, a channel, or the host of a role. The latency of a message, which
+occupies no stream, belongs to its channel. Of causes at the same moment, the one on the same device counts, so that
+the path leaves a device only where it must.
+
+The example has two stages of F = I = W = 1 s, four microbatches, a hop of 0.5 s, and 1F1B ({one_f_one_b}):
 
 {path}
 
@@ -51,9 +54,10 @@ Two stages of F = I = W = 1 s, four microbatches, a hop of 0.5 s, 1F1B ({one_f_o
 
 ## Idle gaps
 
-A gap of a rank is followed back in the same way, from the instruction behind it to the gap's start: every idle moment has an
-owner. *Waits for compute* is the pipeline's bubble: another rank has to compute first. What a rank does, and what it waits for,
-adds up to the step. Behind its last instruction a rank waits for what the step waits for.
+A gap of a rank is followed back in the same way, from the instruction behind it to the gap's start. So every idle
+moment has an owner. *Waits for compute* is the pipeline's bubble: another rank has to compute first. What a rank
+does, and what it waits for, adds up to the step. Behind its last instruction a rank waits for what the step waits
+for.
 
 {ranks}
 
@@ -65,25 +69,30 @@ adds up to the step. Behind its last instruction a rank waits for what the step 
 
 {real}
 
-Each row of *what if* is a simulation of its own. *No interference*: messages and what runs beside them do not slow each other
-down; the part that they do of the critical path is a note below it. *Perfect overlap*: no computation waits for a message or is
-slowed by one, but
-the step is never shorter than the messages of the busiest stream. *One microbatch more* has as many rows as the others, so
-that the global batch grows; it needs a strategy that is a function of a trial with the number of microbatches among its
-parameters. A *sensitivity* is how many percent the step changes when one constant of the cluster grows by 1 %; constants
-without effect are left out.
-Measured durations do not follow from constants: where there are costs, a duration changes by the factor by which its formula
-does.
+Each row of *what if* is a simulation of its own.
+
+- *No interference*: messages and what runs beside them do not slow each other down. A note below the critical path
+  says how much of it interference is.
+- *Perfect overlap*: no computation waits for a message or is slowed by one. The step is still never shorter than the
+  messages of the busiest stream.
+- *One microbatch more* has as many rows as the others, so that the global batch grows. It needs a strategy that is a
+  function of a trial, with the number of microbatches among its parameters.
+
+A *sensitivity* is by how many percent the step changes when one constant of the cluster grows by 1 %. Constants
+without effect are left out. Measured durations do not follow from constants: where there are costs, a duration
+changes by the factor by which its formula does.
 
 ## What it rests on
 
-*Costs from formulas* lists what nobody has measured, with the time that it takes alone and its part of the critical path, which
-is the longer one where something beside it slows it down. Measured
-costs have a spread (the median absolute deviation of the repeats), and the prediction an interval: Monte Carlo with a seed, 100
-draws, each instruction on its own normally distributed with 1.4826 times its spread as standard deviation. Where many
-instructions wait for the latest of several, the median lies above the prediction. A second pair of numbers is for a machine that
-is slower or faster as a whole: all durations one spread longer, or shorter, at once. What has no spread (formulas, tables) is
-held fixed; the share of the seconds that has one is printed beside it.
+*Costs from formulas* lists what nobody has measured. It gives the time that each takes alone, and its part of the
+critical path, which is the longer one where something beside it slows it down.
+
+Measured costs have a spread (the median absolute deviation of the repeats), and the prediction has an interval from
+it. This is Monte Carlo with a seed and 100 draws; each instruction is drawn on its own, normally distributed with
+1.4826 times its spread as standard deviation. Where many instructions wait for the latest of several, the median lies
+above the prediction. A second pair of numbers is for a machine that is slower or faster as a whole: all durations one
+spread longer, or shorter, at once. What has no spread (formulas, tables) is held fixed; the share of the seconds that
+has one is printed beside it.
 
 ## Two strategies
 
@@ -91,20 +100,20 @@ The same pipeline under GPipe and 1F1B:
 
 {comparison}
 
-The changes of either table of seconds add up to the change of the step. *The mean rank* is where all ranks are, on average:
-computing, in the bubble, or waiting for messages.
+The changes of either table of seconds add up to the change of the step. *The mean rank* is where all ranks are, on
+average: computing, in the bubble, or waiting for messages.
 """
 
 
 def example(recipe: str) -> Why:
-    """Of a synthetic pipeline, whose durations are given: no machine matters."""
+    """Explain a synthetic pipeline, whose durations are given: no machine matters."""
     program = synthetic(stages=2, F=1.0, I=1.0, W=1.0, hop=0.5)
     made = getattr(recipes, recipe)(pp=2, microbatches=4)
     return why(compile_program(program, Strategy(Mesh(pp=2), made)).plan)
 
 
 def parts() -> dict[str, str]:
-    """The examples on the synthetic pipeline, by their name in PAGE."""
+    """Return the examples on the synthetic pipeline, by their name in PAGE."""
     found = example("one_f_one_b")
     path, order, ranks, gaps, *_ = why_tables(found)
     tables = {"path": path, "order": order, "ranks": ranks, "gaps": gaps}

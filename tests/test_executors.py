@@ -84,7 +84,7 @@ def executed(n: int, launcher: str) -> Trace:
         return found.trace
     more = {"pool": workers()} if launcher == "processes" else {}
     job, code = collective_model.job(n), collective_model.code(n)
-    return execute(plan, code, job, steps=3, launcher=launcher, trace=True, **more).trace  # type: ignore[arg-type]
+    return execute(plan, code, job, steps=3, launcher=launcher, trace=True, **more).trace  # type: ignore[arg-type]  # one of them
 
 
 Executed = tuple[Plan, Trace]

@@ -16,9 +16,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 STDLIB = sys.stdlib_module_names
-OURS = frozenset(
-    {"piper_ir", "piper_ops", "piper_compiler", "piper_simulator", "piper_runtime", "piper_report", "piper_autotune"}
-)
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+HEADER = "| package | may import | and in one place only | holds |"
 
 
 @dataclass(frozen=True)
@@ -27,29 +26,52 @@ class Layer:
 
     source: Path
     everywhere: frozenset[str] = frozenset()
-    within: tuple[str, frozenset[str]] = ("", frozenset())  # (folder or file, what may be imported there in addition)
+    within: tuple[str, frozenset[str]] = ("", frozenset())
+    """A folder of the package ("capture/"), or the name of a module in any of its folders, and what may be imported there too."""
 
     @property
     def manifest(self) -> Path:
         return next(d for d in self.source.parents if (d / "pyproject.toml").is_file()) / "pyproject.toml"
 
+    def allowed(self, inner: Path) -> frozenset[str]:
+        """Return what a module may import, given by its path inside of the package."""
+        place, more = self.within
+        inside = inner.parts[0] == place.rstrip("/") if place.endswith("/") else inner.name == place
+        return self.everywhere | more if inside else self.everywhere
 
-def layer(name: str, *everywhere: str, within: tuple[str, frozenset[str]] = ("", frozenset())) -> Layer:
-    return Layer(ROOT / "packages" / name.removeprefix("piper_") / "src" / name, frozenset(everywhere), within)
+
+def source_of(package: str) -> Path:
+    own = ROOT / "packages" / package.removeprefix("piper_") / "src" / package
+    return ROOT / "src" / package if package == "piper" else own
 
 
-LAYERS = {
-    "piper_ir": layer("piper_ir"),
-    "piper_ops": layer("piper_ops", "torch"),
-    "piper_compiler": layer("piper_compiler", "piper_ir", "numpy", within=("capture", frozenset({"torch", "piper_ops"}))),
-    "piper_simulator": layer("piper_simulator", "piper_ir", "simpy"),
-    "piper_autotune": layer("piper_autotune", "piper_ir", "piper_compiler", "piper_simulator", "optuna", "cloudpickle", "ray"),
-    "piper_runtime": layer(
-        "piper_runtime", "piper_ir", "piper_ops", "torch", "cloudpickle", within=("ray_cluster.py", frozenset({"ray"}))
-    ),
-    "piper_report": layer("piper_report", "piper_ir", "pandas", "matplotlib"),
-    "piper": Layer(ROOT / "src" / "piper", OURS | {"torch", "typer", "rich"}),
-}
+def names_in(cell: str) -> frozenset[str]:
+    """Return the names in backticks of a cell of the table."""
+    names = re.findall(r"`([\w./]+)`", cell)
+    if re.sub(r"`[\w./]+`", "", cell).strip(" ,-"):
+        raise ValueError(f"names in backticks are expected, separated by commas, or -, not {cell!r}")
+    return frozenset(names)
+
+
+def layers(text: str) -> dict[str, Layer]:
+    """Read the table of packages of docs/architecture.md: a row `package | names | place: names | anything` for each."""
+    if text.count(HEADER) != 1:
+        raise ValueError(f"one table with the header {HEADER} is expected")
+    found = {}
+    for line in text.partition(HEADER)[2].strip().splitlines()[1:]:
+        if not line.startswith("|"):
+            break
+        first, everywhere, place_and_names, _ = (cell.strip() for cell in line.strip("|").split("|"))
+        (package,) = names_in(first)
+        place, colon, names = place_and_names.partition(":")
+        within = (next(iter(names_in(place))), names_in(names)) if colon else ("", names_in(place_and_names))
+        if within[1] and not within[0]:
+            raise ValueError(f"{package}: a place, a colon and names are expected, not {place_and_names!r}")
+        found[package] = Layer(source_of(package), names_in(everywhere), within)
+    return found
+
+
+LAYERS = layers(ARCHITECTURE.read_text(encoding="utf-8"))
 # torch's private API may change with any release: the compiler uses it in modules of this name only, so that a new release is a
 # change in one place.
 PRIVATE_TORCH_MODULE = "_torch"
@@ -99,9 +121,7 @@ def is_private_torch(name: str) -> bool:
 def violations(path: Path, name: str, rules: Layer) -> list[str]:
     """One line per import in `path`, a module of package `name`, that `rules` forbids."""
     tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    inner = path.relative_to(rules.source)
-    folder, more = rules.within
-    allowed = rules.everywhere | {name} | (more if folder and inner.parts[0] == folder else frozenset())
+    allowed = rules.allowed(path.relative_to(rules.source)) | {name}
     found = [
         f"{path}:{i.line}: imports {i.module}; {name} may import here: {', '.join(sorted(allowed))}"
         for i in imports(tree)
@@ -129,7 +149,39 @@ def test_a_package_imports_only_what_its_layer_allows(name: str) -> None:
 
 
 def test_every_package_is_in_the_table() -> None:
-    assert {p.name for p in ROOT.glob("packages/*/src/*") if (p / "__init__.py").is_file()} == LAYERS.keys() - {"piper"}
+    assert {p.name for p in ROOT.glob("packages/*/src/*") if (p / "__init__.py").is_file()} | {"piper"} == LAYERS.keys()
+
+
+def test_the_places_of_the_table_exist() -> None:
+    for name, rules in LAYERS.items():
+        place, more = rules.within
+        assert not more or any(rules.allowed(p.relative_to(rules.source)) >= more for p in modules(rules)), (name, place)
+
+
+ROW = "| `piper_runtime` | `piper_ir`, `torch` | `ray_cluster.py`: `ray` | anything |"
+
+
+def test_the_table_is_read() -> None:
+    (rules,) = layers(f"text\n\n{HEADER}\n|---|---|---|---|\n{ROW}\n\n| `other` | `table` |").values()
+    assert rules == Layer(source_of("piper_runtime"), frozenset({"piper_ir", "torch"}), ("ray_cluster.py", frozenset({"ray"})))
+    for inner in ("ray_cluster.py", "launch/ray_cluster.py"):
+        assert rules.allowed(Path(inner)) == {"piper_ir", "torch", "ray"}
+    assert rules.allowed(Path("launch/pool.py")) == {"piper_ir", "torch"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no table",
+        f"{HEADER}\n|---|---|---|---|\n{ROW}\n{HEADER}\n",
+        f"{HEADER}\n|---|---|---|---|\n{ROW.replace('`torch`', 'torch')}\n",
+        f"{HEADER}\n|---|---|---|---|\n{ROW.replace('`ray_cluster.py`: ', '')}\n",
+        f"{HEADER}\n|---|---|---|---|\n{ROW.removesuffix('anything |')}\n",
+    ],
+)
+def test_negative_control_a_table_that_cannot_be_read_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected|unpack"):
+        layers(text)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +199,7 @@ def test_every_package_is_in_the_table() -> None:
     ],
 )
 def test_negative_control_a_forbidden_import_is_found(source: str, folder: str, caught: str, tmp_path: Path) -> None:
-    rules = Layer(tmp_path, frozenset({"piper_ir"}), ("capture", frozenset({"torch", "piper_ops"})))
+    rules = Layer(tmp_path, frozenset({"piper_ir"}), ("capture/", frozenset({"torch", "piper_ops"})))
     path = tmp_path / folder / "module.py"
     path.parent.mkdir(exist_ok=True)
     path.write_text(source)
@@ -166,7 +218,7 @@ def test_negative_control_a_forbidden_import_is_found(source: str, folder: str, 
     ],
 )
 def test_negative_control_an_allowed_import_is_not_reported(source: str, path: str, tmp_path: Path) -> None:
-    rules = Layer(tmp_path, frozenset({"piper_ir"}), ("capture", frozenset({"torch", "piper_ops"})))
+    rules = Layer(tmp_path, frozenset({"piper_ir"}), ("capture/", frozenset({"torch", "piper_ops"})))
     module = tmp_path / path
     module.parent.mkdir(exist_ok=True)
     module.write_text(source)

@@ -147,7 +147,7 @@ def test_jitter_prints_percentiles(file: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("--jitter", "-0.1"), ("jitter is -0.1", "from 0 on")),
+        (("--jitter", "-0.1"), ("jitter is -0.1", "from 0 to 10")),
         (("--jitter", "nan"), ("jitter is nan",)),
         (("--jitter", "much"), ("--jitter", "valid number")),
         (("--jitter", "0.1", "--repetitions", "0"), ("--repetitions", "greater than or equal to 1")),

@@ -1,4 +1,4 @@
-"""The README's example runs as it stands, and its commands exist."""
+"""README's example runs as it stands, its commands exist, and its first screen has what a newcomer looks for."""
 
 import re
 import subprocess
@@ -27,3 +27,18 @@ def test_links_and_commands_exist() -> None:
     help_text = subprocess.run([sys.executable, "-m", "piper", "--help"], capture_output=True, text=True, timeout=60).stdout
     for command in set(re.findall(r"^piper (\w+)", README, re.MULTILINE)):
         assert command in help_text, command
+
+
+def test_the_first_screen_has_a_picture_the_commands_and_an_example() -> None:
+    screen = README.splitlines()[:28]
+    (picture,) = re.findall(r"^!\[[^]]+\]\((.+\.png)\)$", "\n".join(screen), re.MULTILINE)
+    assert (ROOT / picture).read_bytes().startswith(b"\x89PNG")
+    makefile = (ROOT / "Makefile").read_text()
+    targets = [line.split()[1] for line in screen if line.startswith("make ")]
+    assert targets == ["run", "test"] and all(f"\n{t}: " in makefile for t in targets)
+    assert "```python" in screen
+
+
+def test_the_glossary_is_linked() -> None:
+    for name in ("README.md", "CONTRIBUTING.md", "docs/architecture.md"):
+        assert "glossary.md)" in (ROOT / name).read_text(), name

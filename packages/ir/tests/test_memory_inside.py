@@ -11,7 +11,8 @@ from piper_ir.codec import dumps, loads
 from piper_ir.memory import on_device, peak, scan
 from piper_ir.memory_owners import MemoryOwner, held_at_peak, owners
 from piper_ir.ops import Compute, Update
-from piper_ir.plan import Plan, RolePlan, part_peak
+from piper_ir.part_memory import part_peak
+from piper_ir.plan import Plan, RolePlan
 from piper_ir.program import Inside, Liveness
 from piper_ir.sizes import Affine, bind
 from piper_ir.text import format_plan, parse_plan

@@ -9,7 +9,8 @@ import pytest
 from packages.ir.tests.plans_for_tests import good_plan
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Add, Send
-from piper_ir.plan import Channel, Instr, Part, Plan, RolePlan, value_ports
+from piper_ir.part_memory import value_ports
+from piper_ir.plan import Channel, Instr, Part, Plan, RolePlan
 
 GOOD = good_plan()
 

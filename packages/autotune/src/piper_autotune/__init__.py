@@ -1,6 +1,7 @@
-"""Piper's tuner: searches the parameters of a strategy in simulation, under a memory limit; what runs plans is handed in.
+"""Search the parameters of a strategy in simulation, under a memory limit; what runs plans is handed in.
 
-Names are imported on first use: worker processes need no optuna."""
+Other packages import what they need from here. Names are loaded on first use: worker processes need no optuna.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Confirming: the best candidates run by whatever runs plans, which is handed in."""
+"""Confirm the best candidates: run them by whatever runs plans, which is handed in."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from piper_ir.study import Row
 
 @dataclass(frozen=True)
 class Confirmation:
-    """What a run of a strategy took: seconds per step in steady state, most bytes alive on a rank (None: not measured)."""
+    """Say what a run of a strategy took.
+
+    Attributes:
+        period_s: seconds per step in steady state.
+        peak_bytes: most bytes alive on a rank; None when they were not measured.
+    """
 
     period_s: float
     peak_bytes: int | None = None
 
 
 def confirm_best(search: StrategySearch, count: int, measure: Callable[[Strategy], Confirmation]) -> None:
-    """Run the best; candidates with equal predictions are one plan and run once."""
+    """Run the best candidates; those with equal predictions are one plan and run once."""
     seen: set[tuple[object, ...]] = set()
     for row in search.complete():
         prediction = (row.period_s, row.step_s, row.peak_bytes)

@@ -1,4 +1,4 @@
-"""Spell out what a function or a class of the user's does, the same in another process, so that two can be told apart."""
+"""Spell out what a function or a class of the user's does, so that two can be told apart, in another process too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 def content(thing: Any) -> list[object]:
-    """Return the code of a function, of a class's functions, or of a partial one, with the plain values that it uses."""
+    """Return the code of a function, of a class's functions or of a partial, with the plain values that it uses."""
     if isinstance(thing, partial):
         return [*content(thing.func), *filter(_plain, thing.args), *(kv for kv in sorted(thing.keywords.items()) if _plain(kv))]
     if isinstance(thing, type):

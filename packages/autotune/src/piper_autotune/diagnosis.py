@@ -1,4 +1,4 @@
-"""Why a search found nothing, and which memory limit would let it find something."""
+"""Say why a search found nothing, and which memory limit would let it find something."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_COMPILED = 32
 
 
 def nothing_found(search: StrategySearch, problem: TuningProblem) -> str:
-    """What to tell the user."""
+    """Return what to tell the user."""
     rows = list(search.rows.values())
     too_much = [r for r in rows if r.kind in MEMORY_KINDS]
     if too_much and problem.memory_limit is not None:
@@ -34,7 +34,11 @@ def nothing_found(search: StrategySearch, problem: TuningProblem) -> str:
 
 
 def _way_out(problem: TuningProblem, least: Row) -> str:
-    """No limit helps where a type of device does not have what the least needs: a rank never has more than its own."""
+    """Return what to do where nothing fits.
+
+    A higher limit does not help where no type of device has what the smallest candidate needs: a rank never has more
+    than its own device.
+    """
     devices = problem.several_devices
     if all(least.device_bytes is not None and least.device_bytes <= device.memory_bytes for device in devices):
         return "Set memory_limit to at least that, or offer"
@@ -45,7 +49,10 @@ def _way_out(problem: TuningProblem, least: Row) -> str:
 
 
 def _smallest(search: StrategySearch, rows: list[Row]) -> Row | None:
-    """The candidate that needs least: rules gave lower bounds, so those below the least exact need are compiled."""
+    """Return the candidate that needs least.
+
+    Rules gave lower bounds, so those below the least exact need are compiled.
+    """
     known = {r.number: r for r in rows}
     for _ in range(MOST_COMPILED):
         least = min(known.values(), key=lambda r: (r.device_bytes, r.number), default=None)

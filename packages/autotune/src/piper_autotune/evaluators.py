@@ -1,7 +1,8 @@
-"""Where candidates are scored: in this process or in worker processes. (On Ray: `piper_autotune.on_ray`.)
+"""Score candidates in this process or in worker processes; `piper_autotune.on_ray` does so on Ray.
 
-An evaluator takes strategies and gives outcomes by ticket. A candidate that ends its worker, or takes longer than the timeout,
-has an outcome like any other."""
+An evaluator takes strategies and gives outcomes by ticket. A candidate that ends its worker, or takes longer than the
+timeout, has an outcome like any other.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +33,16 @@ START_S = 120.0
 
 
 class Evaluator(Protocol):
-    """`width`: how many candidates are worth handing in before the first is asked for."""
+    """Say what a search needs of whatever scores its candidates.
+
+    `width` is how many candidates are worth handing in before the first outcome is asked for.
+    """
 
     @property
     def width(self) -> int: ...
 
     def submit(self, strategy: Strategy, engine: bool = False) -> int:
-        """Hand in a candidate; returns its ticket."""
+        """Hand in a candidate, and return its ticket."""
 
     def result(self, ticket: int) -> Outcome:
         """Wait for a candidate's outcome; once per ticket."""
@@ -48,7 +52,7 @@ class Evaluator(Protocol):
 
 
 class Here:
-    """Scores in this process, one after the other. A candidate that hangs, hangs it."""
+    """Score in this process, one after the other; a candidate that hangs, hangs it."""
 
     width = 1
 
@@ -67,7 +71,7 @@ class Here:
         return found
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Do nothing: nothing was started."""
 
 
 @dataclass
@@ -81,7 +85,7 @@ class _Worker:
     knows: set[int] = field(default_factory=set)
 
     def end(self) -> int:
-        """Kill it; its exit code."""
+        """Kill it, and return its exit code."""
         self.process.kill()
         code = self.process.wait()
         self.connection.close()
@@ -90,7 +94,7 @@ class _Worker:
 
 
 class Processes:
-    """Scores in `count` worker processes, each with at most `timeout_s` seconds per candidate."""
+    """Score in `count` worker processes, each with at most `timeout_s` seconds per candidate."""
 
     def __init__(
         self, problem: TuningProblem, programs: Programs, count: int, timeout_s: float, modules: Iterable[ModuleType] = ()
@@ -138,7 +142,7 @@ class Processes:
             worker.connection.send_bytes(pickle.dumps((strategy, engine, new)))
 
     def _wait(self) -> None:
-        """Until a worker says something, dies, or is too late."""
+        """Wait until a worker says something, dies, or is too late."""
         now = time.monotonic()
         first = min((w.deadline for w in self._workers), default=now)
         heard = wait([w.connection for w in self._workers], timeout=max(0.0, min(first - now, 3600.0)))
@@ -198,7 +202,7 @@ def _exit_text(code: int) -> str:
 
 
 def _said(worker: _Worker) -> str:
-    """The last line that a worker wrote."""
+    """Return the last line that a worker wrote."""
     worker.errors.seek(0)
     lines = worker.errors.read().decode(errors="replace").strip().splitlines()
     return f": {lines[-1]}" if lines else ""

@@ -1,4 +1,7 @@
-"""Scoring as Ray tasks, one candidate each. ray is imported when the evaluator is made, and only here."""
+"""Score candidates as Ray tasks, one candidate each.
+
+ray is imported when the evaluator is made, and only here.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ _LOCK = threading.Lock()
 
 
 def task(name: bytes, blob: bytes, strategy: bytes, engine: bool, variants: Variants) -> Scored | Refused | Needs:
-    """Score one candidate in a Ray worker; `blob` is a packed TuningProblem called `name`, unpacked once per worker."""
+    """Score one candidate in a Ray worker.
+
+    `blob` is a packed TuningProblem called `name`, unpacked once per worker.
+    """
     with _LOCK:
         if name not in _KNOWN:
             _KNOWN.clear()
@@ -29,7 +35,7 @@ def task(name: bytes, blob: bytes, strategy: bytes, engine: bool, variants: Vari
 
 
 class OnRay:
-    """Tasks on the Ray cluster to which this process is connected. A task is not repeated when its worker dies."""
+    """Run tasks on the Ray cluster to which this process is connected; a task is not repeated when its worker dies."""
 
     def __init__(self, problem: TuningProblem, programs: Programs, timeout_s: float, modules: Iterable[ModuleType] = ()) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What candidates are compiled from and scored against, and how it reaches worker processes."""
+"""Hold what candidates are compiled from and scored against, and bring it to worker processes."""
 
 from __future__ import annotations
 
@@ -26,10 +26,18 @@ from piper_simulator import CPU, Cluster, CostModelFactory, Device, DeviceModel,
 
 @dataclass(frozen=True)
 class TuningProblem:
-    """`program` and `training` describe the job, `global_batch` its rows per step (None: one per microbatch and replica).
-    `cluster` and `costs` give durations; without a cluster the program has its own. A plan must stay within `memory_limit`
-    bytes on every device (None: any plan fits). `one_role`: why plans of several roles are refused, empty when they are not.
-    `model`: the cost model that gives durations."""
+    """Hold what is searched for.
+
+    Attributes:
+        program: describes the job, with `training`.
+        global_batch: rows per step; None for one per microbatch and replica.
+        training: the optimizer's groups and states.
+        cluster: gives durations; without a cluster the program has its own.
+        costs: measured durations.
+        memory_limit: the bytes on every device within which a plan must stay; None when any plan fits.
+        one_role: why plans of several roles are refused; empty when they are not.
+        model: the cost model that gives durations.
+    """
 
     program: Program
     global_batch: int | None = None
@@ -42,42 +50,54 @@ class TuningProblem:
 
     @property
     def options(self) -> Options:
-        """Of the compiler: memory is counted with the kernels of the cluster's devices."""
+        """Return the compiler's options: memory is counted with the kernels of the cluster's devices."""
         return Options(device=device_type(self.cluster))
 
     def limit_of(self, device: Device | None) -> int | None:
-        """Return the bytes that a plan may hold on a device: where there are several kinds, never more than it has."""
+        """Return the bytes that a plan may hold on a device.
+
+        Where there are several kinds of devices, that is never more than the device has.
+        """
         if device is None or self.cluster is None or len(self.cluster.kinds) == 1:
             return self.memory_limit
         return min(self.memory_limit or device.memory_bytes, device.memory_bytes)
 
     @property
     def several_devices(self) -> Sequence[Device]:
-        """The types of devices of the cluster, where there are several."""
+        """Return the types of devices of the cluster where there are several, else nothing."""
         kinds = () if self.cluster is None else self.cluster.kinds
         return [kind.device for kind in kinds] if len(kinds) > 1 else []
 
     @cached_property
     def uniform(self) -> bool:
-        """Whether an instruction takes as long wherever it stands, as the cost model says: it is asked for a plan of nothing."""
+        """Return whether an instruction takes as long wherever it stands.
+
+        The cost model says so; it is asked for a plan of nothing.
+        """
         rows = 1 if self.costs is None or self.costs.rows is None else self.costs.rows
         return model_for(bare_plan(self.program, Mesh(), rows), self.cluster, self.costs, self.model).uniform
 
     @property
     def own_modules(self) -> Sequence[ModuleType]:
-        """The modules of a cost model of the user's own, which workers get by value: they may not be able to import them."""
+        """Return the modules of a cost model of the user's own.
+
+        Workers get them by value: they may not be able to import them.
+        """
         made = self.model.func if isinstance(self.model, partial) else self.model
         home = getattr(made, "__module__", "")
         return [sys.modules[home]] if home in sys.modules and home.partition(".")[0] != "piper_simulator" else []
 
     @property
     def device_limits(self) -> dict[str, int]:
-        """`limit_of` by type of device, where there are several kinds."""
+        """Return `limit_of` by type of device, where there are several kinds."""
         found = [(device.name, self.limit_of(device) or 0) for device in self.several_devices]
         return dict(sorted(found, key=lambda f: -f[1]))
 
     def facts(self) -> tuple[object, ...]:
-        """What scores depend on, the same in another process. This machine is itself, however fast it was just measured."""
+        """Return what scores depend on, the same in another process.
+
+        The CPU device stands for this machine by its name, however fast it was just measured.
+        """
         cluster = self.cluster.name if self.cluster is not None and self.cluster.device.name == CPU else self.cluster
         trained = tuple(p for p in self.program.params if p.trained)
         whole = Bucket("", tuple(p.name for p in trained), (), sum(bind(p.spec.numel, 0) for p in trained), "float32", ())
@@ -88,16 +108,19 @@ class TuningProblem:
 
 
 def bare_plan(program: Program, mesh: Mesh, rows: int, chunks: Iterable[Chunk] = ()) -> Plan:
-    """Return a plan of nothing but chunks, for those who ask a cost model before there is a plan."""
+    """Return a plan of nothing but chunks, to ask a cost model before there is a plan."""
     return Plan(program.key, mesh, rows, 1, (), (), (), (), {}, tuple(chunks))
 
 
 Variants = Mapping[int, Program | str | None]
-"""Rows per microbatch -> the program there: None for the problem's own, a text where the model cannot run with that many."""
+"""The program by rows per microbatch: None for the problem's own, a text where the model cannot run with so many."""
 
 
 class Programs:
-    """The program by rows per microbatch, asked for once each. `at_rows`: as in `compile_program`; it stays in this process."""
+    """Keep the program by rows per microbatch, made once each.
+
+    `at_rows` is as in `compile_program`; it stays in this process.
+    """
 
     def __init__(self, problem: TuningProblem, at_rows: Callable[[int], Program] | None) -> None:
         self._own, self._at_rows = problem.program, at_rows
@@ -115,14 +138,16 @@ class Programs:
         return self.found[rows]
 
     def exact(self, rows: int) -> Program | None:
-        """The program itself; None where there is none."""
+        """Return the program itself; None where there is none."""
         found = self.add(rows)
         return self._own if found is None else None if isinstance(found, str) else found
 
 
 def packed(item: Any, modules: Iterable[ModuleType] = ()) -> bytes:
-    """Bytes for another process of this Python, which gets what stands in `modules` by value, the rest by name. TuneError when
-    something cannot be sent."""
+    """Return an item as bytes for another process of this Python.
+
+    The process gets what stands in `modules` by value, the rest by name. TuneError when something cannot be sent.
+    """
     try:
         with _by_value(modules):
             out: bytes = cloudpickle.dumps(item)
@@ -135,7 +160,10 @@ def packed(item: Any, modules: Iterable[ModuleType] = ()) -> bytes:
 
 
 def packed_strategy(strategy: Strategy) -> bytes:
-    """A strategy for another process. Directives of the user's own travel by value: their file may not be importable there."""
+    """Return a strategy as bytes for another process.
+
+    Directives of the user's own travel by value: their file may not be importable there.
+    """
     homes = {type(d).__module__ for d in strategy.directives}
     theirs = [h for h in homes if h.partition(".")[0] != "piper_compiler"]
     if not theirs:  # then pickle, which is quicker, does as a rule: not for what a script defines, or for a function

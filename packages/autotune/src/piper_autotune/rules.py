@@ -1,8 +1,9 @@
-"""Rules that reject a candidate before it is compiled. Each is sound: what it rejects does not fit, or is slower than what is
-known.
+"""Reject candidates before they are compiled, by rules that are sound.
 
-A rule compares lower bounds (`piper_autotune.sketch`): what does not fit with the choices that save most memory is not tried with
-any that save less. A strategy with directives of the user's own is never pruned, except by its mesh."""
+What a rule rejects does not fit, or is slower than what is known. A rule compares lower bounds
+(`piper_autotune.sketch`): what does not fit with the choices that save most memory is not tried with any that save
+less. A strategy with directives of the user's own is never pruned, except by its mesh.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +24,20 @@ RULES: Mapping[str, str] = {
     "this order holds less",
     "slower": "the compute of the busiest device alone takes longer than the steps of the best candidates known",
 }
-"""Name -> what it says. In the order in which they are tried."""
+"""What each rule says, by name, in the order in which they are tried."""
 
 
 @dataclass(frozen=True)
 class Pruned:
-    """`period_s` and `device_bytes`: at least, None where the rule does not look. `over`: by how much the limit is exceeded, as a
-    fraction of it."""
+    """Say why a rule rejects a candidate.
+
+    Attributes:
+        rule: the name of the rule.
+        reason: the message.
+        period_s: the period is at least this; None where the rule does not look.
+        device_bytes: the memory is at least this; None where the rule does not look.
+        over: by how much the limit is exceeded, as a fraction of it.
+    """
 
     rule: str
     reason: str
@@ -39,14 +47,17 @@ class Pruned:
 
 
 class PruningRules:
-    """The rules for a problem."""
+    """Apply the rules to the candidates of a problem."""
 
     def __init__(self, problem: TuningProblem, programs: Programs) -> None:
         self._problem = problem
         self._sketches = Sketches(problem, programs)
 
     def check(self, strategy: Strategy, known_s: float = float("inf")) -> Pruned | None:
-        """The first rule that rejects a strategy. `known_s`: the period that a candidate must beat to be of use."""
+        """Return the first rule that rejects a strategy.
+
+        `known_s` is the period that a candidate must beat to be of use.
+        """
         cluster = self._problem.cluster
         if cluster is not None and strategy.mesh.world > cluster.devices:
             has = f"{cluster.name} has {cluster.devices} devices"

@@ -1,4 +1,4 @@
-"""The default sampler: TPE, and every other trial a neighbour of one of the best candidates so far."""
+"""Define the default sampler: TPE, and every other trial a neighbour of one of the best candidates so far."""
 
 from __future__ import annotations
 
@@ -24,9 +24,13 @@ Point = frozenset[tuple[str, Any]]
 
 
 class GuidedSampler(BaseSampler):
-    """Spaces of strategies have steep walls (memory) and long flat valleys (bucket sizes), where a density estimate of few trials
-    is blunt and one step from a good candidate finds a better one. Neighbours change one value (then two) of a leader to one
-    close by; none is tried twice, and what TPE proposes again is replaced. TPE samples what a changed value brings along."""
+    """Propose candidates by TPE, and neighbours of the best ones.
+
+    Spaces of strategies have steep walls (memory) and long flat valleys (bucket sizes). There a density estimate of few
+    trials is blunt, and one step from a good candidate finds a better one. Neighbours change one value (then two) of a
+    leader to one close by; none is tried twice, and what TPE proposes again is replaced. TPE samples the parameters
+    that a changed value brings along.
+    """
 
     def __init__(self, seed: int) -> None:
         self._tpe = TPESampler(seed=seed, n_startup_trials=START)
@@ -39,7 +43,7 @@ class GuidedSampler(BaseSampler):
         self._random.seed()
 
     def infer_relative_search_space(self, study: Study, trial: FrozenTrial) -> dict[str, BaseDistribution]:
-        """The space of TPE, or of the point that is proposed instead."""
+        """Return the space of TPE, or of the point that is proposed instead."""
         self._chosen = {}
         space = self._tpe.infer_relative_search_space(study, trial)
         trials = study.get_trials(deepcopy=False)
@@ -55,7 +59,8 @@ class GuidedSampler(BaseSampler):
         if found is None:
             return space
         self._chosen, space = found
-        self._proposed.add(frozenset(self._chosen.items()))  # its trial may have more names, and would not be recognised
+        # its trial may have more names, and would not be recognised
+        self._proposed.add(frozenset(self._chosen.items()))
         return space
 
     def sample_relative(self, study: Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
@@ -73,7 +78,7 @@ class GuidedSampler(BaseSampler):
     def _neighbour(
         self, among: Sequence[FrozenTrial], seen: set[Point]
     ) -> tuple[dict[str, Any], dict[str, BaseDistribution]] | None:
-        """A point next to a leader, and its space."""
+        """Return a point next to a leader, and its space."""
         for steps in (1, 2):
             for leader in among:
                 options = [p for p in self._around(leader, steps) if frozenset(p.items()) not in seen]
@@ -82,7 +87,7 @@ class GuidedSampler(BaseSampler):
         return None
 
     def _anywhere(self, like: FrozenTrial, seen: set[Point]) -> tuple[dict[str, Any], dict[str, BaseDistribution]] | None:
-        """A random point with the names of another, which was not tried."""
+        """Return a random point with the names of another trial, which was not tried."""
         for _ in range(RETRIES):
             point = {name: self._drawn(d) for name, d in like.distributions.items()}
             if frozenset(point.items()) not in seen:
@@ -138,7 +143,7 @@ class GuidedSampler(BaseSampler):
 
 
 def _categories(choices: Sequence[Any], value: Any) -> list[Any]:
-    """Numbers have neighbours; names are all equally far."""
+    """Return the neighbours of a choice: numbers have neighbours, names are all equally far."""
     if all(isinstance(c, int | float) and not isinstance(c, bool) for c in choices):
         ordered = sorted(choices)
         at = ordered.index(value)
@@ -147,7 +152,10 @@ def _categories(choices: Sequence[Any], value: Any) -> list[Any]:
 
 
 def leaders(trials: Sequence[FrozenTrial], most: int = LEADERS) -> list[FrozenTrial]:
-    """The best distinct trials: feasible ones by value, those without one last; then the others by how little they lack."""
+    """Return the best distinct trials.
+
+    Feasible ones come first, by value, those without one last; then the others by how little they lack.
+    """
     out: dict[Point, FrozenTrial] = {}
     for trial in sorted(trials, key=_order):
         out.setdefault(frozenset(trial.params.items()), trial)

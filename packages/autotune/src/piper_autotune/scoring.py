@@ -1,8 +1,9 @@
-"""Scoring one candidate: compile, time by the fast sweep or the event engine, memory from the plan. Runs in workers: neither
-torch nor optuna is needed here.
+"""Score one candidate: compile it, time it by the fast sweep or the event engine, and read memory from the plan.
 
-A plan is a table (`piper_ir.instr_table`), of which the sweep needs no instruction by name. What the engine scores is verified,
-so that a candidate that breaks a rule of plans cannot be the best."""
+This runs in workers: neither torch nor optuna is needed here. A plan is a table (`piper_ir.instr_table`), in which the
+sweep needs no instruction by name. What the engine scores is verified, so that a candidate that breaks a rule of plans
+cannot be the best.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ from piper_simulator import SHOWN, Cluster, CostModel, Device, device_memory, mo
 
 @dataclass(frozen=True)
 class Scored:
-    """A plan's prediction, as in `Row`. `reason`: why it does not fit; empty when it does."""
+    """Hold a plan's prediction, as in `Row`.
+
+    `reason` says why the plan does not fit; it is empty when it does.
+    """
 
     period_s: float
     step_s: float
@@ -38,7 +42,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Refused:
-    """A candidate without a plan; `kind` as in `Row`."""
+    """Report a candidate without a plan; `kind` is as in `Row`."""
 
     kind: str
     reason: str
@@ -46,7 +50,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Needs:
-    """The program at this number of rows is needed first."""
+    """Say that the program at this number of rows is needed first."""
 
     rows: int
 
@@ -57,7 +61,7 @@ class _Missing(Exception):
 
 
 def score(problem: TuningProblem, strategy: Strategy, variants: Variants, engine: bool = False) -> Scored | Refused | Needs:
-    """What becomes of a strategy. With `engine` the event engine gives the times, else the sweep."""
+    """Return what becomes of a strategy; with `engine` the event engine gives the times, else the sweep."""
     compiling = _Compiling(problem, strategy, variants)
     try:
         with no_garbage_collection():
@@ -73,7 +77,7 @@ def score(problem: TuningProblem, strategy: Strategy, variants: Variants, engine
 
 @dataclass(frozen=True)
 class _Compiling:
-    """A strategy with all that compiling it takes."""
+    """Hold a strategy with all that compiling it takes."""
 
     problem: TuningProblem
     strategy: Strategy
@@ -110,7 +114,7 @@ def _seconds(model: CostModel, role: RolePlan, instr: Instr) -> float:
 
 
 def _of_plan(problem: TuningProblem, lowered: Lowered, engine: bool) -> Scored | Refused:
-    """The score of a plan, by the engine or the sweep."""
+    """Return the score of a plan, by the engine or the sweep."""
     plan = lowered.plan
     if engine:
         verify(plan)
@@ -144,7 +148,7 @@ def _devices(cluster: Cluster | None, role: RolePlan) -> list[tuple[int, Device 
 
 
 def _reason(held: int, role: RolePlan, rank: int, limit: int | None) -> str:
-    """Why a plan does not fit: which rank, by how much, at which instruction, and what fills it."""
+    """Return why a plan does not fit: which rank, by how much, where, and what fills it; "" if it fits."""
     if limit is None or held <= limit:
         return ""
     largest = sorted(role.peak_by_category.items(), key=lambda o: -o[1])[:SHOWN]

@@ -1,5 +1,8 @@
-"""The search: ask, build, prune, score, tell. With one worker strictly one after the other; with n, results are told in the order
-of the questions, so that the same seed and the same n give the same study."""
+"""Run the search: ask, build, prune, score, tell.
+
+With one worker it goes strictly one after the other. With n workers, results are told in the order of the questions, so
+that the same seed and the same n give the same study.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,14 @@ ATTRIBUTE = "piper"
 
 @dataclass(frozen=True)
 class SearchProgress:
-    """After each candidate: how many of `trials` are spent, how many candidates were rejected, and the best so far."""
+    """Say after each candidate how far the search is.
+
+    Attributes:
+        done: how many of `trials` are spent.
+        trials: how many may be spent.
+        rejected: how many candidates were rejected.
+        best: the best so far.
+    """
 
     done: int
     trials: int
@@ -42,7 +52,10 @@ class SearchProgress:
 
 @dataclass
 class _Pending:
-    """A candidate that was asked for. `ticket` of the evaluator; None for one that repeats the candidate `number`."""
+    """Hold a candidate that was asked for.
+
+    `ticket` is the evaluator's; it is None for a candidate that repeats the candidate `number`.
+    """
 
     trial: Any
     strategy: Strategy
@@ -51,7 +64,10 @@ class _Pending:
 
 
 class StrategySearch:
-    """One search. `rows`: what is known, by number. `strategies`: of all rows that have one."""
+    """Run one search.
+
+    `rows` holds what is known, by number, and `strategies` those of all rows that have one.
+    """
 
     def __init__(
         self,
@@ -77,7 +93,7 @@ class StrategySearch:
         self._ended = False
 
     def resume(self) -> None:
-        """Take over what an earlier search left in the storage. What it left unfinished counts as failed."""
+        """Take over what an earlier search left in the storage; what it left unfinished counts as failed."""
         for trial in self.study.get_trials(deepcopy=False):
             if trial.state == TrialState.RUNNING:
                 self.study.tell(trial.number, state=TrialState.FAIL)
@@ -90,7 +106,7 @@ class StrategySearch:
             self._learn(row, strategy)
 
     def run(self) -> None:
-        """Until the trials are spent, nothing new is proposed any more, or Ctrl-C."""
+        """Search until the trials are spent, nothing new is proposed any more, or Ctrl-C."""
         try:
             repeats = 0
             while self._spent < self.trials and repeats < REPEATS and not self._ended:
@@ -108,7 +124,7 @@ class StrategySearch:
             self._pending.clear()
 
     def rescore(self) -> None:
-        """Score the leaders again with the event engine, and who leads when one of them is refused there."""
+        """Score the leaders again with the event engine, and those that move up when one of them is refused there."""
         known: set[int] = set()
         while chosen := [row for row in self.complete()[: self.leaders] if row.number not in known]:
             tickets = [(row, self.evaluator.submit(self.strategies[row.number], engine=True)) for row in chosen]
@@ -117,21 +133,21 @@ class StrategySearch:
                 known.add(row.number)
 
     def complete(self) -> list[Row]:
-        """Rows that fit, fastest first."""
+        """Return the rows that fit, fastest first."""
         return sorted((r for r in self.rows.values() if r.state == "complete"), key=lambda r: (r.period_s, r.number))
 
     def score(self, number: int) -> Row:
-        """Compile a candidate that a rule had rejected; its row with exact numbers."""
+        """Compile a candidate that a rule had rejected, and return its row with exact numbers."""
         outcome = self.evaluator.result(self.evaluator.submit(self.strategies[number]))
         self.rows[number] = _row(number, self.rows[number].params, outcome)
         return self.rows[number]
 
     def rule_lines(self) -> tuple[str, ...]:
-        """The rules, each with how many candidates it rejected."""
+        """Return the rules, each with how many candidates it rejected."""
         return tuple(f"{name}: {text} ({self.pruned[name]} candidates)" for name, text in RULES.items())
 
     def _propose(self) -> bool:
-        """Ask for one candidate; hand it in unless a rule rejects it. False when it is known."""
+        """Ask for one candidate, and hand it in unless a rule rejects it; False when it is known."""
         trial = self.study.ask()
         try:
             strategy = self._space.strategy(self.function, trial)
@@ -154,7 +170,10 @@ class StrategySearch:
         return True
 
     def _failed(self, trial: Any, reason: str) -> bool:
-        """The function raised. With the same values it would again, which is not worth another row."""
+        """Record that the function raised, and return whether that is new.
+
+        With the same values it would raise again, which is not worth another row.
+        """
         point = frozenset(trial.params.items())
         new = point not in self._known
         if new:
@@ -225,7 +244,7 @@ class StrategySearch:
             self._spent += 1
 
     def _threshold(self) -> float:
-        """The period of the last of the leaders: what is slower can be none."""
+        """Return the period of the last of the leaders: a slower candidate can be none."""
         periods = sorted({r.period_s for r in self.rows.values() if r.state == "complete" and r.period_s is not None})
         return periods[self.leaders - 1] if len(periods) >= self.leaders else float("inf")
 

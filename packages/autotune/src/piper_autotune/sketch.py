@@ -1,5 +1,8 @@
-"""What a strategy decides before it is compiled: which chunks a device runs, how many microbatches are in flight there, and from
-that lower bounds of its time and memory. Only for strategies made of Piper's own directives; others have no sketch."""
+"""Find lower bounds of a strategy's time and memory before it is compiled.
+
+They follow from what a strategy decides: which chunks a device runs, and how many microbatches are in flight there.
+Only strategies made of Piper's own directives have a sketch.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +37,18 @@ _PHASES = ("F", "B", "I", "W")
 _NOBODY = RolePlan("", {}, (0,), (), ())
 
 ChunkGroup = tuple[str, tuple[str, ...], int]
-"""Role, chunks, and how many microbatches of all of them are in flight at one moment, at least."""
+"""Holds a role, its chunks, and how many microbatches of all of them are in flight at one moment, at least."""
 
 
 @dataclass(frozen=True)
 class Flight:
-    """`most` microbatches have at one moment done their forward and not begun their backward. Chunks that the same selections of
-    an order (`where`) match are at that moment together; without any order it is when the loss is computed."""
+    """Say how many microbatches are in flight at the fullest moment.
+
+    Attributes:
+        most: how many have at one moment done their forward and not begun their backward.
+        where: chunks that the same selections of an order match are at that moment together; without any order it is
+            the moment when the loss is computed.
+    """
 
     most: int = 1
     where: tuple[int, ...] = ()
@@ -48,7 +56,14 @@ class Flight:
 
 @dataclass(frozen=True)
 class Sketch:
-    """`roles`: role -> its chunks. `groups`: chunks of a role that are run in one order."""
+    """Hold what a strategy decides before it is compiled.
+
+    Attributes:
+        microbatches: how many there are.
+        replicas: the data-parallel replicas.
+        roles: the chunks of each role.
+        groups: chunks of a role that are run in one order.
+    """
 
     microbatches: int
     replicas: int
@@ -57,8 +72,10 @@ class Sketch:
 
 
 class Sketches:
-    """Sketches of a problem's strategies and their bounds. Strategies that differ in order, microbatches or rows only share most
-    of the work."""
+    """Keep sketches of a problem's strategies, and compute their bounds.
+
+    Strategies that differ in order, microbatches or rows only share most of the work.
+    """
 
     def __init__(self, problem: TuningProblem, programs: Programs) -> None:
         self._problem, self._programs = problem, programs
@@ -69,8 +86,11 @@ class Sketches:
         self._built: dict[Mesh, Graph] = {}
 
     def sketch(self, strategy: Strategy) -> Sketch | None:
-        """None when the strategy has directives of the user's own, places a chunk by microbatch, overlaps pairs whose duration is
-        given, or does not apply."""
+        """Return the sketch of a strategy, or None.
+
+        A strategy has none when it has directives of the user's own, places a chunk by microbatch, overlaps pairs whose
+        duration is given, or does not apply.
+        """
         if any(type(d) not in _OWN or (isinstance(d, Replicate) and d.zero) for d in strategy.directives):
             return None
         graph = self._graph(strategy)
@@ -97,25 +117,28 @@ class Sketches:
         return Sketch(parts, graph.replicas, {r: tuple(c) for r, c in roles.items()}, listed)
 
     def rows(self, sketch: Sketch) -> int | None:
-        """Rows per microbatch and rank; None when the global batch does not divide."""
+        """Return the rows per microbatch and rank; None when the global batch does not divide."""
         if self._problem.global_batch is None:
             return 1
         rows, rest = divmod(self._problem.global_batch, sketch.microbatches * sketch.replicas)
         return None if rest or rows < 1 else rows
 
     def period_s(self, strategy: Strategy, sketch: Sketch, rows: int) -> float:
-        """At least so many seconds pass per step: the compute of the busiest role, one after the other."""
+        """Return a lower bound of the seconds per step: the compute of the busiest role, one after the other."""
         seconds = self._chunk_seconds(strategy.mesh, rows)
         if seconds is None:
             return 0.0
         return sketch.microbatches * max(sum(seconds[c] for c in chunks) for chunks in sketch.roles.values())
 
     def state_bytes(self, sketch: Sketch) -> tuple[int, str]:
-        """At least so many bytes of parameters, gradients, optimizer state and buffers the fullest role keeps, and which."""
+        """Return a lower bound of the bytes of state that the fullest role keeps, and which role it is.
+
+        State is parameters, gradients, optimizer state and buffers.
+        """
         return max((self._role_states(chunks), role) for role, chunks in sketch.roles.items())
 
     def filled_bytes(self, sketch: Sketch, rows: int) -> tuple[int, str, int]:
-        """State, and what the microbatches in flight have saved for backward: bytes, role, microbatches in flight."""
+        """Return a lower bound of state and saved tensors: bytes, role, microbatches in flight there."""
         program = self._programs.exact(rows)
         if program is None:
             return 0, "", 0
@@ -128,7 +151,7 @@ class Sketches:
         )
 
     def on_device(self, strategy: Strategy, nbytes: int) -> int:
-        """Bytes gone on a device when the plan holds `nbytes`, without communicators."""
+        """Return the bytes in use on a device when the plan holds `nbytes`, without communicators."""
         bare, costs = bare_plan(self._problem.program, strategy.mesh, 1), self._problem.costs
         cluster = self._problem.cluster
         devices = (None,) if cluster is None else [kind.device for kind in cluster.kinds]
@@ -136,7 +159,7 @@ class Sketches:
         return min(device_memory(bare, _NOBODY, nbytes, device, allocator).total for device in devices)
 
     def _graph(self, strategy: Strategy) -> Graph | None:
-        """The graph of one microbatch with everything placed, without orders."""
+        """Return the graph of one microbatch with everything placed, without orders."""
         kept: list[Directive] = []
         for item in strategy.directives:
             if isinstance(item, Split):
@@ -155,7 +178,7 @@ class Sketches:
         return self._placed[key]
 
     def _chunk_seconds(self, mesh: Mesh, rows: int) -> Mapping[str, float] | None:
-        """Compute seconds of one microbatch by chunk; None when they cannot be known at these rows."""
+        """Return the compute seconds of one microbatch by chunk; None when they cannot be known at these rows."""
         key = (mesh, rows)
         if key not in self._seconds:
             program = self._programs.exact(rows)
@@ -181,7 +204,11 @@ class Sketches:
         return self._states[chunks]
 
     def _states_of(self, chunks: tuple[str, ...]) -> int:
-        """Exact elements, without the padding of buckets; the optimizer's state of one bucket per group and dtype."""
+        """Return the bytes of state of a role with these chunks.
+
+        Elements are exact, without the padding of buckets; the optimizer's state is that of one bucket per group and
+        dtype.
+        """
         program, training = self._problem.program, self._problem.training
         names = {(i.kind, i.ref) for c in chunks for i in program.chunk(c).inputs if i.kind in ("param", "buffer")}
         trained = {name for c in chunks for name in trains(program.chunk(c))}
@@ -202,8 +229,11 @@ class Sketches:
 
 
 def in_flight(order: Order, coords: Mapping[str, int | str]) -> Flight:
-    """The fullest moment of an order for a chunk with these coordinates (without phase and mb). Only microbatches count whose
-    forward and backward (of a split one: the input gradient) both are in the order. In an overlap a backward may be first."""
+    """Return the fullest moment of an order for a chunk with these coordinates (without phase and mb).
+
+    Only microbatches count whose forward and backward (of a split one: the input gradient) both are in the order. In an
+    overlap a backward may be first.
+    """
     events: list[tuple[int, bool, int, int]] = []  # the item, whether forward, the selection, the microbatch
     begun: set[int] = set()
     together = {first + k: first for first, number in order.overlaps for k in range(number)}
@@ -227,7 +257,7 @@ def in_flight(order: Order, coords: Mapping[str, int | str]) -> Flight:
 
 
 def saved_bytes(chunk: Chunk, rows: int) -> int:
-    """Bytes that a chunk's forward keeps for its backward, per microbatch."""
+    """Return the bytes that a chunk's forward keeps for its backward, per microbatch."""
     read = {port for step in ("I", "W") if step in chunk.steps for port in chunk.steps[step].reads}
     return sum(bind(spec.nbytes, rows) for port, spec in chunk.ports.items() if port.startswith("saved") and port in read)
 

@@ -1,4 +1,4 @@
-"""The search space as a strategy function spells it out: the trial that it gets, and what a space is called in a storage."""
+"""Describe the search space that a strategy function spells out: its trial, and the space's name in a storage."""
 
 from __future__ import annotations
 
@@ -19,22 +19,28 @@ StrategyFunction = Callable[[Any], Strategy]
 
 
 class SpaceError(TuneError):
-    """A search space that contradicts itself: the search ends."""
+    """End a search whose space contradicts itself."""
 
 
 class StrategyFailedError(TuneError):
-    """The strategy function raised, or returned something else: this candidate is rejected."""
+    """Reject a candidate whose strategy function raised, or returned something else than a strategy."""
 
 
 class Space:
-    """The distributions that were seen under each name, over all trials."""
+    """Keep the distributions that were seen under each name, over all trials."""
 
     def __init__(self) -> None:
         self._seen: dict[str, BaseDistribution] = {}
 
     def strategy(self, function: StrategyFunction, trial: Any) -> Strategy:
-        """Call the user's function; `trial` is one of Optuna's. SpaceError, StrategyFailedError, or another PiperError that a
-        directive or recipe raised; StorageInternalError: Optuna could not save a choice."""
+        """Call the user's function; `trial` is one of Optuna's.
+
+        Raises:
+            SpaceError: the function contradicts itself.
+            StrategyFailedError: the function raised, or returned something else.
+            PiperError: a directive or recipe raised it.
+            StorageInternalError: Optuna could not save a choice.
+        """
         try:
             with user_code("strategy(trial)", StrategyFailedError):
                 made: object = function(Trial(trial, self))
@@ -51,8 +57,11 @@ class Space:
         return made.with_params(trial.params)
 
     def note(self, name: str, distribution: BaseDistribution, own: BaseDistribution | None) -> None:
-        """Refuse a name that stands for two things. `own`: what it stood for earlier in the same trial, where even the range
-        must agree; between trials the range of a number may change, its kind and the choices may not."""
+        """Refuse a name that stands for two things.
+
+        `own` is what it stood for earlier in the same trial, where even the range must agree. Between trials the range
+        of a number may change, its kind and the choices may not.
+        """
         before = own or self._seen.setdefault(name, distribution)
         same = before == distribution if own is not None else _kind(before) == _kind(distribution)
         if not same:
@@ -64,7 +73,7 @@ class Space:
 
 
 def _kind(distribution: BaseDistribution) -> object:
-    """What Optuna demands to be equal in all trials of a study."""
+    """Return what Optuna demands to be equal in all trials of a study."""
     if isinstance(distribution, CategoricalDistribution):
         return distribution.choices
     return type(distribution), getattr(distribution, "log", False)
@@ -81,14 +90,14 @@ def _text(distribution: BaseDistribution) -> str:
 
 
 class Trial:
-    """Optuna's trial, with the same methods and attributes; it notices names that stand for two things."""
+    """Wrap Optuna's trial, with the same methods and attributes, and notice names that stand for two things."""
 
     def __init__(self, trial: Any, space: Space) -> None:
         self._trial, self._space = trial, space
         self._own: dict[str, BaseDistribution] = {}
 
     def suggest_categorical(self, name: str, choices: Sequence[Any]) -> Any:
-        """One of the choices: numbers, text, booleans or None."""
+        """Choose one of the choices: numbers, text, booleans or None."""
         bad = [c for c in choices if not isinstance(c, PLAIN)]
         if bad:
             raise SpaceError(
@@ -99,13 +108,13 @@ class Trial:
         return self._trial.suggest_categorical(name, tuple(choices))
 
     def suggest_int(self, name: str, low: int, high: int, *, step: int = 1, log: bool = False) -> int:
-        """An integer in low..high, both included."""
+        """Choose an integer in low..high, both included."""
         self._note(name, IntDistribution(low, high, log=log, step=step))
         chosen: int = self._trial.suggest_int(name, low, high, step=step, log=log)
         return chosen
 
     def suggest_float(self, name: str, low: float, high: float, *, step: float | None = None, log: bool = False) -> float:
-        """A number in low..high."""
+        """Choose a number in low..high."""
         self._note(name, FloatDistribution(low, high, log=log, step=step))
         chosen: float = self._trial.suggest_float(name, low, high, step=step, log=log)
         return chosen
@@ -119,7 +128,7 @@ class Trial:
 
 
 def again(function: StrategyFunction, params: dict[str, Any]) -> Strategy | None:
-    """The strategy that a function makes of values chosen before; None when it does not any more."""
+    """Return the strategy that a function makes of values chosen before; None when it does not any more."""
     try:
         return Space().strategy(function, optuna.trial.FixedTrial(params))
     except (PiperError, ValueError):
@@ -127,8 +136,10 @@ def again(function: StrategyFunction, params: dict[str, Any]) -> Strategy | None
 
 
 def space_key(function: StrategyFunction, *facts: object) -> str:
-    """A name that is the same for the same space, in another process too: the function's code, the plain values that it uses, and
-    the facts."""
+    """Return a name that is the same for the same space, in another process too.
+
+    It depends on the function's code, the plain values that it uses, and the facts.
+    """
     digest = hashlib.sha256()
     for part in (*content(function), *facts):
         digest.update(f"{part!r};".encode())

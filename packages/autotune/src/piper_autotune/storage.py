@@ -1,4 +1,4 @@
-"""Optuna underneath: its storage, with one message when that cannot be used, and without its log lines and warnings."""
+"""Open Optuna's storage, with one message when that cannot be used, and without its log lines and warnings."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from optuna.samplers import BaseSampler
 from piper_ir.errors import PiperError, TuneError
 
 WAITS_S = (0.1, 0.3, 1.0)
-"""Before a database that another search makes at the same moment is opened again."""
+"""Seconds to wait before a database that another search makes at the same moment is opened again."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Optuna's own lines and warnings are off inside; what the user's code warns of is shown."""
+    """Switch Optuna's own lines and warnings off inside; what the user's code warns of is shown."""
     level = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.CRITICAL)
     with warnings.catch_warnings():
@@ -32,7 +32,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def storage_errors(storage: object) -> Iterator[None]:
-    """TuneError for what Optuna and the drivers below it raise when a storage is not usable."""
+    """Turn what Optuna and the drivers below it raise when a storage is not usable into TuneError."""
     try:
         yield
     except optuna.exceptions.OptunaError as e:
@@ -40,9 +40,11 @@ def storage_errors(storage: object) -> Iterator[None]:
 
 
 def open_study(storage: str | optuna.storages.BaseStorage | None, name: str, sampler: BaseSampler) -> optuna.Study:
-    """Open the study of this name, which is made when it is not there. TuneError: the storage is locked, unreachable or not one.
+    """Open the study of this name, which is made when it is not there.
 
-    Of two searches that make the same database at once, the slower one is refused by it; then it is there, and opens."""
+    When two searches make the same database at once, it refuses the slower one; then it is there, and opens. TuneError: the
+    storage is locked, unreachable, or no storage.
+    """
     for wait_s in (*WAITS_S, None):
         try:
             return optuna.create_study(
@@ -70,7 +72,7 @@ def _root(error: BaseException) -> str:
 
 
 def unusable(storage: object, error: BaseException) -> TuneError:
-    """What to tell the user of a storage that raised this."""
+    """Return what to tell the user of a storage that raised this."""
     text = _root(error)
     what = "is locked by another process" if "locked" in text else "cannot be used"
     if _made_meanwhile(error):

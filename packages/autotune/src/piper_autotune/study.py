@@ -1,4 +1,4 @@
-"""Study: what a search found, and its files study.json and best.json."""
+"""Hold what a search found, and write and read its files study.json and best.json."""
 
 from __future__ import annotations
 
@@ -16,8 +16,20 @@ from piper_ir.tools import write_whole
 
 @dataclass(frozen=True)
 class Study:
-    """`rows` by number, one per distinct candidate. `rules`: the rules that rejected before compiling, each with how often.
-    `interrupted`: the search ended before its time, by Ctrl-C or because its storage failed."""
+    """Hold what a search found.
+
+    Attributes:
+        cluster: the name of the cluster.
+        memory_limit: bytes per device; None when there was no limit.
+        seed: the seed of the search.
+        rows: the candidates by number, one per distinct candidate.
+        rules: the rules that reject before compiling, each with how often it did.
+        interrupted: the search ended before its time, by Ctrl-C or because its storage failed.
+        strategies: the strategies by number, with their params, of complete rows; of a study that was loaded, the best
+            alone.
+        device_limits: by type of device what a rank may hold, where a cluster has several types; never more than its
+            own device has.
+    """
 
     cluster: str
     memory_limit: int | None
@@ -26,31 +38,32 @@ class Study:
     rules: tuple[str, ...] = ()
     interrupted: bool = False
     strategies: Mapping[int, Strategy] = field(default_factory=dict, repr=False)
-    """Number -> strategy with its params, of complete rows; of a study that was loaded, the best alone."""
     device_limits: Mapping[str, int] = field(default_factory=dict)
-    """Of a cluster with several types of devices, by type what a rank may hold: never more than its own device has."""
 
     @property
     def best_row(self) -> Row | None:
-        """The fastest complete row: by measurement where any candidate was measured, else by prediction."""
+        """Return the fastest complete row: by measurement where any candidate was measured, else by prediction."""
         return min((r for r in self.rows if r.state == "complete"), key=_rank, default=None)
 
     @property
     def best(self) -> Strategy | None:
-        """The strategy of `best_row`; None when nothing is complete."""
+        """Return the strategy of `best_row`; None when nothing is complete."""
         row = self.best_row
         return None if row is None else self.strategies.get(row.number)
 
     def table(self) -> list[dict[str, Any]]:
-        """All complete rows, best first, as in study.json."""
+        """Return all complete rows, best first, as in study.json."""
         return [r.as_dict() for r in sorted((r for r in self.rows if r.state == "complete"), key=_rank)]
 
     def rejected(self) -> list[dict[str, Any]]:
-        """All rejected rows by number, each with its `reason`."""
+        """Return all rejected rows by number, each with its `reason`."""
         return [r.as_dict() for r in self.rows if r.state == "rejected"]
 
     def save(self, folder: str | Path) -> None:
-        """Write study.json and, if there is a best strategy, best.json into a folder that exists. OutputError when that fails."""
+        """Write study.json and, if there is a best strategy, best.json into a folder that exists.
+
+        OutputError when that fails.
+        """
         best = self.best_row
         number = None if best is None else best.number
         head = (self.cluster, self.memory_limit, self.seed, self.rows, number, self.rules, self.interrupted)
@@ -83,7 +96,7 @@ def _rank(row: Row) -> tuple[bool, float, int]:
 
 
 class SearchError(TuneError):
-    """A search that failed; `study` holds what was found until then."""
+    """Report a search that failed; `study` holds what was found until then."""
 
     def __init__(self, message: str, study: Study) -> None:
         super().__init__(message)
@@ -91,4 +104,4 @@ class SearchError(TuneError):
 
 
 class NothingFoundError(SearchError):
-    """A search ended without a plan that can be used; its study holds every candidate with its reason."""
+    """Report a search that ended without a plan that can be used; its study holds every candidate with its reason."""

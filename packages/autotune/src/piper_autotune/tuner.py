@@ -1,4 +1,4 @@
-"""tune: search, score the leaders again, confirm, and say what was found or why nothing was."""
+"""Search, score the leaders again, confirm, and say what was found or why nothing was."""
 
 from __future__ import annotations
 
@@ -51,15 +51,30 @@ def tune(
     modules: Iterable[ModuleType] = (),
     evaluator: Evaluator | None = None,
 ) -> Study:
-    """Search the strategy with the least `period_s` that fits. `strategy(trial)` chooses with Optuna's `suggest_*` and returns a
-    Strategy. `trials`: candidates that are compiled and scored (or whose function raises); known ones and those that a rule
-    rejects are free. `at_rows`: as in `compile_program`. `confirm` candidates are run by `measure`. `workers`: processes (0: this
-    one), or "ray": tasks of the cluster to which this process is connected; `timeout_s` per candidate; what stands in `modules`
-    reaches them by value.
-    `storage`: Optuna's; a search in one goes on where the last of the same space ended. `evaluator` scores instead of workers.
+    """Search the strategy with the least `period_s` that fits.
 
-    TuneError: arguments, storage, or a space that contradicts itself. SearchError: the storage failed in mid-search.
-    NothingFoundError: no candidate can be used."""
+    Args:
+        problem: what is searched for.
+        strategy: takes a trial, chooses with Optuna's `suggest_*`, and returns a Strategy.
+        at_rows: as in `compile_program`.
+        trials: candidates that are compiled and scored (or whose function raises); known ones and those that a rule
+            rejects are free.
+        confirm: how many of the best candidates are run by `measure`.
+        measure: runs a strategy.
+        seed: the seed of the sampler.
+        storage: Optuna's; a search in one goes on where the last of the same space ended.
+        sampler: Optuna's, in place of the default one.
+        workers: processes (0: this one), or "ray": tasks of the cluster to which this process is connected.
+        timeout_s: seconds per candidate.
+        progress: is called after each candidate.
+        modules: what stands in them reaches the workers by value.
+        evaluator: scores in place of workers.
+
+    Raises:
+        TuneError: for arguments, for the storage, or for a space that contradicts itself.
+        SearchError: the storage failed in mid-search.
+        NothingFoundError: no candidate can be used.
+    """
     _check(strategy, trials, confirm, measure, workers, timeout_s)
     if type(seed) is not int or not 0 <= seed <= MOST_SEED:
         raise TuneError(f"tune(seed={seed!r}): an integer from 0 to {MOST_SEED} is needed")
@@ -129,7 +144,7 @@ def _result(
     confirm: int,
     measure: Callable[[Strategy], Confirmation] | None,
 ) -> Study:
-    """The study after the search; interrupted, what was found as it is."""
+    """Return the study after the search; one that was interrupted holds what was found as it is."""
     if search.interrupted:
         return _study(search, problem, programs, seed)
     if not search.complete():
@@ -159,7 +174,7 @@ def _study(search: StrategySearch, problem: TuningProblem, programs: Programs, s
 
 
 def _settled(strategy: Strategy, problem: TuningProblem, programs: Programs) -> Strategy:
-    """The best as it was scored and run: who uses it later may have other costs, or none."""
+    """Return the best strategy as it was scored and run: those who use it later may have other costs, or none."""
     lowered = compile_program(
         problem.program,
         strategy,

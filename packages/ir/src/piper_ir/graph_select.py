@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar, cast
 
 from piper_ir.errors import SelectorError
 from piper_ir.graph_parts import At, Coord, Mbs, Node, common, in_mbs, mbs_of
 from piper_ir.ops import Add
 from piper_ir.select import ANY, NONE, Match, Where
 
+T = TypeVar("T")
 Terms = tuple[tuple[str, Match], ...]
 
 
@@ -21,7 +23,7 @@ class Selecting:
     chunk_index: Mapping[str, int]
     microbatches: int
     _found: dict[Terms, list[Node]]
-    _chains: dict[int, tuple[Where, Mapping[str, tuple[At, ...]]]]
+    _kept: dict[int, tuple[object, object]]
     _alike: dict[Terms, dict[str, list[str]]]
 
     def copies(self, nodes: Iterable[Node]) -> list[Node]:
@@ -53,6 +55,13 @@ class Selecting:
             raise SelectorError(f"{selection} matches no node. {self._what_exists(_with_op(selection.terms))}")
         return found
 
+    def kept(self, owner: object, make: Callable[[], T]) -> T:
+        """What `make` gives, once for each owner: what a directive finds in its check is there when it is applied."""
+        found = self._kept.get(id(owner))
+        if found is None:
+            found = self._kept[id(owner)] = owner, make()
+        return cast(T, found[1])
+
     def turns(self, selection: Where) -> list[tuple[Node, int]]:
         """The selected nodes microbatch by microbatch, in topological order: forward before backward, then by microbatch, then
         along the program (backward: against it)."""
@@ -60,13 +69,7 @@ class Selecting:
         return sorted(found, key=lambda at: (_rank(at[0]), at[1], self.along(at[0])))
 
     def chains(self, selection: Where) -> Mapping[str, tuple[At, ...]]:
-        """Role -> the selected nodes there, in the order of `turns`. An order asks twice, and for very many selections."""
-        known = self._chains.get(id(selection))
-        if known is None:
-            known = self._chains[id(selection)] = selection, self._by_role(selection)
-        return known[1]
-
-    def _by_role(self, selection: Where) -> Mapping[str, tuple[At, ...]]:
+        """Role -> the selected nodes there, in the order of `turns`. An order asks for very many selections."""
         mb, rest = _by_mb(selection)
         if type(mb) is int and 0 <= mb < self.microbatches:
             alike = self._alike.get(rest)
@@ -150,18 +153,16 @@ def _with_op(terms: Terms) -> dict[str, Match]:
 
 def _by_mb(selection: Where) -> tuple[Match | None, Terms]:
     """The microbatches that a selection asks for, if it does, and its other terms."""
+    terms = selection.terms
     wanted: Match | None = None
-    rest = []
-    named_op = False
-    for term in selection.terms:
-        if term[0] == "mb":
-            wanted = term[1]
-        else:
-            rest.append(term)
-            named_op = named_op or term[0] == "op"
-    if not named_op:
-        rest.append(_COMPUTE)
-    return wanted, tuple(rest)
+    for k, (name, value) in enumerate(terms):
+        if name == "mb":
+            wanted, terms = value, terms[:k] + terms[k + 1 :]
+            break
+    for name, _ in terms:
+        if name == "op":
+            return wanted, terms
+    return wanted, (*terms, _COMPUTE)
 
 
 _COMPUTE = ("op", "compute")

@@ -1,7 +1,7 @@
 """The memory of a plan in program order: one stream of what each instruction allocates and frees, and folds over it.
 
 `Plan` defines the rules, `part_peak` what a part holds while it runs. `steps` is the stream; the peak, the curve (`scan`), the
-owners at the peak (`memory_owners`) and a snapshot of the allocator (`piper_simulator.snapshot`) fold over it. What an
+owners at the peak (`memory_owners`) and a snapshot of the allocator (`piper_simulator.memory.snapshot`) fold over it. What an
 instruction does to memory is an `Effect`, found once for all microbatches of a template of a table.
 """
 
@@ -15,13 +15,14 @@ from typing import Any, Generic, TypeVar
 from piper_ir.errors import PlanError
 from piper_ir.instr_table import InstrTable, TableKinds
 from piper_ir.ops import Compute
-from piper_ir.plan import CATEGORIES, COMPUTE, Category, DeviceType, Instr, Part, PartLike, Plan, RolePlan, part_peak
+from piper_ir.part_memory import PartLike, part_peak
+from piper_ir.plan import CATEGORIES, COMPUTE, Category, DeviceType, Instr, Part, Plan, RolePlan
 from piper_ir.sizes import TensorSpec, bind
 
 P = TypeVar("P", bound=PartLike[Any])
 V = TypeVar("V")
 """Values by name, or by number in a table."""
-Split = Mapping[Category, int]
+BytesByCategory = Mapping[Category, int]
 """Bytes by category."""
 
 
@@ -44,7 +45,7 @@ class PartUse(Generic[P]):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class MemoryStep:
     """An instruction of the stream "compute": it frees `early`, runs its parts, and then makes `made`."""
 
     index: int
@@ -68,9 +69,9 @@ class Effect:
     `fullest` by category, and afterwards `more`, which is `after`."""
 
     most: int
-    fullest: Split
+    fullest: BytesByCategory
     more: int
-    after: Split
+    after: BytesByCategory
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,23 +86,23 @@ class _Change(Generic[V]):
     more: int = 0
 
 
-def steps(plan: Plan, role: RolePlan) -> Iterator[Step]:
+def steps(plan: Plan, role: RolePlan) -> Iterator[MemoryStep]:
     """Yield what happens to the memory of a role, instruction by instruction."""
     uses = _Uses(plan)
     for index, instr in enumerate(role.program):
         if instr.stream == COMPUTE:
-            yield Step(index, instr, tuple([uses.of(part, _sizes(plan, part)) for part in instr.parts]))
+            yield MemoryStep(index, instr, tuple([uses.of(part, _sizes(plan, part)) for part in instr.parts]))
 
 
 def scan(plan: Plan, role: RolePlan) -> Iterator[Usage]:
     """Yield the fullest moment of each instruction of the stream "compute", in program order. Needs no peak fields; time linear
     in the values of the role. PlanError when a value is freed that is not alive."""
-    yield from _walk(plan, role).curve()
+    yield from _walk(plan, role, _Uses(plan)).curve()
 
 
 def peak(plan: Plan, role: RolePlan) -> Usage:
     """The first fullest moment of a role. A role that computes nothing holds what it has from the start."""
-    return _walk(plan, role).peak()
+    return _walk(plan, role, _Uses(plan)).peak()
 
 
 def _fullest(start: int, steps: Iterable[tuple[int, int, int]]) -> int:
@@ -118,8 +119,9 @@ def _fullest(start: int, steps: Iterable[tuple[int, int, int]]) -> int:
 def with_peaks(plan: Plan) -> Plan:
     """The plan with `peak_bytes`, `peak_at` and `peak_by_category` of every role filled in."""
     roles = []
+    uses = _Uses(plan)
     for role in plan.roles:
-        most = peak(plan, role)
+        most = _walk(plan, role, uses).peak()
         roles.append(replace(role, peak_bytes=most.total, peak_at=most.instr, peak_by_category=most.bytes))
     return replace(plan, roles=tuple(roles))
 
@@ -162,8 +164,8 @@ class _Walk(Generic[V]):
     """The memory of a role through its program. `sizes` and `categories` of values; `first`: those that are there from the
     start."""
 
-    def __init__(self, plan: Plan, role: RolePlan) -> None:
-        self.plan, self.role, self.uses = plan, role, _Uses(plan)
+    def __init__(self, plan: Plan, role: RolePlan, uses: _Uses) -> None:
+        self.plan, self.role, self.uses = plan, role, uses
 
     def changes(self) -> Iterator[_Change[V]]:
         """Yield the steps as bytes."""
@@ -223,32 +225,33 @@ class _Walk(Generic[V]):
         """Fold the parts of an instruction."""
         most: int | None = None
         more = 0
-        live: Counter[Category] = Counter()
-        fullest: Counter[Category] = Counter()
+        live: dict[Category, int] = {}
+        fullest: BytesByCategory = {}
+        size, category = self.size, self.category
         for part in parts:
-            sizes = {v: self.size(v) for v in (*part.reads, *part.writes)}
+            sizes = {v: size(v) for v in (*part.reads, *part.writes)}
             use = self.uses.of(part, sizes)
             for v in part.writes:
-                live[self.category(v)] += sizes[v]
+                owner = category(v)
+                live[owner] = live.get(owner, 0) + sizes[v]
                 more += sizes[v]
             if most is None or more + use.beside > most:
                 most, fullest = more + use.beside, self._at_fullest(live, use)
             for v in part.frees:
-                size = self.size(v)
-                live[self.category(v)] -= size
-                more -= size
+                owner, nbytes = category(v), size(v)
+                live[owner] = live.get(owner, 0) - nbytes
+                more -= nbytes
         return Effect(most or 0, fullest, more, live)
 
-    def _at_fullest(self, live: Counter[Category], use: PartUse[PartLike[V]]) -> Counter[Category]:
+    def _at_fullest(self, live: BytesByCategory, use: PartUse[PartLike[V]]) -> BytesByCategory:
         """By category when a part, its writes allocated, is at its fullest moment."""
-        out = live.copy()
+        out = dict(live)
         if use.beside >= 0:
-            out["workspace"] += use.beside
-            return out
+            return out | {"workspace": use.beside} if use.beside else out
         gone = -use.beside  # some of the inputs that die here were given back already
         for v in use.part.frees:
             early = min(gone, self.size(v))
-            out[self.category(v)] -= early
+            out[self.category(v)] = out.get(self.category(v), 0) - early
             gone -= early
         return out
 
@@ -280,8 +283,8 @@ class _Walk(Generic[V]):
 class _NamedWalk(_Walk[str]):
     """Any program, value by value."""
 
-    def __init__(self, plan: Plan, role: RolePlan) -> None:
-        super().__init__(plan, role)
+    def __init__(self, plan: Plan, role: RolePlan, uses: _Uses) -> None:
+        super().__init__(plan, role, uses)
         self.kinds = plan.kinds
         self.sizes: dict[int, int] = {}
 
@@ -323,8 +326,8 @@ class _NamedWalk(_Walk[str]):
 class _TableWalk(_Walk[int]):
     """A program that is a table, template by template."""
 
-    def __init__(self, plan: Plan, role: RolePlan, table: InstrTable) -> None:
-        super().__init__(plan, role)
+    def __init__(self, plan: Plan, role: RolePlan, uses: _Uses, table: InstrTable) -> None:
+        super().__init__(plan, role, uses)
         self.table, self.count = table, table.values.count
         self.sizes, self.kinds = table.values.nbytes, table.values.kinds
         self.effects = [self.effect(t.parts) if t.stream == COMPUTE else None for t in table.templates]
@@ -375,15 +378,15 @@ class _TableWalk(_Walk[int]):
         return self._change(at, effect)
 
 
-def _walk(plan: Plan, role: RolePlan) -> _NamedWalk | _TableWalk:
+def _walk(plan: Plan, role: RolePlan, uses: _Uses) -> _NamedWalk | _TableWalk:
     table, kinds = role.program, plan.kinds
     if isinstance(table, InstrTable) and isinstance(kinds, TableKinds) and kinds.are_of(table):
         if role.allocs_first == tuple(map(table.values.name, table.first)):
-            return _TableWalk(plan, role, table)
-    return _NamedWalk(plan, role)
+            return _TableWalk(plan, role, uses, table)
+    return _NamedWalk(plan, role, uses)
 
 
-def _add(live: Counter[Category], more: Split, times: int) -> None:
+def _add(live: Counter[Category], more: BytesByCategory, times: int) -> None:
     for category, nbytes in more.items():
         live[category] += times * nbytes
 

@@ -22,16 +22,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Literal, Protocol, TypeVar
+from typing import Literal
 
 from piper_ir.codec import dumps
 from piper_ir.mesh import Mesh
-from piper_ir.ops import COMM, Compute, Op, Update
+from piper_ir.ops import COMM, Op
 from piper_ir.program import BatchTensor, Buffer, Chunk, Param
 from piper_ir.sizes import TensorSpec, bind
 
-V = TypeVar("V")
-Co = TypeVar("Co", covariant=True)
 PLAN_VERSION = 1
 COMPUTE = "compute"
 """The one stream of a role that computes, allocates and frees."""
@@ -385,53 +383,6 @@ class Plan:
     def key(self) -> str:
         """Return the hash of the content; equal plans have equal keys on every machine."""
         return hashlib.sha256(dumps(self).encode()).hexdigest()[:16]
-
-
-class PartLike(Protocol[Co]):
-    """Say what memory asks of a part, whose values may be names or numbers."""
-
-    @property
-    def op(self) -> Op: ...
-    @property
-    def reads(self) -> tuple[Co, ...]: ...
-    @property
-    def writes(self) -> tuple[Co, ...]: ...
-    @property
-    def frees(self) -> tuple[Co, ...]: ...
-
-
-def part_peak(plan: Plan, part: PartLike[V], nbytes: Mapping[V, int]) -> int:
-    """Return the most bytes that a part holds while it runs, above those alive before it.
-
-    These are its writes and temporaries, less what its dying inputs give back early (hence it can be below the bytes of
-    its writes). `nbytes` has the bytes of each value.
-    """
-    writes = sum(nbytes[v] for v in part.writes)
-    if not isinstance(part.op, Compute):
-        return writes + (part.op.workspace if isinstance(part.op, Update) else 0)
-    chunk = plan.chunk(part.op.chunk)
-    assert part.op.step != "B", "a plan holds I and W parts; B exists in graphs only"
-    sig = chunk.steps[part.op.step]
-    if not sig.liveness.consumed and sig.liveness.segments == ((),):  # nothing known (synthetic): no temporaries
-        return writes
-    ports = value_ports(chunk, part)
-    dying = {
-        v: i
-        for i, v in sorted(
-            ports.items(), key=lambda p: sig.liveness.consumed.index(p[0]) if p[0] in sig.liveness.consumed else -1
-        )
-    }
-    return sig.liveness.peak({dying[v]: nbytes[v] for v in part.frees if v in dying}, plan.device)
-
-
-def value_ports(chunk: Chunk, part: PartLike[V]) -> dict[int, V]:
-    """Return the ids of the values that a part reads, by their index in the signature's reads.
-
-    A part lists its values in the order of the signature's ports, without the ports that are parameters or buffers.
-    """
-    assert isinstance(part.op, Compute) and part.op.step != "B"
-    values = iter(part.reads)
-    return {i: next(values) for i, port in enumerate(chunk.steps[part.op.step].reads) if not is_state(chunk, port)}
 
 
 def is_state(chunk: Chunk, port: str) -> bool:

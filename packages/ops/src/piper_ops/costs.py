@@ -1,10 +1,11 @@
-"""FLOPs and bytes of one op call, from its arguments and outputs: `kernel_of`, for the ops of this package and for aten's.
+"""Count the FLOPs and bytes of one op call from its arguments and outputs, for the ops of this package and for aten's.
 
-Counting rules. A multiply-add is 2 FLOPs. Bytes are what a kernel reads plus what it writes when every operand crosses memory
-once (a dimension of stride 0 is read once). Views launch nothing: 0 and 0. Moving data (copies, casts, gathers, fills) is 0
-FLOPs. What does many FLOPs per element has a formula in `piper_ops.products`. Every other op counts one FLOP per element of its
-largest operand: the output's elements for element-wise ops, the input's for reductions. `piper_ops.few_flops` lists the ops for
-which that is right; for any other op it is a guess, and `KernelInfo.formula` is False.
+The counting rules: a multiply-add is 2 FLOPs. Bytes are what a kernel reads plus what it writes when every operand
+crosses memory once (a dimension of stride 0 is read once). Views launch nothing and count 0 of both. Moving data
+(copies, casts, gathers, fills) is 0 FLOPs. Ops that do many FLOPs per element have a formula in `piper_ops.products`.
+Every other op counts one FLOP per element of its largest operand: the output's elements for element-wise ops, the
+input's for reductions. `piper_ops.few_flops` lists the ops for which that is right; for any other op it is a guess, and
+`KernelInfo.formula` is False.
 """
 
 from __future__ import annotations
@@ -29,11 +30,20 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class KernelInfo:
-    """`dims`: (M, N, K) or (batch, M, N, K) of a matmul, (batch, heads, T_q, T_k, head_dim) of an attention, (rows, classes) of a
-    cross-entropy, else empty. `dtype`: of the arithmetic, torch's name without `torch.`. Kind "other" with no bytes is a view: no
-    kernel is launched. `lowering`: which one flops and bytes assume where an op has several that differ in them. `op`: the op's
-    name, without the namespace if that is aten's or Piper's, and without the _ of what works in place. `formula`: False for an op
-    whose FLOPs nothing here knows, of which one per element is counted."""
+    """Say what the kernel of one op call computes and moves.
+
+    Attributes:
+        kind: the family of the kernel; "other" with no bytes is a view, for which no kernel is launched.
+        dims: (M, N, K) or (batch, M, N, K) of a matmul, (batch, heads, T_q, T_k, head_dim) of an attention, (rows,
+            classes) of a cross-entropy, else empty.
+        flops: a multiply-add counts 2.
+        bytes: read plus written.
+        dtype: the dtype of the arithmetic, by torch's name without `torch.`.
+        lowering: the lowering that flops and bytes assume, where an op has several that differ in them.
+        op: the op's name, without the namespace if that is aten's or Piper's, and without the trailing _ of an in-place
+            op.
+        formula: False for an op whose FLOPs nothing here knows; one per element is counted for it.
+    """
 
     kind: _KernelKind
     dims: tuple[int, ...]
@@ -46,7 +56,7 @@ class KernelInfo:
 
 
 def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> KernelInfo:
-    """The cost of `op(*args_meta, **kwargs_meta) -> out_meta`, tensors given as fake or real ones with concrete shapes.
+    """Return the cost of `op(*args_meta, **kwargs_meta) -> out_meta`; tensors are fake or real, with concrete shapes.
 
     op: an OpOverload, or operator.getitem. Raises TypeError for anything else: only ops of a joint graph have a cost.
     """
@@ -98,12 +108,20 @@ _OWN: dict[torch._ops.OpOverload, _Own] = {}
 def op_cost(
     op: str, *, flops: Callable[[Call], int], bytes: Callable[[Call], int] | None = None, kind: _KernelKind = "elementwise"
 ) -> None:
-    """Say what a custom op costs, before a model with it is captured.
+    """Say what a custom op costs; call it before a model with that op is captured.
 
-    op: its name in torch.library, "mine::gate". flops, bytes: of one call, from its arguments by schema name (`call.tensor("x")`)
-    and its outputs (`call.outs`), affine in the rows of the batch; bytes by default inputs plus outputs, once each. kind:
-    "matmul" and "attention" run at a device's matmul rate, anything else at that of its vector units. Without a formula an op
-    counts one FLOP per element of its largest operand, and predictions name it. ValueError for an op that is not registered."""
+    Without a formula an op counts one FLOP per element of its largest operand, and predictions name it.
+
+    Args:
+        op: its name in torch.library, such as "mine::gate".
+        flops: the FLOPs of one call, from its arguments by schema name (`call.tensor("x")`) and its outputs
+            (`call.outs`); affine in the rows of the batch.
+        bytes: the bytes of one call, likewise; by default its inputs plus its outputs, once each.
+        kind: "matmul" and "attention" run at a device's matmul rate, anything else at the rate of its vector units.
+
+    Raises:
+        ValueError: the op is not registered.
+    """
     namespace, _, name = op.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name, None) if namespace and name else None
     if packet is None:
@@ -112,12 +130,12 @@ def op_cost(
 
 
 def call_of(op: torch._ops.OpOverload, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any]) -> Call:
-    """A call of an op as formulas read it."""
+    """Return a call of an op in the form that formulas read."""
     return Call(_bound(op, args_meta, kwargs_meta), tuple(_tensors(out_meta)))
 
 
 def _name(op: torch._ops.OpOverload) -> str:
-    """In place or not, it is the same kernel."""
+    """Return the op's name; the in-place variant runs the same kernel and has the same name."""
     namespace, _, name = op._schema.name.partition("::")
     name = name if name.endswith("__") else name.removesuffix("_")
     return name if namespace in ("aten", "piper") else f"{namespace}::{name}"
@@ -131,7 +149,7 @@ def _bound(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _is_out(argument: torch.Argument) -> bool:
-    """A keyword that only names the memory of a result."""
+    """Return whether an argument is a keyword that only names the memory of a result."""
     return argument.kwarg_only and argument.is_out
 
 

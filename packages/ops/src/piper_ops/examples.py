@@ -1,4 +1,7 @@
-"""Example values of calls, each kind of call run once: fake tensors are slow, and in a large model most calls are alike."""
+"""Compute example values of calls, each kind of call once.
+
+Fake tensors are slow, and in a large model most calls are alike.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,17 @@ from torch import Tensor
 
 
 class Examples:
-    """Values of calls of one graph. Calls of the same function with equal constants, and tensors of the same sizes, strides,
-    dtypes, devices and requires_grad, share their value: nothing else of an example value counts."""
+    """Keep the example values of the calls of one graph.
+
+    Calls of the same function with equal constants, and with tensors of the same sizes, strides, dtypes, devices and
+    requires_grad, share one value: nothing else about an example value matters.
+    """
 
     def __init__(self) -> None:
         self._found: dict[Any, Any] = {}
 
     def of(self, key: Any, function: Callable[..., Any], *args: Any) -> Any:
-        """function(*args). `key`: stands for the function."""
+        """Return `function(*args)`, computed once per kind of call; `key` stands for the function."""
         call = (key, torch.is_grad_enabled(), _facts(args))
         if call not in self._found:
             self._found[call] = function(*args)
@@ -25,7 +31,10 @@ class Examples:
 
 
 def _facts(value: Any) -> Any:
-    """Equal for values that give the same example. Sizes that are symbols count as their expressions."""
+    """Return what decides an example value: equal for values that give the same example.
+
+    Sizes that are symbols are compared by their expressions.
+    """
     if isinstance(value, Tensor):
         sizes = _facts(tuple(value.shape)), _facts(value.stride())
         return type(value), sizes, value.dtype, value.device, value.layout, value.requires_grad

@@ -1,7 +1,8 @@
-"""The aten ops that need no formula for their FLOPs, because memory decides how long they take.
+"""List the aten ops that need no formula for their FLOPs, because memory decides how long they take.
 
-Element-wise ops and reductions carry a tag of torch's. This file lists the others that do a few FLOPs per element: softmax,
-norms, sums, pooling, losses, sorting, random numbers. One FLOP per element of their largest operand is counted for all of them.
+Element-wise ops and reductions carry a tag of torch's. This file lists the others that do a few FLOPs per element:
+softmax, norms, sums, pooling, losses, sorting, random numbers. One FLOP per element of their largest operand is counted
+for all of them.
 """
 
 from __future__ import annotations

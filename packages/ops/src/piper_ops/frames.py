@@ -1,4 +1,4 @@
-"""Whose line a frame of a stack trace is: the model's, torch's or Piper's."""
+"""Tell whose line a frame of a stack trace is: the model's, torch's or Piper's."""
 
 from __future__ import annotations
 

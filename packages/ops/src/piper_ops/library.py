@@ -1,7 +1,7 @@
-"""The torch.library namespace "piper" and helpers shared by the ops in it.
+"""Define ops in the torch.library namespace "piper", and the helpers that those ops share.
 
-Every op is functional, has contiguous outputs that alias nothing, and the same shapes, dtypes and strides on every device, so
-that a graph traced on meta is the graph that runs.
+Every op is functional. Its outputs are contiguous, alias nothing, and have the same shapes, dtypes and strides on every
+device, so that a graph traced on meta is the graph that runs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from torch import Tensor
 LIBRARY = torch.library.Library("piper", "DEF")
 _Kernel = Callable[..., Any]
 DIRECT: dict[torch._ops.OpOverload, _Kernel] = {}
-"""Ops whose kernel generated code may call as a function: what torch's dispatcher and its Python registration cost (about 15 us)
-is most of a small call."""
+"""Ops whose kernels generated code may call as a function.
+
+torch's dispatcher and its Python registration cost about 15 us, which is most of a small call.
+"""
 OP_KERNELS: dict[torch._ops.OpOverload, _Kernel] = {}
-"""Every op's kernel, so that what it holds while it runs can be counted (`piper_ops.workspace` says how much that is on CUDA)."""
+"""Every op's kernel, so that what it holds while it runs can be counted (on CUDA by `piper_ops.workspace`)."""
 
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float64, torch.float32, *HALF)
@@ -35,10 +37,20 @@ def define(
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
 ) -> torch._ops.OpOverload:
-    """Registers piper::<name> with one fake and one kernel for CPU and CUDA (it branches on the device where lowerings differ).
+    """Register piper::<name> with one fake kernel and one kernel for CPU and CUDA.
 
-    `check` sees the arguments first; the fake has its own. `direct`: the kernel is in DIRECT, where it runs without the check:
-    code that calls it was traced with the fake. Without `backward` the op is itself a gradient: differentiating it is refused.
+    The kernel branches on the device where lowerings differ.
+
+    Args:
+        name: the op's name in the namespace "piper".
+        schema: its arguments and results in torch's schema language.
+        fake: makes the outputs' metadata; it checks the arguments itself.
+        kernel: computes the outputs.
+        check: sees the arguments before the kernel does, and raises for those that are not supported.
+        direct: the kernel is also put into DIRECT, where it runs without the check: the code that calls it was traced
+            with the fake.
+        backward: the gradient; without it the op is itself a gradient, and differentiating it is refused.
+        setup_context: saves for the backward, as in torch.library.register_autograd.
     """
     LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     qualified = f"piper::{name}"
@@ -70,9 +82,13 @@ def _no_double_backward(qualified: str) -> Callable[..., Any]:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics (mean, rstd, logsumexp) and of inner arithmetic: float64 for float64, else float32."""
+    """Return the dtype of statistics (mean, rstd, logsumexp) and inner arithmetic.
+
+    It is float64 for float64, else float32.
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def contiguous_empty(like: Tensor, shape: Sequence[int | torch.SymInt], dtype: torch.dtype | None = None) -> Tensor:
+    """Return a new contiguous tensor on the device of `like`, with its dtype unless another one is given."""
     return like.new_empty(tuple(shape), dtype=dtype or like.dtype)

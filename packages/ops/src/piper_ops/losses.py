@@ -1,6 +1,7 @@
-"""piper::cross_entropy and piper::cross_entropy_dgrad: saves logits and one logsumexp per row, not a log-softmax.
+"""Define piper::cross_entropy and piper::cross_entropy_dgrad, which save logits and one logsumexp per row.
 
-The kernels work through the rows in slices, so that beside logits and gradient little is live.
+No log-softmax is saved. The kernels work through the rows in slices, so that little is alive beside the logits and
+their gradient.
 """
 
 from __future__ import annotations
@@ -14,8 +15,11 @@ from piper_ops.errors import UnsupportedVariant
 from piper_ops.library import FLOATS, HALF, accumulate_dtype, contiguous_empty, define
 
 SLICE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
-"""Logits per slice: 1 MiB of float32, which stays in a core's cache (a third of the time of 16 MiB, measured), or 64 MiB, which
-fills a GPU (not yet measured). `piper_ops.workspace` counts on the latter."""
+"""Logits per slice.
+
+On a CPU they are 1 MiB of float32, which stays in a core's cache (a third of the time of 16 MiB, measured). On a GPU they
+are 64 MiB, which fills it (not yet measured); `piper_ops.workspace` counts on this number.
+"""
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
 """Accepted reductions -> aten's number for each."""
@@ -37,12 +41,15 @@ def _check(logits: Tensor, target: Tensor, reduction: str) -> None:
 
 
 def rows_per_slice(device: str, classes: int) -> int:
-    """Rows of logits that a kernel works on at once on this type of device: at least one."""
+    """Return how many rows of logits a kernel works on at once on this type of device: at least one."""
     return max(1, SLICE_ELEMENTS[device] // max(1, classes))
 
 
 def _slices(logits: Tensor) -> list[slice]:
-    """At least one, so that no rows at all have torch's own result."""
+    """Return the slices of rows that a kernel works through.
+
+    There is at least one, so that an input without rows gives torch's own result.
+    """
     rows = rows_per_slice(logits.device.type, logits.shape[1])
     return [slice(start, start + rows) for start in range(0, max(1, logits.shape[0]), rows)]
 
@@ -73,7 +80,10 @@ def _cross_entropy_kernel(
 
 
 def _slice_loss(logits: Tensor, target: Tensor, reduction: str, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Loss and logsumexp: what a row's logit of its target (any, of an ignored row) has above its log-softmax."""
+    """Return the loss and the logsumexp of a slice of rows.
+
+    A row's logsumexp is its logit at the target (at any class for an ignored row) less its log-softmax there.
+    """
     log_probabilities = torch.log_softmax(logits, 1, accumulate_dtype(logits.dtype))
     loss, _ = _nll_loss(log_probabilities, target, None, REDUCTIONS[reduction], ignore_index)
     index = target.clamp(0, logits.shape[1] - 1).unsqueeze(1)
@@ -93,8 +103,10 @@ def _dgrad_fake(
 def _dgrad_kernel(
     grad_loss: Tensor, logits: Tensor, target: Tensor, logsumexp: Tensor, reduction: str = "mean", ignore_index: int = -100
 ) -> Tensor:
-    """(softmax(logits) - onehot(target)) * row_scale, with row_scale 0 where the target is ignored. The softmax is computed
-    anew: torch's kernel for it is faster than exp(logits - logsumexp) op by op."""
+    """Return (softmax(logits) - onehot(target)) * row_scale, with row_scale 0 where the target is ignored.
+
+    The softmax is computed anew: torch's kernel for it is faster than exp(logits - logsumexp) op by op.
+    """
     dtype = logsumexp.dtype
     counted = target != ignore_index
     scale = grad_loss.to(dtype)
@@ -108,14 +120,17 @@ def _dgrad_kernel(
 
 
 def _write_dgrad(grad: Tensor, logits: Tensor, logsumexp: Tensor, scale: Tensor, index: Tensor) -> None:
-    """The softmax in place, so that no second copy of the slice is live."""
+    """Write the gradient of a slice, with the softmax in place so that no second copy of the slice is alive."""
     _softmax(logits, 1, False, out=grad)
     grad.mul_(scale).scatter_add_(1, index, -scale)
 
 
 def _write_half_dgrad(grad: Tensor, logits: Tensor, logsumexp: Tensor, scale: Tensor, index: Tensor) -> None:
-    """From the logsumexp, so that one float32 copy of the slice is live. torch's softmax converts bfloat16 before it
-    begins, which makes another (CUDA, torch 2.11: "conversion is supported for Half type only")."""
+    """Write the gradient of a slice in half precision, with one float32 copy of the slice alive, from the logsumexp.
+
+    torch's softmax converts bfloat16 before it begins, which makes another copy (CUDA, torch 2.11: "conversion is
+    supported for Half type only").
+    """
     probabilities = torch.sub(logits, logsumexp.unsqueeze(1)).exp_()
     probabilities.scatter_add_(1, index, probabilities.new_full((), -1.0).expand_as(index))
     torch.mul(probabilities, scale, out=grad)
@@ -142,7 +157,7 @@ cross_entropy_dgrad = define(
     _dgrad_fake,
     _dgrad_kernel,
 )
-"""Gradient of the logits, as they are shaped."""
+"""Returns the gradient of the logits, in their shape."""
 
 cross_entropy = define(
     "cross_entropy",
@@ -153,5 +168,8 @@ cross_entropy = define(
     backward=_backward,
     setup_context=_setup_context,
 )
-"""(loss of logits' dtype: scalar, or (N,) for reduction "none"; logsumexp (N,) float32 or float64) of logits (N, C) and int64
-target (N,). The mean is over targets other than ignore_index, nan if there are none, as torch's."""
+"""Takes logits (N, C) and an int64 target (N,), and returns (loss, logsumexp).
+
+The loss has the logits' dtype and is a scalar, or (N,) for reduction "none"; the logsumexp is (N,) in float32 or float64.
+The mean is over targets other than ignore_index, and nan if there are none, as torch's.
+"""

@@ -1,7 +1,8 @@
-"""Which kernel an attention call runs: one choice from device, dtype and shapes, used by the kernels and by cost models alike.
+"""Choose the kernel that an attention call runs, from device, dtype and shapes.
 
-The conditions are those of torch's own dispatcher (torch.nn.attention.SDPBackend) restated, so that the choice is known without
-the device. On sm90 the kernels of every CUDA choice were run.
+Kernels and cost models use the same choice. The conditions are those of torch's own dispatcher
+(torch.nn.attention.SDPBackend) restated, so that the choice is known without the device. On sm90 the kernels of every
+CUDA choice were run.
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ LoweringName = Literal["cpu_flash", "cuda_cudnn", "cuda_flash", "cuda_efficient"
 
 @dataclass(frozen=True, slots=True)
 class Lowering:
-    """`name` of the kernel family; `reason` says, for "math", what kept each fused kernel from being taken.
+    """Name the kernel family that runs.
 
     "math" is the fallback: it materialises batch x heads x T_q x T_k matrices, the others do not.
+
+    Attributes:
+        name: the kernel family.
+        reason: for "math", what kept each fused kernel from being taken.
     """
 
     name: LoweringName
@@ -34,7 +39,7 @@ class Lowering:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What a choice depends on. Shapes are [batch, T, heads, head_dim], as piper::attention takes them."""
+    """Hold what the choice of a kernel depends on; shapes are [batch, T, heads, head_dim]."""
 
     dtype: torch.dtype
     q: tuple[int, ...]
@@ -59,10 +64,20 @@ def attention_lowering(
     is_causal: bool = False,
     capability: tuple[int, int] = (8, 0),
 ) -> Lowering:
-    """The lowering piper::attention and piper::attention_dgrad take on `device` ("cpu" or "cuda").
+    """Return the lowering that piper::attention and piper::attention_dgrad take on a device.
 
-    q, k, v: shapes [batch, T, heads, head_dim]; `masked`: an attn_mask is given; `capability`: of the CUDA device.
-    Raises ValueError for another device.
+    Args:
+        device: "cpu" or "cuda".
+        dtype: the dtype of q, k and v.
+        q: its shape [batch, T, heads, head_dim].
+        k: its shape, likewise.
+        v: its shape, likewise.
+        masked: whether an attn_mask is given.
+        is_causal: whether query i attends to keys 0..i only.
+        capability: the compute capability of the CUDA device.
+
+    Raises:
+        ValueError: the device is another one.
     """
     call = AttentionCall(dtype, tuple(q), tuple(k), tuple(v), masked, is_causal)
     if device == "cpu":

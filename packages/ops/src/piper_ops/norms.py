@@ -1,8 +1,8 @@
-"""piper::layer_norm and piper::rms_norm, each with separate ops for the input gradient (dgrad) and the weight gradient (wgrad),
-layer_norm also with one for both.
+"""Define piper::layer_norm and piper::rms_norm, each with an op for the input gradient and one for the weight gradient.
 
-Statistics keep the leading dimensions of x with 1 for every normalised one, in float32 (float64 for float64) on every device.
-wgrad never reads a weight: its dtype is handed in, so that a weight gradient needs no gathered parameter.
+layer_norm also has one op for both gradients. Statistics keep the leading dimensions of x with 1 for every normalised
+one, in float32 (float64 for float64) on every device. wgrad never reads a weight: its dtype is handed in, so that a
+weight gradient needs no gathered parameter.
 """
 
 from __future__ import annotations
@@ -70,7 +70,10 @@ def _layer_norm_check(x: Tensor, normalized_shape: Sequence[int], weight: Tensor
 
 
 def _kernel_weight(x: Tensor, shape: Sequence[int], weight: Tensor | None) -> Tensor | None:
-    """The CPU kernel keeps float32 statistics for a half precision input only beside float32 weights; CUDA's always does."""
+    """Return the weight as the kernel takes it.
+
+    The CPU kernel keeps float32 statistics for a half-precision input only beside float32 weights; CUDA's always does.
+    """
     if x.is_cuda or x.dtype not in HALF:
         return weight
     return torch.ones(tuple(shape), dtype=torch.float32) if weight is None else weight.float()
@@ -195,7 +198,7 @@ layer_norm_wgrad = define(
     _layer_norm_wgrad_fake,
     _layer_norm_wgrad_kernel,
 )
-"""(grad_weight, grad_bias) in `dtype`; one that output_mask leaves out has 0 elements."""
+"""Returns (grad_weight, grad_bias) in `dtype`; one that output_mask leaves out has 0 elements."""
 layer_norm_backward = define(
     "layer_norm_backward",
     "(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, bool[2] output_mask) "
@@ -204,8 +207,11 @@ layer_norm_backward = define(
     _layer_norm_backward_kernel,
     direct=True,
 )
-"""(grad_x, grad_weight, grad_bias) in one pass over grad_out and x, which is hardly more than grad_x alone costs. A cut into
-input and weight gradients computes it with the former and hands on the gradients of the parameters, which are small."""
+"""Returns (grad_x, grad_weight, grad_bias) in one pass over grad_out and x, which costs hardly more than grad_x alone.
+
+A backward that is split into input and weight gradients computes it with the former and hands on the gradients of the
+parameters, which are small.
+"""
 layer_norm = define(
     "layer_norm",
     "(Tensor x, SymInt[] normalized_shape, Tensor? weight, Tensor? bias, float eps) -> (Tensor, Tensor, Tensor)",
@@ -216,7 +222,7 @@ layer_norm = define(
     backward=_layer_norm_backward,
     setup_context=_layer_norm_setup,
 )
-"""(out as x, mean, rstd) over the trailing normalized_shape of x; weight and bias of that shape and x's dtype."""
+"""Returns (out, mean, rstd) over the trailing normalized_shape of x; weight and bias have that shape and x's dtype."""
 
 
 # --- rms_norm
@@ -322,4 +328,7 @@ rms_norm = define(
     backward=_rms_norm_backward,
     setup_context=_rms_norm_setup,
 )
-"""(out as x, rstd) over the trailing normalized_shape of x; weight of that shape and x's dtype; eps None as torch's default."""
+"""Returns (out, rstd) over the trailing normalized_shape of x; the weight has that shape and x's dtype.
+
+eps None is torch's default.
+"""

@@ -1,9 +1,10 @@
-"""Steps of an opaque chunk: its forward runs under autograd, its backward is what autograd recorded.
+"""Run the steps of an opaque chunk: its forward runs under autograd, its backward is what autograd recorded.
 
-F returns, behind its outputs, a *handle*: an empty tensor that carries the recorded graph from F to I. What autograd has saved
-stays with the graph and dies while I runs. I makes the gradients of values and of parameters; W only adds the latter up.
+F returns, behind its outputs, a *handle*: an empty tensor that carries the recorded graph from F to I. What autograd
+has saved stays with the graph and is freed while I runs. I makes the gradients of values and of parameters; W only adds
+the latter up.
 
-Returned tensors own their bytes and are contiguous, as everywhere: what does not is copied.
+Returned tensors own their bytes and are contiguous, as everywhere: those that are not are copied.
 """
 
 from __future__ import annotations
@@ -16,14 +17,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Body = Callable[..., Sequence[torch.Tensor]]
 BoxedStep = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
-"""Boxed: it empties its argument list."""
+"""A step that takes its arguments in a list, which it empties, so that they are freed as early as possible."""
 
 _GRAPH = "_piper_recorded"
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """The graph of one forward: edges of the outputs whose gradients come, and the inputs whose gradients are wanted."""
+    """Hold the graph of one forward.
+
+    Attributes:
+        outputs: edges of the outputs whose gradients will come.
+        inputs: the inputs whose gradients are wanted.
+    """
 
     outputs: tuple[GradientEdge, ...]
     inputs: tuple[torch.Tensor, ...]
@@ -32,8 +38,16 @@ class Recorded:
 def forward_step(
     body: Body, wanted: Sequence[bool], tangents: Sequence[bool], constants: Sequence[torch.Tensor] = ()
 ) -> BoxedStep:
-    """F. body: (*inputs, *constants) -> outputs; wanted[k]: the gradient of input k is wanted; tangents[k]: that of output k will
-    come. The handle follows the outputs if any will come."""
+    """Return the step F of an opaque chunk.
+
+    The handle follows the outputs if the gradient of any of them will come.
+
+    Args:
+        body: takes (*inputs, *constants) and returns the outputs.
+        wanted: wanted[k] says whether the gradient of input k is wanted.
+        tangents: tangents[k] says whether the gradient of output k will come.
+        constants: tensors that are no inputs.
+    """
 
     def step(args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         given = tuple(args)
@@ -57,8 +71,12 @@ def _handle(graph: Recorded) -> torch.Tensor:
 
 
 def backward_step(tangents: int, used: Sequence[bool]) -> BoxedStep:
-    """I. Arguments: the handle, as many tangents, and tensors that autograd has saved and that are only kept alive. used[k]: the
-    forward depends on the k-th wanted input; the others get no gradient."""
+    """Return the step I of an opaque chunk.
+
+    The step's arguments are the handle, as many tangents as `tangents` says, and tensors that autograd has saved and
+    that are only kept alive. used[k] says whether the forward depends on the k-th wanted input; the others get no
+    gradient.
+    """
 
     def step(args: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         recorded: Recorded = getattr(args[0], _GRAPH)
@@ -77,8 +95,10 @@ def backward_step(tangents: int, used: Sequence[bool]) -> BoxedStep:
 
 
 def owned(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The tensors, copied where they are not contiguous or do not have a storage of their own, which no other one and none of
-    `others` shares."""
+    """Return the tensors, each contiguous and with a storage of its own that no other one and none of `others` shares.
+
+    Those for which that does not hold are copied.
+    """
     seen = {storage_key(t) for t in others}
     out = []
     for t in tensors:
@@ -91,6 +111,6 @@ def owned(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> tu
 
 
 def storage_key(t: torch.Tensor) -> int:
-    """Equal for tensors that share a storage, while both live."""
+    """Return a number that is equal for tensors that share a storage, while both live."""
     key: int = t.untyped_storage()._cdata
     return key

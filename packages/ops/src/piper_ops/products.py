@@ -1,8 +1,8 @@
-"""Formulas of the aten ops that do many FLOPs per element: matrix products, grouped ones, convolutions, attention, distances,
-Fourier transforms.
+"""Hold formulas of the aten ops that do many FLOPs per element.
 
-A matrix product of dimensions (M, N, K) is 2 M N K FLOPs. The list covers what `torch.utils.flop_counter` covers, and ops
-that it does not know. `piper_ops.few_flops` lists the ops that need no formula. An op on neither list is named to the user.
+These are matrix products, grouped ones, convolutions, attention, distances and Fourier transforms. A matrix product of
+dimensions (M, N, K) is 2 M N K FLOPs. The list covers what `torch.utils.flop_counter` covers, and ops that it does not
+know. `piper_ops.few_flops` lists the ops that need no formula. An op on neither list is named to the user.
 """
 
 from __future__ import annotations
@@ -23,7 +23,14 @@ Dims = Callable[[Call], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A formula. `dims`: as of a kernel; `flops`: None for 2 x the product of the dims; `lowering`: see `KernelInfo`."""
+    """Hold a formula.
+
+    Attributes:
+        dims: the dimensions of the kernel, as in `KernelInfo`.
+        flops: the FLOPs of a call; None for 2 x the product of the dims.
+        kind: the family of the kernel.
+        lowering: as in `KernelInfo`.
+    """
 
     dims: Dims
     flops: Callable[[Call], int] | None = None
@@ -76,8 +83,11 @@ def _grouped(left: str, right: str) -> Dims:
 
 
 def _convolution(call: Call) -> tuple[int, ...]:
-    """Return the dims of the implicit matmul of a convolution: ([groups,] output positions, output channels per group, input
-    channels per group x kernel). A transposed one is the input gradient of that convolution, with input and output exchanged."""
+    """Return the dims of the implicit matmul of a convolution.
+
+    They are ([groups,] output positions, output channels per group, input channels per group x kernel). A transposed
+    one is the input gradient of that convolution, with input and output exchanged.
+    """
     groups: int = call.args["groups"]
     weight = call.tensor("weight")
     wide = call.tensor("input") if call.args["transposed"] else call.outs[0]
@@ -95,13 +105,13 @@ def _convolution_backward_flops(call: Call) -> int:
 
 
 def _attention(call: Call) -> tuple[int, ...]:
-    """Return (batch, query heads, T_q, T_k, head_dim) of torch's attention, whose tensors are [batch, heads, T, head_dim]."""
+    """Return (batch, query heads, T_q, T_k, head_dim) of torch's attention on [batch, heads, T, head_dim]."""
     q, k = call.tensor("query"), call.tensor("key")
     return q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3]
 
 
 def _attention_flops(per_dim: int, per_value_dim: int) -> Callable[[Call], int]:
-    """Return the FLOPs of so many products over head_dim and over the head_dim of the values; see `registry.attention_flops`."""
+    """Return the FLOPs of so many products over head_dim and over the values' head_dim (`registry.attention_flops`)."""
 
     def flops(call: Call) -> int:
         batch, heads, queries, keys, dim = _attention(call)
@@ -133,7 +143,7 @@ def _trilinear_flops(call: Call) -> int:
 
 
 def _fourier_flops(per_element: float) -> Callable[[Call], int]:
-    """Return 5 N log2 N FLOPs per complex transform of N elements, half for real ones (the convention of fftw.org/speed)."""
+    """Return 5 N log2 N FLOPs per complex transform of N elements, half for real ones (as fftw.org/speed does)."""
 
     def flops(call: Call) -> int:
         tensors = (call.tensor("self"), call.outs[0])
@@ -178,5 +188,7 @@ PRODUCTS: Mapping[Packet, Product] = {
 }
 
 OF_LIBRARIES: Mapping[str, Product] = {"transformers::grouped_mm_fallback": Product(_grouped("input", "weight"))}
-"""Formulas of ops that other libraries register, by their names: with Hugging Face, experts where torch has no grouped kernel
-(transformers/integrations/moe.py)."""
+"""Formulas of ops that other libraries register, by their names.
+
+Hugging Face registers one for experts where torch has no grouped kernel (transformers/integrations/moe.py).
+"""

@@ -1,6 +1,7 @@
-"""Functions that a captured graph may not call, because they decompose differently on each device or are Piper's own business.
+"""List the functions that a captured graph may not call.
 
-The targets are those that Dynamo puts into a graph (torch 2.11 to 2.13): a module such as nn.LSTM shows as torch.lstm.
+They decompose differently on each device, or what they do is decided by a strategy. The targets are those that Dynamo
+puts into a graph (torch 2.11 to 2.13): a module such as nn.LSTM shows as torch.lstm.
 """
 
 from __future__ import annotations
@@ -16,9 +17,16 @@ from torch import fx
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """`reason` completes "<op>: ", `way_out` is a sentence of its own. `applies(bound)`: whether this call is meant, from its
-    arguments by name of `parameters`; every call without it. `everywhere`: also where the call would stay as it is (an opaque
-    region), since it trains another model or belongs to the strategy."""
+    """Say why a call is refused, and what to do.
+
+    Attributes:
+        reason: completes "<op>: ".
+        way_out: a sentence of its own.
+        parameters: the names of the function's parameters, by position.
+        applies: takes the arguments by name and says whether this call is meant; without it every call is.
+        everywhere: the call is refused also where it would stay as it is (in an opaque region), since it trains another
+            model or belongs to the strategy.
+    """
 
     reason: str
     way_out: str
@@ -27,6 +35,7 @@ class Refusal:
     everywhere: bool = False
 
     def meets(self, node: fx.Node) -> bool:
+        """Return whether the refusal is meant for this call."""
         if self.applies is None:
             return True
         bound = dict(zip(self.parameters, node.args, strict=False)) | node.kwargs
@@ -110,4 +119,4 @@ REFUSALS: Mapping[object, Refusal] = {
     torch.ops.higher_order.wrap_activation_checkpoint: _CHECKPOINT,
     torch.amp.autocast_mode._enter_autocast: _AUTOCAST,
 }
-"""Call target to the reason why it is refused."""
+"""The refusal of each call target."""

@@ -1,7 +1,7 @@
-"""One record per portable op: which outputs its backward saves, and the FLOPs of its forward, dgrad and wgrad ops.
+"""Keep one record per portable op: which outputs its backward saves, and the FLOPs of its forward, dgrad and wgrad ops.
 
-Bytes follow one rule for all of them, that of `piper_ops.costs`: inputs plus outputs, once each. That is what fused kernels
-move at best; no T x T matrix is among the outputs of attention.
+Bytes follow one rule for all of them, that of `piper_ops.costs`: inputs plus outputs, once each. That is what fused
+kernels move at best; no T x T matrix is among the outputs of attention.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from piper_ops import losses, norms, sdpa
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Arguments by schema name, defaults filled in, and the tensors that come out."""
+    """Hold the arguments of a call by schema name, with defaults filled in, and the tensors that come out."""
 
     args: Mapping[str, Any]
     outs: tuple[Tensor, ...]
 
     def tensor(self, name: str) -> Tensor:
+        """Return the argument of this name, which must be a tensor."""
         value = self.args[name]
         if not isinstance(value, Tensor):
             raise TypeError(f"argument {name!r} is {value!r}, not a tensor")
@@ -36,7 +37,7 @@ def _no_dims(call: Call) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """FLOPs (a multiply-add is 2) and kernel dimensions of one op, from its call."""
+    """Give the FLOPs (a multiply-add is 2) and the kernel dimensions of one op, from its call."""
 
     op: torch._ops.OpOverload
     flops: Callable[[Call], int]
@@ -45,9 +46,19 @@ class Formula:
 
 @dataclass(frozen=True, slots=True)
 class PortableOp:
-    """`saved`: the names among `outputs` that the backward keeps (with the inputs that it reads); wgrad None: no weights.
-    `backward`: the op for both gradients at once, if there is one. `lowering`: which of its lowerings the formulas assume, ""
-    where that makes no difference."""
+    """Describe a portable op.
+
+    Attributes:
+        name: the op's name in the namespace "piper".
+        kind: the family of its kernels.
+        outputs: names of its outputs.
+        saved: the names among `outputs` that the backward keeps, beside the inputs that it reads.
+        forward: the op itself.
+        dgrad: the op for the gradients of its inputs.
+        wgrad: the op for the gradients of its weights; None where it has no weights.
+        backward: the op for both kinds of gradients at once, if there is one.
+        lowering: the lowering that the formulas assume; "" where that makes no difference.
+    """
 
     name: str
     kind: Literal["attention", "norm", "loss"]
@@ -65,26 +76,30 @@ class PortableOp:
 
 
 FLASH = "flash"
-"""The lowering that attention's formulas assume: a causal call skips what is masked, no T x T matrix crosses memory. Of the
-lowerings in `piper_ops.lowering`, "math" does neither."""
+"""The lowering that attention's formulas assume.
+
+A causal call skips what is masked, and no T x T matrix crosses memory. Among the lowerings in `piper_ops.lowering`,
+"math" does neither.
+"""
 
 
 def attention_dims(call: Call) -> tuple[int, ...]:
-    """(batch, query heads, T_q, T_k, head_dim)."""
+    """Return (batch, query heads, T_q, T_k, head_dim)."""
     q, k = call.tensor("q"), call.tensor("k")
     return q.shape[0], q.shape[2], q.shape[1], k.shape[1], q.shape[3]
 
 
 def loss_dims(call: Call) -> tuple[int, ...]:
-    """(rows, classes)."""
+    """Return (rows, classes)."""
     return tuple(call.tensor("logits").shape)
 
 
 def attention_flops(call: Call) -> int:
-    """4 B H T_q T_k D: q k^T and p v, 2 B H T_q T_k D each (FlashAttention-2, arXiv 2307.08691, section 4.1).
+    """Return 4 B H T_q T_k D: q k^T and p v are 2 B H T_q T_k D each.
 
-    A causal call counts half, which is what flash kernels run; the model FLOPs of a MFU take no such discount. The softmax is not
-    counted, nor a mask, which skips no work. A v of another head_dim D_v gives 2 B H T_q T_k (D + D_v).
+    The source is FlashAttention-2 (arXiv 2307.08691, section 4.1). A causal call counts half, which is what flash
+    kernels run; the model FLOPs of a MFU take no such discount. The softmax is not counted, nor a mask, which skips no
+    work. A v of another head_dim D_v gives 2 B H T_q T_k (D + D_v).
     """
     batch, heads, queries, keys, dim = attention_dims(call)
     full = 2 * batch * heads * queries * keys * (dim + call.tensor("v").shape[3])
@@ -92,7 +107,10 @@ def attention_flops(call: Call) -> int:
 
 
 def attention_dgrad_flops(call: Call) -> int:
-    """2.5 times the forward (same source): five matmuls, q k^T again, dO v^T, p^T dO, ds k, ds^T q, against two."""
+    """Return 2.5 times the forward's FLOPs: five matmuls against two (same source).
+
+    They are q k^T again, dO v^T, p^T dO, ds k and ds^T q.
+    """
     batch, heads, queries, keys, dim = attention_dims(call)
     full = 2 * batch * heads * queries * keys * (3 * dim + 2 * call.tensor("v").shape[3])
     return full // 2 if call.args["is_causal"] else full
@@ -110,49 +128,52 @@ def _given(call: Call, name: str) -> int:
 
 
 def layer_norm_flops(call: Call) -> int:
-    """Per element: sum 1, centre, square and sum 3, centre and scale 2; weight 1, bias 1. Counted off the definition."""
+    """Count FLOPs per element: sum 1, centre, square and sum 3, centre and scale 2; weight 1, bias 1.
+
+    They are counted off the definition.
+    """
     return 6 + _given(call, "weight") + _given(call, "bias")
 
 
 def layer_norm_dgrad_flops(call: Call) -> int:
-    """Per element: normalise 2, the sums of g and of g xhat 3, rstd (g - c1 - xhat c2) 4; weight 1."""
+    """Count FLOPs per element: normalise 2, the sums of g and of g xhat 3, rstd (g - c1 - xhat c2) 4; weight 1."""
     return 9 + _given(call, "weight")
 
 
 def layer_norm_wgrad_flops(call: Call) -> int:
-    """Per element: normalise 2, sum of g xhat 2 when the weight's is wanted; sum of g 1 when the bias' is."""
+    """Count FLOPs per element: normalise 2 and sum of g xhat 2 for the weight; sum of g 1 for the bias."""
     wants_weight, wants_bias = call.args["output_mask"]
     return 4 * int(wants_weight) + int(wants_bias)
 
 
 def layer_norm_backward_flops(call: Call) -> int:
-    """Per element: as dgrad, which normalises, and the column sums of g xhat 2 and of g 1 where they are wanted."""
+    """Count FLOPs per element: those of dgrad, which normalises, and the wanted column sums of g xhat (2) and g (1)."""
     wants_weight, wants_bias = call.args["output_mask"]
     return layer_norm_dgrad_flops(call) + 2 * int(wants_weight) + int(wants_bias)
 
 
 def rms_norm_flops(call: Call) -> int:
-    """Per element: square and sum 2, scale 1; weight 1."""
+    """Count FLOPs per element: square and sum 2, scale 1; weight 1."""
     return 3 + _given(call, "weight")
 
 
 def rms_norm_dgrad_flops(call: Call) -> int:
-    """Per element: normalise 1, the sum of g xhat 2, rstd (g - xhat c) 3; weight 1."""
+    """Count FLOPs per element: normalise 1, the sum of g xhat 2, rstd (g - xhat c) 3; weight 1."""
     return 6 + _given(call, "weight")
 
 
 def rms_norm_wgrad_flops(call: Call) -> int:
-    """Per element: normalise 1, sum of g xhat 2."""
+    """Count FLOPs per element: normalise 1, sum of g xhat 2."""
     return 3
 
 
 def cross_entropy_flops(call: Call) -> int:
-    """Per logit: maximum, subtract, exp, sum."""
+    """Count FLOPs per logit: maximum, subtract, exp, sum."""
     return 4
 
 
 def cross_entropy_dgrad_flops(call: Call) -> int:
-    """Per logit: subtract, exp, scale."""
+    """Count FLOPs per logit: subtract, exp, scale."""
     return 3
 
 

@@ -1,4 +1,4 @@
-"""`replace_portable`: rewrites the device-dependent calls of a captured forward graph into piper ops, or refuses them by name."""
+"""Rewrite the device-dependent calls of a captured forward graph into piper ops, or refuse them by name."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from piper_ops.rewrites import REWRITES, Builder, unsupported
 
 
 def replace_portable(gm: fx.GraphModule, opaque: Callable[[fx.Node], bool] = lambda _: False) -> None:
-    """Rewrites `gm`, a forward graph captured by Dynamo, in place, and recompiles it; graphs nested in it as well.
+    """Rewrite a forward graph that Dynamo captured, in place, with the graphs nested in it, and recompile it.
 
-    Every new node carries the `meta` of the call it stands for, so that coordinates and the user's line stay. Autocast regions
-    that are disabled are dropped. Calls that are `opaque` stay as they are; only what would train another model is refused
-    there. Raises UnsupportedVariant for a call on the list whose variant has no portable form; the graph
-    is then not usable.
+    Every new node carries the `meta` of the call that it stands for, so that coordinates and the user's line stay.
+    Autocast regions that are disabled are dropped. Calls that are `opaque` stay as they are; only what would train
+    another model is refused there. Raises UnsupportedVariant for a call on the list whose variant has no portable form;
+    the graph is then not usable.
     """
     examples = Examples()
     for module in gm.modules():

@@ -1,4 +1,4 @@
-"""How each device-dependent call that Dynamo leaves in a graph becomes a piper op, argument by argument."""
+"""Rewrite each device-dependent call that Dynamo leaves in a graph into a piper op, argument by argument."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ Bound = Mapping[str, Any]
 
 
 def call_name(node: fx.Node) -> str:
-    """The function that a node calls, by the name the user knows it by."""
+    """Return the function that a node calls, by the name that the user knows."""
     return getattr(node.target, "__name__", None) or str(node.target)
 
 
 def user_line(node: fx.Node) -> str:
-    """ "file:line" of the innermost frame of the node's stack trace that is the model's; "before file:line" of the next node that
-    has a trace where this one has none, as the entry of a context manager."""
+    """Return "file:line" of the innermost frame of the node's stack trace that belongs to the model.
+
+    A node without a trace, such as the entry of a context manager, gives "before file:line" of the next node that has
+    one.
+    """
     traced = node
     while traced.op != "root" and not traced.meta.get("stack_trace"):
         traced = traced.next
@@ -42,12 +45,12 @@ def user_line(node: fx.Node) -> str:
 
 
 def unsupported(node: fx.Node, variant: str, way_out: str) -> UnsupportedVariant:
-    """The refusal of a call: its name, what about it is not supported, where it stands, and what to do."""
+    """Return the refusal of a call: its name, what about it is not supported, where it stands, and what to do."""
     return UnsupportedVariant(f"{call_name(node)}: {variant} ({user_line(node)}). {way_out}")
 
 
 class Builder:
-    """Adds nodes in place of `old`: each has its meta, with the example value of its own call."""
+    """Add nodes in place of `old`: each has its meta, and the example value of its own call."""
 
     def __init__(self, graph: fx.Graph, old: fx.Node, examples: Examples) -> None:
         self.graph = graph
@@ -55,31 +58,34 @@ class Builder:
         self._examples = examples
 
     def call(self, target: Callable[..., Any], *args: Any) -> fx.Node:
-        """A call of `target`; arguments are nodes or constants."""
+        """Add a call of `target`; arguments are nodes or constants."""
         return self._finish(self.graph.call_function(target, args), target)
 
     def method(self, name: str, *args: Any) -> fx.Node:
-        """A call of the tensor method `name` on the first argument."""
+        """Add a call of the tensor method `name` on the first argument."""
         return self._finish(self.graph.call_method(name, args), lambda tensor, *rest: getattr(tensor, name)(*rest))
 
     def first(self, call: fx.Node) -> fx.Node:
-        """The first result of a call that has several."""
+        """Add the selection of the first result of a call that has several."""
         return self.call(operator.getitem, call, 0)
 
     def swap(self, tensor: fx.Node) -> fx.Node:
-        """`tensor` with heads and positions exchanged: what the model itself exchanged, if that is where it comes from."""
+        """Return `tensor` with heads and positions exchanged.
+
+        A tensor that the model itself got by this exchange gives the tensor from before it.
+        """
         if _is_swap(tensor) and isinstance(tensor.args[0], fx.Node):
             return tensor.args[0]
         return self.method("transpose", tensor, 1, 2)
 
     def example(self, node: fx.Node) -> Any:
-        """The node's example value. Raises UnsupportedVariant when there is none."""
+        """Return the node's example value; UnsupportedVariant when it has none."""
         if "example_value" not in node.meta:
             raise self.refuse(f"its argument {node.name} has no example value", "Give the graph as Dynamo captured it.")
         return node.meta["example_value"]
 
     def refuse(self, variant: str, way_out: str) -> UnsupportedVariant:
-        """An `unsupported` for the node that is being replaced, to be raised."""
+        """Return an `unsupported` for the node that is being replaced, to be raised."""
         return unsupported(self.old, variant, way_out)
 
     def _finish(self, node: fx.Node, function: Callable[..., Any]) -> fx.Node:
@@ -137,7 +143,7 @@ def _rewrite_attention(build: Builder, bound: Bound) -> fx.Node:
 
 
 def _undo_swaps(graph: fx.Graph, old: fx.Node, out: fx.Node) -> None:
-    """Where the model exchanges heads and positions of the result again, it gets the op's own output."""
+    """Hand on the op's own output where the model exchanges heads and positions of the result back."""
     for user in list(old.users):
         if _is_swap(user):
             user.replace_all_uses_with(out)
@@ -175,7 +181,7 @@ def _check_cross_entropy(build: Builder, bound: Bound) -> None:
 
 
 def _rewrite_cross_entropy(build: Builder, bound: Bound) -> fx.Node:
-    """Classes go last and everything else into rows; reduction "none" gets the target's shape back."""
+    """Move classes last and everything else into rows; reduction "none" gets the target's shape back."""
     _check_cross_entropy(build, bound)
     logits, target = bound["input"], bound["target"]
     reduction = _constant(build, bound, "reduction", "mean")
@@ -209,4 +215,4 @@ REWRITES: Mapping[object, tuple[tuple[str, ...], Rewrite]] = {
     torch.rms_norm: (_RMS_NORM, _rewrite_rms_norm),
     F.cross_entropy: (_CROSS_ENTROPY, _rewrite_cross_entropy),
 }
-"""Call target to its parameters, by position, and its rewrite. No tensor method is among them."""
+"""The parameters of each call target, by position, and its rewrite. No tensor method is among the targets."""

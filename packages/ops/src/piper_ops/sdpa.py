@@ -1,7 +1,7 @@
-"""piper::attention and piper::attention_dgrad: scaled dot product attention that keeps no T x T matrix.
+"""Define piper::attention and piper::attention_dgrad: scaled dot product attention that keeps no T x T matrix.
 
-The ops take and return [batch, T, heads, head_dim], the layout in which fused kernels write and in which a transformer block goes
-on: the output projection then reads `out` itself, so that one tensor is saved for it and for the backward, not two.
+The ops take and return [batch, T, heads, head_dim]. Fused kernels write in this layout, and a transformer block goes on
+in it: the output projection then reads `out` itself, so that one tensor is saved for it and for the backward, not two.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def _default_scale(q: Tensor, scale: float | None) -> float:
 
 
 def additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return a mask as the kernels take it. Of a bool mask that is a float one, and no other temporary is made."""
+    """Return a mask in the form that the kernels take.
+
+    A bool mask becomes a float one, and no other temporary is made.
+    """
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -71,7 +74,7 @@ def _chosen(
     masked: bool,
     causal: bool,
 ) -> tuple[ForwardKernel, BackwardKernel]:
-    """Remembered, because choosing costs the host more than a small kernel does."""
+    """Return the kernels of a call, remembered because choosing costs the host more than a small kernel does."""
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     choice = attention_lowering(device.type, dtype, q, k, v, masked=masked, is_causal=causal, capability=capability)
     return KERNELS[choice.name]
@@ -114,7 +117,7 @@ def _attention_kernel(
 def run_forward(
     forward: ForwardKernel, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """piper::attention by one of `sdpa_kernels.KERNELS`."""
+    """Run piper::attention by one of `sdpa_kernels.KERNELS`."""
     options = AttentionOptions(additive(mask, q), is_causal, _default_scale(q, scale))
     out, lse = forward(_heads_first(q), _heads_first(k), _heads_first(v), options)
     return out.transpose(1, 2).contiguous(), lse.contiguous()
@@ -173,7 +176,7 @@ def run_backward(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """piper::attention_dgrad by one of `sdpa_kernels.KERNELS`."""
+    """Run piper::attention_dgrad by one of `sdpa_kernels.KERNELS`."""
     options = AttentionOptions(additive(mask, q), is_causal, _default_scale(q, scale))
     grad, q, k, v, out = (_heads_first(t) for t in (grad_out.contiguous(), q, k, v, out.contiguous()))
     gq, gk, gv = (g.transpose(1, 2).contiguous() for g in backward(grad, q, k, v, out, logsumexp.contiguous(), options))
@@ -209,7 +212,7 @@ attention_dgrad = define(
     _dgrad_kernel,
     direct=True,
 )
-"""Gradients of q, k and v, each shaped as its tensor and contiguous."""
+"""Returns the gradients of q, k and v, each in the shape of its tensor and contiguous."""
 
 attention = define(
     "attention",
@@ -222,6 +225,9 @@ attention = define(
     backward=_backward,
     setup_context=_setup_context,
 )
-"""(out [B, T_q, H, D_v] contiguous, logsumexp [B, H, T_q] float32 or float64) of q [B, T_q, H, D], k [B, T_k, H_k, D],
-v [B, T_k, H_k, D_v] with any strides; mask (bool, True = attend, or additive) broadcasts to [B, H, T_q, T_k] and has no gradient;
-scale defaults to D ** -0.5; enable_gqa allows H to be a multiple of H_k. Raises UnsupportedVariant."""
+"""Takes q [B, T_q, H, D], k [B, T_k, H_k, D] and v [B, T_k, H_k, D_v] with any strides.
+
+It returns (out [B, T_q, H, D_v] contiguous, logsumexp [B, H, T_q] in float32 or float64). The mask (bool with True for
+"attend", or additive) broadcasts to [B, H, T_q, T_k] and has no gradient. The scale is D ** -0.5 by default. enable_gqa
+allows H to be a multiple of H_k. Raises UnsupportedVariant.
+"""

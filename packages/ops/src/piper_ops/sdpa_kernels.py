@@ -1,8 +1,8 @@
-"""The kernels behind piper::attention and piper::attention_dgrad, one pair per lowering.
+"""Hold the kernels behind piper::attention and piper::attention_dgrad, one pair per lowering.
 
-Here tensors are [batch, heads, T, head_dim] as aten takes them, with the last dimension contiguous; a mask is additive, of 2 or 4
-dimensions. Pairs return (out, logsumexp [batch, heads, T_q]) and (grad_q, grad_k, grad_v), in whatever layout the kernel has.
-The CUDA pairs were run on an H200 (packages/ops/tests/test_ops_on_cuda.py).
+Here tensors are [batch, heads, T, head_dim] as aten takes them, with the last dimension contiguous; a mask is additive,
+of 2 or 4 dimensions. Pairs return (out, logsumexp [batch, heads, T_q]) and (grad_q, grad_k, grad_v), in whatever layout
+the kernel has. The CUDA pairs were run on an H200 (packages/ops/tests/test_ops_on_cuda.py).
 """
 
 from __future__ import annotations
@@ -23,12 +23,18 @@ _cpu_flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.
 LSE_ALIGNMENT = 32
 """The efficient kernel stores its logsumexp in rows of a multiple of this (kAlignLSE in aten's mem_eff_attention)."""
 BIAS_ALIGNMENT = 16
-"""The efficient kernel reads its bias in vectors: rows start at multiples of this (pad_bias in aten's attention.cpp)."""
+"""Rows of the efficient kernel's bias start at multiples of this (pad_bias in aten's attention.cpp)."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """`mask`: additive, see the module; `is_causal`: query i attends to keys 0..i; `scale`: of q k^T."""
+    """Hold what an attention call has beside its tensors.
+
+    Attributes:
+        mask: an additive mask, see the module.
+        is_causal: whether query i attends to keys 0..i only.
+        scale: the factor of q k^T.
+    """
 
     mask: Tensor | None
     is_causal: bool
@@ -42,13 +48,13 @@ BackwardKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Atten
 
 
 def cpu_flash(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
-    """torch's flash attention for CPU: any float dtype, with or without a mask."""
+    """Run torch's flash attention for CPU: any float dtype, with or without a mask."""
     out, lse = _cpu_flash(q, k, v, 0.0, o.is_causal, attn_mask=cpu_mask(o.mask, q), scale=o.scale)
     return out, lse
 
 
 def cpu_flash_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
-    """The backward of `cpu_flash`."""
+    """Run the backward of `cpu_flash`."""
     mask = cpu_mask(o.mask, q)
     grads: Triple = _cpu_flash_backward(grad, q, k, v, out, lse, 0.0, o.is_causal, attn_mask=mask, scale=o.scale)
     return grads
@@ -68,8 +74,9 @@ def cuda_flash(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
 
 
 def cuda_flash_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
-    """The backward of `cuda_flash`."""
-    seed, offset = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))  # unread without dropout
+    """Run the backward of `cuda_flash`."""
+    # without dropout these are not read
+    seed, offset = (torch.empty(shape, dtype=torch.uint64, device=q.device) for shape in ((2,), ()))
     grads: Triple = aten._scaled_dot_product_flash_attention_backward(
         grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, o.is_causal, seed, offset, scale=o.scale
     )
@@ -77,13 +84,13 @@ def cuda_flash_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
 
 
 def cuda_cudnn(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
-    """cuDNN's fused attention: half precision, no mask, no grouped heads."""
+    """Run cuDNN's fused attention: half precision, no mask, no grouped heads."""
     out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, o.is_causal, False, scale=o.scale)[:2]
     return out, lse.reshape(q.shape[:3])
 
 
 def cuda_cudnn_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
-    """The backward of `cuda_cudnn`."""
+    """Run the backward of `cuda_cudnn`."""
     seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))  # unread without dropout
     lengths = (q.shape[2], k.shape[2])
     grads: Triple = aten._scaled_dot_product_cudnn_attention_backward(
@@ -93,7 +100,7 @@ def cuda_cudnn_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
 
 
 def cuda_efficient(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
-    """aten's memory-efficient attention: with a mask as bias; grouped heads are repeated."""
+    """Run aten's memory-efficient attention: with a mask as bias; grouped heads are repeated."""
     k, v = _repeat_heads(q, k, v)
     bias = aligned_bias(q, k, o.mask)
     out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, o.is_causal, scale=o.scale)[:2]
@@ -101,7 +108,7 @@ def cuda_efficient(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair
 
 
 def cuda_efficient_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
-    """The backward of `cuda_efficient`; gradients of repeated heads are summed."""
+    """Run the backward of `cuda_efficient`; gradients of repeated heads are summed."""
     kv_heads = k.shape[1]
     k, v = _repeat_heads(q, k, v)
     bias = aligned_bias(q, k, o.mask)
@@ -125,7 +132,7 @@ def aligned_bias(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor | None:
 
 
 def math(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
-    """softmax(q k^T scale + mask) v in float32 (float64 for float64), with T_q x T_k matrices in memory."""
+    """Compute softmax(q k^T scale + mask) v in float32 (float64 for float64), with T_q x T_k matrices in memory."""
     k, v = _repeat_heads(q, k, v)
     scores = _scores(q, k, o)
     lse = scores.logsumexp(-1)
@@ -134,7 +141,7 @@ def math(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
 
 
 def math_dgrad(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, o: AttentionOptions) -> Triple:
-    """dS = P * (dO v^T - rowsum(dO * O)), as in FlashAttention (arXiv 2205.14135, appendix B.2)."""
+    """Compute dS = P * (dO v^T - rowsum(dO * O)), as in FlashAttention (arXiv 2205.14135, appendix B.2)."""
     kv_heads = k.shape[1]
     k, v = _repeat_heads(q, k, v)
     p = _probabilities(_scores(q, k, o), lse)

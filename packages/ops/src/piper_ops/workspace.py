@@ -1,9 +1,10 @@
-"""Bytes that the kernels of ops hold beside their arguments and results, on a CUDA device where they are worth counting.
+"""Count the bytes that kernels hold beside their arguments and results, on CUDA devices where they are worth counting.
 
-The bytes of the loss are those of reductions "mean" and "sum", which keep some bytes per row that "none" does not; in bfloat16 an
-H200's allocator was asked for as many, to the byte (benchmarks/measured/gpu-check-h200-last.txt). Attention's gradient is that
-of the lowering that takes more, of those that a device from sm80 on may choose. Not here: what an op of aten's allocates inside
-beside that, such as the sorted indices of an embedding's gradient, and the buffers of reductions that are split over blocks.
+The bytes of the loss are those of reductions "mean" and "sum", which keep some bytes per row that "none" does not; in
+bfloat16 an H200's allocator was asked for as many, to the byte (benchmarks/measured/gpu-check-h200-last.txt).
+Attention's gradient counts the lowering that takes most among those that a device from sm80 on may choose. Two things
+are not counted: what an op of aten's allocates inside beside that, such as the sorted indices of an embedding's
+gradient, and the buffers of reductions that are split over blocks.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from piper_ops.registry import Call
 from piper_ops.sdpa_kernels import KERNELS, LSE_ALIGNMENT, aligned_bias, cpu_mask
 
 CAPABILITIES = ((8, 0), (9, 0))
-"""Devices whose lowerings are looked at: the later ones choose as one of these does."""
+"""Compute capabilities whose lowerings are looked at; later devices choose as one of these does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """`always` + min(`sliced`, `most`) bytes; both parts are affine in the rows of a batch."""
+    """Hold the bytes of a kernel's workspace: `always` + min(`sliced`, `most`), each affine in the rows of a batch."""
 
     always: int
     sliced: int = 0
@@ -45,16 +46,20 @@ class Workspace:
 def cuda_workspace(
     op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None
 ) -> Workspace | None:
-    """What the kernel of `op(*args_meta, **kwargs_meta) -> out_meta` holds of its own; None where nothing is counted. Tensors are
-    fake or real, with concrete shapes."""
+    """Return what the kernel of `op(*args_meta, **kwargs_meta) -> out_meta` holds of its own.
+
+    It is None where nothing is counted. Tensors are fake or real, with concrete shapes.
+    """
     if not isinstance(op, torch._ops.OpOverload) or op not in _RULES:
         return None
     return _RULES[op](call_of(op, args_meta, out_meta, kwargs_meta or {}))
 
 
 def cpu_workspace(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> int:
-    """Bytes that the kernel of an op holds of its own on a CPU until it is done: a mask of attention in the form that torch's
-    kernel takes."""
+    """Return the bytes that the kernel of an op holds of its own on a CPU until it is done.
+
+    This is a mask of attention, in the form that torch's kernel takes.
+    """
     if not isinstance(op, torch._ops.OpOverload) or op not in (sdpa.attention, sdpa.attention_dgrad):
         return 0
     call = call_of(op, args_meta, out_meta, kwargs_meta or {})
@@ -62,7 +67,7 @@ def cpu_workspace(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_me
 
 
 def _made(call: Call, make: Callable[[Tensor, Tensor, Tensor], Any]) -> int:
-    """Bytes of what is made of the mask of attention, all of it alive at once."""
+    """Return the bytes of what is made of the mask of attention, all of it alive at once."""
     if call.args["mask"] is None:
         return 0
     q, k, mask = (_on_meta(call.args[name]) for name in ("q", "k", "mask"))
@@ -70,7 +75,7 @@ def _made(call: Call, make: Callable[[Tensor, Tensor, Tensor], Any]) -> int:
 
 
 def _bias(call: Call) -> int:
-    """Bytes of the bias that the efficient kernel reads, and of the mask that it is made of."""
+    """Return the bytes of the bias that the efficient kernel reads, and of the mask that it is made of."""
     return _made(call, lambda q, k, mask: aligned_bias(_heads_first(q), _heads_first(k), sdpa.additive(mask, q)))
 
 
@@ -79,8 +84,11 @@ def _heads_first(tensor: Tensor) -> Tensor:
 
 
 def _cross_entropy(call: Call) -> Workspace:
-    """A slice of log-probabilities and what is picked from it; bfloat16 logits are converted to float32 before (CUDA's softmax
-    converts float16 only), and then the conversion is the fullest moment. Losses of the slices are kept until the end."""
+    """Count a slice of log-probabilities and what is picked from it, and the losses of the slices, kept until the end.
+
+    bfloat16 logits are converted to float32 before (CUDA's softmax converts float16 only), and then the conversion is
+    the fullest moment.
+    """
     logits = call.tensor("logits")
     tokens, classes = logits.shape
     item = accumulate_dtype(logits.dtype).itemsize
@@ -91,8 +99,10 @@ def _cross_entropy(call: Call) -> Workspace:
 
 
 def _cross_entropy_dgrad(call: Call) -> Workspace:
-    """Per row its scale, whether it counts, and its index; in half precision a slice of probabilities in float32, else the
-    negated scales of a slice."""
+    """Count per row its scale, whether it counts, and its index; beside these one slice.
+
+    In half precision that is a slice of probabilities in float32, else the negated scales of a slice.
+    """
     logits = call.tensor("logits")
     tokens, classes = logits.shape
     item = accumulate_dtype(logits.dtype).itemsize
@@ -101,12 +111,12 @@ def _cross_entropy_dgrad(call: Call) -> Workspace:
 
 
 def _in_slices(logits: Tensor, always: int, row: int, more: int = 0) -> Workspace:
-    """`row` bytes for each row of a slice, and `more`."""
+    """Return a workspace of `row` bytes for each row of a slice, `more` bytes, and `always`."""
     return Workspace(always, row * logits.shape[0] + more, row * losses.rows_per_slice("cuda", logits.shape[1]) + more)
 
 
 def _attention(call: Call) -> Workspace:
-    """The fused kernels hold nothing worth counting, beside a mask made for them."""
+    """Count the fused kernels' mask; they hold nothing else worth counting."""
     names = ("q", "k", "v", "mask", "is_causal", "scale")
     return Workspace(_most(call, lambda name: _math(call, sdpa.run_forward, 0, names) if name == "math" else _bias(call)))
 
@@ -127,14 +137,18 @@ def _most(call: Call, of: Callable[[LoweringName], int]) -> int:
 
 
 def _fused_dgrad(call: Call, name: LoweringName) -> int:
-    """FlashAttention-2 sums the gradient of the queries in float32, beside a float32 per row (torch's flash_api.cpp: dq_accum and
-    softmax_d, of lengths rounded up to 128 and head_dims to 32 or 64). The efficient kernel does so in half precision; in float32
-    it first makes the product of the output and its gradient (torch's attention_backward.cu: delta). Gradients of grouped heads
-    are made for each query head, by the efficient kernel of keys and values that were repeated.
+    """Return the bytes that a fused backward of attention holds of its own.
 
-    cuDNN is asked how much it needs (torch's MHA.cpp: get_workspace_size). An upper bound of what was seen: all three gradients
-    in float32 (an H200, cuDNN 9.19, 8 heads of 64, 256 tokens: of the 6,144 bytes per token by this, 6,104 with 4 and with 8
-    sequences, at most 4,100 with 2; benchmarks/measured/gpu-h200.json)."""
+    FlashAttention-2 sums the gradient of the queries in float32, beside a float32 per row (torch's flash_api.cpp:
+    dq_accum and softmax_d, of lengths rounded up to 128 and head_dims to 32 or 64). The efficient kernel does so in
+    half precision; in float32 it first makes the product of the output and its gradient (torch's attention_backward.cu:
+    delta). Gradients of grouped heads are made for each query head, by the efficient kernel of keys and values that
+    were repeated.
+
+    cuDNN is asked how much it needs (torch's MHA.cpp: get_workspace_size). An upper bound of what was seen is counted:
+    all three gradients in float32 (an H200, cuDNN 9.19, 8 heads of 64, 256 tokens: of the 6,144 bytes per token by
+    this, 6,104 with 4 and with 8 sequences, at most 4,100 with 2; benchmarks/measured/gpu-h200.json).
+    """
     q, k, v = (call.tensor(name) for name in "qkv")
     batch, queries, heads, dim = q.shape
     item, rows = q.element_size(), batch * heads
@@ -152,7 +166,7 @@ def _up(size: int, multiple: int) -> int:
 
 
 def _math(call: Call, run: Callable[..., Any], kernel: int, names: Sequence[str]) -> int:
-    """The written-out form is Python, and is counted while it runs on meta tensors."""
+    """Count what the written-out form holds while it runs on meta tensors: it is Python."""
     return peak_bytes_inside(run, KERNELS["math"][kernel], *[_on_meta(call.args[name]) for name in names])
 
 
@@ -163,8 +177,10 @@ def _on_meta(value: Any) -> Any:
 
 
 def peak_bytes_inside(function: Callable[..., Any], *args: Any) -> int:
-    """Most bytes of tensors that `function(*args)` holds while it runs, beside its arguments and less its results. It sees what
-    the dispatcher sees: not what an operator of torch's allocates inside."""
+    """Return the most bytes of tensors that `function(*args)` holds at once, beside its arguments and less its results.
+
+    It sees what the dispatcher sees: not what an operator of torch's allocates inside.
+    """
     live = _Live(tree_leaves(args))
     with live:
         results = function(*args)
@@ -173,7 +189,7 @@ def peak_bytes_inside(function: Callable[..., Any], *args: Any) -> int:
 
 
 class _Live(TorchDispatchMode):
-    """The most bytes of storages that operators returned and that were alive at once; of those given none count."""
+    """Track the most bytes of storages that operators returned and that were alive at once; given ones do not count."""
 
     def __init__(self, given: Sequence[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it

@@ -1,7 +1,7 @@
-"""A Trace in Chrome's trace-event format, for chrome://tracing and ui.perfetto.dev.
+"""Write a Trace in Chrome's trace-event format, for chrome://tracing and ui.perfetto.dev.
 
-Process = rank, thread = stream, one complete event ("X") per instruction in microseconds, a counter ("C") for memory by category.
-Format: "Trace Event Format", the Chromium project.
+A rank is a process, a stream is a thread. Each instruction is one complete event ("X") in microseconds; memory by
+category is a counter ("C"). The format is described in "Trace Event Format" of the Chromium project.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PHASES = {"M": ("name", "pid", "args"), "X": ("name", "pid", "tid", "ts", "dur")
 
 
 def chrome_trace(trace: Trace) -> dict[str, Any]:
-    """The trace as a JSON object: metadata, then spans, then memory. Times in microseconds."""
+    """Return the trace as a JSON object: metadata, then spans, then memory, with times in microseconds."""
     threads: dict[tuple[int, str], int] = {}
     ranks = sorted({s.rank for s in trace.spans} | {m.rank for m in trace.memory})
     streams: dict[int, set[str]] = {rank: set() for rank in ranks}
@@ -53,8 +53,11 @@ def write_chrome(trace: Trace, path: Path) -> None:
 
 
 def problems(document: object) -> list[str]:
-    """What a viewer would not read or show wrongly; empty for a good document. Beside the keys and types: each process and thread
-    with events has a name, and events of one thread nest or follow each other."""
+    """Return what a viewer would not read or would show wrongly; empty for a good document.
+
+    Beside keys and types this checks that each process and thread with events has a name, and that events of one thread
+    nest or follow each other.
+    """
     if not isinstance(document, Mapping) or not isinstance(document.get("traceEvents"), list):
         return ["an object with a list traceEvents is expected"]
     out: list[str] = []
@@ -83,7 +86,10 @@ def _metadata(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:
 
 
 def _counters(trace: Trace) -> list[dict[str, Any]]:
-    """A counter shows the keys of its own event only, hence each has all categories of its rank."""
+    """Return the events of memory, each with all categories of its rank.
+
+    A counter shows the keys of its own event only.
+    """
     categories: dict[int, dict[str, int]] = {}
     for m in trace.memory:
         categories.setdefault(m.rank, {}).update(dict.fromkeys(m.bytes, 0))
@@ -94,7 +100,7 @@ def _counters(trace: Trace) -> list[dict[str, Any]]:
 
 
 def _wrong(event: object) -> str:
-    """What is wrong with one event, "" for nothing."""
+    """Return what is wrong with one event; "" for nothing."""
     if not isinstance(event, Mapping):
         return "an object is expected"
     keys = PHASES.get(str(event.get("ph")))

@@ -1,11 +1,15 @@
-"""Clocks of ranks on several machines, brought together by the transfers that the ranks share.
+"""Bring the clocks of ranks on several machines together, by the transfers that the ranks share.
 
-No end of a transfer can be over before the other has begun: a Send is done when its peer has taken it, an all-reduce when all
-members gave their part. For two ranks a and b and the seconds o that must be added to b's clock to get a's, each transfer says
+No end of a transfer can be over before the other has begun: a Send is done when its peer has taken it, a collective
+when all members gave their part. For two ranks a and b and the seconds o that must be added to b's clock to get a's,
+each transfer says
+
     start_a <= end_b + o   and   start_b + o <= end_a.
-All of them together are difference constraints; per rank the shortest paths to and from the first rank are the bounds that they
-leave to its offset (Cormen et al., Introduction to Algorithms, "Difference constraints and shortest paths"). The offset used
-is the middle, which keeps every transfer in order, since the solutions are a convex set; its error is half the distance.
+
+All of them together are difference constraints. For each rank the shortest paths to and from the first rank are the
+bounds that they leave to its offset (Cormen et al., Introduction to Algorithms, "Difference constraints and shortest
+paths"). The offset used is the middle, which keeps every transfer in order, since the solutions are a convex set; its
+error is half the distance.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from piper_ir.trace import Trace
 from piper_report.transfers import transfers
 
 Bounds = Mapping[tuple[int, int], float]
-"""(a, b) -> the largest o_b - o_a, where o_r is what is added to the clock of rank r."""
+"""The largest o_b - o_a for each (a, b), where o_r is what is added to the clock of rank r."""
 HALVINGS = 50
 NOTE = "clock of rank {}"
 """The key of a trace's notes under which an aligned clock stands."""
@@ -28,9 +32,14 @@ NOTE = "clock of rank {}"
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """Seconds added to a rank's clock, true within +- `error`. The error is inf for a rank that shares no transfer, however
-    indirectly, with the first one. `slack`: by how much the transfers contradict each other, because clocks drift or
-    because an end of a transfer was over before the other began; 0 when they agree."""
+    """Say how far a rank's clock is off.
+
+    Attributes:
+        seconds: to be added to the rank's clock; true within +- `error`.
+        error: in seconds; inf for a rank that shares no transfer, however indirectly, with the first one.
+        slack: seconds by which the transfers contradict each other, because clocks drift or because an end of a
+            transfer was over before the other began; 0 when they agree.
+    """
 
     seconds: float
     error: float
@@ -44,12 +53,12 @@ class Offset:
 
     @property
     def needed(self) -> bool:
-        """Whether a clock without an offset is outside of what the transfers allow."""
+        """Return whether a clock without an offset is outside of what the transfers allow."""
         return abs(self.seconds) > self.error
 
 
 def offsets(plan: Plan, trace: Trace) -> dict[int, Offset]:
-    """Per rank of the trace what to add to its times to get those of the lowest rank."""
+    """Return by rank what to add to its times to get those of the lowest rank."""
     ranks = sorted({s.rank for s in trace.spans})
     bounds = _bounds(plan, trace)
     slack = _slack(ranks, bounds)
@@ -65,9 +74,11 @@ def offsets(plan: Plan, trace: Trace) -> dict[int, Offset]:
 
 
 def aligned(plan: Plan, trace: Trace, found: Mapping[int, Offset] | None = None) -> Trace:
-    """The trace on the clock of its lowest rank, from the first start of any rank; `notes` say each rank's offset and its error.
-    When no offset is needed, as on one machine, whose processes share a clock, the times stay as they are. `found`: offsets that
-    are known already."""
+    """Return the trace on the clock of its lowest rank, from the first start of any rank.
+
+    `notes` of the result say each rank's offset and its error. When no offset is needed, as on one machine, whose
+    processes share a clock, the times stay as they are. `found`: offsets that are known already.
+    """
     found = offsets(plan, trace) if found is None else found
     needed = any(o.needed for o in found.values())
     notes = {NOTE.format(r): str(o if needed else _unmoved(o)) for r, o in found.items() if r != min(found)}
@@ -106,7 +117,10 @@ def _bounds(plan: Plan, trace: Trace) -> Bounds:
 
 
 def _slack(ranks: Sequence[int], bounds: Bounds) -> float:
-    """The least that, added to every bound, lets all of them hold together; found by halving, to a billionth of the largest."""
+    """Return the least slack with which all bounds hold together.
+
+    It is found by halving, to a billionth of the largest.
+    """
     if _shortest(ranks, bounds, 0.0) is not None:
         return 0.0
     low, high = 0.0, -min(bounds.values())
@@ -117,7 +131,10 @@ def _slack(ranks: Sequence[int], bounds: Bounds) -> float:
 
 
 def _shortest(ranks: Sequence[int], bounds: Bounds, slack: float) -> dict[int, float] | None:
-    """Bellman-Ford from the first rank; None when the bounds contradict each other (a cycle of negative length)."""
+    """Return the shortest paths from the first rank (Bellman-Ford); None when bounds contradict each other.
+
+    They do when a cycle has a negative length.
+    """
     reached = {r: 0.0 if r == ranks[0] else inf for r in ranks}
     tolerance = 1e-12 * max((abs(w) for w in bounds.values()), default=0.0)
     for _ in range(len(ranks) + 1):

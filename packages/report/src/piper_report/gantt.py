@@ -1,4 +1,4 @@
-"""The timeline of a step: per rank and stream, predicted above measured, on one axis of time."""
+"""Draw the timeline of a step: per rank and stream, predicted above measured, on one axis of time."""
 
 from __future__ import annotations
 
@@ -43,30 +43,40 @@ OUTLINED = ("F", "comm")
 HATCH = {"I": "....", "W": "//////", "pair": "xxxx"}
 WAITING = "#B0B0B0"
 PLOT_SHARE = 0.84
-"""Of a figure's width, about what the axes of a timeline have."""
+"""The share of a figure's width that the axes of a timeline have, about."""
 NARROW = 4
-"""Pixels below which a bar is drawn without an edge, which would hide it; a communication in the colour of its edge."""
+"""Pixels below which a bar has no edge, which would hide it; a communication then has the colour of its edge."""
 UNREADABLE, READABLE = 6, 34
-"""Pixels of half of the computing bars: with fewer than the first, the middle of the step is drawn again with the second."""
+"""Pixels of the median computing bar: below the first, the middle of the step is drawn again with the second."""
 Look = tuple[tuple[float, float, float], str, str]
 """Face colour, edge colour, hatch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The stretch of time that is drawn, in seconds; `column`: of half a pixel."""
+    """Hold the stretch of time that is drawn, in seconds."""
 
     start: float
     end: float
 
     @property
     def column(self) -> float:
+        """Return the seconds of half a pixel."""
         return (self.end - self.start) / (WIDTH * PLOT_SHARE * DPI) / 2
 
 
 @dataclass(slots=True)
 class _StreamRow:
-    """One stream of one rank in one trace: bars by look, and labels (middle in seconds, text, colour of what they stand on)."""
+    """Collect what is drawn of one stream of one rank in one trace.
+
+    Attributes:
+        name: the label at the left.
+        bars: (start, width) in seconds, by look.
+        labels: (middle in seconds, text, colour of the bar below it).
+        reached: the end of the last bar, in seconds.
+        drawn: how many bars are drawn.
+        hidden: how many are too narrow to be drawn.
+    """
 
     name: str
     bars: dict[Look, list[tuple[float, float]]] = field(default_factory=dict)
@@ -78,7 +88,7 @@ class _StreamRow:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What all drawings of one step share."""
+    """Hold what all drawings of one step share."""
 
     traces: Sequence[Trace]
     plan: Plan | None
@@ -89,9 +99,11 @@ class Timeline:
 
 
 def timelines(traces: Sequence[Trace], plan: Plan | None) -> list[Picture]:
-    """`traces`: predicted, measured, or both in this order. One drawing of the whole step, and where its bars are too narrow to
-    be read, one of its middle. Of more than 8 ranks, one per role comes first; of bars narrower than half a pixel one per half
-    pixel is drawn."""
+    """Draw the whole step, and where its bars are too narrow to be read, its middle once more.
+
+    `traces` are predicted, measured, or both in this order. Among more than 8 ranks, one per role comes first. Where
+    bars are narrower than half a pixel, one per half pixel is drawn.
+    """
     length = max(makespan(t) for t in traces) or SHORTEST
     found = [kinds(t, plan) for t in traces]
     line = Timeline(traces, plan, found, [_begun(t, plan) for t in traces], shown_ranks(traces, plan), length)
@@ -130,14 +142,17 @@ def _gantt(line: Timeline, window: Window, name: str, title: str) -> Picture:
 
 
 def shown_ranks(traces: Sequence[Trace], plan: Plan | None) -> list[int]:
-    """At most MOST_RANKS ranks of the traces, ascending: the first of every role before any other."""
+    """Return at most MOST_RANKS ranks of the traces, ascending: the first of every role before any other."""
     ranks = sorted({s.rank for t in traces for s in t.spans})
     firsts = [min(role.ranks) for role in plan.roles] if plan is not None else []
     return sorted(sorted(ranks, key=lambda r: (r not in firsts, r))[:MOST_RANKS])
 
 
 def _rows(line: Timeline, rank: int, window: Window) -> list[_StreamRow]:
-    """Streams in the plan's order (without one: compute, then the others by name); of each one row per trace."""
+    """Return one row per stream and trace, in the plan's order of streams.
+
+    Without a plan compute is first, then the others by name.
+    """
     used = {s.stream for t in line.traces for s in (*t.spans, *t.waits) if s.rank == rank}
     known = [s for s in line.plan.role_of(rank).streams if s in used] if line.plan is not None else []
     streams = known + sorted(used - set(known), key=lambda name: (name != COMPUTE, name))
@@ -154,7 +169,7 @@ def _rows(line: Timeline, rank: int, window: Window) -> list[_StreamRow]:
 
 
 def _begun(trace: Trace, plan: Plan | None) -> dict[Span, float]:
-    """Span -> when its transfer had all its ends; what a rank waits before is drawn hollow."""
+    """Return for each span when its transfer had all its ends; what a rank waits before is drawn hollow."""
     if plan is None or trace.kind == "simulated":
         return {}
     return {s: max(x.start for x in group) for group in transfers(plan, trace) for s in group}
@@ -216,7 +231,7 @@ def _corners(start: float, width: float, y: int) -> list[tuple[float, float]]:
 
 
 def _legend(found: set[InstrLabel]) -> list[Patch]:
-    """The phases that occur, in grey, then the colours of the microbatches."""
+    """Return the phases that occur, in grey, then the colours of the microbatches."""
     phases: list[Phase] = [p for p in PHASES if any(k.phase == p for k in found)]
     out = []
     for p in phases:

@@ -1,8 +1,8 @@
-"""Figures of merit of a trace: what each rank computes, leaves idle, and waits for communication.
+"""Compute figures of merit of a trace: what each rank computes, leaves idle, and waits for communication.
 
-The definitions are those of `piper_ir.intervals`, read from spans, so that predicted and measured figures mean the same. The
-simulator's communication starts when its last member is ready; a measured span starts when its own rank is, and waits. Hence
-a transfer counts from the latest start among its members to its end on the rank itself.
+The definitions are those of `piper_ir.intervals`, read from spans, so that predicted and measured figures mean the
+same. The simulator's communication starts when its last member is ready; a measured span starts when its own rank is,
+and waits. Hence a transfer counts from the latest start among its members to its end on the rank itself.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ from piper_report.transfers import transfers
 
 @dataclass(frozen=True, slots=True)
 class RankIdle:
-    """What one rank leaves idle, in seconds.
+    """Say what one rank leaves idle, in seconds.
 
-    `busy`: sum of its compute; `global_bubble`: makespan of the step - busy; `span_bubble`: last end - first start - busy of
-    its compute; `exposed`: its compute stream is idle while a transfer of it is under way, None without a plan, which says
-    what belongs together."""
+    Attributes:
+        rank: the rank.
+        busy: the sum of its compute.
+        global_bubble: the makespan of the step less `busy`.
+        span_bubble: last end less first start less `busy` of its compute.
+        exposed: how long its compute stream is idle while a transfer of it is under way; None without a plan, which
+            says what belongs together.
+    """
 
     rank: int
     busy: float
@@ -31,12 +36,12 @@ class RankIdle:
 
 
 def makespan(trace: Trace) -> float:
-    """Seconds from the first start to the last end of any rank."""
+    """Return the seconds from the first start to the last end of any rank."""
     return max((s.end for s in trace.spans), default=0.0) - min((s.start for s in trace.spans), default=0.0)
 
 
 def idle_ranks(trace: Trace, plan: Plan | None = None) -> list[RankIdle]:
-    """Per rank of the trace, ascending."""
+    """Return what each rank of the trace leaves idle, ascending by rank."""
     step = makespan(trace)
     working: dict[int, list[Span]] = {s.rank: [] for s in sorted(trace.spans, key=lambda s: (s.rank, s.start))}
     for s in sorted(trace.spans, key=lambda s: s.start):
@@ -52,7 +57,7 @@ def idle_ranks(trace: Trace, plan: Plan | None = None) -> list[RankIdle]:
 
 
 def _moving(plan: Plan, trace: Trace) -> dict[int, list[Interval]]:
-    """Rank -> when something is moved to or from it, each time as the docstring of the module says."""
+    """Return by rank when something is moved to or from it, counted as the docstring of the module says."""
     out: dict[int, list[Interval]] = {}
     for group in transfers(plan, trace):
         begun = max(s.start for s in group)

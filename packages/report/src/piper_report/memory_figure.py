@@ -1,4 +1,4 @@
-"""Memory over the step: by category as predicted, in all as measured, with the peak marked."""
+"""Draw memory over the step: by category as predicted, in all as measured, with the peak marked."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ from piper_report.style import (
 MOST_PANELS = 8
 STATES = ("param", "grad", "optim", "buffer")
 MOST_SAMPLES = 800
-"""Per rank; of more, the fullest of each of so many equal stretches of time is drawn."""
+"""Samples drawn per rank; of more, the fullest in each of so many equal stretches of time is drawn."""
 
 
 def memory_figure(predicted: Trace | None, measured: Trace | None, plan: Plan | None) -> Picture | None:
-    """One panel per role (its first rank), the fullest 8. Measured bytes stand at the predicted time of their instruction, so
-    that the two curves can be laid on each other. None when no trace has memory."""
+    """Draw one panel per role (its first rank), the fullest 8; None when no trace has memory.
+
+    Measured bytes stand at the predicted time of their instruction, so that the two curves can be laid on each other.
+    """
     ranks = _ranks([t for t in (predicted, measured) if t is not None], plan)
     if not ranks:
         return None
@@ -90,7 +92,7 @@ def _samples(trace: Trace | None, rank: int) -> list[MemSample]:
 
 
 def _moved(points: list[MemSample], predicted: Trace | None, rank: int) -> list[MemSample]:
-    """Measured samples at the predicted start of the same instruction."""
+    """Return measured samples at the predicted start of the same instruction."""
     start = {m.instr: m.time for m in _samples(predicted, rank)}
     if not start:
         return points
@@ -113,7 +115,7 @@ def _total(sample: MemSample) -> int:
 
 
 def _stack(ax: Axes, samples: list[MemSample], length: float, unit: TimeUnit, space: SizeUnit) -> dict[str, None]:
-    """Draw the categories on each other; the ones that occur."""
+    """Draw the categories on top of each other, and return those that occur."""
     used = [c for c in CATEGORIES if any(c in m.bytes for m in samples)]
     if samples and samples[0].time > 0:  # before its first instruction a rank holds its states
         states = {c: b for c, b in samples[0].bytes.items() if c in STATES}

@@ -1,5 +1,7 @@
-"""One HTML page that needs nothing beside itself: style and figures are in it, there are no scripts, and its policy forbids to
-load anything."""
+"""Make one HTML page that needs no other file.
+
+Style and figures are in it, there are no scripts, and its policy forbids to load anything.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ PROSE = 40
 
 @dataclass(frozen=True)
 class PageSection:
-    """A chapter of the page; `folded` tables open on a click. Sections without content are left out."""
+    """Hold a chapter of the page; `folded` tables open on a click.
+
+    Sections without content are left out.
+    """
 
     name: str
     title: str
@@ -61,7 +66,7 @@ class PageSection:
 
 
 def page(title: str, facts: Sequence[tuple[str, str]], sections: Sequence[PageSection]) -> str:
-    """The whole document. `facts`: names and values below the title."""
+    """Return the whole document; `facts` are names and values below the title."""
     shown = [s for s in sections if s.items or s.folded or s.warnings]
     head = (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -133,7 +138,7 @@ def _table(table: Table) -> str:
 
 
 def _kind(cells: Sequence[str]) -> str:
-    """Of a column: "long" text, "word" (to the left), or "" for numbers (to the right)."""
+    """Return how a column is shown: "long" text, "word" (to the left), or "" for numbers (to the right)."""
     if any(len(c) > PROSE for c in cells):
         return "long"
     return "word" if any(c[:1].isalpha() for c in cells) else ""

@@ -1,4 +1,4 @@
-"""Parallel coordinates: the parameters of every candidate of a tuning, coloured by its period."""
+"""Draw parallel coordinates: the parameters of every candidate of a tuning, coloured by its period."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from piper_report.tuning_figures import WIDE_RANGE, ScoredTrials, scored, unit_o
 
 MOST_TICKS = 10
 FEW_TICKS = 5
-"""Of an axis to scale."""
+"""Ticks of an axis to scale."""
 UNSET = "not set"
 BELOW = -0.15
 """Where a candidate without this parameter crosses the axis."""
@@ -27,8 +27,10 @@ LONGEST = 16
 
 
 def parallel_figure(study: StudyDocument) -> Picture | None:
-    """One vertical axis per parameter; a line per complete candidate, coloured by its period; the best on top. None without
-    parameters."""
+    """Draw one vertical axis per parameter, and a line per complete candidate with the best on top.
+
+    Lines are coloured by the period. None without parameters.
+    """
     found = scored(study)
     names = list(dict.fromkeys(n for t, _ in found for n in t.params))
     if not names:
@@ -51,7 +53,7 @@ def parallel_figure(study: StudyDocument) -> Picture | None:
 
 
 def _lines(ax: Axes, found: ScoredTrials, axes: dict[str, Axis], best: int | None, colours: dict[int, Any]) -> None:
-    """The quick candidates above the slow ones, the best on top; with a single parameter a line is level."""
+    """Draw the quick candidates above the slow ones and the best on top; with a single parameter a line is level."""
     xs = list(range(len(axes))) if len(axes) > 1 else [-0.2, 0.2]
     for trial, _ in sorted(found, key=lambda x: (x[0].number == best, -x[1])):
         heights = [axis.place(trial.params.get(name)) for name, axis in axes.items()] * (1 if len(axes) > 1 else 2)
@@ -73,8 +75,10 @@ def _ticks(ax: Axes, axes: dict[str, Axis]) -> None:
 
 
 class Axis:
-    """Where the values of one parameter stand on an axis of height 1: many numbers to scale (logarithmic when they spread wide),
-    everything else at equal distances."""
+    """Say where the values of one parameter stand on an axis of height 1.
+
+    Many numbers stand to scale (logarithmic when they spread wide), everything else at equal distances.
+    """
 
     def __init__(self, values: Sequence[Any]) -> None:
         self.unset = any(v is None for v in values)
@@ -97,7 +101,7 @@ class Axis:
         return self.range is not None and 0 < self.range[0] * WIDE_RANGE < self.range[1]
 
     def ticks(self) -> list[tuple[float, str]]:
-        """Height and text."""
+        """Return the height and the text of each tick."""
         unset = [(BELOW, UNSET)] if self.unset else []
         if self.range is None:
             every = max(1, -(-len(self.texts) // MOST_TICKS))

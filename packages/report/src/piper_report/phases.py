@@ -1,5 +1,8 @@
-"""What a span is: its phase and microbatch, taken from the plan where that is at hand, else guessed from the span's name; and
-which of its device's chunks it is of, which only the plan knows."""
+"""Say what a span is: its phase, its microbatch, and which chunk of its device it belongs to.
+
+Phase and microbatch are taken from the plan where there is one, else guessed from the span's name; only the plan knows
+the chunk.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ _NAME = re.compile(r"(?:\.(?P<step>[FBIW]))?@(?P<mb>\d+)")
 
 
 def kinds(trace: Trace, plan: Plan | None = None) -> dict[Span, InstrLabel]:
-    """The kind of every span. Without a plan a span's name decides: an input gradient that is fused with anything counts as B."""
+    """Return the label of every span.
+
+    Without a plan a span's name decides: an input gradient that is fused with anything counts as B.
+    """
     waits = {s: _guess(s) for s in trace.waits}
     if plan is None:
         return {s: _guess(s) for s in trace.spans} | waits
@@ -50,7 +56,7 @@ def _guess(span: Span) -> InstrLabel:
 
 
 def chunks_of(plan: Plan) -> dict[str, list[int]]:
-    """Role -> the stages that it computes, ascending: its chunks."""
+    """Return by role the stages that it computes, ascending: its chunks."""
     out = {}
     for role in plan.roles:
         found = {_stage(plan, instr, forward) for instr in role.program for forward in (True, False)}
@@ -61,8 +67,10 @@ def chunks_of(plan: Plan) -> dict[str, list[int]]:
 def chunk_numbers(
     work: Mapping[Span, InstrLabel], plan: Plan, chunks: Mapping[str, list[int]]
 ) -> dict[Span, tuple[int | None, ...]]:
-    """For each half of an instruction the place of its stage among the `chunks` of its role (see `chunks_of`); None for what is
-    of no stage."""
+    """Return for each half of an instruction the place of its stage among the `chunks` of its role (see `chunks_of`).
+
+    It is None for a half that belongs to no stage.
+    """
     out = {}
     for span, kind in work.items():
         role = plan.role_of(span.rank)
@@ -72,7 +80,7 @@ def chunk_numbers(
 
 
 def _stage(plan: Plan, instr: Instr, forward: bool) -> int | None:
-    """The stage of an instruction's first part of one direction; None where there is none."""
+    """Return the stage of an instruction's first part of one direction; None where there is none."""
     for part in instr.parts:
         if isinstance(part.op, Compute) and (part.op.step == "F") == forward:
             stage = plan.chunk(part.op.chunk).coords.get("stage")

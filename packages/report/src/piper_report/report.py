@@ -1,4 +1,4 @@
-"""`write_report`: everything that a result folder shows, as one page, with its figures and tables as files of their own."""
+"""Write everything that a result folder shows as one page, with its figures and tables as files of their own."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DEFINITIONS = (
 
 @dataclass(frozen=True)
 class Report:
-    """The files that were written, and the headline; None where nothing was predicted or measured."""
+    """Name the files that were written, and the headline; None where nothing was predicted or measured."""
 
     html: Path
     figures: tuple[Path, ...]
@@ -52,8 +52,12 @@ class Report:
 
 
 def write_report(folder: str | Path, *, out: str | Path | None = None) -> Report:
-    """Write report.html, a PNG per figure and a CSV file per table into `out` (default: report/ in the folder). FormatError: see
-    `piper_report.load`. OutputError: they cannot be written (no space, no permission); what the folder held stays as it was."""
+    """Write report.html, a PNG per figure and a CSV file per table into `out` (default: report/ in the folder).
+
+    Raises:
+        FormatError: see `piper_report.load`.
+        OutputError: they cannot be written (no space, no permission); what the folder held stays as it was.
+    """
     results = with_aligned_clocks(load(folder))
     target = Path(out) if out is not None else Path(folder) / "report"
     with house_style():
@@ -69,7 +73,7 @@ def write_report(folder: str | Path, *, out: str | Path | None = None) -> Report
 
 
 def with_aligned_clocks(results: Results) -> Results:
-    """The measured trace on one clock, as far as the plan tells which spans belong together."""
+    """Return results whose measured trace is on one clock, as far as the plan tells which spans belong together."""
     if results.plan is None or results.measured_trace is None:
         return results
     return replace(results, measured_trace=aligned(results.plan, results.measured_trace))
@@ -142,7 +146,7 @@ def _timeline(results: Results) -> PageSection:
 
 
 def _clocks(notes: dict[str, str]) -> str:
-    """One line, the same words for many ranks said once."""
+    """Return one line that says the same words of many ranks once."""
     by_text: dict[str, list[str]] = {}
     for key, text in notes.items():
         by_text.setdefault(text, []).append(key.removeprefix(NOTE.format("")))

@@ -1,4 +1,4 @@
-"""What a result folder holds, read strictly.
+"""Read what a result folder holds, strictly.
 
 The files are described in `piper.api.results`; a folder has those of the commands that wrote to it.
 """
@@ -38,7 +38,7 @@ FILES = {
 
 @dataclass(frozen=True)
 class RankPrediction:
-    """Of one rank, in seconds and bytes."""
+    """Hold what is predicted for one rank, in seconds and bytes."""
 
     bubble_s: float
     peak_bytes: int
@@ -48,14 +48,14 @@ class RankPrediction:
 
 @dataclass(frozen=True)
 class RolePrediction(RankPrediction):
-    """The same for all of `ranks`."""
+    """Hold what is predicted for each of `ranks`, for which it is the same."""
 
     ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class OomOwner:
-    """Who holds memory where a plan does not fit."""
+    """Say what holds memory where a plan does not fit."""
 
     owner: str
     category: str
@@ -65,7 +65,7 @@ class OomOwner:
 
 @dataclass(frozen=True)
 class Oom:
-    """Why a plan does not fit; `text` is all of it in one line."""
+    """Say why a plan does not fit; `text` is all of it in one line."""
 
     ranks: tuple[int, ...]
     role: str
@@ -83,7 +83,7 @@ class Oom:
 
 @dataclass(frozen=True)
 class Predicted:
-    """predicted.json: `Simulation.summary()`, and `ranks` or, where there are many, `roles`."""
+    """Hold predicted.json: `Simulation.summary()`, and `ranks` or, where there are many, `roles`."""
 
     step_s: float
     period_s: float
@@ -109,7 +109,15 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Measured:
-    """measured.json: losses and seconds by step, the median period (None for short runs), peak bytes by rank."""
+    """Hold measured.json.
+
+    Attributes:
+        losses: the loss of each step.
+        step_s: the seconds of each step.
+        period_s: the median seconds per step in steady state; None for short runs.
+        tokens_per_s: tokens per second in steady state.
+        peak_bytes: the peak bytes by rank.
+    """
 
     losses: tuple[float, ...]
     step_s: tuple[float, ...]
@@ -120,7 +128,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class Metric:
-    """One line of metrics.jsonl; `time` in seconds since 1970; `batch_s`: waiting for Job.batch, on the rank that waited most."""
+    """Hold one line of metrics.jsonl.
+
+    Attributes:
+        step: the number of the step.
+        loss: its loss.
+        step_s: its seconds.
+        tokens_per_s: its tokens per second.
+        time: seconds since 1970.
+        batch_s: seconds of waiting for Job.batch, on the rank that waited most.
+    """
 
     step: int
     loss: float
@@ -132,8 +149,21 @@ class Metric:
 
 @dataclass(frozen=True)
 class Results:
-    """What a folder holds; None or empty for what it does not. `params`: the values that made the strategy; `hung`: the
-    run hung, and hang.txt says where every rank was."""
+    """Hold what a folder has; None or empty for what it lacks.
+
+    Attributes:
+        folder: the folder.
+        plan: plan.json.
+        params: the values that made the strategy.
+        predicted: predicted.json.
+        predicted_trace: spans-predicted.json.
+        measured: measured.json.
+        measured_trace: spans-measured.json.
+        metrics: the lines of metrics.jsonl.
+        study: study.json.
+        costs: costs.json.
+        hung: whether the run hung; hang.txt then says where every rank was.
+    """
 
     folder: Path
     plan: Plan | None = None
@@ -149,8 +179,12 @@ class Results:
 
 
 def load(folder: str | Path) -> Results:
-    """Read a result folder: of a simulation, a run, a tuning, a profile, or several in one. FormatError for a folder with none of
-    the files, for a file that is broken or cut off (with its place in the file), and for files that do not belong together."""
+    """Read the folder of a simulation, a run, a tuning, a profile, or several in one.
+
+    Raises:
+        FormatError: the folder has none of the files, a file is broken or cut off (with its place in the file), or
+            files do not belong together.
+    """
     folder = Path(folder)
     try:
         found = folder.is_dir()
@@ -179,7 +213,7 @@ def load(folder: str | Path) -> Results:
 
 
 Reader = Callable[[str, str], T]
-"""(text, what to call the file in errors) -> content."""
+"""Takes a text and what to call its file in errors, and returns the content."""
 
 
 def _read(folder: Path, name: str, reader: Reader[T]) -> T | None:
@@ -200,7 +234,10 @@ def _document(kind: type[T]) -> Reader[T]:
 
 
 def _plain(kind: type[T]) -> Reader[T]:
-    """For objects without format and version: keys that this report does not know are left out, the others are checked."""
+    """Return a reader for objects without format and version.
+
+    Keys that this report does not know are left out, the others are checked.
+    """
 
     def read(text: str, where: str) -> T:
         return _checked(kind, _json(text, where), where)
@@ -230,7 +267,7 @@ def _json(text: str, where: str) -> Any:
 
 
 def _params(text: str, where: str) -> Mapping[str, Any]:
-    """Of strategy.json only the values that made it: directives are read by the compiler, which a report does without."""
+    """Return only the values that made the strategy: a report does without directives, which the compiler reads."""
     data = _json(text, where)
     if not isinstance(data, dict) or not isinstance(data.get("params", {}), dict):
         raise FormatError(f"{where}: a JSON object of a Strategy is expected")
@@ -244,7 +281,7 @@ def _metrics(text: str, where: str) -> tuple[Metric, ...]:
 
 
 def _check_together(results: Results) -> None:
-    """A trace says which plan it is of: read with another, its instructions would get the wrong names."""
+    """Refuse a trace of another plan: its instructions would get the wrong names."""
     plan = results.plan
     for name, trace in (("spans-predicted.json", results.predicted_trace), ("spans-measured.json", results.measured_trace)):
         if plan is not None and trace is not None and trace.plan_key != plan.key:

@@ -1,4 +1,4 @@
-"""A schedule as the coloured grid of the literature: one row per rank, a cell per instruction, numbers of microbatches."""
+"""Draw a schedule as the coloured grid of the literature: a row per rank, a cell per instruction."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ PALEST = 0.45
 
 @dataclass(frozen=True)
 class Drawing:
-    """A schedule to draw: rows are ranks. The plan tells I fused with I from I fused with W, and the chunks of a device apart."""
+    """Hold a schedule to draw; rows are ranks.
+
+    The plan tells apart I fused with I and I fused with W, and the chunks of a device.
+    """
 
     trace: Trace
     plan: Plan | None = None
@@ -52,14 +55,17 @@ class Drawing:
 
 
 def draw_schedule(trace: Trace, path: str | Path, plan: Plan | None = None) -> None:
-    """Write a PNG: rows are ranks, colours phases, the numbers microbatches; an overlapped pair is a cell of two halves, forward
-    above; the later of a device's chunks (stages) are paler; what stays grey is idle. The plan tells the chunks apart, and I
-    fused with I from I fused with W; without it the latter is assumed. OutputError when the file cannot be written."""
+    """Write a PNG: rows are ranks, colours are phases, numbers are microbatches.
+
+    An overlapped pair is a cell of two halves, forward above. The later of a device's chunks (stages) are paler. What
+    stays grey is idle. The plan tells apart the chunks, and I fused with I from I fused with W; without it the latter
+    is assumed. OutputError when the file cannot be written.
+    """
     draw_schedules([Drawing(trace, plan)], path)
 
 
 def draw_schedules(drawings: Sequence[Drawing], path: str | Path) -> None:
-    """As `draw_schedule`, several below each other on one axis of time."""
+    """Write a PNG like `draw_schedule`, with several schedules below each other on one axis of time."""
     with house_style():
         png = _drawn(drawings)
     try:
@@ -91,18 +97,18 @@ def _drawn(drawings: Sequence[Drawing]) -> bytes:
 
 
 def _work(drawing: Drawing) -> dict[Span, InstrLabel]:
-    """What is computed and takes time."""
+    """Return what is computed and takes time."""
     return {s: k for s, k in kinds(drawing.trace, drawing.plan).items() if s.stream == COMPUTE and s.end > s.start}
 
 
 def _width(work: Mapping[Span, InstrLabel], length: float) -> float:
-    """Inches at which most of the cells have room for their number."""
+    """Return the inches at which most of the cells have room for their number."""
     lengths = sorted(s.end - s.start for s, k in work.items() if k.mb >= 0) or [length]
     return min(WIDEST, 1.2 + CELL * length / lengths[len(lengths) // 4])
 
 
 def _schedule(ax: Axes, drawing: Drawing, work: Mapping[Span, InstrLabel], length: float, width: float) -> None:
-    """One schedule, on an axis of time that others may share."""
+    """Draw one schedule, on an axis of time that others may share."""
     ranks = sorted({s.rank for s in drawing.trace.spans})
     origin = min((s.start for s in drawing.trace.spans), default=0.0)
     unit = time_unit(length)
@@ -123,7 +129,7 @@ def _schedule(ax: Axes, drawing: Drawing, work: Mapping[Span, InstrLabel], lengt
 
 
 def _strengths(drawing: Drawing, work: Mapping[Span, InstrLabel]) -> dict[Span, tuple[float, ...]]:
-    """How strong the colour of each half of an instruction is."""
+    """Return how strong the colour of each half of an instruction is."""
     plan = drawing.plan
     if plan is None:
         return {s: (1.0,) * len(k.halves) for s, k in work.items()}
@@ -138,7 +144,7 @@ def _strengths(drawing: Drawing, work: Mapping[Span, InstrLabel]) -> dict[Span, 
 def _cell(
     ax: Axes, span: Span, kind: InstrLabel, strengths: Sequence[float], y: int, origin: float, unit: TimeUnit, points: float
 ) -> None:
-    """One instruction, its halves above each other."""
+    """Draw one instruction, its halves above each other."""
     start, length = (span.start - origin) * unit.scale, (span.end - span.start) * unit.scale
     each = 0.9 / len(kind.halves)
     for i, (phase, mb) in enumerate(kind.halves):

@@ -1,4 +1,4 @@
-"""A schedule for a terminal: one line per rank, columns of equal time."""
+"""Write a schedule for a terminal: one line per rank, columns of equal time."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ NARROWEST = 40
 MOST_MISSED = 0.1
 """Share of instructions that may be too short to show before numbers are given up for more columns."""
 MOST_UNITS = 4096
-"""Slots of a schedule whose times are multiples of one unit; of more, the unit is given up."""
+"""Most slots of a schedule whose times are multiples of one unit; with more, the unit is given up."""
 
 
 TERMINAL = {"F": 75, "B": 214, "I": 36, "W": 175, "pair": 228, "U": 246}
-"""Numbers of xterm's 256 colours, near those of the pictures; of an overlapped pair one of its own."""
+"""Numbers of xterm's 256 colours, near those of the pictures; an overlapped pair has one of its own."""
 
 
 def schedule_table(trace: Trace, plan: Plan | None = None, *, width: int | None = None, colour: bool = False) -> str:
-    """What each rank computes when, at most `width` characters wide (default: the terminal's). Each column is the same time:
-    the common unit of all durations where they have one and it fits, else what makes the step fill the width; it shows what
-    runs for most of it. Where too few microbatches' numbers would fit, a column is one letter. The plan tells the chunks
-    (stages) of a device apart, and I fused with I from I fused with W; without it the latter is assumed. colour: in the colours
-    of a terminal that has 256."""
+    """Return what each rank computes when, at most `width` characters wide (default: the terminal's).
+
+    Each column is the same time: the common unit of all durations where they have one and it fits, else what makes the
+    step fill the width. It shows what runs for most of it. Where too few microbatches' numbers would fit, a column is
+    one letter. The plan tells apart the chunks (stages) of a device, and I fused with I from I fused with W; without it
+    the latter is assumed. `colour`: write in the colours of a terminal that has 256.
+    """
     width = max(NARROWEST, width or shutil.get_terminal_size().columns)
     found = kinds(trace, plan)
     work = {s: k for s, k in found.items() if s.stream == COMPUTE and k.phase != "other" and s.end > s.start}
@@ -59,8 +61,11 @@ def schedule_table(trace: Trace, plan: Plan | None = None, *, width: int | None 
 
 
 class _Marks:
-    """What stands for an instruction. Of two chunks per device the second one is in lower case; of more, each has its letter, or
-    every other one is in lower case where there is room for one letter only."""
+    """Choose the text that stands for an instruction.
+
+    With two chunks per device the second one is in lower case. With more, each has its letter, or every other one is in
+    lower case where there is room for one letter only.
+    """
 
     def __init__(self, work: Mapping[Span, InstrLabel], plan: Plan | None) -> None:
         self.work = work
@@ -69,7 +74,7 @@ class _Marks:
         self.most = max(map(len, chunks.values()), default=1)
 
     def label(self, span: Span) -> str:
-        """With the numbers of microbatches."""
+        """Return the text with the numbers of microbatches."""
         halves = self.work[span].halves
         texts = [InstrLabel((half,)).label for half in halves]
         return "&".join(map(self._marked, texts, self.numbers.get(span, (None,) * len(halves))))
@@ -82,7 +87,7 @@ class _Marks:
         return text + (ascii_lowercase[number] if self.most <= len(ascii_lowercase) else f".{number}")
 
     def letter(self, span: Span) -> str:
-        """One letter."""
+        """Return one letter."""
         phase = self.work[span].phase
         if phase == "pair":
             return "&"
@@ -90,7 +95,7 @@ class _Marks:
         return phase.lower() if (number or 0) % 2 else phase
 
     def legend(self, numbered: bool) -> list[str]:
-        """What tells chunks apart."""
+        """Return what tells chunks apart."""
         if self.most == 1:
             return []
         if self.most == 2:
@@ -100,15 +105,18 @@ class _Marks:
 
 
 def _cell_widths(letters: int, unit: float | None, length: float, room: int) -> tuple[int, ...]:
-    """Columns' widths to try, widest first: labels of `letters` and a space, or without it where only so a column can be the
-    common unit of all times; one letter."""
+    """Return the widths of columns to try, widest first.
+
+    They are labels of `letters` and a space, or without the space where only so a column can be the common unit of all
+    times; then one letter.
+    """
     if unit is not None and (slots := round(length / unit)) * (letters + 1) > room >= slots * letters:
         return (letters, 1)
     return (letters + 1, 1)
 
 
 def _grid(spans: Iterable[Span], origin: float, length: float, most: int) -> tuple[int, float]:
-    """Number of slots, at most `most`, and the seconds of one."""
+    """Return the number of slots, at most `most`, and the seconds of one."""
     unit = _unit(spans, origin, length)
     if unit is not None and round(length / unit) <= most:
         return max(1, round(length / unit)), unit
@@ -116,7 +124,7 @@ def _grid(spans: Iterable[Span], origin: float, length: float, most: int) -> tup
 
 
 def _unit(spans: Iterable[Span], origin: float, length: float) -> float | None:
-    """The largest time of which all starts and ends are multiples (to a thousandth of it), None for none."""
+    """Return the largest time of which all starts and ends are multiples (to a thousandth of it); None for none."""
     times = sorted({t - origin for s in spans for t in (s.start, s.end)})
     unit = length
     for t in times:
@@ -132,7 +140,7 @@ def _unit(spans: Iterable[Span], origin: float, length: float) -> float | None:
 
 
 def _row(spans: Sequence[Span], origin: float, slot: float, slots: int) -> list[Span | None]:
-    """Per slot the span that runs longest in it, None where more than half of it is idle."""
+    """Return for each slot the span that runs longest in it; None where more than half of it is idle."""
     out: list[Span | None] = []
     first = 0
     for i in range(slots):
@@ -166,7 +174,7 @@ def _cells(row: Sequence[Span | None], marks: _Marks, cell: int) -> Iterable[str
 
 
 def _coloured(text: str, phase: Phase) -> str:
-    """Black on the colour of a phase; a space that follows a label stays as it is."""
+    """Return the text in black on the colour of a phase; a space that follows a label stays as it is."""
     letters = text.rstrip()
     return f"\x1b[30;48;5;{TERMINAL.get(phase, 250)}m{letters}\x1b[0m{text[len(letters) :]}"
 

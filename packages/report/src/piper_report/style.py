@@ -1,7 +1,7 @@
-"""Colours, fonts and the making of figures: matplotlib's Figure alone, without pyplot and its global state.
+"""Hold colours and fonts, and make figures with matplotlib's Figure alone, without pyplot and its global state.
 
-Colours are Okabe and Ito's (Color Universal Design, 2008), told apart by colour-blind readers too; hatches and numbers say the
-same again.
+Colours are Okabe and Ito's (Color Universal Design, 2008), told apart by colour-blind readers too; hatches and numbers
+say the same again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from piper_ir.phases import Phase
 BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442"
 INK, GREY, PALE = "#222222", "#808080", "#D9D9D9"
 MICROBATCHES = (BLUE, ORANGE, GREEN, PURPLE, RED, YELLOW)
-"""Microbatch i has colour i modulo 6; its number is written where there is room. No sky blue: a pale blue looks like it."""
+"""Microbatch i has colour i modulo 6; its number is written where there is room. A pale blue looks like sky blue."""
 PHASE_COLOURS: Mapping[Phase, str] = {
     "F": SKY, "B": ORANGE, "I": GREEN, "W": PURPLE, "pair": SKY, "U": GREY, "other": PALE, "comm": PALE, "batch": PALE,
 }  # fmt: skip
@@ -33,9 +33,9 @@ CATEGORIES = {
 }  # fmt: skip
 """Owners of memory (`piper_ir.plan.Category`), from the bottom of the stack upwards."""
 WIDTH = 11.0
-"""Inches, of figures as wide as the page."""
+"""Inches of a figure that is as wide as the page."""
 SMALLER = 8.0
-"""Inches, of plain plots."""
+"""Inches of a plain plot."""
 SHORTEST = 1e-6
 """Seconds of an axis of time on which nothing takes any."""
 DPI = 110
@@ -55,8 +55,18 @@ FONTS: Mapping[Any, Any] = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure as it is written: `name` of its file, `title`, `alt` (what it shows, for who cannot see it) and `caption`. `uri`
-    is what the page embeds, between `least` and `most` pixels wide: a narrow screen scrolls it rather than shrinks it further."""
+    """Hold a figure as it is written.
+
+    Attributes:
+        name: the name of its file.
+        title: its title on the page.
+        alt: what it shows, for readers who cannot see it.
+        caption: the text below it.
+        png: the content of its file.
+        uri: what the page embeds.
+        least: the least width in pixels; a narrow screen scrolls the figure rather than shrinks it further.
+        most: the largest width in pixels.
+    """
 
     name: str
     title: str
@@ -70,18 +80,21 @@ class Picture:
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """Figures are made and rendered in here; outside, matplotlib's settings are the user's own."""
+    """Make and render figures in the report's style; outside, matplotlib's settings are the user's own."""
     with rc_context(dict(FONTS)):
         yield
 
 
 def new_figure(height: float, width: float = WIDTH) -> Figure:
-    """An empty figure; sizes in inches."""
+    """Return an empty figure; sizes are in inches."""
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained")
 
 
 def panels(figure: Figure, rows: int, *, sharex: bool = False, heights: Sequence[float] | None = None) -> list[Axes]:
-    """Axes one above the other, plain: no box, a pale grid behind. `heights`: relative to each other (default: equal)."""
+    """Return axes one above the other: no box, a pale grid behind.
+
+    `heights` are relative to each other (default: equal).
+    """
     out = [ax for (ax,) in figure.subplots(rows, 1, squeeze=False, sharex=sharex, height_ratios=heights)]
     for ax in out:
         ax.spines[["top", "right"]].set_visible(False)
@@ -91,8 +104,10 @@ def panels(figure: Figure, rows: int, *, sharex: bool = False, heights: Sequence
 
 
 def picture(figure: Figure, name: str, title: str, alt: str, caption: str = "", *, least: int = 0, marks: int = 0) -> Picture:
-    """Render a figure: PNG for its file, and for the page SVG, or the PNG where that would be too large. `marks`: how many things
-    are drawn."""
+    """Render a figure: PNG for its file, and for the page SVG, or the PNG where that would be too large.
+
+    `marks`: how many things are drawn.
+    """
     png = rendered(figure, "png")
     figure.set_layout_engine("none")  # what the first rendering has laid out stays
     svg = rendered(figure, "svg") if marks <= MOST_MARKS else b""
@@ -103,27 +118,27 @@ def picture(figure: Figure, name: str, title: str, alt: str, caption: str = "", 
 
 
 def rendered(figure: Figure, kind: str) -> bytes:
-    """The file's content; the same figure gives the same bytes."""
+    """Return the file's content; the same figure gives the same bytes."""
     out = BytesIO()
     figure.savefig(out, format=kind, metadata={"Date": None} if kind == "svg" else {"Software": None})
     return out.getvalue()
 
 
 def tint(colour: str, strength: float) -> tuple[float, float, float]:
-    """A colour mixed with white; strength 1 leaves it as it is."""
+    """Return a colour mixed with white; strength 1 leaves it as it is."""
     r, g, b = (1 - strength * (1 - x) for x in to_rgb(colour))
     return r, g, b
 
 
 def ink_on(colour: tuple[float, float, float] | str) -> str:
-    """Black or white, whichever is read better on a colour (relative luminance, WCAG 2)."""
+    """Return black or white, whichever is read better on a colour (relative luminance, WCAG 2)."""
     r, g, b = (x / 12.92 if x <= 0.03928 else ((x + 0.055) / 1.055) ** 2.4 for x in to_rgb(colour))
     return INK if 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.22 else "white"
 
 
 @dataclass(frozen=True, slots=True)
 class TimeUnit:
-    """A unit for an axis of times: multiply seconds by `scale`."""
+    """Hold a unit for an axis of times: multiply seconds by `scale`."""
 
     name: str
     scale: float
@@ -131,21 +146,21 @@ class TimeUnit:
 
 @dataclass(frozen=True, slots=True)
 class SizeUnit:
-    """A unit for an axis of sizes: divide bytes by `scale`."""
+    """Hold a unit for an axis of sizes: divide bytes by `scale`."""
 
     name: str
     scale: int
 
 
 def size_unit(most: int) -> SizeUnit:
-    """In which the largest size is 4 or more, if it can be."""
+    """Return the unit in which the largest size is 4 or more, if there is one."""
     return next(
         (u for u in (SizeUnit("GiB", 1 << 30), SizeUnit("MiB", 1 << 20)) if most >= 4 * u.scale), SizeUnit("KiB", 1 << 10)
     )
 
 
 def time_unit(most: float) -> TimeUnit:
-    """Such that the longest time is 1 or more, if it can be."""
+    """Return the unit in which the longest time is 1 or more, if there is one."""
     if most >= 1:
         return TimeUnit("s", 1.0)
     return TimeUnit("ms", 1e3) if most >= 1e-3 else TimeUnit("us", 1e6)

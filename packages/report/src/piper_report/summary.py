@@ -1,4 +1,4 @@
-"""Predictions as tables and as plain text, alone and beside what was measured."""
+"""Show predictions as tables and as plain text, alone and beside what was measured."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ COUNTED = {
     MFU: "model FLOPs: 6 N + 12 L h s per token, causal attention in full",
     HFU: "hardware FLOPs: those that run, which may be fewer",
 }
-"""What a utilisation counts. Lines of notes begin otherwise than rows, which programs find by their names."""
+"""What a utilisation counts. Lines of notes begin otherwise than rows, because programs find rows by their names."""
 WIDEST = 8
-"""Ranks that are listed one by one; of more, only the one with the highest prediction."""
+"""Ranks that are listed one by one; where there are more, only the one with the highest prediction is listed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of as many cells as there are columns, the first of each its name. `notes`: lines below it, "warning: ..." for what
-    should not be believed blindly."""
+    """Hold rows of as many cells as there are columns; the first cell of a row is its name.
+
+    `notes` are lines below the rows; one that should warn the reader begins with "warning: ".
+    """
 
     title: str
     columns: tuple[str, ...]
@@ -35,7 +37,7 @@ class Table:
     notes: tuple[str, ...] = ()
 
     def plain(self) -> str:
-        """Aligned columns: the first to the left, the others to the right."""
+        """Return aligned columns: the first to the left, the others to the right."""
         widths = [max(len(row[i]) for row in (self.columns, *self.rows)) for i in range(len(self.columns))]
 
         def line(row: tuple[str, ...]) -> str:
@@ -47,7 +49,7 @@ class Table:
 
 
 class Prediction(Protocol):
-    """What is read of a `piper_simulator.Simulation`: seconds, and bytes by rank."""
+    """Say what is read of a `piper_simulator.Simulation`: seconds, and bytes by rank."""
 
     @property
     def step_s(self) -> float: ...
@@ -61,7 +63,7 @@ class Prediction(Protocol):
 
 
 class MeasuredRun(Protocol):
-    """What is read of a `piper_runtime.Run`: seconds per step, and bytes by rank (may be empty)."""
+    """Say what is read of a `piper_runtime.Run`: seconds per step, and bytes by rank (may be empty)."""
 
     @property
     def step_s(self) -> Sequence[float]: ...
@@ -74,7 +76,7 @@ class MeasuredRun(Protocol):
 
 
 def prediction_table(prediction: Prediction, *, title: str) -> Table:
-    """The headline figures of a simulation, one per line, where the durations come from, and what is not calibrated."""
+    """Return the headline figures of a simulation, where the durations come from, and what is not calibrated."""
     s = prediction.summary()
     rows = (
         (FIRST_STEP, time_text(s["step_s"])),
@@ -94,7 +96,7 @@ def prediction_table(prediction: Prediction, *, title: str) -> Table:
 
 
 def memory_table(prediction: Prediction) -> Table:
-    """What the memory of the fullest device is gone for at its peak: tensors by what they are, and what is there beside them."""
+    """Return what fills the memory of the fullest device at its peak: tensors by what they are, and the rest."""
     s = prediction.summary()
     lines: Mapping[str, int] = s["memory"]
     total = sum(lines.values()) or 1
@@ -104,7 +106,7 @@ def memory_table(prediction: Prediction) -> Table:
 
 
 def _verdict(summary: Mapping[str, Any]) -> tuple[str, ...]:
-    """One line where the plan does not fit."""
+    """Return one line where the plan does not fit."""
     oom = summary.get("oom")
     return (f"DOES NOT FIT: {oom['text']}",) if oom else ()
 
@@ -147,7 +149,7 @@ MEASURED = ("measured", "interpolated", "given")
 
 
 def _far(predicted: float, measured: float | None, shares: Mapping[str, float]) -> tuple[str, ...]:
-    """Say what makes a prediction better where it is far from what was measured, and rests on formulas."""
+    """Say what makes a prediction better where it is far from what was measured and rests on formulas."""
     known = sum(shares.get(name, 0.0) for name in MEASURED)
     if not measured or not predicted or known > 0.5 or 1 / FAR <= predicted / measured <= FAR:
         return ()
@@ -158,7 +160,10 @@ def _far(predicted: float, measured: float | None, shares: Mapping[str, float]) 
 
 
 def _traced(measured: MeasuredRun, traced: bool) -> tuple[str, ...]:
-    """What step compute is of: the steady state is a median, and on a shared machine the last step may be far from it."""
+    """Say which step compute is of.
+
+    The steady state is a median, and on a shared machine the last step may be far from it.
+    """
     if not traced or not measured.step_s:
         return ()
     return (f"compute is of the last step, the one that was traced, which took {time_text(measured.step_s[-1])}",)
@@ -169,7 +174,7 @@ def _warnings(summary: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def compute_seconds(trace: Trace) -> dict[int, float]:
-    """Seconds of compute by rank; empty for a trace without spans."""
+    """Return the seconds of compute by rank; empty for a trace without spans."""
     return _seconds(s for s in trace.spans if s.stream == COMPUTE)
 
 
@@ -182,11 +187,12 @@ def _seconds(spans: Iterable[Span]) -> dict[int, float]:
 
 
 def percent(value: float | None) -> str:
+    """Return a fraction as text in per cent."""
     return ABSENT if value is None else f"{value * 100:.1f} %"
 
 
 def sources(shares: Mapping[str, float]) -> str:
-    """As in "formula 98 %, measured 2 %": by share of seconds, largest first."""
+    """Return text such as "formula 98 %, measured 2 %": by share of seconds, largest first."""
     parts = sorted(shares.items(), key=lambda s: (-s[1], s[0]))
     return ", ".join(f"{name} {share * 100:.0f} %" for name, share in parts) or ABSENT
 

@@ -1,4 +1,4 @@
-"""The tables of a report: numbers for a CSV file, and the same as text for the page."""
+"""Make the tables of a report: numbers for a CSV file, and the same as text for the page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,13 @@ MOST_ROWS = 200
 
 @dataclass(frozen=True)
 class Sheet:
-    """`frame`: plain numbers, the unit in the column's name; `table`: for reading."""
+    """Hold a table twice.
+
+    Attributes:
+        name: the name of its file.
+        frame: plain numbers, with the unit in the column's name.
+        table: the same for reading.
+    """
 
     name: str
     frame: DataFrame
@@ -37,7 +43,7 @@ class Sheet:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`name` in the CSV file, with its unit; `title` on the page."""
+    """Describe a column: `name` in the CSV file, with its unit; `title` on the page; `form` makes text of a value."""
 
     name: str
     title: str
@@ -45,7 +51,7 @@ class Column:
 
 
 def sheet(name: str, title: str, columns: Sequence[Column], rows: Sequence[Sequence[Any]], notes: tuple[str, ...] = ()) -> Sheet:
-    """A sheet from rows of plain values; None is a dash on the page and an empty cell in the file."""
+    """Return a sheet of rows of plain values; None is a dash on the page and an empty cell in the file."""
     frame = DataFrame([list(r) for r in rows], columns=[c.name for c in columns], dtype=object)
     texts = tuple(tuple(ABSENT if v is None else c.form(v) for c, v in zip(columns, r, strict=True)) for r in rows[:MOST_ROWS])
     if len(rows) > MOST_ROWS:
@@ -54,7 +60,7 @@ def sheet(name: str, title: str, columns: Sequence[Column], rows: Sequence[Seque
 
 
 def error_of(predicted: float | None, measured: float | None) -> float | None:
-    """Predicted / measured - 1."""
+    """Return predicted / measured - 1."""
     return predicted / measured - 1 if predicted is not None and measured else None
 
 
@@ -63,7 +69,7 @@ def signed_percent(value: float) -> str:
 
 
 def headline(results: Results) -> Sheet:
-    """The figures of `Simulation.summary` for the worst rank, predicted beside measured."""
+    """Return the figures of `Simulation.summary` for the worst rank, predicted beside measured."""
     p, m = results.predicted, results.measured
     gaps = idle_ranks(results.measured_trace, results.plan) if results.measured_trace is not None else []
     period = m.period_s if m else None
@@ -101,7 +107,10 @@ def headline(results: Results) -> Sheet:
 
 
 def _used(results: Results, period: float) -> tuple[float | None, float | None]:
-    """Measured utilisation, model and hardware: the predicted one counts the same FLOPs and the same peak over another time."""
+    """Return the measured model and hardware utilisation.
+
+    The predicted one counts the same FLOPs and the same peak over another time.
+    """
     p = results.predicted
     if p is None or not period:
         return None, None
@@ -115,7 +124,7 @@ def _worst(gaps: Sequence[RankIdle], name: str) -> float | None:
 
 
 def rank_sheet(results: Results) -> Sheet | None:
-    """Per rank compute, bubble, exposed communication and peak memory, predicted and measured."""
+    """Return by rank compute, bubble, exposed communication and peak memory, predicted and measured."""
     before, same = {}, dict[int, int]()
     if results.predicted_trace:
         same = results.predicted_trace.shown_as()
@@ -144,7 +153,7 @@ def rank_sheet(results: Results) -> Sheet | None:
 
 
 def owner_sheet(results: Results) -> Sheet | None:
-    """Who holds the memory at the peak of each role, the fullest first."""
+    """Return what holds the memory at the peak of each role, the fullest first."""
     plan = results.plan
     if plan is None:
         return None
@@ -176,7 +185,7 @@ def owner_sheet(results: Results) -> Sheet | None:
 
 
 def _ranges(mbs: Sequence[int]) -> str:
-    """As in "0-3, 5"."""
+    """Return numbers as text such as "0-3, 5"."""
     out: list[list[int]] = []
     for mb in mbs:
         if out and mb == out[-1][1] + 1:
@@ -187,7 +196,7 @@ def _ranges(mbs: Sequence[int]) -> str:
 
 
 def source_sheet(results: Results) -> Sheet | None:
-    """Where the predicted durations come from, by share of all seconds."""
+    """Return where the predicted durations come from, by share of all seconds."""
     if results.predicted is None or not results.predicted.sources:
         return None
     rows = sorted(results.predicted.sources.items(), key=lambda s: -s[1])
@@ -196,6 +205,7 @@ def source_sheet(results: Results) -> Sheet | None:
 
 
 def step_sheet(results: Results) -> Sheet | None:
+    """Return what each step took; None when no steps are known."""
     rate = {m.step: m.tokens_per_s for m in results.metrics}
     waited = {m.step: m.batch_s for m in results.metrics}
     rows = [(step, loss, s, waited.get(step), rate.get(step)) for step, loss, s in steps_of(results)]
@@ -224,7 +234,7 @@ def cost_sheet(results: Results) -> Sheet | None:
 
 
 def _durations(value: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], float, float | None, str]]:
-    """Whatever in a document of Costs has seconds: (what it is of, seconds, spread, source)."""
+    """Yield whatever in a document of Costs has seconds: (what it belongs to, seconds, spread, source)."""
     if isinstance(value, list):
         for item in value:
             yield from _durations(item, words)
@@ -237,7 +247,7 @@ def _durations(value: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, 
 
 
 def _scalars(value: Any) -> list[str]:
-    """What a document says beside durations, one text per value."""
+    """Return what a document says beside durations, one text per value."""
     if isinstance(value, dict):
         return [f"{k} {text}" for k, v in value.items() for text in _scalars(v)]
     if isinstance(value, list):
@@ -246,11 +256,12 @@ def _scalars(value: Any) -> list[str]:
 
 
 def trial_text(trial: Row) -> str:
+    """Return the parameters of a trial as text."""
     return ", ".join(f"{k}={v}" for k, v in trial.params.items()) or ABSENT
 
 
 def tuning_sheets(results: Results) -> list[Sheet]:
-    """Confirmed candidates, reasons of the rejected ones, the rules, and all trials; those that have rows."""
+    """Return confirmed candidates, reasons of the rejected ones, the rules, and all trials; those that have rows."""
     if results.study is None:
         return []
     trials = results.study.trials
@@ -287,7 +298,7 @@ def _rejected(trials: Sequence[Row]) -> Sheet:
 
 
 def _trials(results: Results) -> Sheet:
-    """The quickest first, the rejected last."""
+    """Return all candidates, the quickest first, the rejected last."""
     assert results.study is not None
     columns = [Column("trial", "trial"), Column("state", "state"), Column("params", "parameters"),
                Column("period_s", "period", time_text), Column("memory_bytes", "memory", size_text),

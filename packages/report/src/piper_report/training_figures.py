@@ -1,4 +1,4 @@
-"""What a run showed step by step: the loss, and the seconds."""
+"""Draw what a run showed step by step: the loss, and the seconds."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from piper_report.results import Results
 from piper_report.style import BLUE, GREY, ORANGE, RED, SMALLER, Picture, new_figure, panels, picture, time_unit
 
 WARMUP_STEPS = 3
-"""As in piper_runtime: steady state is the median of the steps after these."""
+"""Steady state is the median of the steps after these, as in piper_runtime."""
 
 
 def steps_of(results: Results) -> list[tuple[int, float, float]]:
-    """Step, loss, seconds; from metrics.jsonl, else from measured.json."""
+    """Return step, loss and seconds, from metrics.jsonl, else from measured.json."""
     if results.metrics:
         return [(m.step, m.loss, m.step_s) for m in results.metrics]
     if results.measured is None:
@@ -24,7 +24,7 @@ def steps_of(results: Results) -> list[tuple[int, float, float]]:
 
 
 def loss_figure(results: Results) -> Picture | None:
-    """None without a finite loss."""
+    """Draw the loss by step; None without a finite loss."""
     points = [(step, loss) for step, loss, _ in steps_of(results) if isfinite(loss)]
     if not points:
         return None
@@ -40,7 +40,7 @@ def loss_figure(results: Results) -> Picture | None:
 
 
 def step_time_figure(results: Results) -> Picture | None:
-    """Seconds of each step, with the median of steady state and the prediction as lines."""
+    """Draw the seconds of each step, with the median of steady state and the prediction as lines."""
     points = steps_of(results)
     if not points:
         return None

@@ -1,4 +1,4 @@
-"""Which spans of a trace are the ends of one transfer: a Send and its Recv, or all members of an all-reduce."""
+"""Find the spans of a trace that are the ends of one transfer: a Send and its Recv, or all members of a collective."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from piper_ir.trace import Span, Trace
 
 
 def transfers(plan: Plan, trace: Trace) -> list[tuple[Span, ...]]:
-    """Per transfer its spans, by rank. The k-th use of a channel by one rank meets the k-th by every other (rule 3 of
-    `piper_ir.timing`); a transfer of which a rank's span is missing has fewer. Ranks that are alike are one."""
+    """Return the spans of each transfer, by rank.
+
+    The k-th use of a channel by one rank meets the k-th by every other (rule 3 of `piper_ir.timing`); a transfer of
+    which a rank's span is missing has fewer spans. Ranks that are alike are one.
+    """
     uses: dict[tuple[str, tuple[int, ...], int], list[Span]] = {}
     role_of = {rank: role for role in plan.roles for rank in role.ranks}
     same = trace.shown_as()

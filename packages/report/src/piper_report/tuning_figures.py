@@ -1,4 +1,4 @@
-"""A tuning as figures: its history, and time against memory."""
+"""Draw a tuning: its history, and time against memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def scored(study: StudyDocument) -> ScoredTrials:
 
 
 def history_figure(study: StudyDocument) -> Picture | None:
-    """Predicted period by trial, the best so far as a line, rejected candidates as crosses. None when no trial has a period."""
+    """Draw the predicted period by trial; None when no trial has a period.
+
+    The best so far is a line, rejected candidates are crosses.
+    """
     found = scored(study)
     if not found:
         return None
@@ -57,7 +60,10 @@ def history_figure(study: StudyDocument) -> Picture | None:
 
 
 def pareto_figure(study: StudyDocument) -> Picture | None:
-    """Period against memory of the fullest device; the front are the candidates that no other beats in both."""
+    """Draw the period against the memory of the fullest device.
+
+    The front are the candidates that no other beats in both.
+    """
     found = [(b, p) for t, p in scored(study) if (b := held(t)) is not None]
     if not found:
         return None
@@ -92,12 +98,12 @@ def pareto_figure(study: StudyDocument) -> Picture | None:
 
 
 def held(trial: Row) -> int | None:
-    """Bytes that count against the limit: of the device, else of the plan alone."""
+    """Return the bytes that count against the limit: those of the device, else those of the plan alone."""
     return trial.device_bytes if trial.device_bytes is not None else trial.peak_bytes
 
 
 def pareto_front(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Of (bytes, seconds) those that no other beats in both, by bytes."""
+    """Return those of (bytes, seconds) that no other beats in both, by bytes."""
     out: list[tuple[int, float]] = []
     for b, p in sorted(set(points)):
         if not out or p < out[-1][1]:
@@ -106,7 +112,7 @@ def pareto_front(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]
 
 
 def unit_of(found: ScoredTrials) -> style.TimeUnit:
-    """In which the shortest period is 1 or more."""
+    """Return the unit in which the shortest period is 1 or more."""
     return style.time_unit(min(p for _, p in found))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from piper_ir.memory import PartUse, Step, steps
+from piper_ir.memory import MemoryStep, PartUse, steps
 from piper_ir.plan import Part, Plan, RolePlan
 from piper_simulator.memory.caching_allocator import CachedBlock, CachingAllocator
 
@@ -38,7 +38,7 @@ def snapshot(plan: Plan, role: RolePlan, spans: Sequence[tuple[float, float]]) -
     return log.snapshot()
 
 
-def _run(log: _Log, plan: Plan, step: Step, start: int, end: int) -> None:
+def _run(log: _Log, plan: Plan, step: MemoryStep, start: int, end: int) -> None:
     log.time_us = max(log.time_us, start)
     log.free(step.early)
     for use in step.uses:
@@ -49,7 +49,7 @@ def _run(log: _Log, plan: Plan, step: Step, start: int, end: int) -> None:
         log.value(plan, v, step.instr.name, step.index)
 
 
-def _run_part(log: _Log, plan: Plan, step: Step, use: PartUse[Part]) -> None:
+def _run_part(log: _Log, plan: Plan, step: MemoryStep, use: PartUse[Part]) -> None:
     """Allocate what the part writes, and at its fullest moment what it holds beside.
 
     That is temporaries, or less of the inputs than it was given."""
