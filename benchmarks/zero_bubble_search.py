@@ -13,7 +13,7 @@ from typing import Any
 import piper
 from benchmarks.measure import Goal, Row
 from piper_compiler import Directive
-from piper_compiler.recipes.zero_bubble import v_frontier
+from piper_compiler.recipes import v_frontier
 
 CASES = 20
 Schedule = tuple[Directive, ...]

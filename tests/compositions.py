@@ -21,7 +21,7 @@ from piper.api import capturing
 from piper.api.compiling import Compiled
 from piper_compiler import Options, Strategy, order, overlap, place, recipes, replicate, split, split_backward, stream
 from piper_compiler.capture import Captured
-from piper_compiler.directives.partition import chunk_layers, layers_of, stage_of_layers
+from piper_compiler.directives import chunk_layers, layers_of, stage_of_layers
 from piper_ir.mesh import Mesh
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Program

@@ -30,7 +30,7 @@ from piper_compiler import (
     stream,
     synthetic,
 )
-from piper_compiler.build import build
+from piper_compiler.build import build_graph
 from piper_compiler.compile import apply_directives
 from piper_compiler.recipes import RECIPES
 from piper_ir.errors import CompileError, DirectiveError, PiperError, SelectorError
@@ -46,7 +46,7 @@ BOTH = (place(where(stage=0), on=dict(pp=0)), place(where(stage=1), on=dict(pp=1
 
 
 def applied(*directives: Directive, program: Program | None = None, mesh: Mesh = MESH) -> Graph:
-    return apply_directives(build(program or layered(4), mesh), directives)
+    return apply_directives(build_graph(program or layered(4), mesh), directives)
 
 
 def refused(

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import piper_compiler.compile as passes
 from packages.compiler.tests.compile_cases import random_case
 from piper_compiler import compile_program
-from piper_compiler.passes.arrays import begins, ints, within
+from piper_compiler.passes.arrays import index_in_run, int_array, run_starts
 from piper_compiler.passes.dependencies import targets
-from piper_compiler.passes.draft import Draft, Waits
+from piper_compiler.passes.draft import Draft, WaitEdges
 from piper_compiler.passes.release import Releases, Uses, releases
 from piper_compiler.passes.templates import Drafted
 from piper_ir.plan import COMPUTE
@@ -24,7 +24,7 @@ Frees = tuple[dict[int, list[int]], dict[int, list[int]], set[tuple[int, int]]]
 """Part -> values that die after it, instruction -> values that die before it, (instruction, what it waits for)."""
 
 
-def plain_waits(draft: Draft, waits: Waits) -> list[tuple[int, ...]]:
+def plain_waits(draft: Draft, waits: WaitEdges) -> list[tuple[int, ...]]:
     """In program order, with a memory per stream of what it has waited for."""
     wanted = defaultdict(list)
     for i, j in zip(waits.waiter.tolist(), waits.target.tolist(), strict=True):
@@ -115,11 +115,11 @@ def test_instructions_run_every_node_once_and_in_their_stream(monkeypatch: pytes
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8))
 def test_runs(lengths: list[int]) -> None:
-    assert within(ints(lengths)).tolist() == [k for n in lengths for k in range(n)]
-    assert begins(ints(lengths)).tolist() == [sum(lengths[:k]) for k in range(len(lengths))]
+    assert index_in_run(int_array(lengths)).tolist() == [k for n in lengths for k in range(n)]
+    assert run_starts(int_array(lengths)).tolist() == [sum(lengths[:k]) for k in range(len(lengths))]
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=20))
 def test_targets(edges: list[tuple[int, int]]) -> None:
-    source, target = ints([a for a, _ in edges]), ints([b for _, b in edges])
+    source, target = int_array([a for a, _ in edges]), int_array([b for _, b in edges])
     assert targets(source, target, 7) == [sorted(b for a, b in edges if a == i) for i in range(7)]

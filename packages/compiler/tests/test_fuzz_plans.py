@@ -16,8 +16,8 @@ from packages.compiler.tests.canonical import makespan
 from packages.compiler.tests.compile_cases import Case, random_case
 from packages.compiler.tests.plan_walk import walk
 from piper_compiler import Options, Strategy, compile_program, order, split
-from piper_compiler.passes.arrays import ints
-from piper_compiler.passes.draft import Waits
+from piper_compiler.passes.arrays import int_array
+from piper_compiler.passes.draft import WaitEdges
 from piper_compiler.passes.release import Releases
 from piper_ir.errors import CompileError
 from piper_ir.mesh import Mesh
@@ -30,7 +30,7 @@ from piper_ir.verify import verify
 
 CASES = 240
 PER_TEST = 20
-NOTHING = Releases(*[ints(())] * 4, Waits(ints(()), ints(())))
+NOTHING = Releases(*[int_array(())] * 4, WaitEdges(int_array(()), int_array(())))
 ROOT = Path(__file__).resolve().parents[3]
 
 

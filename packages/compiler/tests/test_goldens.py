@@ -16,7 +16,7 @@ from piper_compiler import (
     split,
     stream,
 )
-from piper_compiler.build import build
+from piper_compiler.build import build_graph
 from piper_compiler.compile import apply_directives
 from piper_ir.graph_text import format_graph
 from piper_ir.mesh import Mesh
@@ -165,7 +165,7 @@ replicated stage1: over dp, buckets of 524288 bytes on sync
 
 
 def text(layers: int, *directives: Directive) -> str:
-    return format_graph(apply_directives(build(layered(layers), Mesh(pp=2, dp=2)), directives), log=False)
+    return format_graph(apply_directives(build_graph(layered(layers), Mesh(pp=2, dp=2)), directives), log=False)
 
 
 @pytest.mark.parametrize("name", GOLDENS)
@@ -199,7 +199,7 @@ def test_what_completion_adds() -> None:
 
 
 def test_the_log_comes_first_with_call_sites() -> None:
-    graph = apply_directives(build(layered(2), Mesh(pp=2)), (partition(stages=2), split(where(), microbatches=2)))
+    graph = apply_directives(build_graph(layered(2), Mesh(pp=2)), (partition(stages=2), split(where(), microbatches=2)))
     head = format_graph(graph).splitlines()[:3]
     assert head[0] == "graph on Mesh(pp=2), 2 microbatches"
     assert head[1].startswith("  1. partition(stages=2) (test_goldens.py:")

@@ -12,7 +12,7 @@ import pytest
 from packages.compiler.tests.compile_cases import SCHEDULES, layered, random_case, users_place
 from piper_compiler import Directive, Strategy, compile_program, order, place, recipes
 from piper_compiler.directives.place import role_name
-from piper_ir.graph import Editor, Graph, Transport
+from piper_ir.graph import Editor, Graph, TransferStreams
 from piper_ir.mesh import Mesh
 from piper_ir.select import where
 
@@ -30,7 +30,7 @@ class PlaceByName:
         fixed = dict(self.like.on)
         role = role_name(fixed)
         edit.roles[role] = fixed
-        edit.transports[role] = Transport(self.like.send, self.like.recv)
+        edit.transports[role] = TransferStreams(self.like.send, self.like.recv)
         ids = [node.id for node in graph.select(self.like.selection)]
         for id in ids:
             node = edit.nodes[id]

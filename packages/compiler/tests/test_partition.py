@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from packages.compiler.tests.compile_cases import layered
 from piper_compiler import Strategy, compile_program, partition, recipes, split, synthetic
-from piper_compiler.build import build
+from piper_compiler.build import build_graph
 from piper_compiler.compile import apply_directives
 from piper_ir.costs import Costs, Duration
 from piper_ir.mesh import Mesh
@@ -22,7 +22,7 @@ from piper_ir.sizes import Affine
 
 
 def stage_list(program: Program, item: partition) -> list[int]:
-    graph = apply_directives(build(program, Mesh()), (item,))
+    graph = apply_directives(build_graph(program, Mesh()), (item,))
     return [int(graph.nodes[f"{c.id}.F"].coords["stage"]) for c in program.chunks]
 
 
@@ -39,7 +39,7 @@ def test_given_boundaries_are_first_layers() -> None:
 
 
 def test_both_phases_of_a_chunk_get_the_stage() -> None:
-    graph = apply_directives(build(layered(4), Mesh()), (split(where(), microbatches=2), partition(stages=2)))
+    graph = apply_directives(build_graph(layered(4), Mesh()), (split(where(), microbatches=2), partition(stages=2)))
     by_chunk = {(n.coords["chunk"], n.coords["stage"]) for n in graph.nodes.values()}
     assert by_chunk == {("stage0", 0), ("stage1", 0), ("stage2", 1), ("stage3", 1)}
 
@@ -54,7 +54,7 @@ def test_what_has_no_layer_joins_its_neighbour() -> None:
 
 def test_tags_that_agree_are_kept() -> None:
     program = synthetic(stages=3, F=1, I=1, W=1)
-    graph = build(program, Mesh())
+    graph = build_graph(program, Mesh())
     partition(stages=3).check(graph)
     assert partition(stages=3).apply(graph) is graph
     plan = compile_program(program, Strategy(Mesh(pp=3), recipes.gpipe(pp=3, microbatches=2))).plan

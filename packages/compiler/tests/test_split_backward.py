@@ -21,7 +21,7 @@ from piper_compiler import (
     split_backward,
     synthetic,
 )
-from piper_compiler.build import build
+from piper_compiler.build import build_graph
 from piper_compiler.compile import apply_directives
 from piper_ir.errors import DirectiveError, SelectorError
 from piper_ir.graph import Graph
@@ -38,7 +38,7 @@ PLACES = (place(where(stage=0), on=dict(pp=0)), place(where(stage=1), on=dict(pp
 
 
 def applied(*directives: Directive, program: Program | None = None) -> Graph:
-    return apply_directives(build(program or layered(4), Mesh(pp=2)), directives)
+    return apply_directives(build_graph(program or layered(4), Mesh(pp=2)), directives)
 
 
 def planned(*directives: Directive, program: Program | None = None, pp: int = 2) -> Plan:
@@ -144,7 +144,7 @@ def test_frozen_stages_have_neither(frozen: int) -> None:
     assert steps(plan, 0) == ["F0", "F1", "F2"]
     assert steps(plan, 3) == [f"{ph}{i}" for i in range(3) for ph in "FIW"]
     assert walk(plan) == {r.role: r.peak_bytes for r in plan.roles}
-    assert apply_directives(build(frozen_first(4, frozen), Mesh(pp=4)), (split_backward(where(stage=0)),)).nodes
+    assert apply_directives(build_graph(frozen_first(4, frozen), Mesh(pp=4)), (split_backward(where(stage=0)),)).nodes
 
 
 def test_a_chunk_without_parameters_has_no_w_and_one_without_input_gradient_may_have_no_i() -> None:

@@ -19,7 +19,7 @@ from piper_compiler import Directive, Strategy, compile_program, recipes, synthe
 from piper_compiler.recipes import search
 from piper_compiler.recipes.search import Search, find_orders
 from piper_compiler.recipes.zb_greedy import Greedy, Rules
-from piper_compiler.recipes.zb_problem import Problem, Stages, Value
+from piper_compiler.recipes.zb_problem import OrderScore, Problem, Stages
 from piper_compiler.recipes.zero_bubble import ROUNDING, v_frontier
 from piper_ir.errors import DirectiveError
 from piper_ir.mesh import Mesh
@@ -187,7 +187,7 @@ def test_the_v_frontier(p: int, units: int) -> None:
     expected = FRONTIER[p][units - p]
     assert v_frontier(p, units) == expected
     # For p = 4 the search runs to its end, so that it would show a smaller span; for p = 6 it ends at the expected one.
-    goal = Value(6.0 * 2 * p + max(expected, 7 if units == 10 else p), expected, 0.0) if p == 6 else None
+    goal = OrderScore(6.0 * 2 * p + max(expected, 7 if units == 10 else p), expected, 0.0) if p == 6 else None
     orders = find_orders(even(p, 2), 2 * p, (float(units),) * p, goal)
     assert execute(orders, stages=2 * p).span == expected
     assert max(peaks(orders)) <= units
@@ -200,7 +200,7 @@ def test_the_v_frontier(p: int, units: int) -> None:
 def test_the_v_frontier_with_more_microbatches(p: int, m: int, units: int, more: int) -> None:
     """`more`: how much larger docs/language.md says that the span bubble may be. Where it is 0 the search may end there."""
     expected = v_frontier(p, units)
-    goal = None if more else Value(6.0 * m + max(expected, p), expected, 0.0)
+    goal = None if more else OrderScore(6.0 * m + max(expected, p), expected, 0.0)
     limit = units * (1 + ROUNDING)  # as the recipe gives it: where the search comes to depends on it
     orders = find_orders(even(p, 2), m, (limit,) * p, goal)
     assert expected <= execute(orders, stages=2 * p).span <= expected + more

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from piper_ir.errors import CompileError, SelectorError
-from piper_ir.graph import Graph, Node, Transport
+from piper_ir.graph import Graph, Node, TransferStreams
 from piper_ir.graph_text import format_graph
 from piper_ir.mesh import Mesh
 from piper_ir.ops import Add, Compute
@@ -92,7 +92,7 @@ def small() -> Graph:
     edit.add(Node("a", Add(), {"op": "add"}, (), ("v",), "pp0"))
     edit.add(Node("b", Add(), {"op": "add"}, ("v", "v"), (), "pp1"))
     edit.add(Node("c", Add(), {"op": "add"}, ("v",), (), "pp1"))
-    edit.transports.update({"pp0": Transport("", ""), "pp1": Transport("", "in")})
+    edit.transports.update({"pp0": TransferStreams("", ""), "pp1": TransferStreams("", "in")})
     return edit.done()
 
 

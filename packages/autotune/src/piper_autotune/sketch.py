@@ -10,19 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from piper_autotune.problem import Programs, TuningProblem, bare_plan
-from piper_compiler import Strategy
-from piper_compiler.build import build
-from piper_compiler.compile import apply_directives
-from piper_compiler.directives import Directive
-from piper_compiler.directives.order import Order
-from piper_compiler.directives.partition import Partition
-from piper_compiler.directives.place import Place
-from piper_compiler.directives.replicate import Replicate
-from piper_compiler.directives.split import Split, split_all
-from piper_compiler.directives.split_backward import SplitBackward
-from piper_compiler.directives.stream import Stream
-from piper_compiler.passes.complete import EVERYWHERE
-from piper_compiler.ports import trains
+from piper_compiler import EVERYWHERE, Strategy, apply_directives, build_graph, directives, trains
 from piper_ir.errors import PiperError
 from piper_ir.graph import Graph
 from piper_ir.mesh import Mesh
@@ -32,7 +20,15 @@ from piper_ir.program import Chunk, Program, Step
 from piper_ir.sizes import bind
 from piper_simulator import CostModel, Device, device_memory, model_for
 
-_OWN = (Partition, Split, SplitBackward, Place, Replicate, Order, Stream)
+_OWN = (
+    directives.partition,
+    directives.split,
+    directives.split_backward,
+    directives.place,
+    directives.replicate,
+    directives.order,
+    directives.stream,
+)
 _PHASES = ("F", "B", "I", "W")
 _NOBODY = RolePlan("", {}, (0,), (), ())
 
@@ -91,7 +87,7 @@ class Sketches:
         A strategy has none when it has directives of the user's own, places a chunk by microbatch, overlaps pairs whose
         duration is given, or does not apply.
         """
-        if any(type(d) not in _OWN or (isinstance(d, Replicate) and d.zero) for d in strategy.directives):
+        if any(type(d) not in _OWN or (isinstance(d, directives.replicate) and d.zero) for d in strategy.directives):
             return None
         graph = self._graph(strategy)
         if graph is None:
@@ -99,8 +95,8 @@ class Sketches:
         roles: dict[str, list[str]] = {}
         for chunk in graph.program.chunks:
             roles.setdefault(graph.compute(chunk.id, "F")[0].role or EVERYWHERE, []).append(chunk.id)
-        parts = next((d.microbatches for d in strategy.directives if isinstance(d, Split)), 1)
-        orders = [d for d in strategy.directives if isinstance(d, Order)]
+        parts = next((d.microbatches for d in strategy.directives if isinstance(d, directives.split)), 1)
+        orders = [d for d in strategy.directives if isinstance(d, directives.order)]
         if graph.program.overlap and any(order.overlaps for order in orders):
             return None
         used = sorted({name for o in orders for s in o.selections for name, _ in s.terms} - {"phase", "mb"})
@@ -160,19 +156,19 @@ class Sketches:
 
     def _graph(self, strategy: Strategy) -> Graph | None:
         """Return the graph of one microbatch with everything placed, without orders."""
-        kept: list[Directive] = []
+        kept: list[directives.Directive] = []
         for item in strategy.directives:
-            if isinstance(item, Split):
+            if isinstance(item, directives.split):
                 item = replace(item, microbatches=1)
-            if not isinstance(item, Order | Stream | SplitBackward):
+            if not isinstance(item, directives.order | directives.stream | directives.split_backward):
                 kept.append(item)
         key = Strategy(strategy.mesh, kept)
         if key not in self._placed:
             try:
                 if key.mesh not in self._built:
-                    self._built[key.mesh] = build(self._problem.program, key.mesh)
+                    self._built[key.mesh] = build_graph(self._problem.program, key.mesh)
                 graph = apply_directives(self._built[key.mesh], key.directives)
-                self._placed[key] = graph if graph.microbatches else split_all(graph, 1)
+                self._placed[key] = graph if graph.microbatches else directives.split_all(graph, 1)
             except PiperError:  # compiling it says what is wrong, in the user's terms
                 self._placed[key] = None
         return self._placed[key]
@@ -228,7 +224,7 @@ class Sketches:
         return total
 
 
-def in_flight(order: Order, coords: Mapping[str, int | str]) -> Flight:
+def in_flight(order: directives.order, coords: Mapping[str, int | str]) -> Flight:
     """Return the fullest moment of an order for a chunk with these coordinates (without phase and mb).
 
     Only microbatches count whose forward and backward (of a split one: the input gradient) both are in the order. In an

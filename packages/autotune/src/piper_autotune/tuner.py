@@ -22,7 +22,7 @@ from piper_autotune.search import LEADERS, SearchProgress, StrategySearch
 from piper_autotune.space import StrategyFunction, space_key
 from piper_autotune.storage import open_study, quiet, storage_errors, unusable
 from piper_autotune.study import NothingFoundError, SearchError, Study
-from piper_compiler import Strategy, compile_program, settled
+from piper_compiler import Strategy, compile_program, with_fixed_stages
 from piper_ir.errors import TuneError
 from piper_ir.program import Program
 
@@ -183,4 +183,4 @@ def _settled(strategy: Strategy, problem: TuningProblem, programs: Programs) -> 
         costs=problem.costs,
         at_rows=lambda rows: programs.exact(rows) or problem.program,
     )
-    return settled(strategy, lowered.graph)
+    return with_fixed_stages(strategy, lowered.graph)

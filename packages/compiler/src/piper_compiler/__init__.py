@@ -1,8 +1,21 @@
-"""Piper's compiler: directives and recipes, graph building, lowering to a plan. Capture is in piper_compiler.capture (needs
-torch)."""
+"""Piper's compiler turns a program and a strategy into a plan: directives, recipes, passes, and schedules as CSV files.
+
+It may import piper_ir and numpy. Only `piper_compiler.capture`, which makes programs of models, may import torch and piper_ops;
+so nothing here may import it.
+"""
 
 from piper_compiler import recipes
-from piper_compiler.compile import CompileRequest, Lowered, Options, Training, compile_program, compiled, settled
+from piper_compiler.build import build_graph
+from piper_compiler.compile import (
+    CompileRequest,
+    Lowered,
+    Options,
+    Training,
+    apply_directives,
+    compile_program,
+    compiled,
+    with_fixed_stages,
+)
 from piper_compiler.directives import (
     Directive,
     describe,
@@ -19,10 +32,13 @@ from piper_compiler.directives import (
     stream,
 )
 from piper_compiler.interchange import Schedule, read_schedule_csv, write_schedule_csv
+from piper_compiler.passes import EVERYWHERE
+from piper_compiler.ports import trains
 from piper_compiler.strategy import Strategy, load_strategy, save_strategy
 from piper_compiler.synthetic import MOST_SECONDS, synthetic
 
 __all__ = [
+    "EVERYWHERE",
     "MOST_SECONDS",
     "CompileRequest",
     "Directive",
@@ -31,6 +47,8 @@ __all__ = [
     "Schedule",
     "Strategy",
     "Training",
+    "apply_directives",
+    "build_graph",
     "compile_program",
     "compiled",
     "describe",
@@ -45,11 +63,12 @@ __all__ = [
     "recipes",
     "replicate",
     "save_strategy",
-    "settled",
+    "with_fixed_stages",
     "site_field",
     "split",
     "split_backward",
     "stream",
     "synthetic",
+    "trains",
     "write_schedule_csv",
 ]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Phase = Literal["F", "B", "I", "W"]
+ActionPhase = Literal["F", "B", "I", "W"]
 """B is I followed by W in one go; a stage and microbatch has either one B or one I and one W."""
 
 
@@ -19,7 +19,7 @@ class Action:
     """`str(Action(2, "F", 0))` is "2F0", as in the tables of torch.distributed.pipelining."""
 
     stage: int
-    phase: Phase
+    phase: ActionPhase
     mb: int
 
     def __str__(self) -> str:

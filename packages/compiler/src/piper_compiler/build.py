@@ -14,7 +14,7 @@ from piper_ir.ops import Add, Compute, ComputeStep
 from piper_ir.program import Chunk, Program
 
 
-def build(program: Program, mesh: Mesh, costs: Costs | None = None) -> Graph:
+def build_graph(program: Program, mesh: Mesh, costs: Costs | None = None) -> Graph:
     """The graph of one step on one device. Batch tensors and the tangent of the loss are values without a writer:
     `passes.parts` makes their Load and Seed parts once it is known which roles read them."""
     index = {c.id: i for i, c in enumerate(program.chunks)}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from piper_compiler.build import build
+from piper_compiler.build import build_graph
 from piper_compiler.directives import Directive, describe
 from piper_compiler.directives.base import Settling
 from piper_compiler.durations import InstructionSeconds
@@ -33,7 +33,16 @@ from piper_ir.program import Chunk, Program
 from piper_ir.timing import Prepared
 from piper_ir.tools import no_garbage_collection
 
-__all__ = ["CompileRequest", "Lowered", "Options", "Training", "apply_directives", "compile_program", "compiled", "settled"]
+__all__ = [
+    "CompileRequest",
+    "Lowered",
+    "Options",
+    "Training",
+    "apply_directives",
+    "compile_program",
+    "compiled",
+    "with_fixed_stages",
+]
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ def compiled(request: CompileRequest) -> Lowered:
 
 def step_graph(request: CompileRequest, program: Program) -> Graph:
     """Return the graph of a whole training step, by single microbatches nowhere."""
-    graph = build(program, request.strategy.mesh, request.costs)
+    graph = build_graph(program, request.strategy.mesh, request.costs)
     graph = apply_directives(graph, request.strategy.directives)
     return complete(graph, request.training)
 
@@ -119,10 +128,10 @@ def apply_directives(graph: Graph, directives: Iterable[Directive]) -> Graph:
     return graph
 
 
-def settled(strategy: Strategy, graph: Graph) -> Strategy:
+def with_fixed_stages(strategy: Strategy, graph: Graph) -> Strategy:
     """Return a strategy that makes the stages of `graph`, which it was compiled to, whatever costs are given: each directive with
-    a method `settled` says what it decided (`partition(at="cost")`: its boundaries)."""
-    made = [d.settled(graph) if isinstance(d, Settling) else d for d in strategy.directives]
+    a method `with_fixed_stages` says what it decided (`partition(at="cost")`: its boundaries)."""
+    made = [d.with_fixed_stages(graph) if isinstance(d, Settling) else d for d in strategy.directives]
     return Strategy(strategy.mesh, made, params=strategy.params)
 
 

@@ -8,7 +8,7 @@ from piper_ir.errors import CompileError
 from piper_ir.program import BatchTensor, Chunk, Cost, Input, Output, Param, Program, Signature, Step
 from piper_ir.sizes import TensorSpec
 
-Times = float | Sequence[float]
+PhaseSeconds = float | Sequence[float]
 MOST_SECONDS = 1e12
 """Many thousand years: sums of larger numbers lose what is small."""
 _EMPTY = TensorSpec((0,), "uint8")
@@ -17,10 +17,10 @@ _EMPTY = TensorSpec((0,), "uint8")
 def synthetic(
     *,
     stages: int,
-    F: Times,
-    I: Times,  # noqa: E741 - the field's name for the input gradient
-    W: Times,
-    overlap: Times | None = None,
+    F: PhaseSeconds,
+    I: PhaseSeconds,  # noqa: E741 - the field's name for the input gradient
+    W: PhaseSeconds,
+    overlap: PhaseSeconds | None = None,
     activation: int | Sequence[int] = 1,
     kept_after_I: int | Sequence[int] | None = None,
     params: int | Sequence[int] = 0,
@@ -60,7 +60,7 @@ def _check_seconds(**given: Sequence[float]) -> None:
             )
 
 
-def _per_stage(name: str, value: Times | Sequence[int], stages: int) -> list[float]:
+def _per_stage(name: str, value: PhaseSeconds | Sequence[int], stages: int) -> list[float]:
     given: Sequence[float] = value if isinstance(value, Sequence) else [value] * stages
     if not all(isinstance(v, int | float) for v in given):
         raise CompileError(f"synthetic({name}={value!r}): a number is needed, or a list with one per stage")

@@ -30,7 +30,7 @@ from piper_ir.graph_parts import (
     Node,
     OverlapGroup,
     Replication,
-    Transport,
+    TransferStreams,
     common,
     compute_id,
     in_mbs,
@@ -57,7 +57,7 @@ __all__ = [
     "Node",
     "OverlapGroup",
     "Replication",
-    "Transport",
+    "TransferStreams",
 ]
 
 K = TypeVar("K")
@@ -79,7 +79,7 @@ class Graph(NamedNodes, Selecting):
     order_edges: Mapping[tuple[At, At], int] = field(default_factory=dict)
     overlaps: tuple[OverlapGroup, ...] = ()
     roles: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    transports: Mapping[str, Transport] = field(default_factory=dict)
+    transports: Mapping[str, TransferStreams] = field(default_factory=dict)
     channels: Mapping[str, Channel] = field(default_factory=dict)
     buckets: Mapping[str, Bucket] = field(default_factory=dict)
     replication: Mapping[str, Replication] = field(default_factory=dict)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from piper_ir.codec import register
 from piper_ir.costs import Costs
-from piper_ir.graph import Applied, At, Graph, GraphValue, Node, OverlapGroup, Replication, Transport
+from piper_ir.graph import Applied, At, Graph, GraphValue, Node, OverlapGroup, Replication, TransferStreams
 from piper_ir.graph_parts import in_mbs, mbs_of
 from piper_ir.mesh import Mesh
 from piper_ir.plan import Bucket, Channel
@@ -30,7 +30,7 @@ class GraphDocument:
     order: tuple[tuple[At, At, int], ...] = ()
     overlaps: tuple[OverlapGroup, ...] = ()
     roles: Mapping[str, Mapping[str, int]] | None = None
-    transports: Mapping[str, Transport] | None = None
+    transports: Mapping[str, TransferStreams] | None = None
     channels: tuple[Channel, ...] = ()
     buckets: tuple[Bucket, ...] = ()
     replication: Mapping[str, Replication] | None = None

@@ -148,7 +148,7 @@ class Replication:
 
 
 @dataclass(frozen=True, slots=True)
-class Transport:
+class TransferStreams:
     """Streams for point-to-point, chosen where a node was placed; "" = a stream per channel."""
 
     send: str

@@ -20,7 +20,7 @@ from piper_ir.plan import Category, Instr, Part
 from piper_ir.sizes import TensorSpec, bind
 
 T = TypeVar("T")
-Numbers = Mapping[int, tuple[int, ...]]
+_ValuesByInstr = Mapping[int, tuple[int, ...]]
 """Values by the instruction that frees or makes them."""
 
 
@@ -111,8 +111,8 @@ class InstrTable(Sequence[Instr]):
         used: Sequence[int],
         mbs: Sequence[int],
         waits: Sequence[tuple[int, ...]],
-        early: Numbers,
-        made: Numbers,
+        early: _ValuesByInstr,
+        made: _ValuesByInstr,
         first: tuple[int, ...] = (),
     ) -> None:
         self.values, self.templates, self.used, self.mbs = values, templates, used, mbs
@@ -214,7 +214,7 @@ class InstrTable(Sequence[Instr]):
         columns = [self.used, self.mbs, *_flat(back), *self._packed(self.early), *self._packed(self.made)]
         return _unpacked, (self.values, tuple(self.templates), [_pack(c) for c in columns], self.first)
 
-    def _packed(self, numbers: Numbers) -> list[Iterable[int]]:
+    def _packed(self, numbers: _ValuesByInstr) -> list[Iterable[int]]:
         """Instructions, how many values each has, the values, and their microbatches counted from the instruction's."""
         count = self.values.count
         flat = [(v // count, v % count - self.mbs[i]) for i, vs in numbers.items() for v in vs]
@@ -244,7 +244,7 @@ def _unpacked(
     return InstrTable(values, templates, used, mbs, waits, early, made, first)
 
 
-def _numbers(count: int, own: list[int], instrs: list[int], many: list[int], places: list[int], mbs: list[int]) -> Numbers:
+def _numbers(count: int, own: list[int], instrs: list[int], many: list[int], places: list[int], mbs: list[int]) -> _ValuesByInstr:
     out = {}
     for i, (a, b) in zip(instrs, pairwise(accumulate(many, initial=0)), strict=True):
         out[i] = tuple([v * count + mb + own[i] for v, mb in zip(places[a:b], mbs[a:b], strict=True)])

@@ -1,4 +1,7 @@
-"""Capture: from an nn.Module with coordinates to a Program with exact sizes and a CodeStore with its functions."""
+"""Capture makes of an nn.Module with coordinates a Program with exact sizes and a CodeStore with its functions.
+
+It is the one folder of the compiler that may import torch and piper_ops; of the compiler itself it imports nothing else.
+"""
 
 from piper_compiler.capture.advancing import Advancing
 from piper_compiler.capture.assemble import capture

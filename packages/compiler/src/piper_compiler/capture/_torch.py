@@ -31,7 +31,7 @@ from piper_compiler.capture.attributes import attribute_name
 pytree = _pytree
 """torch's nests of containers."""
 
-Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+_Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 CAPTURE_ERRORS = (TorchDynamoException, ConstraintViolationError)
 """What torch.compile raises for code that it cannot capture as one graph."""
@@ -170,7 +170,7 @@ def _user_line(stack: traceback.StackSummary) -> str:
     return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else ""
 
 
-def compile_once(function: Callable[..., Any], backend: Backend) -> Callable[..., Any]:
+def compile_once(function: Callable[..., Any], backend: _Backend) -> Callable[..., Any]:
     """`function` under torch.compile as one graph, forgetting what earlier captures compiled of it."""
     reset_code(function.__code__)
     return torch.compile(function, backend=backend, fullgraph=True)

@@ -9,9 +9,9 @@ import torch
 from torch import fx, nn
 
 from piper_compiler.capture.advancing import advancing_buffers
-from piper_compiler.capture.codestore import Captured, CodeStore, Recipe, check_rows
+from piper_compiler.capture.codestore import Captured, CodeStore, TraceSpec, check_rows
 from piper_compiler.capture.concrete import concrete_shape
-from piper_compiler.capture.cut import Cut, Piece, Slot, cut
+from piper_compiler.capture.cut import Cut, Piece, PieceInput, cut
 from piper_compiler.capture.dynamo import Forward, capture_forward
 from piper_compiler.capture.joint import TracedChunk
 from piper_compiler.capture.model import ASKED_ROWS, BatchMaker, Loss
@@ -103,7 +103,7 @@ class _Assembly:
             r.kind == "loss" or (r.kind == "value" and (number, r.node) in self._wanted) for r in piece.results if not r.changed
         )
         code = self._code(piece, specs, needs_grad, mask)
-        self._store.add(code, Recipe(self._cut, piece, specs, needs_grad, mask))
+        self._store.add(code, TraceSpec(self._cut, piece, specs, needs_grad, mask))
         body = self._fitted.get(code)
         if body is None:
             body = self._fitted[code] = self._fit(code, piece, specs)
@@ -142,14 +142,14 @@ class _Assembly:
         )
         return Chunk("", {}, inputs, outputs, ports, fitter.steps(), "", trace.random)
 
-    def _reference(self, slot: Slot) -> str:
+    def _reference(self, slot: PieceInput) -> str:
         if slot.kind != "value":
             return slot.name
         producer = self._pieces[slot.source]
         index = next(k for k, r in enumerate(producer.results) if r.node is slot.node and (r.changed or r.kind == "value"))
         return f"{producer.region.id}:out{index}"
 
-    def _requires_grad(self, slot: Slot) -> bool:
+    def _requires_grad(self, slot: PieceInput) -> bool:
         """Whether the tensor requires grad when its producer is done with it."""
         if slot.kind == "param":
             return slot.name in self._requires

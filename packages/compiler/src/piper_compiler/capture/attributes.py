@@ -8,19 +8,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-Numbers = Mapping[tuple[str, str], int | float]
+AttributeNumbers = Mapping[tuple[str, str], int | float]
 """(module, attribute) -> value."""
 
 FAR = 720_720
 """A value for counters that is far from the first and divisible by all numbers up to 16, as in `if self.calls % 10 == 0`."""
 
 
-def numbers(model: nn.Module) -> Numbers:
+def numbers(model: nn.Module) -> AttributeNumbers:
     """Return all plain numbers that modules hold."""
     return {(name, k): v for name, m in model.named_modules() for k, v in vars(m).items() if type(v) in (int, float, bool)}
 
 
-def advance_counters(model: nn.Module, before: Numbers, calls: int) -> bool:
+def advance_counters(model: nn.Module, before: AttributeNumbers, calls: int) -> bool:
     """Set integers that `calls` calls have changed since `before` so that the next call brings them to `FAR`. Returns whether
     there are any."""
     counters = {p: v - before[p] for p, v in numbers(model).items() if type(v) is int and before.get(p, v) != v}

@@ -22,7 +22,7 @@ from piper_ir.sizes import TensorSpec, bind
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TraceSpec:
     """How to trace one code at any number of rows. specs: of the piece's slots, affine in rows."""
 
     cut: Cut
@@ -54,11 +54,11 @@ class CodeStore:
     Traces on first use and keeps what it traced; one capture serves all strategies, microbatch sizes and widths."""
 
     def __init__(self) -> None:
-        self._recipes: dict[str, Recipe] = {}
+        self._recipes: dict[str, TraceSpec] = {}
         self._traced: dict[tuple[str, int], TracedChunk] = {}
         self._expected: dict[str, Chunk] = {}
 
-    def add(self, code: str, recipe: Recipe) -> None:
+    def add(self, code: str, recipe: TraceSpec) -> None:
         self._recipes.setdefault(code, recipe)
 
     def expect(self, code: str, chunk: Chunk) -> None:

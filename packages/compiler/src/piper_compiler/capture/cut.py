@@ -20,13 +20,13 @@ from piper_compiler.capture import _torch
 from piper_compiler.capture.concrete import canonical_text, concrete_call, is_size, line_of
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.regions import Operations, Region, assign, free_nodes, live_nodes, operations, own_coords
-from piper_compiler.capture.replay import Facts, replay
+from piper_compiler.capture.replay import ReplayFacts, replay
 from piper_compiler.capture.tags import OPAQUE
 from piper_ir.errors import CaptureError
 
 
 @dataclass(frozen=True)
-class Slot:
+class PieceInput:
     """An input of a piece: `node` is its tensor in the captured graph; `source` the producing piece's number for a value."""
 
     kind: Literal["value", "param", "buffer", "batch"]
@@ -52,7 +52,7 @@ class Piece:
     """A region with its boundary. `copied`: inputs that are changed in place; `snapshots`: buffers that change elsewhere."""
 
     region: Region
-    slots: list[Slot] = field(default_factory=list)
+    slots: list[PieceInput] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
     copied: list[fx.Node] = field(default_factory=list)
     snapshots: list[fx.Node] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Cut:
 
     forward: Forward
     ops: Operations
-    facts: Facts
+    facts: ReplayFacts
     free: frozenset[fx.Node]
     pieces: tuple[Piece, ...]
 
@@ -163,7 +163,7 @@ def cut(forward: Forward) -> Cut:
 class _Wiring:
     """Finds what crosses between regions."""
 
-    def __init__(self, forward: Forward, facts: Facts, free: set[fx.Node], regions: Sequence[Region]) -> None:
+    def __init__(self, forward: Forward, facts: ReplayFacts, free: set[fx.Node], regions: Sequence[Region]) -> None:
         self._forward, self._facts, self._free, self._regions = forward, facts, free, regions
         self._home = {n: r for r in regions for n in r.nodes}
         self._position = {n: i for i, n in enumerate(forward.graph.nodes)}
@@ -175,7 +175,7 @@ class _Wiring:
         self._hot = {n for n, name in buffers.items() if facts.storages[n] & written or name in forward.rewrites}
 
     def pieces(self) -> list[Piece]:
-        provider = {n: Slot(o.kind, n, o.name) for n, o in self._forward.origins.items() if o.kind != "kept"}
+        provider = {n: PieceInput(o.kind, n, o.name) for n, o in self._forward.origins.items() if o.kind != "kept"}
         pieces: list[Piece] = []
         for region in self._regions:
             piece = Piece(region, [provider[n] for n in self._reads[region.number]])
@@ -196,7 +196,7 @@ class _Wiring:
             ]
             pieces.append(piece)
             for node in (*changed, *region.nodes):
-                provider[node] = Slot("value", node, source=region.number)
+                provider[node] = PieceInput("value", node, source=region.number)
         self._results(pieces, provider)
         return pieces
 
@@ -237,7 +237,7 @@ class _Wiring:
     def _writer(self, region: Region, node: fx.Node) -> str:
         return next(line_of(n) for n in region.nodes if self._facts.writes[n] & self._facts.storages[node])
 
-    def _results(self, pieces: Sequence[Piece], provider: Mapping[fx.Node, Slot]) -> None:
+    def _results(self, pieces: Sequence[Piece], provider: Mapping[fx.Node, PieceInput]) -> None:
         forward = self._forward
         wanted: dict[int, set[fx.Node]] = {p.region.number: set() for p in pieces}
         for piece in pieces:
@@ -264,7 +264,7 @@ class _Wiring:
                     Result("buffer" if final else "value", node, name if final else "", self._varies(node), True)
                 )
 
-    def _final_buffers(self, provider: Mapping[fx.Node, Slot]) -> dict[str, tuple[int, fx.Node]]:
+    def _final_buffers(self, provider: Mapping[fx.Node, PieceInput]) -> dict[str, tuple[int, fx.Node]]:
         """Buffer -> (piece, node) that holds its content after the step."""
         final: dict[str, tuple[int, fx.Node]] = {}
         placeholders = {o.name: n for n, o in self._forward.origins.items() if o.kind == "buffer"}

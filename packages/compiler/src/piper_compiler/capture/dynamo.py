@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from piper_compiler.capture import _torch
-from piper_compiler.capture.attributes import Numbers, advance_counters, held_tensors, numbers
+from piper_compiler.capture.attributes import AttributeNumbers, advance_counters, held_tensors, numbers
 from piper_compiler.capture.concrete import line_of
 from piper_compiler.capture.contexts import drop_kernel_choices
 from piper_compiler.capture.dynamo_errors import as_capture_error
@@ -38,7 +38,7 @@ EXAMPLE_ROWS = 6
 
 
 @dataclass(frozen=True)
-class Origin:
+class InputOrigin:
     """What a placeholder of the graph stands for, under the user's name. "kept": a tensor that an earlier call left on the model,
     in the graph of a later call."""
 
@@ -69,7 +69,7 @@ class Forward:
 
     graph: fx.Graph
     owner: fx.GraphModule
-    origins: Mapping[fx.Node, Origin]
+    origins: Mapping[fx.Node, InputOrigin]
     loss: fx.Node
     weight: fx.Node | None
     rewrites: Mapping[str, fx.Node]
@@ -166,13 +166,13 @@ class _Calls:
     inputs: Any
     targets: Any
     batch: dict[str, Tensor]
-    numbers: Numbers
+    numbers: AttributeNumbers
     left: list[tuple[Tensor, fx.Node | None]] = field(default_factory=list)
     known: frozenset[str] = frozenset()
 
     def trace(self) -> Forward:
         """Trace the next call."""
-        origins = {id(t): Origin("batch", name) for name, t in self.batch.items()}
+        origins = {id(t): InputOrigin("batch", name) for name, t in self.batch.items()}
         params, buffers, before = _manifest(self.model, origins)
         self.known = self.known or frozenset(origin.name for origin in origins.values())
         kept = self._kept(origins, before.values())
@@ -218,7 +218,7 @@ class _Calls:
         self.batch = flatten_batch(self.inputs, self.targets)
         return self.trace()
 
-    def _kept(self, origins: dict[int, Origin], named: Collection[Tensor]) -> dict[str, fx.Node | None]:
+    def _kept(self, origins: dict[int, InputOrigin], named: Collection[Tensor]) -> dict[str, fx.Node | None]:
         """Mark in `origins` what earlier calls left behind, and return the names of it with the nodes that made it."""
         names = {id(tensor): name for name, tensor in held_tensors(self.model)}
         kept: dict[str, fx.Node | None] = {}
@@ -226,7 +226,7 @@ class _Calls:
             origin = origins.get(id(tensor))
             if origin is None or origin.name not in self.known:
                 name = names.get(id(tensor), f"tensor {len(kept)} that an earlier call made")
-                origins[id(tensor)] = Origin("kept", name)
+                origins[id(tensor)] = InputOrigin("kept", name)
                 kept.setdefault(name, node)
         return kept
 
@@ -236,7 +236,7 @@ def _fresh(leaf: Any) -> Any:
 
 
 def _manifest(
-    model: nn.Module, origins: dict[int, Origin]
+    model: nn.Module, origins: dict[int, InputOrigin]
 ) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...], dict[str, Tensor]]:
     """Parameters and buffers with their tied names; adds them to `origins`. The mapping holds every buffer by name."""
     names: dict[int, list[str]] = {}
@@ -255,7 +255,7 @@ def _manifest(
         shape = tuple(int(s) for s in tensor.shape)
         info = TensorInfo(first, shape, tensor.dtype, tuple(tied), tensor.requires_grad, persistent)
         (params if is_param else buffers).append(info)
-        origins[key] = Origin("param" if is_param else "buffer", first)
+        origins[key] = InputOrigin("param" if is_param else "buffer", first)
     return tuple(params), tuple(buffers), before
 
 
@@ -330,8 +330,10 @@ def _rewrites(model: nn.Module, before: Mapping[str, Tensor], recorder: _Recorde
     return found
 
 
-def _placeholders(nodes: Sequence[fx.Node], inputs: Sequence[Any], origins: Mapping[int, Origin]) -> dict[fx.Node, Origin]:
-    found: dict[fx.Node, Origin] = {}
+def _placeholders(
+    nodes: Sequence[fx.Node], inputs: Sequence[Any], origins: Mapping[int, InputOrigin]
+) -> dict[fx.Node, InputOrigin]:
+    found: dict[fx.Node, InputOrigin] = {}
     for node, value in zip(nodes, inputs, strict=True):
         if not isinstance(value, Tensor):
             continue

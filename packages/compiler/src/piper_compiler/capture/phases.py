@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Cut:
+class ChunkSteps:
     """The steps of a chunk. output_grads[k]: a step reads tan{k}; input_grads[k]: a step makes the gradient of input k."""
 
     steps: Mapping[Step, StepGraph]
@@ -66,7 +66,7 @@ def ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return seen
 
 
-def cut(joint: Joint) -> Cut:
+def cut(joint: Joint) -> ChunkSteps:
     """The three steps of a chunk, and the specs of its ports."""
     rank = {n: i for i, n in enumerate(joint.graph.nodes)}
     backward = _backward(joint)
@@ -104,7 +104,7 @@ def cut(joint: Joint) -> Cut:
     ports |= {f"tan{k}": spec_of(n) for k, n in enumerate(joint.outputs) if output_grads[k]}
     ports |= i.specs
     input_grads = tuple(k in values or k in params for k in range(len(joint.inputs)))
-    return Cut(steps, ports, output_grads, input_grads, any(is_random(n) for n in body_f))
+    return ChunkSteps(steps, ports, output_grads, input_grads, any(is_random(n) for n in body_f))
 
 
 def _backward(joint: Joint) -> set[fx.Node]:

@@ -29,7 +29,7 @@ from torch import fx
 from piper_compiler.capture import _torch
 from piper_compiler.capture.concrete import is_size, line_of, tensors_of
 from piper_compiler.capture.dynamo import Forward
-from piper_compiler.capture.replay import Facts
+from piper_compiler.capture.replay import ReplayFacts
 from piper_compiler.capture.sinking import Sinking
 from piper_compiler.capture.tags import LAYER, OPAQUE, PREFIX, check_coordinate, layer_indexes, module_coords
 from piper_ir.errors import CaptureError
@@ -139,7 +139,7 @@ def own_coords(forward: Forward, nodes: Iterable[fx.Node]) -> dict[fx.Node, Coor
     return found
 
 
-def free_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: Facts) -> set[fx.Node]:
+def free_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: ReplayFacts) -> set[fx.Node]:
     """Operations that every region may repeat: constants, and views of what every region can read."""
     written = frozenset().union(*facts.writes.values())
     readable = set(forward.origins)
@@ -157,7 +157,7 @@ def free_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: Facts) -> set[
     return free
 
 
-def live_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: Facts) -> list[fx.Node]:
+def live_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: ReplayFacts) -> list[fx.Node]:
     """Operations on which the loss, its weight or the new content of a buffer depends."""
     roots = [n for n in (forward.loss, forward.weight, *forward.rewrites.values()) if n is not None]
     needed = set(roots)
@@ -175,7 +175,7 @@ def live_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: Facts) -> list
 class _Assigner:
     """Opens regions and puts operations into them, in program order."""
 
-    def __init__(self, nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: Facts) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: ReplayFacts) -> None:
         self.regions: list[Region] = []
         self.home: dict[fx.Node, Region] = {}
         self._facts = facts
@@ -266,7 +266,7 @@ def _user(coords: Mapping[str, int]) -> Coords:
     return {k: v for k, v in coords.items() if k not in (LAYER, OPAQUE)}
 
 
-def assign(nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: Facts) -> list[Region]:
+def assign(nodes: Sequence[fx.Node], coords: Mapping[fx.Node, Coords], facts: ReplayFacts) -> list[Region]:
     """The regions of the graph, in an order in which each uses values of earlier ones only."""
     assigner = _Assigner(nodes, coords, facts)
     for node in nodes:

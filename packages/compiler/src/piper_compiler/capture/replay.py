@@ -23,7 +23,7 @@ META = torch.device("meta")
 
 
 @dataclass
-class Facts:
+class ReplayFacts:
     """storages: node -> ids of the storages of its tensors; writes: node -> ids of storages it changes; random: nodes that
     draw random numbers; varies: ids of storages whose content depends on the batch or on random numbers at the end;
     requires_grad: node -> the operations at which its tensor's requires_grad became known or changed, in order, and to what."""
@@ -47,9 +47,9 @@ class _RandomWatch(_torch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def replay(forward: Forward, nodes: Sequence[fx.Node]) -> Facts:
+def replay(forward: Forward, nodes: Sequence[fx.Node]) -> ReplayFacts:
     """Run `nodes` (statements and tensor operations in program order). Raises CaptureError with the user's line."""
-    facts = Facts()
+    facts = ReplayFacts()
     env: dict[fx.Node, Any] = {}
     requires_grad = {p.name for p in forward.params if p.requires_grad}
     for node, origin in forward.origins.items():
@@ -67,7 +67,7 @@ def replay(forward: Forward, nodes: Sequence[fx.Node]) -> Facts:
     return facts
 
 
-def _run(owner: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], facts: Facts, watch: _RandomWatch) -> None:
+def _run(owner: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], facts: ReplayFacts, watch: _RandomWatch) -> None:
     if node.op == "get_attr":
         env[node] = getattr(owner, str(node.target))
         facts.storages[node] = facts.writes[node] = frozenset()

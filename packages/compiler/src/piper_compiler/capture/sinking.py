@@ -12,13 +12,15 @@ from math import inf, prod
 from torch import fx
 
 from piper_compiler.capture.concrete import concrete_shape, tensors_of
-from piper_compiler.capture.replay import ROWS, Facts
+from piper_compiler.capture.replay import ROWS, ReplayFacts
 
 
 class Sinking:
     """Which region each operation is in, by the region's number. movable: operations that may move to a later region."""
 
-    def __init__(self, nodes: Sequence[fx.Node], home: Mapping[fx.Node, int], movable: Collection[fx.Node], facts: Facts) -> None:
+    def __init__(
+        self, nodes: Sequence[fx.Node], home: Mapping[fx.Node, int], movable: Collection[fx.Node], facts: ReplayFacts
+    ) -> None:
         self.home = dict(home)
         self._facts = facts
         self._position = {n: i for i, n in enumerate(nodes)}

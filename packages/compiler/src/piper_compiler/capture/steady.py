@@ -17,7 +17,7 @@ from piper_compiler.capture._torch import Change
 from piper_compiler.capture.concrete import canonical_text
 from piper_compiler.capture.dynamo import Forward
 from piper_compiler.capture.regions import operations
-from piper_compiler.capture.replay import Facts, replay
+from piper_compiler.capture.replay import ReplayFacts, replay
 from piper_ir.errors import CaptureError
 
 ADVICE = (
@@ -102,7 +102,7 @@ def _digest(text: str) -> str:
     return f"constant {hashlib.sha256(text.encode()).hexdigest()}"
 
 
-def _constants(forward: Forward, nodes: Iterable[fx.Node], facts: Facts, kept: Mapping[str, str]) -> set[fx.Node]:
+def _constants(forward: Forward, nodes: Iterable[fx.Node], facts: ReplayFacts, kept: Mapping[str, str]) -> set[fx.Node]:
     """Return the nodes whose tensors are the same in every step: made of nothing, of other constants, or of parameters and
     buffers that nothing changes."""
     trained = {p.name for p in forward.params if p.requires_grad}

@@ -1,22 +1,30 @@
-"""The directives of the language, one file each, with their legality conditions numbered at the top."""
+"""The directives of the language, one file each, with their legality conditions numbered at the top.
+
+They may import `ports`, `durations` and piper_ir. Nothing outside a directive's file asks for its class to treat it specially.
+"""
 
 from piper_compiler.directives.base import REGISTRY, Directive, call_site, describe, directive, fail, site_field
 from piper_compiler.directives.order import Order as order
 from piper_compiler.directives.order import Overlap as overlap
+from piper_compiler.directives.partition import Boundaries, chunk_layers, layers_of, stage_of_layers
 from piper_compiler.directives.partition import Partition as partition
 from piper_compiler.directives.place import Place as place
 from piper_compiler.directives.replicate import Replicate as replicate
 from piper_compiler.directives.split import Split as split
+from piper_compiler.directives.split import split_all
 from piper_compiler.directives.split_backward import SplitBackward as split_backward
 from piper_compiler.directives.stream import Stream as stream
 
 __all__ = [
     "REGISTRY",
+    "Boundaries",
     "Directive",
     "call_site",
+    "chunk_layers",
     "describe",
     "directive",
     "fail",
+    "layers_of",
     "order",
     "overlap",
     "partition",
@@ -24,6 +32,8 @@ __all__ = [
     "replicate",
     "site_field",
     "split",
+    "split_all",
     "split_backward",
+    "stage_of_layers",
     "stream",
 ]

@@ -43,10 +43,12 @@ class Directive(Protocol):
 
 @runtime_checkable
 class Settling(Protocol):
-    """A directive whose result depends on costs. `settled` returns one that makes what this one made of a graph, whatever the
-    costs."""
+    """A directive whose result depends on costs.
 
-    def settled(self, graph: Graph) -> Directive: ...
+    `with_fixed_stages` returns a directive that makes what this one made of a graph, whatever the costs.
+    """
+
+    def with_fixed_stages(self, graph: Graph) -> Directive: ...
 
 
 REGISTRY: dict[str, type] = {}

@@ -23,6 +23,9 @@ from piper_ir.costs import Costs
 from piper_ir.graph import Graph
 from piper_ir.program import Program
 
+Boundaries = Literal["even", "cost"] | tuple[int, ...]
+"""Where stages begin: by number of layers, by cost, or the first layers of the stages 1, 2, ..."""
+
 
 @directive
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Partition:
     layer joins that layer."""
 
     stages: int
-    at: Literal["even", "cost"] | tuple[int, ...] = "even"
+    at: Boundaries = "even"
     site: str = site_field()
 
     def check(self, graph: Graph) -> None:
@@ -81,7 +84,7 @@ class Partition:
             edit.update(replace(node, coords={**node.coords, "stage": stage_of[layer]}))
         return edit.done()
 
-    def settled(self, graph: Graph) -> Partition:
+    def with_fixed_stages(self, graph: Graph) -> Partition:
         """Return the same stages without at="cost", which other costs would cut elsewhere."""
         if self.at != "cost":
             return self
@@ -105,9 +108,7 @@ def chunk_layers(program: Program) -> dict[str, int]:
     return out
 
 
-def stage_of_layers(
-    program: Program, stages: int, at: Literal["even", "cost"] | tuple[int, ...], costs: Costs | None = None
-) -> dict[int, int]:
+def stage_of_layers(program: Program, stages: int, at: Boundaries, costs: Costs | None = None) -> dict[int, int]:
     """Layer -> stage."""
     layers = layers_of(program)
     if isinstance(at, tuple):

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
-from piper_ir.graph import Editor, Graph, Node, Transport
+from piper_ir.graph import Editor, Graph, Node, TransferStreams
 from piper_ir.graph_parts import common, in_mbs, on_role
 from piper_ir.mesh import AXES
 from piper_ir.plan import COMPUTE
@@ -92,7 +92,7 @@ class Place:
         if COMPUTE in (self.send, self.recv):
             raise fail(self, 5, f"the stream {COMPUTE!r} is for compute; choose another name")
         known = graph.transports.get(role)
-        if known is not None and known != Transport(self.send, self.recv):
+        if known is not None and known != TransferStreams(self.send, self.recv):
             raise fail(
                 self, 5, f"{role} sends on {known.send!r} and receives on {known.recv!r} by an earlier place; use the same names"
             )
@@ -102,7 +102,7 @@ class Place:
         fixed = dict(self.on)
         role = role_name(fixed)
         edit.roles[role] = fixed
-        edit.transports[role] = Transport(self.send, self.recv)
+        edit.transports[role] = TransferStreams(self.send, self.recv)
         by_phase: dict[str, list[Node]] = {}
         for node, phase in with_sums(graph, graph.pick(self.selection)):
             edit.update(on_role(node, role))

@@ -1,4 +1,7 @@
-"""Schedules as CSV files, in the format of torch.distributed.pipelining."""
+"""Schedules as CSV files, in the format of torch.distributed.pipelining: read, checked, written, and made of a plan.
+
+It may import everything of the compiler except capture, and piper_ir.
+"""
 
 from piper_compiler.interchange.files import parse_schedule, read_schedule_csv, write_schedule_csv
 from piper_compiler.interchange.schedule import Schedule, stages_of

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import get_args
 
-from piper_compiler.actions import Action, Phase
-from piper_compiler.interchange.table import OF_STAGE, Cell, Comm, Fault, Rows, Transfer, check_pair
+from piper_compiler.actions import Action, ActionPhase
+from piper_compiler.interchange.table import OF_STAGE, Cell, CellFault, CommCell, Rows, Transfer, check_pair
 
-Place = tuple[int, int]
+CellPosition = tuple[int, int]
 """Row and cell, from 0."""
-Event = Action | Comm
-PHASES: tuple[Phase, ...] = get_args(Phase)
+Event = Action | CommCell
+PHASES: tuple[ActionPhase, ...] = get_args(ActionPhase)
 
 NO_MAP = (
     "the format has no map of stages to devices, so each stage is on one device: a two-way pipeline (DualPipe) cannot be "
@@ -27,10 +27,10 @@ NO_MAP = (
 
 
 @dataclass(frozen=True)
-class Facts:
+class TableFacts:
     """Of a table whose actions are complete: `at`: where each action and each transfer stands; `home`: stage -> device."""
 
-    at: dict[Event, Place]
+    at: dict[Event, CellPosition]
     home: dict[int, int]
     microbatches: int
     lowered: bool
@@ -51,17 +51,17 @@ class Facts:
         whole = Action(action.stage + 1, "B", action.mb)
         return whole if whole in self.at else Action(action.stage + 1, "I", action.mb)
 
-    def transfer(self, action: Action) -> tuple[Comm, Comm] | None:
+    def transfer(self, action: Action) -> tuple[CommCell, CommCell] | None:
         """The send and the receive that bring an action its input from another device; None where it needs none."""
         source = self.source(action)
         if source is None or self.home[source.stage] == self.home[action.stage]:
             return None
         send: Transfer = "SEND_F" if action.phase == "F" else "SEND_B"
         receive: Transfer = "RECV_F" if action.phase == "F" else "RECV_B"
-        return Comm(source.stage, send, action.mb), Comm(action.stage, receive, action.mb)
+        return CommCell(source.stage, send, action.mb), CommCell(action.stage, receive, action.mb)
 
 
-def checked(rows: Rows) -> Facts:
+def checked(rows: Rows) -> TableFacts:
     """The facts of a table that is a schedule. Fault otherwise."""
     facts = _collected(rows)
     _check_complete(facts)
@@ -82,58 +82,58 @@ def _cells(rows: Rows) -> Iterator[tuple[int, int, Cell]]:
 
 
 def _events(cell: Cell) -> tuple[Event, ...]:
-    return () if cell is None else (cell,) if isinstance(cell, Comm) else cell
+    return () if cell is None else (cell,) if isinstance(cell, CommCell) else cell
 
 
-def _collected(rows: Rows) -> Facts:
-    at: dict[Event, Place] = {}
+def _collected(rows: Rows) -> TableFacts:
+    at: dict[Event, CellPosition] = {}
     home: dict[int, int] = {}
-    lowered = any(isinstance(cell, Comm) for *_, cell in _cells(rows))
+    lowered = any(isinstance(cell, CommCell) for *_, cell in _cells(rows))
     for r, c, cell in _cells(rows):
         if cell is None and lowered:
-            raise Fault(r, c, "this cell is empty, but a lowered schedule has no idle slots; remove the cell")
+            raise CellFault(r, c, "this cell is empty, but a lowered schedule has no idle slots; remove the cell")
         if isinstance(cell, tuple) and len(cell) != 1:
             try:
                 check_pair(cell)
             except ValueError as e:
-                raise Fault(r, c, str(e)) from None
+                raise CellFault(r, c, str(e)) from None
         for event in _events(cell):
             if home.setdefault(event.stage, r) != r:
-                raise Fault(r, c, f"stage {event.stage} is on device {home[event.stage]} already; {NO_MAP}")
-            if isinstance(event, Comm) and event.kind in OF_STAGE:
+                raise CellFault(r, c, f"stage {event.stage} is on device {home[event.stage]} already; {NO_MAP}")
+            if isinstance(event, CommCell) and event.kind in OF_STAGE:
                 continue  # these may occur several times
             if event in at:
-                raise Fault(r, c, f"{event} stands in cell {at[event][1] + 1} of this row already")
+                raise CellFault(r, c, f"{event} stands in cell {at[event][1] + 1} of this row already")
             at[event] = r, c
     for r, row in enumerate(rows):
         if not any(isinstance(cell, tuple) for cell in row):
-            raise Fault(r, 0, f"device {r} computes nothing; a row holds the actions of one device, so remove an empty line")
+            raise CellFault(r, 0, f"device {r} computes nothing; a row holds the actions of one device, so remove an empty line")
     computed = [e for e in at if isinstance(e, Action)]
-    return Facts(at, home, 1 + max((a.mb for a in computed), default=-1), lowered)
+    return TableFacts(at, home, 1 + max((a.mb for a in computed), default=-1), lowered)
 
 
-def _check_complete(facts: Facts) -> None:
+def _check_complete(facts: TableFacts) -> None:
     """Stages and microbatches count from 0, and each pair of them has a forward and a backward."""
     actions = [e for e in facts.at if isinstance(e, Action)]
     if not actions:
-        raise Fault(0, 0, "the table is empty; a schedule computes something")
+        raise CellFault(0, 0, "the table is empty; a schedule computes something")
     for name, plural, number in (("stage", "stages", _stage), ("microbatch", "microbatches", _microbatch)):
         numbers = {number(a) for a in actions}
         if len(numbers) <= max(numbers):
             missing = next(n for n in range(max(numbers)) if n not in numbers)
             beyond = min((a for a in actions if number(a) > missing), key=lambda a: facts.at[a])
-            raise Fault(*facts.at[beyond], f"there is no {name} {missing}; {plural} count from 0 without a gap")
+            raise CellFault(*facts.at[beyond], f"there is no {name} {missing}; {plural} count from 0 without a gap")
     computed = {a.stage for a in actions}
     for event, place in facts.at.items():
         if event.stage not in computed or event.mb >= facts.microbatches:
-            raise Fault(*place, f"{event} belongs to a stage or microbatch that computes nothing")
+            raise CellFault(*place, f"{event} belongs to a stage or microbatch that computes nothing")
     for stage, row in facts.home.items():
         for mb in range(facts.microbatches):
             has = {p for p in PHASES if Action(stage, p, mb) in facts.at}
             if has not in ({"F", "B"}, {"F", "I", "W"}):
                 there = min((facts.at[Action(stage, p, mb)] for p in has), default=(row, 0))
                 names = ", ".join(f"{stage}{p}{mb}" for p in PHASES if p in has) or "nothing"
-                raise Fault(
+                raise CellFault(
                     *there, f"stage {stage} has {names} for microbatch {mb}; it needs one F and either one B or one I and one W"
                 )
 
@@ -146,17 +146,17 @@ def _microbatch(action: Action) -> int:
     return action.mb
 
 
-def _check_phases(facts: Facts) -> None:
+def _check_phases(facts: TableFacts) -> None:
     for action, place in facts.at.items():
         if isinstance(action, Action) and action.phase != "F":
             earlier = Action(action.stage, "I" if action.phase == "W" else "F", action.mb)
             if facts.at[earlier] >= place:
-                raise Fault(*place, f"{action} stands before {earlier}, whose results it needs")
+                raise CellFault(*place, f"{action} stands before {earlier}, whose results it needs")
 
 
-def _check_transfers(facts: Facts) -> None:
+def _check_transfers(facts: TableFacts) -> None:
     """One send after the source, one receive before the reader, nothing else."""
-    needed: set[Comm] = set()
+    needed: set[CommCell] = set()
     for action, place in facts.at.items():
         pair = facts.transfer(action) if isinstance(action, Action) else None
         source = facts.source(action) if isinstance(action, Action) else None
@@ -165,22 +165,22 @@ def _check_transfers(facts: Facts) -> None:
         send, receive = pair
         needed |= {send, receive}
         if receive not in facts.at:
-            raise Fault(*place, f"{action} needs {receive}, which this device does not have; {source} is on another device")
+            raise CellFault(*place, f"{action} needs {receive}, which this device does not have; {source} is on another device")
         if facts.at[receive] > place:
-            raise Fault(*place, f"{action} stands before {receive}, which brings its input")
+            raise CellFault(*place, f"{action} stands before {receive}, which brings its input")
         if send not in facts.at:
-            raise Fault(*facts.at[receive], f"device {facts.home[source.stage]} has no {send} for {receive}")
+            raise CellFault(*facts.at[receive], f"device {facts.home[source.stage]} has no {send} for {receive}")
         if facts.at[send] < facts.at[source]:
-            raise Fault(*facts.at[send], f"{send} stands before {source}, whose results it sends")
+            raise CellFault(*facts.at[send], f"{send} stands before {source}, whose results it sends")
     for event, place in facts.at.items():
-        if isinstance(event, Comm) and event not in needed:
-            raise Fault(
+        if isinstance(event, CommCell) and event not in needed:
+            raise CellFault(
                 *place, f"{event} carries nothing that another device needs: its reader is on this device, or there is none"
             )
 
 
-def _check_order_of_messages(facts: Facts) -> None:
-    sends: dict[tuple[int, int], list[tuple[Place, Place, Comm]]] = {}
+def _check_order_of_messages(facts: TableFacts) -> None:
+    sends: dict[tuple[int, int], list[tuple[CellPosition, CellPosition, CommCell]]] = {}
     for action in facts.at:
         pair = facts.transfer(action) if isinstance(action, Action) else None
         if pair is not None:
@@ -191,46 +191,48 @@ def _check_order_of_messages(facts: Facts) -> None:
         for (_, first, name), (_, second, late) in pairwise(messages):
             if second < first:
                 message = f"{late} stands before {name}, whose message device {source} sends first"
-                raise Fault(*second, f"{message}; messages between two devices arrive in the order in which they are sent")
+                raise CellFault(*second, f"{message}; messages between two devices arrive in the order in which they are sent")
 
 
 def _check_parameters(rows: Rows) -> None:
     """A stage with UNSHARD computes between UNSHARD and RESHARD only; one without has its parameters whole."""
-    sharded = {e.stage for *_, cell in _cells(rows) for e in _events(cell) if isinstance(e, Comm) and e.kind == "UNSHARD"}
+    sharded = {e.stage for *_, cell in _cells(rows) for e in _events(cell) if isinstance(e, CommCell) and e.kind == "UNSHARD"}
     whole: set[int] = set()
     for r, c, cell in _cells(rows):
         for event in _events(cell):
             if isinstance(event, Action):
                 if event.stage in sharded - whole:
-                    raise Fault(r, c, f"{event} computes with parameters that are not gathered here; UNSHARD comes first")
+                    raise CellFault(r, c, f"{event} computes with parameters that are not gathered here; UNSHARD comes first")
             elif event.kind == "UNSHARD":
                 if event.stage in whole:
-                    raise Fault(r, c, f"{event} gathers parameters that are whole already")
+                    raise CellFault(r, c, f"{event} gathers parameters that are whole already")
                 whole.add(event.stage)
             elif event.kind == "RESHARD":
                 if event.stage not in whole:
-                    raise Fault(r, c, f"{event} gives up parameters that no UNSHARD has gathered")
+                    raise CellFault(r, c, f"{event} gives up parameters that no UNSHARD has gathered")
                 whole.remove(event.stage)
 
 
-def _check_reductions(rows: Rows, facts: Facts) -> None:
+def _check_reductions(rows: Rows, facts: TableFacts) -> None:
     """REDUCE_GRAD of all stages or of none, once each, after the stage's last backward."""
     last = {a.stage: p for a, p in sorted(facts.at.items(), key=lambda item: item[1]) if isinstance(a, Action)}
-    reduced: dict[int, Place] = {}
+    reduced: dict[int, CellPosition] = {}
     for r, c, cell in _cells(rows):
         for event in _events(cell):
-            if isinstance(event, Comm) and event.kind == "REDUCE_GRAD":
+            if isinstance(event, CommCell) and event.kind == "REDUCE_GRAD":
                 if event.stage in reduced:
-                    raise Fault(r, c, f"{event} reduces gradients that cell {reduced[event.stage][1] + 1} has reduced already")
+                    raise CellFault(
+                        r, c, f"{event} reduces gradients that cell {reduced[event.stage][1] + 1} has reduced already"
+                    )
                 if (r, c) < last[event.stage]:
-                    raise Fault(r, c, f"{event} stands before the last backward of stage {event.stage}")
+                    raise CellFault(r, c, f"{event} stands before the last backward of stage {event.stage}")
                 reduced[event.stage] = r, c
     for stage, place in last.items():
         if reduced and stage not in reduced:
-            raise Fault(*place, f"stage {stage} has no REDUCE_GRAD after this, its last action, while other stages have one")
+            raise CellFault(*place, f"stage {stage} has no REDUCE_GRAD after this, its last action, while other stages have one")
 
 
-def _check_progress(rows: Rows, facts: Facts) -> None:
+def _check_progress(rows: Rows, facts: TableFacts) -> None:
     """Run the table: each device in order, a cell when all that it reads is there."""
     done: set[Event] = set()
     next_cell = [0] * len(rows)
@@ -245,10 +247,10 @@ def _check_progress(rows: Rows, facts: Facts) -> None:
     stuck = [(r, c) for r, c in enumerate(next_cell) if c < len(rows[r])]
     if stuck:
         chain = "; ".join(_waiting(rows, facts, done, place) for place in stuck[:4])
-        raise Fault(*stuck[0], f"the devices wait for each other: {chain}")
+        raise CellFault(*stuck[0], f"the devices wait for each other: {chain}")
 
 
-def _waits(cell: Cell, facts: Facts) -> list[Event]:
+def _waits(cell: Cell, facts: TableFacts) -> list[Event]:
     """What has to happen on other devices, or earlier on this one, before a cell can run."""
     out: list[Event] = []
     for event in _events(cell):
@@ -258,7 +260,7 @@ def _waits(cell: Cell, facts: Facts) -> list[Event]:
     return out
 
 
-def _waiting(rows: Rows, facts: Facts, done: set[Event], place: Place) -> str:
+def _waiting(rows: Rows, facts: TableFacts, done: set[Event], place: CellPosition) -> str:
     cell = rows[place[0]][place[1]]
     first = next(e for e in _waits(cell, facts) if e not in done)
     where = facts.at[first]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from piper_compiler.actions import Orders
 from piper_compiler.interchange.schedule import Schedule, located, schedule_of
-from piper_compiler.interchange.table import Cell, Fault, parse_cell
+from piper_compiler.interchange.table import Cell, CellFault, parse_cell
 from piper_compiler.strategy import Strategy
 from piper_ir.errors import FormatError, OutputError
 from piper_ir.plan import Plan
@@ -18,7 +18,7 @@ from piper_ir.tools import write_whole
 if TYPE_CHECKING:
     from piper_compiler.compile import Lowered
 
-Source = Schedule | Orders | Strategy | Plan
+ScheduleSource = Schedule | Orders | Strategy | Plan
 
 
 def read_schedule_csv(path: str | Path) -> Schedule:
@@ -46,10 +46,10 @@ def _cell(texts: list[list[str]], row: int, cell: int, name: str) -> Cell:
     try:
         return parse_cell(texts[row][cell])
     except ValueError as e:
-        raise located(name, Fault(row, cell, str(e)), texts) from None
+        raise located(name, CellFault(row, cell, str(e)), texts) from None
 
 
-def write_schedule_csv(source: Source | Lowered | Any, path: str | Path, *, lowered: bool | None = None) -> None:
+def write_schedule_csv(source: ScheduleSource | Lowered | Any, path: str | Path, *, lowered: bool | None = None) -> None:
     """Write a schedule for torch.distributed.pipelining. source: what `read_schedule_csv` returns, orders, a strategy, a plan or
     a `piper.Compiled`. lowered: with communication; without it a schedule is written as it is, and anything else compute-only.
     A plan's communication is that of the plan, anything else's as torch would add it. FormatError for what the format cannot

@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from piper_compiler.actions import Action, Slot
-from piper_compiler.interchange.check import Facts
-from piper_compiler.interchange.table import Comm, Rows
+from piper_compiler.interchange.check import TableFacts
+from piper_compiler.interchange.table import CommCell, Rows
 
-Item = Slot | Comm
+Item = Slot | CommCell
 ACTIVE = 3
 """Stages per device whose parameters are whole at once: a forward's, a backward's, and the next one's."""
 
 
-def with_communication(rows: Rows, facts: Facts) -> Rows:
+def with_communication(rows: Rows, facts: TableFacts) -> Rows:
     """The lowered table of a compute-only one."""
     computed = [[cell for cell in row if isinstance(cell, tuple)] for row in rows]
     return _with_transfers([_with_reductions(_with_parameters(row), facts.microbatches) for row in computed], facts)
@@ -30,11 +30,11 @@ def _with_parameters(slots: Sequence[Slot]) -> list[Item]:
     whole: set[int] = set()
     for i, slot in enumerate(slots):
         soon = _next_stages(slots[i:])
-        out += [Comm(stage, "RESHARD") for stage in sorted(whole.difference(soon))]
-        out += [Comm(stage, "UNSHARD") for stage in soon if stage not in whole]
+        out += [CommCell(stage, "RESHARD") for stage in sorted(whole.difference(soon))]
+        out += [CommCell(stage, "UNSHARD") for stage in soon if stage not in whole]
         whole = set(soon)
         out.append(slot)
-    return [*out, *(Comm(stage, "RESHARD") for stage in sorted(whole))]
+    return [*out, *(CommCell(stage, "RESHARD") for stage in sorted(whole))]
 
 
 def _next_stages(slots: Sequence[Slot]) -> list[int]:
@@ -57,11 +57,11 @@ def _with_reductions(items: Sequence[Item], microbatches: int) -> list[Item]:
             if action.phase in ("B", "W"):
                 backwards[action.stage] = backwards.get(action.stage, 0) + 1
                 if backwards[action.stage] == microbatches:
-                    out.append(Comm(action.stage, "REDUCE_GRAD"))
+                    out.append(CommCell(action.stage, "REDUCE_GRAD"))
     return out
 
 
-def _with_transfers(rows: Sequence[Sequence[Item]], facts: Facts) -> Rows:
+def _with_transfers(rows: Sequence[Sequence[Item]], facts: TableFacts) -> Rows:
     """Each device in turn does its next item if the inputs have arrived; the schedule is known not to wait for itself."""
     sends = {facts.source(a): pair for a in facts.at if isinstance(a, Action) and (pair := facts.transfer(a))}
     out: list[list[Item]] = [[] for _ in rows]

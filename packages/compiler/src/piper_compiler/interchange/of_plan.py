@@ -7,14 +7,14 @@ pair.
 
 from __future__ import annotations
 
-from piper_compiler.actions import Action, Phase, Slot
-from piper_compiler.interchange.table import Comm, Rows
+from piper_compiler.actions import Action, ActionPhase, Slot
+from piper_compiler.interchange.table import CommCell, Rows
 from piper_ir.errors import FormatError
 from piper_ir.memory_owners import origins
 from piper_ir.ops import Compute, Recv, Send
 from piper_ir.plan import COMPUTE, Instr, Plan, RolePlan
 
-Steps = dict[tuple[int, int], set[str]]
+_BackwardSteps = dict[tuple[int, int], set[str]]
 """(stage, microbatch) -> the steps of its backward."""
 
 
@@ -53,7 +53,7 @@ class _Row:
                     for value in part.reads:
                         self.readers.setdefault(value, set()).add(stages[part.op.chunk])
 
-    def cells(self, lowered: bool) -> tuple[Slot | Comm, ...]:
+    def cells(self, lowered: bool) -> tuple[Slot | CommCell, ...]:
         backward = self._backwards()
         pieces = [(i, a) for i, instr in enumerate(self.role.program) for a in self._actions(instr, backward)]
         first: dict[Action, int] = {}
@@ -76,9 +76,9 @@ class _Row:
     def _backwards(self) -> dict[tuple[int, int], bool]:
         """(stage, microbatch) -> whether its backward is a B: I and W share an instruction, or one of them is all there is."""
         together: dict[tuple[int, int], bool] = {}
-        steps: Steps = {}
+        steps: _BackwardSteps = {}
         for instr in self.role.program:
-            here: Steps = {}
+            here: _BackwardSteps = {}
             for part in instr.parts:
                 if isinstance(part.op, Compute) and part.op.step != "F":
                     here.setdefault((self.stages[part.op.chunk], part.mb), set()).add(part.op.step)
@@ -93,7 +93,7 @@ class _Row:
         for part in instr.parts:
             if isinstance(part.op, Compute) and part.op.step != "B":
                 stage, step = self.stages[part.op.chunk], part.op.step
-                phase: Phase = "B" if step != "F" and backward[stage, part.mb] else step
+                phase: ActionPhase = "B" if step != "F" and backward[stage, part.mb] else step
                 found[Action(stage, phase, part.mb)] = None
         return [*found, *found] if len({a.phase == "F" for a in found}) > 1 else [*found]
 
@@ -107,20 +107,20 @@ class _Row:
             )
         return slot
 
-    def _with_transfers(self, slots: list[tuple[int, Slot]]) -> tuple[Slot | Comm, ...]:
+    def _with_transfers(self, slots: list[tuple[int, Slot]]) -> tuple[Slot | CommCell, ...]:
         """A receive stands where the first of its values is posted, a send after the last one; reductions after the stage's last
         action (a plan reduces bucket by bucket, which the format does not know)."""
-        items: list[tuple[int, int, Slot | Comm]] = [(i, 0, slot) for i, slot in slots]
-        places: dict[Comm, int] = {}
+        items: list[tuple[int, int, Slot | CommCell]] = [(i, 0, slot) for i, slot in slots]
+        places: dict[CommCell, int] = {}
         for i, instr in enumerate(self.role.program):
             if instr.stream != COMPUTE and (comm := self._transfer(instr)) is not None:
                 places[comm] = places.get(comm, i) if comm.kind.startswith("RECV") else i
         items += [(i, 1, comm) for comm, i in places.items()]
         done = {action.stage: i for i, slot in slots for action in slot}
-        items += [(i, 2, Comm(stage, "REDUCE_GRAD")) for stage, i in done.items()]
+        items += [(i, 2, CommCell(stage, "REDUCE_GRAD")) for stage, i in done.items()]
         return tuple(cell for *_, cell in sorted(items, key=lambda item: item[:2]))
 
-    def _transfer(self, instr: Instr) -> Comm | None:
+    def _transfer(self, instr: Instr) -> CommCell | None:
         """The transfer between neighbouring stages that an instruction is part of; None for what is none."""
         part = instr.parts[0]
         if not isinstance(part.op, Send | Recv):
@@ -138,5 +138,5 @@ class _Row:
                 "neighbouring stages only. Write the compute-only table"
             )
         if sends:
-            return Comm(source, "SEND_F" if forward else "SEND_B", part.mb)
-        return Comm(target, "RECV_F" if forward else "RECV_B", part.mb)
+            return CommCell(source, "SEND_F" if forward else "SEND_B", part.mb)
+        return CommCell(target, "RECV_F" if forward else "RECV_B", part.mb)

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from piper_compiler.actions import Orders, Slot
-from piper_compiler.directives import Directive
+from piper_compiler.directives import Boundaries, Directive
 from piper_compiler.directives.partition import Partition
-from piper_compiler.interchange.check import Facts, checked
+from piper_compiler.interchange.check import TableFacts, checked
 from piper_compiler.interchange.lower import with_communication
 from piper_compiler.interchange.of_plan import rows_of_plan
-from piper_compiler.interchange.table import Fault, Rows, cell_text, picture
-from piper_compiler.recipes.scheduled import At, scheduled
+from piper_compiler.interchange.table import CellFault, Rows, cell_text, picture
+from piper_compiler.recipes.scheduled import scheduled
 from piper_compiler.strategy import Strategy
 from piper_compiler.synthetic import synthetic
 from piper_ir.errors import FormatError
@@ -29,12 +29,12 @@ class Schedule:
     rows: Rows
     name: str = field(default="schedule", compare=False, repr=False)
     newline: str = field(default="\n", compare=False, repr=False)
-    _facts: Facts = field(init=False, compare=False, repr=False)
+    _facts: TableFacts = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         try:
             object.__setattr__(self, "_facts", checked(self.rows))
-        except Fault as fault:
+        except CellFault as fault:
             texts = [[cell_text(cell) for cell in row] for row in self.rows]
             raise located(self.name, fault, texts) from None
 
@@ -67,7 +67,7 @@ class Schedule:
         """Whether the table has communication."""
         return self._facts.lowered
 
-    def directives(self, *, at: At = "even") -> tuple[Directive, ...]:
+    def directives(self, *, at: Boundaries = "even") -> tuple[Directive, ...]:
         """The directives that make device r of the axis pp run row r; `at` cuts the model into stages, as in `partition`. A
         lowered table's communication is checked, and then left to the compiler, which derives it from the data."""
         return scheduled(self.orders, microbatches=self.microbatches, at=at)
@@ -85,7 +85,7 @@ class Schedule:
         return "".join(",".join(map(cell_text, row)) + self.newline for row in self.rows)
 
 
-def located(name: str, fault: Fault, texts: list[list[str]]) -> FormatError:
+def located(name: str, fault: CellFault, texts: list[list[str]]) -> FormatError:
     """The error for a fault in a table, with the table and an arrow."""
     where = f"{name}: row {fault.row + 1} (device {fault.row}), cell {fault.cell + 1}: {fault.message}"
     return FormatError(f"{where}\n\n{picture(texts or [[]], fault.row, fault.cell)}")

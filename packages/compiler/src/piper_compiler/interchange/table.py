@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
-from piper_compiler.actions import Action, Phase, Slot
+from piper_compiler.actions import Action, ActionPhase, Slot
 
 Transfer = Literal["SEND_F", "RECV_F", "SEND_B", "RECV_B"]
 OfStage = Literal["UNSHARD", "RESHARD", "REDUCE_GRAD"]
@@ -20,7 +20,7 @@ OF_STAGE: tuple[OfStage, ...] = get_args(OfStage)
 
 
 @dataclass(frozen=True, slots=True)
-class Comm:
+class CommCell:
     """Communication of a stage: a transfer of one microbatch, or (mb -1) one of the stage's parameters or gradients. SEND_F hands
     a forward's outputs to stage + 1, SEND_B a backward's gradients to stage - 1; RECV_F and RECV_B are what `stage` gets."""
 
@@ -32,7 +32,7 @@ class Comm:
         return f"{self.stage}{self.kind}{self.mb if self.mb >= 0 else ''}"
 
 
-Cell = Slot | Comm | None
+Cell = Slot | CommCell | None
 Rows = tuple[tuple[Cell, ...], ...]
 
 PAIR = "OVERLAP_F_B"
@@ -43,7 +43,7 @@ _OF_STAGE = re.compile(rf"(\d{{1,9}})({'|'.join(OF_STAGE)})")
 _PAIR = re.compile(rf"\(([^()]*)\){PAIR}")
 
 
-class Fault(Exception):
+class CellFault(Exception):
     """What is wrong in one cell. `row`, `cell` count from 0."""
 
     def __init__(self, row: int, cell: int, message: str) -> None:
@@ -59,9 +59,9 @@ def parse_cell(text: str) -> Cell:
     if found := _ACTION.fullmatch(text):
         return (_action(found),)
     if found := _TRANSFER.fullmatch(text):
-        return Comm(int(found[1]), cast(Transfer, found[2]), int(found[3]))
+        return CommCell(int(found[1]), cast(Transfer, found[2]), int(found[3]))
     if found := _OF_STAGE.fullmatch(text):
-        return Comm(int(found[1]), cast(OfStage, found[2]))
+        return CommCell(int(found[1]), cast(OfStage, found[2]))
     if found := _PAIR.fullmatch(text):
         members = [_ACTION.fullmatch(part.strip()) for part in found[1].split(";")]
         if all(members):
@@ -72,7 +72,7 @@ def parse_cell(text: str) -> Cell:
 
 
 def _action(found: re.Match[str]) -> Action:
-    return Action(int(found[1]), cast(Phase, found[2]), int(found[3]))
+    return Action(int(found[1]), cast(ActionPhase, found[2]), int(found[3]))
 
 
 def check_pair(slot: Slot) -> None:
@@ -85,7 +85,7 @@ def cell_text(cell: Cell) -> str:
     """The text of a cell, which `parse_cell` reads back."""
     if cell is None:
         return ""
-    if isinstance(cell, Comm):
+    if isinstance(cell, CommCell):
         return str(cell)
     members = ";".join(map(str, cell))
     return members if len(cell) == 1 else f"({members}){PAIR}"

@@ -1,1 +1,8 @@
-"""From a graph to a plan, in the order in which `piper_compiler.compile` calls the passes."""
+"""The passes that lead from a graph to a plan; `piper_compiler.compile` is the list of them, in the order in which they run.
+
+They may import `ports`, `durations`, `request`, `directives.split`, piper_ir and numpy, but neither recipes nor `interchange`.
+"""
+
+from piper_compiler.passes.complete import EVERYWHERE
+
+__all__ = ["EVERYWHERE"]

@@ -14,16 +14,16 @@ NEVER = 1 << 60
 """After everything: no position is that large."""
 
 
-def ints(values: Iterable[int]) -> Ints:
+def int_array(values: Iterable[int]) -> Ints:
     """A column of numbers."""
     return np.array(list(values), np.int64)
 
 
-def begins(lengths: Ints) -> Ints:
+def run_starts(lengths: Ints) -> Ints:
     """Where each of some runs of these lengths begins."""
     return np.cumsum(lengths) - lengths
 
 
-def within(lengths: Ints) -> Ints:
+def index_in_run(lengths: Ints) -> Ints:
     """0, 1, ... in each of some runs of these lengths."""
-    return np.arange(int(lengths.sum())) - np.repeat(begins(lengths), lengths)
+    return np.arange(int(lengths.sum())) - np.repeat(run_starts(lengths), lengths)

@@ -14,7 +14,7 @@ from piper_ir.sizes import ITEM_BYTES, bind
 ALIGN_BYTES = 256
 """Alignment of a parameter inside of its bucket: what CUDA's vectorised kernels and NCCL like, and torch's allocator gives."""
 
-Key = tuple[tuple[str, ...], tuple[str, ...], str, int, int, str]
+_BucketKey = tuple[tuple[str, ...], tuple[str, ...], str, int, int, str]
 
 
 def make_buckets(edit: Editor, training: Training) -> None:
@@ -22,9 +22,9 @@ def make_buckets(edit: Editor, training: Training) -> None:
     their gradients become complete; a bucket ends when the next parameter would take it over its size. Parameters of one
     bucket are held by the same roles and replicas, and share dtype and optimizer group."""
     held = holders(edit, edit.graph.program)
-    open_: dict[Key, list[Param]] = {}
-    filled: dict[Key, int] = {}
-    made: list[tuple[Key, list[Param]]] = []
+    open_: dict[_BucketKey, list[Param]] = {}
+    filled: dict[_BucketKey, int] = {}
+    made: list[tuple[_BucketKey, list[Param]]] = []
     for param, policy in _by_completion(edit):
         roles = held[param.name]
         group = training.group_of.get(param.name, 0)
@@ -66,7 +66,7 @@ def _aligned(param: Param) -> int:
     return -(-bind(param.spec.numel, 0) // step) * step
 
 
-def _add(edit: Editor, id: str, key: Key, members: list[Param]) -> None:
+def _add(edit: Editor, id: str, key: _BucketKey, members: list[Param]) -> None:
     roles, over, dtype, group, _, stream = key
     offsets, numel = [], 0
     for param in members:

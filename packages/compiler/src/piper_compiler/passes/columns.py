@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from piper_compiler.passes.arrays import Flags, Ints, begins, ints
+from piper_compiler.passes.arrays import Flags, Ints, int_array, run_starts
 from piper_compiler.passes.dependencies import Dependencies
 from piper_ir.graph import Graph
 
@@ -30,15 +30,15 @@ class Columns:
 
     def each(self, facts: Iterable[int]) -> Ints:
         """A fact of each of `Dependencies.nodes`, by number."""
-        return ints(facts)[self.of]
+        return int_array(facts)[self.of]
 
 
 def columns(graph: Graph, deps: Dependencies, sequence: Sequence[int]) -> Columns:
     """Of a graph whose nodes are scheduled in the order `sequence`."""
     index = {role: r for r, role in enumerate(graph.roles)}
-    of = ints(deps.of)
+    of = int_array(deps.of)
     place = np.empty(len(of), np.int64)
     place[sequence] = np.arange(len(of))
-    roles = ints(index[n.role] for n in deps.nodes)
-    first = begins(np.bincount(deps.target, minlength=len(of)))
-    return Columns(of, ints(deps.mb), roles[of], np.array(deps.comm, np.bool_), place, deps.source, deps.target, first)
+    roles = int_array(index[n.role] for n in deps.nodes)
+    first = run_starts(np.bincount(deps.target, minlength=len(of)))
+    return Columns(of, int_array(deps.mb), roles[of], np.array(deps.comm, np.bool_), place, deps.source, deps.target, first)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from piper_compiler.passes.arrays import Ints, ints
+from piper_compiler.passes.arrays import Ints, int_array
 from piper_compiler.ports import trains
 from piper_ir.errors import CompileError
 from piper_ir.graph import At, Graph, Node
@@ -98,8 +98,8 @@ def meeting(a: Node, b: Node) -> tuple[Ints, Ints]:
     if a.mbs == b.mbs:
         every = np.arange(len(a.mbs))
         return every, every
-    shared = ints(common(a.mbs, b.mbs) or ())
-    return np.searchsorted(ints(a.mbs), shared), np.searchsorted(ints(b.mbs), shared)
+    shared = int_array(common(a.mbs, b.mbs) or ())
+    return np.searchsorted(int_array(a.mbs), shared), np.searchsorted(int_array(b.mbs), shared)
 
 
 def _join(source: Ints, target: Ints, found: Iterable[tuple[int, ...]]) -> tuple[Ints, Ints, dict[int, tuple[int, ...]]]:
@@ -110,9 +110,9 @@ def _join(source: Ints, target: Ints, found: Iterable[tuple[int, ...]]) -> tuple
         before = [j for i in span for j in source[target == i].tolist()]
         more += [(j, i) for i in span for j in dict.fromkeys(before) if j not in span]
         out.update(dict.fromkeys(span, span))
-    kept = ~np.isin(target, ints(out))
-    source = np.concatenate((source[kept], ints(j for j, _ in more)))
-    target = np.concatenate((target[kept], ints(i for _, i in more)))
+    kept = ~np.isin(target, int_array(out))
+    source = np.concatenate((source[kept], int_array(j for j, _ in more)))
+    target = np.concatenate((target[kept], int_array(i for _, i in more)))
     order = np.argsort(target, kind="stable")
     return source[order], target[order], out
 
@@ -155,14 +155,14 @@ class _Edges:
 
     def columns(self, ordered: list[tuple[int, int]]) -> tuple[Ints, Ints]:
         """Sources and targets, by target. `ordered`: edges by number."""
-        sources, targets = [ints(())], [ints(())]
+        sources, targets = [int_array(())], [int_array(())]
         for k, node in enumerate(self.nodes):
             for j in dict.fromkeys([*self.links[k], *self._states(node)]):
                 mine, theirs = meeting(self.nodes[j], node)
                 sources.append(mine + self.starts[j])
                 targets.append(theirs + self.starts[k])
-        source = np.concatenate((*sources, ints(a for a, _ in ordered)))
-        target = np.concatenate((*targets, ints(b for _, b in ordered)))
+        source = np.concatenate((*sources, int_array(a for a, _ in ordered)))
+        target = np.concatenate((*targets, int_array(b for _, b in ordered)))
         order = np.argsort(target, kind="stable")
         return source[order], target[order]
 

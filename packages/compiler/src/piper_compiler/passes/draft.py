@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from piper_compiler.passes.arrays import Flags, Ints, begins, ints, within
+from piper_compiler.passes.arrays import Flags, Ints, index_in_run, int_array, run_starts
 from piper_compiler.passes.columns import Columns
 from piper_compiler.passes.dependencies import Dependencies
 from piper_compiler.passes.fuse import Tasks
@@ -20,14 +20,14 @@ from piper_ir.timing import IssueOrder, Prepared, grouped, with_waits
 
 
 @dataclass(frozen=True)
-class Waits:
+class WaitEdges:
     """An entry per wait: instruction `waiter` waits for instruction `target` and all before it on its stream."""
 
     waiter: Ints
     target: Ints
 
-    def __add__(self, more: Waits) -> Waits:
-        return Waits(np.concatenate((self.waiter, more.waiter)), np.concatenate((self.target, more.target)))
+    def __add__(self, more: WaitEdges) -> WaitEdges:
+        return WaitEdges(np.concatenate((self.waiter, more.waiter)), np.concatenate((self.target, more.target)))
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,18 @@ class Draft:
     computed: Ints
     orders: list[IssueOrder]
     bare: Prepared
-    waits: Waits
+    waits: WaitEdges
 
     @cached_property
     def stream_of(self) -> Ints:
         """Of each instruction, the index of its stream in `bare.streams`."""
-        return ints(self.bare.stream_of)
+        return int_array(self.bare.stream_of)
 
-    def prepared(self, waits: Waits) -> Prepared:
+    def prepared(self, waits: WaitEdges) -> Prepared:
         """The DAG of the draft with these waits, each said once. PlanError where there is none."""
         return with_waits(self.bare, self.needed(waits), self.orders)
 
-    def needed(self, waits: Waits) -> tuple[tuple[int, ...], ...]:
+    def needed(self, waits: WaitEdges) -> tuple[tuple[int, ...], ...]:
         """Of each instruction the instructions that it waits for, by the names of their streams: the last of each stream, if no
         earlier instruction of the waiter's stream has waited for it."""
         stream, waiter, target = self.stream_of, waits.waiter, waits.target
@@ -77,7 +77,7 @@ class Draft:
         """The rank of each stream among the names of all."""
         names = [name for order in self.orders for name in dict.fromkeys(order.streams)]
         ranks = {name: k for k, name in enumerate(sorted(set(names)))}
-        return ints([ranks[name] for name in names])
+        return int_array([ranks[name] for name in names])
 
 
 def draft(graph: Graph, deps: Dependencies, c: Columns, tasks: Tasks, where: Positions) -> Draft:
@@ -88,7 +88,7 @@ def draft(graph: Graph, deps: Dependencies, c: Columns, tasks: Tasks, where: Pos
     at[where.nodes] = comm
     at[tasks.nodes] = np.repeat(compute, np.diff(tasks.first, append=len(tasks.nodes)))
     computed = np.empty(len(compute) + len(comm), np.int64)
-    computed[compute], computed[comm] = within(tasks.counts), where.before
+    computed[compute], computed[comm] = index_in_run(tasks.counts), where.before
 
     ran: list[list[int]] = [[]] * len(computed)
     nodes = tasks.nodes.tolist()
@@ -102,7 +102,7 @@ def draft(graph: Graph, deps: Dependencies, c: Columns, tasks: Tasks, where: Pos
     received = comm[c.each(isinstance(n.op, COMM) and bool(n.writes) for n in deps.nodes)[where.nodes] > 0]
     received = received[computed[received] > 0]
     latest = compute[np.searchsorted(compute, received) - 1]  # its buffer is made right after that
-    waits = _edges(c, at, ints(bare.stream_of)) + Waits(received, latest)
+    waits = _edges(c, at, int_array(bare.stream_of)) + WaitEdges(received, latest)
     return Draft(tuple(graph.roles), offsets, ran, compute, computed, orders, bare, waits)
 
 
@@ -111,9 +111,11 @@ def _places(totals: Ints, tasks: Tasks, where: Positions) -> tuple[Ints, Ints]:
     assert np.all(where.before < np.repeat(tasks.counts, where.counts)), "communication after the Update"
     far = 1 + len(tasks.first)  # more than any place of communication
     among = np.repeat(np.arange(len(totals)) * far, where.counts) + where.before
-    earlier = np.searchsorted(among, tasks.role * far + within(tasks.counts), side="right") - begins(where.counts)[tasks.role]
-    compute = begins(totals)[tasks.role] + within(tasks.counts) + earlier
-    return compute, np.repeat(begins(totals), where.counts) + within(where.counts) + where.before
+    earlier = (
+        np.searchsorted(among, tasks.role * far + index_in_run(tasks.counts), side="right") - run_starts(where.counts)[tasks.role]
+    )
+    compute = run_starts(totals)[tasks.role] + index_in_run(tasks.counts) + earlier
+    return compute, np.repeat(run_starts(totals), where.counts) + index_in_run(where.counts) + where.before
 
 
 def _orders(graph: Graph, deps: Dependencies, offsets: tuple[int, ...], ran: list[list[int]], comm: Ints) -> list[IssueOrder]:
@@ -133,8 +135,8 @@ def _orders(graph: Graph, deps: Dependencies, offsets: tuple[int, ...], ran: lis
     ]
 
 
-def _edges(c: Columns, at: Ints, stream: Ints) -> Waits:
+def _edges(c: Columns, at: Ints, stream: Ints) -> WaitEdges:
     """The waits of the edges within a role (a receive needs its send, which is a rendezvous) and between streams."""
     source, target = at[c.source], at[c.target]
     needed: Flags = (c.role[c.source] == c.role[c.target]) & (stream[source] != stream[target]) & (source < target)
-    return Waits(target[needed], source[needed])
+    return WaitEdges(target[needed], source[needed])

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from piper_compiler.passes.arrays import NEVER, Flags, Ints, begins
+from piper_compiler.passes.arrays import NEVER, Flags, Ints, run_starts
 from piper_compiler.passes.columns import Columns
 from piper_compiler.passes.dependencies import Dependencies
 from piper_ir.graph import Graph
@@ -53,7 +53,7 @@ def tasks(graph: Graph, deps: Dependencies, c: Columns, fuse: bool) -> Tasks:
     role = c.role[nodes[first]]
     counts = np.bincount(role, minlength=len(graph.roles))
     number = np.full(len(c.of), -1)
-    number[nodes] = np.cumsum(opens) - 1 - begins(counts)[c.role[nodes]]
+    number[nodes] = np.cumsum(opens) - 1 - run_starts(counts)[c.role[nodes]]
     return Tasks(nodes, first, role, counts, number)
 
 

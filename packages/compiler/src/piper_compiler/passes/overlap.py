@@ -68,14 +68,14 @@ def _saved(program: Program, chunks: Mapping[str, Chunk], stage: int) -> float:
     return sum(chunk_seconds(chunk, s) for s in chunk.steps) - program.overlap[stage]
 
 
-class Timed(Protocol):
+class _Timed(Protocol):
     """What is made of an interleaving."""
 
     @property
     def makespan(self) -> float: ...
 
 
-D = TypeVar("D", bound=Timed)
+D = TypeVar("D", bound=_Timed)
 
 
 def first_to_finish(orders: Iterable[Graph], drafted: Callable[[Graph], D]) -> D:

@@ -20,7 +20,7 @@ from piper_ir.program import Chunk
 from piper_ir.program import Step as ChunkStep
 from piper_ir.sizes import TensorSpec, bind
 
-Kind = tuple[TensorSpec, Category]
+ValueSpec = tuple[TensorSpec, Category]
 Pick = Callable[[Sequence[int]], tuple[int, ...]]
 
 LATER: Mapping[str, tuple[ChunkStep, ...]] = {"F": BACKWARD, "I": ("W",), "W": ()}
@@ -36,7 +36,7 @@ class _Shape:
 
     own: tuple[str, ...]
     made: Pick
-    kinds: tuple[Kind, ...]
+    kinds: tuple[ValueSpec, ...]
     steps: tuple[tuple[ChunkStep, Pick, Pick, Pick], ...]
 
 
@@ -61,7 +61,7 @@ class PartMaker:
         self.seed = 1.0 / shares if graph.program.loss_kind == "mean" else 1.0
         self.places: dict[str, int] = {}
         self.tails: list[str] = []
-        self.kinds: list[Kind] = []
+        self.kinds: list[ValueSpec] = []
         self.whole: list[bool] = []
         self.bound: dict[int, TensorSpec] = {}  # by the id of a spec of the graph, which layers share
         self.shapes: dict[tuple[object, ...], _Shape] = {}  # by what equal layers share
@@ -135,7 +135,7 @@ class PartMaker:
         made = self.graph.families[self.graph.writers[value][0]][0]
         return self._place(value, held.tail, (self._bound(held.spec), held.category), made.mbs is None)
 
-    def _place(self, value: str, tail: str, kind: Kind | None, whole: bool = False) -> int:
+    def _place(self, value: str, tail: str, kind: ValueSpec | None, whole: bool = False) -> int:
         """The number of a value in microbatch 0. Kinds that are not known yet are those of the part that makes it."""
         place = self.places.get(value)
         if place is None:
@@ -152,7 +152,7 @@ class PartMaker:
         return known
 
 
-_UNKNOWN: Kind = (TensorSpec((), "uint8"), "activation")
+_UNKNOWN: ValueSpec = (TensorSpec((), "uint8"), "activation")
 
 
 def _shape(chunk: Chunk, op: Compute) -> _Shape:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from piper_compiler.passes.arrays import Flags, Ints, begins
-from piper_compiler.passes.draft import Draft, Waits
+from piper_compiler.passes.arrays import Flags, Ints, run_starts
+from piper_compiler.passes.draft import Draft, WaitEdges
 from piper_ir.timing import Times
 
 
@@ -40,7 +40,7 @@ class Releases:
     after: Ints
     early: Ints
     before: Ints
-    waits: Waits
+    waits: WaitEdges
 
 
 def releases(draft: Draft, uses: Uses, times: Times) -> Releases:
@@ -51,7 +51,7 @@ def releases(draft: Draft, uses: Uses, times: Times) -> Releases:
 
     sent, rank, many = np.unique(uses.sent, return_index=True, return_counts=True)
     by_value = np.argsort(uses.sent, kind="stable")
-    starts = begins(many)
+    starts = run_starts(many)
     ends = np.maximum.reduceat(np.array(times.done)[uses.sender[by_value]], starts) if len(sent) else np.empty(0)
     latest = uses.sender[by_value][starts + many - 1]
     dies = _first_after(draft, np.array(times.start), ends, latest)
@@ -67,7 +67,7 @@ def releases(draft: Draft, uses: Uses, times: Times) -> Releases:
     order[np.searchsorted(freed, sent[kept])] = rank[kept] - len(uses.sent)
     by_part = np.lexsort((order, last[freed]))
     by_instr = np.lexsort((rank[~kept], dies[~kept]))
-    waits = Waits(np.repeat(dies, many), uses.sender[by_value])
+    waits = WaitEdges(np.repeat(dies, many), uses.sender[by_value])
     return Releases(freed[by_part], last[freed][by_part], late[by_instr], dies[~kept][by_instr], waits)
 
 

@@ -14,9 +14,9 @@ from typing import overload
 
 import numpy as np
 
-from piper_compiler.passes.arrays import Ints, begins, ints
+from piper_compiler.passes.arrays import Ints, int_array, run_starts
 from piper_compiler.passes.dependencies import Dependencies
-from piper_compiler.passes.draft import Draft, Waits
+from piper_compiler.passes.draft import Draft, WaitEdges
 from piper_compiler.passes.parts import Made, PartMaker
 from piper_compiler.passes.release import Releases, Uses
 from piper_ir.graph import Graph
@@ -76,8 +76,8 @@ class Drafted:
         self._parts: dict[int, list[Made]] = {}
         self._known: dict[object, _Template] = {}
         self._loaded: set[tuple[str, str, int]] = set()
-        lead = ints([numbers[0] for numbers in draft.tasks])
-        self.mb = ints(deps.mb)[lead]
+        lead = int_array([numbers[0] for numbers in draft.tasks])
+        self.mb = int_array(deps.mb)[lead]
         for k, numbers in enumerate(draft.tasks if spans else ()):
             self.mb[k] = min([deps.mb[i] for i in numbers])  # a span joins microbatches
         self.used = self._used(lead.tolist())
@@ -85,7 +85,7 @@ class Drafted:
         many = np.zeros(len(lead), np.int64)
         for template, mine in self.instrs:
             many[mine] = len(template.made) if template.stream == COMPUTE else 0
-        self.first_part = begins(many)
+        self.first_part = run_starts(many)
         self.instr_of_part = np.repeat(np.arange(len(many)), many)
         self.uses = self._uses()
         self.times = sweep(draft.prepared(draft.waits), [t.seconds for t in self.used], latency=graph.program.hop)
@@ -165,22 +165,22 @@ class Drafted:
         keys = list(map(id, self.used))
         templates = dict(zip(keys, self.used, strict=True))
         number = {key: n for n, key in enumerate(templates)}
-        numbers = ints(map(number.__getitem__, keys))
+        numbers = int_array(map(number.__getitem__, keys))
         order = np.argsort(numbers, kind="stable")
         parts = np.split(order, np.flatnonzero(np.diff(numbers[order])) + 1)
         return list(zip(templates.values(), parts, strict=True))
 
     def _uses(self) -> Uses:
         far = 1 + max([len(template.touched) for template, _ in self.instrs], default=0)
-        touched = [[ints(())], [ints(())]]
-        sent = [[ints(())], [ints(())]]
+        touched = [[int_array(())], [int_array(())]]
+        sent = [[int_array(())], [int_array(())]]
         for template, instrs in self.instrs:
             if not template.touched:
                 continue
             shift = np.maximum(self.mb[instrs], 0)
-            values = ints([v for _, v in template.touched])[:, None] + shift
+            values = int_array([v for _, v in template.touched])[:, None] + shift
             if template.stream == COMPUTE:
-                keys = ints([part * far + k for k, (part, _) in enumerate(template.touched)])
+                keys = int_array([part * far + k for k, (part, _) in enumerate(template.touched)])
                 touched[0].append(values.ravel())
                 touched[1].append((keys[:, None] + self.first_part[instrs] * far).ravel())
             else:
@@ -212,8 +212,8 @@ class Drafted:
         found = [(i, v) for i, t in enumerate(self.used) if t.stream != COMPUTE for v in t.made[0].writes]
         made: dict[int, list[int]] = {}
         first: dict[int, list[int]] = {}
-        latest = draft.compute[np.searchsorted(draft.compute, ints([i for i, _ in found])) - 1].tolist() if found else []
-        roles = (np.searchsorted(ints(draft.offsets), ints([i for i, _ in found]), side="right") - 1).tolist()
+        latest = draft.compute[np.searchsorted(draft.compute, int_array([i for i, _ in found])) - 1].tolist() if found else []
+        roles = (np.searchsorted(int_array(draft.offsets), int_array([i for i, _ in found]), side="right") - 1).tolist()
         for (i, v), before, role in zip(found, latest, roles, strict=True):
             number = v + max(int(self.mb[i]), 0)
             if draft.computed[i] > 0:
@@ -226,7 +226,7 @@ class Drafted:
 class LazyWaits:
     """The waits of all instructions, found when someone asks: a search never does."""
 
-    def __init__(self, draft: Draft, waits: Waits) -> None:
+    def __init__(self, draft: Draft, waits: WaitEdges) -> None:
         self._draft, self._waits = draft, waits
 
     @cached_property

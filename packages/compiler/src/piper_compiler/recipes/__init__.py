@@ -1,4 +1,8 @@
-"""Recipes: functions that return a tuple of directives. A schedule is data."""
+"""Recipes are functions that return a tuple of directives: published pipeline schedules, one family per file.
+
+They may import directives, `actions` and piper_ir; `from_csv` also imports `interchange`, when it is called. A schedule is data,
+so no pass knows any of them.
+"""
 
 from piper_compiler.actions import Action
 from piper_compiler.recipes.basic import data_parallel, gpipe, one_f_one_b, pipeline, stage_orders
@@ -8,7 +12,7 @@ from piper_compiler.recipes.interleaved import interleaved, looped_bfs
 from piper_compiler.recipes.registry import RECIPES, Recipe, recipe
 from piper_compiler.recipes.scheduled import scheduled
 from piper_compiler.recipes.zbv import zbv
-from piper_compiler.recipes.zero_bubble import v_half, v_min, zero_bubble
+from piper_compiler.recipes.zero_bubble import v_frontier, v_half, v_min, zero_bubble
 from piper_compiler.recipes.zero_bubble_1f1b import interleaved_zb, zb_h1, zb_h2
 
 __all__ = [
@@ -28,6 +32,7 @@ __all__ = [
     "recipe",
     "scheduled",
     "stage_orders",
+    "v_frontier",
     "v_half",
     "v_min",
     "zb_h1",

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
-from piper_compiler.directives import Directive, order, partition, place, replicate, split
-from piper_compiler.recipes.arithmetic import check_numbers
+from piper_compiler.directives import Boundaries, Directive, order, partition, place, replicate, split
 from piper_compiler.recipes.registry import recipe
+from piper_compiler.recipes.stages import check_numbers
 from piper_ir.select import Where, where
-
-At = Literal["even", "cost"] | tuple[int, ...]
 
 
 @recipe(
@@ -20,7 +17,7 @@ At = Literal["even", "cost"] | tuple[int, ...]
     use="the simplest; each stage's parameters are used once per phase",
     rule="any pp, microbatches >= 1",
 )
-def gpipe(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
+def gpipe(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
     """All forwards, then all backwards, one stage per device. Source: Huang et al. 2019, arXiv 1811.06965.
     Makespan (m + p - 1)(F + B); peak on every device: m activations. Any pp and microbatches."""
     check_numbers("gpipe", pp=pp, microbatches=microbatches)
@@ -35,7 +32,7 @@ def gpipe(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ..
     use="the default: the bubble of GPipe, memory that does not grow with the microbatches",
     rule="any pp, microbatches >= 1",
 )
-def one_f_one_b(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
+def one_f_one_b(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
     """One forward, one backward after a warm-up of p - r - 1 forwards on device r. Source: Narayanan et al. 2019
     (PipeDream), the flushing variant of arXiv 2006.09503. Makespan (m + p - 1)(F + B); peak on device r: min(m, p - r)
     activations. Any pp and microbatches."""
@@ -51,7 +48,7 @@ def one_f_one_b(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directi
     return (*pipeline(pp=pp, microbatches=microbatches, at=at), *stage_orders(orders))
 
 
-def pipeline(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
+def pipeline(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
     """Partition into pp stages, split, and place stage r on device r, in the default order."""
     check_numbers("pipeline", pp=pp, microbatches=microbatches)
     places = (place(where(stage=r), on=dict(pp=r)) for r in range(pp))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 
-from piper_compiler.actions import Action, Orders, Phase, Slot
-from piper_compiler.directives import Directive
-from piper_compiler.recipes.arithmetic import check_numbers, cut, vee
+from piper_compiler.actions import Action, ActionPhase, Orders, Slot
+from piper_compiler.directives import Boundaries, Directive
 from piper_compiler.recipes.registry import recipe
-from piper_compiler.recipes.scheduled import At, scheduled
+from piper_compiler.recipes.scheduled import scheduled
+from piper_compiler.recipes.stages import check_numbers, first_microbatches, v_stage
 from piper_ir.errors import DirectiveError
 
-Piece = tuple[int, Phase, int]
+_Move = tuple[int, ActionPhase, int]
 """Way (0: in at the near end, 1: back from the far end), phase, and the number of the microbatch on its way."""
 
 
@@ -22,7 +22,7 @@ Piece = tuple[int, Phase, int]
     use="expert parallelism: a forward's communication hides behind a backward's compute, with one copy of the parameters",
     rule="any pp, microbatches >= 1; 2 chunks per device",
 )
-def dualpipe_v(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
+def dualpipe_v(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
     """Half of DualPipe, folded: device r has the stages r and 2p - 1 - r, and overlaps a forward of one with a backward of the
     other. Source: DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe; the order is that of PyTorch's ScheduleDualPipeV.
 
@@ -37,8 +37,10 @@ def dualpipe_v_orders(pp: int, microbatches: int) -> Orders:
     """Way 1 is the other chunk of the device."""
     whole = max(microbatches, 2 * pp)
     devices = [_both_ways(pp, r, whole) for r in range(pp)]
-    orders = [[tuple(Action(vee(pp, r, way), phase, mb) for way, phase, mb in slot) for slot in devices[r]] for r in range(pp)]
-    return cut(orders, microbatches)
+    orders = [
+        [tuple(Action(v_stage(pp, r, way), phase, mb) for way, phase, mb in slot) for slot in devices[r]] for r in range(pp)
+    ]
+    return first_microbatches(orders, microbatches)
 
 
 @recipe(
@@ -48,7 +50,7 @@ def dualpipe_v_orders(pp: int, microbatches: int) -> Orders:
     use="as DualPipeV, with half as many stages per device and every stage's parameters on two devices",
     rule="pp even; any microbatches >= 1",
 )
-def dualpipe(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
+def dualpipe(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
     """Pipelines in both directions: stage s is on device s for even microbatches and on device p - 1 - s for odd ones, and a
     device overlaps a forward of one direction with a backward of the other. Both hold the stage's parameters and their
     gradients are summed. Source: DeepSeek-AI 2024, arXiv 2412.19437.
@@ -73,10 +75,10 @@ def dualpipe_orders(pp: int, microbatches: int) -> Orders:
             turned = [(way ^ mirrored, phase, k) for way, phase, k in slot]
             slots.append(tuple([Action(pp - 1 - r if d else r, phase, 2 * k + d) for d, phase, k in turned]))
         orders.append(slots)
-    return cut(orders, microbatches)
+    return first_microbatches(orders, microbatches)
 
 
-def _both_ways(devices: int, r: int, microbatches: int) -> list[tuple[Piece, ...]]:
+def _both_ways(devices: int, r: int, microbatches: int) -> list[tuple[_Move, ...]]:
     """What the device r of `devices` (0 at the near end) does for `microbatches` >= 2 `devices` on each way."""
     todo, after = _Pieces(), devices - 1 - r
     for _ in range(2 * after):
@@ -113,7 +115,7 @@ class _Pieces:
     gradients."""
 
     def __init__(self) -> None:
-        self.slots: list[tuple[Piece, ...]] = []
+        self.slots: list[tuple[_Move, ...]] = []
         self._forwards, self._backwards = [0, 0], [0, 0]
         self._late: deque[tuple[int, int]] = deque()
 
@@ -133,7 +135,7 @@ class _Pieces:
     def pair(self, forward: int, backward: int) -> None:
         self.slots.append((self._forward(forward), (backward, "B", self._next(self._backwards, backward))))
 
-    def _forward(self, way: int) -> Piece:
+    def _forward(self, way: int) -> _Move:
         return way, "F", self._next(self._forwards, way)
 
     def _next(self, counts: list[int], way: int) -> int:

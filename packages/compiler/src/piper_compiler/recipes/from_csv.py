@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from piper_compiler.recipes.scheduled import At
+from piper_compiler.directives import Boundaries
 
 if TYPE_CHECKING:
     from piper_compiler.directives import Directive
 
 
-def from_csv(path: str | Path, *, at: At = "even") -> tuple[Directive, ...]:
+def from_csv(path: str | Path, *, at: Boundaries = "even") -> tuple[Directive, ...]:
     """What the file says, compute-only or lowered, as directives; `at` cuts the model into stages, as in `partition`. FormatError
     for a file that is no schedule."""
     from piper_compiler.interchange import read_schedule_csv  # it knows strategies, and strategies are made of recipes

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from piper_compiler.actions import Orders, Slot
-from piper_compiler.directives import Directive
-from piper_compiler.recipes.arithmetic import check_numbers, cut, loop, one, rounds
+from piper_compiler.directives import Boundaries, Directive
 from piper_compiler.recipes.registry import recipe
-from piper_compiler.recipes.scheduled import At, scheduled
+from piper_compiler.recipes.scheduled import scheduled
+from piper_compiler.recipes.stages import check_numbers, first_microbatches, looped_stage, round_robin, slot
 from piper_ir.errors import DirectiveError
 
 
@@ -18,7 +18,7 @@ from piper_ir.errors import DirectiveError
     rule="any pp, microbatches, chunks >= 1; group >= pp",
 )
 def interleaved(
-    *, pp: int, microbatches: int, chunks: int = 2, group: int | None = None, at: At = "even"
+    *, pp: int, microbatches: int, chunks: int = 2, group: int | None = None, at: Boundaries = "even"
 ) -> tuple[Directive, ...]:
     """1F1B over `chunks` chunks per device, stage s on device s mod pp. `group` microbatches (default: pp) go through a chunk
     before the next chunk's turn. Source: Narayanan et al. 2021, arXiv 2104.04473.
@@ -41,12 +41,12 @@ def interleaved_orders(pp: int, microbatches: int, chunks: int, group: int) -> O
     groups = -(-microbatches // group)
     orders: list[list[Slot]] = []
     for r in range(pp):
-        forward = [one(s, "F", i) for s, i in rounds(pp, chunks, r, groups, group)]
-        backward = [one(s, "B", i) for s, i in rounds(pp, chunks, r, groups, group, back=True)]
+        forward = [slot(s, "F", i) for s, i in round_robin(pp, chunks, r, groups, group)]
+        backward = [slot(s, "B", i) for s, i in round_robin(pp, chunks, r, groups, group, back=True)]
         warm = min(2 * (pp - 1 - r) + (chunks - 1) * group, len(forward))
-        steady = [slot for pair in zip(forward[warm:], backward, strict=False) for slot in pair]
+        steady = [taken for pair in zip(forward[warm:], backward, strict=False) for taken in pair]
         orders.append([*forward[:warm], *steady, *backward[len(forward) - warm :]])
-    return cut(orders, microbatches)
+    return first_microbatches(orders, microbatches)
 
 
 @recipe(
@@ -56,7 +56,7 @@ def interleaved_orders(pp: int, microbatches: int, chunks: int, group: int) -> O
     use="few microbatches: each chunk's parameters are used once per phase, so that its reductions overlap best",
     rule="any pp, microbatches, chunks >= 1",
 )
-def looped_bfs(*, pp: int, microbatches: int, chunks: int = 2, at: At = "even") -> tuple[Directive, ...]:
+def looped_bfs(*, pp: int, microbatches: int, chunks: int = 2, at: Boundaries = "even") -> tuple[Directive, ...]:
     """Breadth first over `chunks` chunks per device, stage s on device s mod pp: all microbatches through a chunk, then all
     through the next; backward likewise from the last chunk. Source: Lamy-Poirier 2023, arXiv 2211.05953.
 
@@ -70,7 +70,7 @@ def looped_bfs_orders(pp: int, microbatches: int, chunks: int) -> Orders:
     """All forwards, chunk by chunk; all backwards, from the last chunk."""
     orders: list[list[Slot]] = []
     for r in range(pp):
-        stages = [loop(pp, r, chunk) for chunk in range(chunks)]
-        slots = [one(s, "F", i) for s in stages for i in range(microbatches)]
-        orders.append([*slots, *(one(s, "B", i) for s in reversed(stages) for i in range(microbatches))])
+        stages = [looped_stage(pp, r, chunk) for chunk in range(chunks)]
+        slots = [slot(s, "F", i) for s in stages for i in range(microbatches)]
+        orders.append([*slots, *(slot(s, "B", i) for s in reversed(stages) for i in range(microbatches))])
     return orders

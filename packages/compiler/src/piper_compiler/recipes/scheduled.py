@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
 from piper_compiler.actions import Action, Orders
-from piper_compiler.directives import Directive, order, overlap, partition, place, split, split_backward
+from piper_compiler.directives import Boundaries, Directive, order, overlap, partition, place, split, split_backward
 from piper_ir.select import Where, where
 
-At = Literal["even", "cost"] | tuple[int, ...]
 
-
-def scheduled(orders: Orders, *, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
+def scheduled(orders: Orders, *, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
     """The directives that make device r of the axis pp run `orders[r]`. A stage is placed where its actions stand, which may be
     on two devices by microbatch; its backward is split for the microbatches that have an I."""
     actions = [a for slots in orders for slot in slots for a in slot]

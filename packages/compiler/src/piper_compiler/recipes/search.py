@@ -22,14 +22,14 @@ from math import inf
 from random import Random
 from typing import TypeVar
 
-from piper_compiler.actions import Action, Phase, Slot
+from piper_compiler.actions import Action, ActionPhase, Slot
 from piper_compiler.recipes.zb_anneal import Anneal
-from piper_compiler.recipes.zb_greedy import Cut, Greedy, Justify, Policy, Rules
-from piper_compiler.recipes.zb_problem import FORWARD, INPUT, Problem, Queue, Stages, Value
+from piper_compiler.recipes.zb_greedy import Cutoff, Greedy, Justify, Policy, Rules
+from piper_compiler.recipes.zb_problem import FORWARD, INPUT, OrderScore, Problem, Queue, Stages
 
 T = TypeVar("T")
 
-NOTHING = Value(inf, inf, inf)
+NOTHING = OrderScore(inf, inf, inf)
 
 EFFORT = 1_000_000
 """Operations that list scheduling places in one search: 1 to 1.5 us each. Rules that are known already, or can be of no use, are
@@ -39,7 +39,7 @@ SWEEPS = 1_000_000
 SAMPLES, CHANGES, MOVES = 300, 1200, 6000
 """Most rules drawn by lot, changes of the best ones, and sweeps of annealing: small problems need no more."""
 
-_PHASES: tuple[Phase, ...] = ("F", "I", "W")
+_PHASES: tuple[ActionPhase, ...] = ("F", "I", "W")
 _ONE = ((INPUT, 0), (FORWARD, 0)), ((FORWARD, 0), (INPUT, 0))
 _TWO = tuple(permutations(((FORWARD, 1), (FORWARD, 0), (INPUT, 0), (INPUT, 1))))
 _FLAT = ((FORWARD, 0), (FORWARD, 1), (INPUT, 0), (INPUT, 1))
@@ -47,7 +47,7 @@ _FLAT = ((FORWARD, 0), (FORWARD, 1), (INPUT, 0), (INPUT, 1))
 
 @lru_cache(maxsize=16)
 def find_orders(
-    stages: Stages, microbatches: int, limit: tuple[float, ...], goal: Value | None = None
+    stages: Stages, microbatches: int, limit: tuple[float, ...], goal: OrderScore | None = None
 ) -> tuple[tuple[Slot, ...], ...]:
     """The best orders found for these stages within a memory limit per device, which must hold one microbatch
     (`Stages.least`). `goal`: the search may end as soon as this is met."""
@@ -63,19 +63,19 @@ def _action(problem: Problem, op: int) -> Action:
 class Search:
     """The best orders seen so far of one problem."""
 
-    def __init__(self, problem: Problem, goal: Value | None = None) -> None:
+    def __init__(self, problem: Problem, goal: OrderScore | None = None) -> None:
         self.problem, self.random = problem, Random(0).random
         self.best = NOTHING
         self.orders: list[Queue] = []
         self.rules, self.tightened = Rules((), 0), False
         """What gave the best, and whether it was tightened from the end."""
-        self.worth: dict[Rules, tuple[Value, bytes]] = {}
+        self.worth: dict[Rules, tuple[OrderScore, bytes]] = {}
         """What rules are known to be worth, and when their operations end."""
-        self.tight: dict[bytes, Value] = {}
+        self.tight: dict[bytes, OrderScore] = {}
         """What they are worth when tightened from the end."""
         self.effort = 0
         self.bound = problem.bound()
-        self.goal = goal or Value(self.bound, 0.0, 0.0)
+        self.goal = goal or OrderScore(self.bound, 0.0, 0.0)
         """The search ends when the best meets this."""
 
     @property
@@ -93,7 +93,7 @@ class Search:
             self._anneal()
         return self.orders
 
-    def _try(self, rules: Rules, reach: float, wanted: float = 0.0) -> Value:
+    def _try(self, rules: Rules, reach: float, wanted: float = 0.0) -> OrderScore:
         """What orders under these rules are worth, as they are or tightened from the end, which is tried when they end at most
         `reach` times the best bubble after the best ones. NOTHING for a run given up because it was to be none of: better than
         the best, within that reach, of a makespan and span of `wanted` in sum."""
@@ -114,7 +114,7 @@ class Search:
             value = min(value, self._tightened(rules, times))
         return value
 
-    def _tightened(self, rules: Rules, times: bytes) -> Value:
+    def _tightened(self, rules: Rules, times: bytes) -> OrderScore:
         """The worth of what these rules gave, the `times` at which its operations end, when tightened from the end."""
         if times not in self.tight:
             orders = Justify(self.problem, array("d", times).tolist()).run()
@@ -139,14 +139,14 @@ class Search:
         """Up to which makespan orders are tightened."""
         return self.best.makespan + reach * (self.best.makespan - min(self.problem.busy))
 
-    def _cut(self, reach: float, wanted: float) -> Cut:
+    def _cut(self, reach: float, wanted: float) -> Cutoff:
         """Where list scheduling may end early because its result would be of no use. Rounding forgiven."""
         best, bound, close = self.best, self.bound, 1e-9 * self.best.makespan
         makespan = max(best.makespan, self._latest(reach))
         tied = best.makespan <= bound + close and self._latest(reach) < bound - close  # only the span can become better
-        return Cut(makespan + close, best.span + close if tied else inf, wanted + close, bound - close)
+        return Cutoff(makespan + close, best.span + close if tied else inf, wanted + close, bound - close)
 
-    def _consider(self, value: Value, orders: list[Queue], rules: Rules, tightened: bool) -> None:
+    def _consider(self, value: OrderScore, orders: list[Queue], rules: Rules, tightened: bool) -> None:
         if value < self.best and all(map(self.problem.fits, orders, self.problem.limit)):
             self.best, self.orders, self.rules, self.tightened = value, orders, rules, tightened
 
@@ -242,6 +242,6 @@ def _moved(ahead: tuple[int, int], step: int, first: bool, most: int) -> tuple[i
     return (_whole(a + step, most), b) if first else (a, _whole(b + step, most))
 
 
-def _steer(value: Value) -> tuple[float, float]:
+def _steer(value: OrderScore) -> tuple[float, float]:
     """What descent follows: a smaller span often leads to a smaller makespan."""
     return value.makespan + value.span, value.idle

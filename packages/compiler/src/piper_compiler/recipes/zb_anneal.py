@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from math import exp
 from random import Random
 
-from piper_compiler.recipes.zb_problem import Problem, Queue, Swept, Value
+from piper_compiler.recipes.zb_problem import OrderScore, Problem, Queue, Swept
 
 REACH = 6
 """A move goes at most so many places further."""
@@ -29,7 +29,7 @@ class Anneal:
         self.orders = orders
         self.sweeps = 0
 
-    def run(self, sweeps: int, heat: float, goal: Value) -> None:
+    def run(self, sweeps: int, heat: float, goal: OrderScore) -> None:
         """At most so many sweeps; `heat`: the seconds by which a step may be worse, at the start about one in three times. Ends
         when the best meets `goal`."""
         start, tries, arcs = self.sweeps, 0, self._arcs()
@@ -66,7 +66,7 @@ class Anneal:
         queue.insert(source, queue.pop(target))
         return False
 
-    def _keep(self, value: Value, swept: Swept) -> None:
+    def _keep(self, value: OrderScore, swept: Swept) -> None:
         self.value, self.swept = value, swept
         if value < self.best:
             self.best, self.orders = value, [list(q) for q in self.now]
@@ -109,6 +109,6 @@ class Anneal:
                 return
 
 
-def _cost(value: Value) -> float:
+def _cost(value: OrderScore) -> float:
     """What annealing descends: the makespan, and a little of the rest, which leads to it."""
     return value.makespan + 0.5 * value.span + 0.02 * value.idle

@@ -40,7 +40,7 @@ class Rules(NamedTuple):
     lead: int
 
 
-class Cut(NamedTuple):
+class Cutoff(NamedTuple):
     """A run is given up when what it can still become has a makespan above `makespan` or a span above `span`, and a sum of both
     above `both`. `least`: no makespan is smaller."""
 
@@ -95,7 +95,7 @@ class Greedy:
         ahead = policy.ahead[chunk] * self.width - INPUT if phase == FORWARD else 0
         return _Move(3 * stages[chunk] + phase, ahead, *_keeps(self.problem.stages, stages, chunk))
 
-    def run(self, cut: Cut | None = None) -> tuple[list[Queue], Swept] | None:
+    def run(self, cut: Cutoff | None = None) -> tuple[list[Queue], Swept] | None:
         """The orders and their times; None when the run was cut. A search spends most of its time here, hence local names."""
         problem, width, policies, moves = self.problem, self.width, self.policies, self.moves
         upcoming, arrives, waiting, used = self.next, self.arrives, self.waiting, self.used

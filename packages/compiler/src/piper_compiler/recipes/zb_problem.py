@@ -57,7 +57,7 @@ class Swept(NamedTuple):
     last: list[float]
 
 
-class Value(NamedTuple):
+class OrderScore(NamedTuple):
     """What an order is worth, smaller is better: seconds from start to end, the largest over devices of (last end - first start
     - busy), and the sum of that over devices."""
 
@@ -65,7 +65,7 @@ class Value(NamedTuple):
     span: float
     idle: float
 
-    def meets(self, goal: Value) -> bool:
+    def meets(self, goal: OrderScore) -> bool:
         """Whether makespan and span are as small as the goal's."""
         return all(a <= b + 1e-9 * goal.makespan for a, b in zip(self[:2], goal[:2], strict=True))
 
@@ -147,9 +147,9 @@ class Problem:
             at[r], clock[r] = i, now
         return None if left else Swept(end, first, clock)
 
-    def value(self, swept: Swept) -> Value:
+    def value(self, swept: Swept) -> OrderScore:
         spans = [b - a - c for a, b, c in zip(swept.first, swept.last, self.busy, strict=True)]
-        return Value(max(swept.last), max(spans), sum(spans))
+        return OrderScore(max(swept.last), max(spans), sum(spans))
 
     def fits(self, queue: Queue, limit: float) -> bool:
         """Whether a device that runs the queue stays within the limit."""

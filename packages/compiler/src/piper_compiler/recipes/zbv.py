@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from piper_compiler.actions import Orders, Phase, Slot
-from piper_compiler.directives import Directive
-from piper_compiler.recipes.arithmetic import check_numbers, cut, one, vee
+from piper_compiler.actions import ActionPhase, Orders, Slot
+from piper_compiler.directives import Boundaries, Directive
 from piper_compiler.recipes.registry import recipe
-from piper_compiler.recipes.scheduled import At, scheduled
+from piper_compiler.recipes.scheduled import scheduled
+from piper_compiler.recipes.stages import check_numbers, first_microbatches, slot, v_stage
 
 
 @recipe(
@@ -16,7 +16,7 @@ from piper_compiler.recipes.scheduled import At, scheduled
     use="no bubble in steady state where F = I = W, for the memory of 1F1B's first device; loss and first stage on one device",
     rule="any pp, microbatches >= 1; 2 chunks per device",
 )
-def zbv(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
+def zbv(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
     """Zero bubble in V placement: device r has the stages r and 2p - 1 - r. Source: Qi et al. 2024, arXiv 2405.15362.
 
     Where m >= 2p - 1: with F = I = W the span bubble is 0 and the global bubble (p - 1)F; with I >= max(F, W) the global bubble
@@ -30,20 +30,20 @@ def zbv(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]
 def zbv_orders(pp: int, microbatches: int) -> Orders:
     """Fewer microbatches than the start needs are the first ones of as many as it needs."""
     whole = max(microbatches, 2 * pp - 1)
-    return cut([_device(pp, r, whole) for r in range(pp)], microbatches)
+    return first_microbatches([_device(pp, r, whole) for r in range(pp)], microbatches)
 
 
 def _device(pp: int, r: int, microbatches: int) -> list[Slot]:
     out: list[Slot] = []
-    count: dict[tuple[int, Phase], int] = {}
+    count: dict[tuple[int, ActionPhase], int] = {}
 
-    def run(chunk: int, phases: tuple[Phase, ...]) -> None:
+    def run(chunk: int, phases: tuple[ActionPhase, ...]) -> None:
         """The next microbatch of the chunk in each of the phases, unless all are through."""
         for phase in phases:
             mb = count.get((chunk, phase), 0)
             if mb < microbatches:
                 count[chunk, phase] = mb + 1
-                out.append(one(vee(pp, r, chunk), phase, mb))
+                out.append(slot(v_stage(pp, r, chunk), phase, mb))
 
     for _ in range(2 * (pp - r) - 1):  # until the first microbatch is back from the far end of the V
         run(0, ("F",))

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf, isfinite
 
-from piper_compiler.directives import Directive
-from piper_compiler.recipes.arithmetic import check_numbers
+from piper_compiler.directives import Boundaries, Directive
 from piper_compiler.recipes.registry import recipe
-from piper_compiler.recipes.scheduled import At, scheduled
+from piper_compiler.recipes.scheduled import scheduled
 from piper_compiler.recipes.search import find_orders
-from piper_compiler.recipes.zb_problem import Stages, Value
+from piper_compiler.recipes.stages import check_numbers
+from piper_compiler.recipes.zb_problem import OrderScore, Stages
 from piper_ir.errors import DirectiveError
 
-Numbers = float | Sequence[float]
+_PerStage = float | Sequence[float]
 
 ROUNDING = 1e-9
 """A sum of activations may exceed the limit by this share of it: they are added in floating point."""
@@ -30,15 +30,15 @@ def zero_bubble(
     *,
     pp: int,
     microbatches: int,
-    F: Numbers = 1.0,
-    I: Numbers = 1.0,  # noqa: E741 - the field's name for the input gradient
-    W: Numbers = 1.0,
+    F: _PerStage = 1.0,
+    I: _PerStage = 1.0,  # noqa: E741 - the field's name for the input gradient
+    W: _PerStage = 1.0,
     hop: float = 0.0,
-    activation: Numbers = 1.0,
-    kept_after_I: Numbers | None = None,
-    memory_limit: Numbers | None = None,
+    activation: _PerStage = 1.0,
+    kept_after_I: _PerStage | None = None,
+    memory_limit: _PerStage | None = None,
     chunks: int = 1,
-    at: At = "even",
+    at: Boundaries = "even",
 ) -> tuple[Directive, ...]:
     """The order with the smallest makespan that a search of fixed effort finds; among those the one with the smallest span
     bubble. Deterministic. Source: `recipes.search`.
@@ -60,7 +60,7 @@ def zero_bubble(
     use="half of the activations of ZBV, for about half of the bubble of 1F1B",
     rule="any pp, microbatches >= 1; 2 chunks per device",
 )
-def v_half(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
+def v_half(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
     """V placement within 2 floor((p + 2) / 2) units for F = I = W. Source: Qi et al. 2024 (arXiv 2405.15362)."""
     return _preset("v_half", pp, microbatches, 2, 2, at)
 
@@ -72,7 +72,7 @@ def v_half(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, .
     use="a third of the activations of ZBV, for about two thirds of the bubble of 1F1B",
     rule="any pp, microbatches >= 1; 2 chunks per device",
 )
-def v_min(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
+def v_min(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
     """V placement within 2 floor((p + 4) / 3) units for F = I = W. Source: Qi et al. 2024 (arXiv 2405.15362)."""
     return _preset("v_min", pp, microbatches, 4, 3, at)
 
@@ -84,12 +84,12 @@ def v_frontier(p: int, units: int) -> int:
     return 3 * p - 1 - 3 * units + max(3 * p, p - 1 + 2 * (1 + (units + 1) // 2))
 
 
-def _preset(name: str, pp: int, microbatches: int, more: int, share: int, at: At) -> tuple[Directive, ...]:
+def _preset(name: str, pp: int, microbatches: int, more: int, share: int, at: Boundaries) -> tuple[Directive, ...]:
     """The V placement within 2 floor((p + more) / share) units; the search ends at the frontier."""
     stages = _stages(name, pp, microbatches, 2, (1.0, 1.0, 1.0), 0.0, 1.0, None)
     units = 2 * ((pp + more) // share)
     bubble = float(v_frontier(pp, units))
-    goal = Value(6 * microbatches + max(bubble, pp - 1.0), bubble, 0.0) if microbatches >= pp else None
+    goal = OrderScore(6 * microbatches + max(bubble, pp - 1.0), bubble, 0.0) if microbatches >= pp else None
     found = find_orders(stages, microbatches, _limit(float(units), stages), goal)
     return scheduled(found, microbatches=microbatches, at=at)
 
@@ -99,10 +99,10 @@ def _stages(
     pp: int,
     microbatches: int,
     chunks: int,
-    times: tuple[Numbers, Numbers, Numbers],
+    times: tuple[_PerStage, _PerStage, _PerStage],
     hop: float,
-    activation: Numbers,
-    kept: Numbers | None,
+    activation: _PerStage,
+    kept: _PerStage | None,
 ) -> Stages:
     check_numbers(name, pp=pp, microbatches=microbatches)
     if chunks not in (1, 2):
@@ -121,7 +121,7 @@ def _stages(
     return Stages(pp, chunks, tuple(zip(forward, back, weight, strict=True)), keeps, after, latency)
 
 
-def _limit(given: Numbers | None, stages: Stages) -> tuple[float, ...]:
+def _limit(given: _PerStage | None, stages: Stages) -> tuple[float, ...]:
     """Per device; rounding forgiven. DirectiveError when one microbatch does not fit."""
     p = stages.devices
     if given is None:
@@ -139,7 +139,7 @@ def _limit(given: Numbers | None, stages: Stages) -> tuple[float, ...]:
     return tuple([x * (1 + ROUNDING) for x in limits])
 
 
-def _each(name: str, value: Numbers, count: int, of: str) -> tuple[float, ...]:
+def _each(name: str, value: _PerStage, count: int, of: str) -> tuple[float, ...]:
     """A number per stage or device."""
     given = (value,) * count if isinstance(value, int | float) else value
     if not isinstance(given, tuple | list) or any(type(x) not in (int, float) for x in given):

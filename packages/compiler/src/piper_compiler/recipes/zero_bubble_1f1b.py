@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from piper_compiler.actions import Orders, Slot
-from piper_compiler.directives import Directive
-from piper_compiler.recipes.arithmetic import check_numbers, cut, one, rounds
+from piper_compiler.directives import Boundaries, Directive
 from piper_compiler.recipes.registry import recipe
-from piper_compiler.recipes.scheduled import At, scheduled
+from piper_compiler.recipes.scheduled import scheduled
+from piper_compiler.recipes.stages import check_numbers, first_microbatches, round_robin, slot
 
 _QI = "Qi et al. 2024, arXiv 2401.10241"
 
@@ -18,7 +18,7 @@ _QI = "Qi et al. 2024, arXiv 2401.10241"
     use="a third of the bubble of 1F1B for the memory of its first device on every device",
     rule="any pp, microbatches >= 1",
 )
-def zb_h1(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
+def zb_h1(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
     """1F1B in which device r runs each weight gradient r microbatches late, one stage per device; also known as ZB1P. Source:
     Qi et al. 2024, arXiv 2401.10241.
 
@@ -35,7 +35,7 @@ def zb_h1(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ..
     use="no bubble in steady state where F = I = W, for twice the memory of ZB-H1",
     rule="any pp, microbatches >= 1",
 )
-def zb_h2(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ...]:
+def zb_h2(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
     """ZB-H1 with twice the forwards ahead: device r starts with 2(p - 1 - r) and runs each weight gradient 2r microbatches late;
     also known as ZB2P. Source: Qi et al. 2024, arXiv 2401.10241.
 
@@ -52,7 +52,7 @@ def zb_h2(*, pp: int, microbatches: int, at: At = "even") -> tuple[Directive, ..
     use="as interleaved, with a third of its bubble and less memory on the first device",
     rule="any pp, microbatches, chunks >= 1",
 )
-def interleaved_zb(*, pp: int, microbatches: int, chunks: int = 2, at: At = "even") -> tuple[Directive, ...]:
+def interleaved_zb(*, pp: int, microbatches: int, chunks: int = 2, at: Boundaries = "even") -> tuple[Directive, ...]:
     """ZB-H1 over `chunks` chunks per device, stage s on device s mod pp, pp microbatches through a chunk before the next chunk's
     turn. Sources: Qi et al. 2024, arXiv 2401.10241; Narayanan et al. 2021, arXiv 2104.04473.
 
@@ -69,16 +69,16 @@ def late_weight_orders(pp: int, microbatches: int, *, chunks: int = 1, ahead: in
     groups = -(-microbatches // pp)
     orders: list[list[Slot]] = []
     for r in range(pp):
-        forward = [one(s, "F", i) for s, i in rounds(pp, chunks, r, groups, pp)]
-        backward = list(rounds(pp, chunks, r, groups, pp, back=True))
+        forward = [slot(s, "F", i) for s, i in round_robin(pp, chunks, r, groups, pp)]
+        backward = list(round_robin(pp, chunks, r, groups, pp, back=True))
         warm = min(ahead * (pp - 1 - r) + (chunks - 1) * pp, len(forward))
         late = min(ahead * r, len(backward))
-        weight = [one(s, "W", i) for s, i in backward]
+        weight = [slot(s, "W", i) for s, i in backward]
         slots = forward[:warm]
         for k, (stage, mb) in enumerate(backward):
             slots += forward[warm + k : warm + k + 1]
-            slots.append(one(stage, "I", mb))
+            slots.append(slot(stage, "I", mb))
             if k >= late:
                 slots.append(weight[k - late])
         orders.append([*slots, *weight[len(weight) - late :]])
-    return cut(orders, microbatches)
+    return first_microbatches(orders, microbatches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from math import prod
 
-from piper_compiler.actions import Action, Orders, Phase, Slot
+from piper_compiler.actions import Action, ActionPhase, Orders, Slot
 from piper_ir.errors import DirectiveError
 from piper_ir.limits import MOST_NODES
 
@@ -30,31 +30,31 @@ def check_numbers(name: str, **given: int) -> None:
         )
 
 
-def loop(pp: int, device: int, chunk: int) -> int:
+def looped_stage(pp: int, device: int, chunk: int) -> int:
     """The stage that is chunk `chunk` of a device where the stages go round the devices."""
     return chunk * pp + device
 
 
-def vee(pp: int, device: int, chunk: int) -> int:
+def v_stage(pp: int, device: int, chunk: int) -> int:
     """The stage that is chunk 0 or 1 of a device where the stages go down the devices and back up: the V placement."""
     return 2 * pp - 1 - device if chunk else device
 
 
-def one(stage: int, phase: Phase, mb: int) -> Slot:
+def slot(stage: int, phase: ActionPhase, mb: int) -> Slot:
     """A slot of one action."""
     return (Action(stage, phase, mb),)
 
 
-def rounds(pp: int, chunks: int, device: int, groups: int, size: int, back: bool = False) -> Iterator[tuple[int, int]]:
+def round_robin(pp: int, chunks: int, device: int, groups: int, size: int, back: bool = False) -> Iterator[tuple[int, int]]:
     """(stage, microbatch) of the forwards of a device in loop placement: groups of `size` microbatches, each through all chunks
     before the next. `back`: of the backwards, from the last chunk to the first."""
     for group in range(groups):
         for chunk in reversed(range(chunks)) if back else range(chunks):
             for k in range(size):
-                yield loop(pp, device, chunk), group * size + k
+                yield looped_stage(pp, device, chunk), group * size + k
 
 
-def cut(orders: Iterable[Iterable[Slot]], microbatches: int) -> Orders:
+def first_microbatches(orders: Iterable[Iterable[Slot]], microbatches: int) -> Orders:
     """The orders without the microbatches from `microbatches` on. Microbatches do not depend on each other, so what is left of
     orders without deadlock has none."""
     return [[left for slot in slots if (left := tuple([a for a in slot if a.mb < microbatches]))] for slots in orders]
