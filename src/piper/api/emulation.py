@@ -79,12 +79,12 @@ def durations_on(
 
     A communication takes as long on each member as on the first.
     """
-    costing = model_for(plan, cluster, costs, model)
-    found = [costing.work(role, instr).seconds for role, _, instr in plan.instructions()]
+    cost_model = model_for(plan, cluster, costs, model)
+    seconds = [cost_model.work(role, instr).seconds for role, _, instr in plan.instructions()]
     prepared = prepare(plan)
     for members in prepared.groups:
         for node in members:
-            found[node] = found[members[0]]
+            seconds[node] = seconds[members[0]]
     first = dict(zip(prepared.roles, prepared.offsets))
-    by_role = {r.role: tuple(found[first[r.role] : first[r.role] + len(r.program)]) for r in plan.roles}
-    return Durations(by_role, plan.hop, costing.issue_s)
+    by_role = {r.role: tuple(seconds[first[r.role] : first[r.role] + len(r.program)]) for r in plan.roles}
+    return Durations(by_role, plan.hop, cost_model.issue_s)

@@ -49,8 +49,8 @@ class StepMetrics:
 
     def scalars(self) -> dict[str, float]:
         """Return the measured values that are there, by name."""
-        found = {"loss": self.loss, "step_s": self.step_s, "tokens_per_s": self.tokens_per_s, "batch_s": self.batch_s}
-        return {name: value for name, value in found.items() if value is not None}
+        values = {"loss": self.loss, "step_s": self.step_s, "tokens_per_s": self.tokens_per_s, "batch_s": self.batch_s}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class MetricsWriter(Protocol):
@@ -215,8 +215,8 @@ class Metrics:
                 self._lost.setdefault(name, _Loss(0, f"at the end: {type(e).__name__}: {e}"))
         self._writers.clear()
         if self._lost:
-            found = "; ".join(f"{name}: {x.steps} steps lost, first {x.first}" for name, x in self._lost.items())
-            warnings.warn(f"not all metrics could be written. {found}", PiperWarning, stacklevel=2)
+            losses = "; ".join(f"{name}: {x.steps} steps lost, first {x.first}" for name, x in self._lost.items())
+            warnings.warn(f"not all metrics could be written. {losses}", PiperWarning, stacklevel=2)
             self._lost.clear()
 
     def __enter__(self) -> Self:

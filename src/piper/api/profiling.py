@@ -95,8 +95,8 @@ def profile(
 
         with open_pool(launcher, target.plan.mesh.world, cluster=cluster) as own:
             reports = own.run(target.plan, requests, timeout_s)
-    found = [reports[r] for r in sorted(reports)]
-    return _costs(found, target.plan, _origin(found[0], target.plan, launcher, repeats))
+    by_rank = [reports[r] for r in sorted(reports)]
+    return _costs(by_rank, target.plan, _origin(by_rank[0], target.plan, launcher, repeats))
 
 
 def _rows(global_batch: int, asked: Sequence[int] | None, own: int) -> list[int]:
@@ -107,11 +107,11 @@ def _rows(global_batch: int, asked: Sequence[int] | None, own: int) -> list[int]
                 raise JobError(f"profile(rows={list(asked)}): {r!r} is no number of rows of a batch of {global_batch}")
         return sorted({*asked, own})
     least, most = max(1, global_batch // FEWEST_OF_BATCH), max(1, global_batch // MOST_OF_BATCH)
-    found = [own]
+    chosen = [own]
     for r in range(most, least - 1, -1):
-        if global_batch % r == 0 and all(max(r, f) / min(r, f) >= APART for f in found):
-            found.append(r)
-    return sorted(found)
+        if global_batch % r == 0 and all(max(r, f) / min(r, f) >= APART for f in chosen):
+            chosen.append(r)
+    return sorted(chosen)
 
 
 def _one_device(job: Job, rows: int) -> Compiled:
@@ -133,9 +133,9 @@ def _requests(target: Compiled, singles: Sequence[Compiled], repeats: int) -> di
     code: dict[int, dict[str, dict[str, ShippedCode]]] = {}
     for c in (target, *singles):
         assert c.code is not None
-        found = c.code.export([chunk.code for chunk in c.plan.chunks], c.plan.rows)
+        exported = c.code.export([chunk.code for chunk in c.plan.chunks], c.plan.rows)
         code[c.plan.rows] = {
-            i: {s: ShippedCode(x.source, dict(x.constants)) for s, x in steps.items()} for i, steps in found.items()
+            i: {s: ShippedCode(x.source, dict(x.constants)) for s, x in steps.items()} for i, steps in exported.items()
         }
     request = ProfileRequest(
         pickle.dumps(target.plan),

@@ -55,7 +55,7 @@ class Reference:
     @property
     def trained(self) -> set[str]:
         """Return the parameters that were updated."""
-        return {name for found in self.gradients for name in found}
+        return {name for gradients in self.gradients for name in gradients}
 
 
 def reference(job: Any, *, replicas: int = 1, microbatches: int = 1, steps: int = STEPS, head: int | str = "root.1") -> Reference:
@@ -150,8 +150,8 @@ def _widen(model: nn.Module, dtype: torch.dtype) -> None:
     Complex tensors stay complex; `Module.to(dtype)` would drop their imaginary parts.
     """
     casts: dict[tuple[int, torch.dtype], Tensor] = {}
-    held = [value for m in model.modules() for value in (*m._parameters.values(), *m._buffers.values(), *vars(m).values())]
-    for tensor in {id(t): t for t in held if isinstance(t, Tensor) and t.is_floating_point()}.values():
+    values = [value for m in model.modules() for value in (*m._parameters.values(), *m._buffers.values(), *vars(m).values())]
+    for tensor in {id(t): t for t in values if isinstance(t, Tensor) and t.is_floating_point()}.values():
         if tensor.dtype == dtype:
             continue
         memory = tensor.untyped_storage()
@@ -274,9 +274,9 @@ class Difference:
     problem: str
 
     def __str__(self) -> str:
-        of = f" of {self.name}" if self.name else ""
-        on = f" on rank {self.rank}" if self.rank >= 0 else ""
-        return f"step {self.step}, {self.what}{of}{on}: {self.problem}"
+        name = f" of {self.name}" if self.name else ""
+        place = f" on rank {self.rank}" if self.rank >= 0 else ""
+        return f"step {self.step}, {self.what}{name}{place}: {self.problem}"
 
 
 def differences(
@@ -286,18 +286,18 @@ def differences(
 
     `parameters=False` leaves out what is compared after the last step, as float32 needs it.
     """
-    out = _losses(found.losses, expected.losses, tolerance)
+    result = _losses(found.losses, expected.losses, tolerance)
     for rank, steps in found.gradients.items():
         if len(steps) != len(expected.gradients):
-            out.append(Difference(0, "gradients", rank, "", f"{len(steps)} steps, expected {len(expected.gradients)}"))
+            result.append(Difference(0, "gradients", rank, "", f"{len(steps)} steps, expected {len(expected.gradients)}"))
         for step, (got, want) in enumerate(zip(steps, expected.gradients, strict=False)):
-            out += _tensors(step, "gradient", rank, got, want, tolerance)
+            result += _tensors(step, "gradient", rank, got, want, tolerance)
     for step, want in enumerate(expected.gradients):
-        there = {n for steps in found.gradients.values() if step < len(steps) for n in steps[step]}
-        out += [Difference(step, "gradient", -1, n, "no rank has one") for n in want if n not in there]
+        seen = {n for steps in found.gradients.values() if step < len(steps) for n in steps[step]}
+        result += [Difference(step, "gradient", -1, n, "no rank has one") for n in want if n not in seen]
     if parameters:
-        out += _final(found, expected, tolerance)
-    return sorted(out, key=lambda d: d.step)
+        result += _final(found, expected, tolerance)
+    return sorted(result, key=lambda d: d.step)
 
 
 def _losses(got: Sequence[float], want: Sequence[float], tolerance: float) -> list[Difference]:
@@ -313,17 +313,17 @@ def _losses(got: Sequence[float], want: Sequence[float], tolerance: float) -> li
 
 def _final(found: RunOutcome, expected: Reference, tolerance: float) -> list[Difference]:
     last = len(expected.losses)
-    out: list[Difference] = []
+    result: list[Difference] = []
     for rank, states in found.states.items():
         for what, want in (("parameter", expected.parameters), ("buffer", expected.buffers)):
-            out += _tensors(last, what, rank, {n: t for n, t in states.items() if n in want}, want, tolerance)
+            result += _tensors(last, what, rank, {n: t for n, t in states.items() if n in want}, want, tolerance)
         # What is trained must be somewhere; its holders are compared one by one above.
-    held = {n for states in found.states.values() for n in states}
-    out += [Difference(last, "parameter", -1, n, "no rank holds it") for n in sorted(expected.trained - held)]
+    held_names = {n for states in found.states.values() for n in states}
+    result += [Difference(last, "parameter", -1, n, "no rank holds it") for n in sorted(expected.trained - held_names)]
     if found.state_dict.keys() != expected.state_dict.keys():
         wrong = sorted(found.state_dict.keys() ^ expected.state_dict.keys())
-        out.append(Difference(last, "state_dict", -1, "", f"names differ: {', '.join(wrong)}"))
-    return out + _tensors(last, "state_dict", -1, found.state_dict, expected.state_dict, tolerance)
+        result.append(Difference(last, "state_dict", -1, "", f"names differ: {', '.join(wrong)}"))
+    return result + _tensors(last, "state_dict", -1, found.state_dict, expected.state_dict, tolerance)
 
 
 def _tensors(step: int, what: str, rank: int, got: Tensors, want: Tensors, tolerance: float) -> list[Difference]:
@@ -332,22 +332,24 @@ def _tensors(step: int, what: str, rank: int, got: Tensors, want: Tensors, toler
     An error counts relative to the tensor's norm and to the median norm of all of `want`.
     """
     typical = median([_norm(t) for t in want.values()] or [0.0])
-    out = []
+    result = []
     for name, a in got.items():
         if name not in want:
             if what == "gradient":
-                out.append(Difference(step, what, rank, name, "one device has none"))
+                result.append(Difference(step, what, rank, name, "one device has none"))
             continue
         b = want[name]
         if a.shape != b.shape or a.dtype != b.dtype:
-            out.append(
+            result.append(
                 Difference(step, what, rank, name, f"{a.dtype} {tuple(a.shape)}, one device has {b.dtype} {tuple(b.shape)}")
             )
             continue
         error, allowed = _norm(_wide(a) - _wide(b)), tolerance * (_norm(b) + FLOOR * typical)
         if not error <= allowed:
-            out.append(Difference(step, what, rank, name, f"|a - b| = {error:.3g}, |b| = {_norm(b):.3g}, allowed {allowed:.1g}"))
-    return out
+            result.append(
+                Difference(step, what, rank, name, f"|a - b| = {error:.3g}, |b| = {_norm(b):.3g}, allowed {allowed:.1g}")
+            )
+    return result
 
 
 def _wide(tensor: Tensor) -> Tensor:

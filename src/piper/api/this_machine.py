@@ -71,12 +71,12 @@ def _memory_of_a_rank() -> int:
 def _best(call: Callable[[], object]) -> float:
     """Return the least seconds of a few calls, after a warm-up."""
     call()
-    out = float("inf")
+    least = float("inf")
     for _ in range(REPEATS):
         begin = time.perf_counter()
         call()
-        out = min(out, time.perf_counter() - begin)
-    return out
+        least = min(least, time.perf_counter() - begin)
+    return least
 
 
 def _matmul_rate(rows: int = 512, width: int = 512) -> float:

@@ -111,13 +111,13 @@ def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Verifica
     head = rng_places(plan.chunks)[plan.chunks[-1].id]
     expected = reference(wide, replicas=plan.replicas, microbatches=plan.microbatches, steps=steps, head=head)
     _check_random(plan, expected)
-    found = RunOutcome.of(run)
-    beyond, tolerance = compared(found, expected, captured_job(wide))
-    whole = _whole_batch(wide, compiled, steps, found, tolerance)
+    outcome = RunOutcome.of(run)
+    beyond, tolerance = compared(outcome, expected, captured_job(wide))
+    whole = _whole_batch(wide, compiled, steps, outcome, tolerance)
     return VerificationReport(strategy, steps, len(expected.state_dict), beyond, whole, tolerance)
 
 
-def _whole_batch(job: Job, compiled: Compiled, steps: int, found: RunOutcome, tolerance: Tolerance) -> WholeBatch | None:
+def _whole_batch(job: Job, compiled: Compiled, steps: int, outcome: RunOutcome, tolerance: Tolerance) -> WholeBatch | None:
     """Compare with the whole batch in one forward.
 
     Parameters are left out: where a true gradient is zero, Adam makes steps of the rounding, which is another one here.
@@ -128,7 +128,7 @@ def _whole_batch(job: Job, compiled: Compiled, steps: int, found: RunOutcome, to
     names = tuple(a.name for a in compiled.advancing)
     if random := next((c.id for c in plan.chunks if c.random), ""):
         return WholeBatch([], names, random)
-    both = differences(found, reference(job, steps=steps), tolerance.value)
+    both = differences(outcome, reference(job, steps=steps), tolerance.value)
     return WholeBatch([d for d in both if d.what in ("loss", "gradient", "buffer")], names)
 
 

@@ -69,34 +69,34 @@ def _torch() -> list[Finding]:
         import torch.distributed as dist
     except ImportError as e:
         return [Finding("torch", "missing", f"{e}; pip install torch")]
-    found = [Finding("torch", "ok", torch.__version__)]
+    findings = [Finding("torch", "ok", torch.__version__)]
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             facts = torch.cuda.get_device_properties(i)
-            found.append(
+            findings.append(
                 Finding(f"cuda:{i}", "ok", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}")
             )
     else:
         built = f"this torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "this torch is built without CUDA"
-        found.append(Finding("cuda", "absent", f"no device; {built}. Plans run on CPUs"))
+        findings.append(Finding("cuda", "absent", f"no device; {built}. Plans run on CPUs"))
     available: dict[str, Callable[[], bool]] = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
     for name, is_there in available.items():
         there = dist.is_available() and is_there()
         needed = name == "gloo"
         text = "available" if there else "not in this torch" + ("; ranks on CPUs cannot communicate" if needed else "")
-        found.append(Finding(name, "ok" if there else "missing" if needed else "absent", text))
-    return found
+        findings.append(Finding(name, "ok" if there else "missing" if needed else "absent", text))
+    return findings
 
 
 def _libraries() -> list[Finding]:
-    out = []
+    findings = []
     for name, use in LIBRARIES.items():
         try:
-            out.append(Finding(name, "ok", f"{version(name)}, for {use}"))
+            findings.append(Finding(name, "ok", f"{version(name)}, for {use}"))
         except PackageNotFoundError:
             optional = "(optional)" in use
-            out.append(Finding(name, "absent" if optional else "missing", f"not installed, for {use}; pip install {name}"))
-    return out
+            findings.append(Finding(name, "absent" if optional else "missing", f"not installed, for {use}; pip install {name}"))
+    return findings
 
 
 def _shared_memory() -> Finding:
@@ -117,10 +117,12 @@ def _launchers() -> list[Finding]:
     )
     try:
         version("ray")
-        found = Finding("launcher ray", "ok", joined)
+        ray_finding = Finding("launcher ray", "ok", joined)
     except PackageNotFoundError:
-        found = Finding("launcher ray", "missing", 'without Ray use launcher "processes", on this machine or under torchrun')
-    return [found, Finding("launcher processes", "ok", "one process per rank on this machine; also under torchrun")]
+        ray_finding = Finding(
+            "launcher ray", "missing", 'without Ray use launcher "processes", on this machine or under torchrun'
+        )
+    return [ray_finding, Finding("launcher processes", "ok", "one process per rank on this machine; also under torchrun")]
 
 
 def text(findings: list[Finding]) -> str:

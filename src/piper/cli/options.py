@@ -154,13 +154,13 @@ def searchers(workers: str) -> int | str:
 
 def pairs(params: Sequence[str] | None, flag: str = "-p") -> dict[str, str]:
     """Return `-p` options by name. JobError for one without a name or value."""
-    out = {}
+    values = {}
     for item in params or []:
         name, equals, value = item.partition("=")
         if not equals or not name:
             raise JobError(f"{flag} {item}: NAME=VALUE is expected, e.g. {flag} microbatches=8")
-        out[name] = value
-    return out
+        values[name] = value
+    return values
 
 
 ARGUMENTS = (

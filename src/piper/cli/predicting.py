@@ -115,19 +115,21 @@ def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
     result = simulate(compiled.plan, cluster, costs=target.costs, contention=target.contention)
     noise = shown.noise
     spread = noise and result.distribution(noise.jitter, seed=noise.seed, repetitions=noise.repetitions)
-    found = None
+    explanation = None
     if shown.explained:
-        found = why(compiled.plan, cluster, costs=target.costs, contention=target.contention)
-        found = replace(found, what_if=(*found.what_if, one_more(job_file, compiled, target, found.step_s)))
+        explanation = why(compiled.plan, cluster, costs=target.costs, contention=target.contention)
+        explanation = replace(
+            explanation, what_if=(*explanation.what_if, one_more(job_file, compiled, target, explanation.step_s))
+        )
     folder = new_folder(shown.out, name) if shown.out is not None else None  # what is refused leaves none
     if shown.as_json:
         more = {"distribution": spread.as_dict()} if spread else {}
-        print(json.dumps(result.summary() | more | ({"why": found.as_dict()} if found else {})))
+        print(json.dumps(result.summary() | more | ({"why": explanation.as_dict()} if explanation else {})))
     else:
         show(prediction_table(result, title=f"{name} on {cluster.name}"))
         print()
         show(memory_table(result))
-        for table in ([distribution_table(spread)] if spread else []) + list(why_tables(found) if found else ()):
+        for table in ([distribution_table(spread)] if spread else []) + list(why_tables(explanation) if explanation else ()):
             print()
             show(table)
     if shown.snapshots is not None:
@@ -172,10 +174,10 @@ def predict_two(
     `changes` of parameters make the second strategy.
     """
     second, names = _second(job_file, other, params, changes)
-    found = []
+    explanations = []
     for side in (job_file, second):
-        found.append(why(target.compiled(side).plan, target.cluster, costs=target.costs, contention=target.contention))
-    result = compare(*found)
+        explanations.append(why(target.compiled(side).plan, target.cluster, costs=target.costs, contention=target.contention))
+    result = compare(*explanations)
     if as_json:
         print(json.dumps({"a": names[0], "b": names[1], **result.as_dict()}))
         return

@@ -84,12 +84,12 @@ def random_tokens(vocab: int, length: int, step: int, rows: range) -> tuple[Tens
 
     A row is the same in whatever range it is asked for.
     """
-    found = torch.empty(len(rows), length + 1, dtype=torch.int64)
+    tokens = torch.empty(len(rows), length + 1, dtype=torch.int64)
     generator = torch.Generator()
     for k, row in enumerate(rows):
         generator.manual_seed(SEED_STRIDE * step + row)
-        found[k].random_(0, vocab, generator=generator)
-    return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+        tokens[k].random_(0, vocab, generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

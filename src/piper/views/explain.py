@@ -55,9 +55,10 @@ def facts(compiled: Compiled) -> dict[str, Any]:
 def _program(compiled: Compiled) -> str:
     program, plan = compiled.program, compiled.plan
     codes = len({c.code for c in program.chunks}) if program.source == "captured" else len(program.chunks)
-    held = sum(p.spec.nbytes for p in program.params if isinstance(p.spec.nbytes, int))
+    parameter_bytes = sum(p.spec.nbytes for p in program.params if isinstance(p.spec.nbytes, int))
     lines = [
-        f"program {program.key}: {len(program.chunks)} chunks ({codes} with code of their own), {size_text(held)} of parameters"
+        f"program {program.key}: {len(program.chunks)} chunks ({codes} with code of their own), "
+        f"{size_text(parameter_bytes)} of parameters"
     ]
     names: tuple[tuple[Step, str], ...] = (("F", "forward"), ("I", "input gradient"), ("W", "weight gradient"))
     for step, name in names:
@@ -152,8 +153,8 @@ def _overlaps(compiled: Compiled) -> str:
         node = compiled.graph.at(group.nodes[0])
         assert node is not None, "an overlap is among nodes of the graph"
         role = compiled.plan.role(node.role)
-        found = [(known[0], instr_title(i)) for i in role.program if (known := [letter[n] for n in _nodes(i) if n in letter])]
-        shown = " ".join(f"{k}:{name}" for k, name in found[:8]) + (f" ... {len(found) - 8} more" if len(found) > 8 else "")
+        titles = [(known[0], instr_title(i)) for i in role.program if (known := [letter[n] for n in _nodes(i) if n in letter])]
+        shown = " ".join(f"{k}:{name}" for k, name in titles[:8]) + (f" ... {len(titles) - 8} more" if len(titles) > 8 else "")
         lines.append(f"  {role.role:10} {shown}")
     return "\n".join(["overlaps, as interleaved", *lines]) if lines else ""
 
@@ -173,7 +174,7 @@ def _roles(plan: Plan) -> str:
             f"peak {size_text(role.peak_bytes)} at instruction {role.peak_at}"
         )
         split = sorted(role.peak_by_category.items(), key=lambda x: -x[1])
-        lines.append("             " + ", ".join(f"{name} {size_text(held)}" for name, held in split))
+        lines.append("             " + ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in split))
     return "\n".join(lines)
 
 

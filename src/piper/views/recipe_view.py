@@ -73,22 +73,22 @@ class SimulatedRecipe:
 
     def numbers(self) -> dict[str, Any]:
         """Return the numbers for programs."""
-        found = self.simulation
+        simulation = self.simulation
         return {
-            "recipe": self.recipe.name, "makespan_s": found.step_s, "global_bubble_s": found.global_bubble_s,
-            "span_bubble_s": found.span_bubble_s, "bubble_s": list(found.bubble_s), "peak_activations": self.peaks,
+            "recipe": self.recipe.name, "makespan_s": simulation.step_s, "global_bubble_s": simulation.global_bubble_s,
+            "span_bubble_s": simulation.span_bubble_s, "bubble_s": list(simulation.bubble_s), "peak_activations": self.peaks,
         }  # fmt: skip
 
     def text(self) -> str:
         """Return the lines that stand beneath a schedule."""
-        found = self.simulation
-        each = sorted(set(self.peaks))
-        peaks = str(each[0]) if len(each) == 1 else ", ".join(map(str, self.peaks))
-        within = time_text(found.span_bubble_s)
-        bubble = f"bubble {time_text(found.global_bubble_s)} ({self.idle:.1%}), {within} of it between a device's"
+        simulation = self.simulation
+        distinct_peaks = sorted(set(self.peaks))
+        peaks = str(distinct_peaks[0]) if len(distinct_peaks) == 1 else ", ".join(map(str, self.peaks))
+        within = time_text(simulation.span_bubble_s)
+        bubble = f"bubble {time_text(simulation.global_bubble_s)} ({self.idle:.1%}), {within} of it between a device's"
         return (
-            f"{self.recipe.name}: makespan {time_text(found.step_s)}, {bubble} first and last instruction\n"
-            f"peak {peaks} activations of a chunk on {'every device' if len(each) == 1 else 'devices 0, 1, ...'}\n"
+            f"{self.recipe.name}: makespan {time_text(simulation.step_s)}, {bubble} first and last instruction\n"
+            f"peak {peaks} activations of a chunk on {'every device' if len(distinct_peaks) == 1 else 'devices 0, 1, ...'}\n"
             f"{self.recipe.formula}; peak {self.recipe.peak} on device r"
         )
 
@@ -154,17 +154,17 @@ def arguments(params: Mapping[str, str]) -> dict[str, Any]:
 
     JobError for those that have their own option.
     """
-    out: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, text in params.items():
         if name in OWN:
             raise JobError(f"-p {name}={text}: give it as --{name} {text}")
         try:
-            out[name] = json.loads(text, object_pairs_hook=unique_keys)
+            values[name] = json.loads(text, object_pairs_hook=unique_keys)
         except FormatError as e:
             raise JobError(f"-p {name}={text}: {e}") from None
         except (ValueError, RecursionError):  # no JSON, or a number of thousands of digits
-            out[name] = text
-    return out
+            values[name] = text
+    return values
 
 
 def listing() -> str:
@@ -188,8 +188,8 @@ def listing() -> str:
 
 def rows() -> list[dict[str, Any]]:
     """Return all recipes, for programs."""
-    out = []
+    entries = []
     for recipe in sorted(RECIPES.values(), key=lambda r: r.name):
         row = {k: v for k, v in asdict(recipe).items() if k != "make"}
-        out.append(row | {"arguments": list(inspect.signature(recipe.make).parameters)})
-    return out
+        entries.append(row | {"arguments": list(inspect.signature(recipe.make).parameters)})
+    return entries

@@ -41,9 +41,9 @@ def show_strategy(compiled: Compiled, what: What, *, cluster: str, costs: Costs 
     """Print what was asked for, and write its files; the schedule is that of a simulation on `cluster`."""
     if _printed(compiled, what):
         return
-    found = simulate(compiled.plan, cluster_named(cluster), costs=costs)
-    table = _drawn(compiled, found.trace, what)
-    print(dumps(found.trace) if what.as_json else "\n".join([table, *(f"warning: {note}" for note in found.notes)]))
+    simulation = simulate(compiled.plan, cluster_named(cluster), costs=costs)
+    table = _drawn(compiled, simulation.trace, what)
+    print(dumps(simulation.trace) if what.as_json else "\n".join([table, *(f"warning: {note}" for note in simulation.notes)]))
 
 
 def show_recipe(shown: SimulatedRecipe, what: What) -> None:

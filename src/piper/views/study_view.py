@@ -85,8 +85,8 @@ def _rejected(study: Study) -> dict[str, int]:
 
 def files_text(study: Study, folder: Path) -> str:
     """Say what `Study.save` has written, for the user."""
-    found = "study.json is" if study.best is None else "study.json and best.json (for piper run --strategy) are"
-    return f"{found} in {folder}"
+    files = "study.json is" if study.best is None else "study.json and best.json (for piper run --strategy) are"
+    return f"{files} in {folder}"
 
 
 def _warnings(rows: list[dict[str, Any]]) -> list[str]:
@@ -96,8 +96,11 @@ def _warnings(rows: list[dict[str, Any]]) -> list[str]:
     unless it is of all that the engine scored.
     """
     scored = [r for r in rows if r["source"] == "engine"]
-    of = {note: [_params(r) for r in scored if note in r["notes"]] for r in scored for note in r["notes"]}
-    return [note + ("" if len(who) == len(scored) else f" ({'; '.join(who)})") for note, who in of.items()]
+    params_by_note = {note: [_params(r) for r in scored if note in r["notes"]] for r in scored for note in r["notes"]}
+    return [
+        note + ("" if len(candidates) == len(scored) else f" ({'; '.join(candidates)})")
+        for note, candidates in params_by_note.items()
+    ]
 
 
 def _params(row: dict[str, Any]) -> str:

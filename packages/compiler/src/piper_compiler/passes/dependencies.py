@@ -64,7 +64,7 @@ def dependencies(graph: Graph) -> Dependencies:
     """Find all edges, in time linear in their number."""
     found = _Edges(graph)
     nodes, starts = found.nodes, found.starts
-    of: list[int] = np.repeat(np.arange(len(nodes)), ints(len(node.each) for node in nodes)).tolist()
+    of: list[int] = np.repeat(np.arange(len(nodes)), int_array(len(node.each) for node in nodes)).tolist()
     mb = list(chain.from_iterable([node.each for node in nodes]))
     kinds = [isinstance(n.op, COMM) for n in nodes]
     pairs = found.pairs(graph.order_edges)
