@@ -38,12 +38,13 @@ from piper_ir.ops import Compute
 from piper_ir.plan import Plan
 from piper_ops.lowering import LoweringName
 from piper_ops.sdpa_kernels import KERNELS, AttentionOptions
-from piper_runtime.device import using
-from piper_runtime.job import materialize
-from piper_runtime.processes import Pool
-from piper_runtime.rank import Rank
-from piper_runtime.resident import most_on_device, reset_most_on_device
-from piper_runtime.run import WARMUP_STEPS, trainee
+from piper_runtime.launch.processes import Pool
+from piper_runtime.launch.result import WARMUP_STEPS
+from piper_runtime.launch.run import rank_job
+from piper_runtime.profile import most_on_device, reset_most_on_device
+from piper_runtime.rank.device import using
+from piper_runtime.rank.job import materialize
+from piper_runtime.rank.rank import Rank
 from piper_simulator import product_cluster
 
 LARGE = Regime("kernels of 100 us and more", width=2048, heads=16, layers=2, context=1024, rows=8, microbatches=8, steps=1)
@@ -271,7 +272,7 @@ def host() -> Iterator[Row]:
     plan = noop.plan(1, LAYERS, MICROBATCHES)
     work = noop.job(plan)
     initial = materialize(work)
-    bound = Rank(plan, 0, noop.CODE, trainee(work), initial.params, initial.buffers, None, device)
+    bound = Rank(plan, 0, noop.CODE, rank_job(work), initial.params, initial.buffers, None, device)
     begin, issued, done = 0.0, list[float](), list[float]()
     engine = engine_of(bound, device, lambda: issued.append(time.perf_counter() - begin))
     for step in range(HOST_STEPS + 1):

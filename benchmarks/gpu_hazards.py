@@ -15,10 +15,10 @@ import torch
 
 from benchmarks.measure import Goal, Row
 from piper_ir.plan import COMPUTE
-from piper_runtime.cuda_streams import CudaApi, CudaStreams, StagedStreams
-from piper_runtime.engine import Engine
-from piper_runtime.feed import upload
-from piper_runtime.rank import Comm, Entry
+from piper_runtime.engine.cuda_streams import CudaApi, CudaStreams, StagedStreams
+from piper_runtime.engine.engine import Engine
+from piper_runtime.rank.feed import upload
+from piper_runtime.rank.rank import BoundComm, BoundInstr
 
 CYCLES = 200_000_000
 """What a delayed stream sleeps: about 0.1 s, and longer than the host needs to issue these programs."""
@@ -36,7 +36,7 @@ def warm(device: torch.device) -> None:
     torch.cuda.empty_cache()
 
 
-def step(entries: list[Entry], works: list[Callable[[], None]], *, staged: bool = False, trace: bool = False) -> Engine:
+def step(entries: list[BoundInstr], works: list[Callable[[], None]], *, staged: bool = False, trace: bool = False) -> Engine:
     """Run one step of a rank without tensors of its own; `works` are those of communications, in order."""
     heart = array("q", [0] * 16)
     rank = SimpleNamespace(entries=entries, rank=0, step=0, begin=lambda step: None, end=lambda: None)
@@ -50,14 +50,14 @@ def step(entries: list[Entry], works: list[Callable[[], None]], *, staged: bool 
     return engine
 
 
-def compute(index: int, work: Callable[[], None], *waits: tuple[str, int]) -> Entry:
+def compute(index: int, work: Callable[[], None], *waits: tuple[str, int]) -> BoundInstr:
     """Return an instruction of the compute stream."""
-    return Entry(index, COMPUTE, waits, f"c{index}", work=work)
+    return BoundInstr(index, COMPUTE, waits, f"c{index}", work=work)
 
 
-def communication(index: int, *waits: tuple[str, int]) -> Entry:
+def communication(index: int, *waits: tuple[str, int]) -> BoundInstr:
     """Return an instruction of another stream."""
-    return Entry(index, "a", waits, f"a{index}", comm=Comm("recv", "1>0", (1, 0), lambda: torch.empty(0)))
+    return BoundInstr(index, "a", waits, f"a{index}", comm=BoundComm("recv", "1>0", (1, 0), lambda: torch.empty(0)))
 
 
 def void(_: object) -> None:

@@ -8,8 +8,8 @@ from statistics import median
 
 import piper
 from benchmarks.measure import Goal, Row
-from piper_runtime.processes import Pool
-from piper_runtime.run import WARMUP_STEPS
+from piper_runtime.launch.processes import Pool
+from piper_runtime.launch.result import WARMUP_STEPS
 from piper_simulator import Cluster, Simulation
 
 STEPS = 8

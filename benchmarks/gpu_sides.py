@@ -17,16 +17,16 @@ import torch
 import piper
 from benchmarks.step_model import GPT, Regime, batch, fused_adamw, job, loss
 from piper_ir.plan import Plan
-from piper_runtime.cuda_streams import CudaApi, CudaStreams
-from piper_runtime.engine import Engine
-from piper_runtime.feed import upload
-from piper_runtime.job import materialize
-from piper_runtime.memory import MemoryRecord
-from piper_runtime.messages import HEART_SLOTS
-from piper_runtime.rank import Comm, Rank
-from piper_runtime.report import measured_counter
-from piper_runtime.run import trainee
-from piper_runtime.streams import Work
+from piper_runtime.engine.cuda_streams import CudaApi, CudaStreams
+from piper_runtime.engine.engine import Engine
+from piper_runtime.engine.memory import MemoryRecord
+from piper_runtime.engine.streams import HEART_SLOTS
+from piper_runtime.launch.report import measured_counter
+from piper_runtime.launch.run import rank_job
+from piper_runtime.rank.feed import upload
+from piper_runtime.rank.job import materialize
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundComm, Rank
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Side(Protocol):
 
 
 class Ours:
-    """Run the plan in the engine, bound as `piper_runtime.worker` binds it."""
+    """Run the plan in the engine, bound as `piper_runtime.launch.worker` binds it."""
 
     def __init__(self, setup: Setup, device: torch.device) -> None:
         self.losses: list[float] = []
@@ -75,7 +75,7 @@ class Ours:
         assert code is not None
         initial = materialize(setup.work)
         codes = code.export([c.code for c in plan.chunks], plan.rows)
-        self.bound = Rank(plan, 0, codes, trainee(setup.work), initial.params, initial.buffers, None, device)
+        self.bound = Rank(plan, 0, codes, rank_job(setup.work), initial.params, initial.buffers, None, device)
         self._engine = engine_of(self.bound, device, self._mark)
         self._begin = 0.0
 
@@ -115,7 +115,7 @@ class _Watched(CudaStreams):
         super().synchronize()
 
 
-def _nobody(comm: Comm) -> Work:
+def _nobody(comm: BoundComm) -> Thunk:
     raise AssertionError("a plan for one device does not communicate")
 
 

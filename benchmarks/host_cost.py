@@ -15,13 +15,13 @@ import torch
 from benchmarks import noop
 from benchmarks.measure import Goal, Row
 from piper_ir.plan import COMPUTE, Plan
-from piper_runtime.engine import Engine
-from piper_runtime.job import materialize
-from piper_runtime.messages import HEART_SLOTS
-from piper_runtime.processes import Pool
-from piper_runtime.rank import Comm, Rank
-from piper_runtime.run import execute, trainee
-from piper_runtime.streams import CpuStreams, Posted, Work
+from piper_runtime.engine.engine import Engine
+from piper_runtime.engine.streams import HEART_SLOTS, CpuStreams, Posted
+from piper_runtime.launch.processes import Pool
+from piper_runtime.launch.run import execute, rank_job
+from piper_runtime.rank.job import materialize
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundComm, Rank
 
 LAYERS, MICROBATCHES = 32, 16
 """Layers and microbatches of the plan without communication.
@@ -92,14 +92,14 @@ def lone_steps(plans: Sequence[Plan], rank: int, steps: int) -> list[tuple[list[
 def _engine(plan: Plan, rank: int, stack: ExitStack) -> Engine:
     job = noop.job(plan)
     initial = materialize(job)
-    bound = Rank(plan, rank, noop.CODE, trainee(job), initial.params, initial.buffers)
+    bound = Rank(plan, rank, noop.CODE, rank_job(job), initial.params, initial.buffers)
     heart = array("q", [0] * HEART_SLOTS)
     backend = CpuStreams(plan.role_of(rank).streams, heart)
     stack.callback(backend.close)
     return Engine(bound, backend, _silent, heart)
 
 
-def _silent(comm: Comm) -> Work:
+def _silent(comm: BoundComm) -> Thunk:
     operand = comm.operand
     return Posted(lambda: partial(void, operand()))
 

@@ -17,14 +17,13 @@ from benchmarks.step_kinds import PIPELINES, WORLD
 from benchmarks.step_model import GPT, Regime, Stage, batch, fused_adamw, job, loss
 from piper_ir.ops import Compute
 from piper_ir.plan import Plan
-from piper_runtime.code import ShippedCode
-from piper_runtime.engine import Engine
-from piper_runtime.gloo import GlooCommunicators
-from piper_runtime.job import materialize
-from piper_runtime.messages import HEART_SLOTS
-from piper_runtime.rank import Rank
-from piper_runtime.run import trainee
-from piper_runtime.streams import CpuStreams
+from piper_runtime.engine.engine import Engine
+from piper_runtime.engine.streams import HEART_SLOTS, CpuStreams
+from piper_runtime.launch.run import rank_job
+from piper_runtime.rank.code import ShippedCode
+from piper_runtime.rank.job import materialize
+from piper_runtime.rank.rank import Rank
+from piper_runtime.transport.gloo import GlooCommunicators
 
 
 @dataclass(frozen=True)
@@ -116,13 +115,13 @@ class TorchData:
 
 
 class Ours:
-    """Run a plan on one rank, bound as `piper_runtime.worker` binds it."""
+    """Run a plan on one rank, bound as `piper_runtime.launch.worker` binds it."""
 
     def __init__(self, setup: Setup, rank: int, store: dist.Store) -> None:
         self.losses: list[float] = []
         work = job(setup.regime, setup.global_batch)
         initial = materialize(work)
-        self._bound = Rank(setup.plan, rank, setup.code, trainee(work), initial.params, initial.buffers)
+        self._bound = Rank(setup.plan, rank, setup.code, rank_job(work), initial.params, initial.buffers)
         communicators = GlooCommunicators(dist.PrefixStore("ours", store), rank)
         communicators.connect(setup.plan)
         heart: Any = array("q", [0] * HEART_SLOTS)

@@ -26,8 +26,9 @@ from piper_ir.mesh import Mesh
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Program
 from piper_ir.select import Where, where
-from piper_runtime.job import Job, Precision
-from piper_runtime.run import Run, execute
+from piper_runtime.launch.result import Run
+from piper_runtime.launch.run import execute
+from piper_runtime.rank.job import Job, Precision
 from tests import models, parity
 
 capturing.MOST_CAPTURES = 100  # this suite has more models than a user's session

@@ -2,8 +2,8 @@
 table.
 
 A compiler fault is one of tests/plan_faults.py or tests/schedule_faults.py (peaks are computed after it), a runtime fault one of
-piper_runtime.faults, a job fault one of tests/job_faults.py. Each is tried on the cases below until `verify` or the parity suite
-objects. The exit code is 1 if a fault survives.
+tests/runtime_faults.py, a job fault one of tests/job_faults.py. Each is tried on the cases below until `verify` or the parity
+suite objects. The exit code is 1 if a fault survives.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from piper_ir.errors import PiperError, PlanError
 from piper_ir.memory import with_peaks
 from piper_ir.plan import Plan
 from piper_ir.verify import check
-from piper_runtime import faults
 from tests import compositions, parity
+from tests import runtime_faults as faults
 from tests.compositions import Composition
 from tests.job_faults import JOBS, JobFault
 from tests.plan_faults import COMPILER, Change

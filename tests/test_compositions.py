@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from piper_ir.verify import verify
-from piper_runtime import faults
 from tests import compositions, models, parity
+from tests import runtime_faults as faults
 from tests.compositions import Composition, fitted
 
 EXAMPLES = max(200, settings.default.max_examples)

@@ -23,8 +23,8 @@ from piper_ir.ops import Recv
 from piper_ir.plan import COMPUTE, Plan
 from piper_ir.trace import Trace
 from piper_runtime import Run
-from piper_runtime.emulate import emulate as run
-from piper_runtime.processes import Pool
+from piper_runtime.launch.emulation import emulate as run
+from piper_runtime.launch.processes import Pool
 from piper_simulator import Cluster
 from tests.plan_edits import inserted, with_program, without
 

@@ -19,8 +19,8 @@ from piper_ir.plan import Plan
 from piper_ir.plan_bytes import PlanBytes
 from piper_ir.trace import Span, Trace
 from piper_runtime import execute
-from piper_runtime.emulate import emulate
-from piper_runtime.processes import Pool
+from piper_runtime.launch.emulation import emulate
+from piper_runtime.launch.processes import Pool
 from tests import collective_model, collective_plans
 
 CLOCK = 1e-6

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from piper.api.this_machine import devices_of_runs
-from piper_runtime.device import using
+from piper_runtime.rank.device import using
 from piper_simulator import load_cluster
 
 

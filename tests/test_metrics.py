@@ -28,7 +28,7 @@ from piper.cli import app
 from piper.cli.loading import load_file
 from piper_ir.errors import JobError, MissingPackageError, OutputError
 from piper_ir.plan import Plan
-from piper_runtime.report import StepRecord
+from piper_runtime.launch.report import StepRecord
 
 
 def plan(tokens: int | None = 32) -> Plan:

@@ -16,7 +16,7 @@ import piper
 from piper import Job, Mesh, Precision, Strategy
 from piper.api.reference import reference
 from piper_ir.errors import JobError, PiperWarning
-from piper_runtime import fused
+from piper_runtime.rank import fused
 
 Named = list[tuple[str, nn.Parameter]]
 WIDTH, ROWS, STEPS = 32, 4, 3

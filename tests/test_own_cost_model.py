@@ -21,7 +21,7 @@ from piper_ir.ops import Compute
 from piper_ir.plan import Instr, Plan, RolePlan
 from piper_ir.plan_bytes import PlanBytes
 from piper_ir.program import Cost, Kernel, Program
-from piper_runtime.processes import Pool
+from piper_runtime.launch.processes import Pool
 
 CLUSTER = "h100x4"
 LINK = 1e9

@@ -26,8 +26,8 @@ from piper_ir.errors import ExecutionError, FormatError, JobError, OutputError
 from piper_ir.ops import COMM, Compute
 from piper_ir.plan_bytes import PlanBytes
 from piper_ir.tools import machine_name, time_text
-from piper_runtime.processes import Pool
-from piper_runtime.profiler import ProfileReport
+from piper_runtime.launch.processes import Pool
+from piper_runtime.profile.profiler import ProfileReport
 from piper_simulator import cpu_local, simulate
 from tests import models
 

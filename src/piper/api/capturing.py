@@ -91,7 +91,7 @@ def _looks(job: Job) -> str:
     from torch.utils import _pytree as pytree
 
     from piper_compiler.capture import ASKED_ROWS
-    from piper_runtime.job import call_batch
+    from piper_runtime.rank import call_batch
 
     rows = range(min(ASKED_ROWS, job.global_batch))
     leaves, structure = pytree.tree_flatten(call_batch(job.batch, 0, rows))
@@ -105,7 +105,7 @@ def _looks(job: Job) -> str:
 def _capture(job: Job) -> Captured:
     """Capture a job's model."""
     from piper_compiler.capture import capture
-    from piper_runtime.job import call_batch
+    from piper_runtime.rank import call_batch
 
     batch = partial(call_batch, job.batch, 0)
     with no_garbage_collection():

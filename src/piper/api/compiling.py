@@ -19,7 +19,7 @@ from piper_ir.program import Program
 if TYPE_CHECKING:
     from piper_compiler.capture import Advancing, Captured, CodeStore
     from piper_runtime import Job
-    from piper_runtime.optimizer import OptimizerSpec
+    from piper_runtime.rank import OptimizerSpec
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def compile(
         lowered = compile_program(source, strategy, global_batch=global_batch, costs=costs, options=options)
         return Compiled(source, lowered.graph, lowered.plan)
     from piper_runtime import Job
-    from piper_runtime.optimizer import optimizer_spec
+    from piper_runtime.rank import optimizer_spec
 
     if not isinstance(source, Job):
         raise CompileError(f"compile: the source is a {type(source).__name__}; a piper.Job or a Program is needed")

@@ -12,12 +12,12 @@ from piper.api.results import new_folder, save_run, unless_empty
 from piper_ir.costs import Costs
 from piper_ir.plan import Plan
 from piper_ir.timing import prepare
-from piper_runtime.emulate import Durations, Emulation
-from piper_runtime.emulate import emulate as run
+from piper_runtime.launch import Durations, Emulation
+from piper_runtime.launch import emulate as run
 from piper_simulator import Cluster, CostModelFactory, DeviceModel, given_only, model_for, split
 
 if TYPE_CHECKING:
-    from piper_runtime.processes import Pool
+    from piper_runtime.launch import Pool
 
 
 def emulate(
@@ -42,12 +42,12 @@ def emulate(
         cluster: The cluster to imitate. "auto" is this machine; a program with given durations needs none.
         costs: Measured durations.
         model: The cost model.
-        timeout_s: As in `piper_runtime.emulate.emulate`.
-        trace: As in `piper_runtime.emulate.emulate`.
+        timeout_s: As in `piper_runtime.launch.emulation.emulate`.
+        trace: As in `piper_runtime.launch.emulation.emulate`.
         out: Times and trace go to a new folder below this one.
         pool: Processes to use again.
 
-    Errors are those of `simulate` and of `piper_runtime.emulate.emulate`.
+    Errors are those of `simulate` and of `piper_runtime.launch.emulation.emulate`.
     """
     from piper_ir.verify import verify
 

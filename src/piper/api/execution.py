@@ -18,7 +18,7 @@ from piper_ir.keywords import check_keywords, checked_call
 
 if TYPE_CHECKING:
     from piper_runtime import Job, Run
-    from piper_runtime.report import StepRecord
+    from piper_runtime.launch import StepRecord
     from piper_simulator import Cluster
 
 
@@ -34,7 +34,7 @@ def check_same_job(compiled: Compiled, job: Job) -> None:
                 f"execute: the job's {name} is {theirs!r}, but the strategy was compiled for {ours!r}; compile it with this job"
             )
     if job is not compiled.job:
-        from piper_runtime.optimizer import optimizer_spec
+        from piper_runtime.rank import optimizer_spec
 
         check_separable(optimizer_spec(job, compiled.program.params), compiled.plan)
 
@@ -115,8 +115,7 @@ def execute(
     """
     from piper_ir.verify import verify
     from piper_runtime import execute as run
-    from piper_runtime.run import check_request
-    from piper_runtime.torchrun import is_first
+    from piper_runtime.launch import check_request, is_first
 
     if launcher == "emulated":
         from piper.api.emulation import emulate

@@ -22,7 +22,7 @@ from piper_ir.errors import JobError, MissingPackageError, OutputError, PiperWar
 from piper_ir.plan import Plan
 
 if TYPE_CHECKING:
-    from piper_runtime.report import StepRecord
+    from piper_runtime.launch import StepRecord
 
 METRICS_FILE = "metrics.jsonl"
 

@@ -29,8 +29,8 @@ from piper_simulator import CPU, product_cluster
 
 if TYPE_CHECKING:
     from piper_runtime import Job
-    from piper_runtime.launchers import Workers
-    from piper_runtime.profiler import ProfileReport, ProfileRequest
+    from piper_runtime.launch import Workers
+    from piper_runtime.profile import ProfileReport, ProfileRequest
 
 REPEATS = 7
 TIMEOUT_S = 120.0
@@ -57,8 +57,8 @@ def profile(
 ) -> Costs:
     """Measure a job on as many ranks as the strategy has, all at once.
 
-    Each rank has one thread of the CPU, or a CUDA device of its own where there are any (`piper_runtime.device`). These
-    are measured, with the code and the closures of a run and on the job's own batches, while all ranks compute:
+    Each rank has one thread of the CPU, or a CUDA device of its own where there are any (`piper_runtime.rank.device`).
+    These are measured, with the code and the closures of a run and on the job's own batches, while all ranks compute:
 
     - seconds per distinct chunk and step (F, I, W), and per other op of the compute stream, at each number of rows;
     - point-to-point messages and all-reduces over groups of ranks, by size, up to the largest activation and the whole
@@ -91,7 +91,7 @@ def profile(
     if pool is not None:
         reports = pool.run(target.plan, requests, timeout_s)
     else:
-        from piper_runtime.launchers import open_pool
+        from piper_runtime.launch import open_pool
 
         with open_pool(launcher, target.plan.mesh.world, cluster=cluster) as own:
             reports = own.run(target.plan, requests, timeout_s)
@@ -120,11 +120,8 @@ def _one_device(job: Job, rows: int) -> Compiled:
 
 
 def _requests(target: Compiled, singles: Sequence[Compiled], repeats: int) -> dict[int, ProfileRequest]:
-    from piper_runtime.code import ShippedCode
-    from piper_runtime.job import materialize
-    from piper_runtime.profiler import ProfileRequest
-    from piper_runtime.same_model import check_same_model
-    from piper_runtime.shipping import pack
+    from piper_runtime.profile import ProfileRequest
+    from piper_runtime.rank import ShippedCode, check_same_model, materialize, pack
 
     job = target.job
     assert job is not None

@@ -16,10 +16,9 @@ from statistics import median
 
 import torch
 
-from piper_runtime import device as devices
-from piper_runtime.device import choose_device
-from piper_runtime.messages import HEART_SLOTS
-from piper_runtime.profiler_host import host_seconds
+from piper_runtime.engine import HEART_SLOTS
+from piper_runtime.profile import host_seconds
+from piper_runtime.rank import choose_device, default_kind
 from piper_simulator import Cluster, cpu_local, product_cluster
 
 REPEATS = 7
@@ -28,9 +27,10 @@ REPEATS = 7
 def devices_of_runs(world: int) -> Cluster:
     """Return the devices that runs of this many ranks take when they start here now: CUDA devices, else the CPU.
 
-    See `piper_runtime.device`. Ranks that share a CUDA device are predicted as if they did not, and `notes` says so.
+    See `piper_runtime.rank.device`. Ranks that share a CUDA device are predicted as if they did not, and `notes` says
+    so.
     """
-    if choose_device(devices.default, 0).type == "cpu":
+    if choose_device(default_kind(), 0).type == "cpu":
         return measured_cpu()
     count = torch.cuda.device_count()
     cluster = product_cluster(torch.cuda.get_device_name(0), count)

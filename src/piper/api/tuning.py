@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from types import ModuleType
@@ -26,7 +27,7 @@ from piper_simulator import CPU, Cluster, CostModelFactory, DeviceModel
 
 if TYPE_CHECKING:
     from piper_runtime import Job
-    from piper_runtime.launchers import Workers
+    from piper_runtime.launch import Workers
 
 CONFIRM_STEPS = 8
 """Steps of a confirming run: three warm up, the median of the others counts."""
@@ -86,7 +87,7 @@ def tune(
     mid-search. NothingFoundError (a SearchError): no candidate can be used; the message says why, or the smallest limit
     that fits one. The `study` of both holds what was found.
     """
-    from piper_runtime.launchers import check_launcher, check_startable
+    from piper_runtime.launch import check_launcher, check_startable
 
     device = chosen_cluster(cluster)
     problem, more = problem_of(source, device, costs, _limit(memory_limit, device), global_batch, model)
@@ -129,10 +130,10 @@ def _joined(workers: int | str) -> Iterator[None]:
     if not isinstance(workers, str):
         yield
         return
-    from piper_runtime.ray_cluster import Asker, connect
+    from piper_runtime.launch import RayWording, connect
 
-    asker = Asker(f'workers="{workers}"', "workers", 'workers="ray"', "workers=1")
-    link = connect("auto" if workers == "ray" else workers, os.cpu_count() or 1, asker)
+    wording = RayWording(f'workers="{workers}"', "workers", 'workers="ray"', "workers=1")
+    link = connect("auto" if workers == "ray" else workers, os.cpu_count() or 1, wording)
     try:
         yield
     finally:
@@ -166,18 +167,20 @@ def problem_of(
     if isinstance(source, Program):
         return TuningProblem(source, global_batch, cluster=cluster, costs=costs, memory_limit=limit, model=model), {}
     from piper.api.capturing import captured_job, program_at
-    from piper_runtime import Job, optimizer
+    from piper_runtime import Job
+    from piper_runtime.rank import OptimizerSpec, optimizer_spec
 
     if not isinstance(source, Job):
         raise CompileError(f"tune: the source is a {type(source).__name__}; a piper.Job or a Program is needed")
     if global_batch is not None:
         raise CompileError("tune: global_batch is given with a Program only; a Job has its own")
     captured = captured_job(source)
-    spec = optimizer.optimizer_spec(source, captured.program.params)
+    spec = optimizer_spec(source, captured.program.params)
     training = Training(spec.group_of, spec.state_bytes, source.clip_norm, source.tokens_per_row, spec.update_bytes)
     one_role = "" if spec.separable else f"Job.optimizer returned {spec.kind}, which needs all parameters on one role"
     problem = TuningProblem(captured.program, source.global_batch, training, cluster, costs, limit, one_role, model)
-    modules: tuple[ModuleType, ...] = (optimizer,)  # by value: a worker that imported it would import torch
+    home = import_module(OptimizerSpec.__module__)
+    modules: tuple[ModuleType, ...] = (home,)  # by value: a worker that imported it would import torch
     return problem, {"at_rows": lambda rows: program_at(captured, rows), "modules": modules}
 
 

@@ -15,7 +15,7 @@ from piper_ir.errors import JobError
 from piper_ir.plan import Plan
 from piper_ir.verify import verify
 from piper_runtime import Job, Precision
-from piper_runtime.rng import rng_places
+from piper_runtime.rank import rng_places
 
 
 @dataclass(frozen=True)

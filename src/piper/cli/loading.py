@@ -20,7 +20,7 @@ from piper_compiler import Strategy, load_strategy
 from piper_ir.errors import JobError, PiperError
 from piper_ir.tools import user_code
 from piper_runtime import Job
-from piper_runtime.shipping import RECIPE_MARK
+from piper_runtime.rank import RECIPE_MARK
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from piper.cli.options import LOG, RUNS, TIMEOUT_S, pairs
 from piper.sessions.emulated import emulated_session
 from piper.sessions.training import Settings, as_numbers, session
 from piper_ir.errors import JobError
-from piper_runtime.torchrun import is_first
+from piper_runtime.launch import is_first
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ def loop(
         out: Where the folder is made.
         settings: How runs are made.
     """
-    from piper_runtime.launchers import open_pool
+    from piper_runtime.launch import open_pool
 
     first = strategy(FixedTrial({name: str(value) for name, value in baseline.items()}))
     folder = new_folder(out, settings.name)

@@ -14,7 +14,7 @@ from piper.views.reporting import report_at_end
 from piper_compiler import Strategy
 from piper_ir.costs import Costs
 from piper_runtime import Job
-from piper_runtime.emulate import Emulation
+from piper_runtime.launch import Emulation
 from piper_simulator import Simulation, simulate
 
 

@@ -24,8 +24,7 @@ from piper_simulator import Simulation, device_type, simulate
 
 if TYPE_CHECKING:
     from piper_runtime import Job, Run
-    from piper_runtime.launchers import Workers
-    from piper_runtime.report import StepRecord
+    from piper_runtime.launch import StepRecord, Workers
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ def train(job: Job, strategy: Strategy, *, steps: int, settings: Settings = DEFA
 def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> Session:
     """Do what `train` does and return prediction and run. With a folder for results, write a report there."""
     from piper.api.this_machine import devices_of_runs
-    from piper_runtime.run import check_request
+    from piper_runtime.launch import check_request
 
     check_logs(settings.log)
     costs = settings.durations()
@@ -113,7 +112,7 @@ def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> 
 
 def _executed(compiled: Compiled, steps: int, settings: Settings, folder: Path | None) -> Run:
     """Execute, and keep the weights of a run that was interrupted and ended with a whole step."""
-    from piper_runtime.report import Interrupted
+    from piper_runtime.launch import Interrupted
 
     try:
         return execute(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from piper_ir.tools import time_text
 from piper_report import Table, percent
-from piper_runtime.emulate import Emulation
+from piper_runtime.launch import Emulation
 from piper_simulator import Simulation
 
 
