@@ -47,23 +47,26 @@ MARK_EVERY = 16
 
 
 class StreamApi(Protocol):
-    """What is asked of a device. Events are torch.cuda.Event's: record(stream), wait(stream), query(), synchronize() and
-    elapsed_time(event) in milliseconds."""
+    """What a backend asks of a device.
+
+    Events are torch.cuda.Event's: record(stream), wait(stream), query(), synchronize() and elapsed_time(event) in
+    milliseconds.
+    """
 
     def current(self) -> Any:
-        """The stream that is current in this thread."""
+        """Return the stream that is current in this thread."""
         ...
 
     def stream(self) -> Any:
-        """A new stream."""
+        """Return a new stream."""
         ...
 
     def event(self, *, timed: bool = False) -> Any:
-        """A new event."""
+        """Return a new event."""
         ...
 
     def bound(self, stream: Any, work: Thunk) -> Thunk:
-        """The closure that runs `work` on the host, so that what it asks of the device goes to `stream`."""
+        """Return the closure that runs `work` on the host, so that what it asks of the device goes to `stream`."""
         ...
 
 
@@ -99,8 +102,11 @@ class CudaApi:
 
 
 class CudaStreams:
-    """Backend for a CUDA device whose communications are device work too (NCCL). `program` is what will be bound: it says
-    which instructions need an event; events are made once and used in every step."""
+    """Backend for a CUDA device whose communications are device work too (NCCL).
+
+    `program` is what will be bound: it says which instructions need an event. Events are made once and used in every
+    step.
+    """
 
     def __init__(self, program: Sequence[BoundInstr], streams: Iterable[str], heart: Heartbeat, api: StreamApi):
         self.error: BaseException | None = None
@@ -171,9 +177,15 @@ class CudaStreams:
 
 
 class _Marks:
-    """Which instructions record an event. `events`: by index; `order`: per stream the marked indices in order; `last`: per stream
-    other than compute the event of its last instruction; `last_index` of the program; `behind`: per marked index those marked
-    ones on other streams that must be done before it is."""
+    """Which instructions record an event.
+
+    Attributes:
+        events: the event of each marked instruction, by index.
+        order: the marked indices of each stream, in order.
+        last: the event of the last instruction of each stream other than compute.
+        last_index: index of the program's last instruction.
+        behind: for each marked index, the marked ones on other streams that must be done before it is.
+    """
 
     def __init__(self, program: Sequence[BoundInstr], streams: Iterable[str], api: StreamApi):
         self._on: dict[str, list[int]] = {s: [] for s in streams}
@@ -197,7 +209,7 @@ class _Marks:
                 gathered[e.stream] = set()
 
     def needed(self, stream: str, waits: StreamWaits) -> tuple[Any, ...]:
-        """The events that stand for waits; a stream is in order with itself."""
+        """Return the events that stand for waits; a stream is in order with itself."""
         return tuple(self.events[self._on[s][n - 1]] for s, n in waits if n and s != stream)
 
 
@@ -227,15 +239,21 @@ class _Progress:
         return not any(self._left.values())
 
     def advance(self, stream: str, before: float = inf) -> None:
-        """Take off what is done of a stream's marked instructions. `before`: only those of lower indices have been issued in
-        this step; the event of another would still tell of the step before."""
+        """Take off what is done of a stream's marked instructions.
+
+        `before`: only those of lower indices have been issued in this step; the event of another would still tell of
+        the step before.
+        """
         left = self._left[stream]
         while left and left[0] < before and self._marks.events[left[0]].query():
             self._done.add(left.popleft())
 
     def show_compute(self, before: float = inf) -> None:
-        """The compute stream is in its first marked instruction that is not done, if all that it waits for is; in `before` if
-        there is none before that. A place of the heart is written once: who reads it takes a change for progress."""
+        """Show the compute stream in its first marked instruction that is not done, if all that it waits for is done.
+
+        It is shown in `before` if there is none before that. A place of the heart is written once: who reads it takes a
+        change for progress.
+        """
         left = self._left[COMPUTE]
         issued = bool(left) and left[0] < before
         self._heart[PHASE] = RUNNING if issued and self._ready(left) else WAITING
@@ -292,9 +310,11 @@ class StagedStreams(CudaStreams):
         return run
 
     def _reach(self, waits: StreamWaits, issuing: int = -1) -> None:
-        """Block until so many communications have been issued to the device. `issuing`: the instruction that the compute
-        stream comes to; meanwhile the heart says how far the device is with those before it. StreamAborted when a stream has
-        failed."""
+        """Block until so many communications have been issued to the device. StreamAborted when a stream has failed.
+
+        `issuing`: the instruction that the compute stream comes to; meanwhile the heart says how far the device is with
+        those before it.
+        """
         with self._moved:
             while self.error is None and any(self._done[s] < n for s, n in waits):
                 if issuing >= 0:

@@ -51,8 +51,10 @@ class InlineEngine:
         self.counters = counters or {}
 
     def step(self, step: int) -> dict[int, list[TimedSpan]]:
-        """Run one optimizer step; returns the spans of every rank. ExecutionError: a part raised (named, with its rank), or no
-        rank can go on (who waits for what)."""
+        """Run one optimizer step; return the spans of every rank.
+
+        ExecutionError: a part raised (named, with its rank), or no rank can go on (who waits for what).
+        """
         states = {r.rank: _State(r, self.counters.get(r.rank)) for r in self._ranks}
         with torch.no_grad():
             for state in states.values():
@@ -139,12 +141,12 @@ class InlineEngine:
 
 
 def _head(state: _State, comm: BoundComm) -> BoundInstr:
-    """The entry with which a rank has posted on a channel: the head of the one stream that uses it."""
+    """Return the instruction with which a rank has posted on a channel: the head of the one stream that uses it."""
     return next(q[0] for q in state.queues.values() if q and q[0].comm is not None and q[0].comm.channel == comm.channel)
 
 
 def _ends(state: _State, entry: BoundInstr) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensor that a member gives, and the one that it gets."""
+    """Return the tensor that a member gives, and the one that it gets."""
     assert entry.comm is not None
     try:
         given = entry.comm.operand()
@@ -195,7 +197,7 @@ def collected(law: Law, given: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def failure(rank: Rank, entry: BoundInstr, error: BaseException) -> ExecutionError:
-    """An exception of a part as an error that names where it happened."""
+    """Return the exception of a part as an error that names where it happened."""
     found = f"value {error} is not there" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
     return ExecutionError(
         f"rank {rank.rank}, step {rank.step}, instruction {entry.index} ({entry.name} on {entry.stream}): {found}"

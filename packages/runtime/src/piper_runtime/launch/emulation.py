@@ -35,8 +35,13 @@ MATTERS = 0.95
 
 @dataclass(frozen=True)
 class Durations:
-    """Simulated seconds. `seconds`: role -> one per instruction of its program, equal on all members of a communication;
-    `latency` of a point-to-point transfer, which occupies no stream; `issue` per instruction, on the host."""
+    """Simulated seconds of a plan.
+
+    Attributes:
+        seconds: by role, one per instruction of its program; equal on all members of a communication.
+        latency: of a point-to-point transfer; it occupies no stream.
+        issue: per instruction, on the host.
+    """
 
     seconds: Mapping[str, Sequence[float]]
     latency: float = 0.0
@@ -49,8 +54,10 @@ class Durations:
 
 
 class Emulation(Run):
-    """The result of an emulated run: a Run of which only times are known, in simulated seconds. `trace.notes` holds
-    "time_scale" (seconds slept per simulated second) and "host" (how late this machine was)."""
+    """The result of an emulated run: a Run of which only times are known, in simulated seconds.
+
+    `trace.notes` holds "time_scale" (seconds slept per simulated second) and "host" (how late this machine was).
+    """
 
     def state_dict(self) -> NoReturn:
         """ExecutionError: nothing was trained."""
@@ -60,14 +67,17 @@ class Emulation(Run):
 
 
 def time_scale(plan: Plan, durations: Durations) -> float:
-    """Seconds to sleep per simulated second: 1 where the shortest compute instruction that matters then sleeps between
-    `SHORTEST_S` and `LONGEST_S`, or where no compute takes time; else what brings it there."""
+    """Return the seconds to sleep per simulated second.
+
+    It is 1 where the shortest compute instruction that matters then sleeps between `SHORTEST_S` and `LONGEST_S`, or
+    where no compute takes time; else what brings it there.
+    """
     shortest = min((s for role in plan.roles if (s := _shortest(role, durations.seconds[role.role])) > 0), default=SHORTEST_S)
     return min(max(shortest, SHORTEST_S), LONGEST_S) / shortest
 
 
 def _shortest(role: RolePlan, seconds: Sequence[float]) -> float:
-    """The shortest of a role's longest compute instructions that together are `MATTERS` of its compute."""
+    """Return the shortest of a role's longest compute instructions that together are `MATTERS` of its compute."""
     longest = sorted((s for s, instr in zip(seconds, role.program) if instr.stream == COMPUTE), reverse=True)
     left, last = MATTERS * sum(longest), 0.0
     for last in longest:

@@ -15,7 +15,7 @@ Environment = dict[str, str]
 
 
 def environment() -> Environment:
-    """What must be equal on every node: Python, torch, the CUDA and NCCL that torch uses, Piper."""
+    """Return what must be equal on every node: Python, torch, the CUDA and NCCL that torch uses, Piper."""
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
     return {
         "Python": platform.python_version(),

@@ -25,8 +25,13 @@ class Workers(Protocol):
     world: int
 
     def run(self, plan: Plan, requests: Mapping[int, Any], timeout_s: float, on_step: OnStep | None = None) -> dict[int, Any]:
-        """Give every rank its request (`piper_runtime.launch.worker.perform` says which there are) and collect the answers. On
-        any failure, and on an interrupt, all workers are ended first. `on_step` hears of steps if the requests say `stream`."""
+        """Give every rank its request and collect the answers.
+
+        Which requests there are says `piper_runtime.launch.worker.perform`.
+
+        On any failure, and on an interrupt, all workers are ended first. `on_step` hears of steps if the requests say
+        `stream`.
+        """
         ...
 
     def close(self) -> None:

@@ -151,7 +151,7 @@ def _spawn(rank: int, world: int, folder: str, threads: int) -> _Worker:
 
 
 def _receive(pipe: Connection[Any, Any]) -> Any:
-    """What a worker says, None when it has ended."""
+    """Return what a worker says, None when it has ended."""
     try:
         return pickle.loads(pipe.recv_bytes())  # from our own worker
     except (EOFError, ConnectionResetError):

@@ -49,8 +49,11 @@ minute (they have logs open in the folder), and removes the folder, into which o
 
 
 class RayLink:
-    """This process's connection to Ray. `close` undoes what `connect` has done: it leaves a cluster that was joined, ends a
-    Ray that was started, and does not touch a connection that was already there."""
+    """This process's connection to Ray.
+
+    `close` undoes what `connect` has done: it leaves a cluster that was joined, ends a Ray that was started, and does
+    not touch a connection that was already there.
+    """
 
     def __init__(self, ray: Any, undo: Callable[[], None] | None):
         self.ray = ray
@@ -76,8 +79,11 @@ class RayLink:
 
 @dataclass(frozen=True)
 class RayWording:
-    """Who asks for Ray, for messages: what needs it, the argument that has the address, what takes a Ray that is there,
-    and what does without."""
+    """Wording of error messages for one caller.
+
+    It has the feature that needs Ray, its address argument, how to use a running cluster, and the alternative without
+    Ray.
+    """
 
     what: str = 'launcher "ray"'
     argument: str = "cluster"
@@ -89,7 +95,7 @@ LAUNCHER = RayWording()
 
 
 def import_ray(wording: RayWording = LAUNCHER) -> Any:
-    """The ray module. ExecutionError when it is not installed."""
+    """Return the ray module. ExecutionError when it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when a cluster starts
     try:
         import ray
@@ -102,9 +108,12 @@ def import_ray(wording: RayWording = LAUNCHER) -> Any:
 
 
 def connect(cluster: str, cpus: int, wording: RayWording = LAUNCHER) -> RayLink:
-    """`cluster`: an address host:port to join; "local" to start Ray on this machine with `cpus` CPUs; "auto" for a connection
-    that this process has, else the cluster that RAY_ADDRESS or an earlier `ray start` on this machine names, else "local".
-    ExecutionError when nothing usable answers, within seconds."""
+    """Connect to Ray. ExecutionError when nothing usable answers, within seconds.
+
+    `cluster`: an address host:port to join; "local" to start Ray on this machine with `cpus` CPUs; "auto" for a
+    connection that this process has, else the cluster that RAY_ADDRESS or an earlier `ray start` on this machine names,
+    else "local".
+    """
     ray = import_ray(wording)
     if ray.is_initialized():
         return _present(ray, cluster, wording)

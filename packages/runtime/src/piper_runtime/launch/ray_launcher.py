@@ -153,7 +153,10 @@ class _Team:
         return f"node {self.places[rank].name}"
 
     def ask(self, what: str, refs: Mapping[Any, int]) -> dict[int, Any]:
-        """The answers of actors that are still starting. ExecutionError names the rank of one that does not answer."""
+        """Return the answers of actors that are still starting.
+
+        ExecutionError names the rank of one that does not answer.
+        """
         out = {}
         for ref, rank in refs.items():
             try:
@@ -165,8 +168,12 @@ class _Team:
         return out
 
     def finish_early(self, steps: int) -> bool:
-        """See `piper_runtime.launch.pool.Team`: an interrupt at a terminal ends Ray's own processes too, and with them the
-        actors."""
+        """Return False: ranks cannot be told.
+
+        An interrupt at a terminal ends Ray's own processes too, and with them the actors.
+
+        See `piper_runtime.launch.pool.Team`.
+        """
         return False
 
     def end(self) -> None:
@@ -288,7 +295,7 @@ def gpus_per_rank(resources: Mapping[str, float], world: int) -> int:
 
 
 def _variables(threads: int, gpus: int) -> dict[str, str]:
-    """The environment of actors: they find what this process finds outside of its Python installation."""
+    """Return the environment of actors: they find what this process finds outside of its Python installation."""
     installed = (sys.prefix, sys.base_prefix)
     paths = [os.path.abspath(p) for p in sys.path]
     ours = [p for p in paths if not p.startswith(installed)]
@@ -298,7 +305,7 @@ def _variables(threads: int, gpus: int) -> dict[str, str]:
 
 
 def _cause(error: Exception) -> str:
-    """What Ray knows of a failed call, in few words."""
+    """Return what Ray knows of a failed call, in few words."""
     text = str(error)
     if found := re.search(r"Worker exit type: (\w+)\.? Worker exit detail: ([^.]*)", text):
         return f"has died ({found[1]}: {found[2]})"

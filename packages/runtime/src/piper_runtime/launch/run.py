@@ -107,7 +107,7 @@ def check_clip(plan: Plan, job: Job) -> None:
 
 
 def rank_job(job: Job) -> RankJob:
-    """What ranks need of a job."""
+    """Return what ranks need of a job."""
     return RankJob(job.batch, job.optimizer, job.scheduler, job.seed)
 
 

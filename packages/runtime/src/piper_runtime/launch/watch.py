@@ -34,12 +34,15 @@ class WatchedTeam(Protocol):
     """Workers that have been given one request each, as a watch sees them."""
 
     def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
-        """What these ranks say: (rank, message), at least one unless `seconds` pass first. A message is a StepDone, a Failure,
-        None when the worker has ended, or the answer to its request; after the last three a rank says no more."""
+        """Return what these ranks say: (rank, message), at least one unless `seconds` pass first.
+
+        A message is a StepDone, a Failure, None when the worker has ended, or the answer to its request; after the last
+        three a rank says no more.
+        """
         ...
 
     def heart(self, rank: int) -> Sequence[int]:
-        """A rank's heart (`piper_runtime.engine.streams`), as fresh as it can be had."""
+        """Return a rank's heart (`piper_runtime.engine.streams`), as fresh as it can be had."""
         ...
 
     def exit_reason(self, rank: int) -> str:
@@ -47,7 +50,7 @@ class WatchedTeam(Protocol):
         ...
 
     def node(self, rank: int) -> str:
-        """The name of the machine that a rank runs on; empty when there is only this one."""
+        """Return the name of the machine that a rank runs on; empty when there is only this one."""
         ...
 
 
@@ -61,8 +64,10 @@ class Watch:
     timeout_s: float
 
     def collect(self, progress: Progress) -> dict[int, Any]:
-        """All answers; steps go to `progress` as they finish. HangError, ExecutionError or the PiperError of a rank
-        otherwise."""
+        """Return all answers; steps go to `progress` as they finish.
+
+        HangError, ExecutionError or the PiperError of a rank otherwise.
+        """
         waiting = set(range(self.world))
         answers: dict[int, Any] = {}
         failures: dict[int, Failure | None] = {}
@@ -96,7 +101,7 @@ class Watch:
         return max(self.timeout_s, STARTUP_S) if loading else self.timeout_s
 
     def _blame(self, failures: Mapping[int, Failure | None]) -> PiperError:
-        """The error of the rank that failed by itself, before those that only lost their peer."""
+        """Return the error of the rank that failed by itself, before those that only lost their peer."""
         order = sorted(failures, key=lambda r: (_peer(failures[r]), failures[r] is not None, r))
         first, others = order[0], order[1:]
         failure = failures[first]
@@ -156,7 +161,10 @@ class RankPosition:
         return text
 
     def lines(self) -> list[str]:
-        """The last instructions that the rank has issued, what the last one waits for, and the communications in flight."""
+        """Return the last instructions that the rank has issued, with what the last one waits for.
+
+        The communications in flight are among the lines.
+        """
         if self._phase == LOADING or not self._program:
             return ["  was loading the plan" if self._phase == LOADING else "  has an empty program"]
         first = max(self._index - SHOWN + 1, 0)

@@ -13,8 +13,11 @@ from piper_runtime.rank.parts import Thunk
 
 
 class Clock(Protocol):
-    """Times closures. `ahead`: whether the host issues work before the device comes to it; then what ran before decides how far
-    ahead it is."""
+    """Times closures.
+
+    `ahead`: whether the host issues work before the device comes to it; then what ran before decides how far ahead it
+    is.
+    """
 
     ahead: bool
 
@@ -23,7 +26,7 @@ class Clock(Protocol):
         ...
 
     def all(self, run: Thunk) -> float:
-        """The seconds of one until the device is done with it."""
+        """Return the seconds of one until the device is done with it."""
         ...
 
     def sleep(self, seconds: float) -> None:
@@ -45,7 +48,7 @@ class HostClock:
         return time.perf_counter() - begin
 
     def sleep(self, seconds: float) -> None:
-        """A host is never ahead of itself."""
+        """Do nothing: a host is never ahead of itself."""
 
 
 CYCLES_PER_S = 2.2e9
@@ -86,5 +89,5 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock for what runs on a device."""
+    """Return the clock for what runs on a device."""
     return HostClock() if device.type == "cpu" else DeviceClock(device)

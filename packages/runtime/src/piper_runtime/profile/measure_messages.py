@@ -27,8 +27,11 @@ FEWEST, MOST = 3, 100
 
 @dataclass(frozen=True)
 class MessageSample:
-    """Blocks of messages of one size. `members` of the group; `seconds` and `busy`, processor seconds of this rank (0 on CUDA,
-    where the device carries them), per message: one entry per block."""
+    """Blocks of messages of one size.
+
+    `members` of the group; `seconds` and `busy`, processor seconds of this rank (0 on CUDA, where the device carries
+    them), per message: one entry per block.
+    """
 
     op: str
     bytes: int
@@ -58,8 +61,11 @@ class Messages:
         _finish(self._meeting)
 
     def measure(self, sizes: Sequence[int], repeats: int) -> list[MessageSample]:
-        """Every size between the ranks of each pair (2k, 2k + 1), a message there and one back, and over every partition of the
-        ranks into groups of equal size; all pairs at once, and all groups of a partition."""
+        """Measure every size between the ranks of each pair (2k, 2k + 1), and over groups of ranks.
+
+        Of a pair it is a message there and one back. Groups are those of every partition of the ranks into groups of
+        equal size. All pairs go at once, and all groups of a partition.
+        """
         self._carrier.connect(self._channels)
         found = []
         pair = (self._rank & ~1, self._rank | 1)

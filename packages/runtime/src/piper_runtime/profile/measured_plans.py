@@ -46,7 +46,7 @@ def channels_plan(world: int, groups: tuple[tuple[int, ...], ...]) -> Plan:
 
 
 def group_channel(members: tuple[int, ...]) -> str:
-    """The channel of `channels_plan` over these ranks."""
+    """Return the channel of `channels_plan` over these ranks."""
     return ",".join(map(str, members))
 
 
@@ -55,7 +55,7 @@ def _zeros(name: str, frees: tuple[str, ...] = ()) -> Instr:
 
 
 def _last(held: list[str]) -> Instr:
-    """Waits for all messages and drops their values."""
+    """Return the instruction that waits for all messages and drops their values."""
     part = Part("last", Zeros(DTYPE), writes=("last",), frees=("last",))
     return Instr(COMPUTE, (part,), ((PIPE, len(held)),), frees_before=tuple(held))
 

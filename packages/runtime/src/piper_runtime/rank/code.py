@@ -45,8 +45,10 @@ class ShippedCode:
 
 
 def load_step(code: StepSource, device: str | torch.device = "cpu") -> StepFunction:
-    """The function that a StepCode describes, for tensors on `device`. Its source shows in tracebacks. FormatError when there
-    is no function `step`, or when it calls an operator that is not registered in this process."""
+    """Return the function that a StepSource describes, for tensors on `device`. Its source shows in tracebacks.
+
+    FormatError when there is no function `step`, or when it calls an operator that is not registered in this process.
+    """
     name = f"<piper step {sha256(code.source.encode()).hexdigest()[:12]}>"
     linecache.cache[name] = (len(code.source), None, code.source.splitlines(keepends=True), name)
     namespace: dict[str, Any] = {"torch": torch, "DEVICE": torch.device(device)}

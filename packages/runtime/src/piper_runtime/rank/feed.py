@@ -16,8 +16,11 @@ from piper_runtime.rank.job import Batch, flatten_batch, microbatch_rows
 
 
 def upload(rows: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A copy of rows on a CUDA device, in this dtype, that the host does not wait for. What the user's function returned is
-    copied to pinned memory first, which torch's pool takes back when the device has read it."""
+    """Return a copy of rows on a CUDA device, in this dtype, that the host does not wait for.
+
+    What the user's function returned is copied to pinned memory first, which torch's pool takes back when the device
+    has read it.
+    """
     value = torch.empty(shape, dtype=dtype, device=device)
     if rows.is_cuda:
         return value.copy_(rows)

@@ -124,8 +124,10 @@ class Rank(RankState):
             bind_alloc(v, self)()
 
     def end(self) -> None:
-        """After the last instruction of a step, when all its streams are done. NonFiniteLossError when a number that was not
-        read in the step is not finite."""
+        """End a step after its last instruction, when all its streams are done.
+
+        NonFiniteLossError when a number that was not read in the step is not finite.
+        """
         self.numbers.finish()
         self.optimizer.end_step()
 
@@ -144,8 +146,11 @@ def comm_kind(op: Send | Recv | Collective) -> str:
 
 
 def own_waits(program: Sequence[Instr]) -> dict[int, tuple[tuple[str, int], ...]]:
-    """Index of a communication -> the wait for one before it on its own stream whose result it takes. A plan leaves it to the
-    order of the stream, but an engine may post a communication before the one in front of it has ended."""
+    """Return, by index of a communication, the wait for an earlier one on its own stream whose result it takes.
+
+    A plan leaves it to the order of the stream, but an engine may post a communication before the one in front of it
+    has ended.
+    """
     count: dict[str, int] = {}
     written: dict[tuple[str, str], int] = {}
     out: dict[int, tuple[tuple[str, int], ...]] = {}
@@ -162,8 +167,10 @@ def own_waits(program: Sequence[Instr]) -> dict[int, tuple[tuple[str, int], ...]
 
 
 def step_loss(plan: Plan, scalars: list[dict[str, dict[int, float]]]) -> float:
-    """The loss of a step from the scalars of all ranks: the mean over microbatches and replicas, or the sum of losses over the
-    sum of weights."""
+    """Return the loss of a step from the scalars of all ranks.
+
+    It is the mean over microbatches and replicas, or the sum of losses over the sum of weights.
+    """
     total = sum(v for s in scalars for v in s["loss"].values())
     if plan.loss_kind == "mean":
         return total / (plan.microbatches * plan.replicas)

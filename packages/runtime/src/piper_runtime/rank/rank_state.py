@@ -75,10 +75,10 @@ class RankState:
         self.scalars[kind][mb] = value
 
     def states(self) -> dict[str, torch.Tensor]:
-        """Copies of the parameters and buffers that this rank holds, by name, on the CPU."""
+        """Return copies of the parameters and buffers that this rank holds, by name, on the CPU."""
         return {n: t.to(CPU, copy=True) for n, t in (*self.store.params.items(), *self.store.buffers.items())}
 
     def gradients(self, buckets: tuple[str, ...], scale: float | torch.Tensor) -> dict[str, torch.Tensor]:
-        """Copies of the gradients in these buckets, scaled, by parameter, on the CPU."""
+        """Return copies of the gradients in these buckets, scaled, by parameter, on the CPU."""
         names = [n for b in buckets for n in self.plan.bucket(b).params]
         return {n: (self.store.grads[n] * scale).to(CPU) for n in names}

@@ -21,7 +21,7 @@ def rng_seed(seed: int, step: int, row: int, where: int | str) -> int:
 
 
 def generator(device: torch.device) -> torch.Generator:
-    """The generator that random operations of a device draw from. To seed it asks nothing of the device."""
+    """Return the generator that random operations of a device draw from. To seed it asks nothing of the device."""
     if device.type == "cpu":
         return torch.default_generator
     torch.cuda.init()  # there are none before

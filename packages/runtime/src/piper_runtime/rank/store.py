@@ -54,7 +54,7 @@ class Store:
         self.flat_params[bucket.id], self.flat_grads[bucket.id] = flat, grad
 
     def parameter(self, name: str) -> torch.nn.Parameter:
-        """A parameter as an nn.Parameter that shares its memory."""
+        """Return a parameter as an nn.Parameter that shares its memory."""
         return torch.nn.Parameter(self.params[name])
 
     def state_tensors(self) -> list[torch.Tensor]:

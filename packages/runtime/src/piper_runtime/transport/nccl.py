@@ -30,8 +30,10 @@ from piper_runtime.transport.gloo import FOREVER, GlooCommunicators, no_binding,
 
 
 class NcclCommunicators(GlooCommunicators):
-    """The groups that `gloo` would make, over its store. `apart`: each rank is a host of its own to NCCL, which asks for the host
-    once per process."""
+    """The groups that `gloo` would make, over its store.
+
+    `apart`: each rank is a host of its own to NCCL, which asks for the host once per process.
+    """
 
     def __init__(self, gloo: GlooCommunicators, device: torch.device, *, apart: bool = False):
         super().__init__(dist.PrefixStore("nccl", gloo._store), gloo._rank)
@@ -53,8 +55,10 @@ class NcclCommunicators(GlooCommunicators):
         return group
 
     def bind(self, comm: BoundComm) -> Thunk:
-        """The closure that issues a communication behind what the current stream has to do, so that the stream goes on when it
-        is done."""
+        """Return the closure that issues a communication behind what the current stream has to do.
+
+        The stream goes on when the communication is done.
+        """
         operand = comm.operand
         if len(comm.peers) < 2:
             return comm.alone
