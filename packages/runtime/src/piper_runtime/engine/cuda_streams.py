@@ -1,23 +1,22 @@
 """Streams of a CUDA device: one device stream per stream of the plan, and an event where one waits for another.
 
-One thread issues the program in order, far ahead of the device. An instruction makes its device stream wait for the events
-of what it waits for, runs, and records an event where somebody waits for it or progress is looked for. A wait names an
-earlier instruction (R05), so its event has always been recorded in this step when the wait is issued: CUDA takes a wait for
-an event that was not recorded as no wait at all. Nothing inside of a step waits for the whole device, and the host waits for
-it at the step's end only.
+One thread issues the program in order, far ahead of the device. An instruction makes its device stream wait for the
+events of what it waits for, runs, and records an event where somebody waits for it or progress is looked for. A wait
+names an earlier instruction (R05), so its event has always been recorded in this step when the wait is issued: CUDA
+takes a wait for an event that was not recorded as no wait at all. Nothing inside of a step waits for the whole device,
+and the host waits for it at the step's end only.
 
-The compute stream is the stream that was current when the streams were made, so what a rank does before the first step and
-after the last is in order with it.
+The compute stream is the stream that was current when the streams were made, so what a rank does before the first step
+and after the last is in order with it.
 
-Memory. torch's caching allocator hands a freed block to the next allocation on the same stream while the device may still
-work on it; it knows nothing of other streams unless it is told (`record_stream`, after which a block comes back when the
-device gets there: memory would no longer be what the plan says). Here it need not be told. Only the compute stream allocates
-and frees (R04), so blocks go from compute to compute. A communication that uses a block comes before the free in this sense:
-who frees a value has waited for every communication that uses it (R16), on the device too, for the wait was issued on the
-compute stream before the free. Whatever takes the block afterwards is issued later on the compute stream, behind that wait;
-and if it is a receive buffer, the receive waits for the compute instruction that made it (R12), whose event was recorded
-after the block was taken. So no two users of a block ever overlap.
-"""
+Memory. torch's caching allocator hands a freed block to the next allocation on the same stream while the device may
+still work on it; it knows nothing of other streams unless it is told (`record_stream`, after which a block comes back
+when the device gets there: memory would no longer be what the plan says). Here it need not be told. Only the compute
+stream allocates and frees (R04), so blocks go from compute to compute. A communication that uses a block comes before
+the free in this sense: who frees a value has waited for every communication that uses it (R16), on the device too, for
+the wait was issued on the compute stream before the free. Whatever takes the block afterwards is issued later on the
+compute stream, behind that wait; and if it is a receive buffer, the receive waits for the compute instruction that made
+it (R12), whose event was recorded after the block was taken. So no two users of a block ever overlap."""
 
 from __future__ import annotations
 
@@ -164,7 +163,10 @@ class CudaStreams:
             self._zero_s = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Wait for the device, and meanwhile write into the heart how far it is, so that a hang can be noticed and named."""
+        """Wait for the device, and meanwhile write into the heart how far it is.
+
+        So a hang can be noticed and named.
+        """
         while not self._progress.look():
             time.sleep(POLL_S)
         self._heart[PHASE] = RUNNING
@@ -173,7 +175,7 @@ class CudaStreams:
         self._timed.clear()
 
     def close(self) -> None:
-        """Nothing to end: torch keeps its streams in a pool."""
+        """Do nothing: torch keeps its streams in a pool."""
 
 
 class _Marks:
@@ -228,7 +230,10 @@ class _Progress:
         self._done.clear()
 
     def look(self) -> bool:
-        """Ask the device for every stream, and say what each is in. Whether all is done. Everything must have been issued."""
+        """Ask the device for every stream, say what each is in, and return whether all is done.
+
+        Everything must have been issued.
+        """
         for stream in self._left:
             self.advance(stream)
         for stream, left in self._left.items():
@@ -267,11 +272,14 @@ class _Progress:
 
 
 class StagedStreams(CudaStreams):
-    """Backend for a CUDA device whose communications are the host's work (gloo on pinned copies), in a thread per stream.
+    """Backend for a CUDA device whose communications are the host's work (gloo on pinned copies).
 
-    A communication starts when the device has come to what it waits for, so its thread waits for those events. It is done for
-    the host when its copy to the device has been issued and its event recorded; who waits for it waits on the host for that,
-    and then lets the device wait for the event."""
+    Each communication stream has a thread.
+
+    A communication starts when the device has come to what it waits for, so its thread waits for those events. It is
+    done for the host when its copy to the device has been issued and its event recorded; who waits for it waits on the
+    host for that, and then lets the device wait for the event.
+    """
 
     def __init__(self, program: Sequence[BoundInstr], streams: Iterable[str], heart: Heartbeat, api: StreamApi):
         super().__init__(program, streams, heart, api)

@@ -65,7 +65,10 @@ class Engine:
         return Posted(named(lambda: named(work.start()))) if isinstance(work, Posted) else named(work)
 
     def step(self, step: int, *, traced: bool = False, counter: Counter | None = None) -> None:
-        """Run one optimizer step. ExecutionError names rank, step, instruction and peer; other PiperErrors come as they are."""
+        """Run one optimizer step.
+
+        ExecutionError names rank, step, instruction and peer; other PiperErrors come as they are.
+        """
         rank, heart = self._rank, self._heart
         issues = self._issues
         if traced:

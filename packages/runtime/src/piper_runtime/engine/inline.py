@@ -1,8 +1,11 @@
-"""All ranks of a plan in one process and one thread; communication is a copy. For tests and debugging: milliseconds per step.
+"""Run all ranks of a plan in one process and one thread, for tests and debugging: milliseconds per step.
 
-The order is that of the real engine: each rank issues its program in order, compute runs when it is issued and holds back what
-comes after it, communication goes on beside it on its stream, in order, and meets its peers (a send ends when the peer
-receives)."""
+Communication is a copy.
+
+The order is that of the real engine: each rank issues its program in order, compute runs when it is issued and holds
+back what comes after it, communication goes on beside it on its stream, in order, and meets its peers (a send ends when
+the peer receives).
+"""
 
 from __future__ import annotations
 

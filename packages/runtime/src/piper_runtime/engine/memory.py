@@ -135,11 +135,14 @@ class MemoryCounter(TorchDispatchMode):
 
 
 class AllocatorCounter:
-    """What `MemoryCounter` does, by the counters of a CUDA device's caching allocator, for a process that holds one rank only.
+    """Does what `MemoryCounter` does, by the counters of a CUDA device's caching allocator.
 
-    It counts the bytes that were asked for, in program order: the allocator is told of every allocation and free when the host
-    issues it. What kernels allocate inside is counted too; what was alive before the first block beside the states is not (such
-    as cuBLAS's workspaces)."""
+    It is for a process that holds one rank only.
+
+    It counts the bytes that were asked for, in program order: the allocator is told of every allocation and free when
+    the host issues it. What kernels allocate inside is counted too; what was alive before the first block beside the
+    states is not (such as cuBLAS's workspaces).
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

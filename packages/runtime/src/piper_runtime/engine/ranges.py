@@ -1,7 +1,7 @@
 """Instructions as ranges in profilers: the names that a plan prints, around what runs for them.
 
-torch.profiler shows them as `record_function`, Nsight Systems as NVTX ranges in processes that use CUDA. Bound once per run, so
-that a run without them pays nothing; each costs some microseconds of host time."""
+torch.profiler shows them as `record_function`, Nsight Systems as NVTX ranges in processes that use CUDA. Bound once per
+run, so that a run without them pays nothing; each costs some microseconds of host time."""
 
 from __future__ import annotations
 

@@ -46,11 +46,12 @@ class Posted:
 HEART_SLOTS = 64
 """Integers of shared memory per rank; at most HEART_SLOTS - 4 communication streams."""
 STEP, ISSUED, PHASE, FIRST_STREAM = 0, 1, 2, 3
-"""Places in a rank's heart: the step, the index of the instruction that is issued, a phase, then per communication stream the
-index of the instruction that it runs or that is waited for, plus one (0: none). Others read it to see progress and to name the
-instruction of a rank that died."""
+"""Places in a rank's heart: the step, the index of the instruction that is issued, a phase, then per communication
+stream the index of the instruction that it runs or that is waited for, plus one (0: none). Others read it to see
+progress and to name the instruction of a rank that died."""
 LAST_STEP = HEART_SLOTS - 1
-"""The place in which a launcher writes after how many steps an interrupted run ends; 0 for a run that was not interrupted."""
+"""The place in which a launcher writes after how many steps an interrupted run ends; 0 for a run that was not
+interrupted."""
 RUNNING, WAITING, LOADING = 0, 1, 2
 """Phases: in an instruction or between two, waiting for another stream, not yet in the first step."""
 

@@ -46,7 +46,7 @@ def launch_sections(
 
 
 def launch_text(sections: Mapping[str, Section]) -> str:
-    """All sections below each other, each with its title."""
+    """Return all sections below each other, each with its title."""
     return "\n\n".join(f"# {s.title}\n{s.lines}" for s in sections.values()) + "\n"
 
 

@@ -24,7 +24,8 @@ VITAL = {"gcs_server": "Ray's head process (GCS)", "raylet": "Ray's process on t
 UNANSWERED = 3
 """Looks in a row at which a head that was joined does not answer, after which it counts as dead."""
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""RFC 9113, 3.4: the client's preface with an empty SETTINGS frame. A server, as Ray's is, answers with a SETTINGS frame."""
+"""RFC 9113, 3.4: the client's preface with an empty SETTINGS frame. A server, as Ray's is, answers with a SETTINGS
+frame."""
 _JANITOR = """
 import os, shutil, signal, sys, time
 folder = sys.argv[1]
@@ -44,8 +45,9 @@ for _ in range(20):
     shutil.rmtree(folder, ignore_errors=True)
     time.sleep(0.5)
 """
-"""Waits for our end, however we end. If Ray was not ended before, it ends those of Ray's processes that outlive the driver by a
-minute (they have logs open in the folder), and removes the folder, into which others may still write for a moment."""
+"""Waits for our end, however we end. If Ray was not ended before, it ends those of Ray's processes that outlive the
+driver by a minute (they have logs open in the folder), and removes the folder, into which others may still write for a
+moment."""
 
 
 class RayLink:
@@ -62,7 +64,10 @@ class RayLink:
         self._undo = weakref.finalize(self, undo) if undo is not None else None
 
     def fault(self) -> str:
-        """Say which of Ray's own processes has died; an empty text when none has. Ray itself waits a minute, and then ends us."""
+        """Say which of Ray's own processes has died; an empty text when none has.
+
+        Ray itself waits a minute, and then ends us.
+        """
         node = self.ray._private.worker._global_node  # there where this process has started Ray; it knows its children
         dead = [kind for kind, _ in node.dead_processes() if kind in VITAL] if node is not None else []
         if dead:
@@ -122,7 +127,10 @@ def connect(cluster: str, cpus: int, wording: RayWording = LAUNCHER) -> RayLink:
 
 
 def check_ray(cluster: str = "auto") -> None:
-    """ExecutionError when a launcher's `connect` would fail for want of Ray or of an answer; nothing is joined or started."""
+    """Raise ExecutionError when a launcher's `connect` would fail for want of Ray or of an answer.
+
+    Nothing is joined or started.
+    """
     ray = import_ray()
     if not ray.is_initialized() and (wanted := _wanted(ray, cluster)) != "local":
         _check_address(ray, wanted, LAUNCHER)

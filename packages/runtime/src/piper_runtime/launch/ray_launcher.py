@@ -87,7 +87,10 @@ class _Team:
         return said + [m for call in self._ready(calls) for m in self._answered(call)]
 
     def _check_ray(self) -> None:
-        """ExecutionError when Ray itself has died: no rank is to blame, and after a minute Ray would end this process."""
+        """Raise ExecutionError when Ray itself has died.
+
+        No rank is to blame, and after a minute Ray would end this process.
+        """
         self.ray_at = time.monotonic() + LOOK_AT_RAY_S
         if problem := self.fault():
             self.broken = True
@@ -140,7 +143,7 @@ class _Team:
         return message if clock is None else aligned(message, *clock)
 
     def heart(self, rank: int) -> Sequence[int]:
-        """As of the last look at its node."""
+        """Return a rank's heart as of the last look at its node."""
         found = self.hearts.get(self.places[rank].node)
         return LOADING_HEART if found is None else found[rank * HEART_SLOTS : (rank + 1) * HEART_SLOTS]
 
@@ -206,8 +209,9 @@ class _Team:
 class RayPool(TeamPool[_Team]):
     """Ray actors, one CPU each; see `TeamPool`.
 
-    cluster: see `piper_runtime.launch.ray_cluster.connect`; a Ray that was started for this pool ends with it. gpus: per rank;
-    None: one where the cluster has as many as ranks, unless runs are to take the CPU. What workers print stays in Ray's logs."""
+    cluster: see `piper_runtime.launch.ray_cluster.connect`; a Ray that was started for this pool ends with it. gpus:
+    per rank; None: one where the cluster has as many as ranks, unless runs are to take the CPU. What workers print
+    stays in Ray's logs."""
 
     def __init__(self, world: int, *, cluster: str = "auto", threads: int = 1, gpus: int | None = None):
         super().__init__(world)
@@ -278,7 +282,10 @@ def _rendezvous(team: _Team, *, alone: bool) -> None:
 
 
 def _clock_ahead(ray: Any, actor: Any) -> tuple[float, float]:
-    """Seconds that an actor's clock is ahead of ours, and the error of that: half of the quickest of some round trips."""
+    """Return the seconds that an actor's clock is ahead of ours, and the error of that.
+
+    The error is half of the quickest of some round trips.
+    """
     found = []
     for _ in range(CLOCK_SAMPLES):
         start = time.perf_counter()

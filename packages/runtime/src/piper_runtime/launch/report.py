@@ -113,7 +113,10 @@ class RankReport:
 
 
 class Interrupted(KeyboardInterrupt):
-    """An interrupt of a run whose ranks could still bring back what they have. `run`: the same as a `piper_runtime.Run`."""
+    """An interrupt of a run whose ranks could still bring back what they have.
+
+    `run`: the same as a `piper_runtime.Run`.
+    """
 
     def __init__(self, reports: Mapping[int, RankReport]):
         super().__init__()

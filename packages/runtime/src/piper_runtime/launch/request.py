@@ -1,4 +1,4 @@
-"""What a training run is to its workers: one request per role, with the code, states and callables that its ranks need."""
+"""Make the requests of a training run: one per role, with the code, states and callables that its ranks need."""
 
 from __future__ import annotations
 

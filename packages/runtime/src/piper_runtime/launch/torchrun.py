@@ -1,9 +1,8 @@
 """Ranks that somebody else has started, as torchrun does: this process is one of them, and rank 0 watches over all.
 
-The environment says who is who: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Ranks talk through torch's store, in messages that
-run no code where they are read (`piper_runtime.launch.wire`). What they say goes to rank 0, which decides how a run ends and
-tells the others. A rank that is killed is noticed by torchrun, which ends the rest.
-"""
+The environment says who is who: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Ranks talk through torch's store, in
+messages that run no code where they are read (`piper_runtime.launch.wire`). What they say goes to rank 0, which decides
+how a run ends and tells the others. A rank that is killed is noticed by torchrun, which ends the rest."""
 
 from __future__ import annotations
 
@@ -41,12 +40,12 @@ _DONE = "done"
 
 
 def is_active() -> bool:
-    """Whether this process was started as one rank of several."""
+    """Tell whether this process was started as one rank of several."""
     return all(name in os.environ for name in VARIABLES)
 
 
 def is_first() -> bool:
-    """Whether this process is the one that prints and writes: rank 0, or the only one."""
+    """Tell whether this process is the one that prints and writes: rank 0, or the only one."""
     return not is_active() or _number("RANK") == 0
 
 
@@ -198,7 +197,7 @@ class _Team:
         return found + [(r, m) for r in ranks if r for m in self.mail.collect(r)]
 
     def heart(self, rank: int) -> Sequence[int]:
-        """As its process last put it into the store."""
+        """Return a rank's heart as its process last put it into the store."""
         if rank == 0:
             return self.member.context.heart
         found = self.mail.get(f"heart/{rank}")
@@ -272,7 +271,7 @@ def _check_same(plan: Plan, mail: _Mail, rank: int) -> None:
 
 
 def _perform(member: _Member, request: Any, kept: list[Any]) -> None:
-    """In a thread of its own, so that a rank that hangs can still be given up."""
+    """Answer a request in a thread of its own, so that a rank that hangs can still be given up."""
     member.context.heart[:] = memoryview(LOADING_HEART)
     found = aligned(answer(member.context, request), *member.clock)
     kept.append(found)

@@ -1,4 +1,7 @@
-"""Waiting for the workers of a run, and finding out who is to blame when they do not come back, however they were started."""
+"""Wait for the workers of a run, and find out who is to blame when they do not come back.
+
+It does not matter how they were started.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ class WatchedTeam(Protocol):
         ...
 
     def exit_reason(self, rank: int) -> str:
-        """How a worker that has ended came to its end: "was killed by SIGKILL"."""
+        """Return how a worker that has ended came to its end: "was killed by SIGKILL"."""
         ...
 
     def node(self, rank: int) -> str:
@@ -96,7 +99,10 @@ class Watch:
         return [list(self.team.heart(rank)) for rank in range(self.world)]
 
     def _patience(self, ranks: Collection[int]) -> float:
-        """Seconds without progress that are accepted: more while a rank still imports the user's code and binds the plan."""
+        """Return the seconds without progress that are accepted.
+
+        They are more while a rank still imports the user's code and binds the plan.
+        """
         loading = any(self.team.heart(r)[PHASE] == LOADING for r in ranks)
         return max(self.timeout_s, STARTUP_S) if loading else self.timeout_s
 

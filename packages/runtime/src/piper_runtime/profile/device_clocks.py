@@ -58,8 +58,9 @@ CYCLES_PER_S = 2.2e9
 class DeviceClock:
     """For a CUDA device: an event between any two closures, all looked at in the end.
 
-    Where the host is ahead of the device, as it is where kernels are long, the time between two events is what the device needs;
-    else what the host needs to issue. So it is what the closure adds to a step in which others stand before it."""
+    Where the host is ahead of the device, as it is where kernels are long, the time between two events is what the
+    device needs; else what the host needs to issue. So it is what the closure adds to a step in which others stand
+    before it."""
 
     ahead = True
 

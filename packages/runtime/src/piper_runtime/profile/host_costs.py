@@ -73,7 +73,7 @@ def _stepping(bound: Rank, heart: Heartbeat) -> Iterator[Thunk]:
 
 
 def _thread_seconds(run: Callable[[], object]) -> float:
-    """Of the processor, for the calling thread alone."""
+    """Return the seconds of the processor, for the calling thread alone."""
     begin = time.thread_time()
     run()
     return time.thread_time() - begin

@@ -1,4 +1,7 @@
-"""What messages take, by size: point-to-point between neighbours, reductions over groups; between ranks that do nothing else."""
+"""Measure what messages take, by size: point-to-point between neighbours, and reductions over groups.
+
+The ranks do nothing else meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,10 @@ class Messages:
         self, rank: int, world: int, gloo: GlooCommunicators, clock: Clock, device: torch.device, alive: Callable[[], None],
         nccl: NcclCommunicators | None = None,
     ) -> None:  # fmt: skip
-        """`clock`: for what runs on `device`. `nccl`: what messages between CUDA devices go over; ranks meet over gloo."""
+        """Make what measures. `clock`: for what runs on `device`.
+
+        `nccl`: what messages between CUDA devices go over; ranks meet over gloo.
+        """
         self._rank, self._world, self._clock, self._device, self._alive = rank, world, clock, device, alive
         self._carrier = gloo if nccl is None else nccl
         self._partitions = [_blocks(world, size) for size in range(2, world + 1) if world % size == 0]

@@ -37,7 +37,10 @@ def messages_plan(count: int) -> Plan:
 
 
 def channels_plan(world: int, groups: tuple[tuple[int, ...], ...]) -> Plan:
-    """Without instructions: a channel between any two ranks of a pair (2k, 2k + 1), "0>1", and one over each group, "0,1"."""
+    """Return a plan without instructions, for its channels.
+
+    There is one between any two ranks of a pair (2k, 2k + 1), "0>1", and one over each group, "0,1".
+    """
     roles = tuple(_role(r, (), (COMPUTE,)) for r in range(world))
     pairs = [(a, a ^ 1) for a in range(world) if a ^ 1 < world]
     p2p = [Channel(f"{a}>{b}", "p2p", (f"r{a}", f"r{b}"), ("pairs", "pairs")) for a, b in pairs]

@@ -1,13 +1,12 @@
 """Measuring inside of a worker: what steps of chunks, other ops, messages and instructions take on this machine.
 
-All ranks measure the same thing at the same time: ranks of one machine share its memory bandwidth, and in a run they compute at
-once. A rank computes the whole model on the job's own batches, part by part in the order of a plan for one device, with the
-closures that a run binds and a clock around each. Messages go over communicators like those of a run, between ranks that do
-nothing else.
+All ranks measure the same thing at the same time: ranks of one machine share its memory bandwidth, and in a run they
+compute at once. A rank computes the whole model on the job's own batches, part by part in the order of a plan for one
+device, with the closures that a run binds and a clock around each. Messages go over communicators like those of a run,
+between ranks that do nothing else.
 
-On CUDA every rank needs a device of its own, and messages go over NCCL. The host issues a pass behind others that are not
-measured, so that it is as far ahead of the device as between the microbatches of a step.
-"""
+On CUDA every rank needs a device of its own, and messages go over NCCL. The host issues a pass behind others that are
+not measured, so that it is as far ahead of the device as between the microbatches of a step."""
 
 from __future__ import annotations
 
@@ -44,11 +43,12 @@ from piper_runtime.transport.transport import agreed_transport, nccl_of, shared,
 WARMUP = 1
 """Passes that are not counted: caches are cold, and memory comes from the system for the first time."""
 LEAD_S = 0.1
-"""What a CUDA device computes before each measured pass, at least: under load it may lower its clock to keep within its power.
-Behind one pass alone, steps in bfloat16 on an H200 were predicted 3 % too short (docs/cuda.md)."""
+"""What a CUDA device computes before each measured pass, at least: under load it may lower its clock to keep within its
+power. Behind one pass alone, steps in bfloat16 on an H200 were predicted 3 % too short (docs/cuda.md)."""
 
 CostKey = tuple[str, str, int]
-"""(code, "F" | "I" | "W", rows), or ("", name of another op, its amount): `piper_ir.costs.StepDuration`, `PartDuration`."""
+"""(code, "F" | "I" | "W", rows), or ("", name of another op, its amount): `piper_ir.costs.StepDuration`,
+`PartDuration`."""
 
 
 @dataclass(frozen=True)

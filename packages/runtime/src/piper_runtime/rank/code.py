@@ -1,4 +1,7 @@
-"""Loading of generated step functions. Code reaches a rank as source text and constants, never as a pickled function."""
+"""Load generated step functions.
+
+Code reaches a rank as source text and constants, never as a pickled function.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from piper_ir.plan import Plan, RolePlan
 from piper_ops import DIRECT
 
 StepFunction = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
-"""Boxed: it empties its argument list, so that a tensor whose only reference is in the list is freed at its last use."""
+"""Boxed: it empties its argument list, so that a tensor whose only reference is in the list is freed at its last
+use."""
 
 
 class StepSource(Protocol):

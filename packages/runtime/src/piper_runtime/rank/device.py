@@ -99,5 +99,5 @@ class LateNumbers(NumberReader):
 
 
 def numbers_of(device: torch.device) -> NumberReader:
-    """How numbers get from a device to the host."""
+    """Return how numbers get from a device to the host."""
     return LateNumbers(device) if device.type == "cuda" else NumberReader()

@@ -65,13 +65,13 @@ class Precision:
 class Job:
     """A training job, independent of how it is distributed.
 
-    model: () -> nn.Module. batch: (step, rows) -> (inputs, targets), the given rows of the global batch of a step; inputs are a
-    tensor, a tuple (positional) or a dict (keyword), targets any nest of tensors. loss: (output, targets) -> a mean over rows,
-    or a pair (sum, weight). optimizer: list of (name, parameter) -> Optimizer; it sees every parameter once, with its full
-    shape, on meta. scheduler: Optimizer -> LRScheduler, stepped once per optimizer step. global_batch: rows per step over all
-    replicas. tokens_per_row: for tokens per second. clip_norm: largest global 2-norm of the gradient. init: "model" (what the
-    model's constructor makes under `seed`) or the path of a file that torch.save wrote of a state_dict. JobError when a field
-    is unusable."""
+    model: () -> nn.Module. batch: (step, rows) -> (inputs, targets), the given rows of the global batch of a step;
+    inputs are a tensor, a tuple (positional) or a dict (keyword), targets any nest of tensors. loss: (output, targets)
+    -> a mean over rows, or a pair (sum, weight). optimizer: list of (name, parameter) -> Optimizer; it sees every
+    parameter once, with its full shape, on meta. scheduler: Optimizer -> LRScheduler, stepped once per optimizer step.
+    global_batch: rows per step over all replicas. tokens_per_row: for tokens per second. clip_norm: largest global
+    2-norm of the gradient. init: "model" (what the model's constructor makes under `seed`) or the path of a file that
+    torch.save wrote of a state_dict. JobError when a field is unusable."""
 
     model: Callable[[], nn.Module]
     batch: Batch
@@ -147,7 +147,10 @@ def _key(entry: Any) -> str:
 
 @dataclass(frozen=True)
 class InitialState:
-    """Full tensors on CPU under their first names, shared with the module that made them. Without a `model` there are none."""
+    """Full tensors on CPU under their first names, shared with the module that made them.
+
+    Without a `model` there are none.
+    """
 
     params: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]

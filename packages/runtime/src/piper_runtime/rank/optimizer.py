@@ -1,8 +1,8 @@
 """The user's optimizer on flat buckets: what its groups say, how much state it holds, and the real one of a rank.
 
-The user's function is called with every parameter at its full shape on meta, so that rules such as "no decay for ndim < 2" see
-true shapes. Element-wise optimizers then run on one flat tensor per bucket; all others on the parameters of a bucket, one by
-one."""
+The user's function is called with every parameter at its full shape on meta, so that rules such as "no decay for ndim <
+2" see true shapes. Element-wise optimizers then run on one flat tensor per bucket; all others on the parameters of a
+bucket, one by one."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ SEPARABLE: tuple[type[Optimizer], ...] = (
         if hasattr(torch.optim, name)
     ),
 )
-"""Optimizers whose update of a parameter depends on that parameter only, by exact class. Any other may couple parameters (a
-norm over all of them), and a rank of a pipeline sees only its own."""
+"""Optimizers whose update of a parameter depends on that parameter only, by exact class. Any other may couple
+parameters (a norm over all of them), and a rank of a pipeline sees only its own."""
 
 REFUSED = {"LBFGS": "it calls the loss several times per step", "SparseAdam": "it needs sparse gradients"}
 STEP_COUNTER_BYTES = 4

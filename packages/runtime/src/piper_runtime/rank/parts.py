@@ -1,7 +1,8 @@
-"""One closure per part of a plan, bound once per plan to the tensors of a rank, so that running it costs little host time.
+"""Bind each part of a plan to a closure, once per plan, so that running it costs little host time.
 
-Both engines run these. A closure reads and writes `store.values`, which holds the only reference to every value: a value that
-dies in a part is taken out of it, so that boxed code frees it at its last use."""
+Both engines run these. A closure reads and writes `store.values`, which holds the only reference to every value: a
+value that dies in a part is taken out of it, so that boxed code frees it at its last use.
+"""
 
 from __future__ import annotations
 

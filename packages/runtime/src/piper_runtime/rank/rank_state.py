@@ -1,4 +1,7 @@
-"""What the closures of a rank are bound to: its part of the plan, tensors, feed and optimizer, and what a step finds out."""
+"""Hold what the closures of a rank are bound to: its part of the plan, tensors, feed and optimizer.
+
+What a step finds out is kept here too.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ NOT_FINITE = (
 """What may help where a number is not finite."""
 
 Probe = Callable[["RankState", tuple[str, ...], "float | torch.Tensor"], None]
-"""Called in Update before the optimizer's step with the rank, the buckets and the scale that the gradients are about to get."""
+"""Called in Update before the optimizer's step with the rank, the buckets and the scale that the gradients are about to
+get."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How a job's callables reach other processes: by value inside our own pipes, or by loading the recipe file again there."""
+"""Send a job's callables to other processes: by value in our own pipes, or by loading the recipe file again there."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import cloudpickle  # type: ignore[import-untyped]  # it has no types
 from piper_ir.errors import JobError
 
 RECIPE_MARK = "__piper_recipe__"
-"""A module that was loaded from a recipe file has this attribute: the file's path. Workers load that file again, under the same
-name."""
+"""A module that was loaded from a recipe file has this attribute: the file's path. Workers load that file again, under
+the same name."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def _load_recipe(name: str, path: str) -> None:
 
 
 def _only_here(name: str, module: ModuleType) -> bool:
-    """Whether a module was loaded from a Python file that a new process with our sys.path would not find under its name."""
+    """Tell whether a new process with our sys.path would not find a module's Python file under its name."""
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or not file.endswith(".py") or _in_library(file):
         return False

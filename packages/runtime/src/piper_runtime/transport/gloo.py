@@ -97,7 +97,10 @@ class GlooCommunicators:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The process group of one channel instance. here: this rank's place among its `size` members, in the order of ranks."""
+    """The process group of one channel instance.
+
+    here: this rank's place among its `size` members, in the order of ranks.
+    """
 
     group: Any
     here: int

@@ -1,14 +1,14 @@
 """Communicators over NCCL: one process group per channel instance, made of its members only. One rank per CUDA device.
 
-NCCL refuses two ranks of one host on one device. Where a test wants that, each rank tells it that it is a host of its own
-(NCCL_HOSTID), and messages go through sockets: all of this file runs then, slowly, and nothing of NVLink.
+NCCL refuses two ranks of one host on one device. Where a test wants that, each rank tells it that it is a host of its
+own (NCCL_HOSTID), and messages go through sockets: all of this file runs then, slowly, and nothing of NVLink.
 
-What torch does (ProcessGroupNCCL, its source read; run on one H100): a collective with asyncOp=False is issued on the stream
-that is current, and returns nothing, so an event recorded afterwards is reached when it is done. A send or receive is not: it
-goes to a stream of the group's own, and torch calls `record_stream` on its tensor, so that the allocator takes the memory back
-only when the device has come to its end. A host that is a step ahead then keeps all that a step sends and receives (seen: more
-than the plan says after the first free of what was received). So a message from rank to rank is a broadcast on its channel,
-whose members are the two.
+What torch does (ProcessGroupNCCL, its source read; run on one H100): a collective with asyncOp=False is issued on the
+stream that is current, and returns nothing, so an event recorded afterwards is reached when it is done. A send or
+receive is not: it goes to a stream of the group's own, and torch calls `record_stream` on its tensor, so that the
+allocator takes the memory back only when the device has come to its end. A host that is a step ahead then keeps all
+that a step sends and receives (seen: more than the plan says after the first free of what was received). So a message
+from rank to rank is a broadcast on its channel, whose members are the two.
 
 NCCL needs the union of all ranks' issue orders to have no cycle: R20.
 """
@@ -44,7 +44,7 @@ class NcclCommunicators(GlooCommunicators):
 
     @property
     def in_use(self) -> bool:
-        """Whether there are groups."""
+        """Tell whether there are groups."""
         return bool(self._groups)
 
     def group(self, key: str, members: list[int]) -> Any:

@@ -1,4 +1,7 @@
-"""gloo for tensors on a CUDA device, through pinned memory of the host: for ranks that share a device, which NCCL cannot join."""
+"""Carry tensors on a CUDA device by gloo, through pinned memory of the host.
+
+It is for ranks that share a device, which NCCL cannot join.
+"""
 
 from __future__ import annotations
 

@@ -25,8 +25,9 @@ from piper_runtime.transport.staging import StagedCommunicators
 Name = Callable[[Rank, Communicate], Communicate]
 TransportName = Literal["gloo", "nccl", "staged"]
 SHARED_DEVICE = "PIPER_SHARED_DEVICE"
-"""In the environment of every rank: what joins ranks that share a CUDA device. "gloo", the default, on pinned copies. "nccl", for
-tests of it, joins all ranks by NCCL's sockets, those with a device of their own too (`piper_runtime.transport.nccl`)."""
+"""In the environment of every rank: what joins ranks that share a CUDA device. "gloo", the default, on pinned copies.
+"nccl", for tests of it, joins all ranks by NCCL's sockets, those with a device of their own too
+(`piper_runtime.transport.nccl`)."""
 
 _nccl: WeakKeyDictionary[GlooCommunicators, NcclCommunicators] = WeakKeyDictionary()
 """A process keeps its NCCL communicators as long as those of gloo, whose store they use."""
@@ -73,7 +74,7 @@ def agreed_transport(rank: int, world: int, device: torch.device, local_world: i
 
 
 def shared(local_world: int) -> bool:
-    """Whether ranks of a node share a CUDA device. local_world: as above."""
+    """Tell whether ranks of a node share a CUDA device. local_world: the most ranks on any node."""
     return local_world > torch.cuda.device_count()
 
 
