@@ -24,8 +24,8 @@ from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank, comm_kind
 from piper_runtime.transport.gloo import GlooCommunicators
 
 SHORTEST_S, LONGEST_S = 0.02, 0.1
-"""Between these the shortest compute instruction that matters sleeps: waking up is small beside it (numerics.md, time
-truth), and nobody waits for hours."""
+"""Between these the shortest compute instruction that matters sleeps: waking up is small beside it, and nobody waits for
+hours."""
 HOST_S = SHORTEST_S / 4
 """Being held up for no more than this is the machine's doing, and is made up for."""
 LEAD_S = 0.05
