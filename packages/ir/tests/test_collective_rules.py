@@ -7,17 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from packages.ir.tests.plans_for_tests import change_instr, change_part, change_program, find
+from packages.ir.tests.plans_for_tests import change_instr, change_part, change_program, change_role, find
 from piper_ir.codec import dumps, loads
 from piper_ir.collectives import COLLECTIVES, Law, kind_named, law_of
 from piper_ir.errors import PlanError
-from piper_ir.ops import Collective, message_op
-from piper_ir.plan import Instr, Plan, Value
+from piper_ir.mesh import Mesh
+from piper_ir.ops import Collective, Recv, Send, message_op
+from piper_ir.plan import Channel, Instr, Part, Plan, Value
 from piper_ir.plan_bytes import PlanBytes
 from piper_ir.sizes import TensorSpec
 from piper_ir.text import format_plan, parse_plan
 from piper_ir.timing import prepare
 from piper_ir.verify import check
+from piper_ir.verify.dataflow import _Dataflow
+from piper_ir.verify.rules import Findings
 from tests.collective_plans import plan
 
 PLANS = {n: plan(n) for n in (2, 4)}
@@ -246,3 +249,73 @@ def test_what_reads_before_a_spoiling_collective_is_fine() -> None:
 def test_a_channel_may_carry_collectives_of_several_kinds() -> None:
     ops = [i.parts[0].op for i in GOOD.roles[0].program]
     assert {op.kind for op in ops if isinstance(op, Collective) and op.channel == "sum"} == {"reduce_scatter", "all_gather"}
+
+
+def shifted(made: Plan) -> Plan:
+    """Each rank gathers the part of the rank before it: r0 and r1 send each other what the reduction gave them."""
+    for mb in range(2):
+        for role in ("r0", "r1"):
+            other = "r1" if role == "r0" else "r0"
+            part, copy = f"part@{mb}#{role}", f"part@{mb}#{role}#{other}"
+            name = f"p.{role}"
+            channel = Channel(name, "p2p", (role, other), ("send", "recv"))
+            channels = made.channels if any(c.id == name for c in made.channels) else (*made.channels, channel)
+            values = {**made.values, copy: replace(made.values[part], id=copy)}
+            made = replace(made, channels=channels, values=values)
+    for role in ("r0", "r1"):
+        made = change_program(made, role, lambda program, role=role: _send_parts(program, role))
+        other = "r1" if role == "r0" else "r0"
+        first = (*made.role(role).allocs_first, *(f"part@{mb}#{other}#{role}" for mb in range(2)))
+        made = change_role(made, role, allocs_first=first)
+    return made
+
+
+def _send_parts(program: list[Instr], role: str) -> None:
+    other = "r1" if role == "r0" else "r0"
+    for mb in range(2):
+        at = next(k for k, i in enumerate(program) if i.parts[0].node == f"all_gather.whole@{mb}#{role}")
+        mine, theirs = f"part@{mb}#{role}", f"part@{mb}#{other}#{role}"
+        before = {s: sum(i.stream == s for i in program[:at]) for s in ("send", "recv", "group")}
+        gather = program[at]
+        waits = (("recv", before["recv"] + 1), *gather.waits)
+        send = Instr("send", (Part(f"send.{mine}", Send(f"p.{role}"), mb, (mine,)),), (("group", before["group"]),))
+        receive = Instr("recv", (Part(f"recv.{theirs}", Recv(f"p.{other}"), mb, (), (theirs,)),))
+        gather = replace(gather, parts=(replace(gather.parts[0], reads=(theirs,)),), waits=waits)
+        program[at : at + 1] = [send, receive, gather] if role == "r0" else [receive, send, gather]
+        for k in range(at + 3, len(program)):
+            more = {"send": 1, "recv": 1}
+            program[k] = replace(
+                program[k], waits=tuple((s, n + more.get(s, 0) * (n > before.get(s, 0))) for s, n in program[k].waits)
+            )
+    last = program[-1]
+    full = {s: sum(i.stream == s for i in program) for s in ("send", "recv", "group")}
+    frees = (*last.frees_before, *(f"part@{mb}#{other}#{role}" for mb in range(2)))
+    program[-1] = replace(last, waits=tuple(full.items()), frees_before=frees)
+
+
+def test_parts_that_change_their_rank_are_not_the_whole_again() -> None:
+    """A gather of parts that were sent around puts the blocks in another order."""
+    found = check(shifted(GOOD))
+    assert {v.rule for v in found} == {"R27-dataflow"}, [str(v) for v in found]
+    assert "not asked for blocks of AllGather of blocks of ReduceScatter" in str(found[0])
+
+
+def test_what_the_first_member_has_is_not_what_each_replica_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COLLECTIVES, "broadcast", Law("Broadcast", "whole", "whole", "first"))
+    wide = replace(everywhere(GOOD, "all_to_all.swapped@0#{}", Collective("broadcast", "swap")), mesh=GOOD.mesh)
+    assert {v.rule for v in check(everywhere(wide, "all_to_all.held@0#{}", Collective("broadcast", "swap")))} == set()
+    flow = _Dataflow(Findings(replace(GOOD, mesh=Mesh(pp=2, dp=2), channels=(replace(GOOD.channel("swap"), over=("dp",)),))))
+    made = flow._collected(Collective("broadcast", "swap"), {"r0": ("stem", "out0", 0), "r1": ("stem", "out0", 0)})
+    assert all(not isinstance(origin, tuple) for origin in made.values())
+
+
+def test_a_group_of_roles_that_place_different_axes_is_refused() -> None:
+    roles = (replace(GOOD.roles[0], placed={"pp": 0}), replace(GOOD.roles[1], placed={"pp": 1, "cp": 0}, ranks=(1,)))
+    found = check(replace(GOOD, mesh=Mesh(pp=2, cp=2), roles=roles))
+    assert any(v.rule == "R09-channels" and "place different axes" in str(v) for v in found)
+
+
+def test_numbers_that_a_transport_cannot_add_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"AllReduce adds float64, .*; bool is none of them"):
+        law_of("all_reduce").written(TensorSpec((4,), "bool"), 2)
+    assert law_of("all_gather").written(TensorSpec((4,), "bool"), 2).shape == (8,)

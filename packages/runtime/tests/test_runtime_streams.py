@@ -233,3 +233,17 @@ def test_a_communication_waits_for_one_on_its_own_stream_only_when_it_takes_its_
         comm(Collective("all_reduce", "r", "bucket0")),
     ]
     assert own_waits(program) == {2: (("s", 1),), 3: (("s", 1),), 7: (("s", 5),)}
+
+
+def test_what_a_collective_leaves_undefined_is_sent_first() -> None:
+    """A send posted before it on the same stream may still be under way."""
+
+    def comm(op: Send | Collective, reads: tuple[str, ...], writes: tuple[str, ...] = ()) -> Instr:
+        return Instr("s", (Part(f"{op}", op, 0, reads, writes),))
+
+    program = [
+        comm(Send("c"), ("v",)),
+        comm(Collective("all_gather", "g"), ("v",), ("w",)),
+        comm(Collective("reduce_scatter", "g"), ("v",), ("p",)),
+    ]
+    assert own_waits(program) == {2: (("s", 2),)}, "the gather reads, and the reduction overwrites, what was read last"

@@ -21,6 +21,10 @@ Combination = Literal["sum", "blocks", "first"]
 Pattern = Literal["ring", "pairs"]
 
 
+SUMMED_DTYPES = (*("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "int64", "int32", "int8", "uint8"),)
+"""Every transport adds numbers of these dtypes, and in the same way."""
+
+
 @dataclass(frozen=True, slots=True)
 class Law:
     """Describe one collective.
@@ -67,6 +71,8 @@ class Law:
 
     def written(self, read: TensorSpec, n: int) -> TensorSpec:
         """Return what n members get when each gives `read`; PlanError when the first dimension does not divide."""
+        if self.result == "sum" and read.dtype not in SUMMED_DTYPES:
+            raise PlanError(f"{self.name} adds {', '.join(SUMMED_DTYPES)}; {read.dtype} is none of them")
         if not self.blocks:
             return read
         if not read.shape:

@@ -101,7 +101,8 @@ class Scheduler:
                 left[key] = left.get(key, 0) + 1
         self.events: list[tuple[float, int, int]] = []
         self.sequence: list[int] = []
-        self.arrived: dict[tuple[Collective, int], list[int]] = {}
+        self.arrived: dict[tuple[Collective, int, int], list[int]] = {}
+        self.turns: dict[tuple[Collective, int, int], int] = {}  # of each role, how often it has come to such a meeting
 
     def run(self) -> list[int]:
         waiting: list[int] = np.bincount(self.deps.target, minlength=len(self.deps.comm)).tolist()
@@ -164,12 +165,12 @@ class Scheduler:
         op = self.collectives.get(self.deps.of[i])
         members = [i]
         if op is not None:
-            key = op, self.deps.mb[i]
-            members = self.arrived.setdefault(key, [])
+            use = op, self.deps.mb[i], self.role_of[i]
+            nth = self.turns[use] = self.turns.get(use, -1) + 1
+            members = self.arrived.setdefault((op, self.deps.mb[i], nth), [])
             members.append(i)
             if len(members) < len(self.graph.channels[op.channel].roles):
                 return
-            del self.arrived[key]
             members.sort()
         sequence = self.sequence
         for j in members:

@@ -32,16 +32,24 @@ class _Sum:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Blocks:
-    """Hold what the members of one collective have between them, block by block; there is one object per meeting.
+class _Meeting:
+    """Hold what the members of one collective have between them, block by block.
 
-    Nothing but another collective can put such a value together again. `whole` says, by role, what a member has then.
+    Nothing but another collective can put that together again. `whole` says, by role, what a member has then.
     """
 
     name: str
     kind: str
     channel: Channel
     whole: Mapping[str, _Origin]
+
+
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Hold what one meeting gave to the member on one role."""
+
+    meeting: _Meeting
+    role: str
 
 
 _Origin = Atom | _Sum | _Blocks
@@ -90,12 +98,13 @@ class _Dataflow:
         over = tuple(a for a in channel.over if self._plan.mesh.size(a) > 1)
         total = _Sum(tuple(reads.values()), over)
         first = next(iter(reads.values()))
-        if isinstance(first, _Blocks) and all(r is first for r in reads.values()) and _takes_back(op, channel, first):
-            return first.whole
+        if isinstance(first, _Blocks) and _takes_back(op, channel, first.meeting):
+            if all(origin == _Blocks(first.meeting, role) for role, origin in reads.items()):
+                return first.meeting.whole
         match law.result:
             case "sum" if law.writes == "whole":
                 return dict.fromkeys(reads, total)
-            case "first" if law.writes == "whole":
+            case "first" if law.writes == "whole" and not over:
                 return dict.fromkeys(reads, reads[min(reads, key=lambda r: self._plan.role(r).ranks[0])])
             case "sum":
                 whole: Mapping[str, _Origin] = dict.fromkeys(reads, total)
@@ -103,7 +112,8 @@ class _Dataflow:
                 whole = reads
             case _:
                 assert_never(law.result)
-        return dict.fromkeys(reads, _Blocks(f"{law.name} of {_origin_name(first)}", op.kind, channel, whole))
+        meeting = _Meeting(f"{law.name} of {_origin_name(first)}", op.kind, channel, whole)
+        return {role: _Blocks(meeting, role) for role in reads}
 
     def compute(self, role: RolePlan, index: int, part: Part) -> None:
         """Compare what a part reads with what it asks for, and say what it writes."""
@@ -213,22 +223,22 @@ def _open(origin: _Origin) -> Opened:
         if isinstance(term, _Sum):
             todo += [(t, over.union(term.over)) for t in term.terms]
         elif isinstance(term, _Blocks):
-            opened[("", f"blocks of {term.name}", -1), over] += 1
+            opened[("", f"blocks of {term.meeting.name}", -1), over] += 1
         else:
             opened[term, over] += 1
     return opened
 
 
-def _takes_back(op: Collective, channel: Channel, blocks: _Blocks) -> bool:
+def _takes_back(op: Collective, channel: Channel, taken: _Meeting) -> bool:
     """Return whether a collective is the inverse of the one that made these blocks, among the same members."""
-    before = blocks.channel
+    before = taken.channel
     same = set(channel.roles) == set(before.roles) and set(channel.over) == set(before.over)
-    return same and op.law.undoes == blocks.kind
+    return same and op.law.undoes == taken.kind
 
 
 def _origin_name(origin: _Origin) -> str:
     if isinstance(origin, _Blocks):
-        return f"blocks of {origin.name}"
+        return f"blocks of {origin.meeting.name}"
     return _names(_open(origin))
 
 

@@ -181,7 +181,11 @@ def _channel_problem(plan: Plan, channel: Channel) -> str:
     if len(set(channel.roles)) != len(channel.roles):
         return f"a role occurs twice in {', '.join(channel.roles)}"
     if channel.kind == "group":
-        return "" if channel.roles else "it has no roles"
+        placed = {role: set(plan.role(role).placed) - set(channel.over) for role in channel.roles}
+        if not placed:
+            return "it has no roles"
+        other = next((role for role in placed if placed[role] != placed[channel.roles[0]]), None)
+        return "" if other is None else f"its roles {channel.roles[0]} and {other} place different axes, so members would differ"
     if len(channel.roles) != 2:
         return f"p2p needs a source and a destination, it has {len(channel.roles)} roles"
     source, destination = (plan.role(r).placed for r in channel.roles)

@@ -169,22 +169,28 @@ def comm_kind(op: Send | Recv | Collective) -> str:
 
 
 def own_waits(program: Sequence[Instr]) -> dict[int, tuple[tuple[str, int], ...]]:
-    """Return, by index of a communication, the wait for an earlier one on its own stream whose result it takes.
+    """Return, by index of a communication, the wait for an earlier one on its own stream.
 
-    A plan leaves it to the order of the stream, but an engine may post a communication before the one in front of it
-    has ended.
+    It is for one whose result the communication takes, or which reads what the communication leaves undefined. A plan
+    leaves both to the order of the stream, but an engine may post a communication before the one in front of it has
+    ended.
     """
     count: dict[str, int] = {}
     written: dict[tuple[str, str], int] = {}
+    read: dict[tuple[str, str], int] = {}
     out: dict[int, tuple[tuple[str, int], ...]] = {}
     for index, instr in enumerate(program):
         if not instr.comm:
             continue
         part, stream = instr.parts[0], instr.stream
         state = (part.op.bucket,) if isinstance(part.op, Collective) and part.op.bucket else ()
-        if needed := max((written.get((stream, v), 0) for v in (*part.reads, *state)), default=0):
+        needed = max((written.get((stream, v), 0) for v in (*part.reads, *state)), default=0)
+        if isinstance(part.op, Collective) and part.op.law.spoils:
+            needed = max(needed, *(read.get((stream, v), 0) for v in part.reads))
+        if needed:
             out[index] = ((stream, needed),)
         count[stream] = count.get(stream, 0) + 1
+        read |= {(stream, v): count[stream] for v in part.reads}
         written |= {(stream, v): count[stream] for v in (*part.writes, *state)}
     return out
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from itertools import pairwise
 
 import torch
 
@@ -24,6 +25,11 @@ def check_same_model(plan: Plan, initial: InitialState, trainable: Collection[st
     """
     for problem in _differences(plan, initial, trainable):
         raise JobError(f"Job.model() now {problem}. {ADVICE}")
+    if shared := shared_memory({**initial.params, **initial.buffers}):
+        raise JobError(
+            f"Job.model() makes {shared[0]!r} and {shared[1]!r} of the same memory, from arrays of another library, and training "
+            "would separate them. Use one Parameter under both names, or copy one of them (torch.tensor)"
+        )
     for kind, tensors in (("parameter", initial.params), ("buffer", initial.buffers)):
         for name, tensor in tensors.items():
             if tensor.is_meta:
@@ -32,6 +38,19 @@ def check_same_model(plan: Plan, initial: InitialState, trainable: Collection[st
                     "model without torch.device('meta') (Piper plans it without memory all the same), or give it values in the "
                     "model function: model.to_empty(device='cpu'), then its own initialisation"
                 )
+
+
+def shared_memory(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
+    """Return the names of two tensors whose storages are different objects on the same bytes, None when there are none.
+
+    numpy arrays and DLPack make such ones; what shares a storage object was looked at when the model was captured.
+    """
+    storages = {name: t.untyped_storage() for name, t in tensors.items() if t.device.type == "cpu"}
+    found = sorted((s.data_ptr(), s.data_ptr() + s.nbytes(), name) for name, s in storages.items() if s.nbytes())
+    for (_, end, first), (begin, _, second) in pairwise(found):
+        if begin < end and storages[first]._cdata != storages[second]._cdata:
+            return first, second
+    return None
 
 
 def _differences(plan: Plan, initial: InitialState, trainable: Collection[str] | None) -> Iterator[str]:

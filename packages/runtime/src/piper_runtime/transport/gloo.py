@@ -117,7 +117,11 @@ def no_binding(transport: str, kind: str, bindings: Mapping[str, object]) -> Exe
 
 
 def _all_reduce(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
-    return lambda: partial(finish, members.group.allreduce([_borrowed(comm.operand())]))
+    def start() -> Thunk:
+        tensor = comm.operand()
+        return partial(_finish_holding, members.group.allreduce([_borrowed(tensor)]), tensor)
+
+    return start
 
 
 def _reduce_scatter(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
@@ -134,7 +138,7 @@ def _reduce_scatter(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
         work = members.group.allreduce([_borrowed(whole)])
 
         def take() -> None:
-            finish(work)
+            _finish_holding(work, whole)
             # Not by an operator: it would be taken for the first one of the instruction that waits, which frees before it runs.
             memmove(part.data_ptr(), own, part.nbytes)
 
@@ -161,6 +165,7 @@ def _exchange(members: Members, to: Sequence[torch.Tensor], into: Sequence[torch
     gloo's own collectives work on copies of what they are given, which no plan counts.
     """
     group, here = members.group, members.here
+    _check_dense(*to, *into)
     works = []
     for step in range(1, members.size):  # each in its own order, so that not all send to the same one at first
         source, target = (here - step) % members.size, (here + step) % members.size
@@ -169,7 +174,7 @@ def _exchange(members: Members, to: Sequence[torch.Tensor], into: Sequence[torch
 
     def wait() -> None:
         for work in works:
-            finish(work)
+            _finish_holding(work, to, into)
 
     return wait
 
@@ -189,6 +194,7 @@ def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
     gloo's own thread holds what it reduces for a moment longer than `wait` takes, so that it would die later than the
     plan says.
     """
+    _check_dense(tensor)
     storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
     return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
 
@@ -197,6 +203,19 @@ def _alone(comm: BoundComm) -> Thunk:
     """Do a communication that has one member, at once: nothing is left to wait for."""
     comm.alone()
     return partial(void, None)
+
+
+def _check_dense(*tensors: torch.Tensor) -> None:
+    """Raise ExecutionError for a tensor whose elements do not stand one after the other: gloo reads memory in its order."""
+    for tensor in tensors:
+        if not tensor.is_contiguous():
+            raise ExecutionError(f"a collective was given a tensor of shape {tuple(tensor.shape)} that is not contiguous")
+
+
+def _finish_holding(work: Any, *owners: object) -> None:
+    """Wait until a piece of communication is done. `owners` of its memory live as long as who may call this: also in a run
+    that has failed, gloo may still write there."""
+    finish(work)
 
 
 def finish(work: Any) -> None:
