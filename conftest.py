@@ -24,5 +24,5 @@ settings.load_profile("ci")
 @pytest.fixture(autouse=True)
 def runs_take_the_cpu() -> None:
     """Also on a machine with a CUDA device: the suite compares bits and bytes of the CPU. Tests of CUDA ask for it."""
-    if "piper_runtime.device" in sys.modules:  # to import it here would load torch for tests that need none
-        sys.modules["piper_runtime.device"].default = "cpu"
+    if "piper_runtime.rank.device" in sys.modules:  # to import it here would load torch for tests that need none
+        sys.modules["piper_runtime.rank.device"].default = "cpu"

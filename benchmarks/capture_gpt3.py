@@ -1,6 +1,7 @@
-"""Capture and cut of GPT-3 175B (goals 15 s and 1 GiB), or of another preset: python -m benchmarks.capture_gpt3 llama3-405b
+"""Capture and cut GPT-3 175B (goals 15 s and 1 GiB), or another preset.
 
-Prints one JSON object; `measure` does the work in this process, whose peak memory then holds torch and the capture only.
+`python -m benchmarks.capture_gpt3 llama3-405b` captures another one. It prints one JSON object; `measure` does the work
+in this process, whose peak memory then holds torch and the capture only.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from piper_ir.sizes import bind
 
 
 def measure(name: str = "gpt3-175b") -> dict[str, float]:
-    """seconds (wall), cpu_seconds, peak_gib of the process, chunks, codes, and saved_gib of one layer per row of the batch."""
+    """Return seconds (wall), cpu_seconds, peak_gib of the process, chunks, codes, and saved_gib.
+
+    The last is of one layer per row of the batch.
+    """
     wall, cpu = time.perf_counter(), time.process_time()
     job = models.job(name, global_batch=2)
     captured = capture(job.model, partial(job.batch, 0), job.loss, dtype=job.precision.dtype)

@@ -1,4 +1,4 @@
-"""Capture: GPT-3 175B in a process of its own (seconds, peak memory), and one hundred strategies from one capture."""
+"""Measure capture: GPT-3 175B in a process of its own, and a hundred strategies from one capture."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ DEADLINE_S = 300.0
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    """GPT-3 first; it takes as long with `quick`."""
+    """Return the rows of GPT-3 first; it takes as long with `quick`."""
     yield from gpt3_rows(gpt3())
     yield from strategies.rows(quick)
 
 
 def gpt3() -> dict[str, float]:
-    """What `benchmarks.capture_gpt3` prints when it runs alone. Raises RuntimeError with its output when it fails."""
+    """Return what `benchmarks.capture_gpt3` prints when it runs alone.
+
+    Raises RuntimeError with its output when it fails.
+    """
     root = Path(__file__).resolve().parent.parent
     command = [sys.executable, "-m", "benchmarks.capture_gpt3"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
@@ -33,7 +36,7 @@ def gpt3() -> dict[str, float]:
 
 
 def gpt3_rows(found: dict[str, float]) -> list[Row]:
-    """Rows of one capture."""
+    """Return the rows of one capture."""
     what = f"GPT-3 175B on meta ({found['parameters'] / 1e9:.1f} B parameters)"
     pieces = f"{found['chunks']:.0f} chunks with {found['codes']:.0f} different codes; {found['cpu_seconds']:.1f} s of CPU time"
     return [

@@ -1,8 +1,9 @@
-"""Formula against measured all-reduces: link constants are fitted on half of the world sizes and judged on the other half.
+"""Compare all-reduces by formula with measured ones.
 
-Two published sets: 2 to 128 A100 on Azure, 8 per node; 2 to 8 A100 of one node. World sizes are split by turns, in
-ascending order, and both halves take their turn as the judged one. An error is |predicted / measured - 1|, at MIB and more; the
-mean is over all sizes and worlds of the judged halves. Beside it: a fit on all of the set, the constants of built-in devices, and
+Link constants are fitted on half of the world sizes and judged on the other half. There are two published sets: 2 to
+128 A100 on Azure, 8 per node; 2 to 8 A100 of one node. World sizes are split by turns, in ascending order, and both
+halves take their turn as the judged one. An error is |predicted / measured - 1|, at MIB and more; the mean is over all
+sizes and worlds of the judged halves. Beside it stand a fit on all of the set, the constants of built-in devices, and
 the table at sizes that it was not told.
 """
 
@@ -41,7 +42,7 @@ Constants = dict[str, float]
 
 @dataclass(frozen=True)
 class Measured:
-    """A published set, and the constants that it can say something about."""
+    """Hold a published set, and the constants that it can say something about."""
 
     name: str
     rows: tuple[CommDuration, ...]
@@ -53,7 +54,7 @@ class Measured:
 
 
 def measured() -> Iterator[Measured]:
-    """Both sets, at the sizes that are judged."""
+    """Return both sets, at the sizes that are judged."""
     azure = load_cluster(f"{NAME}:8*16").links.messages
     vtrain = read_messages(PUBLISHED / "all_reduce-a100-vtrain.csv", KeyPath("benchmarks"))
     for name, rows, fitted in (("2 to 128 A100, Azure", azure, tuple(CONSTANTS)), ("2 to 8 A100, one node", vtrain, WITHIN)):
@@ -61,7 +62,7 @@ def measured() -> Iterator[Measured]:
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    """Per set: the goal, each half, and what stands beside it."""
+    """Return for each set the goal, each half, and what stands beside it."""
     iterations = QUICK_ITERATIONS if quick else ITERATIONS
     plain = load_cluster("a100-80g-sxm:8*16")
     for of in measured():
@@ -99,7 +100,10 @@ def _text(found: Constants) -> str:
 
 
 def _cluster(constants: Constants) -> Cluster:
-    """As measured, with these constants of its links and none of its table; links of the 80 GB device where none are given."""
+    """Return a cluster as measured, with these constants of its links and none of its table.
+
+    Where no links are given, they are those of the 80 GB device.
+    """
     known = load_cluster("a100-80g-sxm:8*16")
     links = {k: v for k, v in constants.items() if k in ("intra_bandwidth", "inter_bandwidth")}
     others = {k: v for k, v in constants.items() if k not in links}
@@ -107,14 +111,14 @@ def _cluster(constants: Constants) -> Cluster:
 
 
 def errors(rows: Sequence[CommDuration], cluster: Cluster) -> list[float]:
-    """predicted / measured - 1 by formula."""
+    """Return predicted / measured - 1 by formula."""
     return [
         by_formula(cluster, "all_reduce", r.bytes, rank_group(cluster, range(r.group))) / r.duration.seconds - 1 for r in rows
     ]
 
 
 def fit(of: Measured, rows: Sequence[CommDuration], iterations: int) -> Constants:
-    """The constants with the least mean |log(predicted / measured)|."""
+    """Return the constants with the least mean |log(predicted / measured)|."""
     start = {k: CONSTANTS[k] for k in of.fitted}
 
     def at(logs: Sequence[float]) -> Constants:
@@ -125,7 +129,7 @@ def fit(of: Measured, rows: Sequence[CommDuration], iterations: int) -> Constant
 
 
 def _left_out(rows: Sequence[CommDuration]) -> list[float]:
-    """Errors at every second size of each world, from a table of the others."""
+    """Return the errors at every second size of each world, from a table of the others."""
     worlds = {r.group: sorted((x for x in rows if x.group == r.group), key=lambda x: x.bytes) for r in rows}
     table = Costs(comm=tuple(r for found in worlds.values() for r in found[::2]))
     asked = [r for found in worlds.values() for r in found[1::2]]
@@ -134,7 +138,7 @@ def _left_out(rows: Sequence[CommDuration]) -> list[float]:
 
 
 def minimum(of: Callable[[Sequence[float]], float], n: int, iterations: int, size: float = 0.2) -> list[float]:
-    """Nelder and Mead's simplex in n dimensions, from the origin and a step of `size` along each."""
+    """Minimise by Nelder and Mead's simplex in n dimensions, from the origin and a step of `size` along each."""
     corners = [[size * (i == k) for i in range(n)] for k in range(-1, n)]
     simplex = sorted((of(x), x) for x in corners)
     for _ in range(iterations):

@@ -1,4 +1,4 @@
-"""How fast strategies become plans: the prototype's worst case, and growth per doubling of microbatches and of devices.
+"""Measure how fast strategies become plans: the worst case, and growth per doubling of microbatches and of devices.
 
 `python benchmarks/compile_rates.py` prints a table with machine and date; `make bench` shows the same rows.
 """
@@ -37,7 +37,7 @@ BY_DEVICES = (4, 8, 16, 32, 64)
 
 
 def layered(layers: int) -> Program:
-    """A chain of one chunk per layer; the strategy chooses the stages."""
+    """Return a chain of one chunk per layer; the strategy chooses the stages."""
     program = synthetic(stages=layers, F=3, I=4, W=2, params=100)
     chunks = (replace(c, coords={"layer": k}) for k, c in enumerate(program.chunks))
     return replace(program, chunks=tuple(chunks))
@@ -48,8 +48,10 @@ Case = tuple[int, int, int]
 
 
 def timed(cases: Sequence[Case], repeats: int) -> list[tuple[int, list[float]]]:
-    """Per case the nodes of the graph, and the CPU seconds of each compilation from directives to plan, 1F1B. Cases take turns:
-    a machine that is slow for a while is so for all of them."""
+    """Return for each case the nodes of the graph, and the CPU seconds of each compilation to a plan (1F1B).
+
+    Cases take turns: a machine that is slow for a while is so for all of them.
+    """
     inputs = [(layered(n), Strategy(Mesh(pp=pp), recipes.one_f_one_b(pp=pp, microbatches=m))) for n, pp, m in cases]
     nodes = [len(compile_program(*i).graph.nodes) for i in inputs]
     rounds = [[_cpu_seconds(*i) for i in inputs] for _ in range(repeats)]
@@ -57,7 +59,10 @@ def timed(cases: Sequence[Case], repeats: int) -> list[tuple[int, list[float]]]:
 
 
 def _cpu_seconds(program: Program, strategy: Strategy) -> float:
-    """One compilation. CPU time: a compilation is one thread and waits for nothing, so what else runs is no part of it."""
+    """Compile once, and return the CPU seconds.
+
+    A compilation is one thread and waits for nothing, so CPU time leaves out what else runs.
+    """
     gc.collect()
     begin = time.process_time()
     compile_program(program, strategy)
@@ -65,7 +70,7 @@ def _cpu_seconds(program: Program, strategy: Strategy) -> float:
 
 
 def rows(quick: bool) -> list[Row]:
-    """The worst case, then every size of the two series with the growth from the size before, then what scoring takes."""
+    """Return the worst case, then every size of the two series with its growth, then what scoring takes."""
     repeats = 2 if quick else 5
     ((nodes, seconds),) = timed([(24, 8, 32)], repeats)
     note = f"{nodes:,} nodes; the prototype made 8,584 of it and took 204 s"
@@ -81,7 +86,7 @@ def rows(quick: bool) -> list[Row]:
 
 
 def _own_directive(repeats: int) -> Row:
-    """The worst case with a copy of `place` from a user's file, in turn with ours."""
+    """Compile the worst case with a copy of `place` from a user's file, in turn with ours."""
     program, ours = layered(24), recipes.one_f_one_b(pp=8, microbatches=32)
     theirs = [users_place()(d.selection, d.on, d.send, d.recv) if isinstance(d, place) else d for d in ours]
     ratios = []
@@ -93,7 +98,10 @@ def _own_directive(repeats: int) -> Row:
 
 
 def _series(title: str, sizes: Sequence[int], measured: Sequence[tuple[int, list[float]]]) -> list[Row]:
-    """A rate per size, and a growth per doubling. Growth compares the fastest repetitions: what else ran is not in them."""
+    """Return a rate per size, and a growth per doubling.
+
+    Growth compares the fastest repetitions: what else ran is not in them.
+    """
     out = []
     for size, (nodes, seconds) in zip(sizes, measured, strict=True):
         rates = [nodes / s for s in seconds]
@@ -106,7 +114,7 @@ def _series(title: str, sizes: Sequence[int], measured: Sequence[tuple[int, list
 
 
 def main(quick: bool = False) -> list[Row]:
-    """Print the table; returns its rows."""
+    """Print the table, and return its rows."""
     print(machine())
     found = rows(quick)
     for row in found:

@@ -1,4 +1,7 @@
-"""Seconds from the instant at which a worker is killed or raises, written down by itself, until the launcher knows of it."""
+"""Measure the seconds from the instant at which a worker is killed or raises until the launcher knows of it.
+
+The worker itself writes down that instant.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,9 @@ from torch import Tensor
 from benchmarks import noop
 from benchmarks.measure import Goal, Row
 from piper_ir.errors import ExecutionError
-from piper_runtime.launchers import open_pool
-from piper_runtime.messages import Failure
-from piper_runtime.run import execute
+from piper_runtime.launch.launchers import open_pool
+from piper_runtime.launch.protocol import Failure
+from piper_runtime.launch.run import execute
 
 KINDS = ("kill", "raise")
 STEP = 3
@@ -31,8 +34,10 @@ NOTICED = Goal("below", 1.0)
 
 @dataclass(frozen=True)
 class Poll:
-    """One wait of the watch for its workers: from and to, by the clock that all processes of this machine share, at most
-    `seconds`."""
+    """Hold one wait of the watch for its workers: from and to, for at most `seconds`.
+
+    Times are by the clock that all processes of this machine share.
+    """
 
     begin: float
     end: float
@@ -45,8 +50,10 @@ class Poll:
 
 @dataclass(frozen=True)
 class Notice:
-    """When a rank failed, and the polls that ended afterwards: the last is the one that brought the news. `text`: what the user
-    was told."""
+    """Say when a rank failed, and which polls ended afterwards; the last brought the news.
+
+    `text` is what the user was told.
+    """
 
     rank: int
     fault: float
@@ -59,7 +66,7 @@ class Notice:
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    """Both launchers, on this machine; the goal is for the slowest."""
+    """Return the rows of both launchers, on this machine; the goal is for the slowest."""
     repeats = 2 if quick else 10
     for launcher in ("processes", "ray"):
         with open_pool(launcher, 2) as pool:
@@ -70,7 +77,7 @@ def rows(quick: bool) -> Iterator[Row]:
 
 
 def notice(pool: Any, kind: str) -> Notice:
-    """Run a plan of two ranks in which one fails. ExecutionError must be what comes of it."""
+    """Run a plan of two ranks in which one fails; it must end with an ExecutionError."""
     plan = noop.plan(2, 2, 4)
     with tempfile.TemporaryDirectory() as folder:
         mark = Path(folder, "mark")
@@ -104,7 +111,7 @@ def _recorded(wait: Callable[..., Any], polls: list[tuple[Poll, list[tuple[int, 
 
 
 def _failing(kind: str, mark: str) -> Callable[[int, range], tuple[Tensor, Tensor]]:
-    """A batch function that fails in one process, which notes its id and the time before."""
+    """Return a batch function that fails in one process, which notes its id and the time before."""
 
     def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
         if step == STEP and _first(mark):
@@ -117,7 +124,7 @@ def _failing(kind: str, mark: str) -> Callable[[int, range], tuple[Tensor, Tenso
 
 
 def _first(mark: str) -> bool:
-    """Whether no other process has been here; then its id and the time are in the file."""
+    """Return whether no other process has been here; then its id and the time are in the file."""
     try:
         with open(mark, "x", encoding="utf-8") as file:
             file.write(f"{os.getpid()} {time.monotonic()!r}")

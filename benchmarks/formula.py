@@ -1,7 +1,7 @@
-"""Steps by formula, before any profile, held against those that an H200 took.
+"""Hold steps by formula, before any profile, against those that an H200 took.
 
-Nothing runs here: the plans are compiled again and simulated on `CLUSTER` without and with a kernel stack, and with the kernels
-and the launch cost that were measured on that machine (`benchmarks/kernel_table.py`).
+Nothing runs here: the plans are compiled again and simulated on `CLUSTER` without and with a kernel stack, and with the
+kernels and the launch cost that were measured on that machine (`benchmarks/kernel_table.py`).
 
     GPTs of benchmarks/gpu.py               benchmarks/measured/gpu-h200.json; three wait for the host and are not judged
     blocks of benchmarks/gpu_check.py       benchmarks/measured/gpu-check-h200-last.txt
@@ -32,7 +32,7 @@ BLOCKS_FILE = Path(__file__).parent / "measured" / "gpu-check-h200-last.txt"
 
 
 def measured() -> dict[str, float]:
-    """Seconds per step by the name of a plan, as the rows of its predictions tell them."""
+    """Return the seconds per step by the name of a plan, as the rows of its predictions tell them."""
     out = {}
     for run in json.loads(FILE.read_text(encoding="utf-8"))["runs"]:
         for row in run["rows"]:
@@ -43,14 +43,14 @@ def measured() -> dict[str, float]:
 
 
 def measured_blocks() -> dict[str, float]:
-    """The same of the blocks, from the table as it was printed."""
+    """Return the seconds per step of the blocks, from the table as it was printed."""
     lines = BLOCKS_FILE.read_text(encoding="utf-8").splitlines()
     found = (re.match(r"predicted (.+): step, by formula .*measured ([\d.]+);", line) for line in lines)
     return {f[1]: float(f[2]) / 1e3 for f in found if f}
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    """Three rows per plan, then the goals. A plan that the files do not have is left out."""
+    """Return three rows per plan, then the goals; a plan that the files do not have is left out."""
     for title, goal, found in (
         ("6 plans that wait for the device", GOAL, gpts(quick)),
         ("6 plans of blocks", GOAL, blocks(quick)),
@@ -67,7 +67,7 @@ def rows(quick: bool) -> Iterator[Row]:
 
 
 def gpts(quick: bool) -> Iterator[tuple[str, Plan, float, bool]]:
-    """Name, plan, measured seconds, and whether the step waits for the device."""
+    """Return name, plan, measured seconds, and whether the step waits for the device."""
     known = measured()
     for regime, precision, _ in REGIMES:
         for m in MICROBATCHES[1:2] if quick else MICROBATCHES:
@@ -78,7 +78,7 @@ def gpts(quick: bool) -> Iterator[tuple[str, Plan, float, bool]]:
 
 
 def blocks(quick: bool) -> Iterator[tuple[str, Plan, float, bool]]:
-    """The same of the blocks; of the first alone when it must be quick."""
+    """Return the same for the blocks; for the first alone when it must be quick."""
     known = measured_blocks()
     for name, config in [*gpu_check.BLOCKS.items()][: 1 if quick else None]:
         work = models.job(config, global_batch=gpu_check.ROWS)

@@ -1,9 +1,9 @@
-"""One CUDA device: step time against plain torch, predicted beside measured, memory, host cost, and ranks that share the device.
+"""Measure one CUDA device: step time against plain torch, predictions, memory, host cost, and ranks that share it.
 
 python benchmarks/gpu.py                 a table, and a JSON file in benchmarks/results/ (about two minutes on one H200)
 python benchmarks/gpu.py --out FILE.json
 
-Run by hand, where there is a device; without one it says so and measures nothing. Figures: docs/cuda.md.
+Run it by hand, where there is a device; without one it says so and measures nothing. Figures: docs/cuda.md.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ from piper_ir.ops import Compute
 from piper_ir.plan import Plan
 from piper_ops.lowering import LoweringName
 from piper_ops.sdpa_kernels import KERNELS, AttentionOptions
-from piper_runtime.device import using
-from piper_runtime.job import materialize
-from piper_runtime.processes import Pool
-from piper_runtime.rank import Rank
-from piper_runtime.resident import most_on_device, reset_most_on_device
-from piper_runtime.run import WARMUP_STEPS, trainee
+from piper_runtime.launch.processes import Pool
+from piper_runtime.launch.result import WARMUP_STEPS
+from piper_runtime.launch.run import rank_job
+from piper_runtime.profile import most_on_device, reset_most_on_device
+from piper_runtime.rank.device import using
+from piper_runtime.rank.job import materialize
+from piper_runtime.rank.rank import Rank
 from piper_simulator import product_cluster
 
 LARGE = Regime("kernels of 100 us and more", width=2048, heads=16, layers=2, context=1024, rows=8, microbatches=8, steps=1)
@@ -62,7 +63,7 @@ GOALS = Goals(None, ERROR, MEMORY)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure everything. Exit code 0 without a device too."""
+    """Measure everything; the exit code is 0 without a device too."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu-DATE.json")
     options = parser.parse_args(argv)
@@ -74,7 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     path = options.out or Path(__file__).parent / "results" / f"gpu-{here['date'].replace(':', '')[:17]}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
-    for section in (predicted, compared, ceilings, host, shared):  # predicted first: later this process has memory of the device
+    # predicted is first: later this process has memory of the device
+    for section in (predicted, compared, ceilings, host, shared):
         for row in section():
             rows.append(row)
             print(line(row), flush=True)
@@ -86,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def device_facts() -> dict[str, str]:
-    """What else a figure depends on."""
+    """Return what else a figure depends on."""
     facts = torch.cuda.get_device_properties(0)
     return {
         "device": f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB",
@@ -97,19 +99,22 @@ def device_facts() -> dict[str, str]:
 
 
 def line(row: Row) -> str:
-    """One row for people."""
+    """Return one row for people."""
     between = f" [{row.low:.4g}, {row.high:.4g}]" if row.low is not None and row.high is not None else ""
     goal = f"  goal {row.goal} {'met' if row.met else 'MISSED'}" if row.goal is not None else ""
     return f"{row.section:9} {row.name:72} {row.value:12.5g} {row.unit}{between}{goal}  {row.note}"
 
 
 def as_json(row: Row) -> dict[str, object]:
-    """One row for programs."""
+    """Return one row for programs."""
     return asdict(row) | {"goal": None if row.goal is None else str(row.goal), "met": row.met}
 
 
 def compared() -> Iterator[Row]:
-    """Ours and torch's loop in turns, in this process; the median of torch/ours over the pairs. Then the memory of each."""
+    """Time ours and torch's loop in turns, in this process, and compare the memory of each.
+
+    The ratio is the median of torch/ours over the pairs.
+    """
     device = torch.device("cuda", 0)
     for regime, precision, _ in REGIMES:
         setup, title = prepared(regime, precision), name_of(regime, precision)
@@ -137,7 +142,7 @@ def compared() -> Iterator[Row]:
 
 
 def kernels(plan: Plan) -> int:
-    """Kernels of the chunks in one step of a plan for one device, as its costs count them."""
+    """Return the kernels of the chunks in one step of a plan for one device, as its costs count them."""
     ops = [p.op for instr in plan.roles[0].program for p in instr.parts]
     return sum(k.count for op in ops if isinstance(op, Compute) for k in plan.chunk(op.chunk).steps[op.step].cost.kernels)
 
@@ -148,7 +153,7 @@ def name_of(regime: Regime, precision: str) -> str:
 
 
 def settled(side: type[Ours] | type[Torch], setup: Setup, device: torch.device, title: str) -> tuple[Side, list[Row]]:
-    """A side after its first steps, and its peak of allocated memory above what was there before it."""
+    """Return a side after its first steps, and its peak of allocated memory above what was there before it."""
     reset_most_on_device(device)
     before = torch.cuda.memory_allocated(device)
     made = side(setup, device)
@@ -172,14 +177,14 @@ def settled(side: type[Ours] | type[Torch], setup: Setup, device: torch.device, 
 
 
 def check_losses(ours: Side, torchs: Side, precision: str) -> None:
-    """Both train the same, or there is nothing to compare. RuntimeError."""
+    """Raise RuntimeError unless both train the same: else there is nothing to compare."""
     loose = 1e-2 if precision == "bfloat16" else 1e-4
     if any(abs(a - b) > loose for a, b in zip(ours.losses, torchs.losses)):
         raise RuntimeError(f"the losses differ: {ours.losses[:4]} and {torchs.losses[:4]}")
 
 
 def turns(ours: Side, torchs: Side, first: int) -> tuple[float, float]:
-    """Seconds of one step of each; which goes first alternates."""
+    """Return the seconds of one step of each; which goes first alternates."""
     took: dict[int, float] = {}
     for which in (first, 1 - first):
         torch.cuda.synchronize()
@@ -196,8 +201,10 @@ def spread_row(section: str, name: str, values: list[float], unit: str, note: st
 
 
 def predicted() -> Iterator[Row]:
-    """Steps of plans for one device, in three numbers of microbatches: predicted by formula, then from one profile, then run in a
-    process."""
+    """Predict steps of plans for one device by formula and from one profile, and run them in a process.
+
+    There are three numbers of microbatches.
+    """
     cluster = product_cluster(torch.cuda.get_device_name(0), torch.cuda.device_count())
     with using("cuda"), Pool(1) as pool:
         for regime, precision, rounds in REGIMES:
@@ -213,13 +220,13 @@ def predicted() -> Iterator[Row]:
 
 
 def with_microbatches(regime: Regime, precision: str, m: int) -> Setup:
-    """The same global batch in m microbatches."""
+    """Return the same global batch in m microbatches."""
     rows = regime.rows * regime.microbatches // m
     return prepared(replace(regime, rows=rows, microbatches=m), precision)
 
 
 def ceilings() -> Iterator[Row]:
-    """What the device reaches at best: matrix products by dtype, a copy, and each kernel of attention."""
+    """Measure what the device reaches at best: matrix products by dtype, a copy, and each kernel of attention."""
     random = partial(torch.randn, device="cuda")
     for dtype, size in ((torch.bfloat16, 8192), (torch.float32, 4096), (torch.float64, 4096)):
         a, b = random(size, size, dtype=dtype), random(size, size, dtype=dtype)
@@ -243,7 +250,7 @@ def ceilings() -> Iterator[Row]:
 
 
 def device_seconds(call: Callable[[], object], calls: int = 20) -> float:
-    """The mean of some calls behind each other, by the device."""
+    """Return the mean of some calls behind each other, by the device."""
     for _ in range(3):
         call()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -256,13 +263,16 @@ def device_seconds(call: Callable[[], object], calls: int = 20) -> float:
 
 
 def host() -> Iterator[Row]:
-    """Microseconds per instruction of a plan whose chunks compute nothing, until the host has issued a step and until it is done.
-    Loads copy a number to the device, and losses come back: these are most of it."""
+    """Measure host microseconds per instruction of a plan whose chunks compute nothing.
+
+    They are counted until the host has issued a step and until it is done. Loads copy a number to the device, and
+    losses come back: these are most of it.
+    """
     device = torch.device("cuda", 0)
     plan = noop.plan(1, LAYERS, MICROBATCHES)
     work = noop.job(plan)
     initial = materialize(work)
-    bound = Rank(plan, 0, noop.CODE, trainee(work), initial.params, initial.buffers, None, device)
+    bound = Rank(plan, 0, noop.CODE, rank_job(work), initial.params, initial.buffers, None, device)
     begin, issued, done = 0.0, list[float](), list[float]()
     engine = engine_of(bound, device, lambda: issued.append(time.perf_counter() - begin))
     for step in range(HOST_STEPS + 1):
@@ -276,8 +286,11 @@ def host() -> Iterator[Row]:
 
 
 def shared() -> Iterator[Row]:
-    """Ranks on this device in float64 against one: losses and parameters of three steps. Through gloo on pinned copies, and
-    through NCCL, which takes each for a host of its own: its sockets say nothing of its speed."""
+    """Compare ranks that share this device with one rank, in float64: losses and parameters of three steps.
+
+    They go through gloo on pinned copies, and through NCCL, which takes each for a host of its own: its sockets say
+    nothing of its speed.
+    """
     recipes, m = piper.recipes, SHARED.microbatches
     size = SHARED.rows * m
     strategies = {
@@ -302,7 +315,7 @@ def shared() -> Iterator[Row]:
 
 
 def difference(run: piper.Run, alone: piper.Run) -> float:
-    """The largest relative difference of their losses and of the tensors at their ends."""
+    """Return the largest relative difference of their losses and of the tensors at their ends."""
     found, wanted = run.state_dict(), alone.state_dict()
     losses = [abs(a / b - 1) for a, b in zip(run.losses, alone.losses, strict=True)]
     return max(*losses, *(float((found[n] - t).norm() / t.norm()) for n, t in wanted.items()))

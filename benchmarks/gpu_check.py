@@ -1,10 +1,12 @@
-"""What one CUDA device can prove: predictions, memory, waits between streams, ranks that share the device. `make gpu-check`, or
+"""Check what one CUDA device can prove: predictions, memory, waits between streams, ranks that share the device.
+
+`make gpu-check` runs it, or
 
 python benchmarks/gpu_check.py                a table to paste, and a JSON file in benchmarks/results/
 python benchmarks/gpu_check.py --out FILE.json
 
-Without a device it says so and exits 0. Exit code 1 when a check of correctness failed or could not run; an error of a prediction
-that misses its goal is a result.
+Without a device it says so and exits 0. Exit code 1 when a check of correctness failed or could not run; an error of a
+prediction that misses its goal is a result.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from benchmarks.measure import Goal, Row, machine
 from piper import models
 from piper.models.presets import Config
 from piper_ops.losses import cross_entropy, cross_entropy_dgrad
-from piper_runtime.device import using
-from piper_runtime.processes import Pool
+from piper_runtime.launch.processes import Pool
+from piper_runtime.rank.device import using
 from piper_simulator import STACKS, Cluster, product_cluster
 
 GOALS = Goals(Goal("below", 25), Goal("below", 10), Goal("below", 3))
@@ -57,7 +59,7 @@ PROVES = ("streams", "shared")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run every check. Exit code as the module says."""
+    """Run every check; the exit code is as the module says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/gpu-check-DATE.json")
     options = parser.parse_args(argv)
@@ -77,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def checked(sections: Iterable[Callable[[], Iterable[Row]]]) -> tuple[list[Row], list[str]]:
-    """The rows of all sections, each printed as it comes, and what failed."""
+    """Return the rows of all sections, each printed as it comes, and what failed."""
     rows, failed = list[Row](), list[str]()
     for section in sections:
         begin = time.perf_counter()
@@ -96,7 +98,7 @@ def checked(sections: Iterable[Callable[[], Iterable[Row]]]) -> tuple[list[Row],
 
 
 def table(here: dict[str, object], rows: Sequence[Row], failed: Sequence[str]) -> str:
-    """Everything as Markdown."""
+    """Return everything as Markdown."""
     lines = [
         " | ".join(f"{k} {v}" for k, v in here.items()),
         "",
@@ -110,8 +112,11 @@ def table(here: dict[str, object], rows: Sequence[Row], failed: Sequence[str]) -
 
 
 def blocks(device: str, cluster: Cluster, sizes: dict[str, Config], global_batch: int = ROWS) -> Iterator[Row]:
-    """Blocks of each model in bfloat16, eager: the step by formula and from one profile per model, against a run in a process;
-    and the peak of the plan against what torch's allocator was asked for (live storages on a CPU)."""
+    """Measure blocks of each model in bfloat16, eager.
+
+    The step by formula and from one profile per model is compared with a run in a process; the peak of the plan with
+    what torch's allocator was asked for (live storages on a CPU).
+    """
     with using(device), Pool(1) as pool:
         for name, config in sizes.items():
             work = models.job(config, global_batch=global_batch)
@@ -126,8 +131,11 @@ def blocks(device: str, cluster: Cluster, sizes: dict[str, Config], global_batch
 
 
 def kernels(cluster: Cluster) -> Iterator[Row]:
-    """What eager kernels reach of the data sheet, at the sizes of a block: products of matrices of their peak in bfloat16, the
-    others of the memory's bandwidth by the bytes that they must read and write."""
+    """Measure what eager kernels reach of the data sheet, at the sizes of a block.
+
+    Products of matrices are compared with their peak in bfloat16, the others with the memory's bandwidth by the bytes
+    that they must read and write.
+    """
     tokens, width, vocab = 4096, 2048, 32_768
     random = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     for m, k, n in (

@@ -1,8 +1,9 @@
-"""Hazards between two streams of a CUDA device, with a deliberate delay: is what is read what it should be?
+"""Provoke hazards between two streams of a CUDA device with a deliberate delay, and check what is read.
 
-Each function runs one step in the CUDA engine and says whether the result is right. `waits`: with the wait that a plan has there;
-without it the delay must make the result wrong, or the check shows nothing. `staged`: the engine for ranks that share a device,
-where a thread issues each communication."""
+Each function runs one step in the CUDA engine and says whether the result is right. `waits`: with the wait that a plan
+has there; without it the delay must make the result wrong, or the check shows nothing. `staged`: the engine for ranks
+that share a device, where a thread issues each communication.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +15,10 @@ import torch
 
 from benchmarks.measure import Goal, Row
 from piper_ir.plan import COMPUTE
-from piper_runtime.cuda_streams import CudaApi, CudaStreams, StagedStreams
-from piper_runtime.engine import Engine
-from piper_runtime.feed import upload
-from piper_runtime.rank import Comm, Entry
+from piper_runtime.engine.cuda_streams import CudaApi, CudaStreams, StagedStreams
+from piper_runtime.engine.engine import Engine
+from piper_runtime.rank.feed import upload
+from piper_runtime.rank.rank import BoundComm, BoundInstr
 
 CYCLES = 200_000_000
 """What a delayed stream sleeps: about 0.1 s, and longer than the host needs to issue these programs."""
@@ -25,7 +26,7 @@ SIZE = 1 << 20
 
 
 def warm(device: torch.device) -> None:
-    """Load the kernels that are used: to load one may wait for all streams."""
+    """Load the kernels that are used: loading one may wait for all streams."""
     torch.cuda.set_device(device)
     torch.cuda._sleep(1)
     found = torch.full((4,), 1.0, device=device)
@@ -35,8 +36,8 @@ def warm(device: torch.device) -> None:
     torch.cuda.empty_cache()
 
 
-def step(entries: list[Entry], works: list[Callable[[], None]], *, staged: bool = False, trace: bool = False) -> Engine:
-    """One step of a rank without tensors of its own; `works` of communications, in order."""
+def step(entries: list[BoundInstr], works: list[Callable[[], None]], *, staged: bool = False, trace: bool = False) -> Engine:
+    """Run one step of a rank without tensors of its own; `works` are those of communications, in order."""
     heart = array("q", [0] * 16)
     rank = SimpleNamespace(entries=entries, rank=0, step=0, begin=lambda step: None, end=lambda: None)
     streams = (StagedStreams if staged else CudaStreams)(
@@ -49,14 +50,14 @@ def step(entries: list[Entry], works: list[Callable[[], None]], *, staged: bool 
     return engine
 
 
-def compute(index: int, work: Callable[[], None], *waits: tuple[str, int]) -> Entry:
-    """An instruction of the compute stream."""
-    return Entry(index, COMPUTE, waits, f"c{index}", work=work)
+def compute(index: int, work: Callable[[], None], *waits: tuple[str, int]) -> BoundInstr:
+    """Return an instruction of the compute stream."""
+    return BoundInstr(index, COMPUTE, waits, f"c{index}", work=work)
 
 
-def communication(index: int, *waits: tuple[str, int]) -> Entry:
-    """An instruction of another stream."""
-    return Entry(index, "a", waits, f"a{index}", comm=Comm("recv", "1>0", (1, 0), lambda: torch.empty(0)))
+def communication(index: int, *waits: tuple[str, int]) -> BoundInstr:
+    """Return an instruction of another stream."""
+    return BoundInstr(index, "a", waits, f"a{index}", comm=BoundComm("recv", "1>0", (1, 0), lambda: torch.empty(0)))
 
 
 def void(_: object) -> None:
@@ -64,7 +65,7 @@ def void(_: object) -> None:
 
 
 def compute_after_communication(device: torch.device, waits: bool, staged: bool) -> bool:
-    """Compute reads what a slow receive writes."""
+    """Let compute read what a slow receive writes."""
     buffer, read = torch.zeros(SIZE, device=device), torch.zeros(SIZE, device=device)
     torch.cuda.synchronize()
 
@@ -78,7 +79,7 @@ def compute_after_communication(device: torch.device, waits: bool, staged: bool)
 
 
 def communication_after_compute(device: torch.device, waits: bool, staged: bool) -> bool:
-    """A send reads what slow compute writes."""
+    """Let a send read what slow compute writes."""
     value, sent = torch.zeros(SIZE, device=device), torch.zeros(SIZE, device=device)
     torch.cuda.synchronize()
 
@@ -93,8 +94,11 @@ def communication_after_compute(device: torch.device, waits: bool, staged: bool)
 
 
 def buffer_on_two_streams(device: torch.device, waits: bool, staged: bool) -> bool:
-    """A slow send reads a buffer; compute frees it and the allocator gives the block to the next value. No `record_stream`: the
-    free stands behind a wait for the send (R16), and without it the send reads what the next value holds."""
+    """Let compute free a buffer that a slow send reads; the allocator gives the block to the next value.
+
+    There is no `record_stream`: the free stands behind a wait for the send (R16), and without it the send reads what
+    the next value holds.
+    """
     held: dict[str, torch.Tensor] = {}
     sent = torch.zeros(SIZE, device=device)
     addresses: list[int] = []
@@ -127,11 +131,11 @@ HAZARDS: dict[str, tuple[Callable[[torch.device, bool, bool], bool], tuple[bool,
     "a communication reads what slow compute writes": (communication_after_compute, (False, True)),
     "a buffer that two streams use is freed and taken again": (buffer_on_two_streams, (False,)),
 }
-"""Name -> the check, and the engines that it is run in (staged or not). The last one is about a device's own streams."""
+"""The check of each name, and the engines that it runs in (staged or not). The last is about a device's own streams."""
 
 
 def rows() -> Iterator[Row]:
-    """Each hazard with its wait, which must be right, and without, which must be wrong."""
+    """Return each hazard with its wait, which must be right, and without, which must be wrong."""
     device = torch.device("cuda", 0)
     warm(device)
     for name, (check, engines) in HAZARDS.items():

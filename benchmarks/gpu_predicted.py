@@ -1,4 +1,4 @@
-"""Plans for one device, predicted by formula and from a profile, then run: the step in steady state and the peak of memory."""
+"""Predict plans for one device by formula and from a profile, then run them: step and peak of memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from statistics import median
 
 import piper
 from benchmarks.measure import Goal, Row
-from piper_runtime.processes import Pool
-from piper_runtime.run import WARMUP_STEPS
+from piper_runtime.launch.processes import Pool
+from piper_runtime.launch.result import WARMUP_STEPS
 from piper_simulator import Cluster, Simulation
 
 STEPS = 8
@@ -17,7 +17,7 @@ STEPS = 8
 
 @dataclass(frozen=True)
 class Goals:
-    """Per cent of error that a prediction by formula, one from a profile, and the peak of memory may have; None: any."""
+    """Hold the error in per cent that each may have: formula, profile, and peak of memory; None for any."""
 
     formula: Goal | None
     profile: Goal | None
@@ -26,7 +26,7 @@ class Goals:
 
 @dataclass
 class Case:
-    """A plan; per round its simulations and what a run took, in seconds per step; the bytes of its peak."""
+    """Hold a plan; per round its simulations and what a run took, in seconds per step; the bytes of its peak."""
 
     title: str
     compiled: piper.Compiled
@@ -37,7 +37,7 @@ class Case:
     peak: int = 0
 
     def measure(self, cluster: Cluster, costs: piper.Costs, pool: Pool) -> None:
-        """One more round."""
+        """Measure one more round."""
         self.by_formula.append(piper.simulate(self.compiled.plan, cluster))
         self.by_profile.append(piper.simulate(self.compiled.plan, cluster, costs=costs))
         run = piper.execute(self.compiled, steps=WARMUP_STEPS + STEPS, launcher="processes", pool=pool)
@@ -46,7 +46,7 @@ class Case:
         self.peak = max(run.peak_bytes.values())
 
     def rows(self) -> Iterator[Row]:
-        """Errors in per cent, predicted / measured - 1: medians over the rounds, with their extremes."""
+        """Return errors in per cent, predicted / measured - 1: medians over the rounds, with their extremes."""
         for how, found, goal in (
             ("formula", self.by_formula, self.goals.formula),
             ("profile", self.by_profile, self.goals.profile),

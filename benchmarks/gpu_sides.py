@@ -1,7 +1,7 @@
-"""The two sides of the comparison on one CUDA device: a plan in Piper's engine, and the loop that one writes with torch alone.
+"""Define the two sides of the comparison on one CUDA device: a plan in Piper's engine, and a loop in torch alone.
 
-Both train the GPT of `benchmarks.step_model` on the same batches, with microbatches whose gradients are summed, and torch's fused
-AdamW. Parameters, activations and gradients have one dtype.
+Both train the GPT of `benchmarks.step_model` on the same batches, with microbatches whose gradients are summed, and
+torch's fused AdamW. Parameters, activations and gradients have one dtype.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 import piper
 from benchmarks.step_model import GPT, Regime, batch, fused_adamw, job, loss
 from piper_ir.plan import Plan
-from piper_runtime.cuda_streams import CudaApi, CudaStreams
-from piper_runtime.engine import Engine
-from piper_runtime.feed import upload
-from piper_runtime.job import materialize
-from piper_runtime.memory import MemoryRecord
-from piper_runtime.messages import HEART_SLOTS
-from piper_runtime.rank import Comm, Rank
-from piper_runtime.report import measured_counter
-from piper_runtime.run import trainee
-from piper_runtime.streams import Work
+from piper_runtime.engine.cuda_streams import CudaApi, CudaStreams
+from piper_runtime.engine.engine import Engine
+from piper_runtime.engine.memory import MemoryRecord
+from piper_runtime.engine.streams import HEART_SLOTS
+from piper_runtime.launch.report import measured_counter
+from piper_runtime.launch.run import rank_job
+from piper_runtime.rank.feed import upload
+from piper_runtime.rank.job import materialize
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundComm, Rank
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One comparison: sizes, dtype by torch's name, and the plan for one device with its code."""
+    """Hold one comparison: sizes, dtype by torch's name, and the plan for one device with its code."""
 
     regime: Regime
     precision: str
@@ -45,14 +45,17 @@ class Setup:
 
 
 def prepared(regime: Regime, precision: str) -> Setup:
-    """The comparison, compiled as a user would: one device, `regime.microbatches` microbatches."""
+    """Return the comparison, compiled as a user would: one device, `regime.microbatches` microbatches."""
     work = replace(job(regime, regime.rows * regime.microbatches), precision=piper.Precision(params=precision))
     strategy = piper.Strategy(piper.Mesh(pp=1), (piper.split(piper.where(), microbatches=regime.microbatches),))
     return Setup(regime, precision, work, strategy, piper.compile(work, strategy))
 
 
 class Side(Protocol):
-    """One way to train. Per step: `losses`, the mean over microbatches; `issued_s`, seconds until the host had issued all."""
+    """Say what a way to train offers.
+
+    Per step: `losses`, the mean over microbatches; `issued_s`, seconds until the host had issued all.
+    """
 
     losses: list[float]
     issued_s: list[float]
@@ -63,7 +66,7 @@ class Side(Protocol):
 
 
 class Ours:
-    """The plan in the engine, bound as `piper_runtime.worker` binds it."""
+    """Run the plan in the engine, bound as `piper_runtime.launch.worker` binds it."""
 
     def __init__(self, setup: Setup, device: torch.device) -> None:
         self.losses: list[float] = []
@@ -72,7 +75,7 @@ class Ours:
         assert code is not None
         initial = materialize(setup.work)
         codes = code.export([c.code for c in plan.chunks], plan.rows)
-        self.bound = Rank(plan, 0, codes, trainee(setup.work), initial.params, initial.buffers, None, device)
+        self.bound = Rank(plan, 0, codes, rank_job(setup.work), initial.params, initial.buffers, None, device)
         self._engine = engine_of(self.bound, device, self._mark)
         self._begin = 0.0
 
@@ -97,7 +100,7 @@ class Ours:
 
 
 def engine_of(bound: Rank, device: torch.device, issued: Callable[[], None]) -> Engine:
-    """The engine of a rank that talks to nobody. `issued`: called when the host has issued a step."""
+    """Return the engine of a rank that talks to nobody; `issued` is called when the host has issued a step."""
     heart: Any = array("q", [0] * HEART_SLOTS)
     streams = _Watched(bound.entries, bound.role.streams, heart, CudaApi(device))
     streams.issued = issued
@@ -112,13 +115,16 @@ class _Watched(CudaStreams):
         super().synchronize()
 
 
-def _nobody(comm: Comm) -> Work:
+def _nobody(comm: BoundComm) -> Thunk:
     raise AssertionError("a plan for one device does not communicate")
 
 
 class Torch:
-    """Plain torch: forward and backward of each microbatch under autograd, batches through pinned memory, one optimizer step,
-    and one look at the losses when it is over."""
+    """Train with plain torch.
+
+    Forward and backward of each microbatch run under autograd, batches come through pinned memory; there is one
+    optimizer step, and one look at the losses when it is over.
+    """
 
     def __init__(self, setup: Setup, device: torch.device) -> None:
         self.losses: list[float] = []

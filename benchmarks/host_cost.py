@@ -1,4 +1,4 @@
-"""Host microseconds per executed instruction, on plans whose chunks compute nothing (`benchmarks.noop`)."""
+"""Measure host microseconds per executed instruction, on plans whose chunks compute nothing (`benchmarks.noop`)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ import torch
 from benchmarks import noop
 from benchmarks.measure import Goal, Row
 from piper_ir.plan import COMPUTE, Plan
-from piper_runtime.engine import Engine
-from piper_runtime.job import materialize
-from piper_runtime.messages import HEART_SLOTS
-from piper_runtime.processes import Pool
-from piper_runtime.rank import Comm, Rank
-from piper_runtime.run import execute, trainee
-from piper_runtime.streams import CpuStreams, Posted, Work
+from piper_runtime.engine.engine import Engine
+from piper_runtime.engine.streams import HEART_SLOTS, CpuStreams, Posted
+from piper_runtime.launch.processes import Pool
+from piper_runtime.launch.run import execute, rank_job
+from piper_runtime.rank.job import materialize
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundComm, Rank
 
 LAYERS, MICROBATCHES = 32, 16
-"""Of the plan without communication. With it, a stage is one layer: as many transfers per computation as there can be."""
+"""Layers and microbatches of the plan without communication.
+
+With it, a stage is one layer: as many transfers per computation as there can be.
+"""
 PIPELINE_MICROBATCHES = 64
 ALONE_GOAL, COMM_GOAL, SPLIT_GOAL = Goal("below", 3.0), Goal("below", 20.0), Goal("below", 1.1)
 CASES = (
@@ -37,8 +40,10 @@ UNIT = "us/instr"
 
 
 def rows(quick: bool) -> list[Row]:
-    """One rank without communication; ranks with 2 and 4 communication streams whose transfers do nothing; the same with split
-    backward; real processes."""
+    """Return rows without communication, with streams that send nothing, with split backward, and of processes.
+
+    There are 2 and 4 communication streams.
+    """
     steps = 20 if quick else 200
     torch.set_num_threads(1)
     return [
@@ -59,7 +64,7 @@ def _row(name: str, plan: Plan, rank: int, steps: int) -> Row:
 
 
 def _split_row(name: str, plain: Plan, split: Plan, rank: int, steps: int) -> Row:
-    """CPU time per instruction with split backward over that without. Steps of the two alternate."""
+    """Compare CPU time per instruction with and without split backward; steps of the two alternate."""
     (_, cpu), (_, cpu_split) = lone_steps([plain, split], rank, steps)
     each, each_split = (median(s) / len(p.role_of(rank).program) * 1e6 for s, p in ((cpu, plain), (cpu_split, split)))
     note = f"{_described(split, rank)}; CPU time per instruction {each_split:.2f} us, unsplit {each:.2f}"
@@ -67,8 +72,11 @@ def _split_row(name: str, plain: Plan, split: Plan, rank: int, steps: int) -> Ro
 
 
 def lone_steps(plans: Sequence[Plan], rank: int, steps: int) -> list[tuple[list[float], list[float]]]:
-    """Per plan the seconds of each step of one rank by itself, by the clock and of CPU time, which leaves out what else runs.
-    The plans take turns. Streams are the real ones; a communication has ended when it is posted."""
+    """Return for each plan the seconds of each step of one rank by itself, by the clock and of CPU time.
+
+    CPU time leaves out what else runs. The plans take turns. Streams are the real ones; a communication has ended when
+    it is posted.
+    """
     with ExitStack() as stack:
         engines = [_engine(plan, rank, stack) for plan in plans]
         out: list[tuple[list[float], list[float]]] = [([], []) for _ in plans]
@@ -84,14 +92,14 @@ def lone_steps(plans: Sequence[Plan], rank: int, steps: int) -> list[tuple[list[
 def _engine(plan: Plan, rank: int, stack: ExitStack) -> Engine:
     job = noop.job(plan)
     initial = materialize(job)
-    bound = Rank(plan, rank, noop.CODE, trainee(job), initial.params, initial.buffers)
+    bound = Rank(plan, rank, noop.CODE, rank_job(job), initial.params, initial.buffers)
     heart = array("q", [0] * HEART_SLOTS)
     backend = CpuStreams(plan.role_of(rank).streams, heart)
     stack.callback(backend.close)
     return Engine(bound, backend, _silent, heart)
 
 
-def _silent(comm: Comm) -> Work:
+def _silent(comm: BoundComm) -> Thunk:
     operand = comm.operand
     return Posted(lambda: partial(void, operand()))
 

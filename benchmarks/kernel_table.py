@@ -1,10 +1,13 @@
-"""Measured kernels as a cluster file: what `benchmarks/gpu_check.py` and `benchmarks/gpu.py` measured on an H200, as rows that a
-prediction looks up, and what one launch cost that machine's host.
+"""Write measured kernels as a cluster file.
+
+They are what `benchmarks/gpu_check.py` and `benchmarks/gpu.py` measured on an H200, as rows that a prediction looks up,
+and what one launch cost that machine's host.
 
 python benchmarks/kernel_table.py             writes benchmarks/measured/h200-eager.toml, offline
 
-The launch cost is that of a step that waits for the host (a GPT of width 512): the time in which it was issued, less what
-instructions take, by the kernels of its plan. No step is fitted that `benchmarks/formula.py` predicts with the table.
+The launch cost is that of a step that waits for the host (a GPT of width 512): the time in which it was issued, less
+what instructions take, by the kernels of its plan. No step is fitted that `benchmarks/formula.py` predicts with the
+table.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ ATTENTION = 4 * 4 * 16 * 1024 * 1024 * 128 // 2
 
 
 def rows() -> Iterator[dict[str, Any]]:
-    """One per measured kernel, as `piper_simulator.cluster.kernel_table` reads it."""
+    """Return one row per measured kernel, as `piper_simulator.cluster.kernel_table` reads it."""
     check = json.loads(KERNELS.read_text(encoding="utf-8"))
     for row in check["rows"]:
         if row["section"] == "kernel" and row["name"] not in REPLACED:
@@ -49,7 +52,7 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 def microseconds(text: str | float) -> float:
-    """Seconds, without digits that were not printed."""
+    """Return seconds without digits that were not printed."""
     return float(f"{float(text) / 1e6:.7g}")
 
 
@@ -59,7 +62,10 @@ def source(run: dict[str, Any], script: str) -> str:
 
 
 def kernel(name: str) -> dict[str, Any]:
-    """Of a row of `gpu_check.kernels`: kind, operator and size as plans count them, in bfloat16. ValueError for another row."""
+    """Return kind, operator and size of a row of `gpu_check.kernels` as plans count them, in bfloat16.
+
+    ValueError for another row.
+    """
     if found := re.fullmatch(r"linear, (\d+) x (\d+) -> (\d+), bfloat16", name):
         m, k, n = map(int, found.groups())
         return {"kind": "matmul", "dtype": "bfloat16", "shape": [m, n, k]}
@@ -79,7 +85,7 @@ def kernel(name: str) -> dict[str, Any]:
 
 
 def ceiling(row: dict[str, Any]) -> dict[str, Any] | None:
-    """Of a row of `gpu.ceilings`; None for kernels that the device's stack does not run."""
+    """Return the same of a row of `gpu.ceilings`; None for kernels that the device's stack does not run."""
     name, value = row["name"], row["value"]
     if found := re.fullmatch(r"matrix product of (\d+), (\w+)", name):
         n = int(found[1])
@@ -95,14 +101,14 @@ def ceiling(row: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def launched(plan: Plan, cluster: Cluster) -> tuple[int, int]:
-    """Instructions, and kernels of chunks, in one step of a plan for one device."""
+    """Return the instructions, and kernels of chunks, in one step of a plan for one device."""
     program = plan.roles[0].program
     ops = [p.op for instr in program for p in instr.parts if isinstance(p.op, Compute)]
     return len(program), sum(launch_count(cluster.device, plan.chunk(op.chunk).steps[op.step].cost) for op in ops)
 
 
 def launch_seconds() -> tuple[float, str]:
-    """Of one kernel on that machine's host, and where that comes from."""
+    """Return the seconds of one kernel launch on that machine's host, and where they come from."""
     title = name_of(SMALL, "bfloat16")
     cluster = load_cluster(f"h200x1@{STACK}")
     for run in json.loads(CEILINGS.read_text(encoding="utf-8"))["runs"]:
@@ -117,7 +123,7 @@ def launch_seconds() -> tuple[float, str]:
 
 
 def text(launch_s: float, launch_source: str) -> str:
-    """The cluster file."""
+    """Return the cluster file."""
     found = [*rows()]
     lines = [
         "# Measured on one machine, by benchmarks/kernel_table.py; sources in each row. Built-in clusters do not use it.",

@@ -1,4 +1,4 @@
-"""What all benchmarks share: rows of the result table, the machine they were taken on, and statistics."""
+"""Share what all benchmarks need: rows of the result table, the machine they were taken on, and statistics."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Goal:
-    """A number that the project has set itself. `kind`: the value must stay above or below it."""
+    """Hold a number that the project has set itself; `kind` says whether the value must stay above or below it."""
 
     kind: Literal["above", "below"]
     number: float
 
     def met(self, value: float) -> bool:
+        """Return whether the goal is met; None without one."""
         return value > self.number if self.kind == "above" else value < self.number
 
     def __str__(self) -> str:
@@ -35,8 +36,11 @@ class Goal:
 
 @dataclass(frozen=True)
 class Row:
-    """One number. `low` and `high`: what `note` says (extremes of the repetitions when it says nothing). `judged`: the number
-    that the goal is for, when it is not `value`."""
+    """Hold one number.
+
+    `low` and `high` are what `note` says (extremes of the repetitions when it says nothing). `judged` is the number
+    that the goal is for, when it is not `value`.
+    """
 
     section: str
     name: str
@@ -58,7 +62,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and when the numbers were taken. `load`: the machine's load average before the first of them."""
+    """Say where and when the numbers were taken; `load` is the load average before the first of them."""
 
     cpu: str
     cores: int
@@ -78,7 +82,7 @@ class Machine:
 
 
 def machine(threads: int = 1) -> Machine:
-    """This machine, now."""
+    """Return this machine, now."""
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
     return Machine(
         cpu=_cpu_model(),
@@ -103,8 +107,10 @@ def _cpu_model() -> str:
 
 
 def repeated(call: Callable[[], object], repeats: int, clock: Callable[[], float] = time.perf_counter) -> list[float]:
-    """Seconds of each of `repeats` calls, after one that is not counted. Garbage is collected before each; during it the
-    collector does what it does for every user."""
+    """Return the seconds of each of `repeats` calls, after one that is not counted.
+
+    Garbage is collected before each; during it the collector does what it does for every user.
+    """
     call()
     out = []
     for _ in range(repeats):
@@ -118,14 +124,16 @@ def repeated(call: Callable[[], object], repeats: int, clock: Callable[[], float
 def rate_row(
     section: str, name: str, count: int, seconds: Sequence[float], unit: str, goal: Goal | None = None, note: str = ""
 ) -> Row:
-    """Count per second: median and extremes over the repetitions."""
+    """Return a count per second: median and extremes over the repetitions."""
     rates = [count / s for s in seconds]
     return Row(section, name, median(rates), unit, min(rates), max(rates), goal, note)
 
 
 def median_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float, float]:
-    """Median with a 95 % interval by the percentile bootstrap (Efron 1979), which assumes nothing about the distribution; the
-    resampling is seeded, so that equal values give equal intervals."""
+    """Return the median with a 95 % interval by the percentile bootstrap (Efron 1979).
+
+    It assumes nothing about the distribution; the resampling is seeded, so that equal values give equal intervals.
+    """
     draw = random.Random(seed)
     medians = sorted(median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
     tail = int((1 - CONFIDENCE) / 2 * RESAMPLES)

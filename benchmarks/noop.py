@@ -1,4 +1,4 @@
-"""A plan whose chunks compute nothing: what is left of its time is the cost of executing instructions."""
+"""Make a plan whose chunks compute nothing: what is left of its time is the cost of executing instructions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from piper_compiler import Options, Training, compile_program
 from piper_ir.plan import Plan
 from piper_ir.program import BatchTensor, Chunk, Input, Output, Param, Program, Signature, Step
 from piper_ir.sizes import Affine, TensorSpec
-from piper_runtime.code import ShippedCode
+from piper_runtime.rank.code import ShippedCode
 
 DTYPE = "float32"
 _ROW = TensorSpec((Affine(0, 1),), DTYPE)
@@ -37,7 +37,7 @@ CODE = {
 
 
 class Nothing(nn.Module):
-    """The model of which `program` is the program: one number per layer."""
+    """Be the model of which `program` is the program: one number per layer."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 def job(of: Plan) -> piper.Job:
-    """The job of a plan that `plan` has made."""
+    """Return the job of a plan that `plan` has made."""
     layers = len(of.chunks)
     return piper.Job(lambda: Nothing(layers), batch, lambda output, targets: output.sum(), sgd, global_batch=of.global_batch)
 
 
 def program(layers: int) -> Program:
-    """A chain of `layers` chunks, each with one parameter; the last makes the loss."""
+    """Return a chain of `layers` chunks, each with one parameter; the last makes the loss."""
     chunks = tuple(_chunk(k, layers) for k in range(layers))
     params = tuple(Param(f"layers.{k}", _WEIGHT) for k in range(layers))
     return Program(chunks, params, batch=(BatchTensor("inputs", _ROW), BatchTensor("targets", _ROW)))
@@ -82,8 +82,11 @@ def _chunk(k: int, layers: int) -> Chunk:
 
 @lru_cache(maxsize=8)
 def plan(pp: int, layers: int, microbatches: int, split: bool = False) -> Plan:
-    """1F1B over pp stages, or ZB-H1 to have its backward split; one row per microbatch; unfused, so that an instruction is
-    forward or backward, or half of it, of one layer. SGD without momentum has no optimizer state."""
+    """Return a plan of 1F1B over pp stages, or of ZB-H1 to have its backward split; one row per microbatch.
+
+    It is unfused, so that an instruction is forward or backward, or half of it, of one layer. SGD without momentum has
+    no optimizer state.
+    """
     recipe = piper.recipes.zb_h1 if split else piper.recipes.one_f_one_b
     strategy = piper.Strategy(piper.Mesh(pp=pp), recipe(pp=pp, microbatches=microbatches))
     options = replace(Options(), fuse=False)

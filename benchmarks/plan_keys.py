@@ -1,12 +1,12 @@
-"""Content keys of many plans, to show that a change of the compiler changes no plan.
+"""Compute content keys of many plans, to show that a change of the compiler changes no plan.
 
 python benchmarks/plan_keys.py                      one line per case: family, case, key
 python benchmarks/plan_keys.py random overlaps      some families
 python benchmarks/plan_keys.py --json               one hash per family, as tests/plan_keys.json keeps them
 python benchmarks/plan_keys.py --check              compare with that file; exit code 1 for a family that differs
 
-A key hashes the text of a plan, its JSON and the peaks of its roles; of what is refused, the message. Compare two trees with
-`diff`.
+A key hashes the text of a plan, its JSON and the peaks of its roles; where a plan is refused, the message. Compare two
+trees with `diff`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if __name__ == "__main__":  # run as a file, sys.path begins with this folder an
 
 import piper
 from packages.compiler.tests.compile_cases import RandomProgram, frozen_first, layered, random_case
-from piper.loading import load_file
+from piper.cli.loading import load_file
 from piper_compiler import Options, Strategy, Training, compile_program, order, overlap, place, recipes, split_backward, synthetic
 from piper_compiler.recipes import RECIPES
 from piper_ir.errors import PiperError
@@ -53,8 +53,11 @@ def _compiled(program: Program, strategy: Strategy, **more: Any) -> Plan:
 
 
 def recipe_cases(size: str) -> Iterator[Case]:
-    """Every recipe at one size: on a chain of given durations, on layers with replicas and a clipped norm, on a random DAG, and
-    with frozen first stages."""
+    """Yield every recipe at one size.
+
+    It is put on a chain of given durations, on layers with replicas and a clipped norm, on a random DAG, and on frozen
+    first stages.
+    """
     pp, microbatches = SIZES[size]
     training = Training(clip=1.0, state_bytes=lambda bucket: 8 * bucket.numel)
     for name in sorted(RECIPES):
@@ -73,8 +76,11 @@ def recipe_cases(size: str) -> Iterator[Case]:
 
 
 def random_cases() -> Iterator[Case]:
-    """Random DAGs with buffers, tied and frozen weights; placements by stage and by microbatch, V and double; partial and total
-    orders. With and without fusion, receives posted early or late."""
+    """Yield random DAGs with buffers, tied and frozen weights.
+
+    Placements are by stage and by microbatch, V and double; orders are partial and total; with and without fusion,
+    receives posted early or late.
+    """
     for seed in RANDOM:
         case = random_case(seed)
         options = Options(fuse=seed % 3 > 0, recv_ahead=seed % 4, device=DEVICES[seed % 3])
@@ -83,7 +89,7 @@ def random_cases() -> Iterator[Case]:
 
 
 def overlap_cases() -> Iterator[Case]:
-    """Overlaps whose pairs have a duration of their own, and overlaps that the compiler interleaves."""
+    """Yield overlaps whose pairs have a duration of their own, and overlaps that the compiler interleaves."""
     for seed in range(24):
         rng = Random(seed)
         microbatches = rng.randint(2, 5)
@@ -106,7 +112,10 @@ def _composed(drawn: Any) -> Plan:
 
 
 def composed_cases() -> Iterator[Case]:
-    """Captured models under random compositions: tied weights, buffers, masked losses, mixed splits of backwards, overlaps."""
+    """Yield captured models under random compositions.
+
+    They have tied weights, buffers, masked losses, mixed splits of backwards, and overlaps.
+    """
     from tests import compositions, models
 
     for seed in COMPOSED:
@@ -131,7 +140,10 @@ def composed_cases() -> Iterator[Case]:
 
 
 def example_cases() -> Iterator[Case]:
-    """The examples, with the strategy that each has for its parameters; the large ones are captured here, which takes seconds."""
+    """Yield the examples, with the strategy that each has for its parameters.
+
+    The large ones are captured here, which takes seconds.
+    """
     for path in sorted(EXAMPLES.glob("*.py")):
         yield path.stem, partial(_example, path)
 
@@ -151,7 +163,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
 
 
 def key(make: Callable[[], Plan]) -> str:
-    """The key of a plan, or of the message with which it is refused."""
+    """Return the key of a plan, or of the message with which it is refused."""
     try:
         plan = make()
     except PiperError as e:
@@ -162,12 +174,12 @@ def key(make: Callable[[], Plan]) -> str:
 
 
 def keys(family: str) -> list[tuple[str, str]]:
-    """The cases of a family with their keys."""
+    """Return the cases of a family with their keys."""
     return [(name, key(make)) for name, make in FAMILIES[family]()]
 
 
 def family_key(family: str) -> str:
-    """One hash for all cases of a family."""
+    """Return one hash for all cases of a family."""
     return _hash(repr(keys(family)))
 
 
@@ -176,7 +188,7 @@ def _hash(text: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Print the keys of the families that are named, of all without names. Exit code 1 when `--check` found a difference."""
+    """Print the keys of the families that are named, or of all; exit code 1 when `--check` found a difference."""
     families = [name for name in argv if not name.startswith("--")] or list(FAMILIES)
     if "--json" in argv:
         print(json.dumps({family: family_key(family) for family in families}, indent=2))

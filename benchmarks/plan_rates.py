@@ -1,4 +1,4 @@
-"""How fast plans are simulated, swept and verified: instructions per second on 1F1B pipelines of given durations."""
+"""Measure how fast plans are simulated, swept and verified: instructions per second on 1F1B of given durations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNIT = "instr/s"
 
 @dataclass(frozen=True)
 class Case:
-    """A plan, as a DAG and with a duration per instruction."""
+    """Hold a plan, as a DAG and with a duration per instruction."""
 
     title: str
     plan: Plan
@@ -34,7 +34,7 @@ class Case:
 
 @lru_cache(maxsize=8)
 def pipeline(pp: int, microbatches: int) -> Case:
-    """1F1B with durations that differ by stage, and a latency per hop."""
+    """Return 1F1B with durations that differ by stage, and a latency per hop."""
     stage_s = [1.0 + 0.1 * (s % 3) for s in range(pp)]
     program = piper.synthetic(stages=pp, F=stage_s, I=stage_s, W=stage_s, hop=0.1)
     strategy = piper.Strategy(piper.Mesh(pp=pp), piper.recipes.one_f_one_b(pp=pp, microbatches=microbatches))
@@ -46,19 +46,22 @@ def pipeline(pp: int, microbatches: int) -> Case:
 
 
 def cases(quick: bool) -> list[Case]:
-    """A plan of everyday size, and a large one."""
+    """Return a plan of everyday size, and a large one."""
     return [pipeline(4, 8)] if quick else [pipeline(8, 64), pipeline(8, 256)]
 
 
 def simulate_rows(quick: bool) -> list[Row]:
-    """The event engine alone, inside of `piper.simulate`, and under contention."""
+    """Measure the event engine alone, inside of `piper.simulate`, and under contention."""
     recipes = {"interleaved": piper.recipes.interleaved, "dualpipe_v": piper.recipes.dualpipe_v}
     rows = [row for case in cases(quick) for row in _simulated(case, quick)]
     return rows + [contended(name, recipe, 4 if quick else 8, 16 if quick else 64, quick) for name, recipe in recipes.items()]
 
 
 def contended(name: str, recipe: Callable[..., Any], pp: int, microbatches: int, quick: bool) -> Row:
-    """Two chunks per device and dp=4 on nodes of one H100 each: compute of 1 ms, and messages of 40 MB that share the NICs."""
+    """Return two chunks per device and dp=4 on nodes of one H100 each.
+
+    Compute takes 1 ms, and messages of 40 MB share the NICs.
+    """
     program = piper.synthetic(stages=2 * pp, F=1e-3, I=1e-3, W=1e-3, params=40_000_000)
     directives = (*recipe(pp=pp, microbatches=microbatches), *piper.recipes.data_parallel(over=("dp",)))
     plan = piper.compile(program, piper.Strategy(piper.Mesh(pp=pp, dp=4), directives), global_batch=4 * microbatches).plan
@@ -75,7 +78,7 @@ def contended(name: str, recipe: Callable[..., Any], pp: int, microbatches: int,
 
 
 def sweep_rows(quick: bool) -> list[Row]:
-    """The fixed-order sweep, what it needs once per plan, and `verify`."""
+    """Measure the fixed-order sweep, what it needs once per plan, and `verify`."""
     return [row for case in cases(quick) for row in _swept(case, quick)]
 
 

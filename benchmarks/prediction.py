@@ -1,10 +1,10 @@
-"""Predicted against measured: from a profile of 1F1B on two ranks, step time and peak memory of other strategies.
+"""Compare predictions with measurements: from a profile of 1F1B on two ranks, time and memory of other strategies.
 
-The model is a GPT whose matrix products dominate. A round is one profile, the prediction of every strategy from it, and a run of
-every strategy. Who else uses the processors makes a round slower and never faster, a profile as well as a run, so an error
-compares the fastest prediction with the fastest run of all rounds; the errors of the rounds by themselves are in the table too.
-Strategies with more ranks than the machine has cores are left out: a measured duration is that of a rank with a core of its own,
-and taking turns on a core is not simulated.
+The model is a GPT whose matrix products dominate. A round is one profile, the prediction of every strategy from it, and
+a run of every strategy. Other users of the processors make a round slower and never faster, a profile as well as a run,
+so an error compares the fastest prediction with the fastest run of all rounds; the errors of the rounds by themselves
+are in the table too. Strategies with more ranks than the machine has cores are left out: a measured duration is that of
+a rank with a core of its own, and taking turns on a core is not simulated.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 import piper
 from benchmarks.measure import Goal, Row
 from benchmarks.step_model import LARGE, Regime, job
-from piper.profiling import profile
+from piper.api.profiling import profile
 from piper_ir.tools import usable_cores
-from piper_runtime.processes import Pool
-from piper_runtime.run import WARMUP_STEPS
+from piper_runtime.launch.processes import Pool
+from piper_runtime.launch.result import WARMUP_STEPS
 from piper_simulator import Simulation, cpu_local, simulate
 
 GLOBAL_BATCH = 32
@@ -34,8 +34,14 @@ ERROR_GOAL, ORDER_GOAL, MEMORY_GOAL = Goal("below", 10), Goal("above", 0.8), Goa
 
 @dataclass
 class Case:
-    """A strategy. Per round: `predicted`, seconds per step in steady state, and `measured`, the median of the steps after the
-    warm-up. `simulation`: the latest; `peak`: measured bytes, of the rank with the most."""
+    """Hold a strategy.
+
+    Attributes:
+        predicted: per round, seconds per step in steady state.
+        measured: per round, the median of the steps after the warm-up.
+        simulation: the latest.
+        peak: measured bytes, of the rank with the most.
+    """
 
     name: str
     compiled: piper.Compiled
@@ -46,7 +52,7 @@ class Case:
 
     @property
     def times(self) -> tuple[float, float]:
-        """Predicted and measured seconds, of the fastest rounds."""
+        """Return predicted and measured seconds, of the fastest rounds."""
         return min(self.predicted), min(self.measured)
 
     @property
@@ -56,7 +62,7 @@ class Case:
 
     @property
     def errors(self) -> list[float]:
-        """Of each round by itself."""
+        """Return the errors of each round by itself."""
         return [p / m - 1 for p, m in zip(self.predicted, self.measured, strict=True)]
 
     @property
@@ -75,15 +81,18 @@ class Case:
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    """A row per strategy, then the three goals."""
+    """Return a row per strategy, then the three goals."""
     chosen = strategies()
     names = [*chosen][:: max(1, len(chosen) // QUICK_STRATEGIES)] if quick else [*chosen]
     yield from predicted({n: chosen[n] for n in names}, LARGE, GLOBAL_BATCH, QUICK_ROUNDS if quick else ROUNDS)
 
 
 def strategies() -> dict[str, piper.Strategy]:
-    """Pipelines in two schedules, of even and uneven stages; data parallelism by number of microbatches and size of buckets; both
-    together where there is a core per rank."""
+    """Return pipelines and data parallelism, and both together where there is a core per rank.
+
+    Pipelines have two schedules, of even and uneven stages; data parallelism differs by number of microbatches and size
+    of buckets.
+    """
     recipes, pp, dp = piper.recipes, piper.Mesh(pp=2), piper.Mesh(dp=2)
     schedules: dict[str, Callable[..., Any]] = {"gpipe": recipes.gpipe, "1f1b": recipes.one_f_one_b}
     found = {
@@ -104,7 +113,7 @@ def strategies() -> dict[str, piper.Strategy]:
 
 
 def predicted(chosen: Mapping[str, piper.Strategy], regime: Regime, global_batch: int, rounds: int) -> Iterator[Row]:
-    """Rounds of profile, predictions and runs; then what they found."""
+    """Run rounds of profile, predictions and runs, and return what they found."""
     work = job(regime, global_batch)
     known = piper.Strategy(
         piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, microbatches=min(PROFILED_MICROBATCHES, global_batch))
@@ -147,7 +156,10 @@ def _goal_rows(cases: Sequence[Case]) -> Iterator[Row]:
 
 
 def rank_order(times: Sequence[tuple[float, float]]) -> tuple[float, int]:
-    """Kendall's tau of (predicted, measured) over the pairs that are apart when measured, and how many those are; 1 of none."""
+    """Return Kendall's tau of (predicted, measured), and how many pairs it counts; 1 of none.
+
+    It counts the pairs that are apart when measured.
+    """
     signs = [
         (a[0] > b[0]) - (a[0] < b[0]) if a[1] > b[1] else (a[0] < b[0]) - (a[0] > b[0])
         for a, b in combinations(times, 2)

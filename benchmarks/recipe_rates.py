@@ -1,4 +1,4 @@
-"""How long every recipe takes to compile and to simulate, as a large pipeline of given durations."""
+"""Measure how long every recipe takes to compile and to simulate, as a large pipeline of given durations."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import TypeVar
 
 import piper
 from benchmarks.measure import Goal, Row
-from piper.recipe_view import Times, directives_of
+from piper.views.recipe_view import ChunkTimes, directives_of
 from piper_compiler.interchange import stages_of
 from piper_compiler.recipes import RECIPES, Recipe
 
 DEVICES, MICROBATCHES = 16, 128
 GOAL = Goal("below", 2.0)
-TIMES = Times(F=3.0, I=4.0, W=2.0)
+TIMES = ChunkTimes(F=3.0, I=4.0, W=2.0)
 REPEATS, QUICK_REPEATS = 3, 1
 
 T = TypeVar("T")
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    """Two rows per recipe."""
+    """Return two rows per recipe."""
     for name in sorted(RECIPES):
         yield from recipe_rows(RECIPES[name], QUICK_REPEATS if quick else REPEATS)
 
 
 def recipe_rows(recipe: Recipe, repeats: int) -> list[Row]:
-    """CPU seconds from the recipe's numbers to a plan, and from the plan to its trace and its period in steady state."""
+    """Return CPU seconds from the recipe's numbers to a plan, and from the plan to its trace and its period."""
 
     # Once: a search keeps what it found.
     (making,), directives = _timed(lambda: directives_of(recipe, DEVICES, MICROBATCHES, None, TIMES, {}), 1)
@@ -49,8 +49,10 @@ def recipe_rows(recipe: Recipe, repeats: int) -> list[Row]:
 
 
 def _timed(call: Callable[[], T], repeats: int) -> tuple[list[float], T]:
-    """CPU seconds of each call, and what the last one returned. Both are one thread that waits for nothing, so what else runs on
-    the machine is no part of them."""
+    """Return the CPU seconds of each call, and what the last one returned.
+
+    Both are one thread that waits for nothing, so CPU time leaves out what else runs on the machine.
+    """
     out = []
     for _ in range(repeats):
         gc.collect()

@@ -1,4 +1,6 @@
-"""Measurements: a CSV file and a table, with machine and date. `make bench`, or
+"""Run the measurements and write a CSV file and a table, with machine and date.
+
+`make bench` runs them, or
 
 python benchmarks/run.py                      all sections (an estimated 40 minutes on two quiet cores)
 python benchmarks/run.py simulate sweep       some of them
@@ -52,7 +54,10 @@ COLUMNS = ("section", "name", "value", "low", "high", "unit", "goal", "met", "no
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the sections asked for. Exit code 1 when one of them failed; a goal that is not met is a result, not a failure."""
+    """Run the sections asked for; exit code 1 when one of them failed.
+
+    A goal that is not met is a result, not a failure.
+    """
     options = _options(argv)
     # As in the test suite; torch reads it when a section imports it, and worker processes inherit it.
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -84,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def section(name: str) -> Callable[[bool], Iterable[Row]]:
-    """The function that measures a section."""
+    """Return the function that measures a section."""
     module, _, function = SECTIONS[name].partition(":")
     found: Callable[[bool], Iterable[Row]] = getattr(import_module(f"benchmarks.{module}"), function)
     return found
@@ -119,7 +124,7 @@ def _number(value: float | None) -> str:
 
 
 def write(path: Path, where: Machine, rows: list[Row]) -> None:
-    """One CSV: a comment line with the machine, the header, a line per row."""
+    """Write one CSV: a comment line with the machine, the header, a line per row."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         file.write(f"# {where}\n")

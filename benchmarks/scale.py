@@ -1,4 +1,4 @@
-"""Scale: GPT-3 175B on 1,024 devices and Llama-3 405B on 16,384, and how the cost grows with each size of a problem alone."""
+"""Measure GPT-3 175B on 1,024 devices, Llama-3 405B on 16,384, and how the cost grows with each size alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.compile_rates import GROWTH_GOAL, layered
 from benchmarks.measure import Goal, Row
 from benchmarks.scale_cell import PHASES
 from piper import models
-from piper.frontdoor import captured_job
+from piper.api.capturing import captured_job
 from piper_compiler import Strategy, compile_program, recipes
 from piper_ir.mesh import Mesh
 from piper_ir.verify import verify
@@ -46,7 +46,7 @@ NODES = (410, 820, 1640, 3280, 6560)
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    """The cells (`quick`: the first), the growth along each size, and the growth up to half a million nodes."""
+    """Return the cells (`quick`: the first), the growth along each size, and that up to half a million nodes."""
     for title, *arguments in CELLS[: 1 if quick else None]:
         yield from cell_rows(title, cell(arguments))
     for name, sizes in SERIES.items():
@@ -55,7 +55,7 @@ def rows(quick: bool) -> Iterator[Row]:
 
 
 def cell(arguments: Sequence[Any]) -> dict[str, Any]:
-    """What `benchmarks.scale_cell` prints when it runs alone. Raises RuntimeError with its output when it fails."""
+    """Return what `benchmarks.scale_cell` prints when it runs alone; RuntimeError with its output when it fails."""
     root = Path(__file__).resolve().parent.parent
     command = [sys.executable, "-m", "benchmarks.scale_cell", *map(str, arguments)]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
@@ -66,8 +66,10 @@ def cell(arguments: Sequence[Any]) -> dict[str, Any]:
 
 
 def cell_rows(title: str, found: dict[str, Any]) -> list[Row]:
-    """From capture to simulation and each phase in CPU seconds, which is one thread that waits for nothing, and the memory.
-    Imports are a phase of their own and no part of the sum."""
+    """Return the CPU seconds from capture to simulation and of each phase, and the memory.
+
+    All of this is one thread that waits for nothing. Imports are a phase of their own and no part of the sum.
+    """
     size = f"{found['roles']} roles, {found['nodes']:,} nodes, {found['instructions']:,} instructions"
     total, wall = (sum(of[p] for p in PHASES if p != "import") for of in (found["cpu_s"], found["wall_s"]))
     note = f"{size}; {wall:.1f} s of wall time; step of {found['step_s']:.1f} s, MFU {found['mfu'] or 0:.1%}"
@@ -80,7 +82,10 @@ def cell_rows(title: str, found: dict[str, Any]) -> list[Row]:
 
 @dataclass(frozen=True)
 class Size:
-    """A GPT of small layers in rows of 64 tokens: what is planned is the same, and a capture takes little."""
+    """Hold the sizes of a GPT of small layers in rows of 64 tokens.
+
+    What is planned is the same, and a capture takes little.
+    """
 
     layers: int = LAYERS
     stages: int = DEVICES
@@ -91,7 +96,7 @@ class Size:
         return models.GPTConfig(layers=self.layers, width=64, heads=4, vocab=256, length=64)
 
     def seconds(self) -> tuple[int, dict[str, float]]:
-        """Instructions, and CPU seconds by part, with contention. Capture is done before."""
+        """Return instructions, and CPU seconds by part, with contention; capture is done before."""
         job = models.job(self.config(), global_batch=self.microbatches * self.replicas)
         captured_job(job)
         directives = (
@@ -108,7 +113,10 @@ class Size:
 
 
 def growth_rows(name: str, sizes: Sequence[int], repeats: int, base: Size = Size()) -> Iterator[Row]:
-    """Worst growth per doubling of one size. The fastest of the repetitions counts: what else ran is not in it."""
+    """Return the worst growth per doubling of one size.
+
+    The fastest of the repetitions counts: what else ran is not in it.
+    """
     best: dict[int, dict[str, float]] = {}
     counts: dict[int, int] = {}
     for _ in range(repeats):  # in turn: a machine that is slow for a while is so for all of them
@@ -124,7 +132,10 @@ def growth_rows(name: str, sizes: Sequence[int], repeats: int, base: Size = Size
 
 
 def node_rows(microbatches: Sequence[int], repeats: int) -> Iterator[Row]:
-    """Compile and verify of ever larger graphs. The fastest of the repetitions counts."""
+    """Measure compile and verify of ever larger graphs.
+
+    The fastest of the repetitions counts.
+    """
     program = layered(24)
     nodes: dict[int, int] = {}
     best: dict[tuple[str, int], float] = {}
@@ -147,12 +158,12 @@ def node_rows(microbatches: Sequence[int], repeats: int) -> Iterator[Row]:
 
 
 def per_doubling(size: float, larger: float, seconds: float, more: float) -> float:
-    """Growth of the time, where sizes are not just doubled, as if it were a power of the size."""
+    """Return the growth of the time as if it were a power of the size, where sizes are not just doubled."""
     return float(2 ** (log(more / seconds) / log(larger / size)))
 
 
 def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
-    """CPU seconds: all of this is one thread that waits for nothing."""
+    """Return CPU seconds: all of this is one thread that waits for nothing."""
     gc.collect()
     begin = time.process_time()
     found = call()

@@ -1,9 +1,10 @@
-"""One large model on many devices, from the model to the simulated step, in this process:
+"""Take one large model on many devices from the model to the simulated step, in this process.
 
 python -m benchmarks.scale_cell gpt3-175b 16 64 128 h100x8*128
 
-Arguments: a preset of `piper.models`, pipeline stages, replicas, microbatches of one row, a cluster. Prints one JSON object: CPU
-and wall seconds of each phase, the most memory that the process took, and facts of the plan. Simulated is with contention.
+Arguments: a preset of `piper.models`, pipeline stages, replicas, microbatches of one row, a cluster. It prints one JSON
+object: CPU and wall seconds of each phase, the most memory that the process took, and facts of the plan. It simulates
+with contention.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ PHASES = ("import", "capture", "compile", "verify", "simulate")
 
 
 class Clock:
-    """CPU and wall seconds of named phases."""
+    """Keep CPU and wall seconds of named phases."""
 
     def __init__(self) -> None:
         self.cpu: dict[str, float] = {}
@@ -35,7 +36,10 @@ class Clock:
 
 
 def measure(model: str | Any, pp: int, dp: int, microbatches: int, cluster: str) -> dict[str, Any]:
-    """`model`: a preset's name, or sizes. Captures anew unless this process has captured a job of the same sizes."""
+    """Measure every phase; `model` is a preset's name, or sizes.
+
+    It captures anew unless this process has captured a job of the same sizes.
+    """
     clock = Clock()
 
     def imported() -> Any:
@@ -47,7 +51,7 @@ def measure(model: str | Any, pp: int, dp: int, microbatches: int, cluster: str)
 
     piper, _ = clock.time("import", imported)
     from piper import models
-    from piper.frontdoor import captured_job
+    from piper.api.capturing import captured_job
     from piper_ir.verify import verify
 
     job = models.job(model, global_batch=microbatches * dp)

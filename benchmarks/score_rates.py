@@ -1,5 +1,7 @@
-"""What it takes to score a plan of about 5,000 instructions as the tuner does: from a strategy to period, makespan and peaks, by
-stage. `compile_rates` shows the rows."""
+"""Measure what it takes to score a plan of about 5,000 instructions as the tuner does.
+
+It goes from a strategy to period, makespan and peaks, by stage. `compile_rates` shows the rows.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from statistics import median
 
 from benchmarks.measure import Goal, Row
 from benchmarks.step_model import SMALL, job
-from piper.frontdoor import captured_job
+from piper.api.capturing import captured_job
 from piper_autotune.scoring import seconds_of
 from piper_compiler import Strategy, compile_program, recipes, synthetic
 from piper_ir.mesh import Mesh
@@ -31,7 +33,7 @@ STAGES = ("compile", "durations", "sweep and period")
 
 @dataclass(frozen=True)
 class Case:
-    """`cluster`: None for a program of given durations."""
+    """Hold a case; `cluster` is None for a program of given durations."""
 
     title: str
     program: Program
@@ -41,13 +43,13 @@ class Case:
 
 
 def rows(quick: bool) -> list[Row]:
-    """Per case the CPU milliseconds of each stage, and plans per second."""
+    """Return for each case the CPU milliseconds of each stage, and plans per second."""
     layers, microbatches, repeats = (DEVICES, 4, 2) if quick else (LAYERS, MICROBATCHES, 5)
     return [row for case in cases(layers, microbatches) for row in _rows(case, repeats)]
 
 
 def cases(layers: int, microbatches: int) -> Iterator[Case]:
-    """A chunk per stage; a captured GPT, in which layers are fused and gradients are reduced in buckets."""
+    """Return a chunk per stage, and a captured GPT in which layers are fused and gradients are reduced in buckets."""
     pipeline = recipes.one_f_one_b(pp=DEVICES, microbatches=microbatches)
     yield Case("8 stages", synthetic(stages=DEVICES, F=3, I=4, W=2, params=100), Strategy(Mesh(pp=DEVICES), pipeline))
     rows_ = 2 * 2 * microbatches  # two per microbatch and replica
@@ -70,7 +72,7 @@ def _rows(case: Case, repeats: int) -> list[Row]:
 
 
 def score(case: Case) -> tuple[list[float], int]:
-    """CPU seconds of each stage, and the plan's instructions."""
+    """Return the CPU seconds of each stage, and the plan's instructions."""
     gc.collect()
     marks = [time.process_time()]
     with no_garbage_collection():

@@ -1,4 +1,7 @@
-"""What is compared with torch.distributed: per pipeline schedule a recipe of ours and torch's class, and data parallelism."""
+"""List what is compared with torch.distributed: pipeline schedules, and data parallelism.
+
+Each pipeline schedule is a recipe of ours and a class of torch's.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,10 @@ DATA_PARALLEL = "DDP"
 
 @dataclass(frozen=True)
 class Pipeline:
-    """One schedule over two ranks on both sides. `chunks`: stages per rank. `vee`: they go over the ranks and back, rather than
-    round and round."""
+    """Hold one schedule over two ranks on both sides.
+
+    `chunks` are stages per rank; `vee` says that they go over the ranks and back, rather than round and round.
+    """
 
     recipe: Callable[..., tuple[Any, ...]]
     torchs: type[PipelineScheduleSingle] | type[PipelineScheduleMulti]
@@ -38,11 +43,11 @@ class Pipeline:
         return WORLD * self.chunks
 
     def stages_of(self, rank: int) -> list[int]:
-        """The stages of a rank, ascending: where torch's schedule expects them and where the recipe places them."""
+        """Return the stages of a rank, ascending, as torch's schedule expects them and the recipe places them."""
         return [k * WORLD + (WORLD - 1 - rank if self.vee and k % 2 else rank) for k in range(self.chunks)]
 
     def schedule(self, stages: list[PipelineStage], microbatches: int, loss: Callable[..., Any]) -> Any:
-        """torch's schedule of a rank."""
+        """Return torch's schedule of a rank."""
         several = issubclass(self.torchs, PipelineScheduleMulti)
         return self.torchs(stages if several else stages[0], microbatches, loss_fn=loss)
 

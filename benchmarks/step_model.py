@@ -1,4 +1,4 @@
-"""What is trained in the comparison with torch.distributed: a GPT, its data, and the two regimes."""
+"""Define what is trained in the comparison with torch.distributed: a GPT, its data, and the two regimes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ DATA_ROWS = 4096
 
 @dataclass(frozen=True)
 class Regime:
-    """Sizes of model and batch. `rows` per microbatch, `microbatches` per step of a pipeline; `steps` per timed run, so that a
-    run is long enough to be timed. A data-parallel rank takes one microbatch per step."""
+    """Hold the sizes of model and batch.
+
+    There are `rows` per microbatch and `microbatches` per step of a pipeline; `steps` per timed run make a run long
+    enough to be timed. A data-parallel rank takes one microbatch per step.
+    """
 
     name: str
     width: int
@@ -53,7 +56,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Embedding and head are not tied: torch.distributed.pipelining does not share a parameter between stages."""
+    """Be a GPT whose embedding and head are not tied: torch's pipelining does not share a parameter between stages."""
 
     def __init__(self, r: Regime) -> None:
         super().__init__()
@@ -69,8 +72,10 @@ class GPT(nn.Module):
 
 
 class Stage(nn.Module):
-    """One of `stages` equal parts of a GPT, as its user would cut it for torch.distributed.pipelining: the cut that
-    `recipes.*(at="even")` makes."""
+    """Be one of `stages` equal parts of a GPT, as its user would cut it for torch.distributed.pipelining.
+
+    It is the cut that `recipes.*(at="even")` makes.
+    """
 
     def __init__(self, model: GPT, index: int, stages: int) -> None:
         super().__init__()
@@ -95,7 +100,7 @@ _DATA: dict[int, Tensor] = {}
 
 
 def batch(context: int, global_batch: int, step: int, rows: range) -> tuple[Tensor, Tensor]:
-    """Slices of one random tensor [DATA_ROWS, context + 1], so that data costs both sides next to nothing."""
+    """Return slices of one random tensor [DATA_ROWS, context + 1], so that data costs both sides next to nothing."""
     if context not in _DATA:
         _DATA[context] = torch.randint(VOCAB, (DATA_ROWS, context + 1), generator=torch.Generator().manual_seed(1))
     first = step % (DATA_ROWS // global_batch) * global_batch
@@ -108,12 +113,12 @@ def loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """The job's optimizer; Piper runs it with torch's fused kernel, and so does `fused_adamw`."""
+    """Make the job's optimizer; Piper runs it with torch's fused kernel, and so does `fused_adamw`."""
     return torch.optim.AdamW([p for _, p in named], lr=1e-4)
 
 
 def fused_adamw(module: nn.Module) -> torch.optim.Optimizer:
-    """The same optimizer on real parameters."""
+    """Make the same optimizer on real parameters."""
     return torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
 
 

@@ -1,4 +1,7 @@
-"""Where a step's time goes on one rank: torch's profiler says what operators take, cProfile how long the main thread waits."""
+"""Show where a step's time goes on one rank.
+
+torch's profiler says what operators take, cProfile how long the main thread waits.
+"""
 
 from __future__ import annotations
 
@@ -24,17 +27,21 @@ RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("copies and fills", ("copy", "clone", "contiguous", "fill", "zero", "empty", "cat", "stack")),
     ("element-wise and views", ("aten::", "piper::")),
 )
-"""Category and what the name of one of its operators contains, in lower case; the first that fits counts. What fits none is a
-label around Python code."""
+"""What the name of an operator contains, in lower case, by category; the first that fits counts.
+
+A name that fits none is a label around Python code.
+"""
 
 WAITS = ("_distributed_c10d.wait",)
 """Functions in which a main thread waits for communication, on both sides."""
 
 
 def profiled(step: Callable[[], None], steps: int) -> Profile:
-    """Profile some steps twice, once with each profiler. Their own cost is in the numbers (about a microsecond per operator and
-    per Python call), so they show what differs rather than what a step takes. Only the main thread counts: it computes, on
-    both sides."""
+    """Profile some steps twice, once with each profiler.
+
+    Their own cost is in the numbers (about a microsecond per operator and per Python call), so they show what differs
+    rather than what a step takes. Only the main thread counts: it computes, on both sides.
+    """
     waiting = _waiting(step, steps)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities) as profiler, torch.profiler.record_function(MARK):
@@ -60,7 +67,7 @@ def _category(name: str) -> str:
 
 
 def _waiting(step: Callable[[], None], steps: int) -> float:
-    """Seconds per step in which the main thread waits for communication."""
+    """Return the seconds per step in which the main thread waits for communication."""
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""The two sides of a comparison on one rank: torch.distributed's own parallelism, and a plan in Piper's engine."""
+"""Define the two sides of a comparison on one rank: torch.distributed's own parallelism, and a plan in our engine."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ from benchmarks.step_kinds import PIPELINES, WORLD
 from benchmarks.step_model import GPT, Regime, Stage, batch, fused_adamw, job, loss
 from piper_ir.ops import Compute
 from piper_ir.plan import Plan
-from piper_runtime.code import ShippedCode
-from piper_runtime.engine import Engine
-from piper_runtime.gloo import GlooCommunicators
-from piper_runtime.job import materialize
-from piper_runtime.messages import HEART_SLOTS
-from piper_runtime.rank import Rank
-from piper_runtime.run import trainee
-from piper_runtime.streams import CpuStreams
+from piper_runtime.engine.engine import Engine
+from piper_runtime.engine.streams import HEART_SLOTS, CpuStreams
+from piper_runtime.launch.run import rank_job
+from piper_runtime.rank.code import ShippedCode
+from piper_runtime.rank.job import materialize
+from piper_runtime.rank.rank import Rank
+from piper_runtime.transport.gloo import GlooCommunicators
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One comparison: the same model, data and optimizer on both sides, and the plan of ours with its code. `kind`: see
-    `step_kinds.KINDS`."""
+    """Hold one comparison: the same model, data and optimizer on both sides, and our plan with its code.
+
+    `kind`: see `step_kinds.KINDS`.
+    """
 
     kind: str
     regime: Regime
@@ -43,7 +44,7 @@ class Setup:
 
 
 class Side(Protocol):
-    """One way to train. `losses`: of each step on this rank, empty on a rank that computes none."""
+    """Say what a way to train offers; `losses` are those of each step on this rank, empty where it computes none."""
 
     losses: list[float]
 
@@ -52,8 +53,11 @@ class Side(Protocol):
 
 
 class TorchPipeline:
-    """torch.distributed.pipelining with its defaults, except that the outputs of the last stage are not kept, which costs it a
-    copy and which training has no use for."""
+    """Train with torch.distributed.pipelining and its defaults.
+
+    One default is changed: the outputs of the last stage are not kept, which costs it a copy and which training has no
+    use for.
+    """
 
     def __init__(self, setup: Setup, rank: int) -> None:
         self.losses: list[float] = []
@@ -84,8 +88,10 @@ class TorchPipeline:
 
 
 class TorchData:
-    """DistributedDataParallel: its default buckets (25 MiB, the first 1 MiB), gradients as views of them, which is its fastest
-    setting."""
+    """Train with DistributedDataParallel in its fastest setting.
+
+    It has its default buckets (25 MiB, the first 1 MiB), and gradients as views of them.
+    """
 
     def __init__(self, setup: Setup, rank: int) -> None:
         self.losses: list[float] = []
@@ -109,13 +115,13 @@ class TorchData:
 
 
 class Ours:
-    """A plan on one rank, bound as `piper_runtime.worker` binds it."""
+    """Run a plan on one rank, bound as `piper_runtime.launch.worker` binds it."""
 
     def __init__(self, setup: Setup, rank: int, store: dist.Store) -> None:
         self.losses: list[float] = []
         work = job(setup.regime, setup.global_batch)
         initial = materialize(work)
-        self._bound = Rank(setup.plan, rank, setup.code, trainee(work), initial.params, initial.buffers)
+        self._bound = Rank(setup.plan, rank, setup.code, rank_job(work), initial.params, initial.buffers)
         communicators = GlooCommunicators(dist.PrefixStore("ours", store), rank)
         communicators.connect(setup.plan)
         heart: Any = array("q", [0] * HEART_SLOTS)
@@ -144,12 +150,12 @@ class Ours:
 
 
 def initial_model(setup: Setup) -> GPT:
-    """The model as the job makes it."""
+    """Return the model as the job makes it."""
     work = job(setup.regime, setup.global_batch)
     torch.manual_seed(work.seed)
     return GPT(setup.regime)
 
 
 def theirs(setup: Setup, rank: int) -> Side:
-    """torch's side of a comparison."""
+    """Return torch's side of a comparison."""
     return TorchPipeline(setup, rank) if setup.kind in PIPELINES else TorchData(setup, rank)

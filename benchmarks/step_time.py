@@ -1,9 +1,9 @@
-"""Step time against torch.distributed: pipelining's schedules (pp=2, one or two stages per rank), DistributedDataParallel (dp=2).
+"""Compare step times with torch.distributed: its pipeline schedules (pp=2), and DistributedDataParallel (dp=2).
 
-Same model, data, loss, optimizer and processes, one thread each, gloo over loopback. Two processes hold both sides; timed runs
-of the two alternate, and which one goes first alternates too. The result is the median of torch/ours over the pairs with its
-95 % interval: above 1 a plan is faster than torch. Beside it stands the same ratio of CPU time, which other processes hardly
-change.
+Pipelines have one or two stages per rank. Model, data, loss, optimizer and processes are the same, one thread each,
+with gloo over loopback. Two processes hold both sides; timed runs of the two alternate, and which one goes first
+alternates too. The result is the median of torch/ours over the pairs with its 95 % interval: above 1 a plan is faster
+than torch. Beside it stands the same ratio of CPU time, which other processes hardly change.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ from benchmarks.step_model import LARGE, SMALL, Regime, job
 from benchmarks.step_profile import Profile
 from benchmarks.step_sides import Setup
 from benchmarks.step_worker import ALIVE, SILENCE_S, Measured, work
-from piper_runtime.code import ShippedCode
+from piper_runtime.rank.code import ShippedCode
 
 PAIRS, QUICK_PAIRS = 40, 6
 DATA_PARALLEL = 4
-"""Times as many pairs: a step is one microbatch there, so a run is soon over and any disturbance is a large part of it."""
+"""So many times as many pairs are run.
+
+A step is one microbatch there, so a run is soon over and any disturbance is a large part of it.
+"""
 GOAL = Goal("above", 0.98)
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    """Every comparison in both regimes."""
+    """Return every comparison in both regimes."""
     for regime in (LARGE, SMALL):
         for kind in KINDS:
             more = 1 if quick or kind in PIPELINES else DATA_PARALLEL
@@ -40,7 +43,7 @@ def rows(quick: bool) -> Iterator[Row]:
 
 
 def compared(kind: str, regime: Regime, pairs: int) -> list[Row]:
-    """One comparison: the ratio, both step times, the ratio of CPU time, and what the profiles say about the difference."""
+    """Compare once: the ratio, both step times, the ratio of CPU time, and what the profiles say of the difference."""
     measured = run(prepared(kind, regime), pairs)
     ours, torchs = [m.ours for m in measured], [m.theirs for m in measured]
     slower = [[max(t.wall_s for t in run) for run in zip(*side, strict=True)] for side in (ours, torchs)]
@@ -64,7 +67,7 @@ def compared(kind: str, regime: Regime, pairs: int) -> list[Row]:
 
 
 def _ratio(ours: Sequence[float], torchs: Sequence[float]) -> tuple[float, float, float]:
-    """Median of torch/ours over the pairs, with its interval."""
+    """Return the median of torch/ours over the pairs, with its interval."""
     return median_interval([t / o for t, o in zip(torchs, ours, strict=True)])
 
 
@@ -75,7 +78,7 @@ def _time_row(name: str, seconds: Sequence[float]) -> Row:
 
 
 def _profile_rows(title: str, ours: Sequence[Profile], torchs: Sequence[Profile]) -> list[Row]:
-    """Per category the mean over the ranks, largest difference first."""
+    """Return for each category the mean over the ranks, largest difference first."""
     found: list[tuple[str, float, float]] = []
     for category in sorted({c for p in (*ours, *torchs) for c in p}):
         here, there = (mean(p.get(category, 0.0) for p in side) * 1e3 for side in (ours, torchs))
@@ -88,7 +91,7 @@ def _profile_rows(title: str, ours: Sequence[Profile], torchs: Sequence[Profile]
 
 
 def prepared(kind: str, regime: Regime) -> Setup:
-    """The comparison with its plan and code, compiled as a user would."""
+    """Return the comparison with its plan and code, compiled as a user would."""
     if kind in PIPELINES:
         work, mesh = job(regime, regime.rows * regime.microbatches), piper.Mesh(pp=WORLD)
         recipe = PIPELINES[kind].recipe(pp=WORLD, microbatches=regime.microbatches)
@@ -106,7 +109,7 @@ def prepared(kind: str, regime: Regime) -> Setup:
 
 
 def run(setup: Setup, pairs: int) -> list[Measured]:
-    """Start the two processes and collect what they measure. RuntimeError with a process's traceback when one fails."""
+    """Start the two processes and collect what they measure; RuntimeError with the traceback of one that fails."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="piper-bench-") as folder:
         pipes: list[Connection[Any, Any]] = []
@@ -127,7 +130,10 @@ def run(setup: Setup, pairs: int) -> list[Measured]:
 
 
 def collected(pipes: Sequence[Connection[Any, Any]]) -> list[Measured]:
-    """What the processes send, by rank. RuntimeError for one that fails or ends, and when none gets further for too long."""
+    """Return what the processes send, by rank.
+
+    RuntimeError for one that fails or ends, and when none gets further for too long.
+    """
     found: dict[int, Measured] = {}
     while missing := [rank for rank in range(len(pipes)) if rank not in found]:
         ready = wait([pipes[rank] for rank in missing], SILENCE_S)
@@ -140,7 +146,7 @@ def collected(pipes: Sequence[Connection[Any, Any]]) -> list[Measured]:
 
 
 def _received(rank: int, pipe: Connection[Any, Any]) -> Measured | None:
-    """What a process sends next; None for a sign of life."""
+    """Return what a process sends next; None for a sign of life."""
     try:
         answer = pipe.recv()
     except EOFError:

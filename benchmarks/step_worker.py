@@ -1,5 +1,7 @@
-"""One of the two processes of a comparison: it holds both sides, so that they alternate in the same processes, on the same cores
-and on the same allocator."""
+"""Run one of the two processes of a comparison.
+
+It holds both sides, so that they alternate in the same processes, on the same cores and on the same allocator.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ WARM_UP = 3
 CHECKED_STEPS = 3
 PROFILED_STEPS = 3
 TOLERANCE = 1e-4
-"""Relative, of the losses of the first steps: sums in another order differ by far less, another model or batch by more."""
+"""The relative difference that losses of the first steps may have.
+
+Sums in another order differ by far less, another model or batch by more.
+"""
 SILENCE_S = 300.0
 """A process that gets no further for this long hangs: no step takes that long, on a busy machine either."""
 ALIVE = "alive"
@@ -34,7 +39,7 @@ ALIVE = "alive"
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per step. `cpu_s` has all threads of the process, and nothing that it waited for."""
+    """Hold seconds per step; `cpu_s` has all threads of the process, and nothing that it waited for."""
 
     wall_s: float
     cpu_s: float
@@ -42,8 +47,11 @@ class Timing:
 
 @dataclass
 class Measured:
-    """What one rank has seen. Seconds per step of each timed run, one entry per pair, by the clock and of the process's CPU time;
-    `forward_s`: of each forward of ours."""
+    """Hold what one rank has seen.
+
+    Seconds per step of each timed run have one entry per pair, by the clock and of the process's CPU time; `forward_s`
+    are those of each forward of ours.
+    """
 
     ours: list[Timing] = field(default_factory=list)
     theirs: list[Timing] = field(default_factory=list)
@@ -53,7 +61,7 @@ class Measured:
 
 
 def work(setup: Setup, rank: int, store: str, pairs: int, pipe: Connection[Any, Any]) -> None:
-    """The process's main function: sends a Measured, or the text of what went wrong."""
+    """Run as the process's main function: it sends a Measured, or the text of what went wrong."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # both sides over loopback
     os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler announces itself otherwise
@@ -102,7 +110,7 @@ def _measure(setup: Setup, rank: int, path: str, pairs: int, alive: Callable[[],
 
 
 def _timed(step: Callable[[], None], steps: int) -> Timing:
-    """Some steps that follow each other. Both ranks begin together."""
+    """Time some steps that follow each other; both ranks begin together."""
     gc.collect()
     dist.barrier()
     begin, begin_cpu = time.perf_counter(), time.process_time()
@@ -112,7 +120,7 @@ def _timed(step: Callable[[], None], steps: int) -> Timing:
 
 
 def check_same_training(a: Side, b: Side) -> None:
-    """RuntimeError when the two sides do not train the same model on the same data."""
+    """Raise RuntimeError when the two sides do not train the same model on the same data."""
     for step, (x, y) in enumerate(zip(a.losses[:CHECKED_STEPS], b.losses[:CHECKED_STEPS], strict=True)):
         if abs(x - y) > TOLERANCE * abs(y):
             raise RuntimeError(f"the two sides do not train the same: the loss of step {step} is {x} (ours) and {y} (torch)")

@@ -1,4 +1,4 @@
-"""One hundred strategies of one model: how often it is captured, and how long compiling them takes."""
+"""Measure a hundred strategies of one model: how often it is captured, and how long compiling them takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from statistics import median
 import piper
 from benchmarks.measure import Goal, Row
 from benchmarks.step_model import GPT, SMALL, job
-from piper import frontdoor
+from piper.api import capturing
 from piper_compiler.capture import Captured
 from piper_runtime import Job
 
@@ -25,23 +25,26 @@ ONCE = Goal("below", 2)
 
 @contextmanager
 def counted() -> Iterator[list[Job]]:
-    """Collect the jobs that are captured meanwhile. The model itself must not count: what it holds says which model it is."""
+    """Collect the jobs that are captured meanwhile.
+
+    The model itself must not count: what it holds says which model it is.
+    """
     captured: list[Job] = []
-    plain = frontdoor._capture
+    plain = capturing._capture
 
     def counting(job: Job) -> Captured:
         captured.append(job)
         return plain(job)
 
-    frontdoor._capture = counting
+    capturing._capture = counting
     try:
         yield captured
     finally:
-        frontdoor._capture = plain
+        capturing._capture = plain
 
 
 def strategies() -> Iterator[piper.Strategy]:
-    """Pipelines of 1 to 8 stages, in two schedules, 1 to 16 microbatches, 1 to 4 replicas."""
+    """Return pipelines of 1 to 8 stages, in two schedules, 1 to 16 microbatches, 1 to 4 replicas."""
     recipes = piper.recipes
     for m, dp, pp, recipe in product((4, 1, 8, 2, 16), (1, 2, 4), (1, 2, 4, 8), (recipes.one_f_one_b, recipes.gpipe)):
         mesh = piper.Mesh(pp=pp, dp=dp)
@@ -49,7 +52,7 @@ def strategies() -> Iterator[piper.Strategy]:
 
 
 def rows(quick: bool) -> list[Row]:
-    """Captures, and seconds in total and per strategy after the first."""
+    """Return captures, and seconds in total and per strategy after the first."""
     count = QUICK_COUNT if quick else COUNT
     work = replace(job(MODEL, GLOBAL_BATCH), model=partial(GPT, MODEL))
     seconds, instructions = [], 0

@@ -1,4 +1,4 @@
-"""The tuner: plans compiled and scored per second, and how far from the true best its searches end."""
+"""Measure the tuner: plans compiled and scored per second, and how far from the true best its searches end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SIZES = space.SIZES
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    """How fast, then how well."""
+    """Return how fast, then how well."""
     problem, programs, more = space.problem(SIZES)
     yield _rate(problem, programs, more, 18 if quick else 148)
     table, row = exhaustive(problem, programs, more)
@@ -49,8 +49,10 @@ def rows(quick: bool) -> Iterator[Row]:
 
 
 def _rate(problem: TuningProblem, programs: Programs, more: Mapping[str, Any], count: int) -> Row:
-    """`count` distinct strategies of about 5,000 instructions, on CORES processes which have started and know the program: the
-    median of their rates over BATCHES parts of the work."""
+    """Return the rate of `count` distinct strategies of about 5,000 instructions, on CORES processes.
+
+    The processes have started and know the program. It is the median of their rates over BATCHES parts of the work.
+    """
     made = space.large(SIZES.layers, count)
     sizes = [_instructions(problem, programs, s) for s in made[:2]]
     pool = Processes(problem, programs, CORES, 600.0, more["modules"])
@@ -75,7 +77,7 @@ def _instructions(problem: TuningProblem, programs: Programs, strategy: Strategy
 
 
 def _evaluate(evaluator: Evaluator, strategies: Sequence[Strategy]) -> list[Outcome]:
-    """All of them, a few at a time."""
+    """Evaluate all of them, a few at a time."""
     tickets: list[int] = []
     out: list[Outcome] = []
     for strategy in strategies:
@@ -86,7 +88,10 @@ def _evaluate(evaluator: Evaluator, strategies: Sequence[Strategy]) -> list[Outc
 
 
 def exhaustive(problem: TuningProblem, programs: Programs, more: Mapping[str, Any]) -> tuple[dict[Strategy, Outcome], Row]:
-    """Every strategy of the space, compiled and scored once; kept in benchmarks/results for the same space, sizes and sources."""
+    """Compile and score every strategy of the space once.
+
+    The outcomes are kept in benchmarks/results for the same space, sizes and sources.
+    """
     strategies = [space.strategy(FixedTrial(p), SIZES.layers) for p in space.points()]
     path = RESULTS / f"tuner-{_key(problem)}.json"
     known = json.loads(path.read_text()) if path.is_file() else None
@@ -110,7 +115,7 @@ def exhaustive(problem: TuningProblem, programs: Programs, more: Mapping[str, An
 
 
 def _key(problem: TuningProblem) -> str:
-    """Of what the outcomes depend on: the space, and the sources of what compiles and scores."""
+    """Return a key of what the outcomes depend on: the space, and the sources of what compiles and scores."""
     packages = Path(__file__).resolve().parent.parent / "packages"
     digest = hashlib.sha256()
     for name in ("ir", "compiler", "simulator", "autotune"):
@@ -121,7 +126,10 @@ def _key(problem: TuningProblem) -> str:
 
 @dataclass
 class Table:
-    """An evaluator that looks scores up. What is not there is an error: the space would not be the one evaluated."""
+    """Look scores up in place of scoring.
+
+    A score that is not there is an error: the space would not be the one evaluated.
+    """
 
     outcomes: Mapping[Strategy, Outcome]
 
@@ -141,7 +149,10 @@ class Table:
 
 
 def regrets(problem: TuningProblem, programs: Programs, table: Mapping[Strategy, Outcome], seeds: int) -> Iterator[Row]:
-    """Regret: period of the best found over that of the best there is, less 1. Then the same for samplers of Optuna's alone."""
+    """Return the regrets of the tuner, then those of Optuna's samplers alone.
+
+    A regret is the period of the best found over that of the best there is, less 1.
+    """
     scored = {s: o for s, o in table.items() if isinstance(o, Scored)}
     least = min(o.period_s for o in scored.values() if not o.reason)
     judge = PruningRules(problem, programs)

@@ -1,4 +1,4 @@
-"""The space in which the tuner is judged: 2,000 strategies of a GPT on 8 devices, and their exhaustive evaluation."""
+"""Define the space in which the tuner is judged: 2,000 strategies of a GPT on 8 devices."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ CHOICES: Mapping[str, tuple[Any, ...]] = {
     "bucket_mb": (10, 25, 60, 150, 400),
 }
 BOUNDARIES = 13
-"""Ways to cut the layers into stages, asked for where there is more than one: 2 x 5 x 5 x (1 + 3 x 13) = 2,000 strategies, all
-different. dp is 8 / pp."""
+"""Ways to cut the layers into stages, asked for where there is more than one.
+
+They make 2 x 5 x 5 x (1 + 3 x 13) = 2,000 strategies, all different. dp is 8 / pp.
+"""
 DEVICES = 8
 GLOBAL_BATCH = 192
 CLUSTER = "a100x1*8"
@@ -36,7 +38,7 @@ MEMORY_LIMIT = 14 << 30
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the GPT: 16 layers of width 2,048 and a large vocabulary are a billion parameters."""
+    """Hold the sizes of the GPT: 16 layers of width 2,048 and a large vocabulary are a billion parameters."""
 
     layers: int = 16
     width: int = 2048
@@ -67,7 +69,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Embedding and head are uneven neighbours of the layers, so that the best boundaries are not the even ones."""
+    """Be a GPT whose embedding and head are uneven neighbours of the layers: the best boundaries are not even."""
 
     def __init__(self, s: Sizes) -> None:
         super().__init__()
@@ -83,7 +85,7 @@ class GPT(nn.Module):
 
 
 def job(s: Sizes) -> piper.Job:
-    """The GPT in bfloat16 with AdamW; its batch is never used."""
+    """Return the job: the GPT in bfloat16 with AdamW; its batch is never used."""
 
     def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:
         ids = torch.zeros(len(rows), s.length, dtype=torch.int64)
@@ -101,22 +103,25 @@ def job(s: Sizes) -> piper.Job:
 
 @lru_cache(maxsize=2)
 def problem(s: Sizes = SIZES) -> tuple[TuningProblem, Programs, dict[str, Any]]:
-    """The captured GPT as the tuner sees it."""
-    from piper.tuning import problem_of
+    """Return the captured GPT as the tuner sees it."""
+    from piper.api.tuning import problem_of
 
     made, more = problem_of(job(s), load_cluster(CLUSTER), None, MEMORY_LIMIT, None)
     return made, Programs(made, more["at_rows"]), more
 
 
 def cuts(pp: int, layers: int) -> tuple[tuple[int, ...], ...]:
-    """The ways to cut the layers into `pp` stages that are in the space, nearest to even first."""
+    """Return the ways to cut the layers into `pp` stages that are in the space, nearest to even first."""
     return _all_cuts(pp, layers)[:BOUNDARIES]
 
 
 @lru_cache(maxsize=8)
 def _all_cuts(pp: int, layers: int) -> tuple[tuple[int, ...], ...]:
-    """First layers of stages 1..: from the even cut, the first and the last stage give layers away or take some, and
-    the stages between share what is left, with the larger ones first or last."""
+    """Yield the first layers of stages 1 and later.
+
+    From the even cut, the first and the last stage give layers away or take some, and the stages between share what is
+    left, with the larger ones first or last.
+    """
     out: dict[tuple[int, ...], None] = {}
     for early, late, back in sorted(itertools.product(range(-6, 7), range(-6, 7), (False, True)), key=_oddness):
         first, last = layers // pp - early, layers // pp - late
@@ -135,7 +140,7 @@ def _oddness(item: tuple[int, int, bool]) -> tuple[int, tuple[int, int, bool]]:
 
 
 def strategy(trial: Any, layers: int = SIZES.layers) -> Strategy:
-    """One of the 2,000."""
+    """Return one of the 2,000 strategies."""
     chosen = {name: trial.suggest_categorical(name, choices) for name, choices in CHOICES.items()}
     pp, microbatches = chosen["pp"], chosen["microbatches"]
     at = cuts(pp, layers)[trial.suggest_int("boundaries", 0, BOUNDARIES - 1)] if pp > 1 else ()
@@ -145,7 +150,7 @@ def strategy(trial: Any, layers: int = SIZES.layers) -> Strategy:
 
 
 def large(layers: int, count: int) -> list[Strategy]:
-    """`count` plans of about 5,000 instructions: cuts into 8 stages, nearest to even first, in both schedules."""
+    """Return `count` plans of about 5,000 instructions: 8 stages, nearest to even first, in both schedules."""
     out = []
     for at in _all_cuts(DEVICES, layers)[: -(-count // 2)]:
         for recipe in (recipes.gpipe, recipes.one_f_one_b):
@@ -154,7 +159,7 @@ def large(layers: int, count: int) -> list[Strategy]:
 
 
 def points() -> Iterator[dict[str, Any]]:
-    """All of the space."""
+    """Yield all points of the space."""
     for values in itertools.product(*CHOICES.values()):
         chosen = dict(zip(CHOICES, values, strict=True))
         for variant in range(BOUNDARIES) if chosen["pp"] > 1 else (None,):

@@ -1,4 +1,4 @@
-"""What the search for zero-bubble orders gains over the named schedules on uneven stages, and how long it takes."""
+"""Measure what the search for zero-bubble orders gains over the named schedules on uneven stages, and its seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Schedule = tuple[Directive, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """Integer times per stage, `units` activations per device at most, two chunks in V placement."""
+    """Hold integer times per stage; at most `units` activations per device, two chunks in V placement."""
 
     pp: int
     microbatches: int
@@ -46,9 +46,12 @@ class Case:
         )
 
     def bound(self) -> float:
-        """No schedule of the case ends sooner, whatever its order. Before the first I reaches a device, which takes a microbatch
-        through all stages and back to it, the device can only run forwards: those that have arrived, which the stages before it
-        pass on no faster than one at a time, and no more than memory holds, since no W has run. Its other work comes after."""
+        """Return a lower bound of the makespan of every schedule of the case, whatever its order.
+
+        Before the first I reaches a device, which takes a microbatch through all stages and back to it, the device can
+        only run forwards: those that have arrived, which the stages before it pass on no faster than one at a time, and
+        no more than memory holds, since no W has run. Its other work comes after.
+        """
         stages, p = self.pp * self.chunks, self.pp
         hop = [self.hop * (0 < s != p) for s in range(stages)]  # from the stage before; stages p - 1 and p are on one device
         arrivals = [[0.0] * self.microbatches]
@@ -67,8 +70,11 @@ class Case:
         return bound
 
     def _forwards_before(self, time: float, stages: Sequence[tuple[int, Sequence[float]]]) -> float:
-        """The most seconds of forwards that a device has done by then, given the seconds and the arrivals of those of its stages:
-        without a pause, for every way to divide the memory among the stages."""
+        """Return the most seconds of forwards that a device has done by then.
+
+        Given are the seconds and the arrivals of those of its stages; the device runs them without a pause, for every
+        way to divide the memory among the stages.
+        """
         most = 0.0
         for first in range(min(self.units, self.microbatches) + 1):
             counts = (first, self.units - first)
@@ -82,14 +88,14 @@ class Case:
         return most
 
     def measured(self, schedule: Schedule) -> tuple[float, int]:
-        """Makespan, and the peak of the fullest device in units."""
+        """Return the makespan, and the peak of the fullest device in units."""
         program = piper.synthetic(stages=self.pp * self.chunks, F=self.F, I=self.I, W=self.W, hop=self.hop)
         simulation = piper.simulate(piper.compile(program, piper.Strategy(piper.Mesh(pp=self.pp), schedule)).plan)
         return simulation.step_s, max(simulation.peak_bytes)
 
 
 def case(number: int) -> Case:
-    """One of the 20. The sequence of `Random.random` is the same in every version of Python."""
+    """Return one of the 20 cases; the sequence of `Random.random` is the same in every version of Python."""
     draw = Random(number).random
 
     def between(low: int, high: int) -> int:
@@ -103,7 +109,7 @@ def case(number: int) -> Case:
 
 
 def named(one: Case) -> dict[str, tuple[float, int]]:
-    """Makespan and peak of the named schedules with the case's placement that stay within its limit."""
+    """Return makespan and peak of the named schedules with the case's placement that stay within its limit."""
     r = piper.recipes
     makes: Sequence[Callable[..., Schedule]] = (
         (r.gpipe, r.one_f_one_b, r.zb_h1, r.zb_h2) if one.chunks == 1 else (r.zbv, r.dualpipe_v, r.v_half, r.v_min)
@@ -113,7 +119,7 @@ def named(one: Case) -> dict[str, tuple[float, int]]:
 
 
 def rows(quick: bool) -> Iterator[Row]:
-    """The cases, the V frontier, and the CPU seconds of large searches."""
+    """Return the cases, the V frontier, and the CPU seconds of large searches."""
     yield from _case_rows(3 if quick else CASES)
     yield from _frontier_rows((4,) if quick else (4, 6))
     yield from _large_rows(((1, 16),) if quick else ((1, 16), (1, 31), (2, 12), (2, 18), (2, 32)))
@@ -170,7 +176,7 @@ def _large_rows(shapes: Sequence[tuple[int, int]]) -> Iterator[Row]:
 
 
 def _timed(pp: int, microbatches: int, **options: Any) -> tuple[Schedule, float]:
-    """A searched schedule and its CPU seconds."""
+    """Return a searched schedule and its CPU seconds."""
     begin = time.process_time()
     schedule = piper.recipes.zero_bubble(pp=pp, microbatches=microbatches, **options)
     return schedule, time.process_time() - begin

@@ -12,7 +12,7 @@ from textwrap import fill
 
 from PIL import Image  # matplotlib needs it
 
-from piper.recipe_view import Shown, Times, shown
+from piper.views.recipe_view import ChunkTimes, SimulatedRecipe, shown
 from piper_compiler.recipes import RECIPES
 from piper_report import Drawing, draw_schedule, draw_schedules
 
@@ -34,13 +34,13 @@ def chunks_of(name: str) -> int:
     return max(1, stages // PP)
 
 
-def simulated(name: str) -> Shown:
+def simulated(name: str) -> SimulatedRecipe:
     v = chunks_of(name)
-    each = Times(1 / v, 1 / v, 1 / v)
+    each = ChunkTimes(1 / v, 1 / v, 1 / v)
     return shown(name, pp=PP, microbatches=MICROBATCHES, times=each, activation=UNIT // v)
 
 
-def row(name: str, found: Shown) -> str:
+def row(name: str, found: SimulatedRecipe) -> str:
     peaks = [x / UNIT for x in found.peaks]
     peak = number(peaks[0]) if len(set(peaks)) == 1 else f"{number(max(peaks))} ({', '.join(map(number, peaks))})"
     simulation = found.simulation

@@ -7,7 +7,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from piper.why_tables import comparison_tables, why_tables
+from piper.views.why_tables import comparison_tables, why_tables
 from piper_compiler import Strategy, compile_program, recipes, synthetic
 from piper_ir.mesh import Mesh
 from piper_report import Table

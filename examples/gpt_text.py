@@ -116,8 +116,8 @@ def unigram_entropy() -> float:
 
 
 def main() -> None:
-    from piper.loop import loop
-    from piper.session import Settings
+    from piper.sessions.autopilot import loop
+    from piper.sessions.training import Settings
 
     run = loop(job, strategy, baseline=params, steps=STEPS, settings=Settings(name="gpt_text")).run
     entropy = unigram_entropy()

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from packages.runtime.tests.handmade import batch, mean_loss
-from piper_runtime.code import ShippedCode
-from piper_runtime.job import Job, Precision
+from piper_runtime.rank.code import ShippedCode
+from piper_runtime.rank.job import Job, Precision
 from tests.collective_plans import MICROBATCHES, ROWS, WIDTH
 
 

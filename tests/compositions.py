@@ -17,8 +17,8 @@ from typing import Any, Literal
 import torch
 
 import piper
-from piper import frontdoor
-from piper.frontdoor import Compiled
+from piper.api import capturing
+from piper.api.compiling import Compiled
 from piper_compiler import Options, Strategy, order, overlap, place, recipes, replicate, split, split_backward, stream
 from piper_compiler.capture import Captured
 from piper_compiler.directives import chunk_layers, layers_of, stage_of_layers
@@ -26,11 +26,12 @@ from piper_ir.mesh import Mesh
 from piper_ir.plan import Plan
 from piper_ir.program import Chunk, Program
 from piper_ir.select import Where, where
-from piper_runtime.job import Job, Precision
-from piper_runtime.run import Run, execute
+from piper_runtime.launch.result import Run
+from piper_runtime.launch.run import execute
+from piper_runtime.rank.job import Job, Precision
 from tests import models, parity
 
-frontdoor.MOST_CAPTURES = 100  # this suite has more models than a user's session
+capturing.MOST_CAPTURES = 100  # this suite has more models than a user's session
 
 Named = list[tuple[str, torch.nn.Parameter]]
 Phase = Literal["F", "B", "I", "W"]
@@ -121,8 +122,8 @@ def captured(model: str, precision: str = "float64") -> Captured:
     job = job_of(Composition(model, precision=precision))
     # functools.cache tells captured(name) from captured(name, float64), and the others say the first.
     shared = models.captured(model) if precision == "float64" else models.captured(model, job.precision.dtype)
-    frontdoor._CAPTURES[frontdoor.capture_key(job)] = shared
-    assert frontdoor.captured_job(job) is shared, "the front door's key is another one now"
+    capturing._CAPTURES[capturing.capture_key(job)] = shared
+    assert capturing.captured_job(job) is shared, "the front door's key is another one now"
     return shared
 
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import piper
-from piper_runtime.job import Job
-from piper_runtime.run import Run, execute
+from piper_runtime.launch.result import Run
+from piper_runtime.launch.run import execute
+from piper_runtime.rank.job import Job
 from tests import compositions, models, parity
 from tests.compositions import Composition
 

@@ -2,8 +2,8 @@
 table.
 
 A compiler fault is one of tests/plan_faults.py or tests/schedule_faults.py (peaks are computed after it), a runtime fault one of
-piper_runtime.faults, a job fault one of tests/job_faults.py. Each is tried on the cases below until `verify` or the parity suite
-objects. The exit code is 1 if a fault survives.
+tests/runtime_faults.py, a job fault one of tests/job_faults.py. Each is tried on the cases below until `verify` or the parity
+suite objects. The exit code is 1 if a fault survives.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from piper_ir.errors import PiperError, PlanError
 from piper_ir.memory import with_peaks
 from piper_ir.plan import Plan
 from piper_ir.verify import check
-from piper_runtime import faults
 from tests import compositions, parity
+from tests import runtime_faults as faults
 from tests.compositions import Composition
 from tests.job_faults import JOBS, JobFault
 from tests.plan_faults import COMPILER, Change
@@ -110,7 +110,7 @@ def _judge_run(mutant: Mutant, fault: JobFault) -> Result:
         if judged is None:
             continue
         tried = True
-        found = parity.differences(parity.Outcome.of(judged[0]), judged[1])
+        found = parity.differences(parity.RunOutcome.of(judged[0]), judged[1])
         if found:
             return Result(mutant, "", str(found[0]), str(case))
     if not tried:
@@ -132,7 +132,7 @@ def _parity(mutant: Mutant, case: Composition, plan: Plan) -> str:
             run = compositions.run(case, plan)
         except PiperError as e:
             return f"{type(e).__name__}: {str(e).splitlines()[0]}"
-    found = parity.differences(parity.Outcome.of(run), compositions.expected(case))
+    found = parity.differences(parity.RunOutcome.of(run), compositions.expected(case))
     return str(found[0]) if found else ""
 
 

@@ -1,21 +1,21 @@
 """The judge: a run of a plan against what plain PyTorch computes on one device.
 
-The reference and the comparison are those of `piper verify`, in src/piper/reference.py, which imports torch and nothing of Piper
-(tests/test_parity_judge.py checks that, and that the judge can tell right from wrong).
+The reference and the comparison are those of `piper verify`, in src/piper/api/reference.py. It imports torch and nothing
+of Piper (tests/test_parity_judge.py checks that, and that the judge can tell right from wrong).
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from piper.reference import FLOAT32, FLOAT64, STEPS, Difference, Outcome, Reference, differences, reference
+from piper.api.reference import FLOAT32, FLOAT64, STEPS, Difference, Reference, RunOutcome, differences, reference
 
-__all__ = ["FLOAT32", "FLOAT64", "STEPS", "Difference", "Outcome", "Reference", "assert_parity", "differences", "reference"]
+__all__ = ["FLOAT32", "FLOAT64", "STEPS", "Difference", "RunOutcome", "Reference", "assert_parity", "differences", "reference"]
 
 
 def assert_parity(run: Any, expected: Reference, tolerance: float = FLOAT64, *, parameters: bool = True, label: str = "") -> None:
     """AssertionError with the first differences when a run did not compute what one device computes."""
-    found = differences(Outcome.of(run), expected, tolerance, parameters=parameters)
+    found = differences(RunOutcome.of(run), expected, tolerance, parameters=parameters)
     if found:
         lines = "\n  ".join(str(d) for d in found[:8])
         more = f"\n  and {len(found) - 8} more" if len(found) > 8 else ""

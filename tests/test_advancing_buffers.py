@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import piper
-from piper.explain import explain
-from piper.verification import verify_strategy
+from piper.api.verification import verify_strategy
+from piper.views.explain import explain
 from piper_ir.errors import PiperWarning
 
 WIDTH = 4

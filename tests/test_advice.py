@@ -22,8 +22,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import piper
-from piper.reference import reference
-from piper.verification import verify_strategy
+from piper.api.reference import reference
+from piper.api.verification import verify_strategy
 from piper_ir.errors import CaptureError
 from piper_ops import REFUSALS
 

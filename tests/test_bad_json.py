@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from piper.costs_file import load_costs
+from piper.api.costs_file import load_costs
 from piper_compiler import Strategy
 from piper_ir.codec import loads
 from piper_ir.costs import Costs

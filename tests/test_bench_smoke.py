@@ -51,10 +51,10 @@ from packages.runtime.tests.fake_device import HostDevice
 from piper import models
 from piper_ir.ops import Compute
 from piper_ir.verify import verify
-from piper_runtime.inline import InlineEngine
-from piper_runtime.job import materialize
-from piper_runtime.rank import Rank
-from piper_runtime.run import execute, trainee
+from piper_runtime.engine.inline import InlineEngine
+from piper_runtime.launch.run import execute, rank_job
+from piper_runtime.rank.job import materialize
+from piper_runtime.rank.rank import Rank
 from piper_simulator import load_cluster
 
 BENCHMARKS = Path(run.__file__).parent
@@ -250,7 +250,7 @@ def test_both_sides_of_a_comparison_cut_the_model_alike(kind: str) -> None:
     setup = step_time.prepared(kind, step_model.TINY)
     work = step_model.job(step_model.TINY, setup.global_batch)
     initial = materialize(work)
-    ranks = [Rank(setup.plan, r, setup.code, trainee(work), initial.params, initial.buffers) for r in range(2)]
+    ranks = [Rank(setup.plan, r, setup.code, rank_job(work), initial.params, initial.buffers) for r in range(2)]
     model = step_sides.initial_model(setup)
     pipeline = step_kinds.PIPELINES.get(kind)
     for rank in ranks:

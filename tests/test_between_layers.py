@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
-from piper.verification import verify_strategy
+from piper.api.verification import verify_strategy
 from piper_ir.errors import CompileError, PiperWarning
 
 WIDTH, MICROBATCHES = 8, 4

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import piper
-from piper import frontdoor
+from piper.api import capturing
 from piper_ir.errors import JobError
 
 WIDTH = 4
@@ -79,9 +79,9 @@ def depth_of(trained: piper.Job) -> int:
 
 @pytest.fixture(autouse=True)
 def counted(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    found = Mock(wraps=frontdoor._capture)
-    monkeypatch.setattr(frontdoor, "_capture", found)
-    monkeypatch.setattr(frontdoor, "_CAPTURES", {})
+    found = Mock(wraps=capturing._capture)
+    monkeypatch.setattr(capturing, "_capture", found)
+    monkeypatch.setattr(capturing, "_CAPTURES", {})
     return found
 
 
@@ -241,7 +241,7 @@ def test_the_same_content_is_captured_once(counted: Mock) -> None:
     for _ in range(3):
         piper.compile(made(), ONE)
     assert counted.call_count == 1
-    assert len(frontdoor._CAPTURES) == 1
+    assert len(capturing._CAPTURES) == 1
 
 
 def test_other_data_of_the_same_shapes_is_the_same_capture_and_other_shapes_are_not(counted: Mock) -> None:

@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from piper.cli import app
-from piper.loading import load_file
+from piper.cli.loading import load_file
 
 RECIPE = """
 import torch
@@ -328,3 +328,27 @@ def test_print_launch_prints_lines_and_runs_nothing(recipe: Path, tmp_path: Path
     lines = json.loads(piper("run", recipe, "--print-launch", "--json").stdout)
     assert lines.keys() == {"torchrun", "torchrun-nodes", "slurm", "ray"} and lines["torchrun"].startswith(start)
     fails(piper("run", recipe, "--print-launch", "--address", "h:1", "--emulate", "h100x8"), "leave out --address and --emulate")
+
+
+def test_launch_prints_what_print_launch_does(recipe: Path) -> None:
+    given = [
+        recipe,
+        "--nodes",
+        2,
+        "--steps",
+        5,
+        "--log",
+        "wandb",
+        "--timeout-s",
+        9,
+        "--ranges",
+        "--costs",
+        "c.json",
+        "--out",
+        "o",
+    ]
+    printed = piper("launch", *given)
+    assert printed.exit_code == 0 and printed.output == piper("run", "--print-launch", *given).output
+    assert f"{recipe} --steps 5 --costs c.json --log wandb --timeout-s 9.0 --out o --ranges --launcher" in printed.output
+    assert piper("launch", recipe, "--json").output == piper("run", recipe, "--print-launch", "--json").output
+    fails(piper("launch", recipe, "--nodes", 3), "2 ranks do not divide over 3 nodes")

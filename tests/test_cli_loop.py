@@ -13,12 +13,12 @@ from unittest.mock import Mock
 import pytest
 from typer.testing import CliRunner
 
-from piper import frontdoor, profiling, tuning
+from piper.api import capturing, profiling, tuning
+from piper.api.costs_file import save_costs
 from piper.cli import app
-from piper.costs_file import save_costs
-from piper.loading import Recipe, load_file, load_space
-from piper.loop import loop
-from piper.session import Settings
+from piper.cli.loading import JobFile, load_file, load_space
+from piper.sessions.autopilot import loop
+from piper.sessions.training import Settings
 from piper_autotune import Study
 from piper_ir.codec import dumps, loads
 from piper_ir.costs import Costs, Duration
@@ -211,8 +211,8 @@ def test_every_command_makes_one_plan_of_one_strategy(tmp_path: Path, costs: Pat
     assert loads(Plan, next((tmp_path / "b").glob("*/plan.json")).read_text()) == plan, "without the costs"
 
 
-def recipe_chunks(recipe: Recipe) -> tuple[Chunk, ...]:
-    return frontdoor.captured_job(recipe.job).program.chunks
+def recipe_chunks(recipe: JobFile) -> tuple[Chunk, ...]:
+    return capturing.captured_job(recipe.job).program.chunks
 
 
 def test_the_loop_profiles_searches_confirms_trains_and_reports(space: Path, tmp_path: Path) -> None:

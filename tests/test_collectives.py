@@ -21,14 +21,15 @@ from piper_ir.plan import Plan
 from piper_ir.sizes import TensorSpec
 from piper_ir.timing import prepare
 from piper_ir.verify import check
-from piper_runtime import execute, gloo, nccl
-from piper_runtime.gloo import GlooCommunicators, Members
-from piper_runtime.inline import collected
-from piper_runtime.nccl import NcclCommunicators
-from piper_runtime.processes import Pool
-from piper_runtime.profiler_plans import channels_plan, group_channel
-from piper_runtime.rank import Comm
-from piper_runtime.staging import StagedCommunicators
+from piper_runtime import execute
+from piper_runtime.engine.inline import collected
+from piper_runtime.launch.processes import Pool
+from piper_runtime.profile.measured_plans import channels_plan, group_channel
+from piper_runtime.rank.rank import BoundComm
+from piper_runtime.transport import gloo, nccl
+from piper_runtime.transport.gloo import GlooCommunicators, Members
+from piper_runtime.transport.nccl import NcclCommunicators
+from piper_runtime.transport.staging import StagedCommunicators
 from piper_simulator import DeviceModel, by_formula, load_cluster, message_flows, rank_group, route, wiring
 from tests.collective_model import code, job
 from tests.collective_plans import plan
@@ -52,16 +53,16 @@ def given(n: int, dtype: torch.dtype = torch.float64, shape: tuple[int, ...] = (
     return [torch.randint(-50, 50, shape, generator=generator).to(dtype) for _ in range(n)]
 
 
-def comm_of(kind: str, tensors: Sequence[torch.Tensor], rank: int) -> tuple[Comm, torch.Tensor]:
+def comm_of(kind: str, tensors: Sequence[torch.Tensor], rank: int) -> tuple[BoundComm, torch.Tensor]:
     """A communication of these tensors on the channel of all ranks, and the tensor that has its result."""
     law, n = COLLECTIVES[kind], len(tensors)
     members = tuple(range(n))
     operand = tensors[rank].clone()
     if law.in_place:
-        return Comm(kind, group_channel(members), members, lambda: operand), operand
+        return BoundComm(kind, group_channel(members), members, lambda: operand), operand
     shape = law.written(TensorSpec(tuple(operand.shape), "float32"), n).shape
     result = torch.empty(shape, dtype=operand.dtype)  # type: ignore[arg-type]  # sizes of a plan are ints
-    return Comm(kind, group_channel(members), members, lambda: operand, lambda: result), result
+    return BoundComm(kind, group_channel(members), members, lambda: operand, lambda: result), result
 
 
 Bind = Callable[[GlooCommunicators], Any]
@@ -181,7 +182,7 @@ def test_negative_control_a_wrong_order_of_ranks_is_noticed(kind: str, monkeypat
             return collected(law, tensors)
         return collected(law, tensors[::-1]) if law.reads == "part" else collected(law, tensors)[::-1]
 
-    monkeypatch.setattr("piper_runtime.inline.collected", wrong)
+    monkeypatch.setattr("piper_runtime.engine.inline.collected", wrong)
     made, task = PLANS[2], job(2)
     assert distance(execute(made, code(2), task, steps=2, launcher="inline", gradients=True), made, task) > 1e-6
 
@@ -213,7 +214,7 @@ def test_simulated_messages_take_what_the_formulas_say() -> None:
 BROADCAST = Law("Broadcast", "whole", "whole", "first")
 
 
-def _broadcast(members: Members, comm: Comm) -> Callable[[], Callable[[], None]]:
+def _broadcast(members: Members, comm: BoundComm) -> Callable[[], Callable[[], None]]:
     options = torch._C._distributed_c10d.BroadcastOptions()
     options.rootRank = 0
     return lambda: members.group.broadcast([comm.operand()], options).wait
@@ -261,4 +262,4 @@ def test_a_collective_without_a_binding_is_named() -> None:
     communicators = NcclCommunicators(GlooCommunicators(dist.HashStore(), 0), torch.device("cuda", 0))
     communicators._groups["x"], communicators._keys["c"] = object(), "x"
     with pytest.raises(ExecutionError, match="NCCL has no binding for the collective 'gossip'"):
-        communicators.bind(Comm("gossip", "c", (0, 1), lambda: torch.zeros(1)))
+        communicators.bind(BoundComm("gossip", "c", (0, 1), lambda: torch.zeros(1)))

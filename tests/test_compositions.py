@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from piper_ir.verify import verify
-from piper_runtime import faults
 from tests import compositions, models, parity
+from tests import runtime_faults as faults
 from tests.compositions import Composition, fitted
 
 EXAMPLES = max(200, settings.default.max_examples)
@@ -67,7 +67,7 @@ def test_a_fault_in_a_random_composition_is_seen(c: Composition) -> None:
     """The control of the test above: in each of these the last microbatch's gradients come too late."""
     with faults.inject("lose_last_gradient"):
         run = compositions.run(c, steps=1)
-    assert parity.differences(parity.Outcome.of(run), compositions.expected(c, 1))
+    assert parity.differences(parity.RunOutcome.of(run), compositions.expected(c, 1))
 
 
 def test_the_compositions_were_not_all_alike() -> None:

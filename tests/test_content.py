@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import nn
 
-from piper.content import MOST_BYTES, MOST_ITEMS, MOST_VALUES, content_of
+from piper.api.content import MOST_BYTES, MOST_ITEMS, MOST_VALUES, content_of
 
 
 class Kind(Enum):

@@ -16,8 +16,8 @@ from benchmarks.step_model import Regime, job
 from piper import models
 from piper_ir.errors import ExecutionError
 from piper_ir.memory import on_device, peak
-from piper_runtime.device import NO_CUDA, using
-from piper_runtime.processes import Pool
+from piper_runtime.launch.processes import Pool
+from piper_runtime.rank.device import NO_CUDA, using
 from piper_simulator.cluster.named import product_cluster
 from tests import compositions, parity
 from tests.compositions import Composition, fitted

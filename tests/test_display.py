@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from piper.display import show
+from piper.views.display import show
 from piper_report.summary import Table
 
 TABLE = Table("gpt.py on h100", ("", "predicted"), (("step [s]", "1.5 ms"), ("peak", "2 GiB")), ("warning: not calibrated",))

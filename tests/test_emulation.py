@@ -15,16 +15,16 @@ import pytest
 from typer.testing import CliRunner
 
 import piper
+from piper.api.emulation import emulate
 from piper.cli import app
-from piper.emulation import emulate
 from piper_ir.costs import CommDuration, Costs, Duration
 from piper_ir.errors import ClusterError, ExecutionError, JobError
 from piper_ir.ops import Recv
 from piper_ir.plan import COMPUTE, Plan
 from piper_ir.trace import Trace
 from piper_runtime import Run
-from piper_runtime.emulate import emulate as run
-from piper_runtime.processes import Pool
+from piper_runtime.launch.emulation import emulate as run
+from piper_runtime.launch.processes import Pool
 from piper_simulator import Cluster
 from tests.plan_edits import inserted, with_program, without
 
@@ -250,7 +250,7 @@ strategy = piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatch
 
 
 def test_the_command_prints_simulated_beside_emulated(four: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("piper.emulation.run", lambda *args, **kwargs: run(*args, **(kwargs | {"pool": four})))
+    monkeypatch.setattr("piper.api.emulation.run", lambda *args, **kwargs: run(*args, **(kwargs | {"pool": four})))
     recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE)
     done = CliRunner().invoke(app, ["run", str(recipe), "--emulate", "h100x8", "--out", str(tmp_path / "runs")])

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 import piper
-from piper.emulation import durations_on
+from piper.api.emulation import durations_on
 from piper_ir.ops import COMM
 from piper_ir.plan import Plan
 from piper_ir.plan_bytes import PlanBytes
 from piper_ir.trace import Span, Trace
 from piper_runtime import execute
-from piper_runtime.emulate import emulate
-from piper_runtime.processes import Pool
+from piper_runtime.launch.emulation import emulate
+from piper_runtime.launch.processes import Pool
 from tests import collective_model, collective_plans
 
 CLOCK = 1e-6

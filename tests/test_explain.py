@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from piper.explain import explain
-from piper.frontdoor import Compiled, compile
+from piper.api.compiling import Compiled, compile
+from piper.views.explain import explain
 from piper_compiler import Strategy, recipes
 from piper_ir.mesh import Mesh
 from piper_ir.program import Cost

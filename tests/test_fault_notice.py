@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.faults import KINDS, TIMEOUT_S, notice
-from piper_runtime import ray_launcher, watch
-from piper_runtime.launchers import open_pool
+from piper_runtime.launch import ray_launcher, watch
+from piper_runtime.launch.launchers import open_pool
 
 POLL_S = 15.0
 """Instead of a tenth of a second: who waits for the next poll is found out, on a slow machine too."""

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import piper
-from piper import frontdoor
-from piper.results import hang_report
+from piper.api import capturing
+from piper.api.results import hang_report
 from piper_ir.errors import CompileError, ExecutionError, HangError, JobError
 
 
@@ -54,9 +54,9 @@ def strategies() -> list[piper.Strategy]:
 
 
 def test_a_hundred_strategies_are_one_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Mock(wraps=frontdoor._capture)
-    monkeypatch.setattr(frontdoor, "_capture", counted)
-    monkeypatch.setattr(frontdoor, "_CAPTURES", {})
+    counted = Mock(wraps=capturing._capture)
+    monkeypatch.setattr(capturing, "_capture", counted)
+    monkeypatch.setattr(capturing, "_CAPTURES", {})
     plans = {piper.compile(job(), strategy).plan.key for strategy in strategies() * 2}
     plans |= {piper.compile(replace(job(), global_batch=48, clip_norm=1.0), s).plan.key for s in strategies()[:4]}
     equal = 4  # with one microbatch GPipe and 1F1B are the same plan

@@ -10,7 +10,7 @@ import pytest
 
 BACKGROUND = "signal.signal(signal.SIGINT, signal.default_int_handler)"
 """A shell lets what it starts in the background ignore Ctrl-C."""
-HEAR = f"import os, signal, time\nfrom piper.interrupts import hear\n{BACKGROUND}\n{{hear}}\n"
+HEAR = f"import os, signal, time\nfrom piper.cli.interrupts import hear\n{BACKGROUND}\n{{hear}}\n"
 INTERRUPT = "os.kill(os.getpid(), signal.SIGINT)"
 FINALIZER = f"class Late:\n    def __del__(self):\n        {INTERRUPT}\nLate()\n"
 WAIT = "try:\n    time.sleep({seconds})\nexcept KeyboardInterrupt:\n    raise SystemExit(130)\nprint('went on')\n"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from piper.local import devices_of_runs
-from piper_runtime.device import using
+from piper.api.this_machine import devices_of_runs
+from piper_runtime.rank.device import using
 from piper_simulator import load_cluster
 
 

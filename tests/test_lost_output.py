@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-import piper.profiling
-from piper import metrics
-from piper.costs_file import load_costs
-from piper.results import unless_empty
+import piper.api.profiling
+from piper.api import metrics
+from piper.api.costs_file import load_costs
+from piper.api.results import unless_empty
 from piper_ir.codec import loads
 from piper_ir.costs import Costs, HostCosts
 from tests.test_cli import GOOD, RECIPE, fails
@@ -49,20 +49,20 @@ def never(*args: Any, **more: Any) -> Costs:
 
 @pytest.mark.parametrize("path", ["/proc/costs.json", "/proc/none/costs.json"])
 def test_profile_finds_out_first_that_a_disk_is_read_only(recipe: Path, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piper.profiling, "profile", never)
+    monkeypatch.setattr(piper.api.profiling, "profile", never)
     fails(command("profile", recipe, "--out", path), f"cannot write the costs to {path}", "--out")
 
 
 def test_profile_finds_out_first_that_a_disk_is_full(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is one whose files can be opened but hold nothing, as far as the check can see."""
-    monkeypatch.setattr(piper.profiling, "profile", never)
+    monkeypatch.setattr(piper.api.profiling, "profile", never)
     full = recipe.with_name("costs.json.unfinished")
     full.symlink_to("/dev/full")
     fails(command("profile", recipe, "--out", recipe.with_name("costs.json")), "No space left on device", "--out")
 
 
 def test_the_check_leaves_what_is_there(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piper.profiling, "profile", never)
+    monkeypatch.setattr(piper.api.profiling, "profile", never)
     out = recipe.with_name("costs.json")
     out.write_text("older")
     result = command("profile", recipe, "--out", out)
@@ -71,7 +71,7 @@ def test_the_check_leaves_what_is_there(recipe: Path, monkeypatch: pytest.Monkey
 
 
 def test_costs_that_cannot_be_written_after_all_are_kept(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piper.profiling, "profile", lambda *_, **__: MEASURED)
+    monkeypatch.setattr(piper.api.profiling, "profile", lambda *_, **__: MEASURED)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     result = command("profile", recipe, "--out", "/dev/full")
     fails(result, "cannot write the costs to /dev/full: No space left on device; they are in", "instead")
@@ -100,8 +100,9 @@ def test_a_logger_that_cannot_start_leaves_no_empty_folder(recipe: Path, tmp_pat
 
     monkeypatch.setitem(metrics.WRITERS, "tensorboard", refuses)
     monkeypatch.setitem(metrics.LIBRARIES, "tensorboard", "json")
-    from piper.frontdoor import compile, execute
-    from piper.loading import load_file
+    from piper.api.compiling import compile
+    from piper.api.execution import execute
+    from piper.cli.loading import load_file
     from piper_ir.errors import OutputError
 
     loaded = load_file(recipe)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.cuda import _memory_viz
 
-from piper.results import save_snapshots
+from piper.api.results import save_snapshots
 from piper_ir.errors import OutputError
 from piper_simulator import Simulation, simulate
 from tests import compositions

@@ -17,15 +17,15 @@ from torch import nn
 
 import piper
 import piper_ops.losses
-import piper_runtime.report
+import piper_runtime.launch.report
 from piper_ir import memory
 from piper_ir.memory import on_device
 from piper_ir.ops import Compute, Update
 from piper_ir.plan import COMPUTE, Plan, RolePlan
 from piper_ops import sdpa, sdpa_kernels
-from piper_runtime import faults
-from piper_runtime.memory import MemoryCounter, MemoryRecord
+from piper_runtime.engine.memory import MemoryCounter, MemoryRecord
 from tests import compositions
+from tests import runtime_faults as faults
 from tests.compositions import Composition, fitted
 
 WORKSPACE = 0.05
@@ -185,7 +185,7 @@ def kernels_of_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     there."""
     monkeypatch.setitem(sdpa.KERNELS, "cpu_flash", sdpa_kernels.KERNELS["math"])
     sdpa._chosen.cache_clear()
-    monkeypatch.setattr(piper_runtime.report, "MemoryCounter", lambda device, inside: MemoryCounter(device, inside=True))
+    monkeypatch.setattr(piper_runtime.launch.report, "MemoryCounter", lambda device, inside: MemoryCounter(device, inside=True))
     monkeypatch.setitem(piper_ops.losses.SLICE_ELEMENTS, "cpu", piper_ops.losses.SLICE_ELEMENTS["cuda"])
     yield
     sdpa._chosen.cache_clear()
@@ -272,7 +272,7 @@ def masked_batch(step: int, rows: range) -> Any:
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "of the batch"])
 def test_a_mask_of_bools_is_counted_to_the_byte(shared: bool, dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's kernel takes a float mask, which is made of it inside, in forward and in backward."""
-    monkeypatch.setattr(piper_runtime.report, "MemoryCounter", lambda device, inside: MemoryCounter(device, inside=True))
+    monkeypatch.setattr(piper_runtime.launch.report, "MemoryCounter", lambda device, inside: MemoryCounter(device, inside=True))
     sgd = compositions.OPTIMIZERS["sgd"]
     job = piper.Job(
         lambda: Masked(shared), masked_batch, F.mse_loss, sgd, global_batch=8, precision=piper.Precision(params=dtype)

@@ -22,13 +22,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import piper
-from piper import frontdoor
+from piper.api import execution
+from piper.api.metrics import Metrics, log_names, open_metrics, recorded
 from piper.cli import app
-from piper.loading import load_file
-from piper.metrics import Metrics, log_names, open_metrics, recorded
+from piper.cli.loading import load_file
 from piper_ir.errors import JobError, MissingPackageError, OutputError
 from piper_ir.plan import Plan
-from piper_runtime.report import StepRecord
+from piper_runtime.launch.report import StepRecord
 
 
 def plan(tokens: int | None = 32) -> Plan:
@@ -282,13 +282,13 @@ def test_a_full_disk_does_not_end_a_run(recipe: Path, tmp_path: Path) -> None:
 def test_a_disk_that_fills_up_late_is_a_line_at_the_command_line_and_the_rest_is_reported(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = frontdoor.save_run
+    save = execution.save_run
 
     def full(*given: Any) -> None:
         with full_disk(600):  # room for measured.json, not for spans
             save(*given)
 
-    monkeypatch.setattr(frontdoor, "save_run", full)
+    monkeypatch.setattr(execution, "save_run", full)
     done = CliRunner().invoke(app, ["run", str(recipe), "--launcher", "inline", "--steps", "2", "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     warned, reported = done.stderr.splitlines()

@@ -14,9 +14,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import piper
 from piper import Job, Mesh, Precision, Strategy
-from piper.reference import reference
+from piper.api.reference import reference
 from piper_ir.errors import JobError, PiperWarning
-from piper_runtime import fused
+from piper_runtime.rank import fused
 
 Named = list[tuple[str, nn.Parameter]]
 WIDTH, ROWS, STEPS = 32, 4, 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from piper.options import in_flags, searchers
+from piper.cli.options import in_flags, searchers
 from piper_ir.errors import JobError
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import piper
-from piper.verification import verify_strategy
+from piper.api.verification import verify_strategy
 from piper_ir.errors import CaptureError, PiperWarning
 
 WIDTH, LENGTH = 8, 5

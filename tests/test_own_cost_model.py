@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import piper
-from piper.emulation import durations_on, emulate
+from piper.api.emulation import durations_on, emulate
 from piper_autotune.problem import Programs, TuningProblem
 from piper_autotune.scoring import Scored, score
 from piper_autotune.sketch import Sketches
@@ -21,7 +21,7 @@ from piper_ir.ops import Compute
 from piper_ir.plan import Instr, Plan, RolePlan
 from piper_ir.plan_bytes import PlanBytes
 from piper_ir.program import Cost, Kernel, Program
-from piper_runtime.processes import Pool
+from piper_runtime.launch.processes import Pool
 
 CLUSTER = "h100x4"
 LINK = 1e9

@@ -16,7 +16,8 @@ from piper_ir.ops import Collective, Compute
 from piper_ir.plan import Plan
 from piper_ir.select import where
 from piper_ir.verify import verify
-from piper_runtime.run import Run, execute
+from piper_runtime.launch.result import Run
+from piper_runtime.launch.run import execute
 from tests import compositions, models, parity
 from tests.compositions import Composition, fitted
 

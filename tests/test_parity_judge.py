@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import piper.reference
+import piper.api.reference
 from tests import compositions, parity
 from tests.compositions import Composition
 
@@ -22,14 +22,14 @@ def truth() -> parity.Reference:
     return compositions.expected(GPT)
 
 
-def changed(truth: parity.Reference, change: Callable[[parity.Outcome], object]) -> list[parity.Difference]:
+def changed(truth: parity.Reference, change: Callable[[parity.RunOutcome], object]) -> list[parity.Difference]:
     """What the judge says of a perfect run to which something was done."""
-    outcome = parity.Outcome.from_reference(truth)
+    outcome = parity.RunOutcome.from_reference(truth)
     found = change(outcome)
-    return parity.differences(found if isinstance(found, parity.Outcome) else outcome, truth)
+    return parity.differences(found if isinstance(found, parity.RunOutcome) else outcome, truth)
 
 
-def gradients(outcome: parity.Outcome, step: int) -> dict[str, torch.Tensor]:
+def gradients(outcome: parity.RunOutcome, step: int) -> dict[str, torch.Tensor]:
     found = outcome.gradients[0][step]
     assert isinstance(found, dict)
     return found
@@ -38,7 +38,7 @@ def gradients(outcome: parity.Outcome, step: int) -> dict[str, torch.Tensor]:
 def test_the_truth_is_equal_to_itself_and_to_itself_with_rounding(truth: parity.Reference) -> None:
     assert changed(truth, lambda outcome: None) == []
 
-    def rounding(outcome: parity.Outcome) -> None:
+    def rounding(outcome: parity.RunOutcome) -> None:
         for step in range(parity.STEPS):
             for name, grad in gradients(outcome, step).items():
                 gradients(outcome, step)[name] = grad * (1 + 1e-12) + 1e-15
@@ -47,7 +47,7 @@ def test_the_truth_is_equal_to_itself_and_to_itself_with_rounding(truth: parity.
 
 
 def test_gradients_four_times_too_large_are_found_although_the_losses_may_agree(truth: parity.Reference) -> None:
-    def scale(outcome: parity.Outcome) -> None:
+    def scale(outcome: parity.RunOutcome) -> None:
         for name, grad in gradients(outcome, 0).items():
             gradients(outcome, 0)[name] = 4 * grad
 
@@ -59,7 +59,7 @@ def test_gradients_four_times_too_large_are_found_although_the_losses_may_agree(
 
 def test_float32_is_coarser_but_not_blind(truth: parity.Reference) -> None:
     def judged(scale: float) -> set[str]:
-        outcome = parity.Outcome.from_reference(truth)
+        outcome = parity.RunOutcome.from_reference(truth)
         for name, grad in gradients(outcome, 1).items():
             gradients(outcome, 1)[name] = grad * scale
         return {d.name for d in parity.differences(outcome, truth, parity.FLOAT32, parameters=False)}
@@ -86,12 +86,12 @@ def test_a_zero_gradient_in_place_of_a_small_one_is_found(truth: parity.Referenc
 
 
 def test_a_missing_bias_and_a_stale_replica_are_found_in_the_states(truth: parity.Reference) -> None:
-    def lose(outcome: parity.Outcome) -> parity.Outcome:
+    def lose(outcome: parity.RunOutcome) -> parity.RunOutcome:
         return replace(outcome, states={0: {n: t for n, t in outcome.states[0].items() if n != "norm.bias"}})
 
     assert [(d.what, d.name, d.problem) for d in changed(truth, lose)] == [("parameter", "norm.bias", "no rank holds it")]
 
-    def stale(outcome: parity.Outcome) -> parity.Outcome:
+    def stale(outcome: parity.RunOutcome) -> parity.RunOutcome:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             initial = dict(compositions.job_of(GPT).model().double().named_parameters())
@@ -112,13 +112,13 @@ def test_losses_are_compared_to_nine_digits(truth: parity.Reference) -> None:
 
 
 def test_names_shapes_and_dtypes_of_the_state_dict_are_compared(truth: parity.Reference) -> None:
-    def rename(outcome: parity.Outcome) -> parity.Outcome:
+    def rename(outcome: parity.RunOutcome) -> parity.RunOutcome:
         return replace(outcome, state_dict={n: t for n, t in outcome.state_dict.items() if n != "head.weight"})
 
     (found,) = changed(truth, rename)
     assert found.what == "state_dict" and "head.weight" in found.problem  # a tied name counts too
 
-    def narrow(outcome: parity.Outcome) -> parity.Outcome:
+    def narrow(outcome: parity.RunOutcome) -> parity.RunOutcome:
         return replace(outcome, state_dict={n: t.float() for n, t in outcome.state_dict.items()})
 
     assert all("float32" in d.problem for d in changed(truth, narrow))
@@ -176,7 +176,7 @@ def test_the_reference_draws_by_row_step_and_layer() -> None:
 
 
 def test_the_reference_shares_no_code_with_piper() -> None:
-    source = Path(piper.reference.__file__).read_text(encoding="utf-8")
+    source = Path(piper.api.reference.__file__).read_text(encoding="utf-8")
     imports = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Import | ast.ImportFrom)]
     names = {a.name for n in imports if isinstance(n, ast.Import) for a in n.names} | {
         getattr(n, "module", "") or "" for n in imports

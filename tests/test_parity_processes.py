@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from piper_ir.verify import verify
-from piper_runtime.processes import Pool
+from piper_runtime.launch.processes import Pool
 from tests import compositions, models, parity
 from tests.compositions import Composition, fitted
 

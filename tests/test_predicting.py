@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from piper.loading import load_file
-from piper.predicting import Target, one_more
-from piper.recipe_view import shown
-from piper.why_tables import MOST, comparison_tables, why_tables
+from piper.cli.loading import load_file
+from piper.cli.predicting import Target, one_more
+from piper.views.recipe_view import shown
+from piper.views.why_tables import MOST, comparison_tables, why_tables
 from piper_simulator import compare, simulate, why
 from tests.test_cli import RECIPE, fails, piper
 

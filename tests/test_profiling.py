@@ -16,17 +16,18 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 import piper
+from piper.api.compiling import compile
+from piper.api.costs_file import load_costs, save_costs
+from piper.api.profiling import _allocator, _host, _rows, profile
 from piper.cli import app
-from piper.costs_file import costs_table, load_costs, save_costs
-from piper.frontdoor import compile
-from piper.profiling import _allocator, _host, _rows, profile
+from piper.views.costs_table import costs_table
 from piper_ir.costs import AllocatorCosts, Costs, HostCosts
 from piper_ir.errors import ExecutionError, FormatError, JobError, OutputError
 from piper_ir.ops import COMM, Compute
 from piper_ir.plan_bytes import PlanBytes
 from piper_ir.tools import machine_name, time_text
-from piper_runtime.processes import Pool
-from piper_runtime.profiler import ProfileReport
+from piper_runtime.launch.processes import Pool
+from piper_runtime.profile.profiler import ProfileReport
 from piper_simulator import cpu_local, simulate
 from tests import models
 

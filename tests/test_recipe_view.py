@@ -10,10 +10,10 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import piper
+from piper.api.verification import verify_strategy
 from piper.cli import app
-from piper.loading import load_file
-from piper.recipe_view import Times, shown
-from piper.verification import verify_strategy
+from piper.cli.loading import load_file
+from piper.views.recipe_view import ChunkTimes, shown
 from piper_compiler.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -107,6 +107,6 @@ def test_the_gallery_is_of_today() -> None:
         found = re.search(rf"^\| \[{name}\]\(#{name}\) \| (\S+) \|", page, re.MULTILINE)
         assert found, f"{name} is not in docs/schedules.md; run `make gallery`"
         v = max(1, len(shown(name, pp=4, microbatches=8).compiled.plan.chunks) // 4)
-        one = shown(name, pp=4, microbatches=8, times=Times(1 / v, 1 / v, 1 / v))
+        one = shown(name, pp=4, microbatches=8, times=ChunkTimes(1 / v, 1 / v, 1 / v))
         assert float(found[1]) == pytest.approx(one.simulation.step_s)
         assert (ROOT / "docs" / "schedules" / f"{name}.png").is_file()

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import piper
 from piper import Job, Mesh, Precision, Strategy, recipes
-from piper.reference import Outcome, differences, reference
-from piper.verification import verify_strategy
+from piper.api.reference import RunOutcome, differences, reference
+from piper.api.verification import verify_strategy
 
 WIDTH, LENGTH, ROWS, STEPS = 4, 6, 2, 3
 
@@ -114,9 +114,9 @@ def test_a_plan_with_complex_buffers_equals_one_device() -> None:
 
 def test_another_imaginary_part_is_a_difference() -> None:
     truth = reference(job(Rotated), steps=1)
-    assert differences(Outcome.from_reference(truth), truth) == []
+    assert differences(RunOutcome.from_reference(truth), truth) == []
     bent = {**truth.state_dict, "turns": truth.state_dict["turns"] + 1e-3j}
-    (found,) = differences(replace(Outcome.from_reference(truth), state_dict=bent), truth)
+    (found,) = differences(replace(RunOutcome.from_reference(truth), state_dict=bent), truth)
     assert found.name == "turns"
 
 

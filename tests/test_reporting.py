@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from piper.reporting import report, report_at_end
-from piper.results import save_plan, save_prediction
+from piper.api.results import save_plan, save_prediction
+from piper.views.reporting import report, report_at_end
 from piper_compiler import Strategy, compile_program, recipes, synthetic
 from piper_ir.errors import FormatError
 from piper_ir.mesh import Mesh

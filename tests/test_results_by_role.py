@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import piper
-from piper import results
+from piper.api import results
 from piper_compiler import synthetic
 from piper_report import load, write_report
 from piper_report.results import Results

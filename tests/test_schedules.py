@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from piper_compiler import recipes
 from piper_ir.ops import Compute
 from piper_ir.verify import verify
-from piper_runtime.processes import Pool
-from piper_runtime.run import Run
+from piper_runtime.launch.processes import Pool
+from piper_runtime.launch.result import Run
 from tests import compositions, parity
 from tests.compositions import Composition
 

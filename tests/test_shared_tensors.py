@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import piper
 from packages.compiler.tests.test_capture_shared import ACCEPTED, Net
-from piper.verification import verify_strategy
+from piper.api.verification import verify_strategy
 
 
 def batch(step: int, rows: range) -> tuple[Tensor, Tensor]:

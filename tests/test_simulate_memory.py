@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import piper as front
-from piper.loading import load_file
+from piper.cli.loading import load_file
 from piper_autotune import NothingFoundError
 from piper_ir.memory import on_device
 from piper_report.results import load

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
-from piper import frontdoor
-from piper.reference import FLOAT32, reference
-from piper.tolerance import BY_DTYPE, tolerances
-from piper.verification import compared, verify_strategy
-from tests.parity import Outcome
+from piper.api import capturing
+from piper.api.reference import FLOAT32, reference
+from piper.api.tolerance import BY_DTYPE, tolerances
+from piper.api.verification import compared, verify_strategy
+from tests.parity import RunOutcome
 
 WIDTH = 16
 
@@ -71,7 +71,7 @@ PIPELINE = piper.Strategy(piper.Mesh(pp=2), piper.recipes.one_f_one_b(pp=2, micr
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_narrow_norm_has_the_tolerance_of_its_dtype_and_names_its_line(dtype: str) -> None:
     trained = job(getattr(torch, dtype), float_entropy)
-    *_, wide = tolerances(frontdoor.captured_job(trained))
+    *_, wide = tolerances(capturing.captured_job(trained))
     line = Norm.forward.__code__.co_firstlineno + 1
     assert wide.value == BY_DTYPE[dtype] and f"test_tolerance.py:{line} (y = x.to(self.dtype)) computes in {dtype}" in wide.why
     report = verify_strategy(trained, PIPELINE)
@@ -88,16 +88,16 @@ def test_a_loss_in_float32_is_named() -> None:
 
 def test_without_anything_narrow_the_tolerance_is_that_of_float64() -> None:
     report = verify_strategy(job(torch.float64), PIPELINE)
-    assert report.equal and report.text().endswith("relative tolerance 1e-09")
+    assert report.equal and report.text().splitlines()[0].endswith("relative tolerance 1e-09")
 
 
 def test_negative_control_what_is_wrong_is_found_within_the_wider_tolerance() -> None:
     """Gradients that are too large by a ten-thousandth."""
     trained = job(torch.float64, float_entropy)
     expected = reference(trained, microbatches=2, steps=2)
-    wrong = Outcome.from_reference(expected)
+    wrong = RunOutcome.from_reference(expected)
     for gradients in wrong.gradients[0]:
         for gradient in gradients.values():
             gradient.mul_(1 + 1e-4)
-    found, tolerance = compared(wrong, reference(trained, microbatches=2, steps=2), frontdoor.captured_job(trained))
+    found, tolerance = compared(wrong, reference(trained, microbatches=2, steps=2), capturing.captured_job(trained))
     assert len(found) == 2 * len(wrong.gradients[0][0]) and tolerance.value == FLOAT32

@@ -16,7 +16,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import piper
-from piper import cli, frontdoor, tuning
+from piper import cli
+from piper.api import capturing, tuning
+from piper.views import study_view
 from piper_autotune.evaluators import Processes
 from piper_autotune.problem import Programs
 from piper_autotune.scoring import Scored
@@ -60,9 +62,9 @@ def strategy(trial: Any) -> piper.Strategy:
 
 
 def test_a_job_is_captured_once_and_its_candidates_score_as_simulate_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = Mock(wraps=frontdoor._capture)
-    monkeypatch.setattr(frontdoor, "_capture", counted)
-    monkeypatch.setattr(frontdoor, "_CAPTURES", {})
+    counted = Mock(wraps=capturing._capture)
+    monkeypatch.setattr(capturing, "_capture", counted)
+    monkeypatch.setattr(capturing, "_CAPTURES", {})
     study = piper.tune(job(), strategy, cluster=cpu_local(), trials=8, workers=0)
     assert counted.call_count == 1 and isinstance(study, piper.Study) and len(study.rows) == 8
     for row in study.table():
@@ -211,7 +213,7 @@ def test_the_table_says_mesh_schedule_rows_and_how_many_were_scored(recipe: str,
 def test_a_prediction_far_from_what_was_measured_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     def shown(error: float | None) -> str:
         row = Row(0, "complete", period_s=1.0, step_s=1.0, device_bytes=1, measured_period_s=1.0, error=error)
-        tuning.show_study(piper.Study("c", None, 0, (row,)), "f.py")
+        study_view.show_study(piper.Study("c", None, 0, (row,)), "f.py")
         return capsys.readouterr().out
 
     assert "predicted / measured is 0.11: run `piper profile FILE.py" in shown(-0.89)
@@ -221,7 +223,7 @@ def test_a_prediction_far_from_what_was_measured_says_what_to_do(capsys: pytest.
 
 def test_where_nothing_was_found_json_has_the_reasons() -> None:
     rows = (Row(0, "rejected", kind="memory"), Row(1, "rejected", kind="memory"), Row(2, "rejected", kind="illegal"))
-    found = tuning.as_numbers(piper.Study("c", None, 0, rows, interrupted=True), None)
+    found = study_view.as_numbers(piper.Study("c", None, 0, rows, interrupted=True), None)
     assert found["number"] is found["state"] is found["folder"] is None and found["interrupted"]
     assert found["rejected"] == {"memory": 2, "illegal": 1} and found["candidates"] == 3
 
@@ -233,7 +235,7 @@ def test_devices_of_several_types_have_limits_of_their_own(capsys: pytest.Captur
         return piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=trial.suggest_int("m", 1, 1)))
 
     study = piper.tune(program, own, cluster="a100-40g-sxm:1+h100-80g-sxm:1", trials=1, workers=0, out=tmp_path)
-    tuning.show_study(piper.Study.load(tmp_path / "tune-001"), "f.py")
+    study_view.show_study(piper.Study.load(tmp_path / "tune-001"), "f.py")
     sizes = [f"{size_text(load_cluster(f'{c}:1').device.memory_bytes)} per {c}" for c in ("h100-80g-sxm", "a100-40g-sxm")]
     assert f"within {', '.join(sizes)}: best of" in capsys.readouterr().out
     assert limit_text(study.memory_limit, {"a": 5, "b": 5}) == f"{size_text(5)} per device", "a smaller one was given"
@@ -323,7 +325,7 @@ def test_the_progress_bar_says_the_best_so_far(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     program = piper.synthetic(stages=2, F=1, I=1, W=1)
-    with tuning.bar(2) as progress:
+    with study_view.bar(2) as progress:
         piper.tune(
             program,
             lambda t: piper.Strategy(piper.Mesh(pp=2), piper.recipes.gpipe(pp=2, microbatches=t.suggest_int("m", 1, 2))),
@@ -332,5 +334,5 @@ def test_the_progress_bar_says_the_best_so_far(monkeypatch: pytest.MonkeyPatch, 
             workers=0,
             progress=progress,
         )
-        assert tuning._best_text(None) == "no candidate fits yet"
+        assert study_view._best_text(None) == "no candidate fits yet"
     assert "best" in capsys.readouterr().err

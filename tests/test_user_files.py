@@ -13,11 +13,11 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import piper
+from piper.api.costs_file import load_costs
+from piper.api.verification import verify_strategy
 from piper.cli import app
-from piper.costs_file import load_costs
-from piper.explain import explain
-from piper.loading import Recipe, load_file
-from piper.verification import verify_strategy
+from piper.cli.loading import JobFile, load_file
+from piper.views.explain import explain
 from piper_ir.program import Kernel
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
@@ -25,7 +25,7 @@ OWN = ("directive", "recipe", "op", "cost", "model")
 
 
 @cache
-def loaded(name: str) -> Recipe:
+def loaded(name: str) -> JobFile:
     return load_file(EXAMPLES / f"own_{name}.py")
 
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import piper
-from piper.reference import reference
-from piper.verification import verify_strategy
+from piper.api.reference import reference
+from piper.api.verification import verify_strategy
 from piper_ir.errors import JobError
 
 WIDTH = 4
@@ -160,7 +160,7 @@ def test_a_second_chunk_of_a_layer_draws_another_mask(monkeypatch: pytest.Monkey
     compiled = piper.compile(trained, piper.Strategy(piper.Mesh(), (piper.split(piper.where(), microbatches=1),)))
     assert [c.id for c in compiled.plan.chunks if c.random] == ["layer0", "between1_layer0"]
     assert piper.execute(compiled, steps=1, launcher="inline").losses[0] > 0
-    monkeypatch.setattr("piper_runtime.rank.rng_places", lambda chunks: dict.fromkeys([c.id for c in chunks], 0))
+    monkeypatch.setattr("piper_runtime.rank.rank_state.rng_places", lambda chunks: dict.fromkeys([c.id for c in chunks], 0))
     assert piper.execute(compiled, steps=1, launcher="inline").losses[0] == 0
 
 

@@ -1,10 +1,13 @@
-"""The interference figure of the paper that Piper follows (arXiv 2606.11169), simulated: an all-to-all beside a reduction.
+"""Simulate the interference figure of the paper that Piper follows (arXiv 2606.11169).
+
+It shows an all-to-all beside a reduction.
 
     python benchmarks/paper/figure4.py                     the table; no GPU is needed, and nothing runs but the simulator
     python benchmarks/paper/figure4.py --cluster a100x2*2  on a cluster of your own, ranks 0 and `per node` of it
     python benchmarks/paper/figure4.py --write             docs/paper.md and its picture as well
 
-What is assumed is listed below the table, each with its source. Where the paper's number is not known, "not given" stands.
+What is assumed is listed below the table, each with its source. Where the paper's number is not known, "not given"
+stands.
 """
 
 from __future__ import annotations
@@ -37,16 +40,20 @@ NOT_GIVEN = "not given"
 CLUSTERS = ("h100x2*2", "a100x2*2", "h100x4")
 PIECES_MB = (25, 4)
 REACHED = ((16, 0.52), (32, 0.63), (64, 0.72))
-"""MiB -> the part of the NICs' rate that an all-to-all of 16 GPUs on two nodes reached: SimAI, inputs/ratio/ata_ratio.csv at
-commit cef83f9ddd (MIT)."""
+"""The part of the NICs' rate that an all-to-all of 16 GPUs on two nodes reached, by MiB.
+
+Source: SimAI, inputs/ratio/ata_ratio.csv at commit cef83f9ddd (MIT).
+"""
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, PICTURE = ROOT / "docs" / "paper.md", ROOT / "docs" / "paper" / "figure4.png"
 WIDTH = 150
 
 
 def setting(cluster: str, **more: float) -> Setting:
-    """Two ranks: of two nodes, one on each, as where the pipeline stays within a node; of one, from half of the node on.
-    ClusterError for a cluster without two devices, and for one of CPUs."""
+    """Return two ranks of a cluster: of two nodes, one on each; of one node, its first and the one half a node on.
+
+    ClusterError for a cluster without two devices, and for one of CPUs.
+    """
     found = load_cluster(cluster)
     if found.devices < 2 or found.synchronous:
         raise ClusterError(f"{found.name} has no two devices with links between them; give one such as {CLUSTERS[0]}")
@@ -56,8 +63,11 @@ def setting(cluster: str, **more: float) -> Setting:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of the table: seconds of the all-to-all of the pair, and in a step: of an all-to-all (from ready to end) and of a
-    layer in the last backward, and of all. `alone`: the line without a reduction."""
+    """Hold a line of the table, in seconds.
+
+    They are those of the all-to-all of the pair, and in a step: of an all-to-all (from ready to end) and of a layer in
+    the last backward, and of all. `alone` is the line without a reduction.
+    """
 
     cluster: str
     option: str
@@ -68,7 +78,7 @@ class Line:
     alone: Line | None = None
 
     def times(self) -> tuple[float, float, float, float]:
-        """How many times as long as alone."""
+        """Return how many times as long as alone."""
         of = self.alone or self
         return (
             self.pair_s / of.pair_s, self.exchange_s / of.exchange_s, self.layer_s / of.layer_s, self.step_s / of.step_s
@@ -76,12 +86,12 @@ class Line:
 
     @property
     def paper(self) -> float | None:
-        """What the paper says of the option."""
+        """Return what the paper says of the option."""
         return PAPER if self.option == "separate streams" else None
 
 
 def last(s: Setting) -> str:
-    """How the names of the last backward begin."""
+    """Return how the names of the last backward begin."""
     return f"B{s.microbatches - 1}."
 
 
@@ -94,7 +104,7 @@ def line(s: Setting, option: Option, alone: Line | None) -> Line:
 
 
 def lines(cluster: str) -> Iterator[Line]:
-    """Of a cluster: each option, the partitioned ones with each size of pieces."""
+    """Return the lines of a cluster: each option, the partitioned ones with each size of pieces."""
     s, alone = setting(cluster), None
     for option in OPTIONS:
         for mb in PIECES_MB if option.startswith("partitioned") else (s.bucket_mb,):
@@ -104,7 +114,7 @@ def lines(cluster: str) -> Iterator[Line]:
 
 
 def reached(cluster: str) -> Iterator[tuple[str, float, float]]:
-    """What the all-to-all reaches of its link alone -> how many times as long it takes beside the reduction."""
+    """Return how many times as long an all-to-all takes beside the reduction, by what it reaches of its link alone."""
     s = setting(cluster)
     nbytes = s.exchanged
     wire = nbytes / 2 / s.cluster.links.inter_bandwidth
@@ -119,7 +129,7 @@ def _slower(s: Setting) -> float:
 
 
 def assumptions(clusters: Sequence[str]) -> list[tuple[str, str, str]]:
-    """What, how much, and where it is from."""
+    """Return what is assumed, how much it is, and where it is from."""
     s = setting(clusters[0])
     c, mb = s.config, 1e6
     links = "; ".join(_links(setting(name)) for name in clusters)
@@ -163,7 +173,7 @@ HEADER = (
 
 
 def cells(of: Line) -> tuple[str, ...]:
-    """As text, in the order of `HEADER`."""
+    """Return a line as text, in the order of `HEADER`."""
     one, mean, layer, whole = of.times()
     paper = "-" if of.alone is None else NOT_GIVEN if of.paper is None else f"{of.paper:.2f}"
     error = "-" if of.paper is None else f"{100 * (one / of.paper - 1):+.0f} %"
@@ -231,7 +241,7 @@ def page(rows: Sequence[Line], clusters: Sequence[str]) -> str:
     part = 100 * 2 * (PAPER - 1) / PAPER  # half as fast for t: t / 2 + (1.46 - t) = 1, t / 1.46
     header = ("an all-to-all on two nodes", "part of its link that it reaches alone", "x alone beside the reduction")
     return TEXT.format(
-        machine=fill(machine(), 118),
+        machine=fill(str(machine()), 118),
         table=markdown(HEADER, [cells(x) for x in rows]),
         paper=PAPER,
         half=100 * PAPER / 2,
@@ -242,7 +252,7 @@ def page(rows: Sequence[Line], clusters: Sequence[str]) -> str:
 
 
 def draw(rows: Sequence[Line], path: Path, cluster: str) -> None:
-    """Left: times as long as alone, by option. Right: the last backward of a step on `cluster`."""
+    """Draw at the left times as long as alone, by option; at the right the last backward of a step on `cluster`."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -276,7 +286,7 @@ COLOURS = (("compute", "#bbbbbb"), ("exchange", "#f26419"), ("reduce", "#33658a"
 
 
 def _timeline(axis: Axes, k: int, ran: Ran, prefix: str) -> None:
-    """Compute, all-to-alls and reductions since the head's backward, one above the other."""
+    """Draw compute, all-to-alls and reductions since the head's backward, one above the other."""
     begin = ran.until(f"{prefix}head")
     for j, (kind, colour) in enumerate(COLOURS):
         spans = [(1e3 * (a - begin), 1e3 * (b - a)) for _, _, a, b in ran.spans(kind) if b > begin]

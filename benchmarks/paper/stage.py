@@ -1,13 +1,15 @@
-"""The backward of a pipeline stage with experts, whose all-to-alls meet the reduction of its gradients on the same links.
+"""Run the backward of a pipeline stage with experts.
 
-One role stands for the ranks of a stage: the same two ranks, a node each, exchange tokens (expert parallelism) and add up the
-gradients of what they both hold (data parallelism). A layer's backward is
+Its all-to-alls meet the reduction of its gradients on the same links.
+
+One role stands for the ranks of a stage: the same two ranks, a node each, exchange tokens (expert parallelism) and add
+up the gradients of what they both hold (data parallelism). A layer's backward is
 
     all-to-all of the gradients of its experts' outputs, the experts, all-to-all of those of their inputs, attention
 
-and the gradients of its attention are reduced from then on; those of the head, before all layers. Of m microbatches only the last
-one's backward is followed by reductions. The program goes through the engine, the messages through
-`piper_simulator.contention.demands`.
+and the gradients of its attention are reduced from then on; those of the head, before all layers. Of m microbatches
+only the last one's backward is followed by reductions. The program goes through the engine, the messages through the
+simulator's demands.
 """
 
 from __future__ import annotations
@@ -31,10 +33,15 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Setting:
-    """What a stage computes and sends. `members`: the ranks that exchange and reduce. `rows`: sequences per microbatch, of
-    `length` tokens; `layers` of the stage, the last of the pipeline, which has the head as well; `bucket_mb`: MiB of a piece
-    where buckets are partitioned. `reached`: the part of its link's rate that an all-to-all reaches alone, None for what the
-    formula gives."""
+    """Say what a stage computes and sends.
+
+    Attributes:
+        members: the ranks that exchange and reduce.
+        rows: sequences per microbatch, of `length` tokens.
+        layers: the layers of the stage, the last of the pipeline, which has the head as well.
+        bucket_mb: MiB of a piece where buckets are partitioned.
+        reached: the part of its link's rate that an all-to-all reaches alone; None for what the formula gives.
+    """
 
     cluster: Cluster
     members: tuple[int, ...] = (0, 2)
@@ -58,7 +65,7 @@ class Setting:
 
     @property
     def exchanged(self) -> int:
-        """Bytes of an all-to-all on each rank: each token goes to `top_k` experts."""
+        """Return the bytes of an all-to-all on each rank: each token goes to `top_k` experts."""
         return self.tokens * self.config.top_k * self.config.width * ITEM
 
     @property
@@ -67,17 +74,17 @@ class Setting:
 
     @property
     def dense(self) -> int:
-        """Bytes of the gradients of a layer that both ranks hold: attention and router."""
+        """Return the bytes of the gradients of a layer that both ranks hold: attention and router."""
         c = self.config
         return ITEM * c.width * (2 * c.width + 2 * self.kv_width + c.experts)
 
     @property
     def head(self) -> int:
-        """Bytes of the gradients of the head."""
+        """Return the bytes of the gradients of the head."""
         return ITEM * self.config.vocab * self.config.width
 
     def seconds(self, op: str, nbytes: float) -> float:
-        """Of a message alone."""
+        """Return the seconds of a message alone."""
         found = by_formula(self.cluster, op, nbytes, rank_group(self.cluster, self.members))
         if op != "all_to_all" or self.reached is None:
             return found
@@ -86,7 +93,7 @@ class Setting:
 
     @cached_property
     def part_s(self) -> Mapping[str, tuple[float, float]]:
-        """Seconds forward and backward of what is computed."""
+        """Return the seconds forward and backward of what is computed."""
         c, t = self.config, self.tokens
         square, narrow = self._matmul(t, c.width, c.width), self._matmul(t, self.kv_width, c.width)
         core = self._attention()
@@ -100,7 +107,10 @@ class Setting:
         }
 
     def _both(self, products: Sequence[Kernel], core: Sequence[Kernel] = ()) -> tuple[float, float]:
-        """A product has two of its size in its backward, for its input and its weight; attention 2.5 times its FLOPs."""
+        """Return FLOPs forward and backward.
+
+        A product has two of its size in its backward, for its input and its weight; attention has 2.5 times its FLOPs.
+        """
         forward = step_seconds(self.cluster.device, Cost((*products, *core)), "F")
         twice = tuple(Kernel(k.kind, k.dims, k.dtype, k.flops, k.bytes, 2) for k in products)
         longer = tuple(Kernel(k.kind, k.dims, k.dtype, int(2.5 * int(str(k.flops))), k.bytes) for k in core)
@@ -111,7 +121,7 @@ class Setting:
         return Kernel("matmul", (m, n, k), DTYPE, 2 * m * n * k, ITEM * (m * n + n * k + m * k))
 
     def _attention(self) -> tuple[Kernel, ...]:
-        """4 s^2 FLOPs per row and channel, half of them because it is causal."""
+        """Return 4 s^2 FLOPs per row and channel, half of them because it is causal."""
         c = self.config
         dims = (self.rows, c.heads, self.length, self.length, c.width // c.heads)
         flops = 4 * self.rows * self.length**2 * c.width // 2
@@ -120,7 +130,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Item:
-    """An instruction of the role: compute, or a message of a kind. `after`: names of those that it waits for."""
+    """Hold an instruction of the role: compute, or a message of a kind; `after` names those that it waits for."""
 
     name: str
     kind: Literal["compute", "exchange", "reduce"]
@@ -131,14 +141,14 @@ class Item:
 
 @dataclass
 class Program:
-    """Instructions in the order of issue; `streams`: of each kind."""
+    """Hold the instructions in the order of issue; `streams` are those of each kind."""
 
     setting: Setting
     streams: Mapping[str, str]
     items: list[Item] = field(default_factory=list)
 
     def run(self) -> Ran:
-        """Through the engine, on one role."""
+        """Run a program through the engine, on one role."""
         streams = [self.streams[x.kind] for x in self.items]
         place, count = {}, dict.fromkeys(streams, 0)
         for x, stream in zip(self.items, streams):
@@ -162,19 +172,19 @@ class Program:
 
 @dataclass(frozen=True)
 class Ran:
-    """What the engine found."""
+    """Hold what the engine found."""
 
     items: tuple[Item, ...]
     times: Times
 
     def spans(self, kind: str) -> Iterator[tuple[str, float, float, float]]:
-        """Name, when it was ready, start and end."""
+        """Return name, when it was ready, start and end."""
         for k, x in enumerate(self.items):
             if x.kind == kind:
                 yield x.name, self.times.ready[k], self.times.start[k], self.times.end[k]
 
     def exchange_s(self, prefix: str) -> float:
-        """Mean seconds from ready to end of the all-to-alls whose names begin so."""
+        """Return the mean seconds from ready to end of the all-to-alls whose names begin so."""
         return mean(end - ready for name, ready, _, end in self.spans("exchange") if name.startswith(prefix))
 
     def until(self, name: str) -> float:
@@ -188,13 +198,19 @@ class Ran:
 
 Option = Literal["alone", "one stream", "separate streams", "partitioned, one stream", "partitioned, separate streams"]
 OPTIONS: tuple[Option, ...] = get_args(Option)
-"""alone: nothing is reduced. one stream: what is ready first goes first, so an all-to-all waits for the bucket before it.
-separate: both share the links. partitioned: buckets in pieces; a piece is issued only where no all-to-all is ready, and on a
-stream of its own waits for the all-to-all before it."""
+"""How the reductions of a stage are issued.
+
+alone: nothing is reduced. one stream: the message that is ready first goes first, so an all-to-all waits for the bucket
+before it. separate: both share the links. partitioned: buckets go in pieces; a piece is issued only where no all-to-all is
+ready, and on a stream of its own it waits for the all-to-all before it.
+"""
 
 
 def pair(setting: Setting, option: Option) -> Ran:
-    """One all-to-all and the reduction of the head's gradients, both ready at once; the reduction is issued first."""
+    """Return one all-to-all and the reduction of the head's gradients, which is issued first.
+
+    Both are ready at once.
+    """
     exchange = Item("B.exchange", "exchange", setting.seconds("all_to_all", setting.exchanged), setting.exchanged)
     pieces = [] if option == "alone" else _pieces(setting, option, "head", setting.head, ())
     rest = pieces[1:]
@@ -204,7 +220,7 @@ def pair(setting: Setting, option: Option) -> Ran:
 
 
 def step(setting: Setting, option: Option) -> Ran:
-    """All microbatches of a step of the stage, each forward and then backward."""
+    """Return all microbatches of a step of the stage, each forward and then backward."""
     build = _Step(setting, option)
     for mb in range(setting.microbatches):
         build.microbatch(mb)
@@ -217,15 +233,18 @@ def _streams(option: Option) -> dict[str, str]:
 
 
 def _pieces(setting: Setting, option: Option, name: str, nbytes: int, after: tuple[str, ...]) -> list[Item]:
-    """The reduction of a bucket."""
+    """Return the pieces of the reduction of a bucket."""
     size = setting.bucket_mb * MIB if option.startswith("partitioned") else nbytes
     sizes = [min(size, nbytes - begin) for begin in range(0, nbytes, size)]
     return [Item(f"reduce.{name}.{k}", "reduce", setting.seconds("all_reduce", n), n, after) for k, n in enumerate(sizes)]
 
 
 class _Step:
-    """Issues a step. `now`: when the compute issued so far would be done if nothing slowed it down; `free`: when the messages on
-    one stream would be."""
+    """Issue a step.
+
+    `now` is when the compute issued so far would be done if nothing slowed it down; `free` is when the messages on one
+    stream would be.
+    """
 
     def __init__(self, setting: Setting, option: Option) -> None:
         self.setting, self.option = setting, option

@@ -15,7 +15,7 @@ from piper_autotune.on_ray import OnRay
 from piper_autotune.problem import Programs
 from piper_autotune.scoring import Refused
 from piper_ir.errors import TuneError
-from piper_runtime.ray_cluster import connect
+from piper_runtime.launch.ray_cluster import connect
 
 
 def test_a_process_without_ray_is_told_so() -> None:

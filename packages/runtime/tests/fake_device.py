@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from piper_runtime.inline import collected
-from piper_runtime.rank import Comm
-from piper_runtime.streams import Work
+from piper_runtime.engine.inline import collected
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundComm
 
 
 class NotYet(BaseException):
@@ -111,7 +111,7 @@ class Machine:
         self._streams.append(stream)
         return stream
 
-    def communicate(self, rank: int) -> Callable[[Comm], Work]:
+    def communicate(self, rank: int) -> Callable[[BoundComm], Thunk]:
         """The communicators of a rank."""
         return lambda comm: self._boxes.setdefault((comm.channel, comm.peers), Box()).bind(rank, comm)
 
@@ -131,7 +131,7 @@ class Device:
     def event(self, *, timed: bool = False) -> Event:
         return Event(self._machine)
 
-    def bound(self, stream: Stream, work: Work) -> Work:
+    def bound(self, stream: Stream, work: Thunk) -> Thunk:
         return lambda: stream.queue.append(work)
 
 
@@ -143,7 +143,7 @@ class Box:
     given: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     results: dict[int, torch.Tensor] = field(default_factory=dict)
 
-    def bind(self, rank: int, comm: Comm) -> Work:
+    def bind(self, rank: int, comm: BoundComm) -> Thunk:
         match comm.kind:
             case "send":
                 return lambda: self.sent.append(comm.operand().clone())
@@ -152,12 +152,12 @@ class Box:
             case _:
                 return lambda: self._collect(rank, comm)
 
-    def _receive(self, comm: Comm) -> None:
+    def _receive(self, comm: BoundComm) -> None:
         if not self.sent:
             raise NotYet
         comm.operand().copy_(self.sent.popleft())
 
-    def _collect(self, rank: int, comm: Comm) -> None:
+    def _collect(self, rank: int, comm: BoundComm) -> None:
         law = comm.law
         assert law is not None
         if rank not in self.given:
@@ -212,5 +212,5 @@ class HostDevice:
     def event(self, *, timed: bool = False) -> Any:
         return HostEvent(self)
 
-    def bound(self, stream: object, work: Work) -> Work:
+    def bound(self, stream: object, work: Thunk) -> Thunk:
         return work

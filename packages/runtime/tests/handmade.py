@@ -10,9 +10,9 @@ from torch import nn
 
 from piper_ir.program import BatchTensor, Buffer, Chunk, Input, Output, Param, Program, Signature, Step
 from piper_ir.sizes import Affine, TensorSpec
-from piper_runtime.code import ShippedCode
-from piper_runtime.job import Job, Precision
-from piper_runtime.rng import rng_seed
+from piper_runtime.rank.code import ShippedCode
+from piper_runtime.rank.job import Job, Precision
+from piper_runtime.rank.rng import rng_seed
 
 WIDTH = 4
 DROP = 0.25

@@ -13,7 +13,7 @@ from packages.runtime.tests.chains import chain
 from packages.runtime.tests.handmade import CODE
 from piper_ir.errors import ExecutionError, HangError
 from piper_runtime import execute
-from piper_runtime.code import ShippedCode
+from piper_runtime.rank.code import ShippedCode
 
 KINDS = ("kill", "raise", "hang")
 TIMEOUT_S = 2.0

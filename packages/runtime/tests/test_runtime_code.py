@@ -9,9 +9,10 @@ from packages.runtime.tests.chains import chain
 from packages.runtime.tests.handmade import CODE
 from piper_ir.errors import FormatError
 from piper_runtime import rng_seed
-from piper_runtime.code import ShippedCode, Steps, load_step, used_code
-from piper_runtime.rank import Rank, Trainee
-from piper_runtime.run import materialize
+from piper_runtime.rank.code import LoadedSteps, ShippedCode, load_step, used_code
+from piper_runtime.rank.job import materialize
+from piper_runtime.rank.rank import Rank
+from piper_runtime.rank.rank_state import RankJob
 
 
 def test_source_and_constants_make_a_function_whose_lines_show_in_tracebacks() -> None:
@@ -32,7 +33,7 @@ def test_unusable_source_is_refused(source: str, says: str) -> None:
 
 
 def test_a_store_without_the_code_is_refused_and_code_is_loaded_once() -> None:
-    steps = Steps(CODE)
+    steps = LoadedSteps(CODE)
     assert steps("plain", "F") is steps("plain", "F")
     with pytest.raises(FormatError, match=r"no step I of code 'plain\.first'"):
         steps("plain.first", "I")
@@ -60,7 +61,7 @@ def step(args):
     code = CODE | {"plain": CODE["plain"] | {"I": ShippedCode(source, {"GONE": gone})}}
     plan, job = chain(pp=1, microbatches=1)
     state = materialize(job)
-    rank = Rank(plan, 0, code, Trainee(job.batch, job.optimizer, None, 0), state.params, state.buffers)
+    rank = Rank(plan, 0, code, RankJob(job.batch, job.optimizer, None, 0), state.params, state.buffers)
     with torch.no_grad():
         rank.begin(0)
         for entry in rank.entries:

@@ -20,17 +20,17 @@ from piper_ir.ops import Update
 from piper_ir.plan import COMPUTE, Plan
 from piper_ir.verify import verify
 from piper_runtime import Job, Run
-from piper_runtime.cuda_streams import CudaStreams, StagedStreams
-from piper_runtime.device import CPU, LateNumbers, using
-from piper_runtime.engine import Engine
-from piper_runtime.gloo import GlooCommunicators
-from piper_runtime.job import materialize
-from piper_runtime.parts import device_scale, gradient_scale
-from piper_runtime.rank import Comm, Entry, Rank
-from piper_runtime.report import RankReport
-from piper_runtime.run import _result, trainee
-from piper_runtime.staging import StagedCommunicators
-from piper_runtime.streams import FIRST_STREAM, ISSUED, PHASE, RUNNING, WAITING
+from piper_runtime.engine.cuda_streams import CudaStreams, StagedStreams
+from piper_runtime.engine.engine import Engine
+from piper_runtime.engine.streams import FIRST_STREAM, ISSUED, PHASE, RUNNING, WAITING
+from piper_runtime.launch.report import RankReport
+from piper_runtime.launch.run import _result, rank_job
+from piper_runtime.rank.device import CPU, LateNumbers, using
+from piper_runtime.rank.job import materialize
+from piper_runtime.rank.parts import device_scale, gradient_scale
+from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank
+from piper_runtime.transport.gloo import GlooCommunicators
+from piper_runtime.transport.staging import StagedCommunicators
 from tests import collective_model, collective_plans
 
 STEPS = 2
@@ -65,7 +65,7 @@ def bound(plan: Plan, job: Job, rank: int, report: RankReport | None = None) -> 
         plan,
         rank,
         CODE | collective_model.code(plan.mesh.world),
-        trainee(job),
+        rank_job(job),
         state.params,
         state.buffers,
         probe,
@@ -184,8 +184,8 @@ def test_the_streams_of_a_step_start_behind_the_step_before(seed: int) -> None:
     assert [sorted(done[i : i + 2]) for i in (0, 2, 4)] == [["a0", "compute0"], ["a1", "compute1"], ["a2", "compute2"]]
 
 
-def entry(index: int, stream: str, waits: tuple[tuple[str, int], ...]) -> Entry:
-    return Entry(index, stream, waits, f"n{index}", work=lambda: None)
+def entry(index: int, stream: str, waits: tuple[tuple[str, int], ...]) -> BoundInstr:
+    return BoundInstr(index, stream, waits, f"n{index}", work=lambda: None)
 
 
 class Slow(HostDevice):
@@ -236,7 +236,7 @@ def test_the_heart_says_in_what_the_device_is(monkeypatch: pytest.MonkeyPatch) -
         seen.append((beat[ISSUED], beat[PHASE], beat[FIRST_STREAM], beat[FIRST_STREAM + 1]))
         device.reached = start + len(seen)
 
-    monkeypatch.setattr("piper_runtime.cuda_streams.time.sleep", look)
+    monkeypatch.setattr("piper_runtime.engine.cuda_streams.time.sleep", look)
     device.reached = start
     streams.synchronize()
     assert seen == [
@@ -294,7 +294,7 @@ def test_a_staged_stream_that_fails_wakes_the_others_and_is_named() -> None:
     rank = bound(plan, job, 1)
     streams = StagedStreams(rank.entries, rank.role.streams, array("q", [0] * 16), device := HostDevice())
 
-    def broken(comm: Comm) -> Callable[[], None]:
+    def broken(comm: BoundComm) -> Callable[[], None]:
         def fail() -> None:
             raise ValueError("broken wire")
 

@@ -11,12 +11,12 @@ import pytest
 from packages.runtime.tests.chains import chain
 from piper_ir.errors import JobError
 from piper_ir.plan import COMPUTE, Plan
-from piper_runtime import emulate as emulation
-from piper_runtime.emulate import HOST_S, LONGEST_S, SHORTEST_S, Durations, EmulationRequest, TimedRank, emulate, time_scale
-from piper_runtime.engine import Engine
-from piper_runtime.messages import HEART_SLOTS
-from piper_runtime.rank import Rank
-from piper_runtime.streams import CpuStreams
+from piper_runtime.engine.engine import Engine
+from piper_runtime.engine.streams import HEART_SLOTS, CpuStreams
+from piper_runtime.launch import timed_rank
+from piper_runtime.launch.emulation import Durations, emulate, time_scale
+from piper_runtime.launch.timed_rank import HOST_S, LONGEST_S, SHORTEST_S, EmulationRequest, TimedRank
+from piper_runtime.rank.rank import Rank
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(emulation, "time", clock)
+    monkeypatch.setattr(timed_rank, "time", clock)
     return clock
 
 

@@ -10,7 +10,9 @@ from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.handmade import CODE, adamw, batch
 from piper_ir.errors import ExecutionError, JobError, NonFiniteLossError
 from piper_ir.plan import COMPUTE, Plan
-from piper_runtime import execute, faults
+from piper_runtime import execute
+from piper_runtime.rank.rank import Binder, Rank
+from tests import runtime_faults as faults
 
 CASES: dict[str, dict[str, Any]] = {
     "one rank": dict(pp=1, microbatches=1),
@@ -165,4 +167,4 @@ def test_every_fault_is_noticed(fault: str) -> None:
         except (ExecutionError, NonFiniteLossError):
             return
     assert distance(found, plan, job) > 1e-7
-    assert faults.active() is None
+    assert Rank.binder == Binder()

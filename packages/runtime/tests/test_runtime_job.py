@@ -11,7 +11,7 @@ from torch import nn
 from packages.runtime.tests.chains import chain
 from packages.runtime.tests.handmade import Chain, chain_job
 from piper_ir.errors import JobError, SelectorError
-from piper_runtime.job import Job, Precision, call_batch, flatten_batch, initial_state, materialize, microbatch_rows
+from piper_runtime.rank.job import Job, Precision, call_batch, flatten_batch, initial_state, materialize, microbatch_rows
 
 
 @pytest.mark.parametrize(

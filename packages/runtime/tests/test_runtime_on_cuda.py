@@ -20,14 +20,14 @@ from packages.runtime.tests.instants import pids_alive
 from packages.runtime.tests.test_runtime_cuda import CASES
 from piper_ir.errors import ExecutionError, NonFiniteLossError
 from piper_ir.plan import COMPUTE
-from piper_runtime import transport
-from piper_runtime.device import NO_CUDA, LateNumbers, using
-from piper_runtime.feed import upload
-from piper_runtime.gloo import GlooCommunicators
-from piper_runtime.memory import AllocatorCounter
-from piper_runtime.processes import Pool
-from piper_runtime.rank import Comm
-from piper_runtime.rng import generator
+from piper_runtime.engine.memory import AllocatorCounter
+from piper_runtime.launch.processes import Pool
+from piper_runtime.rank.device import NO_CUDA, LateNumbers, using
+from piper_runtime.rank.feed import upload
+from piper_runtime.rank.rank import BoundComm
+from piper_runtime.rank.rng import generator
+from piper_runtime.transport import transport
+from piper_runtime.transport.gloo import GlooCommunicators
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_CUDA)
 JOINED = ["gloo", "nccl"] if dist.is_nccl_available() else ["gloo"]
@@ -186,7 +186,7 @@ def hanging(step: int, rows: range) -> Any:
 
 
 def test_nccl_of_one_rank_reduces_on_our_stream(device: torch.device) -> None:
-    from piper_runtime.nccl import NcclCommunicators
+    from piper_runtime.transport.nccl import NcclCommunicators
 
     if not dist.is_nccl_available():
         pytest.skip("torch was built without NCCL")
@@ -196,7 +196,7 @@ def test_nccl_of_one_rank_reduces_on_our_stream(device: torch.device) -> None:
     tensor, stream = torch.zeros(SIZE, device=device), torch.cuda.Stream(device)
     torch.cuda.synchronize()
     # A communication of one rank is none, so the group is asked as `bind` would ask it for more.
-    work = communicators.bind(Comm("all_reduce", "c", (0, 1), lambda: tensor))
+    work = communicators.bind(BoundComm("all_reduce", "c", (0, 1), lambda: tensor))
     with torch.cuda.stream(stream):
         torch.cuda._sleep(CYCLES)
         tensor.fill_(3.0)

@@ -10,10 +10,11 @@ from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.handmade import CODE, WIDTH, adamw, chain_job, chain_program, sgd
 from piper_ir.errors import JobError
 from piper_ir.ops import Update
-from piper_runtime.optimizer import optimizer_spec
-from piper_runtime.parts import gradient_scale
-from piper_runtime.rank import Rank, Trainee
-from piper_runtime.run import materialize
+from piper_runtime.rank.job import materialize
+from piper_runtime.rank.optimizer import optimizer_spec
+from piper_runtime.rank.parts import gradient_scale
+from piper_runtime.rank.rank import Rank
+from piper_runtime.rank.rank_state import RankJob
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -77,8 +78,8 @@ def test_a_step_is_that_of_one_device_and_holds_the_state_that_was_planned(name:
     plan, job = chain(dp=2, optimizer=OPTIMIZERS[name])
     assert distance(run(plan, job), plan, job) < TOLERANCE
     spec = optimizer_spec(job, plan.params)
-    state, trainee = materialize(job), Trainee(job.batch, job.optimizer, None, 0)
-    rank = Rank(plan, 0, CODE, trainee, state.params, state.buffers)
+    state, rank_job = materialize(job), RankJob(job.batch, job.optimizer, None, 0)
+    rank = Rank(plan, 0, CODE, rank_job, state.params, state.buffers)
     buckets = tuple(b.id for b in rank.store.buckets)
     with torch.no_grad():
         rank.optimizer.update(buckets, 1.0)

@@ -19,10 +19,10 @@ from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.handmade import adamw, batch
 from packages.runtime.tests.instants import KINDS, named_and_ended
 from piper_ir.errors import ExecutionError, JobError, NonFiniteLossError
-from piper_runtime.code import ShippedCode, missing_operators
-from piper_runtime.processes import Pool
-from piper_runtime.report import Interrupted, StepRecord
-from piper_runtime.shipping import RECIPE_MARK, pack
+from piper_runtime.launch.processes import Pool
+from piper_runtime.launch.report import Interrupted, StepRecord
+from piper_runtime.rank.code import ShippedCode, missing_operators
+from piper_runtime.rank.shipping import RECIPE_MARK, pack
 
 TIMEOUT_S = 4.0
 
@@ -190,8 +190,8 @@ ORPHAN = """
 import os, signal, sys
 sys.path[:0] = {path!r}
 from packages.runtime.tests.chains import chain, run
-from piper_runtime.code import ShippedCode, missing_operators
-from piper_runtime.processes import Pool
+from piper_runtime.rank.code import ShippedCode, missing_operators
+from piper_runtime.launch.processes import Pool
 plan, job = chain(pp=1)
 pool = Pool(1)
 run(plan, job, launcher="processes", pool=pool)

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from piper_runtime.device import CPU
-from piper_runtime.gloo import GlooCommunicators
-from piper_runtime.profiler_clocks import CYCLES_PER_S, DeviceClock, HostClock, clock_of
-from piper_runtime.profiler_messages import ISSUE_S, Messages
+from piper_runtime.profile.device_clocks import CYCLES_PER_S, DeviceClock, HostClock, clock_of
+from piper_runtime.profile.measure_messages import ISSUE_S, Messages
+from piper_runtime.rank.device import CPU
+from piper_runtime.transport.gloo import GlooCommunicators
 
 
 class Device:

@@ -22,16 +22,18 @@ from packages.runtime.tests.chains import TOLERANCE, chain, distance, run
 from packages.runtime.tests.handmade import adamw
 from packages.runtime.tests.instants import KINDS, descendants, named_and_ended, pids_alive
 from piper_ir.errors import ExecutionError
-from piper_runtime import device, ray_cluster, ray_placement
-from piper_runtime.ray_actor import pack, unpack
-from piper_runtime.ray_cluster import connect
-from piper_runtime.ray_launcher import RayPool, _variables, gpus_per_rank
-from piper_runtime.report import StepRecord
-from piper_runtime.request import make_requests
+from piper_runtime.launch import ray_cluster, ray_placement
+from piper_runtime.launch.ray_actor import pack, unpack
+from piper_runtime.launch.ray_cluster import connect
+from piper_runtime.launch.ray_launcher import RayPool, _variables, gpus_per_rank
+from piper_runtime.launch.report import StepRecord
+from piper_runtime.launch.request import make_requests
+from piper_runtime.launch.run_options import RunOptions
+from piper_runtime.rank import device
 
 CLUSTER = """
 import sys
-from piper_runtime.ray_cluster import connect
+from piper_runtime.launch.ray_cluster import connect
 link = connect("local", 4)
 print(link.ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
@@ -90,10 +92,9 @@ def test_what_ranks_share_is_shipped_once(pool: RayPool, monkeypatch: pytest.Mon
 
 def test_a_request_survives_the_journey() -> None:
     plan, job = chain(pp=2)
-    from piper_runtime.job import materialize
+    from piper_runtime.rank.job import materialize
 
-    flags: dict[str, Any] = dict(steps=1, trace=False, memory=False, gradients=False, stream=False)
-    requests = make_requests(plan, {**_code()}, job, materialize(job), **flags)
+    requests = make_requests(plan, {**_code()}, job, materialize(job), RunOptions(steps=1))
     packed = [pack(requests[r]) for r in (0, 1)]
     assert packed[0][1][0] is packed[1][1][0], "both roles ship one plan"
     again = unpack(packed[1][0], tuple(packed[1][1]))
@@ -144,7 +145,7 @@ ALONE = """
 import sys
 sys.path[:0] = {path!r}
 from packages.runtime.tests.chains import chain, run
-from piper_runtime.ray_launcher import RayPool, _variables, gpus_per_rank
+from piper_runtime.launch.ray_launcher import RayPool, _variables, gpus_per_rank
 plan, job = chain(pp=2)
 with RayPool(2, cluster="local") as pool:
     run(plan, job, launcher="ray", pool=pool)

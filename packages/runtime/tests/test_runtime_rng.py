@@ -8,7 +8,7 @@ from packages.runtime.tests.chains import chain, run
 from packages.runtime.tests.handmade import chain_program
 from piper_ir.errors import JobError
 from piper_ir.program import Chunk
-from piper_runtime.rng import rng_places
+from piper_runtime.rank.rng import rng_places
 
 
 def chunk(id: str, **coords: int) -> Chunk:

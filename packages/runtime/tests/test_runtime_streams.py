@@ -13,17 +13,18 @@ import torch
 from piper_ir.errors import ExecutionError
 from piper_ir.ops import Collective, Recv, Send
 from piper_ir.plan import COMPUTE, Instr, Part
-from piper_runtime.engine import Engine, PeerError
-from piper_runtime.gloo import void
-from piper_runtime.rank import Comm, Entry, own_waits
-from piper_runtime.streams import FIRST_STREAM, PHASE, WAITING, CpuStreams, Posted, StreamAborted, Work
+from piper_runtime.engine.engine import Engine, PeerError
+from piper_runtime.engine.streams import FIRST_STREAM, PHASE, WAITING, CpuStreams, Posted, StreamAborted
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundComm, BoundInstr, own_waits
+from piper_runtime.transport.gloo import void
 
 
 def heart() -> list[int]:
     return [0] * 8
 
 
-def work_of(kind: str, run: Work) -> Work:
+def work_of(kind: str, run: Thunk) -> Thunk:
     """As a thread runs it, or as it is posted and waited for by whom."""
     return run if kind == "on a thread" else Posted(lambda: run, watched=kind == "watched")
 
@@ -37,7 +38,7 @@ def test_streams_keep_their_order_and_waits_hold(kind: str) -> None:
     gate = threading.Event()
     streams = CpuStreams(["a", "b"], heart())
 
-    def note(name: str) -> Work:
+    def note(name: str) -> Thunk:
         return lambda: done.append(name)
 
     def gated() -> None:
@@ -72,7 +73,7 @@ def test_communication_is_posted_at_once_ends_when_it_is_waited_for_and_needs_no
     ended: list[int] = []
 
     def communication(k: int) -> Posted:
-        def start() -> Work:
+        def start() -> Thunk:
             posted.append(k)
             return lambda: ended.append(k)
 
@@ -98,7 +99,7 @@ def test_a_traced_step_posts_as_any_other_and_sees_the_end_when_it_comes() -> No
     noticed = threading.Event()
 
     def communication(k: int) -> Posted:
-        def start() -> Work:
+        def start() -> Thunk:
             posted.append(k)
             return lambda: void(over[k].wait(10))
 
@@ -113,8 +114,8 @@ def test_a_traced_step_posts_as_any_other_and_sees_the_end_when_it_comes() -> No
         over[1].set()
 
     works = iter([communication(0), communication(1)])
-    entries = [Entry(k, "a", (), f"recv{k}", comm=communication_with_a_peer()) for k in range(2)]
-    entries.append(Entry(2, COMPUTE, (), "compute", work=compute))
+    entries = [BoundInstr(k, "a", (), f"recv{k}", comm=communication_with_a_peer()) for k in range(2)]
+    entries.append(BoundInstr(2, COMPUTE, (), "compute", work=compute))
     streams = CpuStreams(["a"], heart())
     rank = SimpleNamespace(entries=entries, rank=3, step=0, begin=lambda step: None, end=lambda: None)
     traced = Engine(rank, streams, lambda comm: next(works), heart(), trace=True)  # type: ignore[arg-type]  # a rank without tensors
@@ -169,13 +170,13 @@ def test_a_failing_stream_wakes_all_that_wait(kind: str) -> None:
     streams.close()
 
 
-def engine(entries: list[Entry], streams: CpuStreams, work: Work, *, trace: bool = False) -> Engine:
+def engine(entries: list[BoundInstr], streams: CpuStreams, work: Thunk, *, trace: bool = False) -> Engine:
     rank = SimpleNamespace(entries=entries, rank=3, step=0, begin=lambda step: None, end=lambda: None)
     return Engine(rank, streams, lambda comm: work, heart(), trace=trace)  # type: ignore[arg-type]  # a rank without tensors
 
 
-def communication_with_a_peer() -> Comm:
-    return Comm("recv", "0>1.act", (1, 3), lambda: None)  # type: ignore[arg-type, return-value]  # no tensor is touched
+def communication_with_a_peer() -> BoundComm:
+    return BoundComm("recv", "0>1.act", (1, 3), lambda: None)  # type: ignore[arg-type, return-value]  # no tensor is touched
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -185,8 +186,8 @@ def test_an_error_of_a_communication_names_the_peer(traced: bool) -> None:
 
     streams = CpuStreams(["a"], heart())
     entries = [
-        Entry(0, "a", (), "recv.x", comm=communication_with_a_peer()),
-        Entry(1, COMPUTE, (("a", 1),), "f", work=lambda: None),
+        BoundInstr(0, "a", (), "recv.x", comm=communication_with_a_peer()),
+        BoundInstr(1, COMPUTE, (("a", 1),), "f", work=lambda: None),
     ]
     with pytest.raises(PeerError, match=r"rank 3, step 0, instruction 0 \(recv\.x on a\): recv with rank 1 on channel 0>1\.act"):
         engine(entries, streams, Posted(lambda: fail), trace=True).step(0, traced=traced)
@@ -198,7 +199,7 @@ def test_an_error_of_compute_names_the_instruction() -> None:
         raise RuntimeError("no memory")
 
     streams = CpuStreams([], heart())
-    entries = [Entry(0, COMPUTE, (), "f", work=lambda: None), Entry(1, COMPUTE, (), "g", work=fail)]
+    entries = [BoundInstr(0, COMPUTE, (), "f", work=lambda: None), BoundInstr(1, COMPUTE, (), "g", work=fail)]
     with pytest.raises(ExecutionError, match=r"instruction 1 \(g on compute\): RuntimeError: no memory"):
         engine(entries, streams, fail).step(0)
 
@@ -208,7 +209,7 @@ def test_issuing_costs_microseconds() -> None:
     else."""
     count = 4000
     streams = CpuStreams([], heart())
-    loop = engine([Entry(i, COMPUTE, (), "n", work=lambda: None) for i in range(count)], streams, lambda: None)
+    loop = engine([BoundInstr(i, COMPUTE, (), "n", work=lambda: None) for i in range(count)], streams, lambda: None)
     best = float("inf")
     for step in range(3):
         start = time.perf_counter()

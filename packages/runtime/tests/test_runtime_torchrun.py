@@ -18,9 +18,9 @@ import torch.distributed as dist
 
 from packages.runtime.tests.chains import chain, run
 from piper_ir.errors import ExecutionError, JobError
-from piper_runtime import torchrun
-from piper_runtime.gloo import GlooCommunicators
-from piper_runtime.launch import launch_sections, launch_text
+from piper_runtime.launch import torchrun
+from piper_runtime.launch.command_lines import launch_sections, launch_text
+from piper_runtime.transport.gloo import GlooCommunicators
 
 FILE = """
 import atexit, dataclasses, json, os, sys

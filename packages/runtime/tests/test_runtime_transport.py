@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from piper_ir.errors import ExecutionError
-from piper_runtime.device import CPU, choose_device
-from piper_runtime.gloo import GlooCommunicators
-from piper_runtime.nccl import NcclCommunicators
-from piper_runtime.profiler_plans import channels_plan
-from piper_runtime.rank import Comm
-from piper_runtime.transport import SHARED_DEVICE, agreed_transport, choose_transport, nccl_of
+from piper_runtime.profile.measured_plans import channels_plan
+from piper_runtime.rank.device import CPU, choose_device
+from piper_runtime.rank.rank import BoundComm
+from piper_runtime.transport.gloo import GlooCommunicators
+from piper_runtime.transport.nccl import NcclCommunicators
+from piper_runtime.transport.transport import SHARED_DEVICE, agreed_transport, choose_transport, nccl_of
 
 
 def test_devices_are_chosen_by_rule_and_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +105,7 @@ def test_over_nccl_a_message_is_a_broadcast_of_its_source_to_one(monkeypatch: py
     asked = {}
     for kind, channel, peers in (("send", "1>0", (1, 0)), ("recv", "0>1", (0, 1)), ("all_reduce", "0,1,2", (0, 1, 2))):
         before = [len(g.asked) for g in NcclGroup.made]
-        nccl.bind(Comm(kind, channel, peers, lambda: tensor))()  # type: ignore[arg-type]  # a string of the three
+        nccl.bind(BoundComm(kind, channel, peers, lambda: tensor))()  # type: ignore[arg-type]  # a string of the three
         (group,) = (g for g, n in zip(NcclGroup.made, before, strict=True) if len(g.asked) > n)
         asked[channel] = (group.rank, group.size, group.device, *group.asked[-1])
     assert asked == {

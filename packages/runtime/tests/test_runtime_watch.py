@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-import piper_runtime.watch
+import piper_runtime.launch.watch
 from packages.runtime.tests.chains import chain, run
 from piper_ir.errors import ExecutionError, HangError, NonFiniteLossError
-from piper_runtime.environment import check_environments, environment
-from piper_runtime.messages import HEART_SLOTS, Failure
-from piper_runtime.progress import Progress
-from piper_runtime.report import RankReport, StepDone, StepRecord, aligned
-from piper_runtime.streams import FIRST_STREAM, ISSUED, LOADING, PHASE, RUNNING, STEP, WAITING
-from piper_runtime.watch import Watch
+from piper_runtime.engine.streams import FIRST_STREAM, HEART_SLOTS, ISSUED, LOADING, PHASE, RUNNING, STEP, WAITING
+from piper_runtime.launch.environment import check_environments, environment
+from piper_runtime.launch.progress import Progress
+from piper_runtime.launch.protocol import Failure
+from piper_runtime.launch.report import RankReport, StepDone, StepRecord, aligned
+from piper_runtime.launch.watch import Watch
 
 
 def done(step: int, finished: float, loss: float = 1.0) -> StepDone:
@@ -96,7 +96,7 @@ class Dummies:
     def heart(self, rank: int) -> Sequence[int]:
         return self.hearts[rank]
 
-    def fate(self, rank: int) -> str:
+    def exit_reason(self, rank: int) -> str:
         return "was killed by SIGKILL"
 
     def node(self, rank: int) -> str:
@@ -125,7 +125,7 @@ def test_the_rank_that_is_gone_is_blamed_before_its_victims() -> None:
 
 
 def test_a_cause_that_comes_late_is_blamed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(piper_runtime.watch, "LINGER_S", 0.0)
+    monkeypatch.setattr(piper_runtime.launch.watch, "LINGER_S", 0.0)
     victim = Failure("ExecutionError", "rank 0 lost its peer", "", True)
     watched = watch([], heart(), heart(2, 3))
     said: Iterator[list[tuple[int, Any]]] = iter([[(0, victim)], [], [], [(1, None)]])

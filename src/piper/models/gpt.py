@@ -31,7 +31,7 @@ class GPTConfig:
         return GPT(self)
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """Attention over all earlier tokens, then the feed-forward part. GPT-3 alternates this with banded sparse attention
     (2005.14165, section 2.1); here every layer is dense."""
 
@@ -57,7 +57,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(config.vocab, config.width), nn.Embedding(config.length, config.width)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(GPTBlock(config) for _ in range(config.layers))
         self.norm, self.head = nn.LayerNorm(config.width), nn.Linear(config.width, config.vocab, bias=False)
         start(self)
         if config.tied:

@@ -14,7 +14,7 @@ from piper.models.gpt import GPT, GPTConfig
 from piper.models.llama import Llama, LlamaConfig
 from piper.models.presets import Config, preset
 from piper_ir.errors import JobError
-from piper_runtime.job import Job, Precision
+from piper_runtime.rank import Job, Precision
 
 SEED_STRIDE = 1_000_003
 """Between the seeds of two steps: more than there are rows in a batch. A CPU generator looks at 32 bits of a seed only."""

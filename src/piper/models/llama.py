@@ -53,7 +53,7 @@ class LlamaConfig:
         return SwiGLU(self.width, self.hidden)
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(config.width, eps=config.eps), nn.RMSNorm(config.width, eps=config.eps)
@@ -74,7 +74,7 @@ class Llama(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.tokens = nn.Embedding(config.vocab, config.width)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width, eps=config.eps)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         cos, sin = rotary(config.length, config.dim_of_head, config.theta)

@@ -46,7 +46,6 @@ from piper_ir.mesh import Mesh
 from piper_ir.ops import Recv, Send
 from piper_ir.plan import Bucket, Category, Channel
 from piper_ir.program import Program
-from piper_ir.select import Where
 from piper_ir.sizes import TensorSpec
 
 __all__ = [
@@ -110,9 +109,7 @@ class Graph(NamedNodes, Selecting):
     index: Mapping[tuple[str, Coord], tuple[str, ...]] = field(default_factory=dict, repr=False)
     chunk_index: Mapping[str, int] = field(default_factory=dict, repr=False)
     _found: dict[Terms, list[Node]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _chains: dict[int, tuple[Where, Mapping[str, tuple[At, ...]]]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _kept: dict[int, tuple[object, object]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _alike: dict[Terms, dict[str, list[str]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property

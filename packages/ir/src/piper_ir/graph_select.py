@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar, cast
 
 from piper_ir.errors import SelectorError
 from piper_ir.graph_parts import At, Coord, Mbs, Node, common, in_mbs, mbs_of
 from piper_ir.ops import Add
 from piper_ir.select import ANY, NONE, Match, Where
 
+T = TypeVar("T")
 Terms = tuple[tuple[str, Match], ...]
 
 
@@ -27,7 +29,7 @@ class Selecting:
     chunk_index: Mapping[str, int]
     microbatches: int
     _found: dict[Terms, list[Node]]
-    _chains: dict[int, tuple[Where, Mapping[str, tuple[At, ...]]]]
+    _kept: dict[int, tuple[object, object]]
     _alike: dict[Terms, dict[str, list[str]]]
 
     def copies(self, nodes: Iterable[Node]) -> list[Node]:
@@ -64,6 +66,16 @@ class Selecting:
             raise SelectorError(f"{selection} matches no node. {self._what_exists(_with_op(selection.terms))}")
         return found
 
+    def kept(self, owner: object, make: Callable[[], T]) -> T:
+        """Return what `make` gives, made once for each owner.
+
+        So what a directive finds in its check is there when it is applied.
+        """
+        found = self._kept.get(id(owner))
+        if found is None:
+            found = self._kept[id(owner)] = owner, make()
+        return cast(T, found[1])
+
     def turns(self, selection: Where) -> list[tuple[Node, int]]:
         """Return the selected nodes microbatch by microbatch, in topological order.
 
@@ -77,12 +89,6 @@ class Selecting:
 
         An order asks twice, and for very many selections, so the answer is kept.
         """
-        known = self._chains.get(id(selection))
-        if known is None:
-            known = self._chains[id(selection)] = selection, self._by_role(selection)
-        return known[1]
-
-    def _by_role(self, selection: Where) -> Mapping[str, tuple[At, ...]]:
         mb, rest = _by_mb(selection)
         if type(mb) is int and 0 <= mb < self.microbatches:
             alike = self._alike.get(rest)
@@ -169,18 +175,16 @@ def _with_op(terms: Terms) -> dict[str, Match]:
 
 def _by_mb(selection: Where) -> tuple[Match | None, Terms]:
     """Return the microbatches that a selection asks for, if it does, and its other terms."""
+    terms = selection.terms
     wanted: Match | None = None
-    rest = []
-    named_op = False
-    for term in selection.terms:
-        if term[0] == "mb":
-            wanted = term[1]
-        else:
-            rest.append(term)
-            named_op = named_op or term[0] == "op"
-    if not named_op:
-        rest.append(_COMPUTE)
-    return wanted, tuple(rest)
+    for k, (name, value) in enumerate(terms):
+        if name == "mb":
+            wanted, terms = value, terms[:k] + terms[k + 1 :]
+            break
+    for name, _ in terms:
+        if name == "op":
+            return wanted, terms
+    return wanted, (*terms, _COMPUTE)
 
 
 _COMPUTE = ("op", "compute")

@@ -103,6 +103,7 @@ class InstrTemplate:
     stream: str
     parts: tuple[PartTemplate, ...]
     seconds: float | None = None
+    kind: int = 0
 
     @property
     def channel(self) -> str:
@@ -181,10 +182,12 @@ class InstrTable(Sequence[Instr]):
     def each(self, fact: Callable[[Instr], T]) -> list[T]:
         """Return a fact of each instruction that is the same for all of a template, asked once for each template."""
         known: dict[int, T] = {}
-        for i, k in enumerate(self.used):
-            if k not in known:
-                known[k] = fact(self[i])
-        return [known[k] for k in self.used]
+        kinds = [t.kind for t in self.templates]
+        used = [kinds[k] for k in self.used]
+        for i, kind in enumerate(used):
+            if kind not in known:
+                known[kind] = fact(self._bare(i, self.values.name))
+        return [known[kind] for kind in used]
 
     @cached_property
     def _places(self) -> list[int]:
@@ -197,6 +200,13 @@ class InstrTable(Sequence[Instr]):
         return out
 
     def _instr(self, i: int, name: Callable[[int], str]) -> Instr:
+        bare = self._bare(i, name)
+        waits = tuple([(self.templates[self.used[j]].stream, self._places[j]) for j in self.waits[i]])
+        early, made = (tuple([name(v) for v in vs.get(i, ())]) for vs in (self.early, self.made))
+        return Instr(bare.stream, bare.parts, waits, early, made, bare.seconds)
+
+    def _bare(self, i: int, name: Callable[[int], str]) -> Instr:
+        """Return an instruction without what is not said by its template and microbatch."""
         template, mb = self.templates[self.used[i]], self.mbs[i]
         shift = mb if mb > 0 else 0
         parts = []
@@ -204,9 +214,7 @@ class InstrTable(Sequence[Instr]):
             own = mb + p.ahead
             reads, writes, frees = (tuple([name(v + shift) for v in vs]) if vs else () for vs in (p.reads, p.writes, p.frees))
             parts.append(Part(named(p.node, p.tail, own), p.op, own, reads, writes, frees))
-        waits = tuple([(self.templates[self.used[j]].stream, self._places[j]) for j in self.waits[i]])
-        early, made = (tuple([name(v) for v in vs.get(i, ())]) for vs in (self.early, self.made))
-        return Instr(template.stream, tuple(parts), waits, early, made, template.seconds)
+        return Instr(template.stream, tuple(parts), seconds=template.seconds)
 
     def written(self) -> Iterator[int]:
         """Yield the numbers of the values that are written, in program order."""

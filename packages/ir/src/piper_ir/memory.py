@@ -2,8 +2,7 @@
 
 `Plan` defines the rules, `part_peak` what a part holds while it runs. `steps` is the stream; the peak, the curve
 (`scan`), the owners at the peak (`memory_owners`) and a snapshot of the allocator (`piper_simulator.memory.snapshot`)
-fold over it. What an instruction does to memory is an `Effect`, found once for all microbatches of a template of a
-table.
+fold over it. An `Effect` is what an instruction does to memory; a template of a table has one.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ BytesByCategory = Mapping[Category, int]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Say how many bytes instruction `instr` of a role holds at most, in all and by category (empty ones are absent)."""
+    """Say how many bytes instruction `instr` of a role holds at most, in all and by category (none that is empty)."""
 
     instr: int
     total: int
@@ -105,12 +104,12 @@ def scan(plan: Plan, role: RolePlan) -> Iterator[Usage]:
     It needs no peak fields and takes time linear in the values of the role. Raises PlanError when a value is freed that
     is not alive.
     """
-    yield from _walk(plan, role).curve()
+    yield from _walk(plan, role, _Uses(plan)).curve()
 
 
 def peak(plan: Plan, role: RolePlan) -> Usage:
     """Return the first fullest moment of a role; what computes nothing holds what it has from the start."""
-    return _walk(plan, role).peak()
+    return _walk(plan, role, _Uses(plan)).peak()
 
 
 def _fullest(start: int, steps: Iterable[tuple[int, int, int]]) -> int:
@@ -127,8 +126,9 @@ def _fullest(start: int, steps: Iterable[tuple[int, int, int]]) -> int:
 def with_peaks(plan: Plan) -> Plan:
     """Return the plan with `peak_bytes`, `peak_at` and `peak_by_category` of every role filled in."""
     roles = []
+    uses = _Uses(plan)
     for role in plan.roles:
-        most = peak(plan, role)
+        most = _walk(plan, role, uses).peak()
         roles.append(replace(role, peak_bytes=most.total, peak_at=most.instr, peak_by_category=most.bytes))
     return replace(plan, roles=tuple(roles))
 
@@ -170,8 +170,8 @@ class _Uses:
 class _Walk(Generic[V]):
     """Walk the memory of a role through its program; `first` are the values that are there from the start."""
 
-    def __init__(self, plan: Plan, role: RolePlan) -> None:
-        self.plan, self.role, self.uses = plan, role, _Uses(plan)
+    def __init__(self, plan: Plan, role: RolePlan, uses: _Uses) -> None:
+        self.plan, self.role, self.uses = plan, role, uses
 
     def changes(self) -> Iterator[_Change[V]]:
         """Yield the steps as bytes."""
@@ -230,32 +230,33 @@ class _Walk(Generic[V]):
         """Fold the parts of an instruction."""
         most: int | None = None
         more = 0
-        live: Counter[Category] = Counter()
-        fullest: Counter[Category] = Counter()
+        live: dict[Category, int] = {}
+        fullest: BytesByCategory = {}
+        size, category = self.size, self.category
         for part in parts:
-            sizes = {v: self.size(v) for v in (*part.reads, *part.writes)}
+            sizes = {v: size(v) for v in (*part.reads, *part.writes)}
             use = self.uses.of(part, sizes)
             for v in part.writes:
-                live[self.category(v)] += sizes[v]
+                owner = category(v)
+                live[owner] = live.get(owner, 0) + sizes[v]
                 more += sizes[v]
             if most is None or more + use.beside > most:
                 most, fullest = more + use.beside, self._at_fullest(live, use)
             for v in part.frees:
-                size = self.size(v)
-                live[self.category(v)] -= size
-                more -= size
+                owner, nbytes = category(v), size(v)
+                live[owner] = live.get(owner, 0) - nbytes
+                more -= nbytes
         return Effect(most or 0, fullest, more, live)
 
-    def _at_fullest(self, live: Counter[Category], use: PartUse[PartLike[V]]) -> Counter[Category]:
+    def _at_fullest(self, live: BytesByCategory, use: PartUse[PartLike[V]]) -> BytesByCategory:
         """Return the bytes by category when a part, its writes allocated, is at its fullest moment."""
-        out = live.copy()
+        out = dict(live)
         if use.beside >= 0:
-            out["workspace"] += use.beside
-            return out
+            return out | {"workspace": use.beside} if use.beside else out
         gone = -use.beside  # some of the inputs that die here were given back already
         for v in use.part.frees:
             early = min(gone, self.size(v))
-            out[self.category(v)] -= early
+            out[self.category(v)] = out.get(self.category(v), 0) - early
             gone -= early
         return out
 
@@ -287,8 +288,8 @@ class _Walk(Generic[V]):
 class _NamedWalk(_Walk[str]):
     """Walk any program, value by value."""
 
-    def __init__(self, plan: Plan, role: RolePlan) -> None:
-        super().__init__(plan, role)
+    def __init__(self, plan: Plan, role: RolePlan, uses: _Uses) -> None:
+        super().__init__(plan, role, uses)
         self.kinds = plan.kinds
         self.sizes: dict[int, int] = {}
 
@@ -330,8 +331,8 @@ class _NamedWalk(_Walk[str]):
 class _TableWalk(_Walk[int]):
     """Walk a program that is a table, template by template."""
 
-    def __init__(self, plan: Plan, role: RolePlan, table: InstrTable) -> None:
-        super().__init__(plan, role)
+    def __init__(self, plan: Plan, role: RolePlan, uses: _Uses, table: InstrTable) -> None:
+        super().__init__(plan, role, uses)
         self.table, self.count = table, table.values.count
         self.sizes, self.kinds = table.values.nbytes, table.values.kinds
         self.effects = [self.effect(t.parts) if t.stream == COMPUTE else None for t in table.templates]
@@ -382,12 +383,12 @@ class _TableWalk(_Walk[int]):
         return self._change(at, effect)
 
 
-def _walk(plan: Plan, role: RolePlan) -> _NamedWalk | _TableWalk:
+def _walk(plan: Plan, role: RolePlan, uses: _Uses) -> _NamedWalk | _TableWalk:
     table, kinds = role.program, plan.kinds
     if isinstance(table, InstrTable) and isinstance(kinds, TableKinds) and kinds.are_of(table):
         if role.allocs_first == tuple(map(table.values.name, table.first)):
-            return _TableWalk(plan, role, table)
-    return _NamedWalk(plan, role)
+            return _TableWalk(plan, role, uses, table)
+    return _NamedWalk(plan, role, uses)
 
 
 def _add(live: Counter[Category], more: BytesByCategory, times: int) -> None:

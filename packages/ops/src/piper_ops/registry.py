@@ -78,7 +78,8 @@ class PortableOp:
 FLASH = "flash"
 """The lowering that attention's formulas assume.
 
-A causal call skips what is masked, and no T x T matrix crosses memory. Among the lowerings in `piper_ops.lowering`, "math" does neither.
+A causal call skips what is masked, and no T x T matrix crosses memory. Among the lowerings in `piper_ops.lowering`,
+"math" does neither.
 """
 
 

@@ -1,6 +1,6 @@
 """Read what a result folder holds, strictly.
 
-The files are described in `piper.results`; a folder has those of the commands that wrote to it.
+The files are described in `piper.api.results`; a folder has those of the commands that wrote to it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""Executes a plan: in one process (inline), in one process per rank (processes), or in one Ray actor per rank (ray)."""
+"""Execute a plan: in one process (inline), in one process per rank (processes), or in one Ray actor per rank (ray).
 
-from piper_runtime.job import Job, Precision
-from piper_runtime.rng import rng_seed
-from piper_runtime.run import Run, execute
+Other packages import what they need from here or from one of the folders, which build on each other in this order:
+`rank`, `engine`, `transport`, `profile`, `launch`. Importing this package does not import Ray.
+"""
+
+from piper_runtime.launch import Run, execute
+from piper_runtime.rank import Job, Precision, rng_seed
 
 __all__ = ["Job", "Precision", "Run", "execute", "rng_seed"]

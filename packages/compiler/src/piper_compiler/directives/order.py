@@ -24,14 +24,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any, Literal
 
 from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
-from piper_ir.errors import DirectiveError, SelectorError
-from piper_ir.graph import At, Graph, Node, OverlapGroup
+from piper_ir.errors import DirectiveError
+from piper_ir.graph import At, Editor, Graph, Node, OverlapGroup
 from piper_ir.graph_parts import in_mbs, mbs_of
 from piper_ir.select import Where
+
+Chains = tuple[Where, Mapping[str, tuple[At, ...]]]
+"""A selection, and its nodes on each role along the program."""
 
 
 @dataclass(frozen=True, init=False)
@@ -104,16 +107,10 @@ class Order:
             raise fail(self, 1, "an order needs at least two selections")
         self._check_overlaps()
         selected = [pair for item in self._selected(graph) for pair in item]
-        seen: set[At] = set()
-        devices: Counter[str] = Counter()
-        total = 0
-        for _, chains in selected:
-            for nodes in chains.values():
-                seen.update(nodes)
-                total += len(nodes)
-            devices.update(chains.keys())
-        if len(seen) < total:
+        every = [nodes for _, chains in selected for nodes in chains.values()]
+        if len(set(chain.from_iterable(every))) < sum(map(len, every)):
             raise self._twice(graph)
+        devices = Counter([role for _, chains in selected for role in chains])
         if graph.roles and "" in devices:
             unplaced = next(nodes for _, chains in selected for role, nodes in chains.items() if not role)
             raise fail(self, 3, f"{names(graph, _each(graph, unplaced))} is not placed; write place before order")
@@ -142,48 +139,64 @@ class Order:
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
+        if not self.overlaps:
+            self._in_turn(edit, self._selected(graph))
+            return edit.done()
         last: dict[str, list[At]] = {}
         edges, applied = edit.order_edges, edit.applied
         for item in self._selected(graph):
-            chains: dict[str, list[tuple[At, ...]]] = {}  # role -> the nodes of each selection that has some there
+            members: dict[str, list[tuple[At, ...]]] = {}  # role -> the nodes of each selection that has some there
             for _, mine in item:
                 for role, nodes in mine.items():
-                    chains.setdefault(role, []).append(nodes)
-            for role, members in chains.items():
-                for member in members:
+                    members.setdefault(role, []).append(nodes)
                     for before in last.get(role, ()):
-                        edges.setdefault((before, member[0]), applied)
-                    for before, after in pairwise(member):
-                        edges.setdefault((before, after), applied)
-                last[role] = [member[-1] for member in members]
-                if len(members) > 1:
-                    edit.overlaps.append(OverlapGroup(tuple(members), edit.applied))
+                        edges.setdefault((before, nodes[0]), applied)
+                    if len(nodes) > 1:
+                        for pair in pairwise(nodes):
+                            edges.setdefault(pair, applied)
+            for role, several in members.items():
+                last[role] = [nodes[-1] for nodes in several]
+                if len(several) > 1:
+                    edit.overlaps.append(OverlapGroup(tuple(several), applied))
         return edit.done()
+
+    def _in_turn(self, edit: Editor, selected: list[list[Chains]]) -> None:
+        """Return one selection after the other."""
+        last: dict[str, At] = {}
+        edges, applied = edit.order_edges, edit.applied
+        for item in selected:
+            for _, chains in item:
+                for role, nodes in chains.items():
+                    before = last.get(role)
+                    for node in nodes:
+                        if before is not None and (pair := (before, node)) not in edges:
+                            edges[pair] = applied
+                        before = node
+                    last[role] = nodes[-1]
 
     def _items(self) -> Iterator[tuple[Where, ...]]:
         """Yield the places of the order: one selection each, or those of an overlap."""
+        if not self.overlaps:
+            yield from ((selection,) for selection in self.selections)
+            return
         numbers, k = dict(self.overlaps), 0
         while k < len(self.selections):
             n = numbers.get(k, 1)
             yield self.selections[k : k + n]
             k += n
 
-    def _selected(self, graph: Graph) -> list[list[tuple[Where, Mapping[str, tuple[At, ...]]]]]:
+    def _selected(self, graph: Graph) -> list[list[Chains]]:
         """Return the items with the nodes of their selections by role.
 
         Selections that may be missing and are missing are left out.
         """
-        out = []
-        for item in self._items():
-            found = []
-            for selection in item:
-                try:
-                    found.append((selection, graph.chains(selection) or _none(self, graph, selection)))
-                except SelectorError:
-                    if self.missing != "skip" or not has_no_such_phase(graph, selection):
-                        raise
-            out.append(found)
-        return out
+        return graph.kept(self, lambda: [[c for s in item if (c := self._chains(graph, s))[1]] for item in self._items()])
+
+    def _chains(self, graph: Graph, selection: Where) -> Chains:
+        found = graph.chains(selection)
+        if not found and (self.missing != "skip" or not has_no_such_phase(graph, selection)):
+            compute_nodes(self, graph, selection)  # says that there are none
+        return selection, found
 
 
 def has_no_such_phase(graph: Graph, selection: Where) -> bool:
@@ -201,12 +214,6 @@ def has_no_such_phase(graph: Graph, selection: Where) -> bool:
 
 def _each(graph: Graph, places: Iterable[At]) -> list[Node]:
     return [in_mbs(node, mbs_of((mb,)) if mb >= 0 else None) for id, mb in places if (node := graph.at((id, mb)))]
-
-
-def _none(item: Order, graph: Graph, selection: Where) -> dict[str, tuple[At, ...]]:
-    """Say that a selection matches nothing."""
-    assert not compute_nodes(item, graph, selection)
-    return {}
 
 
 def _order(terms: Iterable[Any], missing: Literal["error", "skip"], overlaps: tuple[tuple[int, int], ...], site: str) -> Order:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import TypeVar
 
 import numpy as np
@@ -74,16 +74,16 @@ def dependencies(graph: Graph) -> Dependencies:
     """Find all edges, in time linear in their number."""
     found = _Edges(graph)
     nodes, starts = found.nodes, found.starts
-    of = [k for k, node in enumerate(nodes) for _ in node.each]
-    mb = [mb for node in nodes for mb in node.each]
+    of: list[int] = np.repeat(np.arange(len(nodes)), int_array(len(node.each) for node in nodes)).tolist()
+    mb = list(chain.from_iterable([node.each for node in nodes]))
     kinds = [isinstance(n.op, COMM) for n in nodes]
     pairs = found.pairs(graph.order_edges)
     source, target = found.columns(pairs)
     joined: dict[int, tuple[int, ...]] = {}
     if graph.overlaps:
         source, target, joined = _join(source, target, [tuple(map(found.number, span)) for span in spans(graph)])
-    asked = [applied < len(graph.log) for applied in graph.order_edges.values()]
-    ordered = {i for pair, written in zip(pairs, asked, strict=True) if written for i in pair}
+    written = len(graph.log)
+    ordered = {i for pair, applied in zip(pairs, graph.order_edges.values(), strict=True) if applied < written for i in pair}
     ordered |= {found.number(at) for group in graph.overlaps for at in group.nodes}
     adds = {key: np.concatenate([found.numbers(k) for k in mine]) for key, mine in found.accumulators.items()}
     after = targets(source, target, len(of))

@@ -61,6 +61,7 @@ class _Trace:
 
     order: dict[int, int] = field(default_factory=dict)
     then: dict[tuple[int, int], _Trace] = field(default_factory=dict)
+    known: dict[Dying, int] = field(default_factory=dict)
 
     def after(self, template: _Template, ahead: int) -> _Trace:
         """Return the trace after the parts of an instruction that are so far ahead of it."""
@@ -284,6 +285,7 @@ class _Final:
     def __init__(self, drafted: Drafted, freed: Releases) -> None:
         self.drafted = drafted
         self.dying = self._dying(freed)
+        self.start = _Trace()
 
     def _dying(self, freed: Releases) -> list[Dying]:
         """Return what dies in each instruction that computes."""
@@ -300,24 +302,48 @@ class _Final:
         """Return the templates of a role's instructions a to b, and which each uses."""
         templates: list[InstrTemplate] = []
         known: dict[object, int] = {}
-        start = _Trace()
+        kinds: dict[int, int] = {}
+        start = self.start = _Trace()
         traces: dict[int, _Trace] = {}
         out: list[int] = []
         mbs = self.drafted.mb[a:b].tolist()
         for template, mb, dying in zip(self.drafted.used[a:b], mbs, self.dying[a:b], strict=True):
-            found: list[_Trace] = []
-            if template.stream == COMPUTE and mb >= 0:
-                for n in template.aheads:
-                    trace = traces[mb + n] = traces.get(mb + n, start).after(template, n)
-                    found.append(trace)
-            key = id(template), dying, *map(id, found)
-            number = known.get(key)
+            if template.stream != COMPUTE or mb < 0 or template.aheads != (0,):
+                out.append(self._joining(template, mb, dying, traces, known, kinds, templates))
+                continue
+            before = traces.get(mb, start)
+            trace = before.then.get((id(template), 0)) or before.after(template, 0)
+            traces[mb] = trace
+            number = trace.known.get(dying)
             if number is None:
-                number = known[key] = len(templates)
-                orders = dict(zip(template.aheads, found, strict=False))
-                templates.append(_with_frees(template, orders, dying))
+                number = trace.known[dying] = len(templates)
+                kind = kinds.setdefault(id(template), len(kinds))
+                templates.append(_with_frees(template, kind, {0: trace}, dying))
             out.append(number)
         return _shared(templates, out)
+
+    def _joining(
+        self,
+        template: _Template,
+        mb: int,
+        dying: Dying,
+        traces: dict[int, _Trace],
+        known: dict[object, int],
+        kinds: dict[int, int],
+        templates: list[InstrTemplate],
+    ) -> int:
+        """Return the number of a template that joins microbatches, or is of none."""
+        found: list[_Trace] = []
+        for n in template.aheads if template.stream == COMPUTE and mb >= 0 else ():
+            trace = traces[mb + n] = traces.get(mb + n, self.start).after(template, n)
+            found.append(trace)
+        key = id(template), dying, *map(id, found)
+        number = known.get(key)
+        if number is None:
+            number = known[key] = len(templates)
+            kind = kinds.setdefault(id(template), len(kinds))
+            templates.append(_with_frees(template, kind, dict(zip(template.aheads, found, strict=False)), dying))
+        return number
 
 
 def _ahead(made: Made, n: int) -> Made:
@@ -331,7 +357,7 @@ def _ahead(made: Made, n: int) -> Made:
     return Made(replace(part, reads=reads, writes=writes, ahead=n), *others)
 
 
-def _with_frees(template: _Template, traces: Mapping[int, _Trace], dying: Dying) -> InstrTemplate:
+def _with_frees(template: _Template, kind: int, traces: Mapping[int, _Trace], dying: Dying) -> InstrTemplate:
     """Return an instruction whose parts free first what is sent, then the others by their first use.
 
     `dying` lists them.
@@ -345,7 +371,7 @@ def _with_frees(template: _Template, traces: Mapping[int, _Trace], dying: Dying)
             others.sort(key=lambda v: order[v - ahead])
         frees = (*sent, *others)
         parts.append(replace(made.part, frees=frees) if frees else made.part)
-    return InstrTemplate(template.stream, tuple(parts), template.given)
+    return InstrTemplate(template.stream, tuple(parts), template.given, kind)
 
 
 def _shared(templates: list[InstrTemplate], used: list[int]) -> tuple[list[InstrTemplate], list[int]]:

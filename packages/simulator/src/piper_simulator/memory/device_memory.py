@@ -38,7 +38,7 @@ def communicator_bytes(channels: int = NCCL_CHANNELS, received: int = RECEIVED) 
 def pair_bytes(channels: int = NCCL_CHANNELS) -> int:
     """Return the bytes of the buffers of a communicator of two ranks on which one broadcasts to the other.
 
-    That is how `piper_runtime.nccl` sends: a ring alone. It was not measured."""
+    That is how `piper_runtime.transport.nccl` sends: a ring alone. It was not measured."""
     return communicator_bytes(channels, 1)
 
 

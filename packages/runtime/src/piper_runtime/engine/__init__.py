@@ -1,0 +1,20 @@
+"""Run the bound instructions of a rank in the plan's order, on streams of the CPU or of a device, and record times and memory.
+
+May import: rank.
+"""
+
+from piper_runtime.engine.cuda_streams import CudaApi, CudaStreams, StagedStreams
+from piper_runtime.engine.engine import Engine
+from piper_runtime.engine.memory import MemoryRecord
+from piper_runtime.engine.streams import HEART_SLOTS, CpuStreams, Posted
+
+__all__ = [
+    "CpuStreams",
+    "CudaApi",
+    "CudaStreams",
+    "Engine",
+    "HEART_SLOTS",
+    "MemoryRecord",
+    "Posted",
+    "StagedStreams",
+]

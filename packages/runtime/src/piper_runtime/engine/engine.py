@@ -1,0 +1,142 @@
+"""The real engine of one rank: one issue loop in program order over the streams of a backend."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from piper_ir.errors import ExecutionError, PiperError
+from piper_runtime.engine.memory import Counter
+from piper_runtime.engine.streams import ISSUED, STEP, Heartbeat, Posted, StreamAborted, StreamBackend
+from piper_runtime.engine.trace import TimedSpan
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundComm, Rank
+
+Communicate = Callable[[BoundComm], Thunk]
+"""Binds a communication to a communicator: the closure that runs it and returns when it is done."""
+T = TypeVar("T")
+SpanRecorder = Callable[[int, Thunk, list[TimedSpan]], Thunk]
+"""Wraps the work of an instruction, so that its span is in the list when the step is done."""
+
+
+class PeerError(ExecutionError):
+    """A communication failed; most often because its peer has."""
+
+
+class Engine:
+    """Steps of one rank. With `trace`, steps can be run as `traced`: then `spans` holds the timings of the last one, which
+    `clock` takes (default: the host's clock). On the CPU the communication of a traced step is posted as in any other, but
+    threads watch for its end, and cost about 30 us where one has to wake another."""
+
+    def __init__(
+        self, rank: Rank, backend: StreamBackend, communicate: Communicate, heart: Heartbeat, *, trace: bool = False,
+        clock: SpanRecorder | None = None,
+    ):  # fmt: skip
+        self.spans: list[TimedSpan] = []
+        self._rank, self._backend, self._heart = rank, backend, heart
+        self._works = [e.work if e.work is not None else self._communication(communicate, e.comm, e.index) for e in rank.entries]
+        self._issues = self._bind(self._works)
+        # A second binding, with a clock around every instruction, so that steps without it pay nothing.
+        clock = clock or _host_clock
+        self._traced = self._bind([clock(i, w, self.spans) for i, w in enumerate(self._works)]) if trace else None
+
+    def _bind(self, works: list[Thunk]) -> list[Thunk]:
+        return [self._backend.bind(e.index, e.stream, e.waits, w) for e, w in zip(self._rank.entries, works, strict=True)]
+
+    def _communication(self, communicate: Communicate, comm: BoundComm | None, index: int) -> Thunk:
+        assert comm is not None
+        work = communicate(comm)
+
+        def named(run: Callable[[], T]) -> Callable[[], T]:
+            def call() -> T:
+                try:
+                    return run()
+                except Exception as e:
+                    raise self._failed(index, e, comm) from e
+
+            return call
+
+        return Posted(named(lambda: named(work.start()))) if isinstance(work, Posted) else named(work)
+
+    def step(self, step: int, *, traced: bool = False, counter: Counter | None = None) -> None:
+        """Run one optimizer step. ExecutionError names rank, step, instruction and peer; other PiperErrors come as they are."""
+        rank, heart = self._rank, self._heart
+        issues = self._issues
+        if traced:
+            assert self._traced is not None, "the engine was made without trace"
+            issues = self._traced
+            self.spans.clear()
+        heart[STEP], index = step, -1
+        with torch.no_grad():
+            try:
+                self._backend.begin()
+                if counter is not None:
+                    self._counted(step, issues, counter)
+                else:
+                    rank.begin(step)
+                    for index, issue in enumerate(issues):
+                        heart[ISSUED] = index
+                        issue()
+                self._backend.synchronize()
+                rank.end()
+            except StreamAborted:
+                assert self._backend.error is not None
+                raise self._backend.error from None
+            except PiperError:
+                raise
+            except Exception as e:
+                raise self._failed(max(heart[ISSUED], 0), e) from e
+
+    def _counted(self, step: int, issues: list[Thunk], counter: Counter) -> None:
+        with counter.during(-1):
+            self._rank.begin(step)
+        for entry, issue in zip(self._rank.entries, issues, strict=True):
+            self._heart[ISSUED] = entry.index
+            if entry.work is None:
+                issue()
+                continue
+            with counter.during(entry.index):
+                issue()
+
+    def _failed(self, index: int, error: Exception, comm: BoundComm | None = None) -> ExecutionError:
+        entry = self._rank.entries[index]
+        found = f"value {error} is not there" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+        place = f"rank {self._rank.rank}, step {self._rank.step}, instruction {index} ({entry.name} on {entry.stream})"
+        if comm is None:
+            return ExecutionError(f"{place}: {found}")
+        peers = ", ".join(str(p) for p in comm.peers if p != self._rank.rank)
+        return PeerError(f"{place}: {comm.kind} with rank {peers} on channel {comm.channel} failed: {found}")
+
+
+def _host_clock(index: int, work: Thunk, spans: list[TimedSpan]) -> Thunk:
+    now = time.perf_counter
+    if isinstance(work, Posted):
+        return _clocked_post(index, work, spans)
+
+    def run() -> None:
+        start = now()
+        work()
+        spans.append((index, start, now()))
+
+    return run
+
+
+def _clocked_post(index: int, work: Posted, spans: list[TimedSpan]) -> Posted:
+    """A span from the moment of posting to the end. Of gloo only a thread that waits learns when a transfer ends: a send or a
+    receive has no callback and cannot be polled."""
+    now = time.perf_counter
+
+    def post() -> Thunk:
+        start = now()
+        finish = work.start()
+
+        def watch() -> None:
+            finish()
+            spans.append((index, start, now()))
+
+        return watch
+
+    return Posted(post, watched=True)

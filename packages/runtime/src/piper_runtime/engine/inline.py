@@ -1,0 +1,219 @@
+"""All ranks of a plan in one process and one thread; communication is a copy. For tests and debugging: milliseconds per step.
+
+The order is that of the real engine: each rank issues its program in order, compute runs when it is issued and holds back what
+comes after it, communication goes on beside it on its stream, in order, and meets its peers (a send ends when the peer
+receives)."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import assert_never
+
+import torch
+
+from piper_ir.collectives import Law
+from piper_ir.errors import ExecutionError, PiperError
+from piper_ir.plan import COMPUTE
+from piper_runtime.engine.memory import Counter
+from piper_runtime.engine.trace import TimedSpan
+from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank
+
+
+@dataclass
+class _State:
+    """How far one rank is in its step."""
+
+    rank: Rank
+    counter: Counter | None
+    issued: int = 0
+    done: dict[str, int] = field(default_factory=dict)
+    queues: dict[str, deque[BoundInstr]] = field(default_factory=dict)
+    posted: set[str] = field(default_factory=set)
+    posted_at: dict[str, float] = field(default_factory=dict)
+    spans: list[TimedSpan] = field(default_factory=list)
+
+    def ready(self, entry: BoundInstr) -> bool:
+        return all(self.done.get(stream, 0) >= n for stream, n in entry.waits)
+
+    @property
+    def finished(self) -> bool:
+        return self.issued == len(self.rank.entries) and not any(self.queues.values())
+
+
+class InlineEngine:
+    """Runs steps of ranks that are bound to one plan. `counters`: rank -> counter that observes that rank's memory."""
+
+    def __init__(self, ranks: Sequence[Rank], counters: dict[int, Counter] | None = None):
+        self._ranks = ranks
+        self.counters = counters or {}
+
+    def step(self, step: int) -> dict[int, list[TimedSpan]]:
+        """Run one optimizer step; returns the spans of every rank. ExecutionError: a part raised (named, with its rank), or no
+        rank can go on (who waits for what)."""
+        states = {r.rank: _State(r, self.counters.get(r.rank)) for r in self._ranks}
+        with torch.no_grad():
+            for state in states.values():
+                self._observed(state, -1, lambda state=state: state.rank.begin(step))
+            waiting = deque(states.values())
+            while waiting:
+                state = waiting.popleft()
+                woken = self._advance(state, states)
+                waiting.extend(s for s in woken if s not in waiting)
+            if not all(s.finished for s in states.values()):
+                raise ExecutionError(f"step {step}: deadlock; " + "; ".join(_stuck(s) for s in states.values() if not s.finished))
+            for state in states.values():
+                state.rank.end()
+        return {r: s.spans for r, s in states.items()}
+
+    def _advance(self, state: _State, states: dict[int, _State]) -> list[_State]:
+        """Go on with one rank until it blocks; returns the ranks that a communication has set free."""
+        woken: list[_State] = []
+        moved = True
+        while moved:
+            moved = self._issue(state)
+            for stream in [s for s, q in state.queues.items() if q]:
+                partners = self._communicate(state, stream, states)
+                moved = moved or partners is not None
+                woken += [p for p in partners or () if p is not state]
+        return woken
+
+    def _issue(self, state: _State) -> bool:
+        entries, moved = state.rank.entries, False
+        while state.issued < len(entries):
+            entry = entries[state.issued]
+            if entry.comm is not None:
+                state.queues.setdefault(entry.stream, deque()).append(entry)
+            elif state.ready(entry):
+                self._run(state, entry)
+            else:
+                break
+            state.issued += 1
+            moved = True
+        return moved
+
+    def _run(self, state: _State, entry: BoundInstr) -> None:
+        assert entry.work is not None
+        start = time.perf_counter()
+        try:
+            self._observed(state, entry.index, entry.work)
+        except PiperError:
+            raise
+        except Exception as e:
+            raise failure(state.rank, entry, e) from e
+        state.spans.append((entry.index, start, time.perf_counter()))
+        state.done[COMPUTE] = state.done.get(COMPUTE, 0) + 1
+
+    def _observed(self, state: _State, index: int, work: object) -> None:
+        assert callable(work)
+        if state.counter is None:
+            work()
+            return
+        with state.counter.during(index):
+            work()
+
+    def _communicate(self, state: _State, stream: str, states: dict[int, _State]) -> list[_State] | None:
+        """Try the head of a communication stream. None when it must wait; else the ranks that took part."""
+        entry = state.queues[stream][0]
+        if not state.ready(entry):
+            return None
+        comm = entry.comm
+        assert comm is not None
+        if comm.channel not in state.posted:
+            state.posted.add(comm.channel)
+            state.posted_at[comm.channel] = time.perf_counter()
+        members = [states[p] for p in comm.peers]
+        if not all(comm.channel in m.posted for m in members):
+            return None
+        heads = [_head(m, comm) for m in members]
+        _transfer(heads, [_ends(m, h) for m, h in zip(members, heads)])
+        end = time.perf_counter()
+        for member, head in zip(members, heads):
+            member.posted.discard(comm.channel)
+            member.queues[head.stream].popleft()
+            member.done[head.stream] = member.done.get(head.stream, 0) + 1
+            member.spans.append((head.index, member.posted_at[comm.channel], end))
+        return members
+
+
+def _head(state: _State, comm: BoundComm) -> BoundInstr:
+    """The entry with which a rank has posted on a channel: the head of the one stream that uses it."""
+    return next(q[0] for q in state.queues.values() if q and q[0].comm is not None and q[0].comm.channel == comm.channel)
+
+
+def _ends(state: _State, entry: BoundInstr) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tensor that a member gives, and the one that it gets."""
+    assert entry.comm is not None
+    try:
+        given = entry.comm.operand()
+        return given, given if entry.comm.result is None else entry.comm.result()
+    except Exception as e:
+        raise failure(state.rank, entry, e) from e
+
+
+def _transfer(heads: list[BoundInstr], ends: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    given, got = [g for g, _ in ends], [g for _, g in ends]
+    kinds = [h.comm.kind for h in heads if h.comm is not None]
+    law = None if heads[0].comm is None else heads[0].comm.law
+    specs = {(t.shape, t.dtype) for t in given}
+    if len(specs) > 1 or (len(set(kinds)) > 1 if law is not None else kinds != ["send", "recv"]):
+        met = ", ".join(f"{h.name} with {t.dtype} {tuple(t.shape)}" for h, t in zip(heads, given))
+        raise ExecutionError(f"instructions that do not fit together meet on a channel: {met}")
+    if law is None:
+        got[1].copy_(given[0])
+        return
+    for target, found in zip(got, collected(law, given), strict=True):
+        target.copy_(found)
+    if law.spoils:
+        for tensor in given:
+            tensor.fill_(_SPOILED)
+
+
+_SPOILED = 113
+"""Stands in what a collective has left undefined, so that a plan that reads it is seen to be wrong."""
+
+
+def collected(law: Law, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what each member of a collective gets, when the members, in the order of ranks, give these."""
+    match law.result:
+        case "blocks" if law.reads == "whole":
+            blocks = [t.chunk(len(given)) for t in given]
+            return [torch.cat(column) for column in zip(*blocks, strict=True)]
+        case "blocks":
+            return [torch.cat(given)] * len(given)
+        case "sum":
+            whole = given[0].clone()
+            for other in given[1:]:
+                whole += other
+        case "first":
+            whole = given[0].clone()
+        case _:
+            assert_never(law.result)
+    return list(whole.chunk(len(given))) if law.writes == "part" else [whole] * len(given)
+
+
+def failure(rank: Rank, entry: BoundInstr, error: BaseException) -> ExecutionError:
+    """An exception of a part as an error that names where it happened."""
+    found = f"value {error} is not there" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
+    return ExecutionError(
+        f"rank {rank.rank}, step {rank.step}, instruction {entry.index} ({entry.name} on {entry.stream}): {found}"
+    )
+
+
+def _stuck(state: _State) -> str:
+    rank = state.rank
+    heads = [q[0] for q in state.queues.values() if q]
+    if state.issued < len(rank.entries):
+        heads.insert(0, rank.entries[state.issued])
+    return ", ".join(f"rank {rank.rank} is at {e.name} on {e.stream}, which waits for {_reason(state, e)}" for e in heads)
+
+
+def _reason(state: _State, entry: BoundInstr) -> str:
+    unmet = [f"{n} of {s} (done {state.done.get(s, 0)})" for s, n in entry.waits if state.done.get(s, 0) < n]
+    if unmet:
+        return " and ".join(unmet)
+    assert entry.comm is not None
+    peers = [p for p in entry.comm.peers if p != state.rank.rank]
+    return f"its peers {', '.join(map(str, peers))} on channel {entry.comm.channel}"

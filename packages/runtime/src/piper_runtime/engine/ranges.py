@@ -1,0 +1,68 @@
+"""Instructions as ranges in profilers: the names that a plan prints, around what runs for them.
+
+torch.profiler shows them as `record_function`, Nsight Systems as NVTX ranges in processes that use CUDA. Bound once per run, so
+that a run without them pays nothing; each costs some microseconds of host time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from piper_runtime.engine.engine import Communicate
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank
+
+T = TypeVar("T")
+
+
+def ranged(name: str, call: Callable[[], T], *, nvtx: bool = False) -> Callable[[], T]:
+    """A call inside a range. nvtx: also one of NVTX."""
+
+    def run() -> T:
+        with torch.profiler.record_function(name):
+            return call()
+
+    if not nvtx:
+        return run
+
+    def run_with_nvtx() -> T:
+        torch.cuda.nvtx.range_push(name)
+        try:
+            return run()
+        finally:
+            torch.cuda.nvtx.range_pop()
+
+    return run_with_nvtx
+
+
+def named_instructions(rank: Rank, communicate: Communicate) -> Communicate:
+    """Put a range around every instruction of a rank's compute; returns what binds its communications like `communicate`, each
+    with a range."""
+    nvtx = torch.cuda.is_initialized()
+    names = {id(entry.comm): entry.name for entry in rank.entries if entry.comm is not None}
+    rank.entries = tuple(_named(entry, nvtx) for entry in rank.entries)
+
+    def bind(comm: BoundComm) -> Thunk:
+        return ranged(names[id(comm)], communicate(comm), nvtx=nvtx)
+
+    return bind
+
+
+def name_inline(rank: Rank) -> None:
+    """Put a range around every instruction of a rank that runs inline. Its engine copies tensors by itself: the range of a
+    communication is around taking the tensor that it is about."""
+    nvtx = torch.cuda.is_initialized()
+
+    def operand(entry: BoundInstr) -> BoundInstr:
+        if entry.comm is None:
+            return entry
+        return replace(entry, comm=replace(entry.comm, operand=ranged(entry.name, entry.comm.operand, nvtx=nvtx)))
+
+    rank.entries = tuple(operand(_named(entry, nvtx)) for entry in rank.entries)
+
+
+def _named(entry: BoundInstr, nvtx: bool) -> BoundInstr:
+    return entry if entry.work is None else replace(entry, work=ranged(entry.name, entry.work, nvtx=nvtx))

@@ -1,0 +1,119 @@
+"""What pools of workers share, however their workers are started."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+from piper_ir.errors import ExecutionError, PiperError
+from piper_ir.plan import Plan
+from piper_runtime.launch.interrupt import PATIENCE_S
+from piper_runtime.launch.progress import OnStep, Progress
+from piper_runtime.launch.report import Interrupted
+from piper_runtime.launch.watch import Watch, WatchedTeam
+
+NOTICE_S = 0.1
+"""Ranks that are told to end their run notice it within that time, on a busy machine."""
+
+
+class Team(WatchedTeam, Protocol):
+    """Running workers, one per rank."""
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        ...
+
+    def send(self, requests: Mapping[int, Any]) -> None:
+        """Give every rank its request; what several ranks share goes once."""
+        ...
+
+    def finish_early(self, steps: int) -> bool:
+        """Let all ranks end their run together, that many steps after the one that the first of them is in. False where they
+        cannot be told."""
+        ...
+
+    def end(self) -> None:
+        """End every worker, and wait until those of this machine are gone."""
+        ...
+
+
+T = TypeVar("T", bound=Team)
+
+
+class TeamPool(ABC, Generic[T]):
+    """Workers for up to `world` ranks, for any number of runs, one at a time. They start with the first run, and again after a
+    run that failed, since its communicators are broken; they end at the latest when Python exits. Use it as a context manager,
+    or call `close`."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self._team: T | None = None
+        self._finalizer: weakref.finalize[Any, Any] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank, each on its node; empty when no workers run."""
+        return list(self._team.pids) if self._team is not None else []
+
+    def close(self) -> None:
+        """End all workers; a later run starts new ones."""
+        self._end_team()
+
+    @abstractmethod
+    def start(self) -> T:
+        """Start the workers, unless they run already. ExecutionError when they do not come up."""
+
+    def run(self, plan: Plan, requests: Mapping[int, Any], timeout_s: float, on_step: OnStep | None = None) -> dict[int, Any]:
+        """See `piper_runtime.launch.launchers.Workers`."""
+        if len(requests) > self.world:
+            raise ExecutionError(
+                f"the plan has {len(requests)} ranks, this pool has workers for {self.world}; make a larger pool"
+            )
+        progress = Progress(plan, on_step)
+        try:
+            team = self.start()
+            team.send(requests)
+            return Watch(plan, team, len(requests), timeout_s).collect(progress)
+        except KeyboardInterrupt as e:
+            reports = self._finished_early(plan, len(requests), progress)
+            self._end_team()
+            if reports:
+                raise Interrupted(reports) from e
+            raise
+        except BaseException:
+            self._end_team()
+            raise
+
+    def _finished_early(self, plan: Plan, world: int, progress: Progress) -> dict[int, Any]:
+        """Return what ranks have after a run that was interrupted: they end it together, after a step. Nothing where they cannot,
+        or do not within some steps; another interrupt goes through."""
+        if self._team is None or progress.latest is None:
+            return {}
+        step_s = progress.latest.step_s
+        ahead = 2 + math.ceil(NOTICE_S / max(step_s, 1e-6))
+        try:
+            if not self._team.finish_early(ahead):
+                return {}
+            return Watch(plan, self._team, world, PATIENCE_S + (ahead + 2) * step_s).collect(progress)
+        except (PiperError, KeyboardInterrupt):  # that it was interrupted is what matters
+            return {}
+
+    def _keep(self, team: T) -> T:
+        """A team that is coming up is ended from now on, whatever happens."""
+        self._team, self._finalizer = team, weakref.finalize(self, team.end)
+        return team
+
+    def _end_team(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._team = self._finalizer = None

@@ -1,0 +1,70 @@
+"""Steps as they finish: the losses and times of all ranks become one record per step, while the run goes on."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+
+from piper_ir.errors import NonFiniteLossError, PiperWarning
+from piper_ir.plan import Plan
+from piper_runtime.launch.report import RankReport, StepDone, StepRecord
+from piper_runtime.rank.rank import step_loss
+
+OnStep = Callable[[StepRecord], object]
+"""What a caller does with every finished step."""
+
+
+class Progress:
+    """Collects what ranks say about their steps and hands each step on when its last rank is done with it, in order. What a
+    rank says twice (in a message, later in its report) counts once. `latest`: the last step that all ranks have done."""
+
+    def __init__(self, plan: Plan, on_step: OnStep | None):
+        self._plan = plan
+        self._on_step = on_step
+        self._found: dict[int, dict[int, StepDone]] = {}
+        self._next = 0
+        self._ended: dict[int, float] = {}
+        self._warned = False
+        self.latest: StepRecord | None = None
+
+    def add(self, rank: int, done: StepDone) -> None:
+        """Take what one rank says. NonFiniteLossError when a step's loss weights add up to 0."""
+        if done.step < self._next:
+            return
+        self._found.setdefault(done.step, {})[rank] = done
+        while len(self._found.get(self._next, ())) == self._plan.mesh.world:
+            self._hand_on(self._record(self._found.pop(self._next)))
+            self._next += 1
+
+    def finish(self, reports: Mapping[int, RankReport]) -> None:
+        """Hand on what messages did not bring."""
+        for rank, report in reports.items():
+            for done in report.steps():
+                self.add(rank, done)
+
+    def _record(self, found: Mapping[int, StepDone]) -> StepRecord:
+        # Summed in the order of ranks, whoever came first: a loss has the same bits in every run.
+        loss = step_loss(self._plan, [found[rank].scalars for rank in sorted(found)])
+        if loss != loss:
+            raise NonFiniteLossError(
+                f"step {self._next}: the sum of loss weights over the global batch is 0; is every row masked?"
+            )
+        start = max(done.started for done in found.values())
+        step_s = max(done.finished - self._ended.get(rank, start) for rank, done in found.items())
+        self._ended = {rank: done.finished for rank, done in found.items()}
+        return StepRecord(self._next, loss, step_s, max(done.batch_s for done in found.values()))
+
+    def _hand_on(self, record: StepRecord) -> None:
+        self.latest = record
+        if self._on_step is None:
+            return
+        try:
+            self._on_step(record)
+        except Exception as e:  # the caller's own function may fail in any way; training must not
+            if not self._warned:
+                warnings.warn(
+                    f"on_step failed in step {record.step}: {type(e).__name__}: {e}; training goes on, and this is said once",
+                    PiperWarning,
+                    stacklevel=2,
+                )
+            self._warned = True

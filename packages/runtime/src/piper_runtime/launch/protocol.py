@@ -1,0 +1,59 @@
+"""What the launcher and the process of a rank tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from piper_runtime.launch.run_options import RunOptions
+from piper_runtime.rank import device
+from piper_runtime.rank.code import ShippedCode
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a worker is told on its command line. Descriptors are inherited."""
+
+    rank: int
+    world: int
+    pipe: int
+    lifeline: int
+    heart: str
+    store: str
+    threads: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """One training run of one rank; ranks of one role get one object.
+
+    Attributes:
+        plan: the plan, pickled once for all ranks.
+        callables: the job's callables, packed once for all ranks.
+        code: the code of the role's chunks, by chunk code and step.
+        params: initial parameters that the role holds.
+        buffers: initial buffers that the role holds.
+        seed: of random operations.
+        options: how the run goes.
+        device: the kind of device that runs take where the request is made.
+    """
+
+    plan: bytes
+    callables: bytes
+    code: dict[str, dict[str, ShippedCode]]
+    params: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    seed: int
+    options: RunOptions
+    device: str = field(default_factory=lambda: device.default)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank gave up. `kind`: the error's class name. `peer`: whether it only saw another rank fail."""
+
+    kind: str
+    message: str
+    details: str
+    peer: bool

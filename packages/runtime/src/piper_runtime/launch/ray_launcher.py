@@ -1,0 +1,309 @@
+"""One Ray actor per rank: where they are placed, how requests reach them, and what the watch sees of them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import signal
+import socket
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from piper_ir.errors import ExecutionError
+from piper_ir.plan import Plan
+from piper_runtime.engine.streams import HEART_SLOTS
+from piper_runtime.launch.environment import check_environments, environment
+from piper_runtime.launch.pool import TeamPool
+from piper_runtime.launch.progress import OnStep
+from piper_runtime.launch.ray_actor import OWN_DEVICE, RankActor, pack
+from piper_runtime.launch.ray_cluster import RayLink, connect
+from piper_runtime.launch.ray_placement import RankHost, place_ranks
+from piper_runtime.launch.report import aligned
+from piper_runtime.launch.watch import LOADING_HEART, STARTUP_S, TICK_S
+from piper_runtime.rank import device
+from piper_runtime.transport.gloo import LOOPBACK
+from piper_runtime.transport.transport import SHARED_DEVICE
+
+LOOK_AT_RAY_S = 1.0
+"""Between two looks at Ray's own processes."""
+GONE_S = 5.0
+"""How long killed actors of this machine may take to be gone."""
+CLOCK_SAMPLES = 9
+
+
+@dataclass
+class _Team:
+    """Running actors, by rank. `fault`: what of Ray itself has died, asked for every LOOK_AT_RAY_S."""
+
+    ray: Any
+    fault: Callable[[], str]
+    group: Any
+    places: list[RankHost]
+    actors: list[Any] = field(default_factory=list)
+    pids: list[int] = field(default_factory=list)
+    clocks: dict[str, tuple[float, float]] = field(default_factory=dict)
+    hearts: dict[str, memoryview] = field(default_factory=dict)
+    calls: dict[Any, int] = field(default_factory=dict)
+    looks: dict[Any, int] = field(default_factory=dict)
+    deaths: dict[int, str] = field(default_factory=dict)
+    look_at: float = 0.0
+    ray_at: float = 0.0
+    broken: bool = False
+    shared: str = field(default_factory=lambda: f"piper-{uuid.uuid4().hex}")
+
+    def send(self, requests: Mapping[int, Any]) -> None:
+        """See `piper_runtime.launch.pool.Team`; what several ranks share goes to the object store once."""
+        self.hearts.clear()
+        stored: dict[int, Any] = {}  # by identity: a role's ranks share their request, all roles the plan
+        packed = {id(r): pack(r) for r in {id(r): r for r in requests.values()}.values()}
+        for body, blobs in packed.values():
+            for blob in (body, *blobs):
+                if id(blob) not in stored:
+                    stored[id(blob)] = self.ray.put(blob)
+        for rank, request in requests.items():
+            body, blobs = packed[id(request)]
+            self.calls[self.actors[rank].perform.remote(*(stored[id(b)] for b in (body, *blobs)))] = rank
+
+    def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
+        """See `piper_runtime.launch.watch.WatchedTeam`. ExecutionError when Ray itself has died."""
+        if time.monotonic() >= self.ray_at:
+            self._check_ray()
+        if time.monotonic() >= self.look_at:
+            self.look_at = time.monotonic() + TICK_S
+            for rank in set(ranks) - set(self.looks.values()):
+                self.looks[self.actors[rank].look.remote()] = rank
+        calls = [call for call, rank in self.calls.items() if rank in ranks]
+        self.ray.wait([*calls, *self.looks], num_returns=1, timeout=seconds)
+        # Looks first: what a rank said before its answer comes before it.
+        said = [m for look in self._ready(self.looks) for m in self._looked(look)]
+        return said + [m for call in self._ready(calls) for m in self._answered(call)]
+
+    def _check_ray(self) -> None:
+        """ExecutionError when Ray itself has died: no rank is to blame, and after a minute Ray would end this process."""
+        self.ray_at = time.monotonic() + LOOK_AT_RAY_S
+        if problem := self.fault():
+            self.broken = True
+            raise ExecutionError(
+                f"{problem}, so the run was ended. Look whether somebody ended Ray or the machine ran out of memory (dmesg), and "
+                "start the run again"
+            )
+
+    def _ready(self, refs: Collection[Any]) -> list[Any]:
+        found: list[Any] = self.ray.wait(list(refs), num_returns=len(refs), timeout=0)[0] if refs else []
+        return found
+
+    def _looked(self, look: Any) -> list[tuple[int, Any]]:
+        rank = self.looks.pop(look)
+        try:
+            hearts, said = self.ray.get(look)
+        except self.ray.exceptions.RayError:  # its call says so too, and is what counts
+            return []
+        self.hearts[self.places[rank].node] = memoryview(hearts).cast("q")
+        return [(rank, self._aligned(rank, m)) for m in pickle.loads(said)]
+
+    def _answered(self, call: Any) -> list[tuple[int, Any]]:
+        rank = self.calls.pop(call)
+        # A look under way may have taken what was said last.
+        looks = [look for look, r in self.looks.items() if r == rank]
+        if looks:
+            self.ray.wait(looks, num_returns=1, timeout=GONE_S)
+        before = [m for look in self._ready(looks) for m in self._looked(look)]
+        try:
+            said = pickle.loads(self.ray.get(call))
+        except self.ray.exceptions.RayError as e:
+            self._check_ray()
+            self.deaths[rank] = _cause(e)
+            return [*before, *self._last_look(rank), (rank, None)]
+        return before + [(rank, self._aligned(rank, m)) for m in said]
+
+    def _last_look(self, dead: int) -> list[tuple[int, Any]]:
+        """Where a rank that has died was, by a living one of its node; it may have died between two looks."""
+        node = self.places[dead].node
+        living = [r for r, place in enumerate(self.places) if place.node == node and r not in self.deaths]
+        if not living:
+            return []
+        look = self.actors[living[0]].look.remote()
+        self.looks[look] = living[0]
+        self.ray.wait([look], num_returns=1, timeout=GONE_S)
+        return [m for found in self._ready([look]) for m in self._looked(found)]
+
+    def _aligned(self, rank: int, message: Any) -> Any:
+        clock = self.clocks.get(self.places[rank].node)
+        return message if clock is None else aligned(message, *clock)
+
+    def heart(self, rank: int) -> Sequence[int]:
+        """As of the last look at its node."""
+        found = self.hearts.get(self.places[rank].node)
+        return LOADING_HEART if found is None else found[rank * HEART_SLOTS : (rank + 1) * HEART_SLOTS]
+
+    def exit_reason(self, rank: int) -> str:
+        """See `piper_runtime.launch.watch.WatchedTeam`."""
+        return self.deaths.get(rank, "has ended")
+
+    def node(self, rank: int) -> str:
+        """See `piper_runtime.launch.watch.WatchedTeam`."""
+        return f"node {self.places[rank].name}"
+
+    def ask(self, what: str, refs: Mapping[Any, int]) -> dict[int, Any]:
+        """The answers of actors that are still starting. ExecutionError names the rank of one that does not answer."""
+        out = {}
+        for ref, rank in refs.items():
+            try:
+                out[rank] = self.ray.get(ref, timeout=STARTUP_S)
+            except self.ray.exceptions.GetTimeoutError:
+                raise ExecutionError(f"rank {rank} on {self.node(rank)} did not {what} within {STARTUP_S:.0f} s") from None
+            except self.ray.exceptions.RayError as e:
+                raise ExecutionError(f"rank {rank} on {self.node(rank)} could not {what}: {_cause(e)}") from e
+        return out
+
+    def finish_early(self, steps: int) -> bool:
+        """See `piper_runtime.launch.pool.Team`: an interrupt at a terminal ends Ray's own processes too, and with them the
+        actors."""
+        return False
+
+    def end(self) -> None:
+        """Kill every actor, and wait until those of this machine are gone."""
+        if not self.ray.is_initialized():
+            return
+        if self.broken:
+            self._end_by_hand()
+            return
+        with suppress(self.ray.exceptions.RayError):  # a cluster that is gone has nothing left
+            for actor in self.actors:
+                self.ray.kill(actor)
+            self.ray.util.remove_placement_group(self.group)
+        deadline = time.monotonic() + GONE_S
+        here = {p for p, place in zip(self.pids, self.places) if place.here}
+        while time.monotonic() < deadline and any(os.path.exists(f"/proc/{p}") for p in here):
+            time.sleep(0.01)
+        self.actors.clear()
+        Path(tempfile.gettempdir(), self.shared).unlink(missing_ok=True)  # there only if the actors did not come up
+
+    def _end_by_hand(self) -> None:
+        """End the actors of this machine without Ray, which would wait for its dead processes."""
+        for pid, place in zip(self.pids, self.places):
+            if place.here:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        self.actors.clear()
+
+
+class RayPool(TeamPool[_Team]):
+    """Ray actors, one CPU each; see `TeamPool`.
+
+    cluster: see `piper_runtime.launch.ray_cluster.connect`; a Ray that was started for this pool ends with it. gpus: per rank;
+    None: one where the cluster has as many as ranks, unless runs are to take the CPU. What workers print stays in Ray's logs."""
+
+    def __init__(self, world: int, *, cluster: str = "auto", threads: int = 1, gpus: int | None = None):
+        super().__init__(world)
+        self._cluster, self._threads, self._gpus = cluster, threads, gpus
+        self._link: RayLink | None = None
+
+    def close(self) -> None:
+        """End all actors, and Ray if it was started for them."""
+        super().close()
+        if self._link is not None:
+            self._link.close()
+        self._link = None
+
+    def run(self, plan: Plan, requests: Mapping[int, Any], timeout_s: float, on_step: OnStep | None = None) -> dict[int, Any]:
+        """See `piper_runtime.launch.launchers.Workers`."""
+        try:
+            return super().run(plan, requests, timeout_s, on_step)
+        except Exception as e:
+            if self._link is not None and isinstance(e, self._link.ray.exceptions.RayError):
+                raise ExecutionError(f"Ray {_cause(e)}") from e
+            raise
+
+    def start(self) -> _Team:
+        """See `TeamPool`. ExecutionError also when there is no Ray, no room, or when nodes differ."""
+        if self._team is not None:
+            return self._team
+        if self._link is None:
+            self._link = connect(self._cluster, self.world)
+        ray = self._link.ray
+        gpus = gpus_per_rank(ray.cluster_resources(), self.world) if self._gpus is None else self._gpus
+        group, places = place_ranks(ray, self.world, gpus)
+        team = self._keep(_Team(ray, self._link.fault, group, places))
+        try:
+            _bring_up(team, self._threads, gpus)
+        except BaseException:
+            self._end_team()
+            raise
+        return team
+
+
+def _bring_up(team: _Team, threads: int, gpus: int) -> None:
+    """Create the actors, compare their software, and connect them."""
+    ray, world = team.ray, len(team.places)
+    strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+    # A look must be answered while a request is performed, and in spite of one that hangs.
+    options = dict(num_cpus=1, num_gpus=gpus, max_concurrency=4, runtime_env={"env_vars": _variables(threads, gpus)})
+    for rank, place in enumerate(team.places):
+        chosen = strategy(team.group, placement_group_bundle_index=place.bundle, placement_group_capture_child_tasks=False)
+        actor = ray.remote(RankActor).options(scheduling_strategy=chosen, **options)
+        team.actors.append(actor.remote(rank, world, team.shared, threads))
+    found = team.ask("start", {a.describe.remote(): r for r, a in enumerate(team.actors)})
+    team.pids = [found[r][0] for r in range(world)]
+    first_of_node = {place.node: rank for rank, place in reversed(list(enumerate(team.places)))}
+    team.ask("clear up", {team.actors[r].forget_file.remote(): r for r in first_of_node.values()})
+    check_environments(environment(), f"this process on {socket.gethostname()}", {team.node(r): found[r][1] for r in found})
+    _rendezvous(team, alone=len(first_of_node) == 1)
+    for node, rank in first_of_node.items():
+        if not team.places[rank].here:
+            team.clocks[node] = _clock_ahead(ray, team.actors[rank])
+
+
+def _rendezvous(team: _Team, *, alone: bool) -> None:
+    """Join all ranks in a store on rank 0's node. `alone`: all are on one node, where loopback is enough."""
+    interfaces = [LOOPBACK if alone else place.address for place in team.places]
+    port = team.ask("open a store", {team.actors[0].host_store.remote(interfaces[0]): 0})[0]
+    joins = {a.connect.remote(interfaces[0], port, interfaces[r]): r for r, a in enumerate(team.actors)}
+    team.ask(f"reach rank 0 at {interfaces[0]}:{port}", joins)
+
+
+def _clock_ahead(ray: Any, actor: Any) -> tuple[float, float]:
+    """Seconds that an actor's clock is ahead of ours, and the error of that: half of the quickest of some round trips."""
+    found = []
+    for _ in range(CLOCK_SAMPLES):
+        start = time.perf_counter()
+        theirs = ray.get(actor.clock.remote())
+        end = time.perf_counter()
+        found.append(((end - start) / 2, theirs - (start + end) / 2))
+    error, ahead = min(found)
+    return ahead, error
+
+
+def gpus_per_rank(resources: Mapping[str, float], world: int) -> int:
+    """How many GPUs each of `world` ranks asks Ray for: one if the cluster has that many and runs may take them."""
+    return int(device.default != "cpu" and resources.get("GPU", 0) >= world)
+
+
+def _variables(threads: int, gpus: int) -> dict[str, str]:
+    """The environment of actors: they find what this process finds outside of its Python installation."""
+    installed = (sys.prefix, sys.base_prefix)
+    paths = [os.path.abspath(p) for p in sys.path]
+    ours = [p for p in paths if not p.startswith(installed)]
+    variables = {"PYTHONPATH": os.pathsep.join(ours), "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    wanted = {SHARED_DEVICE: os.environ[SHARED_DEVICE]} if SHARED_DEVICE in os.environ else {}
+    return variables | wanted | ({OWN_DEVICE: "1"} if gpus else {})
+
+
+def _cause(error: Exception) -> str:
+    """What Ray knows of a failed call, in few words."""
+    text = str(error)
+    if found := re.search(r"Worker exit type: (\w+)\.? Worker exit detail: ([^.]*)", text):
+        return f"has died ({found[1]}: {found[2]})"
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    detail = lines[-1] if lines else type(error).__name__
+    # An actor may be "unavailable" before Ray knows that it is dead; it is never used again.
+    actor = any(kind.__name__ == "RayActorError" for kind in type(error).__mro__)
+    return f"has died ({detail})" if actor else f"has failed: {detail}"

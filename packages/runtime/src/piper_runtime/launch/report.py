@@ -1,0 +1,129 @@
+"""What a rank finds out while it runs, and brings back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from piper_runtime.engine.memory import AllocatorCounter, Counter, MemoryCounter, MemoryRecord
+from piper_runtime.engine.trace import TimedSpan
+from piper_runtime.rank.rank import Rank
+from piper_runtime.rank.rank_state import RankState
+
+MEASURED = (
+    "bytes of live tensor storages in the second step (the first of a run of one step), temporaries of operators included, as "
+    "torch's dispatcher shows them (of a process per CUDA rank: as torch's allocator was asked for them)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One finished step of a run: `loss` over the global batch; `step_s`, wall seconds since the step before it was done on the
+    slowest rank (of the first: since all ranks were ready); `batch_s`, seconds in Job.batch of the rank that waited most."""
+
+    step: int
+    loss: float
+    step_s: float
+    batch_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """What one rank tells of a step that it has just done: `RankReport`'s fields, of one step."""
+
+    step: int
+    started: float
+    finished: float
+    scalars: dict[str, dict[int, float]]
+    batch_s: float = 0.0
+
+
+@dataclass
+class RankReport:
+    """What one rank brings back. `started`, `finished`: when it was ready, and when each step was done, on the machine-wide
+    clock of the launcher (times of another machine may miss it by `clock_error_s`); `scalars`: per step the losses and weights
+    by microbatch; `gradients`: per step, as the optimizer saw them; `batch_s`: per step the seconds in Job.batch; `waits`: of
+    the last step, see `piper_runtime.rank.feed.Feed`."""
+
+    started: float = 0.0
+    finished: list[float] = field(default_factory=list)
+    scalars: list[dict[str, dict[int, float]]] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    spans: list[TimedSpan] = field(default_factory=list)
+    memory: MemoryRecord | None = None
+    states: dict[str, torch.Tensor] = field(default_factory=dict)
+    clock_error_s: float = 0.0
+    batch_s: list[float] = field(default_factory=list)
+    waits: list[tuple[int, float, float]] = field(default_factory=list)
+
+    def shift(self, seconds: float, error_s: float) -> None:
+        """Put the times on another clock, which is known to `error_s`."""
+        self.started += seconds
+        self.finished = [t + seconds for t in self.finished]
+        self.spans = [(instr, start + seconds, end + seconds) for instr, start, end in self.spans]
+        self.waits = [(mb, start + seconds, end + seconds) for mb, start, end in self.waits]
+        self.clock_error_s = error_s
+
+    def end_step(self, rank: Rank) -> StepDone:
+        """Keep what a rank has found in the step that it has just done."""
+        self.finished.append(time.perf_counter())
+        self.scalars.append({kind: dict(found) for kind, found in rank.scalars.items()})
+        self.batch_s.append(sum(end - start for _, start, end in rank.feed.waits))
+        return self.steps()[-1]
+
+    def steps(self) -> list[StepDone]:
+        """One for every step that is done."""
+        found = enumerate(zip(self.finished, self.scalars, self.batch_s, strict=True))
+        return [StepDone(step, self.started, *of) for step, of in found]
+
+    def probe(self, rank: RankState, buckets: tuple[str, ...], scale: float | torch.Tensor) -> None:
+        """A Probe that keeps gradients."""
+        if len(self.gradients) == len(self.finished):
+            self.gradients.append({})
+        self.gradients[-1].update(rank.gradients(buckets, scale))
+
+    def close(self, rank: Rank, spans: Sequence[TimedSpan], counter: Counter | None) -> None:
+        """Keep what is left when the last step is done."""
+        self.states = rank.states()
+        self.spans = list(spans)
+        self.waits = list(rank.feed.waits)
+        if counter is not None:
+            self.memory = counter.record()
+
+
+class Interrupted(KeyboardInterrupt):
+    """An interrupt of a run whose ranks could still bring back what they have. `run`: the same as a `piper_runtime.Run`."""
+
+    def __init__(self, reports: Mapping[int, RankReport]):
+        super().__init__()
+        self.reports = reports
+        self.run: Any = None
+
+
+def aligned(message: Any, ahead: float, error_s: float) -> Any:
+    """What a rank says, with its times on the launcher's clock: the rank's is `ahead` seconds ahead of it, known to `error_s`."""
+    if isinstance(message, StepDone):
+        return replace(message, started=message.started - ahead, finished=message.finished - ahead)
+    if isinstance(message, RankReport):
+        message.shift(-ahead, error_s)
+    return message
+
+
+def measured_step(steps: int) -> int:
+    """The step in which memory is measured: the second, for some optimizers make their state in the first, where it would come
+    after the peak of the forward."""
+    return min(1, steps - 1)
+
+
+def measured_counter(rank: Rank, *, alone: bool = False) -> Counter:
+    """A counter that already holds the states of a rank. alone: no other rank is in this process. On CUDA it counts what the
+    kernels of piper's ops hold inside, as plans for CUDA do (`Plan.device`)."""
+    cuda = rank.device.type == "cuda"
+    counter = AllocatorCounter(rank.device) if alone and cuda else MemoryCounter(rank.device.type, inside=cuda)
+    counter.track([*rank.store.state_tensors(), *rank.optimizer.state_tensors()])
+    rank.untracked = counter.paused
+    return counter

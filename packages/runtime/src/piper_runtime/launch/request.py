@@ -1,0 +1,32 @@
+"""What a training run is to its workers: one request per role, with the code, states and callables that its ranks need."""
+
+from __future__ import annotations
+
+import pickle
+
+from piper_ir.plan import Plan
+from piper_runtime.launch.protocol import Request
+from piper_runtime.launch.run_options import RunOptions
+from piper_runtime.rank.code import ExportedCode, ShippedCode, used_code
+from piper_runtime.rank.job import InitialState, Job
+from piper_runtime.rank.shipping import pack
+from piper_runtime.rank.store import held_params, state_names
+
+
+def make_requests(plan: Plan, code: ExportedCode, job: Job, initial: InitialState, options: RunOptions) -> dict[int, Request]:
+    """Rank -> its request; the ranks of a role share one object, so that a launcher can send it once to each machine. JobError
+    when the job's callables cannot leave this process."""
+    plan_blob = pickle.dumps(plan)
+    callables = pickle.dumps(pack((job.batch, job.optimizer, job.scheduler), (job.model, job.loss)))
+    out: dict[int, Request] = {}
+    for role in plan.roles:
+        found: dict[str, dict[str, ShippedCode]] = {}
+        for code_id, step in used_code(plan, role):
+            source = code[code_id][step]
+            found.setdefault(code_id, {})[step] = ShippedCode(source.source, dict(source.constants))
+        rank = role.ranks[0]
+        params = {n: initial.params[n].clone() for n in held_params(plan, rank)}
+        buffers = {n: initial.buffers[n].clone() for n in state_names(plan, rank, "buffer")}
+        request = Request(plan_blob, callables, found, params, buffers, job.seed, options)
+        out |= dict.fromkeys(role.ranks, request)
+    return out

@@ -1,0 +1,67 @@
+"""The result of a run, and which numbers a run may have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from piper_ir.errors import JobError
+from piper_ir.trace import Trace
+from piper_runtime.engine.memory import MemoryRecord
+from piper_runtime.rank.job import InitialState
+
+WARMUP_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """The result of `execute`.
+
+    losses: one per step, over the global batch. step_s: wall seconds per step between completions, on the slowest rank (the
+    first since all ranks were ready). batch_s: of these, seconds in Job.batch, of the rank that waited most. period_s: median of
+    step_s[3:], None when there are none. peak_bytes: per rank the most
+    bytes that were alive (`trace.notes` says what is measured), and `memory` what was alive in each instruction; both empty
+    when not asked for. trace: of the last step; without spans unless they were asked for. rank_states: per rank its parameters
+    and buffers after the last step; rank_gradients: per rank and step, with `gradients=True`."""
+
+    losses: list[float]
+    step_s: list[float]
+    period_s: float | None
+    peak_bytes: dict[int, int]
+    trace: Trace
+    rank_states: Mapping[int, Mapping[str, torch.Tensor]]
+    rank_gradients: Mapping[int, Sequence[Mapping[str, torch.Tensor]]]
+    memory: Mapping[int, MemoryRecord]
+    _initial: InitialState = field(repr=False)
+    batch_s: list[float] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the model's state_dict after the last step: on CPU, full shapes, under the names that the model gives.
+
+        What no rank holds is as the model made it."""
+        trained: dict[str, torch.Tensor] = {}
+        for rank in sorted(self.rank_states, reverse=True):  # the lowest rank's copy counts
+            trained.update(self.rank_states[rank])
+        return self._initial.state_dict(trained)
+
+    @property
+    def gradients(self) -> list[dict[str, torch.Tensor]]:
+        """Per step the gradient of every trained parameter as the optimizer saw it; the lowest rank's copy."""
+        out: list[dict[str, torch.Tensor]] = []
+        for rank in sorted(self.rank_gradients, reverse=True):
+            for step, found in enumerate(self.rank_gradients[rank]):
+                if step == len(out):
+                    out.append({})
+                out[step].update(found)
+        return out
+
+
+def check_numbers(steps: int, timeout_s: float) -> None:
+    """JobError when no run can have these numbers."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise JobError(f"steps={steps!r}: an integer of at least 1 is needed")
+    if not timeout_s > 0:
+        raise JobError(f"timeout_s={timeout_s!r}: a number of seconds above 0 is needed; inf waits for ever")

@@ -1,0 +1,169 @@
+"""execute: run a plan for some optimizer steps, and what comes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from statistics import median
+
+import torch
+
+from piper_ir.errors import JobError
+from piper_ir.ops import Update
+from piper_ir.plan import Plan
+from piper_runtime.engine.inline import InlineEngine
+from piper_runtime.engine.memory import Counter
+from piper_runtime.engine.ranges import name_inline
+from piper_runtime.engine.trace import TimedSpan, executed_trace
+from piper_runtime.launch.interrupt import at_step_end
+from piper_runtime.launch.launchers import Launcher, Workers, check_launcher, open_pool
+from piper_runtime.launch.progress import OnStep, Progress
+from piper_runtime.launch.protocol import Request
+from piper_runtime.launch.report import MEASURED, Interrupted, RankReport, StepRecord, measured_counter, measured_step
+from piper_runtime.launch.request import make_requests
+from piper_runtime.launch.result import WARMUP_STEPS, Run, check_numbers
+from piper_runtime.launch.run_options import RunOptions
+from piper_runtime.rank import device as devices
+from piper_runtime.rank.code import ExportedCode
+from piper_runtime.rank.device import choose_device
+from piper_runtime.rank.job import InitialState, Job, materialize
+from piper_runtime.rank.rank import Rank
+from piper_runtime.rank.rank_state import RankJob
+from piper_runtime.rank.same_model import check_same_model
+
+TRACED = (
+    "to see when a communication ends, a thread waits for it in the traced step of processes on CPUs, and wakes who needs it, "
+    "some 30 us each, which other steps do not"
+)
+
+
+def execute(
+    plan: Plan, code: ExportedCode, job: Job, *, steps: int, launcher: Launcher = "ray", cluster: str = "auto",
+    timeout_s: float = 60.0, trace: bool = False, memory: bool = False, gradients: bool = False, pool: Workers | None = None,
+    ranges: bool = False, on_step: OnStep | None = None, trainable: Collection[str] | None = None,
+) -> Run:  # fmt: skip
+    """Run `steps` optimizer steps of a plan with the code of its chunks.
+
+    launcher: "ray" (one actor per rank; cluster: "auto", or the address of a cluster to join), "processes" (one process per
+    rank, gloo over loopback; under torchrun this process is one rank, see `piper_runtime.launch.torchrun`) or "inline" (all ranks
+    in this process). timeout_s: the call ends that long after the last sign of progress of any rank; an instruction that takes
+    longer counts as hung. trace: keep the last step's spans (about 1 us per instruction). memory: measure peak bytes in the
+    second step, in the first if there is no other (slows that step). gradients: keep the gradients of every step. pool: workers
+    to use again; without one they are started and ended in this call. ranges: name instructions in profilers, see
+    `piper_runtime.engine.ranges`. on_step: called here with every finished step, in order, while the run goes on; when it raises,
+    that is a warning and the run goes on. trainable: names of the parameters that had requires_grad when the plan was made (None:
+    not known). JobError: the job does not fit the plan. NonFiniteLossError: step, rank, microbatch.
+    HangError: every rank's last instructions. ExecutionError: rank, node, instruction, peer."""
+    check_request(plan, job, steps, launcher, timeout_s)
+    initial = materialize(job)
+    check_same_model(plan, initial, trainable)
+    options = RunOptions(steps, timeout_s, trace, memory, gradients, ranges, stream=on_step is not None)
+    reports: Mapping[int, RankReport]
+    try:
+        if launcher == "inline":
+            reports = _run_inline(plan, code, job, initial, options, Progress(plan, on_step))
+        else:
+            reports = _run_workers(
+                plan, make_requests(plan, code, job, initial, options), options, launcher, cluster, pool, on_step
+            )
+    except Interrupted as e:
+        e.run = _result(plan, e.reports, initial, memory)
+        raise
+    return _result(plan, reports, initial, memory)
+
+
+def _run_workers(
+    plan: Plan, requests: Mapping[int, Request], options: RunOptions, launcher: Launcher, cluster: str, pool: Workers | None,
+    on_step: OnStep | None,
+) -> Mapping[int, RankReport]:  # fmt: skip
+    """Return what every rank brings back. Interrupted when ranks could end an interrupted run together."""
+    if pool is not None:
+        return pool.run(plan, requests, options.timeout_s, on_step)
+    with open_pool(launcher, plan.mesh.world, cluster=cluster) as own:
+        return own.run(plan, requests, options.timeout_s, on_step)
+
+
+def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: float) -> None:
+    """JobError or ExecutionError when `execute` could not even start with these arguments."""
+    check_launcher(launcher)
+    check_numbers(steps, timeout_s)
+    if plan.global_batch != job.global_batch:
+        raise JobError(
+            f"the plan was made for a global batch of {plan.global_batch} rows, the job has {job.global_batch}; "
+            f"compile the strategy with this job"
+        )
+    check_clip(plan, job)
+
+
+def check_clip(plan: Plan, job: Job) -> None:
+    """JobError when a plan clips gradients to another norm than the job asks for."""
+    updates = [p.op for role in plan.roles for i in role.program for p in i.parts if isinstance(p.op, Update)]
+    for update in updates:
+        if update.clip != job.clip_norm:
+            raise JobError(
+                f"the plan clips gradients to {update.clip}, the job's clip_norm is {job.clip_norm}; "
+                "compile the strategy with this job"
+            )
+
+
+def rank_job(job: Job) -> RankJob:
+    """What ranks need of a job."""
+    return RankJob(job.batch, job.optimizer, job.scheduler, job.seed)
+
+
+def _run_inline(
+    plan: Plan, code: ExportedCode, job: Job, initial: InitialState, options: RunOptions, progress: Progress
+) -> dict[int, RankReport]:
+    reports = {r: RankReport() for r in range(plan.mesh.world)}
+    device = choose_device(devices.default, 0)  # all ranks on one
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        ranks = [
+            Rank(
+                plan, r, code, rank_job(job), initial.params, initial.buffers, report.probe if options.gradients else None, device
+            )
+            for r, report in reports.items()
+        ]
+        if options.ranges:
+            for rank in ranks:
+                name_inline(rank)
+        counters: dict[int, Counter] = {}
+        engine = InlineEngine(ranks)
+        for report in reports.values():
+            report.started = time.perf_counter()
+        spans: dict[int, list[TimedSpan]] = {}
+        with at_step_end() as interrupt:
+            for step in range(options.steps):
+                if options.memory and step == measured_step(options.steps):
+                    counters = engine.counters = {r.rank: measured_counter(r) for r in ranks}
+                spans = engine.step(step)
+                for rank in ranks:
+                    progress.add(rank.rank, reports[rank.rank].end_step(rank))
+                engine.counters = {}
+                if interrupt.asked:
+                    break
+    for rank in ranks:
+        reports[rank.rank].close(rank, spans[rank.rank] if options.trace else [], counters.get(rank.rank))
+    if interrupt.asked:
+        raise Interrupted(reports)
+    return reports
+
+
+def _result(plan: Plan, reports: Mapping[int, RankReport], initial: InitialState, memory: bool) -> Run:
+    records: list[StepRecord] = []
+    Progress(plan, records.append).finish(reports)
+    losses, step_s = [r.loss for r in records], [r.step_s for r in records]
+    notes = {"peak_bytes": MEASURED} if memory else {}
+    if any(r.spans for r in reports.values()):
+        notes["traced step"] = f"{step_s[-1]:.6g} s; {TRACED}"
+    if error := max(r.clock_error_s for r in reports.values()):
+        notes["clock_error_s"] = f"{error:.2e}: between nodes, half of the quickest round trip"
+    spans = {r: rep.spans for r, rep in reports.items()}
+    points = {r: rep.memory.points for r, rep in reports.items() if rep.memory is not None}
+    waits = {r: rep.waits for r, rep in reports.items() if rep.spans}
+    trace = executed_trace(plan, len(records) - 1, spans, points, losses, notes, waits)
+    return Run(
+        losses, step_s, median(step_s[WARMUP_STEPS:]) if step_s[WARMUP_STEPS:] else None,
+        {r: rep.memory.peak for r, rep in sorted(reports.items()) if rep.memory is not None}, trace,
+        {r: rep.states for r, rep in reports.items()}, {r: rep.gradients for r, rep in reports.items() if rep.gradients},
+        {r: rep.memory for r, rep in reports.items() if rep.memory is not None}, initial, [r.batch_s for r in records],
+    )  # fmt: skip

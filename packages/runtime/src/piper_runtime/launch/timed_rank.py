@@ -1,0 +1,217 @@
+"""One rank of an emulated run: real streams, waits and rendezvous, where compute is a sleep.
+
+`piper_runtime.launch.emulation` says what it is for.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+
+from piper_ir.ops import COMM, Recv, Send
+from piper_ir.plan import Plan
+from piper_runtime.engine.engine import Engine
+from piper_runtime.engine.streams import PHASE, RUNNING, CpuStreams, Heartbeat
+from piper_runtime.engine.trace import TimedSpan
+from piper_runtime.launch.report import RankReport
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank, comm_kind
+from piper_runtime.transport.gloo import GlooCommunicators
+
+SHORTEST_S, LONGEST_S = 0.02, 0.1
+"""Between these the shortest compute instruction that matters sleeps: waking up is small beside it (numerics.md, time truth), and
+nobody waits for hours."""
+HOST_S = SHORTEST_S / 4
+"""Being held up for no more than this is the machine's doing, and is made up for."""
+LEAD_S = 0.05
+"""From the moment when all ranks are ready to their common start: time to hear of it."""
+
+
+@dataclass(frozen=True)
+class EmulationRequest:
+    """One emulated run of one rank. `seconds` per instruction, `latency` and `issue` as they are slept. `meeting` names the
+    common start; it is different for every run."""
+
+    plan: bytes
+    seconds: tuple[float, ...]
+    latency: float
+    issue: float
+    steps: int
+    meeting: str
+
+
+@dataclass
+class EmulationReport(RankReport):
+    """`held_up`: per instruction the seconds from when its causes were really done to when it really began."""
+
+    held_up: list[float] = field(default_factory=list)
+
+
+def emulate_rank(rank: int, request: EmulationRequest, communicators: GlooCommunicators, heart: Heartbeat) -> EmulationReport:
+    """The worker's side: bind the plan, wait for the common start, run the steps."""
+    plan: Plan = pickle.loads(request.plan)
+    communicators.connect(plan)
+    backend = CpuStreams(plan.role_of(rank).streams, heart)
+    timed = TimedRank(plan, rank, request)
+    # The engine needs of a rank its entries, begin and end; there is nothing else without tensors.
+    engine = Engine(cast(Rank, timed), backend, lambda comm: timed.communication(comm, communicators), heart)
+    report = EmulationReport(held_up=timed.held_up)
+    report.started = timed.now = _common_start(communicators.store, request.meeting, plan.mesh.world)
+    sleep_until(report.started)
+    heart[PHASE] = RUNNING
+    for step in range(request.steps):
+        engine.step(step)
+        report.finished.append(timed.now)
+    backend.close()
+    report.spans = timed.spans
+    return report
+
+
+def _common_start(store: Any, name: str, world: int) -> float:
+    """A moment in the near future, the same on all ranks; set by the last one that gets here."""
+    if store.add(f"{name} ranks", 1) == world:
+        store.set(f"{name} start", repr(time.perf_counter() + LEAD_S))
+    return float(store.get(f"{name} start"))
+
+
+def sleep_until(moment: float) -> None:
+    """Sleep to a moment of time.perf_counter; no time at all when it is past."""
+    left = moment - time.perf_counter()
+    if left > 0:
+        time.sleep(left)
+
+
+@dataclass(frozen=True, slots=True)
+class _TimedComm(BoundComm):
+    """A communication that knows its place in the program."""
+
+    index: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """When something ended: by the plan's time, and really, which is later."""
+
+    planned: float
+    real: float
+
+
+def latest(moments: Iterable[Moment]) -> Moment:
+    """When all of them have ended."""
+    found = list(moments)
+    return Moment(max(m.planned for m in found), max(m.real for m in found))
+
+
+class TimedRank:
+    """What an engine runs of a rank in place of tensors: entries that sleep. `now`: when the step begins or, after it, when it
+    was over, by the plan's time. `spans`: of the last step, by the plan's time too. `held_up`: see EmulationReport.
+
+    Per stream, `_end` is when its last instruction had left it, and `_done` when each of its instructions was done for waiters
+    (`latency` later for a transfer). Only the stream's own thread writes them, before others learn that it has gone on."""
+
+    def __init__(self, plan: Plan, rank: int, request: EmulationRequest) -> None:
+        self.rank, self.step = rank, 0
+        self.now = 0.0
+        self.spans: list[TimedSpan] = []
+        self.held_up: list[float] = []
+        self._plan, self._request = plan, request
+        self._program = plan.role_of(rank).program
+        self._streams = list(dict.fromkeys(instr.stream for instr in self._program))
+        self._end: dict[str, Moment] = {}
+        self._done: dict[str, list[Moment]] = {}
+        self.entries = tuple(self._entry(i) for i in range(len(self._program)))
+
+    def begin(self, step: int) -> None:
+        """Before the first instruction of a step."""
+        self.step = step
+        self.spans.clear()
+        self._end = dict.fromkeys(self._streams, Moment(self.now, time.perf_counter()))
+        self._done = {s: [] for s in self._streams}
+
+    def end(self) -> None:
+        """After the last instruction: transfers may still be under way."""
+        self.now = max([self.now, *(done[-1].planned for done in self._done.values())])
+        sleep_until(self.now)
+
+    def _entry(self, index: int) -> BoundInstr:
+        instr = self._program[index]
+        op = instr.parts[0].op
+        if not isinstance(op, COMM):
+            return BoundInstr(index, instr.stream, instr.waits, instr.name, work=lambda: self._run(index, self._ready(index)))
+        peers = self._plan.peers(self._plan.channel(op.channel), self.rank)
+        comm = _TimedComm(comm_kind(op), op.channel, peers, _no_tensor, index=index)
+        return BoundInstr(index, instr.stream, instr.waits, instr.name, comm=comm)
+
+    def _ready(self, index: int) -> Moment:
+        """When an instruction may begin as far as this rank knows: issued, what it waits for done, its stream free."""
+        instr = self._program[index]
+        issued = self.now + (index + 1) * self._request.issue
+        return latest([Moment(issued, issued), self._end[instr.stream], *(self._done[s][n - 1] for s, n in instr.waits if n)])
+
+    def _run(self, index: int, ready: Moment) -> None:
+        """Occupy the stream for an instruction's time. `ready`: when its causes were done; in the future while a transfer that
+        it waits for is still under way."""
+        instr = self._program[index]
+        held_up = max(0.0, time.perf_counter() - max(ready.planned, ready.real))
+        self.held_up.append(held_up)
+        begin = ready.planned + (held_up if held_up > HOST_S else 0.0)
+        end = begin + self._request.seconds[index]
+        sleep_until(end)
+        self.spans.append((index, begin, end))
+        self._end[instr.stream] = Moment(end, time.perf_counter())
+        transfer = isinstance(instr.parts[0].op, Send | Recv)
+        arrival = Moment(end + (self._request.latency if transfer else 0.0), self._end[instr.stream].real)
+        done = self._done[instr.stream]
+        done.append(latest([arrival, *done[-1:]]))
+
+    def communication(self, comm: BoundComm, communicators: GlooCommunicators) -> Thunk:
+        """The closure that meets the other members of a communication and takes its time with them."""
+        assert isinstance(comm, _TimedComm)
+        index = comm.index
+        meet = _meeting(comm, self.rank, communicators)
+
+        def run() -> None:
+            ready = self._ready(index)
+            sleep_until(ready.planned)
+            self._run(index, latest(meet(Moment(ready.planned, time.perf_counter()))))
+
+        return run
+
+
+def _no_tensor() -> torch.Tensor:
+    raise TypeError("an emulated communication has no tensor of the plan's")
+
+
+def _meeting(comm: BoundComm, rank: int, communicators: GlooCommunicators) -> Callable[[Moment], list[Moment]]:
+    """A call that tells the other members of a communication when this rank was there, and returns when each was, once all are.
+
+    The message is as small as can be and goes through the same communicator as the plan's would. The members of a collective
+    each fill a row of their own, and an all-reduce sums; the receiver of a transfer answers."""
+    members = sorted(comm.peers)
+    here = members.index(rank)
+    rows = torch.zeros(len(members), 2, dtype=torch.float64)
+    if comm.law is not None:
+        transfers = [communicators.bind(_message(replace(comm, kind="all_reduce"), rows))]
+    else:
+        answer = "recv" if comm.kind == "send" else "send"
+        row = {"send": rows[here], "recv": rows[1 - here]}
+        legs = [comm, replace(comm, kind=answer, peers=comm.peers[::-1])]
+        transfers = [communicators.bind(_message(leg, row[leg.kind])) for leg in legs]
+
+    def meet(own: Moment) -> list[Moment]:
+        rows.zero_()
+        rows[here, 0], rows[here, 1] = own.planned, own.real
+        for transfer in transfers:
+            transfer()
+        return [Moment(*row) for row in rows.tolist()]
+
+    return meet
+
+
+def _message(comm: BoundComm, tensor: torch.Tensor) -> BoundComm:
+    return replace(comm, operand=lambda: tensor)

@@ -1,0 +1,186 @@
+"""Waiting for the workers of a run, and finding out who is to blame when they do not come back, however they were started."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import piper_ir.errors
+from piper_ir.errors import ExecutionError, HangError, PiperError
+from piper_ir.ops import COMM
+from piper_ir.plan import COMPUTE, Plan
+from piper_runtime.engine.streams import FIRST_STREAM, HEART_SLOTS, ISSUED, LAST_STEP, LOADING, PHASE, RUNNING, STEP
+from piper_runtime.launch.progress import Progress
+from piper_runtime.launch.protocol import Failure
+from piper_runtime.launch.report import StepDone
+
+STARTUP_S = 120.0
+"""Time for workers to start and import torch, and again to import the user's code and to bind a plan."""
+LINGER_S = 0.5
+"""After a failure that may be the cause: time for others to come in, which are listed too."""
+VICTIMS_S = 5.0
+"""After a failure of a rank that only lost its peer: time for the cause to come in."""
+TICK_S = 0.1
+SHOWN = 5
+"""Instructions per rank in the report of a hang."""
+LOADING_HEART = array("q", [LOADING if i == PHASE else 0 for i in range(HEART_SLOTS)])
+"""The heart of a rank that has been given a request and is not yet in its first step."""
+
+
+class WatchedTeam(Protocol):
+    """Workers that have been given one request each, as a watch sees them."""
+
+    def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
+        """What these ranks say: (rank, message), at least one unless `seconds` pass first. A message is a StepDone, a Failure,
+        None when the worker has ended, or the answer to its request; after the last three a rank says no more."""
+        ...
+
+    def heart(self, rank: int) -> Sequence[int]:
+        """A rank's heart (`piper_runtime.engine.streams`), as fresh as it can be had."""
+        ...
+
+    def exit_reason(self, rank: int) -> str:
+        """How a worker that has ended came to its end: "was killed by SIGKILL"."""
+        ...
+
+    def node(self, rank: int) -> str:
+        """The name of the machine that a rank runs on; empty when there is only this one."""
+        ...
+
+
+@dataclass
+class Watch:
+    """Waits for the answers of ranks 0..world-1 of one run. `plan`: what they run, to name instructions."""
+
+    plan: Plan
+    team: WatchedTeam
+    world: int
+    timeout_s: float
+
+    def collect(self, progress: Progress) -> dict[int, Any]:
+        """All answers; steps go to `progress` as they finish. HangError, ExecutionError or the PiperError of a rank
+        otherwise."""
+        waiting = set(range(self.world))
+        answers: dict[int, Any] = {}
+        failures: dict[int, Failure | None] = {}
+        before, moved, end = self._hearts(), time.monotonic(), float("inf")
+        while waiting and (left := end - time.monotonic()) > 0:
+            for rank, message in self.team.wait(waiting, min(TICK_S, self.timeout_s / 4, left)):
+                if isinstance(message, StepDone):
+                    progress.add(rank, message)
+                    continue
+                waiting.discard(rank)
+                if message is None or isinstance(message, Failure):
+                    failures[rank] = message
+                    end = min(end, time.monotonic() + (VICTIMS_S if _peer(message) else LINGER_S))
+                else:
+                    answers[rank] = message
+            now = self._hearts()
+            if now != before:
+                before, moved = now, time.monotonic()
+            if not failures and waiting and time.monotonic() > moved + self._patience(waiting):
+                raise self._hung(sorted(waiting))
+        if failures:
+            raise self._blame(failures)
+        return answers
+
+    def _hearts(self) -> list[list[int]]:
+        return [list(self.team.heart(rank)) for rank in range(self.world)]
+
+    def _patience(self, ranks: Collection[int]) -> float:
+        """Seconds without progress that are accepted: more while a rank still imports the user's code and binds the plan."""
+        loading = any(self.team.heart(r)[PHASE] == LOADING for r in ranks)
+        return max(self.timeout_s, STARTUP_S) if loading else self.timeout_s
+
+    def _blame(self, failures: Mapping[int, Failure | None]) -> PiperError:
+        """The error of the rank that failed by itself, before those that only lost their peer."""
+        order = sorted(failures, key=lambda r: (_peer(failures[r]), failures[r] is not None, r))
+        first, others = order[0], order[1:]
+        failure = failures[first]
+        if failure is None:
+            seen = "".join(f"; {self._place(r)}" for r in others)
+            return ExecutionError(f"rank {first} {self.team.exit_reason(first)}: {self._place(first)}{seen}")
+        kind = getattr(piper_ir.errors, failure.kind, ExecutionError)
+        node = self.team.node(first)
+        error: PiperError = kind(f"{failure.message} (rank {first} on {node})" if node else failure.message)
+        if failure.details:
+            error.add_note(f"on rank {first}:\n{failure.details}")
+        return error
+
+    def _hung(self, ranks: Sequence[int]) -> HangError:
+        """Ranks in no communication come first: nobody keeps them waiting."""
+        first = [r for r in ranks if not RankPosition(self.plan, r, self.team.heart(r)).communications]
+        message = (
+            f"no rank made progress for {self.timeout_s:g} s (timeout_s); "
+            + "; ".join(self._place(r) for r in [*first, *(r for r in ranks if r not in first)])
+            + ". If an instruction may take that long, give a larger timeout_s"
+        )
+        report = [f"no rank made progress for {self.timeout_s:g} s; per rank its last {SHOWN} instructions, > the one it is at"]
+        for rank in range(self.world):
+            answered = "" if rank in ranks else ": has ended its run"
+            node = self.team.node(rank)
+            report += ["", f"rank {rank}{f' on {node}' if node else ''}{answered}"]
+            report += [] if answered else RankPosition(self.plan, rank, self.team.heart(rank)).lines()
+        error = HangError(message, "\n".join(report) + "\n")
+        error.add_note(error.report)
+        return error
+
+    def _place(self, rank: int) -> str:
+        return RankPosition(self.plan, rank, self.team.heart(rank), self.team.node(rank)).text()
+
+
+class RankPosition:
+    """Where a rank is in its program, read from its heart."""
+
+    def __init__(self, plan: Plan, rank: int, heart: Sequence[int], node: str = ""):
+        self._plan, self._rank, self._name = plan, rank, f"rank {rank}{f' on {node}' if node else ''}"
+        self._program = plan.role_of(rank).program
+        self._step, self._phase = heart[STEP], heart[PHASE]
+        self._index = min(max(heart[ISSUED], 0), len(self._program) - 1)
+        running = [i - 1 for i in heart[FIRST_STREAM:LAST_STEP] if i]
+        self.communications = [i for i in running if i < len(self._program) and self._program[i].stream != COMPUTE]
+        """Indices of the communications that the rank is in."""
+
+    def text(self) -> str:
+        """Step, instruction, stream, and whom the rank waits for, in one line."""
+        if self._phase == LOADING:
+            return f"{self._name} was loading the plan"
+        doing = "ran" if self._phase == RUNNING else "waited before"
+        what = f"instruction {self._instr(self._index)}" if self._program else "an empty program"
+        text = f"{self._name} {doing} {what} in step {self._step}"
+        for i in self.communications:
+            text += f" and waited for rank {self._peers(i)} in instruction {self._instr(i)}"
+        return text
+
+    def lines(self) -> list[str]:
+        """The last instructions that the rank has issued, what the last one waits for, and the communications in flight."""
+        if self._phase == LOADING or not self._program:
+            return ["  was loading the plan" if self._phase == LOADING else "  has an empty program"]
+        first = max(self._index - SHOWN + 1, 0)
+        out = [f"  step {self._step}"]
+        out += [f"  {'>' if i == self._index else ' '} {self._instr(i)}" for i in range(first, self._index + 1)]
+        if self._phase != RUNNING:
+            awaited = [self._instr(self._nth(stream, n)) for stream, n in self._program[self._index].waits]
+            last = self._index == len(self._program) - 1
+            out += [f"  waits for {text}" for text in awaited]
+            out += ["  waits for the end of all its streams"] if last else []
+        out += [f"  in flight with rank {self._peers(i)}: {self._instr(i)}" for i in self.communications]
+        return out
+
+    def _instr(self, index: int) -> str:
+        return f"{index} ({self._program[index].name} on {self._program[index].stream})"
+
+    def _nth(self, stream: str, n: int) -> int:
+        return [i for i, instr in enumerate(self._program) if instr.stream == stream][n - 1]
+
+    def _peers(self, index: int) -> str:
+        op = self._program[index].parts[0].op
+        assert isinstance(op, COMM)
+        return ", ".join(str(p) for p in self._plan.peers(self._plan.channel(op.channel), self._rank) if p != self._rank)
+
+
+def _peer(failure: Failure | None) -> bool:
+    return failure is not None and failure.peer

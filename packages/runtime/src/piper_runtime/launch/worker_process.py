@@ -1,0 +1,70 @@
+"""The process of one rank: `python -m piper_runtime.launch.worker_process <setup>`, started by `piper_runtime.launch.processes`.
+
+It serves requests from its pipe until the pipe closes. When the launcher is gone, however it ended, a second pipe closes too and
+the process ends at once.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import pickle
+import shutil
+import sys
+import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from piper_runtime.engine.streams import HEART_SLOTS, Heartbeat
+from piper_runtime.launch.protocol import Setup
+from piper_runtime.launch.worker import WorkerContext, answer, warm_up
+from piper_runtime.transport.gloo import GlooCommunicators
+
+
+def serve(setup: Setup) -> None:
+    """Answer requests until the launcher closes the pipe."""
+    torch.set_num_threads(setup.threads)
+    threading.Thread(
+        target=_end_with, args=(setup.lifeline, Path(setup.store).parent), name="piper lifeline", daemon=True
+    ).start()
+    pipe: Connection[Any, Any] = Connection(setup.pipe)
+    communicators = GlooCommunicators(dist.FileStore(setup.store, setup.world), setup.rank)
+    # Plain pickle: a Connection would hand tensors over as shared memory, which needs a handshake.
+    context = WorkerContext(setup.rank, communicators, _heart(setup), lambda m: pipe.send_bytes(pickle.dumps(m, protocol=5)))
+    warm_up()
+    context.tell("ready")
+    while True:
+        try:
+            request = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        context.tell(answer(context, request))
+
+
+def _heart(setup: Setup) -> Heartbeat:
+    with open(setup.heart, "r+b") as file:
+        shared = mmap.mmap(file.fileno(), 0)
+    slots = memoryview(shared).cast("q")[setup.rank * HEART_SLOTS : (setup.rank + 1) * HEART_SLOTS]
+    return slots  # type: ignore[return-value]  # typeshed calls a memoryview a Sequence; assignment is all that is needed
+
+
+def _end_with(lifeline: int, folder: Path) -> None:
+    """Wait for the launcher's end; it can no longer remove the shared files."""
+    os.read(lifeline, 1)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    setup = Setup(**json.loads(sys.argv[1]))
+    serve(setup)
+    sys.stdout.flush()
+    # The launcher is done with its workers, or dead; in the second case nobody else removes the shared files.
+    shutil.rmtree(Path(setup.heart).parent, ignore_errors=True)
+    # Idle threads of communicators have no orderly end.
+    os._exit(0)

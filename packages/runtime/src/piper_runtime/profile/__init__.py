@@ -1,0 +1,16 @@
+"""Measure on real ranks what the pieces of a program cost: compute, messages, memory and the host.
+
+May import: rank, engine, transport.
+"""
+
+from piper_runtime.profile.host_costs import host_seconds
+from piper_runtime.profile.profiler import ProfileReport, ProfileRequest
+from piper_runtime.profile.resident import most_on_device, reset_most_on_device
+
+__all__ = [
+    "ProfileReport",
+    "ProfileRequest",
+    "host_seconds",
+    "most_on_device",
+    "reset_most_on_device",
+]

@@ -1,0 +1,90 @@
+"""How long a device is busy with each of some closures: by the host's clock, or by events of a CUDA device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+
+from piper_runtime.rank.parts import Thunk
+
+
+class Clock(Protocol):
+    """Times closures. `ahead`: whether the host issues work before the device comes to it; then what ran before decides how far
+    ahead it is."""
+
+    ahead: bool
+
+    def each(self, runs: Sequence[Thunk]) -> list[float]:
+        """Run them in order; the seconds of each."""
+        ...
+
+    def all(self, run: Thunk) -> float:
+        """The seconds of one until the device is done with it."""
+        ...
+
+    def sleep(self, seconds: float) -> None:
+        """Let the host get so far ahead of the device, at least."""
+        ...
+
+
+class HostClock:
+    """For the CPU, where a closure is done when it returns."""
+
+    ahead = False
+
+    def each(self, runs: Sequence[Thunk]) -> list[float]:
+        return [self.all(run) for run in runs]
+
+    def all(self, run: Thunk) -> float:
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+
+    def sleep(self, seconds: float) -> None:
+        """A host is never ahead of itself."""
+
+
+CYCLES_PER_S = 2.2e9
+"""More than the clock of any device today."""
+
+
+class DeviceClock:
+    """For a CUDA device: an event between any two closures, all looked at in the end.
+
+    Where the host is ahead of the device, as it is where kernels are long, the time between two events is what the device needs;
+    else what the host needs to issue. So it is what the closure adds to a step in which others stand before it."""
+
+    ahead = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []  # made by the first record, which takes longer than another
+
+    def each(self, runs: Sequence[Thunk]) -> list[float]:
+        self._events += [torch.cuda.Event(enable_timing=True) for _ in range(len(runs) + 1 - len(self._events))]
+        events = self._events[: len(runs) + 1]
+        events[0].record()
+        for run, event in zip(runs, events[1:]):
+            run()
+            event.record()
+        torch.cuda.synchronize(self._device)
+        return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events)]
+
+    def all(self, run: Thunk) -> float:
+        torch.cuda.synchronize(self._device)
+        begin = time.perf_counter()
+        run()
+        torch.cuda.synchronize(self._device)
+        return time.perf_counter() - begin
+
+    def sleep(self, seconds: float) -> None:
+        torch.cuda._sleep(round(seconds * CYCLES_PER_S))
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock for what runs on a device."""
+    return HostClock() if device.type == "cpu" else DeviceClock(device)

@@ -1,0 +1,125 @@
+"""What messages take, by size: point-to-point between neighbours, reductions over groups; between ranks that do nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from piper_runtime.profile.device_clocks import Clock
+from piper_runtime.profile.measured_plans import channels_plan, group_channel
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundComm
+from piper_runtime.transport.gloo import GlooCommunicators
+from piper_runtime.transport.nccl import NcclCommunicators
+
+BLOCK_BYTES, BLOCK_BYTES_ON_DEVICE = 1 << 23, 1 << 28
+"""About what the messages of one timed block add up to, so that a clock's grain and one bad wake-up do not count."""
+ISSUE_S = 50e-6
+"""More than a host needs to issue a message to a device."""
+FEWEST, MOST = 3, 100
+"""Messages in a block."""
+
+
+@dataclass(frozen=True)
+class MessageSample:
+    """Blocks of messages of one size. `members` of the group; `seconds` and `busy`, processor seconds of this rank (0 on CUDA,
+    where the device carries them), per message: one entry per block."""
+
+    op: str
+    bytes: int
+    members: tuple[int, ...]
+    seconds: tuple[float, ...]
+    busy: tuple[float, ...]
+
+
+class Messages:
+    """The communicators over which one rank measures, all ranks taking part."""
+
+    def __init__(
+        self, rank: int, world: int, gloo: GlooCommunicators, clock: Clock, device: torch.device, alive: Callable[[], None],
+        nccl: NcclCommunicators | None = None,
+    ) -> None:  # fmt: skip
+        """`clock`: for what runs on `device`. `nccl`: what messages between CUDA devices go over; ranks meet over gloo."""
+        self._rank, self._world, self._clock, self._device, self._alive = rank, world, clock, device, alive
+        self._carrier = gloo if nccl is None else nccl
+        self._partitions = [_blocks(world, size) for size in range(2, world + 1) if world % size == 0]
+        everyone = tuple(range(world))
+        self._channels = channels_plan(world, tuple(dict.fromkeys([everyone, *(g for p in self._partitions for g in p)])))
+        gloo.connect(self._channels)
+        self._meeting = gloo.bind(_reduction(everyone, torch.zeros(1)))
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        _finish(self._meeting)
+
+    def measure(self, sizes: Sequence[int], repeats: int) -> list[MessageSample]:
+        """Every size between the ranks of each pair (2k, 2k + 1), a message there and one back, and over every partition of the
+        ranks into groups of equal size; all pairs at once, and all groups of a partition."""
+        self._carrier.connect(self._channels)
+        found = []
+        pair = (self._rank & ~1, self._rank | 1)
+        for size in sizes:
+            tensor = torch.zeros(max(1, size // 4), device=self._device)
+            if self._world > 1:
+                alone = pair[1] == self._world
+                found += self._blocks("p2p", pair, tensor, () if alone else self._pair(pair, tensor), repeats)
+            for partition in self._partitions:
+                members = next(g for g in partition if self._rank in g)
+                turn = (self._carrier.bind(_reduction(members, tensor)),)
+                found += self._blocks("all_reduce", members, tensor, turn, repeats)
+        return found
+
+    def _blocks(
+        self, op: str, members: tuple[int, ...], tensor: torch.Tensor, turn: Sequence[Callable[[], Any]], repeats: int
+    ) -> list[MessageSample]:
+        """One sample; none of a rank without a turn, which meets the others all the same."""
+        each = BLOCK_BYTES_ON_DEVICE if self._clock.ahead else BLOCK_BYTES
+        count = min(MOST, max(FEWEST, each // tensor.nbytes))
+        seconds, busy = [], []
+
+        def block(times: int = count) -> None:
+            for _ in range(times):
+                for message in turn:
+                    _finish(message)
+
+        # On a device the first turn only brings the ranks together, and the host issues all while the device sleeps.
+        sleep = partial(self._clock.sleep, (count + 1) * len(turn) * ISSUE_S)
+        runs: list[Thunk] = [sleep, partial(block, 1), block] if self._clock.ahead else [block]
+        for _ in range(repeats + 1):
+            self.barrier()
+            if turn:
+                begin = time.process_time()
+                seconds.append(self._clock.each(runs)[-1] / (count * len(turn)))
+                busy.append(0.0 if self._clock.ahead else (time.process_time() - begin) / (count * len(turn)))
+            self._alive()
+        return [MessageSample(op, tensor.nbytes, members, tuple(seconds[1:]), tuple(busy[1:]))] if turn else []
+
+    def _pair(self, pair: tuple[int, int], tensor: torch.Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """To the other rank of the pair and back, as this rank sees it."""
+        low, high = pair
+        kinds = ("send", "recv") if self._rank == low else ("recv", "send")
+        ways = ((low, high), (high, low))
+        there, back = (
+            self._carrier.bind(BoundComm(kind, f"{a}>{b}", (a, b), lambda: tensor)) for kind, (a, b) in zip(kinds, ways)
+        )
+        return there, back
+
+
+def _reduction(members: tuple[int, ...], tensor: torch.Tensor) -> BoundComm:
+    return BoundComm("all_reduce", group_channel(members), members, lambda: tensor)
+
+
+def _finish(message: Callable[[], Any]) -> None:
+    """Run a communication to its end, whether its closure does that or starts it and returns what waits for it."""
+    wait = message()
+    if wait is not None:
+        wait()
+
+
+def _blocks(world: int, size: int) -> list[tuple[int, ...]]:
+    return [tuple(range(first, first + size)) for first in range(0, world, size)]

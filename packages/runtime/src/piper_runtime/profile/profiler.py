@@ -1,0 +1,254 @@
+"""Measuring inside of a worker: what steps of chunks, other ops, messages and instructions take on this machine.
+
+All ranks measure the same thing at the same time: ranks of one machine share its memory bandwidth, and in a run they compute at
+once. A rank computes the whole model on the job's own batches, part by part in the order of a plan for one device, with the
+closures that a run binds and a clock around each. Messages go over communicators like those of a run, between ranks that do
+nothing else.
+
+On CUDA every rank needs a device of its own, and messages go over NCCL. The host issues a pass behind others that are not
+measured, so that it is as far ahead of the device as between the microbatches of a step.
+"""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import platform
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+
+from piper_ir.errors import ExecutionError
+from piper_ir.ops import COMM, Compute, Load, SquaredNorm, Update
+from piper_ir.plan import Part, Plan
+from piper_ir.plan_bytes import PlanBytes
+from piper_runtime.engine.streams import PHASE, RUNNING, STEP, Heartbeat
+from piper_runtime.profile.device_clocks import clock_of
+from piper_runtime.profile.host_costs import host_seconds, issue_seconds
+from piper_runtime.profile.measure_messages import Messages, MessageSample
+from piper_runtime.profile.resident import most_on_device, most_resident, reset_most_on_device, reset_most_resident
+from piper_runtime.rank import device as devices
+from piper_runtime.rank.code import ShippedCode, missing_operators
+from piper_runtime.rank.job import Batch, flatten_batch, microbatch_rows
+from piper_runtime.rank.parts import Thunk, bind_alloc, bind_operand, bind_part
+from piper_runtime.rank.rank import Rank
+from piper_runtime.rank.rank_state import RankJob
+from piper_runtime.rank.shipping import Parcel
+from piper_runtime.transport.gloo import GlooCommunicators
+from piper_runtime.transport.nccl import NcclCommunicators
+from piper_runtime.transport.transport import agreed_transport, nccl_of, shared, take_device
+
+WARMUP = 1
+"""Passes that are not counted: caches are cold, and memory comes from the system for the first time."""
+LEAD_S = 0.1
+"""What a CUDA device computes before each measured pass, at least: under load it may lower its clock to keep within its power.
+Behind one pass alone, steps in bfloat16 on an H200 were predicted 3 % too short (docs/cuda.md)."""
+
+CostKey = tuple[str, str, int]
+"""(code, "F" | "I" | "W", rows), or ("", name of another op, its amount): `piper_ir.costs.StepDuration`, `PartDuration`."""
+
+
+@dataclass(frozen=True)
+class ProfileRequest:
+    """What one rank is to measure. Pickled: `plan`, that of the strategy, of which the updates are measured, and `plans` for one
+    device, one per number of rows, of which everything is. `code` of all of them, by rows. `sizes`: bytes of messages. `device`:
+    the kind that runs take where the request is made."""
+
+    plan: bytes
+    plans: bytes
+    callables: bytes
+    code: dict[int, dict[str, dict[str, ShippedCode]]]
+    params: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    seed: int
+    repeats: int
+    sizes: tuple[int, ...]
+    device: str = field(default_factory=lambda: devices.default)
+
+
+@dataclass
+class ProfileReport:
+    """Seconds, one entry per repeat. `parts`: also one per chunk of a code. `issue`: of the issuing thread per instruction,
+    beyond its parts; `talk`: of the same per communication instruction, beyond its message. `resident`: per number of rows,
+    ascending, the bytes of tensors at the peak and the most bytes that were resident (on CUDA: taken from the device by this
+    process); empty where the system does not say, and where NCCL has taken some before. `node`: the host's name. `backend`: what
+    messages went over. `device`: the name of the rank's CUDA device, "" for the CPU; its node has `devices` of them."""
+
+    parts: dict[CostKey, list[float]] = field(default_factory=dict)
+    messages: list[MessageSample] = field(default_factory=list)
+    issue: list[float] = field(default_factory=list)
+    talk: list[float] = field(default_factory=list)
+    resident: list[tuple[int, int]] = field(default_factory=list)
+    node: str = ""
+    backend: str = "none"
+    device: str = ""
+    devices: int = 0
+
+
+def profile(
+    rank: int,
+    request: ProfileRequest,
+    communicators: GlooCommunicators,
+    heart: Heartbeat,
+    local_rank: int,
+    local_world: int | None,
+) -> ProfileReport:
+    """Measure all that a request asks for. local_rank: the rank's number among those of its node, at most `local_world`; None:
+    all ranks of the plan. ExecutionError when these share a CUDA device."""
+    device, plan = take_device(request.device, local_rank), pickle.loads(request.plan)
+    local_world = plan.mesh.world if local_world is None else local_world
+    transport = agreed_transport(rank, plan.mesh.world, device, local_world, communicators)
+    if transport == "staged" and shared(local_world):
+        raise ExecutionError(
+            f"profile: {local_world} ranks of a node share {torch.cuda.device_count()} CUDA device, and what they take from each "
+            "other is not simulated; profile a strategy of at most as many ranks as there are devices"
+        )
+    nccl = nccl_of(communicators, device) if transport == "nccl" else None
+    profiler = _Profiler(rank, request, plan, communicators, heart, device, nccl)
+    with torch.no_grad():
+        profiler.compute(memory=nccl is None or not nccl.in_use)
+        if transport != "staged":
+            profiler.messages("gloo" if nccl is None else nccl.name)
+        profiler.instructions()
+    return profiler.report
+
+
+class _Profiler:
+    def __init__(
+        self, rank: int, request: ProfileRequest, plan: Plan, communicators: GlooCommunicators, heart: Heartbeat,
+        device: torch.device, nccl: NcclCommunicators | None,
+    ) -> None:  # fmt: skip
+        self._rank, self._request, self._heart = rank, request, heart
+        self._device, self._clock = device, clock_of(device)
+        self._plan = plan
+        self.report = ProfileReport(node=platform.node())
+        if device.type == "cuda":
+            self.report.device, self.report.devices = torch.cuda.get_device_name(device), torch.cuda.device_count()
+        heart[PHASE], heart[STEP] = RUNNING, 0
+        self._messages = Messages(rank, self._plan.mesh.world, communicators, self._clock, device, self._alive, nccl)
+
+    def _alive(self) -> None:
+        """Who watches this rank sees that it makes progress."""
+        self._heart[STEP] += 1
+
+    def compute(self, memory: bool) -> None:
+        """Everything that runs on the compute stream, and, if asked for, the memory that it takes."""
+        job = self._rank_job()
+        plans: list[Plan] = pickle.loads(self._request.plans)
+        on_device = self._device.type == "cuda"
+        for plan in plans:
+            gc.collect()  # a rank and its closures hold each other
+            reset_most_on_device(self._device) if on_device else reset_most_resident()
+            self._passes(plan, job)
+            if memory and (most := most_on_device(self._device) if on_device else most_resident()) is not None:
+                self.report.resident.append((plan.roles[0].peak_bytes, most))
+        self._updates(job)
+
+    def _rank_job(self) -> RankJob:
+        parcel: Parcel = pickle.loads(self._request.callables)
+        batch, optimizer, scheduler = parcel.open()
+        if any(missing_operators(code) for code in self._request.code.values()):
+            parcel.import_definers()
+        return RankJob(batch, optimizer, scheduler, self._request.seed)
+
+    def _bound(self, plan: Plan, rank: int, job: RankJob) -> Rank:
+        code, params, buffers = self._request.code[plan.rows], self._request.params, self._request.buffers
+        return Rank(plan, rank, code, job, params, buffers, None, self._device)
+
+    def _turns(self) -> Iterator[tuple[int, bool]]:
+        """(step, whether it counts), all ranks starting each together."""
+        for step in range(WARMUP + self._request.repeats):
+            self._messages.barrier()
+            yield step, step >= WARMUP
+            self._alive()
+
+    def _passes(self, plan: Plan, job: RankJob) -> None:
+        """Steps of a plan for one device, part by part."""
+        bound = self._bound(plan, 0, job)
+        batch: CostKey = ("", "Batch", plan.rows)
+        # A host that is ahead calls the batch function while the device computes; what is left of it is in the load that calls.
+        keys, runs = zip(*_clocked(bound, batch if self._clock.ahead else None), strict=True)
+        for step, counts in self._turns():
+            taken: list[tuple[CostKey | None, float]] = []
+            if self._clock.ahead:
+                self._lead(runs, partial(bound.begin, step))
+            else:
+                taken.append((batch, self._clock.all(partial(_make_batch, job.batch, step, plan))))
+            bound.begin(step)
+            taken += zip(keys, self._clock.each(runs), strict=True)
+            bound.end()
+            if counts:
+                self._keep(taken)
+
+    def _lead(self, runs: Sequence[Thunk], begin: Thunk | None = None) -> None:
+        """Let a host that can be ahead of its device get ahead, and the device as warm as in a run."""
+        until = time.perf_counter() + LEAD_S
+        while self._clock.ahead and time.perf_counter() < until:
+            for run in (begin, *runs) if begin is not None else runs:
+                run()
+
+    def _updates(self, job: RankJob) -> None:
+        """Updates and norms of the gradients that this rank holds under the strategy: other sizes than on one device."""
+        bound = self._bound(self._plan, self._rank, job)
+        traffic = PlanBytes(self._plan)
+        parts = [p for instr in bound.role.program for p in instr.parts if isinstance(p.op, SquaredNorm | Update)]
+        keys, runs = [_key(p, bound, traffic) for p in parts], [bind_part(replace(p, frees=()), bound) for p in parts]
+        for _, counts in self._turns():
+            bound.store.values.update({v: torch.ones((), device=self._device) for p in parts for v in p.reads})
+            self._lead(runs)
+            taken = zip(keys, self._clock.each(runs), strict=True)
+            if counts:
+                self._keep(taken)
+
+    def _keep(self, taken: Iterable[tuple[CostKey | None, float]]) -> None:
+        for key, seconds in taken:
+            if key is not None:
+                self.report.parts.setdefault(key, []).append(seconds)
+
+    def messages(self, over: str) -> None:
+        """Communication by size and group; `over`: what carries it."""
+        gc.collect()  # what the last rank held makes room for messages
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        self.report.messages = self._messages.measure(self._request.sizes, self._request.repeats)
+        self.report.backend = over if self.report.messages or over == "gloo" else "none"
+
+    def instructions(self) -> None:
+        """What the issuing thread spends on instructions; all ranks at once."""
+        if self._device.type == "cuda":
+            self.report.issue = list(issue_seconds(self._device, self._heart, self._clock, self._turns()))[WARMUP:]
+            return
+        found = list(host_seconds(self._heart, self._turns()))[WARMUP:]
+        self.report.issue, self.report.talk = [issue for issue, _ in found], [talk for _, talk in found]
+
+
+def _clocked(bound: Rank, batch: CostKey | None) -> Iterator[tuple[CostKey | None, Thunk]]:
+    """What a rank runs, in order, each with the key under which its time is kept; None: it is not kept. `batch`: the key of a
+    load that calls the job's batch function."""
+    traffic, loaded = PlanBytes(bound.plan), set[int]()
+    for instr in bound.role.program:
+        for v in instr.frees_before:
+            yield None, partial(bound.store.values.pop, v)
+        for part in instr.parts:
+            if isinstance(part.op, COMM):  # with itself alone
+                yield None, partial(bind_operand(part, bound))
+                continue
+            # The first load of a microbatch calls it.
+            calls = isinstance(part.op, Load) and part.mb not in loaded
+            loaded.add(part.mb)
+            yield batch if calls else _key(part, bound, traffic), bind_part(part, bound)
+        for v in instr.allocs_after:
+            yield None, bind_alloc(v, bound)
+
+
+def _key(part: Part, bound: Rank, traffic: PlanBytes) -> CostKey:
+    if isinstance(part.op, Compute):
+        return bound.plan.chunk(part.op.chunk).code, part.op.step, bound.plan.rows
+    return "", type(part.op).__name__, traffic.memory_bytes(bound.role, part)
+
+
+def _make_batch(batch: Batch, step: int, plan: Plan) -> None:
+    flatten_batch(*batch(step, microbatch_rows(plan, 0, 0)))

@@ -1,0 +1,42 @@
+"""Bind a plan to one rank: its job, code, tensors and optimizer, and a closure for each instruction.
+
+May import: nothing of the runtime.
+"""
+
+from piper_runtime.rank.code import ExportedCode, ShippedCode
+from piper_runtime.rank.device import choose_device, default_kind, using
+from piper_runtime.rank.feed import upload
+from piper_runtime.rank.job import InitialState, Job, Precision, call_batch, materialize
+from piper_runtime.rank.optimizer import OptimizerSpec, optimizer_spec
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank
+from piper_runtime.rank.rank_state import RankJob
+from piper_runtime.rank.rng import rng_places, rng_seed
+from piper_runtime.rank.same_model import check_same_model
+from piper_runtime.rank.shipping import RECIPE_MARK, pack
+
+__all__ = [
+    "BoundComm",
+    "BoundInstr",
+    "ExportedCode",
+    "InitialState",
+    "Job",
+    "OptimizerSpec",
+    "Precision",
+    "RECIPE_MARK",
+    "Rank",
+    "RankJob",
+    "ShippedCode",
+    "Thunk",
+    "call_batch",
+    "check_same_model",
+    "choose_device",
+    "default_kind",
+    "materialize",
+    "optimizer_spec",
+    "pack",
+    "rng_places",
+    "rng_seed",
+    "upload",
+    "using",
+]

@@ -1,0 +1,99 @@
+"""Loading of generated step functions. Code reaches a rank as source text and constants, never as a pickled function."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import sha256
+from typing import Any, Protocol
+
+import torch
+from torch._ops import OpOverload
+
+from piper_ir.errors import FormatError
+from piper_ir.ops import Compute
+from piper_ir.plan import Plan, RolePlan
+from piper_ops import DIRECT
+
+StepFunction = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
+"""Boxed: it empties its argument list, so that a tensor whose only reference is in the list is freed at its last use."""
+
+
+class StepSource(Protocol):
+    """Source of `def step(args)` and the constants that it uses by name."""
+
+    @property
+    def source(self) -> str: ...
+    @property
+    def constants(self) -> Mapping[str, Any]: ...
+
+
+_OPERATOR = re.compile(r"torch\.ops\.(\w+)\.(\w+)")
+
+ExportedCode = Mapping[str, Mapping[Any, StepSource]]
+"""Code id of a chunk -> step ("F", "I", "W") -> its code, for one number of rows."""
+
+
+@dataclass(frozen=True)
+class ShippedCode:
+    """A StepCode in the form in which it travels to a worker."""
+
+    source: str
+    constants: Mapping[str, Any] = field(default_factory=dict)
+
+
+def load_step(code: StepSource, device: str | torch.device = "cpu") -> StepFunction:
+    """The function that a StepCode describes, for tensors on `device`. Its source shows in tracebacks. FormatError when there
+    is no function `step`, or when it calls an operator that is not registered in this process."""
+    name = f"<piper step {sha256(code.source.encode()).hexdigest()[:12]}>"
+    linecache.cache[name] = (len(code.source), None, code.source.splitlines(keepends=True), name)
+    namespace: dict[str, Any] = {"torch": torch, "DEVICE": torch.device(device)}
+    namespace |= {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in code.constants.items()}
+    try:
+        exec(compile(code.source, name, "exec"), namespace)  # the source comes from our own code generator
+    except AttributeError as e:
+        raise FormatError(f"{e}; import the module that registers this operator in the file that defines the job") from e
+    if not callable(namespace.get("step")):
+        raise FormatError("the source of a chunk's step defines no function `step(args)`")
+    namespace |= {k: DIRECT[v] for k, v in namespace.items() if isinstance(v, OpOverload) and v in DIRECT}
+    step: StepFunction = namespace["step"]
+    return step
+
+
+def missing_operators(code: ExportedCode) -> set[str]:
+    """Operators that a code store calls and that are not registered in this process, as "namespace.name"."""
+    called = {found for steps in code.values() for c in steps.values() for found in _OPERATOR.findall(c.source)}
+    return {f"{space}.{name}" for space, name in called if not hasattr(getattr(torch.ops, space), name)}
+
+
+class LoadedSteps:
+    """Functions of a code store, each loaded once, on first use."""
+
+    def __init__(self, code: ExportedCode, device: str | torch.device = "cpu") -> None:
+        self._code, self._device = code, device
+        self._loaded: dict[tuple[str, str], StepFunction] = {}
+
+    def __call__(self, code_id: str, step: str) -> StepFunction:
+        """FormatError when the store lacks the code."""
+        key = (code_id, step)
+        if key not in self._loaded:
+            try:
+                code = self._code[code_id][step]
+            except KeyError:
+                raise FormatError(f"the code store has no step {step} of code {code_id!r}; was it made for this plan?") from None
+            self._loaded[key] = load_step(code, self._device)
+        return self._loaded[key]
+
+
+def used_code(plan: Plan, role: RolePlan) -> Iterator[tuple[str, str]]:
+    """(code id, step) that a role executes, each once, in program order."""
+    seen: set[tuple[str, str]] = set()
+    for instr in role.program:
+        for part in instr.parts:
+            if isinstance(part.op, Compute):
+                key = (plan.chunk(part.op.chunk).code, part.op.step)
+                if key not in seen:
+                    seen.add(key)
+                    yield key

@@ -1,0 +1,98 @@
+"""The device of a rank: which one it is, and how the host reads numbers that it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+
+from piper_ir.errors import ExecutionError
+
+CPU = torch.device("cpu")
+DeviceKind = Literal["auto", "cpu", "cuda"]
+NO_CUDA = "no CUDA device"
+
+default: DeviceKind = "auto"
+"""What runs take that start in this process, see `using`. The test suite sets it to "cpu"."""
+
+Read = Callable[[torch.Tensor], None]
+Use = Callable[[float], None]
+
+
+def choose_device(kind: str, local_rank: int) -> torch.device:
+    """The device of a rank. kind: "cpu"; "cuda", the node's CUDA devices in turn; "auto", "cuda" where there is one, else "cpu".
+    local_rank: the rank's number among those of its node. ExecutionError when there is no such device."""
+    if kind not in ("auto", "cpu", "cuda"):
+        raise ExecutionError(f'device {kind!r} is not known; use "auto", "cpu" or "cuda"')
+    if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
+        return CPU
+    if not torch.cuda.is_available():
+        raise ExecutionError(f'device "cuda": {NO_CUDA}; use device="cpu", or torch for CUDA on a machine that has one')
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def default_kind() -> DeviceKind:
+    """Return the kind of device that runs take which start now."""
+    return default
+
+
+@contextmanager
+def using(kind: DeviceKind) -> Iterator[None]:
+    """Runs that start inside the block take this kind of device, as in `choose_device`."""
+    global default
+    before, default = default, kind
+    try:
+        yield
+    finally:
+        default = before
+
+
+class NumberReader:
+    """Hands numbers of tensors on the CPU to the host: at once."""
+
+    late = False
+
+    def reader(self, dtype: torch.dtype, use: Use) -> Read:
+        """The closure that hands the number in a tensor of one element and this dtype to `use`."""
+        return lambda tensor: use(float(tensor))
+
+    def finish(self) -> None:
+        """End a step: everything has been handed over."""
+
+
+class LateNumbers(NumberReader):
+    """Hands numbers of tensors on a CUDA device to the host at the end of the step, in the order in which they were read: until
+    then each is a copy on its way to pinned memory, so that nothing inside of a step waits for the device. Also works on
+    tensors of the CPU, for tests."""
+
+    late = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._pin = device.type == "cuda"
+        self._copied: list[tuple[torch.Tensor, Use]] = []
+
+    def reader(self, dtype: torch.dtype, use: Use) -> Read:
+        slot = torch.empty((), dtype=dtype, pin_memory=self._pin)  # of the tensor's dtype: a copy that converts is two kernels
+        copied = self._copied
+
+        def read(tensor: torch.Tensor) -> None:
+            slot.copy_(tensor, non_blocking=True)
+            copied.append((slot, use))
+
+        return read
+
+    def finish(self) -> None:
+        """Wait for the copies, all on the stream that is current, and hand the numbers over."""
+        if self._pin:
+            torch.cuda.current_stream().synchronize()
+        copied = self._copied.copy()
+        self._copied.clear()
+        for slot, use in copied:
+            use(float(slot))
+
+
+def numbers_of(device: torch.device) -> NumberReader:
+    """How numbers get from a device to the host."""
+    return LateNumbers(device) if device.type == "cuda" else NumberReader()

@@ -1,0 +1,227 @@
+"""What is trained: the user's callables and numbers, and the two facts that follow from them on every rank: rows and initial
+state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from piper_ir.errors import JobError
+from piper_ir.keywords import checked_fields
+from piper_ir.plan import Plan
+from piper_ir.tools import user_code
+from piper_runtime.rank.job_advice import callable_problem, dtype_problem, precision_problem
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+"""Accepted dtypes of parameters, by torch's names."""
+
+Inputs = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor]
+Batch = Callable[[int, range], tuple[Inputs, Any]]
+NamedParameters = list[tuple[str, nn.Parameter]]
+
+
+@checked_fields(JobError)
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes by torch's names. `params` is the dtype of parameters, of floating-point buffers and of floating-point batch
+    tensors.
+
+    `compute`, `reduce` and `master` name the dtypes of activations, of gradient reductions and of the optimizer's copy; None
+    means that of `params`, and nothing else is accepted yet."""
+
+    params: str = "float32"
+    compute: str | None = None
+    reduce: str | None = None
+    master: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.params not in DTYPES:
+            raise JobError(dtype_problem(self.params, DTYPES))
+        for name in ("compute", "reduce", "master"):
+            if getattr(self, name) not in (None, self.params):
+                raise JobError(
+                    f"Precision({name}={getattr(self, name)!r}) differs from params={self.params!r}: mixed precision is not "
+                    f"supported yet; leave {name} out"
+                )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """torch's dtype of `params`."""
+        return DTYPES[self.params]
+
+
+@checked_fields(JobError)
+@dataclass(frozen=True)
+class Job:
+    """A training job, independent of how it is distributed.
+
+    model: () -> nn.Module. batch: (step, rows) -> (inputs, targets), the given rows of the global batch of a step; inputs are a
+    tensor, a tuple (positional) or a dict (keyword), targets any nest of tensors. loss: (output, targets) -> a mean over rows,
+    or a pair (sum, weight). optimizer: list of (name, parameter) -> Optimizer; it sees every parameter once, with its full
+    shape, on meta. scheduler: Optimizer -> LRScheduler, stepped once per optimizer step. global_batch: rows per step over all
+    replicas. tokens_per_row: for tokens per second. clip_norm: largest global 2-norm of the gradient. init: "model" (what the
+    model's constructor makes under `seed`) or the path of a file that torch.save wrote of a state_dict. JobError when a field
+    is unusable."""
+
+    model: Callable[[], nn.Module]
+    batch: Batch
+    loss: Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, torch.Tensor]]
+    optimizer: Callable[[NamedParameters], torch.optim.Optimizer]
+    global_batch: int
+    tokens_per_row: int | None = None
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    clip_norm: float | None = None
+    precision: Precision = field(default_factory=Precision)
+    seed: int = 0
+    init: str | Path = "model"
+
+    def __post_init__(self) -> None:
+        for name in ("model", "batch", "loss", "optimizer", "scheduler"):
+            value = getattr(self, name)
+            problem = callable_problem(name, value)
+            if problem is not None and not (name == "scheduler" and value is None):
+                raise JobError(problem)
+        _check_int("global_batch", self.global_batch, 1)
+        _check_int("seed", self.seed, 0)
+        if self.tokens_per_row is not None:
+            _check_int("tokens_per_row", self.tokens_per_row, 1)
+        if self.clip_norm is not None and not (isinstance(self.clip_norm, int | float) and self.clip_norm > 0):
+            raise JobError(f"Job(clip_norm={self.clip_norm!r}): a positive number is needed, or None for no clipping")
+        if not isinstance(self.precision, Precision):
+            raise JobError(precision_problem(self.precision, DTYPES))
+
+
+def _check_int(name: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise JobError(f"Job({name}={value!r}): an integer of at least {least} is needed")
+
+
+def microbatch_rows(plan: Plan, replica: int, microbatch: int) -> range:
+    """Rows of the global batch that a data-parallel replica computes in a microbatch: replica i owns rows [i*G/D, (i+1)*G/D),
+    in order."""
+    start = (replica * plan.microbatches + microbatch) * plan.rows
+    return range(start, start + plan.rows)
+
+
+def call_batch(batch: Batch, step: int, rows: range) -> Any:
+    """What the user's batch function returns outside of a run. JobError when it raises; in a run ExecutionError says where."""
+    with user_code(f"Job.batch(step={step}, rows={rows})", JobError):
+        return batch(step, rows)
+
+
+def flatten_batch(inputs: Any, targets: Any) -> dict[str, torch.Tensor]:
+    """Tensors of a batch by their path in it: "inputs" (a single tensor), "inputs.0", "inputs.mask", "targets", "targets.0.y".
+    None is left out. JobError for any other leaf."""
+    found: dict[str, torch.Tensor] = {}
+    for root, nest in (("inputs", inputs), ("targets", targets)):
+        for path, leaf in pytree.tree_flatten_with_path(nest)[0]:
+            name = ".".join([root, *map(_key, path)])
+            if isinstance(leaf, torch.Tensor):
+                found[name] = leaf
+            elif leaf is not None:
+                raise JobError(f"Job.batch returned a {type(leaf).__name__} at {name}; only tensors (and None) are accepted")
+    return found
+
+
+def _key(entry: Any) -> str:
+    """The name of one step of a pytree path: a dict's key, a sequence's index, or a field's name."""
+    return next((str(getattr(entry, a)) for a in ("key", "idx", "name") if hasattr(entry, a)), str(entry))
+
+
+@dataclass(frozen=True)
+class InitialState:
+    """Full tensors on CPU under their first names, shared with the module that made them. Without a `model` there are none."""
+
+    params: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    model: nn.Module | None = None
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Every other name of a tensor -> its first one."""
+        first: dict[int, str] = {}
+        names = list(_named_tensors(self.model)) if self.model is not None else []
+        return {name: first[id(t)] for name, t in names if first.setdefault(id(t), name) != name}
+
+    @property
+    def trainable(self) -> set[str]:
+        """The names of the parameters with requires_grad."""
+        tensors = _first_tensors(self.model) if self.model is not None else {}
+        return {n for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
+
+    def state_dict(self, trained: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+        """Return what the module's own state_dict says when its tensors have the values in `trained`, by first name.
+
+        The module itself stays as it is: whoever made it may hold it, and start another run from it."""
+        if self.model is None:
+            return {}
+        before = []
+        try:
+            for name, tensor in _first_tensors(self.model).items():
+                if name in trained:
+                    before.append((tensor, tensor.data))
+                    tensor.data = trained[name]
+            found = self.model.state_dict()
+            return {n: t.detach().clone() if isinstance(t, torch.Tensor) else t for n, t in found.items()}
+        finally:
+            for tensor, data in before:
+                tensor.data = data
+
+
+def materialize(job: Job) -> InitialState:
+    """The model's parameters and buffers, made on CPU under the job's seed, in the dtype of `precision.params`.
+
+    The caller's random state stays as it was. JobError when the model cannot be made or the file of `init` does not fit it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.seed)
+        with user_code("Job.model()", JobError):
+            model = job.model()
+    if not isinstance(model, nn.Module):
+        raise JobError(f"Job.model returned a {type(model).__name__}; an nn.Module is needed")
+    state = initial_state(model, job.precision.dtype)
+    if job.init != "model":  # into tensors that have their dtype: a float64 file is not to be rounded to float32
+        _load(model, Path(job.init))
+    return state
+
+
+def initial_state(model: nn.Module, dtype: torch.dtype) -> InitialState:
+    """Cast the floating-point tensors of a module in place, and return all of them. Complex ones stay as they are."""
+    state = InitialState({}, {}, model)
+    for name, tensor in _first_tensors(model).items():
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+        kind = state.params if isinstance(tensor, nn.Parameter) else state.buffers
+        kind[name] = tensor.detach()
+    return state
+
+
+def _first_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return parameters, buffers and plain tensor attributes, each under the first of its names."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, tensor in _named_tensors(model):
+        found.setdefault(id(tensor), (name, tensor))
+    return dict(found.values())
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters, buffers and plain tensor attributes under every name that they have."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        own = {**module._parameters, **module._buffers, **vars(module)}
+        yield from ((dot + name, value) for name, value in own.items() if isinstance(value, torch.Tensor))
+
+
+def _load(model: nn.Module, path: Path) -> None:
+    if not path.is_file():
+        raise JobError(f"Job(init={str(path)!r}): no such file; give 'model' or the path of a saved state_dict")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        model.load_state_dict(state)
+    except Exception as e:  # torch raises several unrelated classes for a file that is not its own or does not fit
+        raise JobError(f"Job(init={str(path)!r}) is not a state_dict of this model: {e}") from e

@@ -1,0 +1,325 @@
+"""One closure per part of a plan, bound once per plan to the tensors of a rank, so that running it costs little host time.
+
+Both engines run these. A closure reads and writes `store.values`, which holds the only reference to every value: a value that
+dies in a part is taken out of it, so that boxed code frees it at its last use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, assert_never
+
+import torch
+
+from piper_ir.errors import NonFiniteLossError
+from piper_ir.ops import Add, Collective, Compute, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.plan import Part, is_state
+from piper_ir.program import Chunk
+from piper_runtime.rank.feed import upload
+from piper_runtime.rank.job import microbatch_rows
+from piper_runtime.rank.rank_state import NOT_FINITE, RankState
+from piper_runtime.rank.rng import generator, rng_seed
+from piper_runtime.rank.store import empty_value
+
+Thunk = Callable[[], object]
+"""A closure that is called for what it does; what it returns is not looked at."""
+Operand = Callable[[], torch.Tensor]
+
+
+def bind_part(part: Part, rank: RankState) -> Thunk:
+    """Return the closure that runs one part of the compute stream."""
+    match part.op:
+        case Compute():
+            return _compute(part, rank)
+        case Load():
+            run = _load(part, part.op, rank)
+        case Seed():
+            run = _fill(part, rank, part.op.value, part.op.dtype)
+        case Zeros():
+            run = _fill(part, rank, 0.0, part.op.dtype)
+        case Add():
+            run = _add(part, rank)
+        case SquaredNorm():
+            run = _squared_norm(part, part.op, rank)
+        case Update():
+            run = _update(part, part.op, rank)
+        case Send() | Recv() | Collective():
+            raise TypeError(f"{part.node}: communication has no closure of its own; it is bound by bind_operand")
+        case _:
+            assert_never(part.op)
+    return _then_free(run, part.frees, rank)
+
+
+def bind_operand(part: Part, rank: RankState) -> Operand:
+    """Bind a part that communicates: return the closure that gives the tensor to send, to receive into, or to give to a
+    collective, which is where that one's result goes too unless there is a `bind_result`."""
+    values = rank.store.values
+    match part.op:
+        case Send():
+            source = part.reads[0]
+            return lambda: values[source]
+        case Recv():
+            target = part.writes[0]
+            return lambda: values[target]
+        case Collective(bucket=bucket) if bucket:
+            flat = rank.store.flat_grads[bucket]
+            return lambda: flat
+        case Collective() as op if op.law.in_place:
+            source, target = part.reads[0], part.writes[0]
+            return lambda: values[target].copy_(values[source])
+        case Collective():
+            source = part.reads[0]
+            return lambda: values[source]
+        case _:
+            raise TypeError(f"{part.node}: {type(part.op).__name__} does not communicate")
+
+
+def bind_result(part: Part, rank: RankState) -> Operand | None:
+    """Return the closure that gives the tensor which a collective writes, None where it writes its operand."""
+    if not isinstance(part.op, Collective) or part.op.bucket or part.op.law.in_place:
+        return None
+    values, target = rank.store.values, part.writes[0]
+    return lambda: values[target]
+
+
+def bind_alloc(value: str, rank: RankState) -> Thunk:
+    """The closure that makes a buffer for a value that communication will write."""
+    values, device = rank.store.values, rank.device
+    shape, dtype = empty_value(rank.plan, value)
+
+    def alloc() -> None:
+        values[value] = torch.empty(shape, dtype=dtype, device=device)
+
+    return alloc
+
+
+def _then_free(run: Thunk, dying: tuple[str, ...], rank: RankState) -> Thunk:
+    if not dying:
+        return run
+    values = rank.store.values
+
+    def run_and_free() -> None:
+        run()
+        for v in dying:
+            del values[v]
+
+    return run_and_free
+
+
+def _load(part: Part, op: Load, rank: RankState) -> Thunk:
+    values, feed, target = rank.store.values, rank.feed, part.writes[0]
+    shape, dtype = empty_value(rank.plan, target)
+
+    def load() -> None:
+        with rank.untracked():
+            rows = feed.take(op.tensor, part.mb)
+        values[target] = torch.empty(shape, dtype=dtype).copy_(rows)
+
+    def load_on_device() -> None:
+        with rank.untracked():
+            rows = feed.take(op.tensor, part.mb)
+        values[target] = upload(rows, shape, dtype, rank.device)
+
+    return load if rank.device.type == "cpu" else load_on_device
+
+
+def _fill(part: Part, rank: RankState, number: float, dtype_name: str) -> Thunk:
+    values, target, dtype, device = rank.store.values, part.writes[0], getattr(torch, dtype_name), rank.device
+
+    def fill() -> None:
+        values[target] = torch.full((), number, dtype=dtype, device=device)
+
+    return fill
+
+
+def _add(part: Part, rank: RankState) -> Thunk:
+    values, target = rank.store.values, part.writes[0]
+    first, *rest = part.reads
+
+    def add() -> None:
+        total = values[first] + values[rest[0]] if rest else values[first].clone()
+        for v in rest[1:]:
+            total += values[v]
+        values[target] = total
+
+    return add
+
+
+def _squared_norm(part: Part, op: SquaredNorm, rank: RankState) -> Thunk:
+    values, target, dtype, device = rank.store.values, part.writes[0], getattr(torch, op.dtype), rank.device
+    flats = [rank.store.flat_grads[b] for b in op.buckets]
+
+    def squared_norm() -> None:
+        total = torch.zeros((), dtype=dtype, device=device)
+        for flat in flats:
+            total += torch.linalg.vector_norm(flat, dtype=dtype).square_()
+        values[target] = total
+
+    return squared_norm
+
+
+def _update(part: Part, op: Update, rank: RankState) -> Thunk:
+    flats = [rank.store.flat_grads[b] for b in op.buckets]
+    scale_now = _late_scale(part, op, rank) if rank.numbers.late else _scale(part, op, rank)
+
+    def update() -> None:
+        scale = scale_now()
+        if rank.probe is not None:
+            with rank.untracked():
+                rank.probe(rank, op.buckets, scale)
+        rank.optimizer.update(op.buckets, scale)
+        for flat in flats:
+            flat.zero_()
+
+    return update
+
+
+def _scale(part: Part, op: Update, rank: RankState) -> Callable[[], float]:
+    values, reads = rank.store.values, part.reads
+    return lambda: gradient_scale(op, [float(values[v]) for v in reads], f"step {rank.step}, rank {rank.rank}")
+
+
+def _late_scale(part: Part, op: Update, rank: RankState) -> Callable[[], float | torch.Tensor]:
+    """The scale on the device. Its scalars are looked at when the step ends."""
+    values, found = rank.store.values, list[float]()
+
+    def check(number: float) -> None:
+        found.append(number)
+        if len(found) == len(part.reads):
+            scalars = found.copy()
+            found.clear()
+            gradient_scale(op, scalars, f"step {rank.step}, rank {rank.rank}")
+
+    readers = [(v, rank.numbers.reader(empty_value(rank.plan, v)[1], check)) for v in part.reads]
+
+    def scale() -> float | torch.Tensor:
+        for v, read in readers:
+            read(values[v])
+        return device_scale(op, [values[v] for v in part.reads])
+
+    return scale
+
+
+def device_scale(op: Update, scalars: list[torch.Tensor]) -> float | torch.Tensor:
+    """`gradient_scale` of scalars on a device, in float64 there and without its checks."""
+    scale = scalars[0].double().reciprocal() if op.weighted else 1.0
+    if op.clip is None:
+        return scale
+    magnitude = scale.abs() if isinstance(scale, torch.Tensor) else abs(scale)
+    return scale * (op.clip / (scalars[-1].double().sqrt() * magnitude + 1e-6)).clamp(max=1.0)
+
+
+def gradient_scale(op: Update, scalars: list[float], where: str) -> float:
+    """The one factor by which Update multiplies gradients. scalars: [sum of weights, if weighted] + [squared norm of the summed
+    gradients, if clipped]. Clipping is torch's clip_grad_norm_ on the gradient after division: min(1, clip / (norm + 1e-6)).
+
+    NonFiniteLossError when the weights sum to zero or the norm is not finite."""
+    weight = scalars[0] if op.weighted else 1.0
+    if not weight:
+        raise NonFiniteLossError(
+            f"{where}: the loss weights of the global batch sum to 0, so the loss is not a number; mask fewer rows"
+        )
+    scale = 1.0 / weight
+    if op.clip is None:
+        return scale
+    if not math.isfinite(scalars[-1]):
+        raise NonFiniteLossError(
+            f"{where}: the squared norm of the gradient is {scalars[-1]}, so it cannot be clipped to {op.clip:g}; {NOT_FINITE}"
+        )
+    return scale * min(1.0, op.clip / (math.sqrt(scalars[-1]) * abs(scale) + 1e-6))
+
+
+def _compute(part: Part, rank: RankState) -> Thunk:
+    assert isinstance(part.op, Compute) and part.op.step != "B", f"{part.node}: a plan holds I and W parts, never B"
+    chunk, step = rank.plan.chunk(part.op.chunk), part.op.step
+    signature = chunk.steps[step]
+    function = rank.steps(chunk.code, step)
+    values = rank.store.values
+    template, keep, take = _arguments(part, chunk, rank)
+    writes = part.writes
+    taken = {v for _, v in take}
+    after = tuple(v for v in part.frees if v not in taken)
+    expected = len(signature.writes)
+
+    def compute() -> None:
+        args: list[Any] = template.copy()
+        for i, v in keep:
+            args[i] = values[v]
+        for i, v in take:
+            args[i] = values.pop(v)
+        results = function(args)
+        if len(results) != expected:
+            raise TypeError(
+                f"{part.node}: the code returned {len(results)} tensors for {expected} ports {', '.join(signature.writes)}"
+            )
+        for v, t in zip(writes, results):
+            values[v] = t
+
+    run: Thunk = compute
+    if step == "F":
+        run = _forward(run, part, chunk, rank)
+    return _then_free(run, after, rank) if after else run
+
+
+def _arguments(
+    part: Part, chunk: Chunk, rank: RankState
+) -> tuple[list[torch.Tensor | None], list[tuple[int, str]], list[tuple[int, str]]]:
+    """The argument list with states filled in, and (index, value) of those that stay alive and of those that die at this use."""
+    assert isinstance(part.op, Compute) and part.op.step != "B"
+    signature, store = chunk.steps[part.op.step], rank.store
+    template: list[torch.Tensor | None] = []
+    ports: list[tuple[int, str]] = []
+    unread = iter(part.reads)
+    for port in signature.reads:
+        if is_state(chunk, port):
+            entry = chunk.inputs[int(port[2:])]
+            template.append((store.params if entry.kind == "param" else store.buffers)[entry.ref])
+        else:
+            ports.append((len(template), next(unread)))
+            template.append(None)
+    template += [store.grads[chunk.inputs[i].ref] for i in signature.accumulates]
+    last = {v: i for i, v in ports}
+    take = [(i, v) for i, v in ports if v in part.frees and last[v] == i]
+    keep = [p for p in ports if p not in take]
+    return template, keep, take
+
+
+def _forward(run: Thunk, part: Part, chunk: Chunk, rank: RankState) -> Thunk:
+    """F sets the random state before it runs, and hands on losses, weights and new buffers after."""
+    writes = dict(zip(chunk.steps["F"].writes, part.writes, strict=True))
+    outputs = [(o, writes[f"out{k}"]) for k, o in enumerate(chunk.outputs) if f"out{k}" in writes]
+    scalars = [(_recorder(o.kind, v, part.mb, rank), v) for o, v in outputs if o.kind in ("loss", "weight")]
+    buffers = [(o.ref, v) for o, v in outputs if o.kind == "buffer"]
+    if chunk.random:
+        run = _seeded(run, part, chunk, rank)
+    if not (scalars or buffers):
+        return run
+    values, store, mb = rank.store.values, rank.store, part.mb
+
+    def forward() -> None:
+        run()
+        for read, v in scalars:
+            read(values[v])
+        for name, v in buffers:
+            # A role may run its microbatches out of order; the content after the step is that of the last one.
+            if rank.buffer_mb.get(name, -1) < mb:
+                rank.buffer_mb[name] = mb
+                store.buffers[name].copy_(values[v])
+
+    return forward
+
+
+def _recorder(kind: str, value: str, mb: int, rank: RankState) -> Callable[[torch.Tensor], None]:
+    return rank.numbers.reader(empty_value(rank.plan, value)[1], lambda number: rank.record(kind, mb, number))
+
+
+def _seeded(run: Thunk, part: Part, chunk: Chunk, rank: RankState) -> Thunk:
+    where = rank.places[chunk.id]
+    row = microbatch_rows(rank.plan, rank.plan.replica_of(rank.rank), part.mb).start
+    set_seed = generator(rank.device).manual_seed
+
+    def seeded() -> None:
+        set_seed(rng_seed(rank.seed, rank.step, row, where))
+        run()
+
+    return seeded

@@ -1,0 +1,171 @@
+"""A plan bound to one rank: its tensors, and per instruction what to wait for and what to run. Engines decide only when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, assert_never
+
+import torch
+
+from piper_ir.collectives import Law, law_of
+from piper_ir.errors import PlanError
+from piper_ir.ops import COMM, Collective, Recv, Send
+from piper_ir.plan import COMPUTE, Instr, Part, Plan
+from piper_runtime.rank.code import ExportedCode
+from piper_runtime.rank.device import CPU, NumberReader
+from piper_runtime.rank.parts import Operand, Thunk, bind_alloc, bind_operand, bind_part, bind_result
+from piper_runtime.rank.rank_state import Probe, RankJob, RankState
+
+
+@dataclass(frozen=True, slots=True)
+class BoundComm:
+    """One communication, bound to a rank.
+
+    kind: "send", "recv" or a kind of `piper_ir.collectives`.
+    peers: the ranks of the channel's instance, ascending; source and destination for a send and its receive.
+    operand: gives the tensor that is sent, received into, or given to a collective.
+    result: gives the tensor that a collective writes; None where that is the operand itself.
+    """
+
+    kind: str
+    channel: str
+    peers: tuple[int, ...]
+    operand: Operand
+    result: Operand | None = None
+
+    @property
+    def law(self) -> Law | None:
+        """What a collective does; None for a send or a receive."""
+        return None if self.kind in ("send", "recv") else law_of(self.kind)
+
+    def alone(self) -> None:
+        """Do what this communication is on a channel without another rank: what a collective reads is what it writes."""
+        given = self.operand()
+        if self.result is not None:
+            self.result().copy_(given)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundInstr:
+    """One instruction, bound. Exactly one of `work` and `comm` is set."""
+
+    index: int
+    stream: str
+    waits: tuple[tuple[str, int], ...]
+    name: str
+    work: Thunk | None = None
+    comm: BoundComm | None = None
+
+
+@dataclass(frozen=True)
+class Binder:
+    """How a rank turns its program into closures. Tests put mistakes in its place."""
+
+    part: Callable[[Part, RankState], Thunk] = bind_part
+    operand: Callable[[Part, RankState], Operand] = bind_operand
+    instr: Callable[[Instr, RankState], Instr] = lambda instr, _: instr
+
+
+class Rank(RankState):
+    """One rank of a plan with its states and its bound program."""
+
+    binder: ClassVar[Binder] = Binder()
+
+    def __init__(
+        self, plan: Plan, rank: int, code: ExportedCode, job: RankJob,
+        params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], probe: Probe | None = None,
+        device: torch.device = CPU, numbers: NumberReader | None = None,
+    ):  # fmt: skip
+        super().__init__(plan, rank, code, job, params, buffers, probe, device, numbers)
+        behind = own_waits(self.role.program)
+        self.entries = tuple(self._entry(i, instr, behind.get(i, ())) for i, instr in enumerate(self.role.program))
+
+    def _entry(self, index: int, instr: Instr, behind: tuple[tuple[str, int], ...]) -> BoundInstr:
+        instr = self.binder.instr(instr, self)
+        if instr.comm:
+            return BoundInstr(index, instr.stream, instr.waits + behind, instr.name, comm=self._comm(instr))
+        return BoundInstr(index, instr.stream, instr.waits, instr.name, work=self._work(instr))
+
+    def _comm(self, instr: Instr) -> BoundComm:
+        part = instr.parts[0]
+        op = part.op
+        if not isinstance(op, COMM) or instr.stream == COMPUTE:
+            raise PlanError(
+                f"role {self.role.role}: {instr.name} communicates on stream {instr.stream!r}; it needs a stream of its own"
+            )
+        peers = self.plan.peers(self.plan.channel(op.channel), self.rank)
+        return BoundComm(comm_kind(op), op.channel, peers, self.binder.operand(part, self), bind_result(part, self))
+
+    def _work(self, instr: Instr) -> Thunk:
+        parts = [self.binder.part(p, self) for p in instr.parts]
+        runs = tuple(parts + [bind_alloc(v, self) for v in instr.allocs_after])
+        if len(runs) == 1 and not instr.frees_before:
+            return runs[0]
+        values, dead = self.store.values, instr.frees_before
+
+        def work() -> None:
+            for v in dead:
+                del values[v]
+            for run in runs:
+                run()
+
+        return work
+
+    def begin(self, step: int) -> None:
+        """Before the first instruction of a step: nothing of the last step is left, and the first receive buffers are made."""
+        self.step = step
+        self.feed.begin(step)
+        self.buffer_mb.clear()
+        for found in self.scalars.values():
+            found.clear()
+        for v in self.role.allocs_first:
+            bind_alloc(v, self)()
+
+    def end(self) -> None:
+        """After the last instruction of a step, when all its streams are done. NonFiniteLossError when a number that was not
+        read in the step is not finite."""
+        self.numbers.finish()
+        self.optimizer.end_step()
+
+
+def comm_kind(op: Send | Recv | Collective) -> str:
+    """Return the kind of the `BoundComm` that carries out an op."""
+    match op:
+        case Send():
+            return "send"
+        case Recv():
+            return "recv"
+        case Collective(kind=kind):
+            return kind
+        case _:
+            assert_never(op)
+
+
+def own_waits(program: Sequence[Instr]) -> dict[int, tuple[tuple[str, int], ...]]:
+    """Index of a communication -> the wait for one before it on its own stream whose result it takes. A plan leaves it to the
+    order of the stream, but an engine may post a communication before the one in front of it has ended."""
+    count: dict[str, int] = {}
+    written: dict[tuple[str, str], int] = {}
+    out: dict[int, tuple[tuple[str, int], ...]] = {}
+    for index, instr in enumerate(program):
+        if not instr.comm:
+            continue
+        part, stream = instr.parts[0], instr.stream
+        state = (part.op.bucket,) if isinstance(part.op, Collective) and part.op.bucket else ()
+        if needed := max((written.get((stream, v), 0) for v in (*part.reads, *state)), default=0):
+            out[index] = ((stream, needed),)
+        count[stream] = count.get(stream, 0) + 1
+        written |= {(stream, v): count[stream] for v in (*part.writes, *state)}
+    return out
+
+
+def step_loss(plan: Plan, scalars: list[dict[str, dict[int, float]]]) -> float:
+    """The loss of a step from the scalars of all ranks: the mean over microbatches and replicas, or the sum of losses over the
+    sum of weights."""
+    total = sum(v for s in scalars for v in s["loss"].values())
+    if plan.loss_kind == "mean":
+        return total / (plan.microbatches * plan.replicas)
+    weight = sum(v for s in scalars for v in s["weight"].values())
+    return total / weight if weight else math.nan

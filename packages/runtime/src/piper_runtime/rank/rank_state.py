@@ -1,0 +1,84 @@
+"""What the closures of a rank are bound to: its part of the plan, tensors, feed and optimizer, and what a step finds out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from piper_ir.errors import NonFiniteLossError
+from piper_ir.plan import Plan
+from piper_runtime.rank.code import ExportedCode, LoadedSteps
+from piper_runtime.rank.device import CPU, NumberReader, numbers_of
+from piper_runtime.rank.feed import Feed
+from piper_runtime.rank.job import Batch, NamedParameters
+from piper_runtime.rank.optimizer import RankOptimizer
+from piper_runtime.rank.rng import rng_places
+from piper_runtime.rank.store import Store
+
+NOT_FINITE = (
+    "check the batch and the learning rate, clip gradients (Job.clip_norm), or see whether it is finite in float64 "
+    "(`piper verify FILE.py`)"
+)
+"""What may help where a number is not finite."""
+
+Probe = Callable[["RankState", tuple[str, ...], "float | torch.Tensor"], None]
+"""Called in Update before the optimizer's step with the rank, the buckets and the scale that the gradients are about to get."""
+
+
+@dataclass(frozen=True)
+class RankJob:
+    """What a rank needs of a job: the callables that run on it, and the seed of random operations."""
+
+    batch: Batch
+    optimizer: Callable[[NamedParameters], torch.optim.Optimizer]
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None
+    seed: int
+
+
+class RankState:
+    """One rank of a plan with its states, before its program is bound."""
+
+    def __init__(
+        self, plan: Plan, rank: int, code: ExportedCode, job: RankJob,
+        params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], probe: Probe | None = None,
+        device: torch.device = CPU, numbers: NumberReader | None = None,
+    ):  # fmt: skip
+        self.plan = plan
+        self.rank = rank
+        self.device = device
+        self.numbers = numbers or numbers_of(device)
+        self.role = plan.role_of(rank)
+        self.seed = job.seed
+        self.places = rng_places(plan.chunks)
+        self.probe = probe
+        self.step = 0
+        self.scalars: dict[str, dict[int, float]] = {"loss": {}, "weight": {}}
+        self.buffer_mb: dict[str, int] = {}
+        self.untracked: Callable[[], AbstractContextManager[None]] = nullcontext
+        with torch.no_grad():
+            self.store = Store(plan, rank, params, buffers, device)
+            self.optimizer = RankOptimizer(plan, self.store, job.optimizer, job.scheduler)
+        self.feed = Feed(plan, rank, job.batch)
+        self.steps = LoadedSteps(code, device)
+
+    def record(self, kind: str, mb: int, value: float) -> None:
+        """Keep a microbatch's loss or weight. NonFiniteLossError when it is NaN or infinite."""
+        if not math.isfinite(value):
+            raise NonFiniteLossError(
+                f"the {kind} is {value} in step {self.step} on rank {self.rank}, microbatch {mb}; {NOT_FINITE}"
+            )
+        self.scalars[kind][mb] = value
+
+    def states(self) -> dict[str, torch.Tensor]:
+        """Copies of the parameters and buffers that this rank holds, by name, on the CPU."""
+        return {n: t.to(CPU, copy=True) for n, t in (*self.store.params.items(), *self.store.buffers.items())}
+
+    def gradients(self, buckets: tuple[str, ...], scale: float | torch.Tensor) -> dict[str, torch.Tensor]:
+        """Copies of the gradients in these buckets, scaled, by parameter, on the CPU."""
+        names = [n for b in buckets for n in self.plan.bucket(b).params]
+        return {n: (self.store.grads[n] * scale).to(CPU) for n in names}

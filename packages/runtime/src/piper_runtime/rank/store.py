@@ -1,0 +1,96 @@
+"""The tensors of one rank: states that persist over steps, and values that live within one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from piper_ir.errors import PlanError
+from piper_ir.plan import Bucket, Plan
+from piper_ir.sizes import bind
+from piper_runtime.rank.device import CPU
+
+
+class Store:
+    """States of a rank on its device as its role lists them, and `values`: id -> tensor, the only reference to each.
+
+    The parameters of a bucket are views of one flat tensor (`flat_params`), their gradients (`grads`) of another (`flat_grads`),
+    zeroed. Every other parameter, and every buffer, is a tensor of its own. The store copies what it is given."""
+
+    def __init__(
+        self, plan: Plan, rank: int, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
+        device: torch.device = CPU,
+    ):  # fmt: skip
+        self.role = plan.role_of(rank)
+        self.device = device
+        self.values: dict[str, torch.Tensor] = {}
+        self.params: dict[str, torch.Tensor] = {}
+        self.grads: dict[str, torch.Tensor] = {}
+        self.flat_params: dict[str, torch.Tensor] = {}
+        self.flat_grads: dict[str, torch.Tensor] = {}
+        self._given = params
+        held = {kind: state_names(plan, rank, kind) for kind in ("grad", "param", "buffer")}
+        self.buckets: tuple[Bucket, ...] = tuple(plan.bucket(b) for b in held["grad"])
+        for bucket in self.buckets:
+            self._add_bucket(bucket)
+        for name in held["param"]:
+            self.params[name] = _copy(self._initial(name), device)
+        self.buffers = {n: _copy(_find(buffers, "buffer", n), device) for n in held["buffer"]}
+        del self._given
+
+    def _initial(self, name: str) -> torch.Tensor:
+        return _find(self._given, "parameter", name)
+
+    def _add_bucket(self, bucket: Bucket) -> None:
+        dtype = getattr(torch, bucket.dtype)
+        flat, grad = (torch.zeros(bucket.numel, dtype=dtype, device=self.device) for _ in range(2))
+        for name, offset in zip(bucket.params, bucket.offsets, strict=True):
+            initial = self._initial(name)
+            part = slice(offset, offset + initial.numel())
+            self.params[name] = flat[part].view(initial.shape)
+            self.params[name].copy_(initial)
+            self.grads[name] = grad[part].view(initial.shape)
+        self.flat_params[bucket.id], self.flat_grads[bucket.id] = flat, grad
+
+    def parameter(self, name: str) -> torch.nn.Parameter:
+        """A parameter as an nn.Parameter that shares its memory."""
+        return torch.nn.Parameter(self.params[name])
+
+    def state_tensors(self) -> list[torch.Tensor]:
+        """Every tensor that owns bytes of a state, without optimizer state."""
+        bucketed = self.grads.keys()
+        own = [t for n, t in self.params.items() if n not in bucketed]
+        return [*self.flat_params.values(), *self.flat_grads.values(), *own, *self.buffers.values()]
+
+
+def state_names(plan: Plan, rank: int, kind: str) -> tuple[str, ...]:
+    """Names of the rank's states of a kind: "param" (parameters that are in no bucket), "grad" (bucket ids) or "buffer"."""
+    prefix = kind + ":"
+    found = [s.id.removeprefix(prefix) for s in plan.role_of(rank).states if s.id.startswith(prefix)]
+    if kind == "param":  # "param:BUCKET" is the flat tensor of all parameters in a bucket
+        buckets = set(state_names(plan, rank, "grad"))
+        found = [name for name in found if name not in buckets]
+    return tuple(found)
+
+
+def held_params(plan: Plan, rank: int) -> tuple[str, ...]:
+    """Names of the parameters that a rank holds, each once."""
+    bucketed = [p for b in state_names(plan, rank, "grad") for p in plan.bucket(b).params]
+    return tuple(dict.fromkeys([*bucketed, *state_names(plan, rank, "param")]))
+
+
+def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.to(device, copy=True, memory_format=torch.contiguous_format)
+
+
+def _find(given: Mapping[str, torch.Tensor], what: str, name: str) -> torch.Tensor:
+    if name not in given:
+        raise PlanError(f"the plan holds the {what} {name!r}, which the model does not have; compile the strategy with this job")
+    return given[name]
+
+
+def empty_value(plan: Plan, value: str) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of a value's tensor."""
+    spec = plan.values[value].spec
+    return tuple(bind(d, 0) for d in spec.shape), getattr(torch, spec.dtype)

@@ -1,0 +1,194 @@
+"""Communicators over gloo: one process group per channel instance, made of its members only, without a global group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from ctypes import memmove
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from piper_ir.errors import ExecutionError
+from piper_ir.plan import Plan
+from piper_runtime.engine.streams import Posted
+from piper_runtime.rank.parts import Thunk
+from piper_runtime.rank.rank import BoundComm
+
+LOOPBACK = "127.0.0.1"
+FOREVER = timedelta(days=1)
+"""gloo's own timeout: who hangs is noticed and ended by the launcher, which knows how long a step may take."""
+
+
+class GlooCommunicators:
+    """The communicators of one rank. They are kept, so that later plans with the same channels use them again."""
+
+    def __init__(self, store: Any, rank: int, interface: str = LOOPBACK):
+        """`interface`: the address under which the other ranks reach this one."""
+        self._store = store
+        self._interface = interface
+        self._rank = rank
+        self._groups: dict[str, Any] = {}
+        self._keys: dict[str, str] = {}
+
+    @property
+    def store(self) -> Any:
+        """Where the ranks that may talk to each other leave notes (a torch.distributed.Store)."""
+        return self._store
+
+    def connect(self, plan: Plan) -> None:
+        """Make what a plan needs. Every rank goes through the plan's channels in one order, so no two wait for each other in a
+        circle."""
+        seen: dict[str, int] = {}
+        self._keys = {}
+        role = plan.role_of(self._rank).role
+        for channel in plan.channels:
+            if role not in channel.roles:
+                continue
+            peers = plan.peers(channel, self._rank)
+            if self._rank not in peers or len(peers) < 2:
+                continue
+            base = f"{channel.kind} {'>'.join(map(str, peers))}"
+            seen[base] = seen.get(base, 0) + 1
+            self._keys[channel.id] = key = f"{base} #{seen[base]}"
+            if key not in self._groups:
+                self._groups[key] = self.group(key, sorted(peers))
+
+    def group(self, key: str, members: list[int]) -> Any:
+        """A new process group of these ranks, under a key that no other group of theirs has."""
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._interface)]
+        options._timeout = FOREVER
+        options._threads = 1
+        store = dist.PrefixStore(key, self._store)
+        return dist.ProcessGroupGloo(store, members.index(self._rank), len(members), options)
+
+    def close(self) -> None:
+        """Drop the groups. One that nobody else holds waits for its threads, which must have nothing left to do."""
+        self._groups.clear()
+
+    def bind(self, comm: BoundComm) -> Thunk:
+        """The closure that runs a communication, or posts it. A send is done when the peer has taken the tensor."""
+        operand = comm.operand
+        if len(comm.peers) < 2:
+            return Posted(partial(_alone, comm))
+        group = self._groups[self._keys[comm.channel]]
+        members = sorted(comm.peers)
+        match comm.kind:
+            case "send":
+                target = members.index(comm.peers[1])
+                return Posted(lambda: partial(finish, group.send([operand()], target, 0)))
+            case "recv":
+                source = members.index(comm.peers[0])
+                return Posted(lambda: partial(finish, group.recv([operand()], source, 0)))
+            case kind if kind in BINDINGS:
+                return Posted(BINDINGS[kind](Members(group, members.index(self._rank), len(members)), comm))
+            case kind:
+                raise no_binding("gloo", kind, BINDINGS)
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The process group of one channel instance. here: this rank's place among its `size` members, in the order of ranks."""
+
+    group: Any
+    here: int
+    size: int
+
+
+GlooBinding = Callable[[Members, BoundComm], Callable[[], Thunk]]
+"""Binds a collective to its members: returns what starts it, which returns what blocks until it is done."""
+
+
+def no_binding(transport: str, kind: str, bindings: Mapping[str, object]) -> ExecutionError:
+    """The error for a collective that a transport does not carry."""
+    return ExecutionError(f"{transport} has no binding for the collective {kind!r}; it has {', '.join(bindings)}")
+
+
+def _all_reduce(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
+    return lambda: partial(finish, members.group.allreduce([_borrowed(comm.operand())]))
+
+
+def _reduce_scatter(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
+    """Sum in place, for what is read is undefined afterwards, and take the own block out: gloo's own reduce-scatter is an
+    all-reduce too, of a copy."""
+    operand, result = comm.operand, comm.result
+    assert result is not None
+
+    def start() -> Thunk:
+        whole, part = operand(), result()
+        own = whole.data_ptr() + members.here * part.nbytes
+        work = members.group.allreduce([_borrowed(whole)])
+
+        def take() -> None:
+            finish(work)
+            # Not by an operator: it would be taken for the first one of the instruction that waits, which frees before it runs.
+            memmove(part.data_ptr(), own, part.nbytes)
+
+        return take
+
+    return start
+
+
+def _all_gather(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
+    operand, result = comm.operand, comm.result
+    assert result is not None
+    return lambda: _exchange(members, [operand()] * members.size, result().chunk(members.size))
+
+
+def _all_to_all(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
+    operand, result = comm.operand, comm.result
+    assert result is not None
+    return lambda: _exchange(members, operand().chunk(members.size), result().chunk(members.size))
+
+
+def _exchange(members: Members, to: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Thunk:
+    """Start to send block k of `to` to member k, and to receive block k of `into` from it: gloo's own collectives work on copies
+    of what they are given, which no plan counts."""
+    group, here = members.group, members.here
+    works = []
+    for step in range(1, members.size):  # each in its own order, so that not all send to the same one at first
+        source, target = (here - step) % members.size, (here + step) % members.size
+        works += [group.recv([into[source]], source, 0), group.send([to[target]], target, 0)]
+    memmove(into[here].data_ptr(), to[here].data_ptr(), into[here].nbytes)
+
+    def wait() -> None:
+        for work in works:
+            finish(work)
+
+    return wait
+
+
+BINDINGS: dict[str, GlooBinding] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+"""Kind of a collective -> how gloo carries it out."""
+
+
+def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same memory that does not keep it alive. gloo's own thread holds what it reduces for a moment longer
+    than `wait` takes, so that it would die later than the plan says. The owner must outlive the work."""
+    storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
+
+
+def _alone(comm: BoundComm) -> Thunk:
+    """Do a communication that has one member, at once: nothing is left to wait for."""
+    comm.alone()
+    return partial(void, None)
+
+
+def finish(work: Any) -> None:
+    """Wait until a piece of communication is done. ExecutionError when it ends without success."""
+    if not work.wait():
+        raise ExecutionError("the communicator gave up")
+
+
+def void(_: object) -> None:
+    """Drop a result."""

@@ -1,0 +1,112 @@
+"""What a rank communicates with, and the engine that goes with it: chosen by where its tensors are."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from typing import Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from piper_ir.errors import ExecutionError
+from piper_ir.plan import COMPUTE
+from piper_runtime.engine.cuda_streams import CudaApi, CudaStreams, StagedStreams
+from piper_runtime.engine.engine import Communicate, Engine
+from piper_runtime.engine.streams import CpuStreams, Heartbeat, StreamBackend
+from piper_runtime.rank.device import choose_device
+from piper_runtime.rank.rank import Rank
+from piper_runtime.transport.gloo import GlooCommunicators
+from piper_runtime.transport.nccl import NcclCommunicators
+from piper_runtime.transport.staging import StagedCommunicators
+
+Name = Callable[[Rank, Communicate], Communicate]
+TransportName = Literal["gloo", "nccl", "staged"]
+SHARED_DEVICE = "PIPER_SHARED_DEVICE"
+"""In the environment of every rank: what joins ranks that share a CUDA device. "gloo", the default, on pinned copies. "nccl", for
+tests of it, joins all ranks by NCCL's sockets, those with a device of their own too (`piper_runtime.transport.nccl`)."""
+
+_nccl: WeakKeyDictionary[GlooCommunicators, NcclCommunicators] = WeakKeyDictionary()
+"""A process keeps its NCCL communicators as long as those of gloo, whose store they use."""
+
+_calls: WeakKeyDictionary[GlooCommunicators, Counter[int]] = WeakKeyDictionary()
+"""Plans so far, by their number of ranks: the same on each of these ranks."""
+
+
+def take_device(kind: str, local_rank: int) -> torch.device:
+    """`choose_device`, and make it this process's own."""
+    device = choose_device(kind, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def choose_transport(device: torch.device, local_world: int) -> TransportName:
+    """gloo on the CPU. On CUDA, NCCL where every rank has a device of its own; else gloo on pinned copies, unless the environment
+    says otherwise (`SHARED_DEVICE`; ExecutionError when it says something else). local_world: the most ranks on any node."""
+    if device.type == "cpu":
+        return "gloo"
+    joins = apart() or not shared(local_world)
+    return "nccl" if joins and dist.is_nccl_available() else "staged"
+
+
+def agreed_transport(rank: int, world: int, device: torch.device, local_world: int, gloo: GlooCommunicators) -> TransportName:
+    """`choose_transport`, and that all ranks of the plan choose alike: ExecutionError otherwise, for they would wait for each
+    other. `world`: of the plan. Each of its ranks calls this once per plan."""
+    mine = choose_transport(device, local_world)
+    calls = _calls.setdefault(gloo, Counter())
+    calls[world] += 1
+    theirs = gloo.store.compare_set(f"transport/{world}/{calls[world]}", "", mine).decode()
+    if theirs != mine:
+        raise ExecutionError(
+            f"rank {rank} would communicate over {mine}, another rank over {theirs}: every node of a run needs a CUDA device for "
+            f"each of its ranks, or none does, and {SHARED_DEVICE} must be the same everywhere"
+        )
+    return mine
+
+
+def shared(local_world: int) -> bool:
+    """Whether ranks of a node share a CUDA device. local_world: as above."""
+    return local_world > torch.cuda.device_count()
+
+
+def apart() -> bool:
+    """Whether the environment says that NCCL is to take each rank for a host of its own. ExecutionError when it says something
+    that is not known."""
+    wanted = os.environ.get(SHARED_DEVICE, "gloo")
+    if wanted not in ("gloo", "nccl"):
+        raise ExecutionError(f'the environment has {SHARED_DEVICE}={wanted!r}; "gloo" and "nccl" are accepted')
+    return wanted == "nccl"
+
+
+def nccl_of(gloo: GlooCommunicators, device: torch.device) -> NcclCommunicators:
+    """The NCCL communicators of a process, made when they are first asked for. `gloo`: its other ones."""
+    if gloo not in _nccl:
+        _nccl[gloo] = NcclCommunicators(gloo, device, apart=apart())
+    return _nccl[gloo]
+
+
+def connected(
+    rank: Rank, gloo: GlooCommunicators, heart: Heartbeat, *, local_world: int, trace: bool, name: Name | None = None
+) -> tuple[StreamBackend, Engine]:
+    """The streams and the engine of a rank, its communicators connected. `gloo`: those of its process. `name`: called before
+    anything is bound, to put something around each instruction (`piper_runtime.engine.ranges`)."""
+    around = (lambda bind: name(rank, bind)) if name is not None else (lambda bind: bind)
+    streams = [s for s in rank.role.streams if s != COMPUTE]
+    match agreed_transport(rank.rank, rank.plan.mesh.world, rank.device, local_world, gloo):
+        case "gloo":
+            gloo.connect(rank.plan)
+            cpu = CpuStreams(streams, heart)
+            return cpu, Engine(rank, cpu, around(gloo.bind), heart, trace=trace)
+        case "staged":
+            staged = StagedCommunicators(gloo)
+            staged.connect(rank.plan)
+            hosted = StagedStreams(rank.entries, streams, heart, CudaApi(rank.device))
+            return hosted, Engine(rank, hosted, around(staged.bind), heart, trace=trace, clock=hosted.clock)
+        case "nccl":
+            nccl = nccl_of(gloo, rank.device)
+            nccl.connect(rank.plan)
+            device = CudaStreams(rank.entries, streams, heart, CudaApi(rank.device))
+            return device, Engine(rank, device, around(nccl.bind), heart, trace=trace, clock=device.clock)

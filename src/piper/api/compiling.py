@@ -1,0 +1,122 @@
+"""compile and execute: the two calls that join capture, compiler and runtime."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from piper.api.capturing import captured_job, program_at
+from piper_compiler import Lowered, Options, Strategy, Training, compile_program
+from piper_ir.costs import Costs
+from piper_ir.errors import CompileError, JobError, PiperWarning
+from piper_ir.graph import Graph
+from piper_ir.keywords import checked_call
+from piper_ir.plan import Plan
+from piper_ir.program import Program
+
+if TYPE_CHECKING:
+    from piper_compiler.capture import Advancing, Captured, CodeStore
+    from piper_runtime import Job
+    from piper_runtime.rank import OptimizerSpec
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A strategy compiled for a job or a program. `job` and `code` are None for a program without code (synthetic or loaded), and
+    so is `trainable`: names of the parameters that had requires_grad when the model was captured. `advancing`: buffers of the
+    job's model that advance once per microbatch."""
+
+    program: Program
+    graph: Graph
+    plan: Plan
+    job: Job | None = None
+    code: CodeStore | None = None
+    trainable: frozenset[str] | None = None
+    advancing: tuple[Advancing, ...] = ()
+
+
+@checked_call(CompileError)
+def compile(
+    source: Job | Program,
+    strategy: Strategy,
+    *,
+    costs: Costs | None = None,
+    global_batch: int | None = None,
+    options: Options | None = None,
+) -> Compiled:
+    """Compile a strategy for a job (which is captured on first use, once per model, batch shape, loss and precision) or for a
+    Program.
+
+    `costs` weigh layers and decide ties; `global_batch` is given only with a Program (rows over all replicas; default one per
+    microbatch and replica). Raises CaptureError, DirectiveError, CompileError or JobError, each naming what to change."""
+    if not isinstance(strategy, Strategy):
+        raise CompileError(
+            f"compile: the strategy is a {type(strategy).__name__}; a piper.Strategy is needed (call a function of a trial first)"
+        )
+    if isinstance(source, Program):
+        lowered = compile_program(source, strategy, global_batch=global_batch, costs=costs, options=options)
+        return Compiled(source, lowered.graph, lowered.plan)
+    from piper_runtime import Job
+    from piper_runtime.rank import optimizer_spec
+
+    if not isinstance(source, Job):
+        raise CompileError(f"compile: the source is a {type(source).__name__}; a piper.Job or a Program is needed")
+    if global_batch is not None:
+        raise CompileError("compile: global_batch is given with a Program only; a Job has its own")
+    captured = captured_job(source)
+    spec = optimizer_spec(source, captured.program.params)
+    lowered = _with_remarks(captured)(
+        captured.program,
+        strategy,
+        global_batch=source.global_batch,
+        training=Training(spec.group_of, spec.state_bytes, source.clip_norm, source.tokens_per_row, spec.update_bytes),
+        costs=costs,
+        options=options,
+        at_rows=lambda rows: program_at(captured, rows),
+    )
+    check_separable(spec, lowered.plan)
+    trainable = frozenset(p.name for p in captured.forward.params if p.requires_grad)
+    made = Compiled(lowered.graph.program, lowered.graph, lowered.plan, source, captured.code, trainable, captured.advancing)
+    if notice := advancing_notice(made):
+        warnings.warn(notice, PiperWarning, stacklevel=2)
+    return made
+
+
+def check_separable(spec: OptimizerSpec, plan: Plan) -> None:
+    """JobError when an optimizer may couple parameters that a plan puts on several roles."""
+    if len(plan.roles) > 1 and not spec.separable:
+        raise JobError(
+            f"Job.optimizer returned {spec.kind}, which is not known to update each parameter by itself, while "
+            f"this strategy puts parameters on {len(plan.roles)} roles; use an optimizer of torch.optim, "
+            "or a strategy without place"
+        )
+
+
+def advancing_notice(compiled: Compiled) -> str:
+    """Say which buffers advance more than once in a step of this plan; "" if none does."""
+    if not compiled.advancing or compiled.plan.microbatches == 1:
+        return ""
+    shown = ", ".join(f"{a.name!r} ({a.line})" for a in compiled.advancing[:3])
+    more = f" and {len(compiled.advancing) - 3} more" if len(compiled.advancing) > 3 else ""
+    return (
+        f"forward changes buffers from their own content or from the batch: {shown}{more}. They advance once per microbatch, "
+        f"{compiled.plan.microbatches} times in a step, while the whole batch in one forward advances them once. If it matters, "
+        "update them outside of forward, or use one microbatch; `piper verify` compares with both"
+    )
+
+
+def _with_remarks(captured: Captured) -> Callable[..., Lowered]:
+    """`compile_program`, whose errors add what capture knows of the chunks that they are about."""
+
+    def compiled(*args: Any, **more: Any) -> Lowered:
+        try:
+            return compile_program(*args, **more)
+        except CompileError as error:
+            said = dict.fromkeys(captured.remarks[chunk] for chunk in error.chunks if chunk in captured.remarks)
+            if not said:
+                raise
+            raise CompileError("\n".join([str(error), *said]), error.chunks) from error
+
+    return compiled

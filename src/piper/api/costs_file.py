@@ -1,0 +1,68 @@
+"""Costs files: what `piper profile` writes, `--costs` reads, and a person sees of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import isfinite
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+from piper_ir.codec import dumps, encode, loads
+from piper_ir.costs import Costs
+from piper_ir.errors import FormatError, OutputError
+from piper_ir.tools import check_writable, write_whole
+
+
+def save_costs(path: Path, costs: Costs) -> None:
+    """Write a costs file. When it cannot be written, the costs go to a file among the temporary ones, and OutputError says where:
+    they took minutes to measure."""
+    text = dumps(costs, indent=1) + "\n"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+    except OSError as e:
+        raise OutputError(f"cannot write the costs to {path}: {e.strerror}; {_kept(text)}") from None
+
+
+def _kept(text: str) -> str:
+    """Write costs to a temporary file, and say where they are; if that cannot be, print them."""
+    try:
+        with NamedTemporaryFile("w", prefix="piper-costs-", suffix=".json", delete=False) as file:
+            file.write(text)
+    except OSError:
+        print(text)
+        return "they are printed to standard output"
+    return f"they are in {file.name} instead"
+
+
+def check_costs_path(path: Path) -> None:
+    """Before minutes of measuring: OutputError when costs cannot go there."""
+    if path.is_dir():
+        raise OutputError(f"cannot write the costs to {path}: it is a folder; choose a file with --out")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        check_writable(path)
+    except OSError as e:
+        raise OutputError(f"cannot write the costs to {path}: {e.strerror}; choose another file with --out") from None
+
+
+def load_costs(path: Path) -> Costs:
+    """Read a costs file. FormatError when there is none, or when it is something else."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as e:
+        raise FormatError(f"cannot read the costs file {path}: {e}; `piper profile FILE.py --out {path}` makes one") from None
+    costs = loads(Costs, text, str(path))
+    if not all(map(isfinite, _numbers(encode(costs)))):
+        raise FormatError(f"{path}: NaN or Infinity among the durations; finite numbers are expected: measure again")
+    return costs
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """Yield all numbers of a JSON value."""
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(item)

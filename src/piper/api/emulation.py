@@ -1,0 +1,74 @@
+"""The `emulated` launcher from the front door: durations from the simulator's cost model, slept by real processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from piper.api.clusters import chosen_cluster, local_cluster
+from piper.api.compiling import Compiled
+from piper.api.results import new_folder, save_run, unless_empty
+from piper_ir.costs import Costs
+from piper_ir.plan import Plan
+from piper_ir.timing import prepare
+from piper_runtime.launch import Durations, Emulation
+from piper_runtime.launch import emulate as run
+from piper_simulator import Cluster, CostModelFactory, DeviceModel, given_only, model_for, split
+
+if TYPE_CHECKING:
+    from piper_runtime.launch import Pool
+
+
+def emulate(
+    compiled: Compiled,
+    *,
+    steps: int = 1,
+    cluster: str | Cluster | None = "auto",
+    costs: Costs | None = None,
+    model: CostModelFactory = DeviceModel,
+    timeout_s: float = 60,
+    trace: bool = False,
+    out: str | Path | None = None,
+    pool: Pool | None = None,
+) -> Emulation:
+    """Run a compiled strategy for `steps` steps on real processes of this machine, with sleeps of the time that `simulate` would
+    give each instruction on `cluster` with `costs` and `model`. "auto" is this machine; a program with given durations needs no
+    cluster. out: times and trace go to a new folder below this one. Other arguments and errors: `simulate`,
+    `piper_runtime.emulate.emulate`."""
+    from piper_ir.verify import verify
+
+    verify(compiled.plan)
+    device = emulated_cluster(compiled.plan, cluster)
+    plan = split(compiled.plan, device, shared=False).plan  # slow ranks sleep longer than others of their role
+    durations = durations_on(plan, device, costs, model)
+    folder = new_folder(Path(out), "emulated") if out is not None else None
+    with unless_empty(folder):
+        result = run(plan, durations, steps=steps, timeout_s=timeout_s, trace=trace, pool=pool)
+    if plan is not compiled.plan:
+        result = replace(result, trace=replace(result.trace, plan_key=compiled.plan.key))
+    if folder is not None:
+        save_run(folder, result, compiled.plan.tokens_per_step)
+    return result
+
+
+def emulated_cluster(plan: Plan, cluster: str | Cluster | None) -> Cluster | None:
+    """The cluster that is meant; None for none. ClusterError for a name that is not known."""
+    if cluster == "auto" and given_only(plan):
+        return None
+    return local_cluster() if cluster == "auto" else chosen_cluster(cluster)
+
+
+def durations_on(
+    plan: Plan, cluster: Cluster | None, costs: Costs | None = None, model: CostModelFactory = DeviceModel
+) -> Durations:
+    """What `simulate` takes for every instruction; a communication as long on each member as on the first."""
+    costing = model_for(plan, cluster, costs, model)
+    found = [costing.work(role, instr).seconds for role, _, instr in plan.instructions()]
+    prepared = prepare(plan)
+    for members in prepared.groups:
+        for node in members:
+            found[node] = found[members[0]]
+    first = dict(zip(prepared.roles, prepared.offsets))
+    by_role = {r.role: tuple(found[first[r.role] : first[r.role] + len(r.program)]) for r in plan.roles}
+    return Durations(by_role, plan.hop, costing.issue_s)

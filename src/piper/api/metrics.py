@@ -1,0 +1,247 @@
+"""Metrics of a run while it goes on: lines of JSON in its folder, TensorBoard and Weights & Biases through their own libraries.
+
+A writer that fails never ends a training: what it lost is said once, at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+from piper_ir.errors import JobError, MissingPackageError, OutputError, PiperWarning
+from piper_ir.plan import Plan
+
+if TYPE_CHECKING:
+    from piper_runtime.launch import StepRecord
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """What is written of a step. `step_s`, `batch_s`: see `StepRecord`; `tokens_per_s`: None when the job does not say how
+    many tokens a row has; `time`: unix seconds at which the step was known to be done."""
+
+    step: int
+    loss: float
+    step_s: float
+    tokens_per_s: float | None
+    time: float
+    batch_s: float = 0.0
+
+    def scalars(self) -> dict[str, float]:
+        """The measured values that are there, by name."""
+        found = {"loss": self.loss, "step_s": self.step_s, "tokens_per_s": self.tokens_per_s, "batch_s": self.batch_s}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class MetricsWriter(Protocol):
+    """Where metrics go. Both may raise anything; a step that could not be written is lost, later ones are tried again."""
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Take one step."""
+        ...
+
+    def close(self) -> None:
+        """Bring everything to where it belongs."""
+        ...
+
+
+class JsonLines:
+    """One JSON object per step in metrics.jsonl, readable as soon as the step is done; never half a line."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / METRICS_FILE).open("ab", buffering=0)
+        self._end = self._file.tell()
+
+    def write(self, metrics: StepMetrics) -> None:
+        line = json.dumps(asdict(metrics)).encode() + b"\n"
+        rest = line
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._file.truncate(self._end)  # a disk fills up in the middle of a line
+            raise
+        self._end += len(line)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars in the folder's "tensorboard", by torch's own writer. Needs the package tensorboard."""
+
+    def __init__(self, folder: Path, flush_s: int = 5) -> None:
+        module = _library("tensorboard")
+        self._writer = module.SummaryWriter(log_dir=str(folder / "tensorboard"), flush_secs=flush_s)
+
+    def write(self, metrics: StepMetrics) -> None:
+        for name, value in metrics.scalars().items():
+            self._writer.add_scalar(name, value, metrics.step, walltime=metrics.time)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases, named like the folder, where it keeps its files. Needs the package wandb, whose environment
+    variables hold (WANDB_MODE=offline, WANDB_PROJECT, by default "piper")."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+        wandb = _library("wandb")
+        project = os.environ.get("WANDB_PROJECT", "piper")
+        self._run = wandb.init(project=project, name=folder.name, dir=str(folder.resolve()), config=dict(config))
+
+    def write(self, metrics: StepMetrics) -> None:
+        self._run.log(metrics.scalars(), step=metrics.step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+LIBRARIES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
+"""Name of a log, and of the package that it needs -> the module that is imported."""
+
+
+def _library(package: str) -> ModuleType:
+    try:
+        return import_module(LIBRARIES[package])
+    except ImportError as e:
+        raise MissingPackageError(
+            f'the log "{package}" needs the package {package}, which cannot be imported ({e}); install it with '
+            f"`pip install {package}`, or leave it out of --log"
+        ) from e
+
+
+WRITERS: Mapping[str, Callable[[Path, Mapping[str, Any]], MetricsWriter]] = {
+    "jsonl": lambda folder, config: JsonLines(folder),
+    "tensorboard": lambda folder, config: TensorBoard(folder),
+    "wandb": WeightsAndBiases,
+}
+"""Name of a log -> its writer, for a folder and what describes the run."""
+
+
+def log_names(names: Iterable[str]) -> tuple[str, ...]:
+    """The logs that are meant, "jsonl" always and first, each once. JobError for one that is not known."""
+    wanted = tuple(dict.fromkeys(["jsonl", *(name.strip() for name in names)]))
+    for name in wanted:
+        if name not in WRITERS:
+            raise JobError(f"log {name!r} is not known; there are {', '.join(WRITERS)}")
+    return wanted
+
+
+def check_logs(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the logs that are meant, as `log_names` does. MissingPackageError for one whose library is not installed.
+
+    It is asked before a job is captured and before there is a folder."""
+    wanted = log_names(names)
+    for name in wanted:
+        if name in LIBRARIES:
+            _library(name)
+    return wanted
+
+
+def about(plan: Plan) -> dict[str, Any]:
+    """What describes a run to somebody who compares many."""
+    return {
+        "plan": plan.key,
+        **{f"mesh_{axis}": plan.mesh.size(axis) for axis in plan.mesh.axes},
+        "microbatches": plan.microbatches,
+        "rows": plan.rows,
+        "global_batch": plan.global_batch,
+    }
+
+
+@dataclass
+class _Loss:
+    """Steps that a writer could not write, and why the first."""
+
+    steps: int
+    first: str
+
+
+class Metrics:
+    """Hands every finished step to its writers: give it as `on_step`, and close it when the run is over (or use it in a `with`).
+    What writers could not write is one warning then."""
+
+    def __init__(self, writers: Mapping[str, MetricsWriter], tokens_per_step: int | None = None) -> None:
+        self._writers = dict(writers)
+        self._tokens = tokens_per_step
+        self._lost: dict[str, _Loss] = {}
+
+    def __call__(self, record: StepRecord) -> None:
+        rate = self._tokens / record.step_s if self._tokens and record.step_s > 0 else None
+        metrics = StepMetrics(record.step, record.loss, record.step_s, rate, time.time(), record.batch_s)
+        for name, writer in self._writers.items():
+            try:
+                writer.write(metrics)
+            except Exception as e:  # a full disk, or whatever a library raises: the training is worth more
+                lost = self._lost.setdefault(name, _Loss(0, f"step {record.step}: {type(e).__name__}: {e}"))
+                lost.steps += 1
+
+    def close(self) -> None:
+        """Close all writers. PiperWarning when any of them has lost steps, or could not be closed."""
+        for name, writer in self._writers.items():
+            try:
+                writer.close()
+            except Exception as e:  # as in __call__
+                self._lost.setdefault(name, _Loss(0, f"at the end: {type(e).__name__}: {e}"))
+        self._writers.clear()
+        if self._lost:
+            found = "; ".join(f"{name}: {x.steps} steps lost, first {x.first}" for name, x in self._lost.items())
+            warnings.warn(f"not all metrics could be written. {found}", PiperWarning, stacklevel=2)
+            self._lost.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_metrics(folder: Path, names: Iterable[str], plan: Plan) -> Metrics:
+    """Metrics for a run of a plan, in the folder of its results. `names`: see `log_names`. MissingPackageError for a log whose
+    library is not installed; OutputError when a log cannot be opened."""
+    writers: dict[str, MetricsWriter] = {}
+    for name in log_names(names):
+        try:
+            writers[name] = WRITERS[name](folder, about(plan))
+        except Exception as e:
+            Metrics(writers).close()
+            if isinstance(e, MissingPackageError):
+                raise
+            # Libraries have errors of their own, such as that nobody is logged in.
+            raise OutputError(f'the log "{name}" cannot be opened in {folder}: {type(e).__name__}: {e}') from e
+    return Metrics(writers, plan.tokens_per_step)
+
+
+@contextmanager
+def recorded(
+    folder: Path | None, names: Iterable[str] | None, plan: Plan, on_step: Callable[[StepRecord], object] | None = None
+) -> Iterator[Callable[[StepRecord], object] | None]:
+    """What a run is to call with every finished step: metrics into the folder of its results, then the caller's own `on_step`.
+    Without a folder there are no metrics; JobError when they were asked for."""
+    if folder is None:
+        if names:
+            raise JobError(f"log={','.join(names)!r} needs a folder: give out=DIR (at the command line --out DIR)")
+        yield on_step
+        return
+    with open_metrics(folder, names or (), plan) as metrics:
+        if on_step is None:
+            yield metrics
+            return
+
+        def both(record: StepRecord) -> None:
+            metrics(record)
+            on_step(record)
+
+        yield both

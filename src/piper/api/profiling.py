@@ -1,0 +1,225 @@
+"""profile: measure on this machine what a job's chunks, messages and instructions take, for predictions of any strategy."""
+
+from __future__ import annotations
+
+import pickle
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import chain
+from statistics import median
+from typing import TYPE_CHECKING
+
+from piper.api.compiling import Compiled, compile
+from piper_compiler import Strategy
+from piper_ir.costs import AllocatorCosts, CommDuration, Costs, Duration, HostCosts, Origin, PartDuration, StepDuration
+from piper_ir.errors import ExecutionError, JobError
+from piper_ir.mesh import Mesh
+from piper_ir.ops import COMM
+from piper_ir.plan import Plan
+from piper_ir.plan_bytes import PlanBytes
+from piper_ir.sizes import ITEM_BYTES, bind
+from piper_ir.tools import machine_name
+from piper_simulator import CPU, product_cluster
+
+if TYPE_CHECKING:
+    from piper_runtime import Job
+    from piper_runtime.launch import Workers
+    from piper_runtime.profile import ProfileReport, ProfileRequest
+
+REPEATS = 7
+TIMEOUT_S = 120.0
+FEWEST_OF_BATCH, MOST_OF_BATCH = 32, 2
+"""Microbatches are measured from 1 / 32 to 1 / 2 of the global batch: 2 to 32 of them in a step, counted over replicas. The costs
+reach a factor of 2 further."""
+APART = 1.9
+"""Between neighbouring numbers of rows at least: what lies in between is interpolated."""
+SMALLEST_MESSAGE, GRID = 4, 4
+"""Bytes, and the factor between sizes of messages."""
+
+
+def profile(
+    job: Job,
+    strategy: Strategy,
+    *,
+    launcher: str = "processes",
+    cluster: str = "auto",
+    rows: Sequence[int] | None = None,
+    repeats: int = REPEATS,
+    timeout_s: float = TIMEOUT_S,
+    pool: Workers | None = None,
+) -> Costs:
+    """Measure a job on as many ranks as the strategy has, all at once, each with one thread of the CPU, or with a CUDA device of
+    its own where there are any (`piper_runtime.rank.device`).
+
+    Per distinct chunk and step (F, I, W) and per other op of the compute stream: seconds at each of `rows` rows per microbatch
+    (default: divisors of the global batch from 1/32 to 1/2 of it, a factor of 2 apart; the strategy's own in any case), on the
+    job's own batches, with the code and the closures of a run, while all ranks compute. Point-to-point messages and all-reduces
+    over groups of ranks, by size, up to the largest activation and the whole gradient (gloo, NCCL). Seconds per instruction.
+    Growth of resident memory. Each is the median over `repeats` passes and all ranks, its spread their median absolute deviation.
+
+    launcher: "processes" or "ray"; cluster: for "ray", as of `execute`. timeout_s: seconds without progress after which a rank
+    counts as hung. pool: workers to use again. Raises JobError, ExecutionError, and what `compile` raises."""
+    if launcher not in ("processes", "ray"):
+        raise ExecutionError(f'profile(launcher={launcher!r}): "processes" and "ray" are accepted')
+    if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
+        raise JobError(f"profile(repeats={repeats!r}): an integer of at least 1 is needed")
+    target = compile(job, strategy)
+    singles = [_one_device(job, r) for r in _rows(job.global_batch, rows, target.plan.rows)]
+    requests = _requests(target, singles, repeats)
+    if pool is not None:
+        reports = pool.run(target.plan, requests, timeout_s)
+    else:
+        from piper_runtime.launch import open_pool
+
+        with open_pool(launcher, target.plan.mesh.world, cluster=cluster) as own:
+            reports = own.run(target.plan, requests, timeout_s)
+    found = [reports[r] for r in sorted(reports)]
+    return _costs(found, target.plan, _origin(found[0], target.plan, launcher, repeats))
+
+
+def _rows(global_batch: int, asked: Sequence[int] | None, own: int) -> list[int]:
+    """Ascending. JobError for a number that no strategy could use."""
+    if asked is not None:
+        for r in asked:
+            if isinstance(r, bool) or not isinstance(r, int) or not 1 <= r <= global_batch:
+                raise JobError(f"profile(rows={list(asked)}): {r!r} is no number of rows of a batch of {global_batch}")
+        return sorted({*asked, own})
+    least, most = max(1, global_batch // FEWEST_OF_BATCH), max(1, global_batch // MOST_OF_BATCH)
+    found = [own]
+    for r in range(most, least - 1, -1):
+        if global_batch % r == 0 and all(max(r, f) / min(r, f) >= APART for f in found):
+            found.append(r)
+    return sorted(found)
+
+
+def _one_device(job: Job, rows: int) -> Compiled:
+    """The model with one microbatch of these rows on one device."""
+    return compile(replace(job, global_batch=rows), Strategy(Mesh(pp=1), ()))
+
+
+def _requests(target: Compiled, singles: Sequence[Compiled], repeats: int) -> dict[int, ProfileRequest]:
+    from piper_runtime.profile import ProfileRequest
+    from piper_runtime.rank import ShippedCode, check_same_model, materialize, pack
+
+    job = target.job
+    assert job is not None
+    initial = materialize(job)
+    check_same_model(target.plan, initial, target.trainable)
+    code: dict[int, dict[str, dict[str, ShippedCode]]] = {}
+    for c in (target, *singles):
+        assert c.code is not None
+        found = c.code.export([chunk.code for chunk in c.plan.chunks], c.plan.rows)
+        code[c.plan.rows] = {
+            i: {s: ShippedCode(x.source, dict(x.constants)) for s, x in steps.items()} for i, steps in found.items()
+        }
+    request = ProfileRequest(
+        pickle.dumps(target.plan),
+        pickle.dumps([c.plan for c in singles]),
+        pickle.dumps(pack((job.batch, job.optimizer, job.scheduler), (job.model, job.loss))),
+        code,
+        initial.params,
+        initial.buffers,
+        job.seed,
+        repeats,
+        _sizes(target.plan, singles[-1].plan),
+    )
+    return dict.fromkeys(range(target.plan.mesh.world), request)
+
+
+def _sizes(plan: Plan, largest: Plan) -> tuple[int, ...]:
+    """Bytes of messages: those of the plan, and a grid up to the whole gradient and to the largest boundary between chunks at the
+    most rows. Multiples of 4, ascending."""
+    traffic = PlanBytes(plan)
+    own = {
+        traffic.message_bytes(part.op, part)
+        for _, _, instr in plan.instructions()
+        for part in instr.parts
+        if isinstance(part.op, COMM)
+    }
+    gradient = sum(bind(p.spec.numel, 0) * ITEM_BYTES[p.spec.dtype] for p in plan.params if p.trained)
+    boundary = max((bind(o.spec.nbytes, 0) for c in largest.chunks for o in c.outputs if o.kind == "value"), default=0)
+    most, grid = max(gradient, boundary), [SMALLEST_MESSAGE]
+    while grid[-1] < most:
+        grid.append(min(grid[-1] * GRID, most))
+    return tuple(sorted({max(4, x // 4 * 4) for x in (*own, *grid)}))
+
+
+def _origin(report: ProfileReport, plan: Plan, launcher: str, repeats: int) -> Origin:
+    on_cuda = bool(report.device)
+    return Origin(
+        device=report.device or machine_name(),
+        cluster=product_cluster(report.device, report.devices).name if on_cuda else CPU,
+        backend=report.backend,
+        launcher=launcher,
+        ranks=plan.mesh.world,
+        threads=1,
+        python=platform.python_version(),
+        torch=version("torch"),
+        program=plan.program_key,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        repeats=repeats,
+    )
+
+
+def _costs(reports: Sequence[ProfileReport], plan: Plan, origin: Origin) -> Costs:
+    """What all ranks found, as one."""
+    samples: dict[tuple[str, str, int], list[float]] = {}
+    for report in reports:
+        for key, seconds in report.parts.items():
+            samples.setdefault(key, []).extend(seconds)
+    chunk = {c.code: c.id for c in reversed(plan.chunks)}
+    steps = [
+        StepDuration(code, step, n, _duration(s), chunk[code])  # type: ignore[arg-type]  # a string of the three
+        for (code, step, n), s in sorted(samples.items())
+        if code
+    ]
+    parts = [PartDuration(op, n, _duration(s)) for (c, op, n), s in sorted(samples.items()) if not c]
+    comm = _messages(reports)
+    return Costs(
+        comm=tuple(comm),
+        steps=tuple(steps),
+        parts=tuple(parts),
+        host=_host(reports),
+        allocator=_allocator([r.resident for r in reports if r.resident]),
+        origin=origin,
+    )
+
+
+def _messages(reports: Sequence[ProfileReport]) -> list[CommDuration]:
+    seconds: dict[tuple[str, int, int, int], list[float]] = {}
+    busy: dict[tuple[str, int, int, int], list[float]] = {}
+    for m in chain.from_iterable(r.messages for r in reports):
+        nodes = len({reports[rank].node for rank in m.members})
+        key = m.op, len(m.members), nodes, m.bytes
+        seconds.setdefault(key, []).extend(m.seconds)
+        busy.setdefault(key, []).extend(m.busy)
+    return [
+        CommDuration(op, nbytes, group, _duration(s), nodes, median(busy[op, group, nodes, nbytes]))
+        for (op, group, nodes, nbytes), s in sorted(seconds.items())
+    ]
+
+
+def _host(reports: Sequence[ProfileReport]) -> HostCosts:
+    """Per instruction, over all repeats and ranks; none for communication on CUDA, whose host is ahead of its device."""
+    issue = _duration(max(0.0, s) for r in reports for s in r.issue)
+    talk = _duration([max(0.0, s) for r in reports for s in r.talk] or [0.0])
+    return HostCosts(issue.seconds, talk.seconds, issue.spread, talk.spread)
+
+
+def _allocator(resident: Sequence[Sequence[tuple[int, int]]]) -> AllocatorCosts | None:
+    """The line through (bytes of tensors, resident bytes) at the fewest and at the most rows, of the largest rank; its slope is
+    at least 1. With one number of rows alone there is no line."""
+    if not resident or len(resident[0]) < 2:
+        return None
+    (small, before), (large, after) = (max(r[k] for r in resident) for k in (0, -1))
+    factor = max(1.0, (after - before) / (large - small))
+    return AllocatorCosts(max(0, round(after - factor * large)), factor)
+
+
+def _duration(samples: Iterable[float]) -> Duration:
+    values = list(samples)
+    middle = median(values)
+    return Duration(middle, "measured", median(abs(v - middle) for v in values))

@@ -1,0 +1,326 @@
+"""What plain PyTorch computes for a job on one device, and whether a run of a plan computed the same.
+
+The reference is the user's unmodified module under autograd, in one process, a loop over the same microbatches. It shares no
+code with Piper: the rows of a microbatch and the seed of random operations are restated here from their written rules.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+FLOAT64 = 1e-9
+"""Tolerance of float64. A correct run is at 1e-13, the mildest wrong one seen at 3e-4."""
+FLOAT32 = 2e-5
+"""Tolerance of float32: for losses and for gradients under SGD only."""
+FLOOR = 1e-3
+"""Share of the median norm below which a tensor's own norm counts for nothing: a key bias has true gradient zero, the rest is
+rounding."""
+STEPS = 3
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """One device. Per step: the loss over the global batch, and the gradients that the optimizer saw (of parameters that have
+    one). After the last step: parameters and buffers under their first names, and the module's state_dict. `places`: where the
+    random state was set as for a plan: layers, and the parts before and after them. `trained`: parameters that were updated."""
+
+    losses: list[float]
+    gradients: list[Tensors]
+    parameters: Tensors
+    buffers: Tensors
+    state_dict: Tensors
+    places: frozenset[int | str] = frozenset()
+
+    @property
+    def trained(self) -> set[str]:
+        return {name for found in self.gradients for name in found}
+
+
+def reference(job: Any, *, replicas: int = 1, microbatches: int = 1, steps: int = STEPS, head: int | str = "root.1") -> Reference:
+    """Train a job's model on one device as a plan with these numbers would. `head`: where random operations after the last
+    layer take their seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.seed)
+        trainer = _Trainer(job, replicas, microbatches, head)
+        results = [trainer.step(step) for step in range(steps)]
+    named = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    buffers = {n: b.clone() for n, b in trainer.model.named_buffers()}
+    state = {n: t.detach().clone() for n, t in trainer.model.state_dict().items() if isinstance(t, Tensor)}
+    losses, gradients = [loss for loss, _ in results], [grads for _, grads in results]
+    return Reference(losses, gradients, named, buffers, state, trainer.random.places)
+
+
+class _Trainer:
+    """The module and its optimizer, under a job's rules."""
+
+    def __init__(self, job: Any, replicas: int, microbatches: int, head: int | str):
+        self.job, self.replicas, self.microbatches = job, replicas, microbatches
+        self.dtype = getattr(torch, job.precision.params)
+        self.model: nn.Module = job.model()
+        _widen(self.model, self.dtype)
+        if job.init != "model":  # last: a file in float64 is not to go through the dtype of the constructor
+            self.model.load_state_dict(torch.load(job.init, map_location="cpu", weights_only=True))
+        self.random = _RandomState(self.model, job.seed, head)
+        self.optimizer = job.optimizer(list(self.model.named_parameters()))
+        self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
+
+    def step(self, step: int) -> tuple[float, Tensors]:
+        """One optimizer step: the loss and the gradients that the optimizer saw."""
+        self.optimizer.zero_grad(set_to_none=True)
+        losses, weights = self._accumulate(step)
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        received = [p.grad for p in parameters if p.grad is not None]
+        # A pair (sum, weight): the sums' gradients are scaled once. The mean of microbatch means would be another number.
+        scale = 1.0 / (sum(weights) if weights else len(losses))
+        for gradient in received:
+            gradient.mul_(scale)
+        if self.job.clip_norm is not None:
+            nn.utils.clip_grad_norm_(parameters, self.job.clip_norm)
+        gradients = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        return sum(losses) * scale, gradients
+
+    def _accumulate(self, step: int) -> tuple[list[float], list[float]]:
+        """Losses, and weights if there are any, of all microbatches; their gradients are summed in the parameters."""
+        losses, weights = [], []
+        per_replica = self.job.global_batch // self.replicas
+        rows = per_replica // self.microbatches
+        before = [b.clone() for b in self.model.buffers()]
+        first: list[Tensor] = []
+        for replica in range(self.replicas):
+            for buffer, old in zip(self.model.buffers(), before, strict=True):
+                buffer.copy_(old)  # every replica starts the step from the same buffers
+            for i in range(self.microbatches):
+                start = replica * per_replica + i * rows
+                loss = self._loss(step, range(start, start + rows))
+                value, *weight = loss if isinstance(loss, tuple) else (loss,)
+                value.backward()
+                losses.append(float(value.detach()))
+                weights += [float(w) for w in weight]
+            first = first or [b.clone() for b in self.model.buffers()]
+        for buffer, new in zip(self.model.buffers(), first, strict=True):
+            buffer.copy_(new)  # the first replica's copy counts
+        return losses, weights
+
+    def _loss(self, step: int, rows: range) -> Any:
+        inputs, targets = pytree.tree_map(self._cast, self.job.batch(step, rows))
+        with self.random.during(step, rows.start):
+            if isinstance(inputs, tuple):
+                output = self.model(*inputs)
+            elif isinstance(inputs, dict):
+                output = self.model(**inputs)
+            else:
+                output = self.model(inputs)
+            return self.job.loss(output, targets)
+
+    def _cast(self, leaf: Any) -> Any:
+        return leaf.to(self.dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _widen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast every floating-point tensor of a module in place: parameters, buffers and plain attributes.
+
+    Tensors that share memory share it afterwards: training one trains the other, as it does in the user's module. Complex
+    tensors stay complex; `Module.to(dtype)` would drop their imaginary parts."""
+    casts: dict[tuple[int, torch.dtype], Tensor] = {}
+    held = [value for m in model.modules() for value in (*m._parameters.values(), *m._buffers.values(), *vars(m).values())]
+    for tensor in {id(t): t for t in held if isinstance(t, Tensor) and t.is_floating_point()}.values():
+        if tensor.dtype == dtype:
+            continue
+        memory = tensor.untyped_storage()
+        key = (memory.data_ptr() or id(tensor), tensor.dtype)  # without elements there is no address, and nothing to share
+        if key not in casts:
+            casts[key] = torch.empty(0, dtype=tensor.dtype).set_(memory).to(dtype)
+        tensor.data = casts[key].as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+class _RandomState:
+    """Sets torch's generator before the model, before each layer, and when all layers have run (`head`). Layers are the entries
+    of the outermost nn.ModuleLists, numbered consecutively in the order of registration."""
+
+    def __init__(self, model: nn.Module, seed: int, head: int | str):
+        self._seed, self._head = seed, head
+        self._numbers: dict[nn.Module, int] = {}
+        for number, layer in enumerate(_entries(model, set())):
+            self._numbers.setdefault(layer, number)
+        self._step = self._row = 0
+        self._waiting: set[nn.Module] = set()
+        self._latest: int | str = "root"
+        self._at_head = False
+        self._set: set[int | str] = set()
+        self._doubtful: set[int | str] = set()
+
+    @property
+    def places(self) -> frozenset[int | str]:
+        """Where the state was set: numbers of layers, "root" and the head."""
+        return frozenset(self._set - self._doubtful)
+
+    @contextmanager
+    def during(self, step: int, row: int) -> Iterator[None]:
+        """One forward; `row`: first row of the microbatch in the global batch."""
+        self._step, self._row, self._waiting = step, row, set(self._numbers)
+        self._at_head, self._latest = False, "root"
+        hooks = [layer.register_forward_pre_hook(lambda layer, _: self._before(layer)) for layer in self._numbers]
+        hooks += [layer.register_forward_hook(lambda layer, *_: self._after(layer)) for layer in self._numbers]
+        self._at("root")
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _before(self, layer: nn.Module) -> None:
+        if self._at_head:  # a layer runs again: what ran in between was no head, and had the head's state
+            self._doubtful |= {self._head, self._latest}
+        self._at_head, self._latest = False, self._numbers[layer]
+        self._at(self._latest)
+
+    def _after(self, layer: nn.Module) -> None:
+        done = self._waiting == {layer}
+        self._waiting.discard(layer)
+        if done:
+            self._at_head = True
+            self._at(self._head)
+
+    def _at(self, place: int | str) -> None:
+        self._set.add(place)
+        digest = blake2b(f"{self._seed}/{self._step}/{self._row}/{place}".encode(), digest_size=8).digest()
+        torch.manual_seed(int.from_bytes(digest, "big") >> 1)
+
+
+def _entries(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
+    """Entries of the ModuleLists that are in no other one; `seen`: modules that are done."""
+    for child in module.children():
+        if child not in seen:
+            seen.add(child)
+            yield from child if isinstance(child, nn.ModuleList) else _entries(child, seen)
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """What a run brought back, in the reference's terms. gradients: rank -> step -> name -> tensor; states: rank -> name ->
+    tensor."""
+
+    losses: Sequence[float]
+    gradients: Mapping[int, Sequence[Tensors]]
+    states: Mapping[int, Tensors]
+    state_dict: Tensors
+
+    @staticmethod
+    def of(run: Any) -> RunOutcome:
+        """Of a run made with `gradients=True`."""
+        tensors = {n: t for n, t in run.state_dict().items() if isinstance(t, Tensor)}  # without a module's extra state
+        return RunOutcome(run.losses, run.rank_gradients, run.rank_states, tensors)
+
+    @staticmethod
+    def from_reference(found: Reference) -> RunOutcome:
+        """A perfect run on one rank, for controls of the judge itself."""
+        gradients = [dict(g) for g in found.gradients]
+        states = copy.copy({**found.parameters, **found.buffers})
+        return RunOutcome(list(found.losses), {0: gradients}, {0: states}, dict(found.state_dict))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One thing that is not what one device computes. step: 0.., or the number of steps for what is compared after the last."""
+
+    step: int
+    what: str
+    rank: int
+    name: str
+    problem: str
+
+    def __str__(self) -> str:
+        of = f" of {self.name}" if self.name else ""
+        on = f" on rank {self.rank}" if self.rank >= 0 else ""
+        return f"step {self.step}, {self.what}{of}{on}: {self.problem}"
+
+
+def differences(
+    found: RunOutcome, expected: Reference, tolerance: float = FLOAT64, *, parameters: bool = True
+) -> list[Difference]:
+    """Everything in which a run differs from one device, earliest step first. `parameters=False` leaves out what is left after
+    the last step (for fp32)."""
+    out = _losses(found.losses, expected.losses, tolerance)
+    for rank, steps in found.gradients.items():
+        if len(steps) != len(expected.gradients):
+            out.append(Difference(0, "gradients", rank, "", f"{len(steps)} steps, expected {len(expected.gradients)}"))
+        for step, (got, want) in enumerate(zip(steps, expected.gradients, strict=False)):
+            out += _tensors(step, "gradient", rank, got, want, tolerance)
+    for step, want in enumerate(expected.gradients):
+        there = {n for steps in found.gradients.values() if step < len(steps) for n in steps[step]}
+        out += [Difference(step, "gradient", -1, n, "no rank has one") for n in want if n not in there]
+    if parameters:
+        out += _final(found, expected, tolerance)
+    return sorted(out, key=lambda d: d.step)
+
+
+def _losses(got: Sequence[float], want: Sequence[float], tolerance: float) -> list[Difference]:
+    if len(got) != len(want):
+        return [Difference(0, "loss", -1, "", f"{len(got)} losses, expected {len(want)}")]
+    pairs = enumerate(zip(got, want, strict=True))
+    return [
+        Difference(step, "loss", -1, "", f"{a!r}, one device has {b!r}")
+        for step, (a, b) in pairs
+        if not abs(a - b) <= tolerance * abs(b)
+    ]
+
+
+def _final(found: RunOutcome, expected: Reference, tolerance: float) -> list[Difference]:
+    last = len(expected.losses)
+    out: list[Difference] = []
+    for rank, states in found.states.items():
+        for what, want in (("parameter", expected.parameters), ("buffer", expected.buffers)):
+            out += _tensors(last, what, rank, {n: t for n, t in states.items() if n in want}, want, tolerance)
+        # What is trained must be somewhere; its holders are compared one by one above.
+    held = {n for states in found.states.values() for n in states}
+    out += [Difference(last, "parameter", -1, n, "no rank holds it") for n in sorted(expected.trained - held)]
+    if found.state_dict.keys() != expected.state_dict.keys():
+        wrong = sorted(found.state_dict.keys() ^ expected.state_dict.keys())
+        out.append(Difference(last, "state_dict", -1, "", f"names differ: {', '.join(wrong)}"))
+    return out + _tensors(last, "state_dict", -1, found.state_dict, expected.state_dict, tolerance)
+
+
+def _tensors(step: int, what: str, rank: int, got: Tensors, want: Tensors, tolerance: float) -> list[Difference]:
+    """Compare the tensors of `got` with those of the same names, relative to their norms and to the median norm of all of
+    `want`."""
+    typical = median([_norm(t) for t in want.values()] or [0.0])
+    out = []
+    for name, a in got.items():
+        if name not in want:
+            if what == "gradient":
+                out.append(Difference(step, what, rank, name, "one device has none"))
+            continue
+        b = want[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            out.append(
+                Difference(step, what, rank, name, f"{a.dtype} {tuple(a.shape)}, one device has {b.dtype} {tuple(b.shape)}")
+            )
+            continue
+        error, allowed = _norm(_wide(a) - _wide(b)), tolerance * (_norm(b) + FLOOR * typical)
+        if not error <= allowed:
+            out.append(Difference(step, what, rank, name, f"|a - b| = {error:.3g}, |b| = {_norm(b):.3g}, allowed {allowed:.1g}"))
+    return out
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return real numbers in float64; `Tensor.double` would drop the imaginary parts of complex ones."""
+    return torch.view_as_real(tensor.detach().resolve_conj()).double() if tensor.is_complex() else tensor.detach().double()
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(_wide(tensor)))

@@ -1,0 +1,38 @@
+"""How far a run in float64 may be from one device, where the model itself computes some of it in a narrower type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from piper.api.reference import FLOAT32, FLOAT64
+from piper_compiler.capture import Captured
+
+BY_DTYPE = {"float32": FLOAT32, "float16": 5e-3, "bfloat16": 4e-2}
+"""Relative tolerances of what passes through a dtype: some ten roundings of the narrow ones."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """A relative tolerance; `why`: the dtype and the line that ask for one above that of float64."""
+
+    value: float = FLOAT64
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"relative tolerance {self.value:g}{self.why and f' ({self.why})'}"
+
+
+STRICT = Tolerance()
+
+
+def tolerances(captured: Captured) -> Iterator[Tolerance]:
+    """Yield what to try, the strictest first: what is computed in a narrower type is equal all the same where both sides do it
+    in the same order."""
+    from piper_compiler.capture import narrowest
+
+    yield STRICT
+    narrow = narrowest(captured.forward)
+    if narrow is not None:
+        value = BY_DTYPE.get(narrow.dtype, max(BY_DTYPE.values()))
+        yield Tolerance(value, f"{narrow.line} computes in {narrow.dtype}, whatever the precision")

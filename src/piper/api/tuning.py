@@ -1,0 +1,207 @@
+"""tune: the front door of the tuner. It captures the job once, runs the best candidates, and draws the progress."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from piper.api.clusters import chosen_cluster
+from piper.api.results import new_folder, unless_empty
+from piper_autotune import Confirmation, SearchError, SearchProgress, Study, TuningProblem
+from piper_autotune import tune as search
+from piper_compiler import Strategy, Training
+from piper_ir.costs import Costs
+from piper_ir.errors import CompileError, JobError, TuneError
+from piper_ir.program import Program
+from piper_simulator import CPU, Cluster, CostModelFactory, DeviceModel
+
+if TYPE_CHECKING:
+    from piper_runtime import Job
+    from piper_runtime.launch import Workers
+
+CONFIRM_STEPS = 8
+"""Steps of a confirming run: three warm up, the median of the others counts."""
+MOST_BYTES = 2**60
+"""No device has more memory."""
+UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+
+
+def tune(
+    source: Job | Program,
+    strategy: Callable[[Any], Strategy],
+    *,
+    cluster: str | Cluster | None,
+    trials: int = 100,
+    confirm: int = 0,
+    memory_limit: int | str | None = None,
+    seed: int = 0,
+    storage: Any = None,
+    sampler: Any = None,
+    costs: Costs | None = None,
+    workers: int | str = 1,
+    launcher: str = "ray",
+    pool: Workers | None = None,
+    steps: int = CONFIRM_STEPS,
+    out: str | Path | None = None,
+    progress: Callable[[SearchProgress], None] | None = None,
+    timeout_s: float = 60.0,
+    global_batch: int | None = None,
+    model: CostModelFactory = DeviceModel,
+) -> Study:
+    """Search the strategy with the least predicted `period_s` (seconds per step in steady state) whose plan stays within
+    `memory_limit` on every device: bytes or text such as "20GiB", compared with `Simulation.device_bytes`; default: what the
+    cluster's devices have.
+
+    `strategy(trial)` chooses with Optuna's `suggest_int`, `suggest_float` and `suggest_categorical` and returns a Strategy.
+    `source` is a Job, captured once, or a Program (then `global_batch` is as in `compile`, and nothing can be confirmed).
+    `trials`, `seed`, `storage`, `sampler`, `timeout_s`: see `piper_autotune.tune`. `workers`: processes (0: this one), "ray",
+    "local" (a Ray of its own) or the address of a Ray cluster; the same seed and number of workers give the same study.
+    `confirm`: so many of the best are run for `steps` steps on `launcher` (in `pool`, if given), and the best is the one measured
+    to be fastest; refused unless `cluster` is this machine. `costs`: measured durations. `model`: the cost model, as in
+    `simulate`. `out`: study.json and best.json go to a new folder below it. Ctrl-C returns what was found so far.
+
+    TuneError: arguments, storage, or a space that contradicts itself. SearchError (a TuneError): the storage failed in
+    mid-search. NothingFoundError (a SearchError): no candidate can be used; the message says why, or the smallest limit that
+    fits one. The `study` of both holds what was found."""
+    from piper_runtime.launch import check_launcher, check_startable
+
+    device = chosen_cluster(cluster)
+    problem, more = problem_of(source, device, costs, _limit(memory_limit, device), global_batch, model)
+    check_launcher(launcher)
+    if confirm:
+        _check_local(device)
+    measure = None
+    if confirm and not isinstance(source, Program):
+        measure = _measure(source, costs, launcher, pool, steps, timeout_s)
+    folder = new_folder(Path(out), "tune") if out is not None else None
+    with saved(folder), _joined(workers):
+        if measure is not None and pool is None:
+            check_startable(launcher)  # before the search, not after it
+        study = search(
+            problem,
+            strategy,
+            trials=trials,
+            confirm=confirm,
+            measure=measure,
+            seed=seed,
+            storage=storage,
+            sampler=sampler,
+            workers="ray" if isinstance(workers, str) else workers,
+            timeout_s=timeout_s,
+            progress=progress,
+            **more,
+        )
+    if folder is not None:
+        study.save(folder)
+    return study
+
+
+@contextmanager
+def _joined(workers: int | str) -> Iterator[None]:
+    """Inside, this process is connected to Ray if workers are a cluster: at an address, or for "ray" the one that is there, else
+    one of its own. ExecutionError when none answers."""
+    if not isinstance(workers, str):
+        yield
+        return
+    from piper_runtime.launch import RayWording, connect
+
+    wording = RayWording(f'workers="{workers}"', "workers", 'workers="ray"', "workers=1")
+    link = connect("auto" if workers == "ray" else workers, os.cpu_count() or 1, wording)
+    try:
+        yield
+    finally:
+        link.close()
+
+
+@contextmanager
+def saved(folder: Path | None) -> Iterator[None]:
+    """A search inside that fails, or finds nothing, leaves its study in the folder all the same: it has what was found, and the
+    reasons. One that is refused before it begins leaves no folder."""
+    with unless_empty(folder):
+        try:
+            yield
+        except SearchError as e:
+            if folder is not None:
+                e.study.save(folder)
+            raise
+
+
+def problem_of(
+    source: Job | Program,
+    cluster: Cluster | None,
+    costs: Costs | None,
+    limit: int | None,
+    global_batch: int | None,
+    model: CostModelFactory = DeviceModel,
+) -> tuple[TuningProblem, dict[str, Any]]:
+    """What is searched for, and how a job's programs come to the workers."""
+    if isinstance(source, Program):
+        return TuningProblem(source, global_batch, cluster=cluster, costs=costs, memory_limit=limit, model=model), {}
+    from piper.api.capturing import captured_job, program_at
+    from piper_runtime import Job
+    from piper_runtime.rank import OptimizerSpec, optimizer_spec
+
+    if not isinstance(source, Job):
+        raise CompileError(f"tune: the source is a {type(source).__name__}; a piper.Job or a Program is needed")
+    if global_batch is not None:
+        raise CompileError("tune: global_batch is given with a Program only; a Job has its own")
+    captured = captured_job(source)
+    spec = optimizer_spec(source, captured.program.params)
+    training = Training(spec.group_of, spec.state_bytes, source.clip_norm, source.tokens_per_row, spec.update_bytes)
+    one_role = "" if spec.separable else f"Job.optimizer returned {spec.kind}, which needs all parameters on one role"
+    problem = TuningProblem(captured.program, source.global_batch, training, cluster, costs, limit, one_role, model)
+    home = import_module(OptimizerSpec.__module__)
+    modules: tuple[ModuleType, ...] = (home,)  # by value: a worker that imported it would import torch
+    return problem, {"at_rows": lambda rows: program_at(captured, rows), "modules": modules}
+
+
+def _limit(given: int | str | None, cluster: Cluster | None) -> int | None:
+    """Bytes. TuneError for what is neither a positive number of bytes nor text with a unit."""
+    if given is None:
+        return None if cluster is None else max(kind.device.memory_bytes for kind in cluster.kinds)
+    number: float = given if isinstance(given, int) and not isinstance(given, bool) else 0
+    if isinstance(given, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", given)
+        unit = UNITS.get(match[2].upper()) if match else None
+        number = float(match[1]) * unit if match and unit else 0
+    if not 1 <= number < MOST_BYTES:
+        raise TuneError(f"memory_limit={given!r}: a positive number of bytes, or text such as '20GiB' or '512MiB', is accepted")
+    return int(number)
+
+
+def _check_local(cluster: Cluster | None) -> None:
+    """TuneError unless what is confirmed here is what was asked for."""
+    import torch
+
+    asked = "given durations" if cluster is None else cluster.name
+    if not torch.cuda.is_available():
+        if cluster is None or cluster.device.name != CPU:
+            raise TuneError(f"confirm runs candidates on this machine, which is {CPU}; the cluster is {asked}: leave confirm out")
+        return
+    here = torch.cuda.get_device_name(0)
+    if cluster is None or cluster.device.name.partition("-")[0] not in here.lower():
+        raise TuneError(f"confirm runs candidates on this machine, which has {here}; the cluster is {asked}: leave confirm out")
+
+
+def _measure(
+    job: Job, costs: Costs | None, launcher: str, pool: Workers | None, steps: int, timeout_s: float
+) -> Callable[[Strategy], Confirmation]:
+    if type(steps) is not int or steps < 2:
+        raise JobError(f"tune(steps={steps!r}): a confirming run needs at least 2 steps; the first warms up")
+
+    def measured(strategy: Strategy) -> Confirmation:
+        from piper.api.compiling import compile
+        from piper.api.execution import execute
+
+        run = execute(compile(job, strategy, costs=costs), steps=steps, launcher=launcher, timeout_s=timeout_s, pool=pool)
+        period_s = run.period_s if run.period_s is not None else median(run.step_s[1:])
+        return Confirmation(period_s, max(run.peak_bytes.values(), default=None))
+
+    return measured

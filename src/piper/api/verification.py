@@ -1,0 +1,137 @@
+"""`piper verify`: a strategy in float64, all ranks in this process, against plain PyTorch on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from piper.api.capturing import captured_job
+from piper.api.compiling import Compiled, compile
+from piper.api.execution import execute
+from piper.api.reference import Difference, Reference, RunOutcome, differences, reference
+from piper.api.tolerance import STRICT, Tolerance, tolerances
+from piper_compiler import Strategy
+from piper_compiler.capture import Captured
+from piper_ir.errors import JobError
+from piper_ir.plan import Plan
+from piper_ir.verify import verify
+from piper_runtime import Job, Precision
+from piper_runtime.rank import rng_places
+
+
+@dataclass(frozen=True)
+class WholeBatch:
+    """How a run compares with the whole batch in one forward. advancing: buffers that advance once per microbatch; random: a
+    chunk that draws random numbers, for which there is no comparison."""
+
+    differences: list[Difference]
+    advancing: tuple[str, ...] = ()
+    random: str = ""
+
+    def text(self) -> str:
+        """One sentence."""
+        if self.random:
+            return f"the whole batch in one forward: not compared, for it draws other random numbers in chunk {self.random}"
+        if not self.differences:
+            return "the whole batch in one forward: equal as well"
+        if self.advancing:
+            why = f"buffers that advance once per microbatch: {', '.join(self.advancing)}"
+        else:
+            why = "the model or the loss combines rows, so it matters which of them are in a microbatch"
+        return f"the whole batch in one forward: NOT equal ({why}); the first difference:\n    {self.differences[0]}"
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """What a comparison with one device and the same microbatches found; `differences` stand in the order of steps and are beyond
+    the tolerance. whole: the same for the whole batch in one forward, where that is something else."""
+
+    strategy: Strategy
+    steps: int
+    tensors: int
+    differences: list[Difference]
+    whole: WholeBatch | None = None
+    tolerance: Tolerance = STRICT
+
+    @property
+    def equal(self) -> bool:
+        return not self.differences
+
+    @property
+    def equal_whole_batch(self) -> bool | None:
+        """None where it was not compared."""
+        if self.whole is None:  # one microbatch on one replica
+            return self.equal
+        return None if self.whole.random else not self.whole.differences
+
+    def text(self) -> str:
+        """One line when equal, else the first difference and how many there are; then what the whole batch gives."""
+        return "\n  ".join(filter(None, (self._same_microbatches(), self.whole.text() if self.whole else "")))
+
+    def _same_microbatches(self) -> str:
+        if self.equal:
+            return (
+                f"{self.strategy.mesh}: equal to one device over {self.steps} steps in float64: losses, gradients before each "
+                f"update and parameters after, {self.tensors} tensors, {self.tolerance}"
+            )
+        count = len(self.differences)
+        return (
+            f"{self.strategy.mesh}: NOT what one device computes, {self.tolerance}; the first of {count} differences:\n"
+            f"  {self.differences[0]}"
+        )
+
+
+def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> VerificationReport:
+    """Compile in float64, check the plan's rules, run it inline and compare losses, gradients, parameters and buffers with
+    those of the unmodified module under autograd. Raises what `compile` and `execute` raise, PlanError for a plan that breaks a
+    rule, and JobError for random operations whose numbers plain PyTorch cannot draw."""
+    wide = replace(job, precision=Precision(params="float64"))
+    compiled = compile(wide, strategy)
+    verify(compiled.plan)
+    run = execute(compiled, steps=steps, launcher="inline", memory=False, gradients=True)  # first: it refuses by name
+    plan = compiled.plan
+    head = rng_places(plan.chunks)[plan.chunks[-1].id]
+    expected = reference(wide, replicas=plan.replicas, microbatches=plan.microbatches, steps=steps, head=head)
+    _check_random(plan, expected)
+    found = RunOutcome.of(run)
+    beyond, tolerance = compared(found, expected, captured_job(wide))
+    whole = _whole_batch(wide, compiled, steps, found, tolerance)
+    return VerificationReport(strategy, steps, len(expected.state_dict), beyond, whole, tolerance)
+
+
+def _whole_batch(job: Job, compiled: Compiled, steps: int, found: RunOutcome, tolerance: Tolerance) -> WholeBatch | None:
+    """Compare with the whole batch in one forward. Parameters are left out: where a true gradient is zero, Adam makes steps of
+    the rounding, which is another one here."""
+    plan = compiled.plan
+    if plan.microbatches * plan.replicas == 1:
+        return None
+    names = tuple(a.name for a in compiled.advancing)
+    if random := next((c.id for c in plan.chunks if c.random), ""):
+        return WholeBatch([], names, random)
+    both = differences(found, reference(job, steps=steps), tolerance.value)
+    return WholeBatch([d for d in both if d.what in ("loss", "gradient", "buffer")], names)
+
+
+def compared(found: RunOutcome, expected: Reference, captured: Captured) -> tuple[list[Difference], Tolerance]:
+    """Return the differences by the strictest tolerance that finds none, else by that of the narrowest dtype in the model."""
+    for tolerance in tolerances(captured):
+        beyond = differences(found, expected, tolerance.value)
+        if not beyond:
+            break
+    return beyond, tolerance
+
+
+def _check_random(plan: Plan, expected: Reference) -> None:
+    """JobError when the reference drew other random numbers than the plan will, so that differences would say nothing.
+
+    The plan sets the random state before each chunk, the reference before each layer: these are the same where every chunk
+    that draws has a place that the reference knows, and no layer of the reference lies within a chunk."""
+    places = rng_places(plan.chunks)
+    inside = {p for p in expected.places if isinstance(p, int)} - set(places.values())
+    other = [c for c in plan.chunks if c.random and (places[c.id] not in expected.places or (inside and "layer" in c.coords))]
+    if other:
+        named = min(other, key=lambda c: isinstance(places[c.id], int))  # rather the part of a layer than its first chunk
+        raise JobError(
+            f"{plan.mesh}: cannot be judged: dropout in chunk {named.id} (or another random operation). Plain PyTorch draws the "
+            "same numbers only where random operations stand in layers that are one chunk each and run once, or before or after "
+            "all layers without coordinates of their own. Verify with p=0"
+        )

@@ -1,0 +1,385 @@
+"""The `piper` command. Errors of the user's making end with one message and exit code 2; the heavy imports happen in the
+commands, which say how they are used and leave the work to the modules that they call."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from piper.cli.interrupts import INTERRUPTED, TERMINATED, hear, leave
+from piper.cli.options import (
+    LOG,
+    RUNS,
+    TIMEOUT_S,
+    AddressOption,
+    AsJsonOption,
+    ChunksOption,
+    ChunkTimesOption,
+    ClusterNameOption,
+    ConfirmOption,
+    CostsFileOption,
+    CostsOutOption,
+    CsvOption,
+    DevicesOption,
+    EmulateOption,
+    FileArgument,
+    JitterOption,
+    JitterSeedOption,
+    LauncherOption,
+    LogOption,
+    LoweredOption,
+    MemoryLimitOption,
+    MemorySnapshotOption,
+    MicrobatchesOption,
+    NoContentionOption,
+    NodesOption,
+    OtherArgument,
+    OutOption,
+    ParamsOption,
+    PrintLaunchOption,
+    ProfileLauncherOption,
+    RangesOption,
+    RecipeFileArgument,
+    RecipeNameOption,
+    RepeatsOption,
+    RepetitionsOption,
+    RowsOption,
+    SearchersOption,
+    SeedOption,
+    SpaceFileArgument,
+    StepsOption,
+    StorageOption,
+    StrategyFileOption,
+    TimeoutOption,
+    TrialsOption,
+    VersusOption,
+    WhyOption,
+    pairs,
+    user_errors,
+)
+from piper.cli.pipes import open_output
+from piper_ir.errors import JobError
+
+app = typer.Typer(name="piper", no_args_is_help=True, add_completion=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.callback()
+def root() -> None:
+    """Plan, simulate, tune and execute distributed training of PyTorch models from one strategy.
+
+    `piper COMMAND --help` shows an example of each; `piper --install-completion` completes them in your shell."""
+
+
+@app.command()
+def simulate(
+    file: FileArgument,
+    other: OtherArgument = None,
+    params: ParamsOption = None,
+    strategy: StrategyFileOption = None,
+    versus: VersusOption = None,
+    why: WhyOption = False,
+    cluster: ClusterNameOption = "cpu-local",
+    costs: CostsFileOption = None,
+    no_contention: NoContentionOption = False,
+    jitter: JitterOption = None,
+    repetitions: RepetitionsOption = None,
+    seed: JitterSeedOption = None,
+    out: OutOption = None,
+    memory_snapshot: MemorySnapshotOption = None,
+    as_json: AsJsonOption = False,
+) -> None:
+    """Predict step time and memory of a strategy without running it; say why; or compare two strategies.
+
+    Example: piper simulate FILE.py --cluster h100x8 --why; piper simulate FILE.py --versus microbatches=16
+    """
+    with user_errors(locals()):
+        from piper.cli.predicting import Noise, PredictionOutput, Target, simulated
+
+        target, noise = Target(cluster, costs, not no_contention), Noise.of(jitter, repetitions, seed)
+        given, changes = pairs(params), pairs(versus, "--versus")
+        shown = PredictionOutput(out, why, as_json, noise, memory_snapshot)
+        simulated(file, strategy, other, given, changes, target, shown)
+
+
+@app.command()
+def tune(
+    file: SpaceFileArgument,
+    cluster: ClusterNameOption = "cpu-local",
+    costs: CostsFileOption = None,
+    trials: TrialsOption = 100,
+    confirm: ConfirmOption = 0,
+    memory_limit: MemoryLimitOption = None,
+    seed: SeedOption = 0,
+    storage: StorageOption = None,
+    workers: SearchersOption = "1",
+    launcher: LauncherOption = "ray",
+    out: OutOption = RUNS,
+    as_json: AsJsonOption = False,
+) -> None:
+    """Search the fastest strategy that fits, in simulation; --confirm runs the best on this machine.
+
+    Example: piper tune examples/gpt_text.py --costs costs.json --confirm 2
+    """
+    with user_errors(locals()):
+        from piper.cli import searching
+
+        arguments = searching.TuneArguments(
+            file, cluster, costs, trials, confirm, memory_limit, seed, storage, workers, launcher, out, as_json
+        )
+        if searching.tune(arguments).interrupted:
+            raise typer.Exit(INTERRUPTED)
+
+
+@app.command()
+def run(
+    file: FileArgument,
+    params: ParamsOption = None,
+    strategy: StrategyFileOption = None,
+    steps: StepsOption = None,
+    launcher: LauncherOption = "ray",
+    address: AddressOption = "auto",
+    costs: CostsFileOption = None,
+    out: OutOption = RUNS,
+    timeout_s: TimeoutOption = TIMEOUT_S,
+    print_launch: PrintLaunchOption = False,
+    nodes: NodesOption = None,
+    emulate: EmulateOption = None,
+    log: LogOption = LOG,
+    ranges: RangesOption = False,
+    as_json: AsJsonOption = False,
+) -> None:
+    """Train with a strategy; print predicted beside measured and write a report.
+
+    Example: piper run examples/gpt_text.py --steps 20; without a GPU: piper run examples/gpt_text.py --emulate h100x8
+    """
+    with user_errors(locals()):
+        from piper.cli import running
+
+        arguments = running.RunArguments(
+            file, params or (), strategy, steps, launcher, address, costs, out, timeout_s, nodes, emulate, log, ranges, as_json
+        )
+        (running.launch if print_launch else running.run)(arguments)
+
+
+@app.command()
+def launch(
+    file: FileArgument,
+    params: ParamsOption = None,
+    strategy: StrategyFileOption = None,
+    steps: StepsOption = None,
+    costs: CostsFileOption = None,
+    out: OutOption = RUNS,
+    timeout_s: TimeoutOption = TIMEOUT_S,
+    nodes: NodesOption = None,
+    log: LogOption = LOG,
+    ranges: RangesOption = False,
+    as_json: AsJsonOption = False,
+) -> None:
+    """Print the command lines that train on many machines: torchrun, Slurm, Ray. Runs nothing.
+
+    Example: piper launch examples/gpt_text.py --nodes 2
+    """
+    with user_errors(locals()):
+        from piper.cli import running
+
+        given = running.RunArguments(
+            file, params or (), strategy, steps, costs=costs, out=out, timeout_s=timeout_s, nodes=nodes, log=log, ranges=ranges,
+            as_json=as_json,
+        )  # fmt: skip
+        running.launch(given)
+
+
+@app.command()
+def profile(
+    file: FileArgument,
+    params: ParamsOption = None,
+    strategy: StrategyFileOption = None,
+    launcher: ProfileLauncherOption = "processes",
+    address: AddressOption = "auto",
+    rows: RowsOption = None,
+    repeats: RepeatsOption = 7,
+    out: CostsOutOption = Path("costs.json"),
+    as_json: AsJsonOption = False,
+) -> None:
+    """Measure chunks, messages and instructions of a job on this machine; write a costs file for predictions.
+
+    Example: piper profile examples/gpt_text.py --out costs.json
+    """
+    with user_errors(locals()):
+        from piper.api.costs_file import check_costs_path, save_costs
+        from piper.api.profiling import profile as measure
+        from piper.cli.loading import load_file
+        from piper.views.costs_table import costs_table
+        from piper.views.display import show
+        from piper_ir.codec import dumps
+
+        recipe = load_file(file, pairs(params), strategy)
+        check_costs_path(out)
+        costs = measure(recipe.job, recipe.strategy, launcher=launcher, cluster=address, rows=rows, repeats=repeats)
+        save_costs(out, costs)
+        if as_json:
+            print(dumps(costs))
+        else:
+            show(costs_table(costs, title=f"costs of {file.name}"))
+        print(f"costs are in {out}", file=sys.stderr)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="a folder that simulate, tune, run or a loop has written")],
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="write there instead of DIR/report")] = None,
+    as_json: AsJsonOption = False,
+) -> None:
+    """Draw what a folder holds: one HTML page, PNG figures, CSV tables.
+
+    Example: piper report runs/gpt_text-001
+    """
+    with user_errors(locals()):
+        from piper.views.reporting import report as show_report
+
+        with redirect_stdout(StringIO()) if as_json else nullcontext():
+            made = show_report(folder, out=out)
+        if as_json:
+            files = {"figures": made.figures, "tables": made.tables}
+            print(json.dumps({"html": str(made.html)} | {name: [str(p) for p in found] for name, found in files.items()}))
+
+
+@app.command()
+def explain(
+    file: FileArgument, params: ParamsOption = None, strategy: StrategyFileOption = None, as_json: AsJsonOption = False
+) -> None:
+    """Print what a strategy became: directives, roles, order, communication, memory.
+
+    Example: piper explain examples/gpt_text.py
+    """
+    with user_errors(locals()):
+        from piper.api.compiling import compile
+        from piper.cli.loading import load_file
+        from piper.views.explain import explain as text
+        from piper.views.explain import facts
+
+        recipe = load_file(file, pairs(params), strategy)
+        compiled = compile(recipe.job, recipe.strategy)
+        print(json.dumps(facts(compiled)) if as_json else text(compiled))
+
+
+@app.command()
+def show(
+    file: RecipeFileArgument = None,
+    params: ParamsOption = None,
+    strategy: StrategyFileOption = None,
+    cluster: ClusterNameOption = "cpu-local",
+    costs: CostsFileOption = None,
+    recipe: RecipeNameOption = None,
+    pp: DevicesOption = 4,
+    microbatches: MicrobatchesOption = 8,
+    chunks: ChunksOption = None,
+    times: ChunkTimesOption = "1,1,1",
+    graph: Annotated[bool, typer.Option("--graph", help="print the training graph, a line per node")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="print the plan, a line per instruction; it parses back")] = False,
+    png: Annotated[Path | None, typer.Option("--png", metavar="FILE.png", help="draw the schedule into a picture")] = None,
+    csv: CsvOption = None,
+    lowered: LoweredOption = False,
+    as_json: AsJsonOption = False,
+) -> None:
+    """Draw the simulated schedule of a strategy or a recipe; or print its graph or its plan.
+
+    Example: piper show examples/gpt_text.py --png schedule.png; piper show --recipe one_f_one_b --pp 4 --microbatches 8
+    """
+    with user_errors(locals()):
+        from piper.api.compiling import compile
+        from piper.api.costs_file import load_costs
+        from piper.cli.loading import load_file, load_recipes
+        from piper.views.recipe_view import ChunkTimes, arguments, shown
+        from piper.views.show import What, show_recipe, show_strategy
+
+        what = What(graph, plan, png, csv, lowered, as_json)
+        if recipe is not None:
+            if strategy is not None or costs is not None:
+                raise JobError("--recipe is drawn with the durations of --times: leave out --strategy and --costs")
+            if file is not None:
+                load_recipes(file)
+            more = arguments(pairs(params))
+            show_recipe(
+                shown(recipe, pp=pp, microbatches=microbatches, chunks=chunks, times=ChunkTimes.parse(times), **more), what
+            )
+            return
+        if file is None:
+            raise JobError("give a FILE.py that defines `job` and `strategy`, or --recipe NAME (`piper recipes` lists them)")
+        loaded = load_file(file, pairs(params), strategy)
+        known = load_costs(costs) if costs else None
+        show_strategy(compile(loaded.job, loaded.strategy, costs=known), what, cluster=cluster, costs=known)
+
+
+@app.command()
+def recipes(file: RecipeFileArgument = None, as_json: AsJsonOption = False) -> None:
+    """List all recipes of pipeline schedules: source, formula, peak, rule, when to use.
+
+    Example: piper recipes; piper recipes FILE.py (with those that FILE.py registers)
+    """
+    with user_errors(locals()):
+        from piper.cli.loading import load_recipes
+        from piper.views.recipe_view import listing, rows
+
+        if file is not None:
+            load_recipes(file)
+        print(json.dumps(rows()) if as_json else listing())
+
+
+@app.command()
+def verify(
+    file: FileArgument,
+    params: ParamsOption = None,
+    strategy: StrategyFileOption = None,
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps to compare")] = 3,
+    as_json: AsJsonOption = False,
+) -> None:
+    """Run a strategy in float64 in this process against plain PyTorch on one device; name the first value that differs.
+
+    Example: piper verify examples/gpt_text.py
+    """
+    with user_errors(locals()):
+        from piper.api.verification import verify_strategy
+        from piper.cli.loading import load_file
+
+        recipe = load_file(file, pairs(params), strategy)
+        found = verify_strategy(recipe.job, recipe.strategy, steps=steps)
+        numbers = {"equal": found.equal, "equal_whole_batch": found.equal_whole_batch, "text": found.text()}
+        print(json.dumps(numbers) if as_json else found.text())
+        if not found.equal:
+            raise typer.Exit(1)
+
+
+@app.command()
+def doctor(as_json: AsJsonOption = False) -> None:
+    """Print what this machine can do: devices, backends, versions, and what is missing.
+
+    Example: piper doctor
+    """
+    with user_errors(locals()):
+        from piper.cli.doctor import as_rows, examine, text
+
+        found = examine()
+        print(json.dumps(as_rows(found)) if as_json else text(found))
+        if any(f.state == "missing" for f in found):
+            raise typer.Exit(1)
+
+
+def main() -> None:
+    """Entry point of the `piper` command."""
+    open_output()
+    hear()
+    try:
+        app()
+    except SystemExit as e:
+        with user_errors():
+            sys.stdout.flush()
+        if e.code in (INTERRUPTED, TERMINATED):
+            leave(e.code)
+        raise

@@ -1,0 +1,178 @@
+"""Loading of the user's FILE.py: code that is run, and that must define `job` and `strategy`, and may define `params` (values
+for a strategy that is a function of a trial, where nobody searches) and `steps`."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from piper.api.fixed_trial import FixedTrial
+from piper_compiler import Strategy, load_strategy
+from piper_ir.errors import JobError, PiperError
+from piper_ir.tools import user_code
+from piper_runtime import Job
+from piper_runtime.rank import RECIPE_MARK
+
+
+@dataclass(frozen=True)
+class JobFile:
+    """What a FILE.py defines. `steps`: how many it wants to train when nobody says; 3 when it does not say either. `function`: of
+    a trial, None when the file's strategy is none; `params`: what it was, or would have been, answered with."""
+
+    path: Path
+    job: Job
+    strategy: Strategy
+    steps: int
+    function: Callable[[Any], Any] | None = None
+    params: Mapping[str, str] = field(default_factory=dict)
+
+    def varied(self, params: Mapping[str, str], *, any_value: bool = False, flag: str = "-p") -> Strategy:
+        """The strategy with other values of some parameters. `any_value`: also integers that the function does not offer. `flag`:
+        of the command line, for messages. JobError when it is not a function of a trial, or has no such parameter."""
+        if self.function is None:
+            raise JobError(f"{self.path}: `strategy` is not a function of a trial, so that it has no parameters to change")
+        trial = FixedTrial({**self.params, **params}, params if any_value else (), flag)
+        return _answered(self.path, self.function, trial, params)
+
+
+@dataclass(frozen=True)
+class SearchFile:
+    """A FILE.py to search: `strategy` is a function of a trial."""
+
+    path: Path
+    job: Job
+    strategy: Callable[[Any], Strategy]
+    steps: int
+
+
+def load_space(path: str | Path) -> SearchFile:
+    """Run FILE.py and take its `job` and its `strategy`, which must be a function of a trial. JobError otherwise."""
+    path = Path(path)
+    module = _run(path)
+    strategy = getattr(module, "strategy", None)
+    if not callable(strategy):
+        found = "no `strategy`" if strategy is None else f"a `strategy` that is a {type(strategy).__name__}"
+        raise JobError(
+            f"{path} defines {found}; to search, define `def strategy(trial)` that calls trial.suggest_categorical, suggest_int "
+            "or suggest_float and returns a piper.Strategy"
+        )
+    return SearchFile(path, _job(path, module), strategy, _steps(path, module))
+
+
+def load_file(path: str | Path, params: Mapping[str, str] | None = None, strategy: str | Path | None = None) -> JobFile:
+    """Run FILE.py and take its `job` and `strategy`. `params` answer the suggestions of a strategy that is a function of a
+    trial, before the file's own `params`; `strategy` names a JSON file to use instead of the file's own. JobError for a missing
+    or broken file, or one that lacks a name."""
+    path = Path(path)
+    module = _run(path)
+    job = _job(path, module)
+    if strategy is not None and params:
+        raise JobError("-p gives parameters to the file's strategy, but --strategy replaces it; use one of the two")
+    function, texts = _function(module), _params(path, module)
+    if strategy is not None:
+        chosen = load_strategy(strategy)
+        texts |= {name: str(value) for name, value in chosen.params.items()}
+    else:
+        texts |= params or {}
+        chosen = _strategy(path, module, function, texts, params or {})
+    return JobFile(path, job, chosen, _steps(path, module), function, texts)
+
+
+def load_recipes(path: str | Path) -> None:
+    """Run FILE.py for the recipes that it registers; it need not define a job. JobError for a missing or broken file."""
+    _run(Path(path))
+
+
+def _job(path: Path, module: ModuleType) -> Job:
+    job = getattr(module, "job", None)
+    if not isinstance(job, Job):
+        found = "no `job`" if job is None else f"a `job` that is a {type(job).__name__}"
+        raise JobError(f"{path} defines {found}; it must contain `job = piper.Job(...)`")
+    return job
+
+
+def _steps(path: Path, module: ModuleType) -> int:
+    steps = getattr(module, "steps", 3)
+    if type(steps) is not int or steps < 1:
+        raise JobError(f"{path} defines steps = {steps!r}; an integer of at least 1 is needed")
+    return steps
+
+
+def _run(path: Path) -> ModuleType:
+    try:
+        what = "" if path.is_file() else "a folder" if path.is_dir() else "no such file"
+    except (OSError, ValueError) as e:  # a name that no file can have
+        what = getattr(e, "strerror", None) or str(e)
+    if what:
+        raise JobError(f"{path}: {what}; give a Python file that defines `job` and `strategy`")
+    name = f"piper_file_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise JobError(f"{path} is not a Python file; give a .py file that defines `job` and `strategy`")
+    module = importlib.util.module_from_spec(spec)
+    setattr(module, RECIPE_MARK, str(path.resolve()))  # workers load the file again
+    sys.modules[name] = module
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        spec.loader.exec_module(module)
+    except PiperError:
+        raise
+    except (Exception, SystemExit) as e:  # the user's file may fail in any way
+        raise JobError(f"{path} failed when it was run: {type(e).__name__}: {e}{_line(e, path)}") from e
+    finally:
+        sys.path.pop(0)
+    return module
+
+
+def _line(error: BaseException, path: Path) -> str:
+    """Where in the user's file it happened."""
+    if isinstance(error, SyntaxError):
+        return f" (line {error.lineno})"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == path.resolve()]
+    return f" (line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+
+
+def _function(module: ModuleType) -> Callable[[Any], Any] | None:
+    strategy = getattr(module, "strategy", None)
+    return strategy if callable(strategy) else None
+
+
+def _params(path: Path, module: ModuleType) -> dict[str, str]:
+    """The file's own parameters, for a strategy that is a function of a trial."""
+    own = getattr(module, "params", {})
+    if _function(module) is None:
+        return {}
+    if not isinstance(own, Mapping):
+        raise JobError(f"{path} defines `params` that is a {type(own).__name__}; a dict of the strategy's parameters is needed")
+    return {name: str(value) for name, value in own.items()}
+
+
+def _strategy(
+    path: Path, module: ModuleType, function: Callable[[Any], Any] | None, texts: Mapping[str, str], given: Mapping[str, str]
+) -> Strategy:
+    if function is not None:
+        return _answered(path, function, FixedTrial(texts), given)
+    if given:
+        raise JobError(f"{path}: -p gives parameters, but `strategy` is not a function of a trial")
+    return _checked(path, getattr(module, "strategy", None))
+
+
+def _answered(path: Path, function: Callable[[Any], Any], trial: FixedTrial, given: Iterable[str]) -> Strategy:
+    """What a function of a trial returns. It must ask for the parameters `given`."""
+    with user_code("strategy(trial)", JobError):
+        strategy = function(trial)
+    trial.check_all_used(given)
+    return _checked(path, strategy).with_params(trial.answers)
+
+
+def _checked(path: Path, strategy: Any) -> Strategy:
+    if not isinstance(strategy, Strategy):
+        found = "no `strategy`" if strategy is None else f"a `strategy` that is a {type(strategy).__name__}"
+        raise JobError(f"{path} defines {found}; it must be a piper.Strategy, or a function of a trial that returns one")
+    return strategy

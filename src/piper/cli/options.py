@@ -1,0 +1,238 @@
+"""Options that several commands have, so that they are called and explained the same everywhere."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from piper.cli.interrupts import INTERRUPTED
+from piper_ir.errors import JobError, PiperError, PiperWarning
+
+RUNS, TIMEOUT_S, LOG = Path("runs"), 60.0, "jsonl"
+"""Defaults of `piper run`: its folder for results, seconds without progress, and logs."""
+
+SpaceFileArgument = Annotated[
+    Path, typer.Argument(metavar="FILE.py", help="defines `job` (a piper.Job) and `strategy`, a function of a trial")
+]
+FileArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="FILE.py", help="defines `job` (a piper.Job) and `strategy` (a piper.Strategy or a function of a trial)"
+    ),
+]
+ParamsOption = Annotated[
+    list[str] | None, typer.Option("-p", metavar="NAME=VALUE", help="a parameter of a strategy that is a function of a trial")
+]
+OtherArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[OTHER]",
+        help="compare with the strategy of this FILE.py (-p holds for both), or with a saved one of the same job (.json)",
+    ),
+]
+VersusOption = Annotated[
+    list[str] | None,
+    typer.Option("--versus", metavar="NAME=VALUE", help="compare with the same strategy where a parameter has this value"),
+]
+WhyOption = Annotated[
+    bool, typer.Option("--why", help="explain it: critical path, idle gaps, what if, sensitivities, costs from formulas")
+]
+NoContentionOption = Annotated[
+    bool, typer.Option("--no-contention", help="what runs at the same time takes nothing from each other: links, SMs, memory")
+]
+JitterOption = Annotated[
+    float | None,
+    typer.Option(
+        "--jitter", metavar="C", help="every duration varies with this coefficient of variation, e.g. 0.05: 5, 50, 95 %"
+    ),
+]
+RepetitionsOption = Annotated[int | None, typer.Option("--repetitions", min=1, help="of --jitter (default 200)")]
+JitterSeedOption = Annotated[int | None, typer.Option("--seed", help="of --jitter; the same seed gives the same (default 0)")]
+StrategyFileOption = Annotated[
+    Path | None,
+    typer.Option("--strategy", metavar="FILE.json", help="use this saved strategy, such as a best.json, instead of the file's"),
+]
+ClusterNameOption = Annotated[
+    str,
+    typer.Option(
+        "--cluster",
+        help="e.g. h100x8, h100-80g-sxm:8*4, a100x8*2+h100x8*2, h100x8@eager, a file lab.toml, cpu-local (this machine, measured "
+        "now)",
+    ),
+]
+CostsFileOption = Annotated[
+    Path | None, typer.Option("--costs", metavar="FILE.json", help="measured durations, as `piper profile` writes them")
+]
+LauncherOption = Annotated[
+    str,
+    typer.Option(help="ray (one actor per rank), processes (one per rank; also under torchrun) or inline (all in one process)"),
+]
+AddressOption = Annotated[
+    str,
+    typer.Option(
+        "--address", metavar="HOST:PORT", help="of a Ray to join; auto: one that is there, else local: a Ray for this run"
+    ),
+]
+OutOption = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="results go to a new folder below DIR")]
+ProfileLauncherOption = Annotated[
+    str,
+    typer.Option(
+        "--launcher",
+        help="processes or ray: ranks measure at once, as in a run. Unlike elsewhere processes are the default: a rank does the "
+        "same in both, they start sooner, and nothing of Ray's runs beside what is measured; ray measures between nodes",
+    ),
+]
+CostsOutOption = Annotated[Path, typer.Option("--out", metavar="FILE.json", help="the costs file")]
+TimeoutOption = Annotated[float, typer.Option("--timeout-s", help="seconds without progress after which a rank counts as hung")]
+StepsOption = Annotated[int | None, typer.Option(min=1, help="optimizer steps (default: the file's `steps`, else 3)")]
+MemorySnapshotOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--memory-snapshot", metavar="DIR", help="write predicted memory by rank for torch's visualiser (pytorch.org/memory_viz)"
+    ),
+]
+TrialsOption = Annotated[int, typer.Option(min=1, help="candidates that are compiled and scored")]
+ConfirmOption = Annotated[int, typer.Option(min=0, help="run so many of the best on this machine, predicted beside measured")]
+MemoryLimitOption = Annotated[str | None, typer.Option(help="per device, e.g. 20GiB (default: what the cluster's devices have)")]
+SeedOption = Annotated[int, typer.Option(help="of the search; the same seed finds the same")]
+StorageOption = Annotated[
+    str | None, typer.Option(help="Optuna URL, e.g. sqlite:///study.db; a search of the same space goes on where it ended")
+]
+SearchersOption = Annotated[
+    str, typer.Option("--workers", help="processes (0: this one), ray, local (a Ray of its own), or HOST:PORT")
+]
+RowsOption = Annotated[
+    list[int] | None, typer.Option("--rows", help="rows per microbatch to measure (again for more; default: what fits)")
+]
+RepeatsOption = Annotated[int, typer.Option(min=1, help="passes of which each duration is the median")]
+PrintLaunchOption = Annotated[
+    bool, typer.Option("--print-launch", help="do what `piper launch` does: print command lines, run nothing")
+]
+NodesOption = Annotated[int | None, typer.Option(min=1, help="machines in the lines of `piper launch`")]
+EmulateOption = Annotated[
+    str | None,
+    typer.Option(metavar="CLUSTER", help="sleep in real processes instead of training, as long as CLUSTER would compute"),
+]
+LogOption = Annotated[str, typer.Option(metavar="NAMES", help="where steps go beside metrics.jsonl: tensorboard,wandb")]
+RecipeFileArgument = Annotated[
+    Path | None,
+    typer.Argument(metavar="[FILE.py]", help="defines `job` and `strategy`; with --recipe, recipes of your own, or is left out"),
+]
+RecipeNameOption = Annotated[
+    str | None,
+    typer.Option("--recipe", metavar="NAME", help="draw this recipe (`piper recipes` lists them) on a synthetic model"),
+]
+DevicesOption = Annotated[int, typer.Option("--pp", min=1, help="pipeline devices of --recipe")]
+MicrobatchesOption = Annotated[int, typer.Option("--microbatches", min=1, help="of --recipe")]
+ChunksOption = Annotated[int | None, typer.Option("--chunks", min=1, help="per device, of a --recipe that takes them")]
+ChunkTimesOption = Annotated[
+    str, typer.Option("--times", metavar="F,I,W[,O]", help="seconds of one chunk of --recipe, and of an overlapped pair")
+]
+CsvOption = Annotated[
+    Path | None, typer.Option("--csv", metavar="OUT.csv", help="write the schedule for torch.distributed.pipelining")
+]
+LoweredOption = Annotated[bool, typer.Option("--lowered", help="with --csv: with sends, receives and reductions")]
+RangesOption = Annotated[bool, typer.Option("--ranges", help="names of instructions in profilers (record_function, NVTX)")]
+AsJsonOption = Annotated[bool, typer.Option("--json", help="print JSON for programs, and nothing else")]
+
+
+def searchers(workers: str) -> int | str:
+    """`--workers`: a number of processes, "ray", "local", or HOST:PORT. JobError otherwise."""
+    if workers.isdigit():
+        return int(workers)
+    if workers in ("ray", "local") or ":" in workers:
+        return workers
+    raise JobError(f"--workers {workers}: a number of processes, ray, local or the HOST:PORT of a Ray cluster is expected")
+
+
+def pairs(params: Sequence[str] | None, flag: str = "-p") -> dict[str, str]:
+    """`-p` options by name. JobError for one without a name or value."""
+    out = {}
+    for item in params or []:
+        name, equals, value = item.partition("=")
+        if not equals or not name:
+            raise JobError(f"{flag} {item}: NAME=VALUE is expected, e.g. {flag} microbatches=8")
+        out[name] = value
+    return out
+
+
+ARGUMENTS = (
+    "launcher",
+    "cluster",
+    "memory_limit",
+    "confirm",
+    "workers",
+    "timeout_s",
+    "repeats",
+    "storage",
+    "seed",
+    "steps",
+    "rows",
+)
+"""Of functions whose messages reach the command line. No message there is about another "cluster" than Ray's, `--address`."""
+PARAMETERS = {"cluster": "address"}
+"""Arguments whose option has another name."""
+_CALL = re.compile(rf"\b(?:execute|profile|tune)\(({'|'.join(ARGUMENTS)})=(.*?)\)(?=:)")
+_SETTING = re.compile(rf"""\b({"|".join(ARGUMENTS[:-2])})=(["']?)(\w[\w:.]*)\2""")
+_NAME = re.compile(r"\b(memory_limit|timeout_s)\b|(?<=leave )(confirm|storage)(?= out)")
+
+
+def in_flags(message: str, options: Container[str] | None = None) -> str:
+    """Say a message of a Python function as the command line does: `launcher="ray"` is `--launcher ray` there.
+
+    options: the parameters of the command, by name; an argument that it does not have stays as it is. None for all."""
+
+    def flag(match: re.Match[str], name: str, value: str) -> str:
+        parameter = PARAMETERS.get(name, name)
+        if options is not None and parameter not in options:
+            return match[0]
+        if (name, value) == ("launcher", "emulated"):
+            return "--emulate CLUSTER"
+        return f"--{parameter.replace('_', '-')} {value}".rstrip()
+
+    message = _CALL.sub(lambda m: flag(m, m[1], m[2].strip("\"'")), message)
+    message = _SETTING.sub(lambda m: flag(m, m[1], m[3]), message)
+    return _NAME.sub(lambda m: flag(m, m[0], ""), message)
+
+
+@contextmanager
+def plain_warnings(options: Container[str] | None = None) -> Iterator[None]:
+    """Print each of Piper's own warnings as a line, as below tables, without a line of Piper's source.
+
+    options: as of `in_flags`."""
+    with warnings.catch_warnings():
+        others = warnings.showwarning
+
+        def shown(
+            message: Warning | str, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
+        ) -> None:
+            if issubclass(category, PiperWarning):
+                print(f"warning: {in_flags(str(message), options)}", file=sys.stderr)
+            else:
+                others(message, category, filename, lineno, file, line)
+
+        warnings.showwarning = shown
+        yield
+
+
+@contextmanager
+def user_errors(options: Container[str] | None = None) -> Iterator[None]:
+    """Print a PiperError as one message on stderr and exit with 2: nobody wants a traceback for a typing mistake.
+
+    options: the parameters of the command, by name, in which messages speak of arguments."""
+    try:
+        with plain_warnings(options):
+            yield
+    except PiperError as e:
+        print(f"piper: {in_flags(str(e), options)}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        print("piper: interrupted", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None

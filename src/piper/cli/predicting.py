@@ -1,0 +1,181 @@
+"""`piper simulate`: a prediction, its explanation, and what makes the difference between two strategies."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from piper.api.clusters import cluster_named
+from piper.api.compiling import Compiled, compile
+from piper.api.costs_file import load_costs
+from piper.api.results import new_folder, save_plan, save_prediction, save_snapshots
+from piper.cli.loading import JobFile, load_file
+from piper.views.display import show
+from piper.views.distribution_table import distribution_table
+from piper.views.reporting import report_at_end
+from piper.views.why_tables import comparison_tables, why_tables
+from piper_compiler import Options, load_strategy
+from piper_ir.costs import Costs
+from piper_ir.errors import JobError, PiperError
+from piper_report import memory_table, prediction_table
+from piper_simulator import Cluster, WhatIf, compare, device_type, simulate, why
+
+ONE_MORE = "one microbatch more"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is simulated on: the name of a cluster, and a file of costs; and whether what runs at the same time shares."""
+
+    name: str
+    file: Path | None
+    contention: bool = True
+
+    @cached_property
+    def cluster(self) -> Cluster:
+        return cluster_named(self.name)
+
+    @cached_property
+    def costs(self) -> Costs | None:
+        return load_costs(self.file) if self.file is not None else None
+
+    def compiled(self, job_file: JobFile) -> Compiled:
+        return compile(job_file.job, job_file.strategy, costs=self.costs, options=Options(device=device_type(self.cluster)))
+
+
+@dataclass(frozen=True)
+class Noise:
+    """See `Simulation.distribution`."""
+
+    jitter: float
+    repetitions: int
+    seed: int
+
+    @staticmethod
+    def of(jitter: float | None, repetitions: int | None, seed: int | None) -> Noise | None:
+        """As on the command line; None without --jitter. JobError for what belongs to it and stands alone."""
+        if jitter is not None:
+            return Noise(jitter, 200 if repetitions is None else repetitions, seed or 0)
+        if repetitions is not None or seed is not None:
+            raise JobError("--repetitions and --seed belong to --jitter: say how much durations vary, e.g. --jitter 0.05")
+        return None
+
+
+@dataclass(frozen=True)
+class PredictionOutput:
+    """What a command prints and writes of a prediction. `out`: results and a report go to a new folder below it; `explained`:
+    also why the step takes its time; `noise`: how it is spread; `snapshots`: the folder for the memory of each rank."""
+
+    out: Path | None = None
+    explained: bool = False
+    as_json: bool = False
+    noise: Noise | None = None
+    snapshots: Path | None = None
+
+
+def simulated(
+    file: Path, strategy: Path | None, other: Path | None, params: Mapping[str, str], changes: Mapping[str, str], target: Target,
+    shown: PredictionOutput,
+) -> None:  # fmt: skip
+    """The command: one strategy, or two beside each other."""
+    two = other is not None or bool(changes)
+    if two and shown != PredictionOutput(as_json=shown.as_json):
+        raise JobError("--why, --jitter, --memory-snapshot and --out are for one strategy; simulate the two one after the other")
+    job_file = load_file(file, params, strategy)
+    if two:
+        predict_two(job_file, other, target, params=params, changes=changes, as_json=shown.as_json)
+    else:
+        predict(job_file, target, shown)
+
+
+def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
+    """Simulate a strategy and print the headline and what else is to be shown."""
+    name = job_file.path.stem
+    cluster, compiled = target.cluster, target.compiled(job_file)
+    result = simulate(compiled.plan, cluster, costs=target.costs, contention=target.contention)
+    noise = shown.noise
+    spread = noise and result.distribution(noise.jitter, seed=noise.seed, repetitions=noise.repetitions)
+    found = None
+    if shown.explained:
+        found = why(compiled.plan, cluster, costs=target.costs, contention=target.contention)
+        found = replace(found, what_if=(*found.what_if, one_more(job_file, compiled, target, found.step_s)))
+    folder = new_folder(shown.out, name) if shown.out is not None else None  # what is refused leaves none
+    if shown.as_json:
+        more = {"distribution": spread.as_dict()} if spread else {}
+        print(json.dumps(result.summary() | more | ({"why": found.as_dict()} if found else {})))
+    else:
+        show(prediction_table(result, title=f"{name} on {cluster.name}"))
+        print()
+        show(memory_table(result))
+        for table in ([distribution_table(spread)] if spread else []) + list(why_tables(found) if found else ()):
+            print()
+            show(table)
+    if shown.snapshots is not None:
+        print(save_snapshots(shown.snapshots, compiled.plan, result), file=sys.stderr)
+    if folder is not None:
+        save_plan(folder, compiled.plan, job_file.strategy)
+        save_prediction(folder, result)
+        report_at_end(folder)
+
+
+def one_more(job_file: JobFile, compiled: Compiled, target: Target, now_s: float) -> WhatIf:
+    """The step, now of `now_s` seconds, with one microbatch more of as many rows: the global batch grows by it. It takes a
+    strategy that is a function of a trial, with a parameter that is the number of microbatches."""
+    plan = compiled.plan
+    m, each = plan.microbatches, plan.rows * plan.replicas
+    job = replace(job_file.job, global_batch=(m + 1) * each)
+    reason = "none of the strategy's parameters is the number of microbatches"
+    for name in (n for n, value in job_file.params.items() if value == str(m)):
+        try:
+            strategy = job_file.varied({name: str(m + 1)}, any_value=True)
+            more = compile(job, strategy, costs=target.costs).plan
+        except PiperError as e:
+            reason = str(e)
+            continue
+        if (more.microbatches, more.rows, more.replicas) != (m + 1, plan.rows, plan.replicas):
+            continue
+        step_s = simulate(more, target.cluster, costs=target.costs, contention=target.contention).step_s
+        rate = f"{((m + 1) / m * now_s / step_s - 1) * 100:+.1f} % rows per second" if step_s else ""
+        return WhatIf(ONE_MORE, step_s, rate)
+    return WhatIf(ONE_MORE, None, reason)
+
+
+def predict_two(
+    job_file: JobFile, other: Path | None, target: Target, *, params: Mapping[str, str], changes: Mapping[str, str], as_json: bool
+) -> None:
+    """Simulate two strategies and print where the difference arises. `other`: another FILE.py, which `params` hold for too, or a
+    saved strategy of the same job; None: the same file. `changes` of parameters make the second."""
+    second, names = _second(job_file, other, params, changes)
+    found = []
+    for side in (job_file, second):
+        found.append(why(target.compiled(side).plan, target.cluster, costs=target.costs, contention=target.contention))
+    result = compare(*found)
+    if as_json:
+        print(json.dumps({"a": names[0], "b": names[1], **result.as_dict()}))
+        return
+    rows = [side.job.global_batch for side in (job_file, second)]
+    note = f"the steps differ in their rows: {rows[0]} and {rows[1]}" if rows[0] != rows[1] else ""
+    for i, table in enumerate(comparison_tables(result, names, target.cluster.name, note)):
+        print("\n" * (i > 0), end="")
+        show(table)
+
+
+def _second(
+    job_file: JobFile, other: Path | None, params: Mapping[str, str], changes: Mapping[str, str]
+) -> tuple[JobFile, tuple[str, str]]:
+    """The other side of a comparison, and what to call the two."""
+    name = job_file.path.name
+    was = " " * bool(changes) + ", ".join(f"{n}={job_file.params.get(n, '-')}" for n in changes)
+    now = " " * bool(changes) + ", ".join(f"{n}={v}" for n, v in changes.items())
+    if other is None:
+        second = replace(job_file, strategy=job_file.varied(changes, flag="--versus"))
+        return second, (name + was, name + now)
+    if other.suffix != ".json":
+        return load_file(other, {**params, **changes}), (name + was, (other.name if other.name != name else str(other)) + now)
+    if changes:
+        raise JobError(f"--versus changes parameters of a FILE.py; {other} is a saved strategy: leave one of them out")
+    return replace(job_file, strategy=load_strategy(other)), (name, other.name)

@@ -1,0 +1,103 @@
+"""`piper run` and `piper launch`: train a file's strategy, emulate it, or print the command lines that start its ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+
+from piper.api.costs_file import load_costs
+from piper.api.metrics import check_logs
+from piper.cli.launching import print_launch
+from piper.cli.loading import JobFile, load_file
+from piper.cli.options import LOG, RUNS, TIMEOUT_S, pairs
+from piper.sessions.emulated import emulated_session
+from piper.sessions.training import Settings, as_numbers, session
+from piper_ir.errors import JobError
+from piper_runtime.launch import is_first
+
+
+@dataclass(frozen=True)
+class RunArguments:
+    """What the command line gives to `piper run`, option by option; `piper launch` has some of them."""
+
+    file: Path
+    params: Sequence[str] = ()
+    strategy: Path | None = None
+    steps: int | None = None
+    launcher: str = "ray"
+    address: str = "auto"
+    costs: Path | None = None
+    out: Path | None = RUNS
+    timeout_s: float = TIMEOUT_S
+    nodes: int | None = None
+    emulate: str | None = None
+    log: str = LOG
+    ranges: bool = False
+    as_json: bool = False
+
+    def loaded(self) -> JobFile:
+        """Run FILE.py and return what it defines."""
+        return load_file(self.file, pairs(self.params), self.strategy)
+
+
+def launch(arguments: RunArguments) -> None:
+    """Print the command lines that start the ranks of a file, and run nothing."""
+    a = arguments
+    options: dict[str, object] = {
+        "--strategy": a.strategy,
+        "--steps": a.steps,
+        "--costs": a.costs,
+        "--log": a.log if a.log != LOG else None,
+        "--timeout-s": a.timeout_s if a.timeout_s != TIMEOUT_S else None,
+        "--out": a.out if a.out != RUNS else None,
+        "--ranges": a.ranges,
+    }
+    refused = {"--address": a.address != "auto", "--emulate": a.emulate is not None}
+    world = a.loaded().strategy.mesh.world
+    print_launch(a.file, world, nodes=a.nodes, params=a.params, options=options, refused=refused, as_json=a.as_json)
+
+
+def run(arguments: RunArguments) -> None:
+    """Train with a file's strategy, or emulate it where that was asked for."""
+    first = is_first()  # of the processes that torchrun started, one prints and writes
+    logs = check_logs(arguments.log.split(",")) if first and arguments.emulate is None else ()
+    job_file = arguments.loaded()
+    if arguments.emulate is not None:
+        _emulate(arguments, job_file, arguments.emulate)
+    elif arguments.nodes is not None:
+        raise JobError("--nodes belongs to --print-launch; a run takes its nodes from --address or from torchrun")
+    else:
+        _train(arguments, job_file, logs, first)
+
+
+def _emulate(arguments: RunArguments, job_file: JobFile, cluster: str) -> None:
+    """Simulate and emulate on a cluster; with --json print JSON and nothing else."""
+    a = arguments
+    if a.launcher != "ray" or a.address != "auto" or a.log != LOG or a.ranges:
+        raise JobError("--emulate trains nothing: leave out --launcher, --address, --log and --ranges")
+    costs = load_costs(a.costs) if a.costs else None
+    with redirect_stdout(StringIO()) if a.as_json else nullcontext():
+        simulated, emulated = emulated_session(
+            job_file.job, job_file.strategy, cluster, steps=a.steps or 1, out=a.out, name=a.file.stem, timeout_s=a.timeout_s,
+            costs=costs,
+        )  # fmt: skip
+    if a.as_json:
+        numbers = {"step_s": emulated.step_s, "period_s": emulated.period_s, **emulated.trace.notes}
+        print(json.dumps({"predicted": simulated.summary(), "emulated": numbers}))
+
+
+def _train(arguments: RunArguments, job_file: JobFile, logs: Sequence[str], first: bool) -> None:
+    """Predict and train; only the first of the processes that torchrun started prints and writes."""
+    a = arguments
+    settings = Settings(
+        launcher=a.launcher, address=a.address, costs=a.costs, out=a.out if first else None, name=a.file.stem,
+        timeout_s=a.timeout_s, log=logs, ranges=a.ranges,
+    )  # fmt: skip
+    with redirect_stdout(StringIO()) if a.as_json or not first else nullcontext():
+        done = session(job_file.job, job_file.strategy, steps=a.steps or job_file.steps, settings=settings)
+    if a.as_json and first:
+        print(json.dumps(as_numbers(done)))

@@ -1,0 +1,57 @@
+"""`piper tune`: search a file's strategies, show what was found, and write it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from piper.api import tuning
+from piper.api.costs_file import load_costs
+from piper.api.results import new_folder
+from piper.cli.loading import load_space
+from piper.cli.options import searchers
+from piper.views.reporting import report_at_end
+from piper.views.study_view import as_numbers, bar, files_text, show_study
+from piper_autotune import Study
+
+
+@dataclass(frozen=True)
+class TuneArguments:
+    """What the command line gives to `piper tune`, option by option."""
+
+    file: Path
+    cluster: str
+    costs: Path | None
+    trials: int
+    confirm: int
+    memory_limit: str | None
+    seed: int
+    storage: str | None
+    workers: str
+    launcher: str
+    out: Path | None
+    as_json: bool
+
+
+def tune(arguments: TuneArguments) -> Study:
+    """Search, print the table or its JSON, and write study and report. Returns the study, which may be that of a part."""
+    a = arguments
+    space = load_space(a.file)
+    folder = new_folder(a.out, a.file.stem) if a.out else None
+    with tuning.saved(folder), bar(a.trials) as progress:
+        study = tuning.tune(
+            space.job, space.strategy, cluster=a.cluster, costs=load_costs(a.costs) if a.costs else None, trials=a.trials,
+            confirm=a.confirm, memory_limit=a.memory_limit, seed=a.seed, storage=a.storage, launcher=a.launcher,
+            workers=searchers(a.workers), progress=progress,
+        )  # fmt: skip
+    if a.as_json:
+        print(json.dumps(as_numbers(study, folder, space.job.global_batch)))
+    else:
+        show_study(study, a.file.name, space.job.global_batch)
+    if folder:
+        study.save(folder)
+        print(files_text(study, folder), file=sys.stderr)
+        report_at_end(folder)
+    return study

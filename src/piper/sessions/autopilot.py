@@ -1,0 +1,57 @@
+"""The whole loop on this machine: profile, search in simulation, confirm the best for real, train with the winner, report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from piper.api.costs_file import save_costs
+from piper.api.fixed_trial import FixedTrial
+from piper.api.profiling import profile
+from piper.api.results import new_folder, unless_empty
+from piper.api.tuning import saved, tune
+from piper.sessions.training import DEFAULTS, Session, Settings, session
+from piper.views.study_view import bar, show_study
+from piper_compiler import Strategy
+from piper_ir.errors import TuneError
+from piper_simulator import CPU
+
+if TYPE_CHECKING:
+    from piper_runtime import Job
+
+
+def loop(
+    job: Job,
+    strategy: Callable[[Any], Strategy],
+    *,
+    baseline: Mapping[str, Any],
+    steps: int,
+    trials: int = 40,
+    confirm: int = 2,
+    seed: int = 0,
+    out: Path = Path("runs"),
+    settings: Settings = DEFAULTS,
+) -> Session:
+    """Measure the job on the strategy of the parameters `baseline` (its mesh is the largest that is searched), search `trials`
+    candidates with these costs, run the `confirm` best for a few steps, and train `steps` steps with the fastest. Everything goes
+    to one new folder below `out`, the report included. Workers are started once."""
+    from piper_runtime.launch import open_pool
+
+    first = strategy(FixedTrial({name: str(value) for name, value in baseline.items()}))
+    folder = new_folder(out, settings.name)
+    with unless_empty(folder), open_pool(settings.launcher, first.mesh.world, cluster=settings.address) as pool:
+        print(f"profile on {first.mesh.world} ranks, launcher {settings.launcher}", flush=True)
+        costs = profile(job, first, pool=pool)
+        save_costs(folder / "costs.json", costs)
+        print(f"search {trials} candidates in simulation, confirm {confirm}", flush=True)
+        with saved(folder), bar(trials) as progress:
+            study = tune(
+                job, strategy, cluster=CPU, costs=costs, trials=trials, confirm=confirm, seed=seed, pool=pool, progress=progress
+            )
+        study.save(folder)
+        show_study(study, settings.name, job.global_batch)
+        if study.best is None:
+            raise TuneError("no candidate can be trained; the table above says why")
+        return session(job, study.best, steps=steps, settings=replace(settings, costs=costs, folder=folder, pool=pool))

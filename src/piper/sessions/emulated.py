@@ -1,0 +1,40 @@
+"""A session that trains nothing: simulated beside emulated on this machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from piper.api.compiling import compile
+from piper.api.emulation import emulate, emulated_cluster
+from piper.api.results import new_folder, save_plan, save_prediction, save_run, unless_empty
+from piper.views.display import show
+from piper.views.emulation_table import emulation_table
+from piper.views.reporting import report_at_end
+from piper_compiler import Strategy
+from piper_ir.costs import Costs
+from piper_runtime import Job
+from piper_runtime.launch import Emulation
+from piper_simulator import Simulation, simulate
+
+
+def emulated_session(
+    job: Job, strategy: Strategy, cluster: str, *, steps: int, out: Path | None, name: str, timeout_s: float,
+    costs: Costs | None = None,
+) -> tuple[Simulation, Emulation]:  # fmt: skip
+    """As the command line does it: compile, simulate, emulate, print one beside the other; with `out`, both traces and a report
+    go to a new folder below it."""
+    compiled = compile(job, strategy, costs=costs)
+    device = emulated_cluster(compiled.plan, cluster)
+    simulated = simulate(compiled.plan, device, costs=costs, contention=False)  # ranks that sleep take nothing from each other
+    folder = new_folder(out, name) if out is not None else None
+    with unless_empty(folder):
+        emulated = emulate(compiled, steps=steps, cluster=device, costs=costs, timeout_s=timeout_s, trace=True)
+    show(emulation_table(simulated, emulated, title=f"{name} on {cluster}, simulated beside emulated on this machine"))
+    if folder is not None:
+        save_plan(folder, compiled.plan, strategy)
+        save_prediction(folder, simulated)
+        save_run(folder, emulated, compiled.plan.tokens_per_step)
+        print(f"results are in {folder}", file=sys.stderr)
+        report_at_end(folder)
+    return simulated, emulated

@@ -1,0 +1,133 @@
+"""Sessions as the command line runs them: predict, train, and put the two beside each other."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from piper.api.compiling import Compiled, compile
+from piper.api.costs_file import load_costs
+from piper.api.execution import execute
+from piper.api.metrics import check_logs
+from piper.api.results import new_folder, save_plan, save_prediction, save_weights, unless_empty
+from piper.views.display import show
+from piper.views.reporting import report_at_end
+from piper_compiler import Strategy
+from piper_ir.costs import Costs
+from piper_ir.errors import OutputError, PiperWarning
+from piper_ir.memory import on_device
+from piper_report import beside_table
+from piper_simulator import Simulation, device_type, simulate
+
+if TYPE_CHECKING:
+    from piper_runtime import Job, Run
+    from piper_runtime.launch import StepRecord, Workers
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a session runs. `address`: of a Ray cluster to join, or "auto". `costs`: measured durations, or a file of them. `out`:
+    results go to a new folder NAME-001, ... below it; `folder`: they go into this one. `log`, `ranges`, `timeout_s`: see
+    `piper.execute`. `pool`: workers to use again."""
+
+    launcher: str = "ray"
+    address: str = "auto"
+    costs: Costs | Path | None = None
+    out: Path | None = None
+    folder: Path | None = None
+    name: str = "run"
+    timeout_s: float = 60
+    log: Iterable[str] = ()
+    ranges: bool = False
+    pool: Workers | None = None
+
+    def durations(self) -> Costs | None:
+        """The costs, read if need be."""
+        return load_costs(self.costs) if isinstance(self.costs, Path) else self.costs
+
+
+DEFAULTS = Settings()
+
+
+@dataclass(frozen=True)
+class Session:
+    """A run with the prediction that was made before it, and the folder that holds both."""
+
+    compiled: Compiled
+    prediction: Simulation
+    run: Run
+    folder: Path | None
+
+
+def train(job: Job, strategy: Strategy, *, steps: int, settings: Settings = DEFAULTS) -> Run:
+    """Compile, predict on this machine, train, print loss by step and predicted beside measured. Returns the run."""
+    return session(job, strategy, steps=steps, settings=settings).run
+
+
+def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> Session:
+    """As `train`; returns prediction and run. With a folder for results, writes a report there."""
+    from piper.api.this_machine import devices_of_runs
+    from piper_runtime.launch import check_request
+
+    check_logs(settings.log)
+    costs = settings.durations()
+    compiled = compile(job, strategy, costs=costs)
+    check_request(compiled.plan, job, steps, settings.launcher, settings.timeout_s)
+    folder = settings.folder  # made before hours of training, not after
+    if folder is None and settings.out is not None:
+        folder = new_folder(settings.out, settings.name)
+    with unless_empty(folder):
+        cluster = devices_of_runs(compiled.plan.mesh.world)
+        compiled = replace(compiled, plan=on_device(compiled.plan, device_type(cluster)))
+        prediction = simulate(compiled.plan, cluster, costs=costs)
+        if folder is not None:
+            save_plan(folder, compiled.plan, strategy)
+            save_prediction(folder, prediction)
+        print(
+            f"{strategy.mesh}: {compiled.plan.microbatches} microbatches of {compiled.plan.rows} rows, "
+            f"{steps} steps, launcher {settings.launcher}"
+        )
+        run = _executed(compiled, steps, settings, folder)
+    show(beside_table(prediction, run, title=f"predicted for {cluster.name} beside measured"))
+    if folder is not None:
+        _keep_weights(folder, run)
+        print(f"results are in {folder}")
+        report_at_end(folder)
+    return Session(compiled, prediction, run, folder)
+
+
+def _executed(compiled: Compiled, steps: int, settings: Settings, folder: Path | None) -> Run:
+    """Execute, and keep the weights of a run that was interrupted and ended with a whole step."""
+    from piper_runtime.launch import Interrupted
+
+    try:
+        return execute(
+            compiled, steps=steps, launcher=settings.launcher, cluster=settings.address, timeout_s=settings.timeout_s, trace=True,
+            folder=folder, log=settings.log, ranges=settings.ranges, pool=settings.pool, on_step=_print_step,
+        )  # fmt: skip
+    except Interrupted as e:
+        if folder is not None:
+            _keep_weights(folder, e.run)
+        raise
+
+
+def _keep_weights(folder: Path, run: Run) -> None:
+    """Write what was trained, or warn: a report of the run is still to be written."""
+    try:
+        print(f"weights are in {save_weights(folder, run.state_dict())}")
+    except OutputError as e:
+        warnings.warn(f"{e}. The weights of this run are lost", PiperWarning, stacklevel=2)
+
+
+def _print_step(record: StepRecord) -> None:
+    print(f"step {record.step:4d}  loss {record.loss:.4f}  {record.step_s * 1e3:8.1f} ms")
+
+
+def as_numbers(done: Session) -> dict[str, Any]:
+    """A session for programs."""
+    run = done.run
+    measured = {"losses": run.losses, "step_s": run.step_s, "period_s": run.period_s, "peak_bytes": dict(run.peak_bytes)}
+    return {"predicted": done.prediction.summary(), "measured": measured, "folder": str(done.folder) if done.folder else None}

@@ -1,0 +1,208 @@
+"""`piper explain`: what a strategy became, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from piper.api.compiling import Compiled, advancing_notice
+from piper_ir.ops import Compute
+from piper_ir.plan import Instr, Plan, RolePlan
+from piper_ir.program import Chunk, Step
+from piper_ir.sizes import ITEM_BYTES, bind
+from piper_ir.tools import flops_text, size_text
+from piper_ir.verify import instr_title
+
+FEW = 0.3
+"""A smaller share of backward in W than this leaves little to schedule: in a transformer of linear layers it is about a half."""
+
+
+def explain(compiled: Compiled) -> str:
+    """A text: the directives, the default order if one is used, roles with their memory, communication, and what capture
+    found."""
+    sections = [
+        _program(compiled),
+        _costs(compiled.plan),
+        _directives(compiled),
+        _order(compiled),
+        _split_backwards(compiled),
+        _overlaps(compiled),
+        _roles(compiled.plan),
+        _communication(compiled.plan),
+        _notes(compiled),
+    ]
+    return "\n\n".join(s for s in sections if s)
+
+
+def facts(compiled: Compiled) -> dict[str, Any]:
+    """What a program asks for: the text, and per role its ranks, instructions and peak."""
+    plan = compiled.plan
+    roles = [
+        {"role": r.role, "ranks": list(r.ranks), "instructions": len(r.program), "peak_bytes": r.peak_bytes, "peak_at": r.peak_at}
+        for r in plan.roles
+    ]
+    return {
+        "plan": plan.key, "mesh": dict(plan.mesh.sizes), "microbatches": plan.microbatches, "rows": plan.rows, "roles": roles,
+        "directives": [str(a) for a in compiled.graph.log], "text": explain(compiled),
+    }  # fmt: skip
+
+
+def _program(compiled: Compiled) -> str:
+    program, plan = compiled.program, compiled.plan
+    codes = len({c.code for c in program.chunks}) if program.source == "captured" else len(program.chunks)
+    held = sum(p.spec.nbytes for p in program.params if isinstance(p.spec.nbytes, int))
+    lines = [
+        f"program {program.key}: {len(program.chunks)} chunks ({codes} with code of their own), {size_text(held)} of parameters"
+    ]
+    names: tuple[tuple[Step, str], ...] = (("F", "forward"), ("I", "input gradient"), ("W", "weight gradient"))
+    for step, name in names:
+        lines.append(f"  {name:16} {flops_text(_flops(plan, step)):>12} per microbatch of {plan.rows} rows")
+    return "\n".join(lines)
+
+
+def _costs(plan: Plan) -> str:
+    """What the costs assume, and how much of backward can be scheduled on its own."""
+    kernels = [k for c in plan.chunks for sig in c.steps.values() for k in sig.cost.kernels if k.lowering]
+    assumed = dict.fromkeys(f"{k.kind} {k.lowering}" for k in kernels)
+    lines = [f"costs assume the lowerings: {', '.join(assumed)}"] if assumed else []
+    inputs, weights = _flops(plan, "I"), _flops(plan, "W")
+    if inputs + weights:
+        share = weights / (inputs + weights)
+        lines.append(f"weight gradient: {share * 100:.0f} % of backward FLOPs")
+        if share < FEW:
+            lines.append(f"warning: under {FEW * 100:.0f} %: splitting backward into I and W gains little")
+    if empty := [c.id for c in plan.chunks if _empty_weight_gradient(c)]:
+        lines.append(
+            f"warning: W is empty, up to adding what I has computed, in chunks with parameters: {', '.join(empty)};\n"
+            "  an operator that returns the gradients of input and weight together runs in I"
+        )
+    return "\n".join(lines)
+
+
+def _flops(plan: Plan, step: Step) -> int:
+    """Of one microbatch, on all stages together."""
+    return sum(c.steps[step].cost.flops for c in plan.chunks if step in c.steps)
+
+
+def _empty_weight_gradient(chunk: Chunk) -> bool:
+    """Whether a chunk with trained parameters computes none of their gradients in W: nothing is left there but one addition per
+    element, into the accumulator."""
+    if "W" not in chunk.steps:
+        return False
+    w = chunk.steps["W"]
+    added = sum(bind(chunk.inputs[i].spec.numel, 0) for i in w.accumulates)
+    return bool(w.accumulates) and w.cost.flops <= added
+
+
+def _directives(compiled: Compiled) -> str:
+    return "\n".join([f"strategy on {compiled.plan.mesh}", *(f"  {i:3d} {a}" for i, a in enumerate(compiled.graph.log))])
+
+
+def _order(compiled: Compiled) -> str:
+    ordered = {at for edge in compiled.graph.order_edges for at in edge}
+    compute = [n for n in compiled.graph.sequence if n.coords.get("op") == "compute"]
+    free = sum((n.id, mb) not in ordered for n in compute for mb in n.each)
+    if not free:
+        return "order: given by the strategy for all compute"
+    return (
+        f"order: the default for {free} compute nodes that no order directive mentions: go on with the stage and\n"
+        "  microbatch at hand, else backward before forward, else the lowest microbatch;\n"
+        "  at most 1 + (stages after it) microbatches of a stage in flight (1F1B on a chain)"
+    )
+
+
+def _split_backwards(compiled: Compiled) -> str:
+    """Per role, what a split backward keeps of a microbatch after F, and after I for W."""
+    split = {n.op.chunk for n in compiled.graph.sequence if isinstance(n.op, Compute) and n.op.step in ("I", "W")}
+    if not split:
+        return ""
+    lines = ["backward split into I and W: bytes kept of one microbatch"]
+    for role in compiled.plan.roles:
+        chunks = [compiled.plan.chunk(id) for id in dict.fromkeys(_chunks(role)) if id in split]
+        after_f, after_i = (sum(_kept(c, steps) for c in chunks) for steps in (("I", "W"), ("W",)))
+        if chunks:
+            lines.append(f"  {role.role:10} after F {size_text(after_f)}, after I {size_text(after_i)}")
+    return "\n".join(lines)
+
+
+def _chunks(role: RolePlan) -> Iterator[str]:
+    return (p.op.chunk for i in role.program for p in i.parts if isinstance(p.op, Compute))
+
+
+def _kept(chunk: Chunk, steps: tuple[Step, ...]) -> int:
+    """Bytes of what F saves and I hands over that these steps still read."""
+    read = {p for s in steps if s in chunk.steps for p in chunk.steps[s].reads if p.startswith(("saved", "iw", "gin", "tan"))}
+    made = {p for s in steps if s in chunk.steps for p in chunk.steps[s].writes}
+    outside = {p for p in read - made if len(steps) == 1 or p.startswith("saved")}
+    return sum(bind(chunk.ports[p].nbytes, 0) for p in outside)
+
+
+def _overlaps(compiled: Compiled) -> str:
+    """Each overlap as the compiler interleaved it: instructions in program order, a member per letter."""
+    lines = []
+    for group in compiled.graph.overlaps:
+        letter = {compiled.graph.name(at): "abcdefgh"[k % 8] for k, member in enumerate(group.members) for at in member}
+        node = compiled.graph.at(group.nodes[0])
+        assert node is not None, "an overlap is among nodes of the graph"
+        role = compiled.plan.role(node.role)
+        found = [(known[0], instr_title(i)) for i in role.program if (known := [letter[n] for n in _nodes(i) if n in letter])]
+        shown = " ".join(f"{k}:{name}" for k, name in found[:8]) + (f" ... {len(found) - 8} more" if len(found) > 8 else "")
+        lines.append(f"  {role.role:10} {shown}")
+    return "\n".join(["overlaps, as interleaved", *lines]) if lines else ""
+
+
+def _nodes(instr: Instr) -> list[str]:
+    """The graph nodes of an instruction: of a backward that is not split, I and W are parts of one."""
+    return [n for p in instr.parts if isinstance(p.op, Compute) for n in (p.node, f"{p.op.chunk}.B@{p.mb}")]
+
+
+def _roles(plan: Plan) -> str:
+    lines = ["roles"]
+    for role in plan.roles:
+        compute = sum(i.stream == "compute" for i in role.program)
+        lines.append(
+            f"  {role.role:10} ranks {_ranks(role.ranks)}: {compute} compute and {len(role.program) - compute} "
+            f"communication instructions on {len(role.streams)} streams; "
+            f"peak {size_text(role.peak_bytes)} at instruction {role.peak_at}"
+        )
+        split = sorted(role.peak_by_category.items(), key=lambda x: -x[1])
+        lines.append("             " + ", ".join(f"{name} {size_text(held)}" for name, held in split))
+    return "\n".join(lines)
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    return f"{ranks[0]}..{ranks[-1]}" if len(ranks) > 4 else ",".join(map(str, ranks))
+
+
+def _communication(plan: Plan) -> str:
+    lines = []
+    for channel in plan.channels:
+        arrow = " > ".join(channel.roles) if channel.kind == "p2p" else "+".join(channel.roles)
+        over = f" over {', '.join(channel.over)}" if channel.over else ""
+        lines.append(f"  {channel.id:24} {channel.kind:5} {arrow}{over}: {channel.purpose}")
+    for bucket in plan.buckets:
+        if bucket.channel:
+            size = size_text(bucket.numel * ITEM_BYTES[bucket.dtype])
+            shown = ", ".join(bucket.params[:3]) + (", ..." if len(bucket.params) > 3 else "")
+            lines.append(f"  {bucket.id:24} {size} reduced over {bucket.channel}: {shown}")
+    return "\n".join(["communication", *lines]) if lines else "communication: none"
+
+
+def _notes(compiled: Compiled) -> str:
+    return "\n".join(note for note in (_random_note(compiled), _advancing_note(compiled)) if note)
+
+
+def _advancing_note(compiled: Compiled) -> str:
+    notice = advancing_notice(compiled)
+    return f"note: {notice}" if notice else ""
+
+
+def _random_note(compiled: Compiled) -> str:
+    random = [c.id for c in compiled.program.chunks if c.random]
+    if not random:
+        return ""
+    rows = compiled.plan.rows
+    return (
+        f"note: {random[0]} draws random numbers (dropout); "
+        f"strategies with {rows} rows per microbatch draw equal masks, others do not"
+    )

@@ -1,0 +1,180 @@
+"""A recipe shown: compiled for a synthetic program, simulated, drawn with its numbers; and the list of all recipes."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from piper.api.compiling import Compiled, compile
+from piper_compiler import MOST_SECONDS, Directive, Options, Strategy, synthetic
+from piper_compiler.interchange import stages_of
+from piper_compiler.recipes import RECIPES, Recipe
+from piper_ir.codec import unique_keys
+from piper_ir.errors import FormatError, JobError
+from piper_ir.mesh import Mesh
+from piper_ir.tools import time_text, user_code
+from piper_simulator import Simulation, simulate
+
+OWN = ("pp", "microbatches", "chunks")
+"""Arguments of a recipe that have options of their own."""
+
+
+@dataclass(frozen=True)
+class ChunkTimes:
+    """Seconds of one chunk; `O` of an overlapped pair, None for F + I + W."""
+
+    F: float = 1.0
+    I: float = 1.0  # noqa: E741 - the field's name for the input gradient
+    W: float = 1.0
+    O: float | None = None  # noqa: E741 - the field's name for an overlapped pair
+
+    @staticmethod
+    def parse(text: str) -> ChunkTimes:
+        """`--times 3,4,2` or `--times 1,1,1,2.5`. JobError otherwise."""
+        try:
+            numbers = [float(x) for x in text.split(",")]
+        except ValueError:
+            numbers = []
+        if len(numbers) not in (3, 4) or not all(0 <= x <= MOST_SECONDS for x in numbers):
+            expected = (
+                f"seconds of F, I, W and perhaps of an overlapped pair, from 0 to {MOST_SECONDS:g}, are expected, e.g. 3,4,2 or "
+                "1,1,1,2.5"
+            )
+            raise JobError(f"--times {text}: {expected}")
+        return ChunkTimes(*numbers)
+
+
+@dataclass(frozen=True)
+class SimulatedRecipe:
+    """A recipe's plan and its simulation. `peaks`: per device the most activations held at once, of a chunk and microbatch."""
+
+    recipe: Recipe
+    compiled: Compiled
+    simulation: Simulation
+
+    @property
+    def peaks(self) -> list[int]:
+        return list(self.simulation.peak_bytes)
+
+    @property
+    def idle(self) -> float:
+        """The global bubble as a part of the makespan."""
+        return self.simulation.global_bubble_s / self.simulation.step_s if self.simulation.step_s else 0.0
+
+    def numbers(self) -> dict[str, Any]:
+        """For programs."""
+        found = self.simulation
+        return {
+            "recipe": self.recipe.name, "makespan_s": found.step_s, "global_bubble_s": found.global_bubble_s,
+            "span_bubble_s": found.span_bubble_s, "bubble_s": list(found.bubble_s), "peak_activations": self.peaks,
+        }  # fmt: skip
+
+    def text(self) -> str:
+        """Beneath a schedule."""
+        found = self.simulation
+        each = sorted(set(self.peaks))
+        peaks = str(each[0]) if len(each) == 1 else ", ".join(map(str, self.peaks))
+        within = time_text(found.span_bubble_s)
+        bubble = f"bubble {time_text(found.global_bubble_s)} ({self.idle:.1%}), {within} of it between a device's"
+        return (
+            f"{self.recipe.name}: makespan {time_text(found.step_s)}, {bubble} first and last instruction\n"
+            f"peak {peaks} activations of a chunk on {'every device' if len(each) == 1 else 'devices 0, 1, ...'}\n"
+            f"{self.recipe.formula}; peak {self.recipe.peak} on device r"
+        )
+
+
+def shown(
+    name: str,
+    *,
+    pp: int,
+    microbatches: int,
+    chunks: int | None = None,
+    times: ChunkTimes | None = None,
+    activation: int = 1,
+    **more: Any,
+) -> SimulatedRecipe:
+    """Compile and simulate a recipe. `more`: further arguments of it. JobError for a name or an argument that does not exist;
+    what the recipe itself refuses is its DirectiveError."""
+    recipe = find(name)
+    times = times or ChunkTimes()
+    directives = directives_of(recipe, pp, microbatches, chunks, times, more)
+    strategy = Strategy(Mesh(pp=pp), directives)
+    stages = stages_of(strategy.directives)
+    if stages is None:
+        raise FormatError(f"recipe {name} has no partition, so its stages are not known; begin it with partition(stages=...)")
+    program = synthetic(stages=stages, F=times.F, I=times.I, W=times.W, overlap=times.O, activation=activation)
+    compiled = compile(program, strategy, options=Options(fuse=False))  # chunks that follow each other are drawn apart
+    return SimulatedRecipe(recipe, compiled, simulate(compiled.plan))
+
+
+def find(name: str) -> Recipe:
+    """A recipe by name. JobError lists them."""
+    if name not in RECIPES:
+        raise JobError(f"--recipe {name}: no such recipe; there are {', '.join(sorted(RECIPES))}. Yours comes with its FILE.py")
+    return RECIPES[name]
+
+
+def directives_of(
+    recipe: Recipe, pp: int, microbatches: int, chunks: int | None, times: ChunkTimes, more: Mapping[str, Any]
+) -> tuple[Directive, ...]:
+    """Call a recipe with what it takes; one that wants to know times, like the search, gets those that are simulated."""
+    accepted = inspect.signature(recipe.make).parameters
+    given: dict[str, Any] = {"pp": pp, "microbatches": microbatches}
+    given |= {} if chunks is None else {"chunks": chunks}
+    given |= {k: v for k, v in asdict(times).items() if k in ("F", "I", "W") and k in accepted}
+    given |= dict(more)
+    unknown = [k for k in given if k not in accepted]
+    if unknown:
+        raise JobError(f"recipe {recipe.name} has no argument {unknown[0]!r}; it has {', '.join(accepted)}")
+    missing = [k for k, p in accepted.items() if p.default is p.empty and k not in given]
+    if missing:
+        raise JobError(f"recipe {recipe.name} needs {missing[0]!r}; give it as -p {missing[0]}=VALUE")
+    with user_code(f"recipe {recipe.name}", JobError):
+        made: tuple[Directive, ...] = recipe.make(**given)
+    return made
+
+
+def arguments(params: Mapping[str, str]) -> dict[str, Any]:
+    """`-p` options of a recipe: what is JSON as such, else text. JobError for those that have their own option."""
+    out: dict[str, Any] = {}
+    for name, text in params.items():
+        if name in OWN:
+            raise JobError(f"-p {name}={text}: give it as --{name} {text}")
+        try:
+            out[name] = json.loads(text, object_pairs_hook=unique_keys)
+        except FormatError as e:
+            raise JobError(f"-p {name}={text}: {e}") from None
+        except (ValueError, RecursionError):  # no JSON, or a number of thousands of digits
+            out[name] = text
+    return out
+
+
+def listing() -> str:
+    """All recipes, for a person."""
+    blocks = []
+    for recipe in sorted(RECIPES.values(), key=lambda r: r.name):
+        rows = [
+            ("formula", recipe.formula),
+            ("peak", recipe.peak),
+            ("use", recipe.use),
+            ("rule", recipe.rule),
+            ("source", recipe.source),
+        ]
+        blocks.append("\n".join([recipe.name, *(f"  {k.ljust(8)} {v}" for k, v in rows if v)]))
+    note = (
+        "p devices, m microbatches, v chunks per device; F, I, W, B = I + W, O (an overlapped pair): seconds of one chunk;\n"
+        "peak: activations of one chunk and microbatch on device r. piper show --recipe NAME draws one."
+    )
+    return "\n\n".join([*blocks, note])
+
+
+def rows() -> list[dict[str, Any]]:
+    """All recipes, for programs."""
+    out = []
+    for recipe in sorted(RECIPES.values(), key=lambda r: r.name):
+        row = {k: v for k, v in asdict(recipe).items() if k != "make"}
+        out.append(row | {"arguments": list(inspect.signature(recipe.make).parameters)})
+    return out

@@ -1,0 +1,39 @@
+"""Reports at the command line: of any result folder, and at the end of what made one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from piper_ir.errors import PiperError
+
+if TYPE_CHECKING:
+    from piper_report import Report
+
+
+def report(folder: str | Path, *, out: str | Path | None = None) -> Report:
+    """Write the report of a result folder (`piper_report.write_report`), print its headline and where it is. FormatError,
+    OutputError."""
+    from piper.views.display import show
+    from piper_report import write_report
+
+    made = write_report(folder, out=out)
+    if made.headline is not None:
+        show(made.headline)
+    print(f"the report is {made.html}, with {len(made.figures)} figures (PNG) and {len(made.tables)} tables (CSV) beside it")
+    return made
+
+
+def report_at_end(folder: Path) -> Report | None:
+    """The report at the end of a run, tuning or simulation whose results are saved already: when it cannot be made, one warning
+    says why, and the command has still done what it was asked for."""
+    from piper_report import write_report
+
+    try:
+        made = write_report(folder)
+    except PiperError as e:
+        print(f"warning: no report: {e}", file=sys.stderr)
+        return None
+    print(f"the report is {made.html}", file=sys.stderr)
+    return made

@@ -1,0 +1,38 @@
+"""What a strategy is, in a few words: its mesh, its schedule, the rows of a microbatch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from piper_compiler import Strategy
+from piper_compiler.directives import order, partition, replicate, split, split_backward
+
+
+@dataclass(frozen=True)
+class StrategyFacts:
+    """`schedule`: stages, microbatches and what is particular. `rows`: of a microbatch; None where the batch is not known, or
+    does not divide."""
+
+    mesh: str
+    schedule: str
+    rows: int | None
+
+
+def facts_of(strategy: Strategy, global_batch: int | None) -> StrategyFacts:
+    """Read a strategy's directives. What directives of a user's own do is not known, and not said."""
+    stages = next((d.stages for d in strategy.directives if isinstance(d, partition)), 1)
+    microbatches = next((d.microbatches for d in strategy.directives if isinstance(d, split)), 1)
+    words = [
+        f"{stages} stages" if stages > 1 else "1 stage",
+        f"{microbatches} microbatches" if microbatches > 1 else "whole batch",
+    ]
+    if any(isinstance(d, split_backward) for d in strategy.directives):
+        words.append("backward split")
+    if not any(isinstance(d, order) for d in strategy.directives) and stages > 1:
+        words.append("default order")
+    axes = {axis for d in strategy.directives if isinstance(d, replicate) for axis in d.over}
+    parts = microbatches * prod(strategy.mesh.size(axis) for axis in axes)
+    rows = global_batch // parts if global_batch and not global_batch % parts else None
+    sizes = ", ".join(f"{axis}={strategy.mesh.size(axis)}" for axis in reversed(strategy.mesh.axes))
+    return StrategyFacts(sizes or "1 device", ", ".join(words), rows)

@@ -1,0 +1,130 @@
+"""A search on the screen: its progress while it goes on, and the table of what it found."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from math import log
+from pathlib import Path
+from typing import Any
+
+from piper.views.display import show
+from piper.views.strategy_facts import StrategyFacts, facts_of
+from piper_autotune import RULES, SearchProgress, Study
+from piper_ir.study import Row, limit_text
+from piper_ir.tools import size_text, time_text
+from piper_report import FAR, Table
+
+SHOWN = 10
+"""Rows of the table on the screen."""
+
+
+def show_study(study: Study, name: str, global_batch: int | None = None) -> None:
+    """Print the best candidates, how many were rejected for what, and the rules. `global_batch`: of the job, for the rows."""
+    shown = study.table()[:SHOWN]
+    notes = [f"rejected: {count} {kind}" for kind, count in _rejected(study).items()]
+    notes.append(f"rules asked before compiling: {', '.join(line.partition(':')[0] for line in study.rules)}")
+    notes += [f"rule {line}" for line in study.rules if not line.endswith("(0 candidates)")]
+    notes += [f"warning: {text}" for text in _warnings(shown)] + _far(shown)
+    if study.interrupted:
+        notes.append("warning: interrupted; this is what was found until then")
+    head = ("params", "mesh", "schedule", "rows", "predicted", "measured", "error", "memory")
+    rows = tuple(_shown(row, _facts(study, row, global_batch)) for row in shown)
+    limit = limit_text(study.memory_limit, study.device_limits)
+    within = f" within {limit}" if limit else ""
+    show(Table(f"{name} on {study.cluster}{within}: {_counted(study)}, s/step", head, rows, tuple(notes)))
+
+
+def _counted(study: Study) -> str:
+    """Say how many candidates were scored: those that a rule rejected cost no trial."""
+    by_rule = sum(row.kind in RULES for row in study.rows)
+    scored = f"best of {len(study.rows) - by_rule} candidates"
+    return f"{scored} ({by_rule} more rejected by rules before compiling)" if by_rule else scored
+
+
+def _far(shown: list[dict[str, Any]]) -> list[str]:
+    """Say what makes predictions better where one is far from what was measured."""
+    errors = [row["error"] for row in shown if row["error"] is not None]
+    if all(1 / FAR <= 1 + error <= FAR for error in errors):
+        return []
+    worst = max(errors, key=lambda error: abs(log(max(1 + error, 1e-9))))
+    hint = "run `piper profile FILE.py --out costs.json` on this machine, then search with --costs costs.json"
+    return [f"warning: predicted / measured is {1 + worst:.2f}: {hint}"]
+
+
+def as_numbers(study: Study, folder: Path | None, global_batch: int | None = None) -> dict[str, Any]:
+    """For programs: the best row, its values None where there is none, what its strategy is, and what is said of the search."""
+    best = study.best_row
+    row = dict.fromkeys(f.name for f in fields(Row)) if best is None else best.as_dict()
+    facts = None if best is None else _facts(study, row, global_batch)
+    row |= {name: getattr(facts, name, None) for name in ("mesh", "schedule", "rows")}
+    counts = {"candidates": len(study.rows), "scored": sum(r.kind not in RULES for r in study.rows)}
+    search = counts | {"rejected": _rejected(study), "interrupted": study.interrupted}
+    return row | {"folder": str(folder) if folder else None} | search | {"warnings": _warnings(study.table()[:SHOWN])}
+
+
+def _facts(study: Study, row: dict[str, Any], global_batch: int | None) -> StrategyFacts | None:
+    """Return what a row's strategy is; None for one that the study does not hold any more."""
+    strategy = study.strategies.get(row["number"])
+    return None if strategy is None else facts_of(strategy, global_batch)
+
+
+def _rejected(study: Study) -> dict[str, int]:
+    """How many by kind, the most first."""
+    return dict(Counter(str(r["kind"]) for r in study.rejected()).most_common())
+
+
+def files_text(study: Study, folder: Path) -> str:
+    """What `Study.save` has written, for the user."""
+    found = "study.json is" if study.best is None else "study.json and best.json (for piper run --strategy) are"
+    return f"{found} in {folder}"
+
+
+def _warnings(rows: list[dict[str, Any]]) -> list[str]:
+    """What `simulate` warns of, too: costs of another machine, chunks without costs, what is assumed. Each once, with the
+    candidates that it is of unless it is of all that the engine scored."""
+    scored = [r for r in rows if r["source"] == "engine"]
+    of = {note: [_params(r) for r in scored if note in r["notes"]] for r in scored for note in r["notes"]}
+    return [note + ("" if len(who) == len(scored) else f" ({'; '.join(who)})") for note, who in of.items()]
+
+
+def _params(row: dict[str, Any]) -> str:
+    return ", ".join(f"{k}={v}" for k, v in row["params"].items())
+
+
+def _shown(row: dict[str, Any], facts: StrategyFacts | None) -> tuple[str, ...]:
+    measured, error = row["measured_period_s"], row["error"]
+    return (
+        _params(row),
+        *(("", "", "") if facts is None else (facts.mesh, facts.schedule, "" if facts.rows is None else str(facts.rows))),
+        time_text(row["period_s"]),
+        "" if measured is None else time_text(measured),
+        "" if error is None else f"{error:+.1%}",
+        size_text(row["device_bytes"]),
+    )
+
+
+@contextmanager
+def bar(trials: int) -> Iterator[Callable[[SearchProgress], None]]:
+    """A progress bar with the best so far, on a terminal; without one nothing is drawn."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("candidates"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Bar(*columns, console=Console(file=sys.stderr), transient=True, disable=not sys.stderr.isatty()) as drawn:
+        task = drawn.add_task("no candidate fits yet", total=trials)
+
+        def show(now: SearchProgress) -> None:
+            drawn.update(task, completed=now.done, description=f"{_best_text(now.best)}; {now.rejected} rejected")
+
+        yield show
+
+
+def _best_text(row: Row | None) -> str:
+    if row is None or row.period_s is None:
+        return "no candidate fits yet"
+    return f"best {time_text(row.period_s)}/step in {size_text(row.device_bytes or 0)}"
