@@ -101,8 +101,7 @@ def steps(plan: Plan, role: RolePlan) -> Iterator[MemoryStep]:
 def scan(plan: Plan, role: RolePlan) -> Iterator[Usage]:
     """Yield the fullest moment of each instruction of the stream "compute", in program order.
 
-    It needs no peak fields and takes time linear in the values of the role. Raises PlanError when a value is freed that
-    is not alive.
+    It needs no peak fields; time is linear in the role's values. Raises PlanError for a free of what is not alive.
     """
     yield from _walk(plan, role, _Uses(plan)).curve()
 
