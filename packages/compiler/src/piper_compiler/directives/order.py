@@ -33,7 +33,7 @@ from piper_ir.graph import At, Editor, Graph, Node, OverlapGroup
 from piper_ir.graph_parts import in_mbs, mbs_of
 from piper_ir.select import Where
 
-Chains = tuple[Where, Mapping[str, tuple[At, ...]]]
+_Chains = tuple[Where, Mapping[str, tuple[At, ...]]]
 """A selection, and its nodes on each role along the program."""
 
 
@@ -160,7 +160,7 @@ class Order:
                     edit.overlaps.append(OverlapGroup(tuple(several), applied))
         return edit.done()
 
-    def _in_turn(self, edit: Editor, selected: list[list[Chains]]) -> None:
+    def _in_turn(self, edit: Editor, selected: list[list[_Chains]]) -> None:
         """Return one selection after the other."""
         last: dict[str, At] = {}
         edges, applied = edit.order_edges, edit.applied
@@ -185,14 +185,14 @@ class Order:
             yield self.selections[k : k + n]
             k += n
 
-    def _selected(self, graph: Graph) -> list[list[Chains]]:
+    def _selected(self, graph: Graph) -> list[list[_Chains]]:
         """Return the items with the nodes of their selections by role.
 
         Selections that may be missing and are missing are left out.
         """
         return graph.kept(self, lambda: [[c for s in item if (c := self._chains(graph, s))[1]] for item in self._items()])
 
-    def _chains(self, graph: Graph, selection: Where) -> Chains:
+    def _chains(self, graph: Graph, selection: Where) -> _Chains:
         found = graph.chains(selection)
         if not found and (self.missing != "skip" or not has_no_such_phase(graph, selection)):
             compute_nodes(self, graph, selection)  # says that there are none
