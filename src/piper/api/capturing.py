@@ -27,8 +27,16 @@ _BATCHES: dict[Content, str] = {}
 
 @dataclass(frozen=True)
 class CaptureKey:
-    """What a capture depends on: the content of model and loss, what the batch looks like, and dtypes. Jobs with equal keys share
-    one capture; the same callables with another content do not."""
+    """What a capture depends on. Jobs with equal keys share one capture.
+
+    The same callables with another content have another key.
+
+    Attributes:
+        content: Code and values of the model and of the loss.
+        batch: Structure, shapes and dtypes of a batch.
+        precision: The dtype of parameters.
+        default_dtype: torch's default dtype.
+    """
 
     content: Content
     batch: str
@@ -37,8 +45,11 @@ class CaptureKey:
 
 
 def program_at(captured: Captured, rows: int) -> Program:
-    """The program for microbatches of `rows` rows: the affine one, once it is known that the captured path holds there; at one
-    row, where sizes are not affine, one of its own. CaptureError where the model takes another path."""
+    """Return the program for microbatches of `rows` rows.
+
+    It is the one with affine sizes, once it is known that the captured path holds at that many rows. One row has a
+    program of its own, because sizes are not affine there. CaptureError where the model takes another path.
+    """
     from piper_compiler.capture import check_rows
 
     if rows == 1:
@@ -48,7 +59,7 @@ def program_at(captured: Captured, rows: int) -> Program:
 
 
 def captured_job(job: Job) -> Captured:
-    """The capture of a job's model; jobs that differ only in what capture does not see share one."""
+    """Return the capture of a job's model. Jobs that differ only in what capture does not see share one."""
     key = capture_key(job)
     if key not in _CAPTURES:
         if len(_CAPTURES) == MOST_CAPTURES:
@@ -58,8 +69,10 @@ def captured_job(job: Job) -> Captured:
 
 
 def capture_key(job: Job) -> CaptureKey:
-    """Return what the capture of a job depends on. Of the batch that is what two rows of it look like; the function is asked once
-    for each content that it has."""
+    """Return what the capture of a job depends on.
+
+    A batch counts by what two of its rows look like. The batch function is called once for each content that it has.
+    """
     import torch
 
     from piper.api.content import content_of
@@ -90,6 +103,7 @@ def _looks(job: Job) -> str:
 
 
 def _capture(job: Job) -> Captured:
+    """Capture a job's model."""
     from piper_compiler.capture import capture
     from piper_runtime.rank import call_batch
 

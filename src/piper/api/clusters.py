@@ -6,7 +6,10 @@ from piper_simulator import CPU, Cluster, load_cluster
 
 
 def cluster_named(name: str) -> Cluster:
-    """Return a cluster by its name. "cpu-local" is this machine, which is measured now. ClusterError for an unknown name."""
+    """Return a cluster by its name. "cpu-local" is this machine, which is measured now.
+
+    ClusterError for an unknown name.
+    """
     return local_cluster() if name == CPU else load_cluster(name)
 
 

@@ -1,4 +1,4 @@
-"""compile and execute: the two calls that join capture, compiler and runtime."""
+"""compile: a strategy and a job, or a program, become a plan."""
 
 from __future__ import annotations
 
@@ -24,9 +24,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A strategy compiled for a job or a program. `job` and `code` are None for a program without code (synthetic or loaded), and
-    so is `trainable`: names of the parameters that had requires_grad when the model was captured. `advancing`: buffers of the
-    job's model that advance once per microbatch."""
+    """A strategy compiled for a job or a program.
+
+    A program without code (synthetic or loaded) has no `job`, `code` and `trainable`.
+
+    Attributes:
+        program: What was compiled.
+        graph: The training graph that the directives made of it.
+        plan: The instructions of every rank.
+        job: The job that was captured.
+        code: The functions of the program's chunks.
+        trainable: Names of the parameters that had requires_grad when the model was captured.
+        advancing: Buffers of the job's model that advance once per microbatch.
+    """
 
     program: Program
     graph: Graph
@@ -46,11 +56,20 @@ def compile(
     global_batch: int | None = None,
     options: Options | None = None,
 ) -> Compiled:
-    """Compile a strategy for a job (which is captured on first use, once per model, batch shape, loss and precision) or for a
-    Program.
+    """Compile a strategy for a job or for a Program.
 
-    `costs` weigh layers and decide ties; `global_batch` is given only with a Program (rows over all replicas; default one per
-    microbatch and replica). Raises CaptureError, DirectiveError, CompileError or JobError, each naming what to change."""
+    A job is captured on first use, once per model, batch shape, loss and precision.
+
+    Args:
+        source: The job or the Program.
+        strategy: The directives.
+        costs: Measured durations. They weigh layers and decide ties.
+        global_batch: Rows over all replicas, given with a Program only. The default is one row per microbatch and
+            replica.
+        options: How the compiler works.
+
+    Raises CaptureError, DirectiveError, CompileError or JobError; each names what to change.
+    """
     if not isinstance(strategy, Strategy):
         raise CompileError(
             f"compile: the strategy is a {type(strategy).__name__}; a piper.Strategy is needed (call a function of a trial first)"
@@ -85,7 +104,7 @@ def compile(
 
 
 def check_separable(spec: OptimizerSpec, plan: Plan) -> None:
-    """JobError when an optimizer may couple parameters that a plan puts on several roles."""
+    """Raise JobError when an optimizer may couple parameters that a plan puts on several roles."""
     if len(plan.roles) > 1 and not spec.separable:
         raise JobError(
             f"Job.optimizer returned {spec.kind}, which is not known to update each parameter by itself, while "
@@ -108,7 +127,7 @@ def advancing_notice(compiled: Compiled) -> str:
 
 
 def _with_remarks(captured: Captured) -> Callable[..., Lowered]:
-    """`compile_program`, whose errors add what capture knows of the chunks that they are about."""
+    """Return `compile_program` with errors that add what capture knows of the chunks that they are about."""
 
     def compiled(*args: Any, **more: Any) -> Lowered:
         try:

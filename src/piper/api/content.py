@@ -1,13 +1,15 @@
-"""The content of a user's callables as a digest: equal for what is made of the same code and values, wherever it lives in memory.
+"""The content of a user's callables as a digest.
 
-A model, a batch or a loss is a function, a class, a bound method, a partial or an instance. What it does follows from its code,
-its default arguments, the variables of the functions around it, and the globals that it reads, and from the same of every
-function, class and object that these lead to. All of that is part of the digest. Where to stop:
+It is equal for what is made of the same code and values, wherever that lives in memory. A model, a batch or a loss is a
+function, a class, a bound method, a partial or an instance. What it does follows from its code, its default arguments,
+the variables of the functions around it, and the globals that it reads, and from the same of every function, class and
+object that these lead to. All of that is part of the digest. Where to stop:
 
 - torch, Piper and Python's own library count by name.
 - Of other installed packages the code and the plain globals that it reads count, not the rest of the package behind it.
-- Data counts by its content up to `MOST_BYTES` and `MOST_ITEMS`, beyond that by which object it is (and by its version, for a
-  tensor that is changed in place). Objects that Python cannot look into, such as open files, count by which object they are.
+- Data counts by its content up to `MOST_BYTES` and `MOST_ITEMS`, beyond that by which object it is (and by its version,
+  for a tensor that is changed in place). Objects that Python cannot look into, such as open files, count by which
+  object they are.
 """
 
 from __future__ import annotations
@@ -51,7 +53,12 @@ Home = Literal["user", "installed", "known"]
 
 @dataclass(frozen=True)
 class Content:
-    """A digest. `kept` are the objects that it knows by identity: while they live, no other object has their place."""
+    """A digest.
+
+    Attributes:
+        digest: Equal for equal contents.
+        kept: The objects that the digest knows by identity. While they live, no other object has their place.
+    """
 
     digest: str
     kept: tuple[object, ...] = field(compare=False, repr=False)
@@ -257,7 +264,10 @@ def _read(path: str, value: object, names: frozenset[str], done: set[int]) -> It
 
 @functools.lru_cache(maxsize=4096)
 def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...], frozenset[str]]:
-    """Return the globals that some code and the functions in it read, the modules that they import, and all their names."""
+    """Return the names that some code uses, with those of the functions in it.
+
+    They are the globals that it reads, the modules that it imports, and all its names.
+    """
     read: dict[str, None] = {}
     imported: dict[str, None] = {}
     names = set(code.co_names)
@@ -287,7 +297,10 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _hidden(value: object) -> list[str]:
-    """Return the classes in C, by name, that hold content of an object out of sight of its attributes. Arrays are no such."""
+    """Return the classes in C, by name, that hold content of an object out of sight of its attributes.
+
+    Arrays are no such.
+    """
     kinds = [k for k in type(value).__mro__[:-1] if not k.__flags__ & _MADE_IN_PYTHON and k not in CONTAINERS]
     return [k.__qualname__ for k in kinds if k in BASES or _home(k.__module__) == "known"]
 

@@ -15,8 +15,11 @@ from piper_ir.tools import check_writable, write_whole
 
 
 def save_costs(path: Path, costs: Costs) -> None:
-    """Write a costs file. When it cannot be written, the costs go to a file among the temporary ones, and OutputError says where:
-    they took minutes to measure."""
+    """Write a costs file.
+
+    Costs take minutes to measure. When the file cannot be written they go to a temporary file, and OutputError says
+    where.
+    """
     text = dumps(costs, indent=1) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +40,7 @@ def _kept(text: str) -> str:
 
 
 def check_costs_path(path: Path) -> None:
-    """Before minutes of measuring: OutputError when costs cannot go there."""
+    """Raise OutputError when costs cannot be written to a path. It is asked before minutes of measuring."""
     if path.is_dir():
         raise OutputError(f"cannot write the costs to {path}: it is a folder; choose a file with --out")
     try:

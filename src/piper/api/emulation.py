@@ -32,10 +32,23 @@ def emulate(
     out: str | Path | None = None,
     pool: Pool | None = None,
 ) -> Emulation:
-    """Run a compiled strategy for `steps` steps on real processes of this machine, with sleeps of the time that `simulate` would
-    give each instruction on `cluster` with `costs` and `model`. "auto" is this machine; a program with given durations needs no
-    cluster. out: times and trace go to a new folder below this one. Other arguments and errors: `simulate`,
-    `piper_runtime.emulate.emulate`."""
+    """Run a compiled strategy on real processes of this machine that sleep instead of computing.
+
+    An instruction sleeps as long as `simulate` says that it takes on `cluster` with `costs` and `model`.
+
+    Args:
+        compiled: What to run.
+        steps: Steps to run.
+        cluster: The cluster to imitate. "auto" is this machine; a program with given durations needs none.
+        costs: Measured durations.
+        model: The cost model.
+        timeout_s: As in `piper_runtime.launch.emulation.emulate`.
+        trace: As in `piper_runtime.launch.emulation.emulate`.
+        out: Times and trace go to a new folder below this one.
+        pool: Processes to use again.
+
+    Errors are those of `simulate` and of `piper_runtime.launch.emulation.emulate`.
+    """
     from piper_ir.verify import verify
 
     verify(compiled.plan)
@@ -53,7 +66,7 @@ def emulate(
 
 
 def emulated_cluster(plan: Plan, cluster: str | Cluster | None) -> Cluster | None:
-    """The cluster that is meant; None for none. ClusterError for a name that is not known."""
+    """Return the cluster to imitate, None where the plan needs none. ClusterError for a name that is not known."""
     if cluster == "auto" and given_only(plan):
         return None
     return local_cluster() if cluster == "auto" else chosen_cluster(cluster)
@@ -62,13 +75,16 @@ def emulated_cluster(plan: Plan, cluster: str | Cluster | None) -> Cluster | Non
 def durations_on(
     plan: Plan, cluster: Cluster | None, costs: Costs | None = None, model: CostModelFactory = DeviceModel
 ) -> Durations:
-    """What `simulate` takes for every instruction; a communication as long on each member as on the first."""
-    costing = model_for(plan, cluster, costs, model)
-    found = [costing.work(role, instr).seconds for role, _, instr in plan.instructions()]
+    """Return what `simulate` takes for every instruction.
+
+    A communication takes as long on each member as on the first.
+    """
+    cost_model = model_for(plan, cluster, costs, model)
+    seconds = [cost_model.work(role, instr).seconds for role, _, instr in plan.instructions()]
     prepared = prepare(plan)
     for members in prepared.groups:
         for node in members:
-            found[node] = found[members[0]]
+            seconds[node] = seconds[members[0]]
     first = dict(zip(prepared.roles, prepared.offsets))
-    by_role = {r.role: tuple(found[first[r.role] : first[r.role] + len(r.program)]) for r in plan.roles}
-    return Durations(by_role, plan.hop, costing.issue_s)
+    by_role = {r.role: tuple(seconds[first[r.role] : first[r.role] + len(r.program)]) for r in plan.roles}
+    return Durations(by_role, plan.hop, cost_model.issue_s)

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 def check_same_job(compiled: Compiled, job: Job) -> None:
-    """JobError when a job differs from the compiled one in what the plan was made from; it would be ignored silently."""
+    """Raise JobError when a job differs from the compiled one in what the plan was made from.
+
+    The difference would be ignored silently.
+    """
     for name in ("model", "loss", "clip_norm", "precision", "tokens_per_row"):
         ours, theirs = getattr(compiled.job, name), getattr(job, name)
         if ours is not theirs and ours != theirs:
@@ -37,7 +40,10 @@ def check_same_job(compiled: Compiled, job: Job) -> None:
 
 
 def check_same_program(compiled: Compiled) -> None:
-    """PlanError when a plan is not of the program beside it: its rules may hold, and it would compute something else."""
+    """Raise PlanError when a plan is not of the program beside it.
+
+    Its rules may hold, and it would compute something else.
+    """
     plan, program = compiled.plan, compiled.program
     bound = tuple(replace(b, spec=b.spec.bind(plan.rows)) for b in program.batch)
     coords = {c.id: c.coords for c in program.chunks}  # directives add coordinates, and change nothing else of a chunk
@@ -84,17 +90,29 @@ def execute(
     on_step: Callable[[StepRecord], object] | None = None,
     **more: Any,
 ) -> Run:
-    """Run a compiled strategy for `steps` optimizer steps. `job` replaces the compiled one (same model, loss and optimizer
-    groups: other data, seed or learning rate). launcher: "ray" (one actor per rank), "processes" (torch.distributed, one process
-    per rank; under torchrun this process is one of them), "inline" (all ranks in this one), or "emulated": no job, memory or
-    losses, but sleeps instead of compute, of the time that `cluster` would take (`piper.api.emulation.emulate`). cluster: for
-    "ray", "auto" (a cluster that is there, else this machine) or the address HOST:PORT of one to join. timeout_s: seconds without
-    progress of any rank after which the run ends. trace: record the last step's spans. memory: measure peak bytes in the second
-    step (or the only one), which slows it. out: losses, times, metrics and trace go to a new folder below this one (with
-    `folder`: into that one); on a hang every rank's last instructions, as hang.txt. log: where steps go beside metrics.jsonl
-    while the run goes on ("tensorboard", "wandb"). on_step: called with every finished step, a
-    `piper_runtime.report.StepRecord`. More keywords go to `piper_runtime.execute`. Raises JobError, ExecutionError (rank, node,
-    instruction, peer), HangError, NonFiniteLossError, MissingPackageError."""
+    """Run a compiled strategy for `steps` optimizer steps.
+
+    Args:
+        compiled: What `compile` returned.
+        job: Replaces the compiled job. It has the same model, loss and optimizer groups, but may have other data,
+            another seed or learning rate.
+        steps: Optimizer steps to run.
+        launcher: "ray" (one actor per rank), "processes" (torch.distributed, one process per rank; under torchrun this
+            process is one of them), "inline" (all ranks in this process), or "emulated" (no job, memory or losses:
+            sleeps of the time that `cluster` would take, see `piper.api.emulation.emulate`).
+        cluster: For "ray", "auto" (a cluster that is there, else this machine) or the address HOST:PORT of one to join.
+        timeout_s: Seconds without progress of any rank after which the run ends.
+        trace: Record the last step's spans.
+        memory: Measure peak bytes in the second step, or in the only one. It slows that step.
+        out: Losses, times, metrics and trace go to a new folder below this one. On a hang every rank's last
+            instructions go there too, as hang.txt.
+        folder: As `out`, but into this folder itself.
+        log: Where steps go beside metrics.jsonl while the run goes on: "tensorboard", "wandb".
+        on_step: Called with every finished step, a `StepRecord` of `piper_runtime`.
+        more: Other keywords of `piper_runtime.execute`.
+
+    Raises JobError, ExecutionError (rank, node, instruction, peer), HangError, NonFiniteLossError, MissingPackageError.
+    """
     from piper_ir.verify import verify
     from piper_runtime import execute as run
     from piper_runtime.launch import check_request, is_first

@@ -1,4 +1,4 @@
-"""A trial whose answers are known before: a strategy that is a function of a trial, for one choice of its parameters."""
+"""A trial whose answers are known before, for one choice of the parameters of a strategy."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ Answer = TypeVar("Answer")
 
 
 class FixedTrial:
-    """Answers a strategy's `trial.suggest_*` calls with the values given by `-p name=value`. `free`: names of integers that are
-    answered whatever the strategy would accept. `flag`: by which messages call the option."""
+    """A trial that answers a strategy's `trial.suggest_*` calls with given values, as `-p name=value` does.
+
+    Args:
+        params: The values, by name.
+        free: Names of integers that are answered whatever the strategy would accept.
+        flag: How messages call the option.
+    """
 
     def __init__(self, params: Mapping[str, str], free: Iterable[str] = (), flag: str = "-p") -> None:
         self._params, self._free, self._flag = dict(params), frozenset(free), flag
@@ -58,7 +63,7 @@ class FixedTrial:
         return self._params[name]
 
     def check_all_used(self, given: Iterable[str]) -> None:
-        """JobError for a name among `given` that the strategy did not ask for."""
+        """Raise JobError for a name among `given` that the strategy did not ask for."""
         unknown = sorted(set(given) - self.answers.keys())
         if unknown:
             raise JobError(

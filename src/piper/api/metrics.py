@@ -1,6 +1,8 @@
-"""Metrics of a run while it goes on: lines of JSON in its folder, TensorBoard and Weights & Biases through their own libraries.
+"""Metrics of a run while it goes on.
 
-A writer that fails never ends a training: what it lost is said once, at the end."""
+They are lines of JSON in the run's folder, and TensorBoard and Weights & Biases through their own libraries. A writer
+that fails never ends a training: what it lost is said once, at the end.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,16 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """What is written of a step. `step_s`, `batch_s`: see `StepRecord`; `tokens_per_s`: None when the job does not say how
-    many tokens a row has; `time`: unix seconds at which the step was known to be done."""
+    """What is written of a step.
+
+    Attributes:
+        step: Number of the step, from 0.
+        loss: Loss over the global batch.
+        step_s: As in `StepRecord`.
+        tokens_per_s: None when the job does not say how many tokens a row has.
+        time: Unix seconds at which the step was known to be done.
+        batch_s: As in `StepRecord`.
+    """
 
     step: int
     loss: float
@@ -38,13 +48,16 @@ class StepMetrics:
     batch_s: float = 0.0
 
     def scalars(self) -> dict[str, float]:
-        """The measured values that are there, by name."""
-        found = {"loss": self.loss, "step_s": self.step_s, "tokens_per_s": self.tokens_per_s, "batch_s": self.batch_s}
-        return {name: value for name, value in found.items() if value is not None}
+        """Return the measured values that are there, by name."""
+        values = {"loss": self.loss, "step_s": self.step_s, "tokens_per_s": self.tokens_per_s, "batch_s": self.batch_s}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class MetricsWriter(Protocol):
-    """Where metrics go. Both may raise anything; a step that could not be written is lost, later ones are tried again."""
+    """A place that metrics go to.
+
+    Both methods may raise anything. A step that could not be written is lost; later ones are tried again.
+    """
 
     def write(self, metrics: StepMetrics) -> None:
         """Take one step."""
@@ -93,8 +106,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases, named like the folder, where it keeps its files. Needs the package wandb, whose environment
-    variables hold (WANDB_MODE=offline, WANDB_PROJECT, by default "piper")."""
+    """Writes to a run of Weights & Biases, which is named like the folder and keeps its files there.
+
+    It needs the package wandb. Its environment variables hold: WANDB_MODE=offline, WANDB_PROJECT (by default "piper").
+    """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         wandb = _library("wandb")
@@ -131,7 +146,7 @@ WRITERS: Mapping[str, Callable[[Path, Mapping[str, Any]], MetricsWriter]] = {
 
 
 def log_names(names: Iterable[str]) -> tuple[str, ...]:
-    """The logs that are meant, "jsonl" always and first, each once. JobError for one that is not known."""
+    """Return the logs that are meant: "jsonl" always and first, each once. JobError for one that is not known."""
     wanted = tuple(dict.fromkeys(["jsonl", *(name.strip() for name in names)]))
     for name in wanted:
         if name not in WRITERS:
@@ -151,7 +166,7 @@ def check_logs(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def about(plan: Plan) -> dict[str, Any]:
-    """What describes a run to somebody who compares many."""
+    """Return what describes a run to somebody who compares many."""
     return {
         "plan": plan.key,
         **{f"mesh_{axis}": plan.mesh.size(axis) for axis in plan.mesh.axes},
@@ -170,8 +185,11 @@ class _Loss:
 
 
 class Metrics:
-    """Hands every finished step to its writers: give it as `on_step`, and close it when the run is over (or use it in a `with`).
-    What writers could not write is one warning then."""
+    """Hands every finished step to its writers.
+
+    Give it as `on_step`, and close it when the run is over, or use it in a `with`. Closing warns once of all that
+    writers could not write.
+    """
 
     def __init__(self, writers: Mapping[str, MetricsWriter], tokens_per_step: int | None = None) -> None:
         self._writers = dict(writers)
@@ -197,8 +215,8 @@ class Metrics:
                 self._lost.setdefault(name, _Loss(0, f"at the end: {type(e).__name__}: {e}"))
         self._writers.clear()
         if self._lost:
-            found = "; ".join(f"{name}: {x.steps} steps lost, first {x.first}" for name, x in self._lost.items())
-            warnings.warn(f"not all metrics could be written. {found}", PiperWarning, stacklevel=2)
+            losses = "; ".join(f"{name}: {x.steps} steps lost, first {x.first}" for name, x in self._lost.items())
+            warnings.warn(f"not all metrics could be written. {losses}", PiperWarning, stacklevel=2)
             self._lost.clear()
 
     def __enter__(self) -> Self:
@@ -209,8 +227,11 @@ class Metrics:
 
 
 def open_metrics(folder: Path, names: Iterable[str], plan: Plan) -> Metrics:
-    """Metrics for a run of a plan, in the folder of its results. `names`: see `log_names`. MissingPackageError for a log whose
-    library is not installed; OutputError when a log cannot be opened."""
+    """Open the metrics of a run of a plan in the folder of its results.
+
+    `names` are as in `log_names`. MissingPackageError for a log whose library is not installed; OutputError when a log
+    cannot be opened.
+    """
     writers: dict[str, MetricsWriter] = {}
     for name in log_names(names):
         try:
@@ -228,8 +249,11 @@ def open_metrics(folder: Path, names: Iterable[str], plan: Plan) -> Metrics:
 def recorded(
     folder: Path | None, names: Iterable[str] | None, plan: Plan, on_step: Callable[[StepRecord], object] | None = None
 ) -> Iterator[Callable[[StepRecord], object] | None]:
-    """What a run is to call with every finished step: metrics into the folder of its results, then the caller's own `on_step`.
-    Without a folder there are no metrics; JobError when they were asked for."""
+    """Yield what a run is to call with every finished step, and close the metrics at the end.
+
+    Metrics go into the folder of the run's results; then the caller's own `on_step` is called. Without a folder there
+    are no metrics, and JobError when they were asked for.
+    """
     if folder is None:
         if names:
             raise JobError(f"log={','.join(names)!r} needs a folder: give out=DIR (at the command line --out DIR)")

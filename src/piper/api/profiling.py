@@ -1,4 +1,7 @@
-"""profile: measure on this machine what a job's chunks, messages and instructions take, for predictions of any strategy."""
+"""profile: measure what a job's chunks, messages and instructions take on this machine.
+
+Predictions of any strategy of the job can use what was measured.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +35,9 @@ if TYPE_CHECKING:
 REPEATS = 7
 TIMEOUT_S = 120.0
 FEWEST_OF_BATCH, MOST_OF_BATCH = 32, 2
-"""Microbatches are measured from 1 / 32 to 1 / 2 of the global batch: 2 to 32 of them in a step, counted over replicas. The costs
-reach a factor of 2 further."""
+"""Microbatches are measured from 1 / 32 to 1 / 2 of the global batch: 2 to 32 of them in a step, counted over
+replicas. The costs reach a factor of 2 further.
+"""
 APART = 1.9
 """Between neighbouring numbers of rows at least: what lies in between is interpolated."""
 SMALLEST_MESSAGE, GRID = 4, 4
@@ -51,17 +55,32 @@ def profile(
     timeout_s: float = TIMEOUT_S,
     pool: Workers | None = None,
 ) -> Costs:
-    """Measure a job on as many ranks as the strategy has, all at once, each with one thread of the CPU, or with a CUDA device of
-    its own where there are any (`piper_runtime.rank.device`).
+    """Measure a job on as many ranks as the strategy has, all at once.
 
-    Per distinct chunk and step (F, I, W) and per other op of the compute stream: seconds at each of `rows` rows per microbatch
-    (default: divisors of the global batch from 1/32 to 1/2 of it, a factor of 2 apart; the strategy's own in any case), on the
-    job's own batches, with the code and the closures of a run, while all ranks compute. Point-to-point messages and all-reduces
-    over groups of ranks, by size, up to the largest activation and the whole gradient (gloo, NCCL). Seconds per instruction.
-    Growth of resident memory. Each is the median over `repeats` passes and all ranks, its spread their median absolute deviation.
+    Each rank has one thread of the CPU, or a CUDA device of its own where there are any (`piper_runtime.rank.device`).
+    These are measured, with the code and the closures of a run and on the job's own batches, while all ranks compute:
 
-    launcher: "processes" or "ray"; cluster: for "ray", as of `execute`. timeout_s: seconds without progress after which a rank
-    counts as hung. pool: workers to use again. Raises JobError, ExecutionError, and what `compile` raises."""
+    - seconds per distinct chunk and step (F, I, W), and per other op of the compute stream, at each number of rows;
+    - point-to-point messages and all-reduces over groups of ranks, by size, up to the largest activation and the whole
+      gradient (gloo, NCCL);
+    - seconds per instruction;
+    - growth of resident memory.
+
+    Each is the median over `repeats` passes and all ranks; its spread is their median absolute deviation.
+
+    Args:
+        job: What to measure.
+        strategy: Its ranks and its rows are measured.
+        launcher: "processes" or "ray".
+        cluster: For "ray", as in `execute`.
+        rows: Rows per microbatch. The default is divisors of the global batch from 1/32 to 1/2 of it, a factor of 2
+            apart. The strategy's own are measured in any case.
+        repeats: Passes.
+        timeout_s: Seconds without progress after which a rank counts as hung.
+        pool: Workers to use again.
+
+    Raises JobError, ExecutionError, and what `compile` raises.
+    """
     if launcher not in ("processes", "ray"):
         raise ExecutionError(f'profile(launcher={launcher!r}): "processes" and "ray" are accepted')
     if isinstance(repeats, bool) or not isinstance(repeats, int) or repeats < 1:
@@ -76,27 +95,27 @@ def profile(
 
         with open_pool(launcher, target.plan.mesh.world, cluster=cluster) as own:
             reports = own.run(target.plan, requests, timeout_s)
-    found = [reports[r] for r in sorted(reports)]
-    return _costs(found, target.plan, _origin(found[0], target.plan, launcher, repeats))
+    by_rank = [reports[r] for r in sorted(reports)]
+    return _costs(by_rank, target.plan, _origin(by_rank[0], target.plan, launcher, repeats))
 
 
 def _rows(global_batch: int, asked: Sequence[int] | None, own: int) -> list[int]:
-    """Ascending. JobError for a number that no strategy could use."""
+    """Return the numbers of rows to measure, ascending. JobError for a number that no strategy could use."""
     if asked is not None:
         for r in asked:
             if isinstance(r, bool) or not isinstance(r, int) or not 1 <= r <= global_batch:
                 raise JobError(f"profile(rows={list(asked)}): {r!r} is no number of rows of a batch of {global_batch}")
         return sorted({*asked, own})
     least, most = max(1, global_batch // FEWEST_OF_BATCH), max(1, global_batch // MOST_OF_BATCH)
-    found = [own]
+    chosen = [own]
     for r in range(most, least - 1, -1):
-        if global_batch % r == 0 and all(max(r, f) / min(r, f) >= APART for f in found):
-            found.append(r)
-    return sorted(found)
+        if global_batch % r == 0 and all(max(r, f) / min(r, f) >= APART for f in chosen):
+            chosen.append(r)
+    return sorted(chosen)
 
 
 def _one_device(job: Job, rows: int) -> Compiled:
-    """The model with one microbatch of these rows on one device."""
+    """Compile the model with one microbatch of these rows on one device."""
     return compile(replace(job, global_batch=rows), Strategy(Mesh(pp=1), ()))
 
 
@@ -111,9 +130,9 @@ def _requests(target: Compiled, singles: Sequence[Compiled], repeats: int) -> di
     code: dict[int, dict[str, dict[str, ShippedCode]]] = {}
     for c in (target, *singles):
         assert c.code is not None
-        found = c.code.export([chunk.code for chunk in c.plan.chunks], c.plan.rows)
+        exported = c.code.export([chunk.code for chunk in c.plan.chunks], c.plan.rows)
         code[c.plan.rows] = {
-            i: {s: ShippedCode(x.source, dict(x.constants)) for s, x in steps.items()} for i, steps in found.items()
+            i: {s: ShippedCode(x.source, dict(x.constants)) for s, x in steps.items()} for i, steps in exported.items()
         }
     request = ProfileRequest(
         pickle.dumps(target.plan),
@@ -130,8 +149,11 @@ def _requests(target: Compiled, singles: Sequence[Compiled], repeats: int) -> di
 
 
 def _sizes(plan: Plan, largest: Plan) -> tuple[int, ...]:
-    """Bytes of messages: those of the plan, and a grid up to the whole gradient and to the largest boundary between chunks at the
-    most rows. Multiples of 4, ascending."""
+    """Return the bytes of messages to measure, ascending multiples of 4.
+
+    They are those of the plan, and a grid up to the whole gradient and to the largest boundary between chunks at the
+    most rows.
+    """
     traffic = PlanBytes(plan)
     own = {
         traffic.message_bytes(part.op, part)
@@ -165,7 +187,7 @@ def _origin(report: ProfileReport, plan: Plan, launcher: str, repeats: int) -> O
 
 
 def _costs(reports: Sequence[ProfileReport], plan: Plan, origin: Origin) -> Costs:
-    """What all ranks found, as one."""
+    """Join what all ranks measured."""
     samples: dict[tuple[str, str, int], list[float]] = {}
     for report in reports:
         for key, seconds in report.parts.items():
@@ -203,15 +225,21 @@ def _messages(reports: Sequence[ProfileReport]) -> list[CommDuration]:
 
 
 def _host(reports: Sequence[ProfileReport]) -> HostCosts:
-    """Per instruction, over all repeats and ranks; none for communication on CUDA, whose host is ahead of its device."""
+    """Return seconds per instruction over all repeats and ranks.
+
+    There are none for communication on CUDA, whose host is ahead of its device.
+    """
     issue = _duration(max(0.0, s) for r in reports for s in r.issue)
     talk = _duration([max(0.0, s) for r in reports for s in r.talk] or [0.0])
     return HostCosts(issue.seconds, talk.seconds, issue.spread, talk.spread)
 
 
 def _allocator(resident: Sequence[Sequence[tuple[int, int]]]) -> AllocatorCosts | None:
-    """The line through (bytes of tensors, resident bytes) at the fewest and at the most rows, of the largest rank; its slope is
-    at least 1. With one number of rows alone there is no line."""
+    """Return the line through bytes of tensors and resident bytes.
+
+    It goes through the fewest and the most rows of the largest rank. Its slope is at least 1. With one number of rows
+    there is no line.
+    """
     if not resident or len(resident[0]) < 2:
         return None
     (small, before), (large, after) = (max(r[k] for r in resident) for k in (0, -1))

@@ -1,7 +1,8 @@
 """What plain PyTorch computes for a job on one device, and whether a run of a plan computed the same.
 
-The reference is the user's unmodified module under autograd, in one process, a loop over the same microbatches. It shares no
-code with Piper: the rows of a microbatch and the seed of random operations are restated here from their written rules.
+The reference is the user's unmodified module under autograd, in one process, a loop over the same microbatches. It
+shares no code with Piper: the rows of a microbatch and the seed of random operations are restated here from their
+written rules.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ FLOAT64 = 1e-9
 FLOAT32 = 2e-5
 """Tolerance of float32: for losses and for gradients under SGD only."""
 FLOOR = 1e-3
-"""Share of the median norm below which a tensor's own norm counts for nothing: a key bias has true gradient zero, the rest is
-rounding."""
+"""Share of the median norm below which a tensor's own norm counts for nothing: a key bias has true gradient zero,
+the rest is rounding.
+"""
 STEPS = 3
 
 Tensors = Mapping[str, Tensor]
@@ -32,9 +34,16 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Reference:
-    """One device. Per step: the loss over the global batch, and the gradients that the optimizer saw (of parameters that have
-    one). After the last step: parameters and buffers under their first names, and the module's state_dict. `places`: where the
-    random state was set as for a plan: layers, and the parts before and after them. `trained`: parameters that were updated."""
+    """What one device computed.
+
+    Attributes:
+        losses: Per step, the loss over the global batch.
+        gradients: Per step, the gradients that the optimizer saw, of the parameters that have one.
+        parameters: After the last step, under their first names.
+        buffers: After the last step, under their first names.
+        state_dict: The module's, after the last step.
+        places: Where the random state was set as for a plan: layers, and the parts before and after them.
+    """
 
     losses: list[float]
     gradients: list[Tensors]
@@ -45,12 +54,15 @@ class Reference:
 
     @property
     def trained(self) -> set[str]:
-        return {name for found in self.gradients for name in found}
+        """Return the parameters that were updated."""
+        return {name for gradients in self.gradients for name in gradients}
 
 
 def reference(job: Any, *, replicas: int = 1, microbatches: int = 1, steps: int = STEPS, head: int | str = "root.1") -> Reference:
-    """Train a job's model on one device as a plan with these numbers would. `head`: where random operations after the last
-    layer take their seed."""
+    """Train a job's model on one device as a plan with these numbers would.
+
+    `head` says where random operations after the last layer take their seed.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
         trainer = _Trainer(job, replicas, microbatches, head)
@@ -77,7 +89,7 @@ class _Trainer:
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
 
     def step(self, step: int) -> tuple[float, Tensors]:
-        """One optimizer step: the loss and the gradients that the optimizer saw."""
+        """Make one optimizer step. Return the loss and the gradients that the optimizer saw."""
         self.optimizer.zero_grad(set_to_none=True)
         losses, weights = self._accumulate(step)
         parameters = [p for p in self.model.parameters() if p.grad is not None]
@@ -95,7 +107,7 @@ class _Trainer:
         return sum(losses) * scale, gradients
 
     def _accumulate(self, step: int) -> tuple[list[float], list[float]]:
-        """Losses, and weights if there are any, of all microbatches; their gradients are summed in the parameters."""
+        """Sum the gradients of all microbatches. Return their losses, and their weights if there are any."""
         losses, weights = [], []
         per_replica = self.job.global_batch // self.replicas
         rows = per_replica // self.microbatches
@@ -134,11 +146,12 @@ class _Trainer:
 def _widen(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast every floating-point tensor of a module in place: parameters, buffers and plain attributes.
 
-    Tensors that share memory share it afterwards: training one trains the other, as it does in the user's module. Complex
-    tensors stay complex; `Module.to(dtype)` would drop their imaginary parts."""
+    Tensors that share memory share it afterwards: training one trains the other, as it does in the user's module.
+    Complex tensors stay complex; `Module.to(dtype)` would drop their imaginary parts.
+    """
     casts: dict[tuple[int, torch.dtype], Tensor] = {}
-    held = [value for m in model.modules() for value in (*m._parameters.values(), *m._buffers.values(), *vars(m).values())]
-    for tensor in {id(t): t for t in held if isinstance(t, Tensor) and t.is_floating_point()}.values():
+    values = [value for m in model.modules() for value in (*m._parameters.values(), *m._buffers.values(), *vars(m).values())]
+    for tensor in {id(t): t for t in values if isinstance(t, Tensor) and t.is_floating_point()}.values():
         if tensor.dtype == dtype:
             continue
         memory = tensor.untyped_storage()
@@ -149,8 +162,10 @@ def _widen(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class _RandomState:
-    """Sets torch's generator before the model, before each layer, and when all layers have run (`head`). Layers are the entries
-    of the outermost nn.ModuleLists, numbered consecutively in the order of registration."""
+    """Sets torch's generator before the model, before each layer, and when all layers have run (`head`).
+
+    Layers are the entries of the outermost nn.ModuleLists, numbered consecutively in the order of registration.
+    """
 
     def __init__(self, model: nn.Module, seed: int, head: int | str):
         self._seed, self._head = seed, head
@@ -166,12 +181,12 @@ class _RandomState:
 
     @property
     def places(self) -> frozenset[int | str]:
-        """Where the state was set: numbers of layers, "root" and the head."""
+        """Return where the state was set: numbers of layers, "root" and the head."""
         return frozenset(self._set - self._doubtful)
 
     @contextmanager
     def during(self, step: int, row: int) -> Iterator[None]:
-        """One forward; `row`: first row of the microbatch in the global batch."""
+        """Set the random state during one forward. `row` is the first row of the microbatch in the global batch."""
         self._step, self._row, self._waiting = step, row, set(self._numbers)
         self._at_head, self._latest = False, "root"
         hooks = [layer.register_forward_pre_hook(lambda layer, _: self._before(layer)) for layer in self._numbers]
@@ -203,7 +218,7 @@ class _RandomState:
 
 
 def _entries(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Entries of the ModuleLists that are in no other one; `seen`: modules that are done."""
+    """Yield the entries of the ModuleLists that are in no other one. `seen` are modules that are done."""
     for child in module.children():
         if child not in seen:
             seen.add(child)
@@ -212,8 +227,14 @@ def _entries(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What a run brought back, in the reference's terms. gradients: rank -> step -> name -> tensor; states: rank -> name ->
-    tensor."""
+    """What a run brought back, in the reference's terms.
+
+    Attributes:
+        losses: Per step.
+        gradients: By rank, per step, by name.
+        states: By rank, by name.
+        state_dict: The whole model's.
+    """
 
     losses: Sequence[float]
     gradients: Mapping[int, Sequence[Tensors]]
@@ -222,13 +243,13 @@ class RunOutcome:
 
     @staticmethod
     def of(run: Any) -> RunOutcome:
-        """Of a run made with `gradients=True`."""
+        """Return the outcome of a run that was made with `gradients=True`."""
         tensors = {n: t for n, t in run.state_dict().items() if isinstance(t, Tensor)}  # without a module's extra state
         return RunOutcome(run.losses, run.rank_gradients, run.rank_states, tensors)
 
     @staticmethod
     def from_reference(found: Reference) -> RunOutcome:
-        """A perfect run on one rank, for controls of the judge itself."""
+        """Return a perfect run on one rank, for controls of the judge itself."""
         gradients = [dict(g) for g in found.gradients]
         states = copy.copy({**found.parameters, **found.buffers})
         return RunOutcome(list(found.losses), {0: gradients}, {0: states}, dict(found.state_dict))
@@ -236,7 +257,15 @@ class RunOutcome:
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not what one device computes. step: 0.., or the number of steps for what is compared after the last."""
+    """One thing that is not what one device computes.
+
+    Attributes:
+        step: From 0; the number of steps for what is compared after the last.
+        what: The kind of value that differs.
+        rank: -1 where it is not of one rank.
+        name: Of the tensor; empty for a loss.
+        problem: What differs, in words.
+    """
 
     step: int
     what: str
@@ -245,28 +274,30 @@ class Difference:
     problem: str
 
     def __str__(self) -> str:
-        of = f" of {self.name}" if self.name else ""
-        on = f" on rank {self.rank}" if self.rank >= 0 else ""
-        return f"step {self.step}, {self.what}{of}{on}: {self.problem}"
+        name = f" of {self.name}" if self.name else ""
+        place = f" on rank {self.rank}" if self.rank >= 0 else ""
+        return f"step {self.step}, {self.what}{name}{place}: {self.problem}"
 
 
 def differences(
     found: RunOutcome, expected: Reference, tolerance: float = FLOAT64, *, parameters: bool = True
 ) -> list[Difference]:
-    """Everything in which a run differs from one device, earliest step first. `parameters=False` leaves out what is left after
-    the last step (for fp32)."""
-    out = _losses(found.losses, expected.losses, tolerance)
+    """Return everything in which a run differs from one device, earliest step first.
+
+    `parameters=False` leaves out what is compared after the last step, as float32 needs it.
+    """
+    result = _losses(found.losses, expected.losses, tolerance)
     for rank, steps in found.gradients.items():
         if len(steps) != len(expected.gradients):
-            out.append(Difference(0, "gradients", rank, "", f"{len(steps)} steps, expected {len(expected.gradients)}"))
+            result.append(Difference(0, "gradients", rank, "", f"{len(steps)} steps, expected {len(expected.gradients)}"))
         for step, (got, want) in enumerate(zip(steps, expected.gradients, strict=False)):
-            out += _tensors(step, "gradient", rank, got, want, tolerance)
+            result += _tensors(step, "gradient", rank, got, want, tolerance)
     for step, want in enumerate(expected.gradients):
-        there = {n for steps in found.gradients.values() if step < len(steps) for n in steps[step]}
-        out += [Difference(step, "gradient", -1, n, "no rank has one") for n in want if n not in there]
+        seen = {n for steps in found.gradients.values() if step < len(steps) for n in steps[step]}
+        result += [Difference(step, "gradient", -1, n, "no rank has one") for n in want if n not in seen]
     if parameters:
-        out += _final(found, expected, tolerance)
-    return sorted(out, key=lambda d: d.step)
+        result += _final(found, expected, tolerance)
+    return sorted(result, key=lambda d: d.step)
 
 
 def _losses(got: Sequence[float], want: Sequence[float], tolerance: float) -> list[Difference]:
@@ -282,39 +313,43 @@ def _losses(got: Sequence[float], want: Sequence[float], tolerance: float) -> li
 
 def _final(found: RunOutcome, expected: Reference, tolerance: float) -> list[Difference]:
     last = len(expected.losses)
-    out: list[Difference] = []
+    result: list[Difference] = []
     for rank, states in found.states.items():
         for what, want in (("parameter", expected.parameters), ("buffer", expected.buffers)):
-            out += _tensors(last, what, rank, {n: t for n, t in states.items() if n in want}, want, tolerance)
+            result += _tensors(last, what, rank, {n: t for n, t in states.items() if n in want}, want, tolerance)
         # What is trained must be somewhere; its holders are compared one by one above.
-    held = {n for states in found.states.values() for n in states}
-    out += [Difference(last, "parameter", -1, n, "no rank holds it") for n in sorted(expected.trained - held)]
+    held_names = {n for states in found.states.values() for n in states}
+    result += [Difference(last, "parameter", -1, n, "no rank holds it") for n in sorted(expected.trained - held_names)]
     if found.state_dict.keys() != expected.state_dict.keys():
         wrong = sorted(found.state_dict.keys() ^ expected.state_dict.keys())
-        out.append(Difference(last, "state_dict", -1, "", f"names differ: {', '.join(wrong)}"))
-    return out + _tensors(last, "state_dict", -1, found.state_dict, expected.state_dict, tolerance)
+        result.append(Difference(last, "state_dict", -1, "", f"names differ: {', '.join(wrong)}"))
+    return result + _tensors(last, "state_dict", -1, found.state_dict, expected.state_dict, tolerance)
 
 
 def _tensors(step: int, what: str, rank: int, got: Tensors, want: Tensors, tolerance: float) -> list[Difference]:
-    """Compare the tensors of `got` with those of the same names, relative to their norms and to the median norm of all of
-    `want`."""
+    """Compare the tensors of `got` with those of the same names in `want`.
+
+    An error counts relative to the tensor's norm and to the median norm of all of `want`.
+    """
     typical = median([_norm(t) for t in want.values()] or [0.0])
-    out = []
+    result = []
     for name, a in got.items():
         if name not in want:
             if what == "gradient":
-                out.append(Difference(step, what, rank, name, "one device has none"))
+                result.append(Difference(step, what, rank, name, "one device has none"))
             continue
         b = want[name]
         if a.shape != b.shape or a.dtype != b.dtype:
-            out.append(
+            result.append(
                 Difference(step, what, rank, name, f"{a.dtype} {tuple(a.shape)}, one device has {b.dtype} {tuple(b.shape)}")
             )
             continue
         error, allowed = _norm(_wide(a) - _wide(b)), tolerance * (_norm(b) + FLOOR * typical)
         if not error <= allowed:
-            out.append(Difference(step, what, rank, name, f"|a - b| = {error:.3g}, |b| = {_norm(b):.3g}, allowed {allowed:.1g}"))
-    return out
+            result.append(
+                Difference(step, what, rank, name, f"|a - b| = {error:.3g}, |b| = {_norm(b):.3g}, allowed {allowed:.1g}")
+            )
+    return result
 
 
 def _wide(tensor: Tensor) -> Tensor:

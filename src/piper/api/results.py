@@ -1,11 +1,17 @@
 """Folders of results: plans, traces and numbers on disk. No run overwrites another.
 
-plan.json, strategy.json: what was simulated or run. predicted.json: `Simulation.summary()` and `ranks`, per rank bubble_s,
-peak_bytes, device_bytes and peak_by_category; of more than 64 ranks `roles` instead, each with the `ranks` that it holds for.
-measured.json: losses, step_s, batch_s, period_s, tokens_per_s, peak_bytes by rank. spans-predicted.json, spans-measured.json: a
-`piper_ir.trace.Trace`. trace-predicted.json, trace-measured.json: the same for Chrome's viewer. weights.pt: the model's
-state_dict after the last step of `piper run`. metrics.jsonl: one object per step. hang.txt: where every rank was when a run hung.
-study.json, costs.json: of a tuning and of a profile. A folder holds what its command made; `piper report` shows what is there.
+A folder holds what its command made; `piper report` shows what is there.
+
+- plan.json, strategy.json: what was simulated or run.
+- predicted.json: `Simulation.summary()` and `ranks`, per rank bubble_s, peak_bytes, device_bytes and peak_by_category.
+  Of more than 64 ranks it has `roles` instead, each with the `ranks` that it holds for.
+- measured.json: losses, step_s, batch_s, period_s, tokens_per_s, peak_bytes by rank.
+- spans-predicted.json, spans-measured.json: a `piper_ir.trace.Trace`.
+- trace-predicted.json, trace-measured.json: the same for Chrome's viewer.
+- weights.pt: the model's state_dict after the last step of `piper run`.
+- metrics.jsonl: one object per step.
+- hang.txt: where every rank was when a run hung.
+- study.json, costs.json: of a tuning and of a profile.
 """
 
 from __future__ import annotations
@@ -31,7 +37,10 @@ WEIGHTS = "weights.pt"
 
 
 def new_folder(out: Path, name: str) -> Path:
-    """A folder NAME-001, NAME-002, ... below `out` that did not exist before. OutputError when it cannot be made."""
+    """Make a folder NAME-001, NAME-002, ... below `out` that did not exist before.
+
+    OutputError when it cannot be made.
+    """
     try:
         out.mkdir(parents=True, exist_ok=True)
         endings = [p.name.rpartition("-")[2] for p in out.glob(f"{name}-*")]
@@ -64,7 +73,7 @@ def unless_empty(folder: Path | None) -> Iterator[None]:
 
 
 def save_plan(folder: Path, plan: Plan, strategy: Strategy) -> None:
-    """plan.json and strategy.json. OutputError when a file cannot be written."""
+    """Write plan.json and strategy.json. OutputError when a file cannot be written."""
     from piper_ir.codec import dumps
 
     with _writing(folder):
@@ -105,8 +114,11 @@ def _by_rank(prediction: Simulation) -> list[dict[str, Any]]:
 
 
 def save_snapshots(folder: Path, plan: Plan, prediction: Simulation) -> str:
-    """The predicted memory of ranks as rank0.pickle, ... in a folder, for torch's memory visualiser; of ranks that run the same
-    program, the first. Returns where, for the user. OutputError when a file cannot be written."""
+    """Write the predicted memory of ranks as rank0.pickle, ... for torch's memory visualiser.
+
+    Of ranks that run the same program, the first is written. Returns where the files are, for the user. OutputError
+    when a file cannot be written.
+    """
     with _writing(folder, "--memory-snapshot"):
         folder.mkdir(parents=True, exist_ok=True)
         for role in plan.roles:
@@ -118,8 +130,10 @@ def save_snapshots(folder: Path, plan: Plan, prediction: Simulation) -> str:
 
 
 def save_run(folder: Path, run: Run, tokens_per_step: int | None = None) -> None:
-    """measured.json, and spans-measured.json and trace-measured.json when spans were recorded. OutputError when a file cannot be
-    written."""
+    """Write measured.json, and the two files of spans when spans were recorded.
+
+    OutputError when a file cannot be written.
+    """
     from piper_ir.codec import dumps
     from piper_report import write_chrome
 
@@ -154,7 +168,7 @@ def save_weights(folder: Path, state: Mapping[str, Any]) -> Path:
 
 @contextmanager
 def hang_report(folder: Path | None) -> Iterator[None]:
-    """Around a run: if it hangs, every rank's last instructions go to hang.txt, and the error says so."""
+    """Write every rank's last instructions to hang.txt if the run inside hangs. The error says so."""
     try:
         yield
     except HangError as e:

@@ -1,5 +1,8 @@
-"""This machine as a cluster: its CUDA devices by their name, or a short measurement of its CPU, for predictions on "cpu-local".
-The latter is rough on purpose: about a second, one thread."""
+"""This machine as a cluster, for predictions on "cpu-local".
+
+It has its CUDA devices by their name, or a CPU that is measured. The measurement is rough on purpose: about a second,
+one thread.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,11 @@ REPEATS = 7
 
 
 def devices_of_runs(world: int) -> Cluster:
-    """What runs of this many ranks take when they start here now: CUDA devices, else the CPU, see `piper_runtime.rank.device`.
-    Ranks that share a CUDA device are predicted as if they did not, and `notes` says so."""
+    """Return the devices that runs of this many ranks take when they start here now: CUDA devices, else the CPU.
+
+    See `piper_runtime.rank.device`. Ranks that share a CUDA device are predicted as if they did not, and `notes` says
+    so.
+    """
     if choose_device(default_kind(), 0).type == "cpu":
         return measured_cpu()
     count = torch.cuda.device_count()
@@ -37,8 +43,11 @@ def devices_of_runs(world: int) -> Cluster:
 
 @lru_cache(maxsize=1)
 def measured_cpu() -> Cluster:
-    """This machine with matrix-product rate, memory bandwidth, and the cost of a small operator and of an instruction as measured
-    now, on one thread. The links keep their default constants. Source of durations computed from it: "formula"."""
+    """Return this machine's CPU as a cluster, measured on one thread.
+
+    Matrix-product rate, memory bandwidth, and the cost of a small operator and of an instruction are measured. The
+    links keep their default constants. Durations computed from it have the source "formula".
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -55,35 +64,35 @@ def measured_cpu() -> Cluster:
 
 
 def _memory_of_a_rank() -> int:
-    """This machine's memory, shared by as many ranks as it has cores."""
+    """Return this machine's memory, shared by as many ranks as it has cores."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (os.cpu_count() or 1)
 
 
 def _best(call: Callable[[], object]) -> float:
-    """Least seconds of a few calls, after a warm-up."""
+    """Return the least seconds of a few calls, after a warm-up."""
     call()
-    out = float("inf")
+    least = float("inf")
     for _ in range(REPEATS):
         begin = time.perf_counter()
         call()
-        out = min(out, time.perf_counter() - begin)
-    return out
+        least = min(least, time.perf_counter() - begin)
+    return least
 
 
 def _matmul_rate(rows: int = 512, width: int = 512) -> float:
-    """FLOP/s of a float32 product of the size of a small transformer's layers."""
+    """Measure FLOP/s of a float32 product of the size of a small transformer's layers."""
     a, b = torch.randn(rows, width), torch.randn(width, width)
     return 2 * rows * width * width / _best(lambda: a @ b)
 
 
 def _bandwidth(elements: int = 1 << 21) -> float:
-    """Bytes/s read and written by an element-wise addition on tensors that do not fit into the second-level cache."""
+    """Measure bytes/s that an element-wise addition reads and writes, on tensors larger than the second-level cache."""
     a, b, out = torch.randn(elements), torch.randn(elements), torch.empty(elements)
     return 3 * 4 * elements / _best(lambda: torch.add(a, b, out=out))
 
 
 def _small_op(calls: int = 2000) -> float:
-    """Seconds of an operator on one element: what each kernel costs at least."""
+    """Measure the seconds of an operator on one element: what each kernel costs at least."""
     a = torch.zeros(1)
 
     def run() -> None:
@@ -94,6 +103,6 @@ def _small_op(calls: int = 2000) -> float:
 
 
 def _instruction() -> float:
-    """Seconds of the issuing thread for an instruction and a message beside it, whatever the two do."""
+    """Measure the seconds of the issuing thread for an instruction and a message beside it, whatever the two do."""
     turns = list(host_seconds(array("q", [0] * HEART_SLOTS), range(1 + REPEATS)))[1:]
     return max(0.0, median(issue + talk for issue, talk in turns))

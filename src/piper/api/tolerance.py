@@ -14,7 +14,12 @@ BY_DTYPE = {"float32": FLOAT32, "float16": 5e-3, "bfloat16": 4e-2}
 
 @dataclass(frozen=True)
 class Tolerance:
-    """A relative tolerance; `why`: the dtype and the line that ask for one above that of float64."""
+    """A relative tolerance.
+
+    Attributes:
+        value: The relative difference that is allowed.
+        why: The dtype and the line that ask for a tolerance above that of float64.
+    """
 
     value: float = FLOAT64
     why: str = ""
@@ -27,8 +32,10 @@ STRICT = Tolerance()
 
 
 def tolerances(captured: Captured) -> Iterator[Tolerance]:
-    """Yield what to try, the strictest first: what is computed in a narrower type is equal all the same where both sides do it
-    in the same order."""
+    """Yield the tolerances to try, the strictest first.
+
+    What is computed in a narrower type is equal all the same where both sides compute it in the same order.
+    """
     from piper_compiler.capture import narrowest
 
     yield STRICT

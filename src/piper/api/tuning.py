@@ -1,4 +1,7 @@
-"""tune: the front door of the tuner. It captures the job once, runs the best candidates, and draws the progress."""
+"""tune: search the parameters of a strategy.
+
+A job is captured once, and the best candidates can be run.
+"""
 
 from __future__ import annotations
 
@@ -55,21 +58,35 @@ def tune(
     global_batch: int | None = None,
     model: CostModelFactory = DeviceModel,
 ) -> Study:
-    """Search the strategy with the least predicted `period_s` (seconds per step in steady state) whose plan stays within
-    `memory_limit` on every device: bytes or text such as "20GiB", compared with `Simulation.device_bytes`; default: what the
-    cluster's devices have.
+    """Search the strategy with the least predicted `period_s` whose plan fits the memory of every device.
 
-    `strategy(trial)` chooses with Optuna's `suggest_int`, `suggest_float` and `suggest_categorical` and returns a Strategy.
-    `source` is a Job, captured once, or a Program (then `global_batch` is as in `compile`, and nothing can be confirmed).
-    `trials`, `seed`, `storage`, `sampler`, `timeout_s`: see `piper_autotune.tune`. `workers`: processes (0: this one), "ray",
-    "local" (a Ray of its own) or the address of a Ray cluster; the same seed and number of workers give the same study.
-    `confirm`: so many of the best are run for `steps` steps on `launcher` (in `pool`, if given), and the best is the one measured
-    to be fastest; refused unless `cluster` is this machine. `costs`: measured durations. `model`: the cost model, as in
-    `simulate`. `out`: study.json and best.json go to a new folder below it. Ctrl-C returns what was found so far.
+    `period_s` is seconds per step in steady state. `strategy(trial)` chooses with Optuna's `suggest_int`,
+    `suggest_float` and `suggest_categorical` and returns a Strategy. Ctrl-C returns what was found so far.
+
+    Args:
+        source: A Job, captured once, or a Program, for which nothing can be confirmed.
+        strategy: The function of a trial.
+        cluster: What is predicted for.
+        trials: Candidates, as in `piper_autotune.tune`; so are `seed`, `storage`, `sampler`, `timeout_s`.
+        confirm: How many of the best are run; the best is then the one measured to be fastest. Refused unless `cluster`
+            is this machine.
+        memory_limit: Bytes, or text such as "20GiB", compared with `Simulation.device_bytes`. The default is what the
+            cluster's devices have.
+        costs: Measured durations.
+        workers: Processes (0: this one), "ray", "local" (a Ray of its own) or the address of a Ray cluster. The same
+            seed and number of workers give the same study.
+        launcher: What confirming runs are run on.
+        pool: Workers of confirming runs to use again.
+        steps: Steps of a confirming run.
+        out: study.json and best.json go to a new folder below it.
+        progress: Called while the search goes on.
+        global_batch: With a Program only, as in `compile`.
+        model: The cost model, as in `simulate`.
 
     TuneError: arguments, storage, or a space that contradicts itself. SearchError (a TuneError): the storage failed in
-    mid-search. NothingFoundError (a SearchError): no candidate can be used; the message says why, or the smallest limit that
-    fits one. The `study` of both holds what was found."""
+    mid-search. NothingFoundError (a SearchError): no candidate can be used; the message says why, or the smallest limit
+    that fits one. The `study` of both holds what was found.
+    """
     from piper_runtime.launch import check_launcher, check_startable
 
     device = chosen_cluster(cluster)
@@ -105,8 +122,11 @@ def tune(
 
 @contextmanager
 def _joined(workers: int | str) -> Iterator[None]:
-    """Inside, this process is connected to Ray if workers are a cluster: at an address, or for "ray" the one that is there, else
-    one of its own. ExecutionError when none answers."""
+    """Connect this process to Ray inside of the `with`, if workers are a cluster.
+
+    It joins the cluster at an address; "ray" joins the one that is there, else starts one. ExecutionError when none
+    answers.
+    """
     if not isinstance(workers, str):
         yield
         return
@@ -122,8 +142,10 @@ def _joined(workers: int | str) -> Iterator[None]:
 
 @contextmanager
 def saved(folder: Path | None) -> Iterator[None]:
-    """A search inside that fails, or finds nothing, leaves its study in the folder all the same: it has what was found, and the
-    reasons. One that is refused before it begins leaves no folder."""
+    """Save the study of a search that fails inside of the `with`, or that finds nothing.
+
+    The study has what was found, and the reasons. A search that is refused before it begins leaves no folder.
+    """
     with unless_empty(folder):
         try:
             yield
@@ -141,7 +163,7 @@ def problem_of(
     global_batch: int | None,
     model: CostModelFactory = DeviceModel,
 ) -> tuple[TuningProblem, dict[str, Any]]:
-    """What is searched for, and how a job's programs come to the workers."""
+    """Return what is searched for, and the keywords that bring a job's programs to the workers."""
     if isinstance(source, Program):
         return TuningProblem(source, global_batch, cluster=cluster, costs=costs, memory_limit=limit, model=model), {}
     from piper.api.capturing import captured_job, program_at
@@ -163,7 +185,7 @@ def problem_of(
 
 
 def _limit(given: int | str | None, cluster: Cluster | None) -> int | None:
-    """Bytes. TuneError for what is neither a positive number of bytes nor text with a unit."""
+    """Return a memory limit in bytes. TuneError for what is neither a positive number of bytes nor text with a unit."""
     if given is None:
         return None if cluster is None else max(kind.device.memory_bytes for kind in cluster.kinds)
     number: float = given if isinstance(given, int) and not isinstance(given, bool) else 0
@@ -177,7 +199,7 @@ def _limit(given: int | str | None, cluster: Cluster | None) -> int | None:
 
 
 def _check_local(cluster: Cluster | None) -> None:
-    """TuneError unless what is confirmed here is what was asked for."""
+    """Raise TuneError unless what is confirmed here is what was asked for."""
     import torch
 
     asked = "given durations" if cluster is None else cluster.name

@@ -20,15 +20,20 @@ from piper_runtime.rank import rng_places
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """How a run compares with the whole batch in one forward. advancing: buffers that advance once per microbatch; random: a
-    chunk that draws random numbers, for which there is no comparison."""
+    """How a run compares with the whole batch in one forward.
+
+    Attributes:
+        differences: What differs.
+        advancing: Buffers that advance once per microbatch.
+        random: A chunk that draws random numbers, for which there is no comparison.
+    """
 
     differences: list[Difference]
     advancing: tuple[str, ...] = ()
     random: str = ""
 
     def text(self) -> str:
-        """One sentence."""
+        """Return the comparison as one sentence."""
         if self.random:
             return f"the whole batch in one forward: not compared, for it draws other random numbers in chunk {self.random}"
         if not self.differences:
@@ -42,8 +47,16 @@ class WholeBatch:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """What a comparison with one device and the same microbatches found; `differences` stand in the order of steps and are beyond
-    the tolerance. whole: the same for the whole batch in one forward, where that is something else."""
+    """What a comparison with one device and the same microbatches found.
+
+    Attributes:
+        strategy: What was run.
+        steps: How many were compared.
+        tensors: How many the model's state has.
+        differences: Those beyond the tolerance, in the order of steps.
+        whole: The same for the whole batch in one forward, where that is something else.
+        tolerance: What was allowed.
+    """
 
     strategy: Strategy
     steps: int
@@ -58,13 +71,16 @@ class VerificationReport:
 
     @property
     def equal_whole_batch(self) -> bool | None:
-        """None where it was not compared."""
+        """Return whether the whole batch in one forward is equal too, None where it was not compared."""
         if self.whole is None:  # one microbatch on one replica
             return self.equal
         return None if self.whole.random else not self.whole.differences
 
     def text(self) -> str:
-        """One line when equal, else the first difference and how many there are; then what the whole batch gives."""
+        """Return one line when all is equal, else the first difference and their number.
+
+        A line on what the whole batch gives follows.
+        """
         return "\n  ".join(filter(None, (self._same_microbatches(), self.whole.text() if self.whole else "")))
 
     def _same_microbatches(self) -> str:
@@ -81,9 +97,12 @@ class VerificationReport:
 
 
 def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> VerificationReport:
-    """Compile in float64, check the plan's rules, run it inline and compare losses, gradients, parameters and buffers with
-    those of the unmodified module under autograd. Raises what `compile` and `execute` raise, PlanError for a plan that breaks a
-    rule, and JobError for random operations whose numbers plain PyTorch cannot draw."""
+    """Run a strategy in float64 in this process and compare it with the unmodified module under autograd.
+
+    The plan's rules are checked before it runs inline. Losses, gradients, parameters and buffers are compared. Raises
+    what `compile` and `execute` raise, PlanError for a plan that breaks a rule, and JobError for random operations
+    whose numbers plain PyTorch cannot draw.
+    """
     wide = replace(job, precision=Precision(params="float64"))
     compiled = compile(wide, strategy)
     verify(compiled.plan)
@@ -92,27 +111,32 @@ def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Verifica
     head = rng_places(plan.chunks)[plan.chunks[-1].id]
     expected = reference(wide, replicas=plan.replicas, microbatches=plan.microbatches, steps=steps, head=head)
     _check_random(plan, expected)
-    found = RunOutcome.of(run)
-    beyond, tolerance = compared(found, expected, captured_job(wide))
-    whole = _whole_batch(wide, compiled, steps, found, tolerance)
+    outcome = RunOutcome.of(run)
+    beyond, tolerance = compared(outcome, expected, captured_job(wide))
+    whole = _whole_batch(wide, compiled, steps, outcome, tolerance)
     return VerificationReport(strategy, steps, len(expected.state_dict), beyond, whole, tolerance)
 
 
-def _whole_batch(job: Job, compiled: Compiled, steps: int, found: RunOutcome, tolerance: Tolerance) -> WholeBatch | None:
-    """Compare with the whole batch in one forward. Parameters are left out: where a true gradient is zero, Adam makes steps of
-    the rounding, which is another one here."""
+def _whole_batch(job: Job, compiled: Compiled, steps: int, outcome: RunOutcome, tolerance: Tolerance) -> WholeBatch | None:
+    """Compare with the whole batch in one forward.
+
+    Parameters are left out: where a true gradient is zero, Adam makes steps of the rounding, which is another one here.
+    """
     plan = compiled.plan
     if plan.microbatches * plan.replicas == 1:
         return None
     names = tuple(a.name for a in compiled.advancing)
     if random := next((c.id for c in plan.chunks if c.random), ""):
         return WholeBatch([], names, random)
-    both = differences(found, reference(job, steps=steps), tolerance.value)
+    both = differences(outcome, reference(job, steps=steps), tolerance.value)
     return WholeBatch([d for d in both if d.what in ("loss", "gradient", "buffer")], names)
 
 
 def compared(found: RunOutcome, expected: Reference, captured: Captured) -> tuple[list[Difference], Tolerance]:
-    """Return the differences by the strictest tolerance that finds none, else by that of the narrowest dtype in the model."""
+    """Return the differences by the strictest tolerance that finds none, and that tolerance.
+
+    Where each finds some, they are those by the tolerance of the narrowest dtype in the model.
+    """
     for tolerance in tolerances(captured):
         beyond = differences(found, expected, tolerance.value)
         if not beyond:
@@ -121,10 +145,12 @@ def compared(found: RunOutcome, expected: Reference, captured: Captured) -> tupl
 
 
 def _check_random(plan: Plan, expected: Reference) -> None:
-    """JobError when the reference drew other random numbers than the plan will, so that differences would say nothing.
+    """Raise JobError when the reference drew other random numbers than the plan will.
 
-    The plan sets the random state before each chunk, the reference before each layer: these are the same where every chunk
-    that draws has a place that the reference knows, and no layer of the reference lies within a chunk."""
+    Differences would say nothing then. The plan sets the random state before each chunk, the reference before each
+    layer. These are the same where every chunk that draws has a place that the reference knows, and no layer of the
+    reference lies within a chunk.
+    """
     places = rng_places(plan.chunks)
     inside = {p for p in expected.places if isinstance(p, int)} - set(places.values())
     other = [c for c in plan.chunks if c.random and (places[c.id] not in expected.places or (inside and "layer" in c.coords))]

@@ -1,6 +1,6 @@
 """The `piper` command: its subcommands and options, how it loads a FILE.py, and how it ends when it is interrupted.
 
-It may import every other room of `piper`; no other room imports it. Heavy imports happen inside of the commands.
+This room may import every other room of `piper`; no other room imports it. Heavy imports happen inside of the commands.
 """
 
 from piper.cli.commands import app, main

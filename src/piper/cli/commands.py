@@ -1,5 +1,8 @@
-"""The `piper` command. Errors of the user's making end with one message and exit code 2; the heavy imports happen in the
-commands, which say how they are used and leave the work to the modules that they call."""
+"""The `piper` command.
+
+Errors of the user's making end with one message and exit code 2. The heavy imports happen inside of the commands, which
+say how they are used and leave the work to the modules that they call.
+"""
 
 from __future__ import annotations
 
@@ -349,10 +352,10 @@ def verify(
         from piper.cli.loading import load_file
 
         recipe = load_file(file, pairs(params), strategy)
-        found = verify_strategy(recipe.job, recipe.strategy, steps=steps)
-        numbers = {"equal": found.equal, "equal_whole_batch": found.equal_whole_batch, "text": found.text()}
-        print(json.dumps(numbers) if as_json else found.text())
-        if not found.equal:
+        report = verify_strategy(recipe.job, recipe.strategy, steps=steps)
+        numbers = {"equal": report.equal, "equal_whole_batch": report.equal_whole_batch, "text": report.text()}
+        print(json.dumps(numbers) if as_json else report.text())
+        if not report.equal:
             raise typer.Exit(1)
 
 
@@ -365,9 +368,9 @@ def doctor(as_json: AsJsonOption = False) -> None:
     with user_errors(locals()):
         from piper.cli.doctor import as_rows, examine, text
 
-        found = examine()
-        print(json.dumps(as_rows(found)) if as_json else text(found))
-        if any(f.state == "missing" for f in found):
+        findings = examine()
+        print(json.dumps(as_rows(findings)) if as_json else text(findings))
+        if any(f.state == "missing" for f in findings):
             raise typer.Exit(1)
 
 

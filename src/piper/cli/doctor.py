@@ -25,8 +25,13 @@ LIBRARIES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `state`: "ok", "missing" (something cannot be done; `text` says what to do) or "absent" (nobody
-    needs it)."""
+    """One line of the report.
+
+    Attributes:
+        name: What was looked at.
+        state: "ok", "missing" (something cannot be done; `text` says what to do) or "absent" (nobody needs it).
+        text: What was found.
+    """
 
     name: str
     state: str
@@ -34,7 +39,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at this machine; takes a second or two, since torch is imported."""
+    """Look at this machine. It takes a second or two, since torch is imported."""
     return [_python(), _cores(), _memory(), *_torch(), *_libraries(), _shared_memory(), *_launchers()]
 
 
@@ -64,38 +69,38 @@ def _torch() -> list[Finding]:
         import torch.distributed as dist
     except ImportError as e:
         return [Finding("torch", "missing", f"{e}; pip install torch")]
-    found = [Finding("torch", "ok", torch.__version__)]
+    findings = [Finding("torch", "ok", torch.__version__)]
     if torch.cuda.is_available():
         for i in range(torch.cuda.device_count()):
             facts = torch.cuda.get_device_properties(i)
-            found.append(
+            findings.append(
                 Finding(f"cuda:{i}", "ok", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}")
             )
     else:
         built = f"this torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "this torch is built without CUDA"
-        found.append(Finding("cuda", "absent", f"no device; {built}. Plans run on CPUs"))
+        findings.append(Finding("cuda", "absent", f"no device; {built}. Plans run on CPUs"))
     available: dict[str, Callable[[], bool]] = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available}
     for name, is_there in available.items():
         there = dist.is_available() and is_there()
         needed = name == "gloo"
         text = "available" if there else "not in this torch" + ("; ranks on CPUs cannot communicate" if needed else "")
-        found.append(Finding(name, "ok" if there else "missing" if needed else "absent", text))
-    return found
+        findings.append(Finding(name, "ok" if there else "missing" if needed else "absent", text))
+    return findings
 
 
 def _libraries() -> list[Finding]:
-    out = []
+    findings = []
     for name, use in LIBRARIES.items():
         try:
-            out.append(Finding(name, "ok", f"{version(name)}, for {use}"))
+            findings.append(Finding(name, "ok", f"{version(name)}, for {use}"))
         except PackageNotFoundError:
             optional = "(optional)" in use
-            out.append(Finding(name, "absent" if optional else "missing", f"not installed, for {use}; pip install {name}"))
-    return out
+            findings.append(Finding(name, "absent" if optional else "missing", f"not installed, for {use}; pip install {name}"))
+    return findings
 
 
 def _shared_memory() -> Finding:
-    """Ray's object store and the launcher's watch over its workers live there."""
+    """Look at shared memory, where Ray's object store and the launcher's watch over its workers live."""
     path = Path("/dev/shm")
     if not path.is_dir():
         return Finding("shared memory", "absent", "/dev/shm is not there; files in the temporary folder are used")
@@ -112,14 +117,16 @@ def _launchers() -> list[Finding]:
     )
     try:
         version("ray")
-        found = Finding("launcher ray", "ok", joined)
+        ray_finding = Finding("launcher ray", "ok", joined)
     except PackageNotFoundError:
-        found = Finding("launcher ray", "missing", 'without Ray use launcher "processes", on this machine or under torchrun')
-    return [found, Finding("launcher processes", "ok", "one process per rank on this machine; also under torchrun")]
+        ray_finding = Finding(
+            "launcher ray", "missing", 'without Ray use launcher "processes", on this machine or under torchrun'
+        )
+    return [ray_finding, Finding("launcher processes", "ok", "one process per rank on this machine; also under torchrun")]
 
 
 def text(findings: list[Finding]) -> str:
-    """For people: a line each."""
+    """Return the findings for people, a line each."""
     wide = max(len(f.name) for f in findings)
     lines = [f"{f.name:<{wide}}  {f.state:<7}  {f.text}" for f in findings]
     missing = [f.name for f in findings if f.state == "missing"]
@@ -127,5 +134,5 @@ def text(findings: list[Finding]) -> str:
 
 
 def as_rows(findings: list[Finding]) -> list[dict[str, Any]]:
-    """For programs."""
+    """Return the findings for programs."""
     return [{"name": f.name, "state": f.state, "text": f.text} for f in findings]

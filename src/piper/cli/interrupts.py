@@ -1,8 +1,8 @@
 """Ctrl-C that is not lost.
 
-Python tells of it by an exception wherever the program happens to be, and there are places which drop exceptions: importing torch
-(where it asks whether NumPy is there, whatever was raised meanwhile counts as no), finalizers, callbacks. The command would go on
-as if nobody had asked it to stop.
+Python tells of it by an exception wherever the program happens to be, and there are places which drop exceptions:
+importing torch (where it asks whether NumPy is there, whatever was raised meanwhile counts as no), finalizers,
+callbacks. The command would go on as if nobody had asked it to stop.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ INTERRUPTED = 130
 TERMINATED = 128 + signal.SIGTERM
 """Exit code of a command that was asked to end, as a batch system does before it kills."""
 AGAIN_S = 0.05
-"""Until an interrupt that was dropped is told of again."""
+"""Seconds until an interrupt that was dropped is told of again."""
 
 
 def hear() -> None:
-    """Hear signals, in the main thread of a command. Ones that are ignored, as in the background of a shell, stay so."""
+    """Hear signals, in the main thread of a command.
+
+    Ones that are ignored, as in the background of a shell, stay so.
+    """
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminated)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -32,8 +35,11 @@ def hear() -> None:
 
 
 def leave(code: int = INTERRUPTED) -> None:
-    """End at once after an interrupt, when workers and Ray are ended. Ray's native threads may crash an interpreter whose raylet
-    the same interrupt has ended, and the shell would hear of a segmentation fault."""
+    """End at once after an interrupt, when workers and Ray are ended.
+
+    Ray's native threads may crash an interpreter whose raylet the same interrupt has ended, and the shell would hear of
+    a segmentation fault.
+    """
     if "ray" in sys.modules:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -20,8 +20,17 @@ def print_launch(
     refused: Mapping[str, bool],
     as_json: bool,
 ) -> None:
-    """`options`: those that stand in the lines, by flag; None or False for one that was not given. `refused`: those that no line
-    can have, and whether they were given; JobError if any was."""
+    """Print the command lines that start the ranks of a file.
+
+    Args:
+        file: The user's FILE.py.
+        world: Number of ranks.
+        nodes: Machines; None for a default.
+        params: Parameters as `-p` gives them.
+        options: Options that stand in the lines, by flag. None or False for one that was not given.
+        refused: Options that no line can have, and whether they were given. JobError if any was.
+        as_json: Print JSON and nothing else.
+    """
     if wrong := [flag for flag, given in refused.items() if given]:
         raise JobError(
             f"--print-launch prints how to start a training with torchrun, with Slurm or in a Ray of its own: leave out "

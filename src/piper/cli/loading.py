@@ -1,5 +1,8 @@
-"""Loading of the user's FILE.py: code that is run, and that must define `job` and `strategy`, and may define `params` (values
-for a strategy that is a function of a trial, where nobody searches) and `steps`."""
+"""Loading of the user's FILE.py, which is run.
+
+It must define `job` and `strategy`. It may define `steps`, and `params`: values for a strategy that is a function of a
+trial, where nobody searches.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,16 @@ from piper_runtime.rank import RECIPE_MARK
 
 @dataclass(frozen=True)
 class JobFile:
-    """What a FILE.py defines. `steps`: how many it wants to train when nobody says; 3 when it does not say either. `function`: of
-    a trial, None when the file's strategy is none; `params`: what it was, or would have been, answered with."""
+    """What a FILE.py defines.
+
+    Attributes:
+        path: Of the file.
+        job: What it trains.
+        strategy: How it is trained.
+        steps: How many it wants to train when nobody says; 3 when it does not say either.
+        function: The function of a trial that the file's strategy is; None when it is none.
+        params: What the function's suggestions were, or would have been, answered with.
+    """
 
     path: Path
     job: Job
@@ -33,8 +44,15 @@ class JobFile:
     params: Mapping[str, str] = field(default_factory=dict)
 
     def varied(self, params: Mapping[str, str], *, any_value: bool = False, flag: str = "-p") -> Strategy:
-        """The strategy with other values of some parameters. `any_value`: also integers that the function does not offer. `flag`:
-        of the command line, for messages. JobError when it is not a function of a trial, or has no such parameter."""
+        """Return the strategy with other values of some parameters.
+
+        JobError when it is not a function of a trial, or has no such parameter.
+
+        Args:
+            params: The other values.
+            any_value: Accept integers that the function does not offer.
+            flag: How messages call the option of the command line.
+        """
         if self.function is None:
             raise JobError(f"{self.path}: `strategy` is not a function of a trial, so that it has no parameters to change")
         trial = FixedTrial({**self.params, **params}, params if any_value else (), flag)
@@ -66,9 +84,14 @@ def load_space(path: str | Path) -> SearchFile:
 
 
 def load_file(path: str | Path, params: Mapping[str, str] | None = None, strategy: str | Path | None = None) -> JobFile:
-    """Run FILE.py and take its `job` and `strategy`. `params` answer the suggestions of a strategy that is a function of a
-    trial, before the file's own `params`; `strategy` names a JSON file to use instead of the file's own. JobError for a missing
-    or broken file, or one that lacks a name."""
+    """Run FILE.py and take its `job` and `strategy`. JobError for a missing or broken file, or one that lacks a name.
+
+    Args:
+        path: Of the file.
+        params: Answers to the suggestions of a strategy that is a function of a trial; they come before the file's own
+            `params`.
+        strategy: A JSON file whose strategy is used instead of the file's own.
+    """
     path = Path(path)
     module = _run(path)
     job = _job(path, module)
@@ -85,7 +108,10 @@ def load_file(path: str | Path, params: Mapping[str, str] | None = None, strateg
 
 
 def load_recipes(path: str | Path) -> None:
-    """Run FILE.py for the recipes that it registers; it need not define a job. JobError for a missing or broken file."""
+    """Run FILE.py for the recipes that it registers; it need not define a job.
+
+    JobError for a missing or broken file.
+    """
     _run(Path(path))
 
 
@@ -131,7 +157,7 @@ def _run(path: Path) -> ModuleType:
 
 
 def _line(error: BaseException, path: Path) -> str:
-    """Where in the user's file it happened."""
+    """Return where in the user's file an error happened."""
     if isinstance(error, SyntaxError):
         return f" (line {error.lineno})"
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).resolve() == path.resolve()]
@@ -144,7 +170,7 @@ def _function(module: ModuleType) -> Callable[[Any], Any] | None:
 
 
 def _params(path: Path, module: ModuleType) -> dict[str, str]:
-    """The file's own parameters, for a strategy that is a function of a trial."""
+    """Return the file's own parameters, for a strategy that is a function of a trial."""
     own = getattr(module, "params", {})
     if _function(module) is None:
         return {}
@@ -164,7 +190,7 @@ def _strategy(
 
 
 def _answered(path: Path, function: Callable[[Any], Any], trial: FixedTrial, given: Iterable[str]) -> Strategy:
-    """What a function of a trial returns. It must ask for the parameters `given`."""
+    """Return the strategy that a function of a trial returns. It must ask for the parameters `given`."""
     with user_code("strategy(trial)", JobError):
         strategy = function(trial)
     trial.check_all_used(given)

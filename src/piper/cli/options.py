@@ -144,7 +144,7 @@ AsJsonOption = Annotated[bool, typer.Option("--json", help="print JSON for progr
 
 
 def searchers(workers: str) -> int | str:
-    """`--workers`: a number of processes, "ray", "local", or HOST:PORT. JobError otherwise."""
+    """Read `--workers`: a number of processes, "ray", "local", or HOST:PORT. JobError otherwise."""
     if workers.isdigit():
         return int(workers)
     if workers in ("ray", "local") or ":" in workers:
@@ -153,14 +153,14 @@ def searchers(workers: str) -> int | str:
 
 
 def pairs(params: Sequence[str] | None, flag: str = "-p") -> dict[str, str]:
-    """`-p` options by name. JobError for one without a name or value."""
-    out = {}
+    """Return `-p` options by name. JobError for one without a name or value."""
+    values = {}
     for item in params or []:
         name, equals, value = item.partition("=")
         if not equals or not name:
             raise JobError(f"{flag} {item}: NAME=VALUE is expected, e.g. {flag} microbatches=8")
-        out[name] = value
-    return out
+        values[name] = value
+    return values
 
 
 ARGUMENTS = (
@@ -176,7 +176,10 @@ ARGUMENTS = (
     "steps",
     "rows",
 )
-"""Of functions whose messages reach the command line. No message there is about another "cluster" than Ray's, `--address`."""
+"""Arguments of functions whose messages reach the command line.
+
+A message about a "cluster" is about Ray's there, which is `--address`.
+"""
 PARAMETERS = {"cluster": "address"}
 """Arguments whose option has another name."""
 _CALL = re.compile(rf"\b(?:execute|profile|tune)\(({'|'.join(ARGUMENTS)})=(.*?)\)(?=:)")

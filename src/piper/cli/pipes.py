@@ -13,7 +13,7 @@ from piper_ir.errors import OutputError
 
 
 class OutputStream:
-    """A text stream that may lose its reader. Everything that is not said here is the stream's own."""
+    """A text stream that may lose its reader. What is not defined here is the stream's own."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream, self._name = stream, name
@@ -33,7 +33,10 @@ class OutputStream:
             self._lost(e, 0)
 
     def _lost(self, error: OSError, written: int) -> int:
-        """From now on write to nowhere: also what is still in the stream's buffer, which the interpreter flushes at its end."""
+        """Write to nowhere from now on.
+
+        That holds also for what is still in the stream's buffer, which the interpreter flushes at its end.
+        """
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
@@ -46,7 +49,10 @@ class OutputStream:
 
 
 def open_output() -> None:
-    """Prepare stdout and stderr for the command. A stream that the shell has closed (`>&-`) becomes one that goes nowhere."""
+    """Prepare stdout and stderr for the command.
+
+    A stream that the shell has closed (`>&-`) becomes one that goes nowhere.
+    """
     for number in (0, 1, 2):
         try:
             os.fstat(number)

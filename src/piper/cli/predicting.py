@@ -29,7 +29,13 @@ ONE_MORE = "one microbatch more"
 
 @dataclass(frozen=True)
 class Target:
-    """What is simulated on: the name of a cluster, and a file of costs; and whether what runs at the same time shares."""
+    """What is simulated on.
+
+    Attributes:
+        name: The name of a cluster.
+        file: A file of measured costs.
+        contention: Whether instructions that run at the same time share links, SMs and memory.
+    """
 
     name: str
     file: Path | None
@@ -49,7 +55,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Noise:
-    """See `Simulation.distribution`."""
+    """How durations vary; see `Simulation.distribution`."""
 
     jitter: float
     repetitions: int
@@ -57,7 +63,10 @@ class Noise:
 
     @staticmethod
     def of(jitter: float | None, repetitions: int | None, seed: int | None) -> Noise | None:
-        """As on the command line; None without --jitter. JobError for what belongs to it and stands alone."""
+        """Return the noise that the command line asks for; None without --jitter.
+
+        JobError for options that belong to it and stand alone.
+        """
         if jitter is not None:
             return Noise(jitter, 200 if repetitions is None else repetitions, seed or 0)
         if repetitions is not None or seed is not None:
@@ -67,8 +76,15 @@ class Noise:
 
 @dataclass(frozen=True)
 class PredictionOutput:
-    """What a command prints and writes of a prediction. `out`: results and a report go to a new folder below it; `explained`:
-    also why the step takes its time; `noise`: how it is spread; `snapshots`: the folder for the memory of each rank."""
+    """What a command prints and writes of a prediction.
+
+    Attributes:
+        out: Results and a report go to a new folder below it.
+        explained: Also say why the step takes its time.
+        as_json: Print JSON and nothing else.
+        noise: How durations vary.
+        snapshots: The folder for the memory of each rank.
+    """
 
     out: Path | None = None
     explained: bool = False
@@ -81,7 +97,7 @@ def simulated(
     file: Path, strategy: Path | None, other: Path | None, params: Mapping[str, str], changes: Mapping[str, str], target: Target,
     shown: PredictionOutput,
 ) -> None:  # fmt: skip
-    """The command: one strategy, or two beside each other."""
+    """Simulate one strategy, or two beside each other, as the command line asks for."""
     two = other is not None or bool(changes)
     if two and shown != PredictionOutput(as_json=shown.as_json):
         raise JobError("--why, --jitter, --memory-snapshot and --out are for one strategy; simulate the two one after the other")
@@ -99,19 +115,21 @@ def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
     result = simulate(compiled.plan, cluster, costs=target.costs, contention=target.contention)
     noise = shown.noise
     spread = noise and result.distribution(noise.jitter, seed=noise.seed, repetitions=noise.repetitions)
-    found = None
+    explanation = None
     if shown.explained:
-        found = why(compiled.plan, cluster, costs=target.costs, contention=target.contention)
-        found = replace(found, what_if=(*found.what_if, one_more(job_file, compiled, target, found.step_s)))
+        explanation = why(compiled.plan, cluster, costs=target.costs, contention=target.contention)
+        explanation = replace(
+            explanation, what_if=(*explanation.what_if, one_more(job_file, compiled, target, explanation.step_s))
+        )
     folder = new_folder(shown.out, name) if shown.out is not None else None  # what is refused leaves none
     if shown.as_json:
         more = {"distribution": spread.as_dict()} if spread else {}
-        print(json.dumps(result.summary() | more | ({"why": found.as_dict()} if found else {})))
+        print(json.dumps(result.summary() | more | ({"why": explanation.as_dict()} if explanation else {})))
     else:
         show(prediction_table(result, title=f"{name} on {cluster.name}"))
         print()
         show(memory_table(result))
-        for table in ([distribution_table(spread)] if spread else []) + list(why_tables(found) if found else ()):
+        for table in ([distribution_table(spread)] if spread else []) + list(why_tables(explanation) if explanation else ()):
             print()
             show(table)
     if shown.snapshots is not None:
@@ -123,8 +141,11 @@ def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
 
 
 def one_more(job_file: JobFile, compiled: Compiled, target: Target, now_s: float) -> WhatIf:
-    """The step, now of `now_s` seconds, with one microbatch more of as many rows: the global batch grows by it. It takes a
-    strategy that is a function of a trial, with a parameter that is the number of microbatches."""
+    """Predict the step with one microbatch more of as many rows, so that the global batch grows by it.
+
+    `now_s` is the step as it is. It takes a strategy that is a function of a trial, with a parameter that is the number
+    of microbatches.
+    """
     plan = compiled.plan
     m, each = plan.microbatches, plan.rows * plan.replicas
     job = replace(job_file.job, global_batch=(m + 1) * each)
@@ -147,13 +168,16 @@ def one_more(job_file: JobFile, compiled: Compiled, target: Target, now_s: float
 def predict_two(
     job_file: JobFile, other: Path | None, target: Target, *, params: Mapping[str, str], changes: Mapping[str, str], as_json: bool
 ) -> None:
-    """Simulate two strategies and print where the difference arises. `other`: another FILE.py, which `params` hold for too, or a
-    saved strategy of the same job; None: the same file. `changes` of parameters make the second."""
+    """Simulate two strategies and print where the difference arises.
+
+    `other` is another FILE.py, which `params` hold for too, or a saved strategy of the same job; None is the same file.
+    `changes` of parameters make the second strategy.
+    """
     second, names = _second(job_file, other, params, changes)
-    found = []
+    explanations = []
     for side in (job_file, second):
-        found.append(why(target.compiled(side).plan, target.cluster, costs=target.costs, contention=target.contention))
-    result = compare(*found)
+        explanations.append(why(target.compiled(side).plan, target.cluster, costs=target.costs, contention=target.contention))
+    result = compare(*explanations)
     if as_json:
         print(json.dumps({"a": names[0], "b": names[1], **result.as_dict()}))
         return
@@ -167,7 +191,7 @@ def predict_two(
 def _second(
     job_file: JobFile, other: Path | None, params: Mapping[str, str], changes: Mapping[str, str]
 ) -> tuple[JobFile, tuple[str, str]]:
-    """The other side of a comparison, and what to call the two."""
+    """Return the other side of a comparison, and what to call the two."""
     name = job_file.path.name
     was = " " * bool(changes) + ", ".join(f"{n}={job_file.params.get(n, '-')}" for n in changes)
     now = " " * bool(changes) + ", ".join(f"{n}={v}" for n, v in changes.items())

@@ -1,4 +1,4 @@
-"""`piper run` and `piper launch`: train a file's strategy, emulate it, or print the command lines that start its ranks."""
+"""`piper run` and `piper launch`: train, emulate, or print the command lines that start the ranks."""
 
 from __future__ import annotations
 

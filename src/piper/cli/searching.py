@@ -36,7 +36,10 @@ class TuneArguments:
 
 
 def tune(arguments: TuneArguments) -> Study:
-    """Search, print the table or its JSON, and write study and report. Returns the study, which may be that of a part."""
+    """Search, print the table or its JSON, and write study and report.
+
+    Returns the study, which may be that of a part.
+    """
     a = arguments
     space = load_space(a.file)
     folder = new_folder(a.out, a.file.stem) if a.out else None

@@ -1,4 +1,7 @@
-"""GPT: learned positions, LayerNorm before each part, GELU, one embedding for both ends (GPT-2; GPT-3, arXiv 2005.14165)."""
+"""GPT: learned positions, LayerNorm before each part, GELU, one embedding for both ends.
+
+See GPT-2, and GPT-3, arXiv 2005.14165.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,16 @@ from piper.models.parts import check_multiple, check_sizes, start
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a GPT. `width` is d_model, `length` the tokens of a row, which are also the learned positions; the feed-forward
-    part is 4 x width wide. `tied`: embedding and head are one parameter. JobError for sizes that do not fit together."""
+    """Sizes of a GPT, whose feed-forward part is 4 x width wide. JobError for sizes that do not fit together.
+
+    Attributes:
+        layers: Number of blocks.
+        width: d_model.
+        heads: Heads of attention.
+        vocab: Number of tokens.
+        length: Tokens of a row, which are also the learned positions.
+        tied: Whether embedding and head are one parameter.
+    """
 
     layers: int
     width: int
@@ -27,13 +38,15 @@ class GPTConfig:
         check_multiple(self, "width", self.width, "heads", self.heads)
 
     def build(self) -> GPT:
-        """The module, on the device that is current: on meta nothing is allocated."""
+        """Return the module, on the device that is current. On meta nothing is allocated."""
         return GPT(self)
 
 
 class GPTBlock(nn.Module):
-    """Attention over all earlier tokens, then the feed-forward part. GPT-3 alternates this with banded sparse attention
-    (2005.14165, section 2.1); here every layer is dense."""
+    """Attention over all earlier tokens, then the feed-forward part.
+
+    GPT-3 alternates this with banded sparse attention (2005.14165, section 2.1); here every layer is dense.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -52,7 +65,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """tokens [rows, T] int64, T at most `config.length` -> logits [rows, T, vocab]."""
+    """The model: tokens [rows, T] int64, T at most `config.length`, to logits [rows, T, vocab]."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

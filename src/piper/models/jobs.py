@@ -17,7 +17,9 @@ from piper_ir.errors import JobError
 from piper_runtime.rank import Job, Precision
 
 SEED_STRIDE = 1_000_003
-"""Between the seeds of two steps: more than there are rows in a batch. A CPU generator looks at 32 bits of a seed only."""
+"""The distance between the seeds of two steps: more than there are rows in a batch. A CPU generator looks at 32 bits
+of a seed only.
+"""
 
 
 def job(
@@ -30,11 +32,20 @@ def job(
     clip_norm: float | None = None,
     seed: int = 0,
 ) -> Job:
-    """A job that trains a model, by preset or by sizes, to predict the next of random tokens.
+    """Return a job that trains a model to predict the next of random tokens.
 
-    `length`: tokens per row, instead of the model's own; `precision`: dtype of parameters, activations and gradients. AdamW has
-    betas 0.9 and 0.95 and decays matrices by 0.1 (GPT-3, arXiv 2005.14165, appendix B). Jobs of equal sizes and precision share
-    one capture. JobError for sizes that do not fit together."""
+    JobError for sizes that do not fit together. AdamW has betas 0.9 and 0.95 and decays matrices by 0.1 (GPT-3, arXiv
+    2005.14165, appendix B). Jobs of equal sizes and precision share one capture.
+
+    Args:
+        model: The name of a preset, or sizes.
+        global_batch: Rows of a step over all replicas.
+        length: Tokens per row, instead of the model's own.
+        precision: The dtype of parameters, activations and gradients.
+        lr: The learning rate.
+        clip_norm: The largest norm of the gradients.
+        seed: As in `piper.Job`.
+    """
     config = preset(model) if isinstance(model, str) else model
     if not isinstance(config, GPTConfig | LlamaConfig):
         raise JobError(f"models.job({model!r}): a preset's name or a GPTConfig, LlamaConfig or MoEConfig is needed")
@@ -53,7 +64,7 @@ def job(
 
 
 def parameter_count(config: Config) -> int:
-    """Parameters of a model, a tied one once; counted on the module, built on meta."""
+    """Count the parameters of a model, a tied one once. The module is built on meta."""
     with torch.device("meta"):
         return sum(p.numel() for p in config.build().parameters())
 
@@ -69,22 +80,25 @@ def _batch(vocab: int, length: int) -> Callable[[int, range], tuple[Tensor, Tens
 
 
 def random_tokens(vocab: int, length: int, step: int, rows: range) -> tuple[Tensor, Tensor]:
-    """Tokens and the ones after them, int64 [len(rows), length]. A row is the same in whatever range it is asked for."""
-    found = torch.empty(len(rows), length + 1, dtype=torch.int64)
+    """Return tokens and the ones after them, int64 [len(rows), length].
+
+    A row is the same in whatever range it is asked for.
+    """
+    tokens = torch.empty(len(rows), length + 1, dtype=torch.int64)
     generator = torch.Generator()
     for k, row in enumerate(rows):
         generator.manual_seed(SEED_STRIDE * step + row)
-        found[k].random_(0, vocab, generator=generator)
-    return found[:, :-1].contiguous(), found[:, 1:].contiguous()
+        tokens[k].random_(0, vocab, generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """The mean over all tokens: logits [rows, T, vocab], targets [rows, T]."""
+    """Return the mean over all tokens: logits [rows, T, vocab], targets [rows, T]."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def adamw(named: list[tuple[str, nn.Parameter]], lr: float) -> torch.optim.Optimizer:
-    """Norms and biases do not decay."""
+    """Return AdamW for named parameters. Norms and biases do not decay."""
     groups = [
         {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},

@@ -12,9 +12,22 @@ from piper_ir.errors import JobError
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a Llama. `hidden`: of the feed-forward part; `kv_heads`: heads of keys and values; `head_dim`: width / heads when
-    it is None; `length`: tokens of a row; `theta`: base of the rotary angles; `qk_norm`: as in Qwen3. JobError for sizes that do
-    not fit together."""
+    """Sizes of a Llama. JobError for sizes that do not fit together.
+
+    Attributes:
+        layers: Number of blocks.
+        width: Elements of a token's vector.
+        heads: Heads of queries.
+        kv_heads: Heads of keys and values.
+        hidden: Width of the feed-forward part.
+        vocab: Number of tokens.
+        length: Tokens of a row.
+        head_dim: Elements of a head; width / heads when it is None.
+        theta: Base of the rotary angles.
+        eps: Of the norms.
+        qk_norm: Whether queries and keys have norms, as in Qwen3.
+        tied: Whether embedding and head are one parameter.
+    """
 
     layers: int
     width: int
@@ -41,19 +54,21 @@ class LlamaConfig:
 
     @property
     def dim_of_head(self) -> int:
-        """Elements of a head."""
+        """Return the elements of a head."""
         return self.width // self.heads if self.head_dim is None else self.head_dim
 
     def build(self) -> Llama:
-        """The module, on the device that is current: on meta nothing is allocated."""
+        """Return the module, on the device that is current. On meta nothing is allocated."""
         return Llama(self)
 
     def feed_forward(self) -> nn.Module:
-        """The part of a block after attention: [rows, T, width] -> [rows, T, width]."""
+        """Return the part of a block after attention: [rows, T, width] -> [rows, T, width]."""
         return SwiGLU(self.width, self.hidden)
 
 
 class LlamaBlock(nn.Module):
+    """Attention over all earlier tokens, then the feed-forward part, each after a norm."""
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(config.width, eps=config.eps), nn.RMSNorm(config.width, eps=config.eps)
@@ -65,8 +80,10 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """tokens [rows, T] int64, T at most `config.length` -> logits [rows, T, vocab]. The rotary angles are buffers that no
-    state_dict holds; like all of a job they have its dtype."""
+    """The model: tokens [rows, T] int64, T at most `config.length`, to logits [rows, T, vocab].
+
+    The rotary angles are buffers that no state_dict holds. Like all of a job they have its dtype.
+    """
 
     cos: Tensor
     sin: Tensor

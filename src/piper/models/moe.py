@@ -1,8 +1,10 @@
-"""A mixture of experts with a capacity (GShard, arXiv 2006.16668; Switch, arXiv 2101.03961) in a Llama of Qwen3's kind.
+"""A mixture of experts with a capacity in a Llama of Qwen3's kind.
 
-Every token goes to its `top_k` experts, and an expert takes at most `capacity` tokens of each row: all shapes are known before
-anything runs. Tokens of different rows never compete, so that a batch is routed the same however it is cut into microbatches.
-All experts are on each device that has the layer until expert parallelism exists."""
+See GShard, arXiv 2006.16668, and Switch, arXiv 2101.03961. Every token goes to its `top_k` experts, and an expert takes
+at most `capacity` tokens of each row: all shapes are known before anything runs. Tokens of different rows never
+compete, so that a batch is routed the same however it is cut into microbatches. All experts are on each device that has
+the layer until expert parallelism exists.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,13 @@ from piper_ir.errors import JobError
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(LlamaConfig):
-    """Sizes of a mixture of experts: those of a Llama, `hidden` being one expert's. `capacity_factor`: places of an expert over
-    the tokens that it would get if all experts got equally many."""
+    """Sizes of a mixture of experts: those of a Llama, `hidden` being one expert's.
+
+    Attributes:
+        experts: How many a layer has.
+        top_k: Experts that a token goes to.
+        capacity_factor: Places of an expert over the tokens that it would get if all experts got equally many.
+    """
 
     experts: int
     top_k: int
@@ -36,12 +43,15 @@ class MoEConfig(LlamaConfig):
             raise JobError(f"MoEConfig(capacity_factor={self.capacity_factor!r}): a positive number is needed")
 
     def capacity(self, length: int) -> int:
-        """Tokens that an expert takes of a row of `length`: length x top_k / experts x capacity_factor, rounded up; a token goes
-        to an expert once, so never more than `length`."""
+        """Return the tokens that an expert takes of a row of `length`.
+
+        They are length x top_k / experts x capacity_factor, rounded up. A token goes to an expert once, so there are
+        never more than `length`.
+        """
         return min(length, math.ceil(length * self.top_k / self.experts * self.capacity_factor))
 
     def build(self) -> MoE:
-        """The module, on the device that is current: on meta nothing is allocated."""
+        """Return the module, on the device that is current. On meta nothing is allocated."""
         return MoE(self)
 
     def feed_forward(self) -> nn.Module:
@@ -49,13 +59,19 @@ class MoEConfig(LlamaConfig):
 
 
 class MoE(Llama):
-    """A Llama whose feed-forward parts are experts. Without a loss that balances them: the capacity bounds what each takes."""
+    """A Llama whose feed-forward parts are experts.
+
+    There is no loss that balances them: the capacity bounds what each takes.
+    """
 
 
 class Experts(nn.Module):
-    """x [rows, T, width] -> [rows, T, width]: the sum over a token's experts of share x expert(token). The shares are the softmax
-    over all experts, of the chosen ones, divided by their sum (Qwen3's norm_topk_prob). An expert that is full skips later
-    tokens, which keep what their other experts gave."""
+    """The experts of a layer: x [rows, T, width] -> [rows, T, width].
+
+    The result is the sum over a token's experts of share x expert(token). The shares are the softmax over all experts,
+    of the chosen ones, divided by their sum (Qwen3's norm_topk_prob). An expert that is full skips later tokens, which
+    keep what their other experts gave.
+    """
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -75,15 +91,17 @@ class Experts(nn.Module):
         return each.view(rows, length, top_k, width).sum(2)
 
     def routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Shares and numbers [rows, T, top_k] of each token's experts. The softmax is in float32 at least."""
+        """Return shares and numbers [rows, T, top_k] of each token's experts. The softmax is in float32 at least."""
         exact = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
         share, chosen = self.router(x).softmax(-1, dtype=exact).topk(self.config.top_k, dim=-1)
         return (share / share.sum(-1, keepdim=True)).to(x.dtype), chosen
 
     def places(self, expert: Tensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For expert [rows, T x top_k], a token's choices behind each other: the place of each choice among the experts'
-        places of its row (any where the expert is full), whether it has one, and for each place its token (any where nobody
-        took it)."""
+        """Assign places to expert [rows, T x top_k], in which a token's choices follow each other.
+
+        Returns the place of each choice among the experts' places of its row (any where the expert is full), whether it
+        has one, and for each place its token (any where nobody took it).
+        """
         experts, capacity = self.config.experts, self.config.capacity(length)
         numbers = torch.arange(experts, device=expert.device)
         before = (expert.unsqueeze(-1) == numbers).cumsum(1, dtype=torch.int32)  # this choice and the earlier ones, by expert
@@ -95,7 +113,10 @@ class Experts(nn.Module):
         return place.clamp(max=experts * capacity - 1), kept, taken[:, :-1]
 
     def computed(self, x: Tensor) -> Tensor:
-        """SwiGLU of x [rows, experts, capacity, width], each expert with its own weights; one batched product per weight."""
+        """Compute SwiGLU of x [rows, experts, capacity, width], each expert with its own weights.
+
+        There is one batched product per weight.
+        """
         rows, experts, capacity, width = x.shape
         x = x.transpose(0, 1).reshape(experts, rows * capacity, width)
         y = torch.bmm(F.silu(torch.bmm(x, self.gate)) * torch.bmm(x, self.up), self.down)

@@ -1,4 +1,7 @@
-"""What the models share: checks of sizes, the start of their weights, rotary positions, grouped-query attention and SwiGLU."""
+"""What the models share.
+
+It is checks of sizes, the start of their weights, rotary positions, grouped-query attention and SwiGLU.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,23 @@ from piper_ir.errors import JobError
 
 
 def check_sizes(config: object, **sizes: object) -> None:
-    """JobError for a size that is not a positive integer."""
+    """Raise JobError for a size that is not a positive integer."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise JobError(f"{type(config).__name__}({name}={value!r}): an integer of at least 1 is needed")
 
 
 def check_multiple(config: object, name: str, value: int, of: str, divisor: int) -> None:
-    """JobError unless a size is a multiple of another."""
+    """Raise JobError unless a size is a multiple of another."""
     if value % divisor:
         raise JobError(f"{type(config).__name__}({name}={value}): a multiple of {of}={divisor} is needed")
 
 
 def start(model: nn.Module, std: float = 0.02) -> None:
-    """Weights of matrices from a normal distribution of this standard deviation, biases 0: GPT-2's, and Llama's and Qwen3's
-    `initializer_range`. Norms keep their ones."""
+    """Draw the weights of matrices from a normal distribution of this standard deviation, and set biases to 0.
+
+    That is GPT-2's start, and Llama's and Qwen3's `initializer_range`. Norms keep their ones.
+    """
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)
@@ -35,23 +40,28 @@ def start(model: nn.Module, std: float = 0.02) -> None:
 
 
 def rotary(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [length, 1, head_dim] of the rotary angles position x theta ** (-2 i / head_dim) (RoFormer, arXiv
-    2104.09864, eq. 15), each angle twice: element i turns with element i + head_dim / 2. The first half of the sines has the
-    sign that the turn gives it."""
+    """Return cosine and sine [length, 1, head_dim] of the rotary angles position x theta ** (-2 i / head_dim).
+
+    See RoFormer, arXiv 2104.09864, eq. 15. Each angle stands twice: element i turns with element i + head_dim / 2. The
+    first half of the sines has the sign that the turn gives it.
+    """
     exponent = torch.arange(0, head_dim, 2) / head_dim
     angle = torch.outer(torch.arange(length), theta**-exponent).unsqueeze(1)
     return angle.cos().repeat(1, 1, 2), torch.cat([-angle.sin(), angle.sin()], dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions of x [rows, T, heads, head_dim]."""
+    """Apply rotary positions to x [rows, T, heads, head_dim]."""
     a, b = x.chunk(2, dim=-1)
     return x * cos + torch.cat([b, a], dim=-1) * sin
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions (GQA, arXiv 2305.13245); with `qk_norm` an RMSNorm over each head's
-    queries and keys before they are turned (Qwen3, arXiv 2505.09388, section 2). x and result: [rows, T, width]."""
+    """Causal grouped-query attention with rotary positions (GQA, arXiv 2305.13245). x and result: [rows, T, width].
+
+    With `qk_norm` there is an RMSNorm over each head's queries and keys before they are turned (Qwen3, arXiv
+    2505.09388, section 2).
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -76,7 +86,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (arXiv 2002.05202, eq. 6). x and result: [..., width]."""
+    """The feed-forward part down(silu(gate(x)) * up(x)) (arXiv 2002.05202, eq. 6). x and result: [..., width]."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The whole loop on this machine: profile, search in simulation, confirm the best for real, train with the winner, report."""
+"""The whole loop on this machine: profile, search in simulation, confirm the best, train with the winner, report."""
 
 from __future__ import annotations
 
@@ -34,9 +34,21 @@ def loop(
     out: Path = Path("runs"),
     settings: Settings = DEFAULTS,
 ) -> Session:
-    """Measure the job on the strategy of the parameters `baseline` (its mesh is the largest that is searched), search `trials`
-    candidates with these costs, run the `confirm` best for a few steps, and train `steps` steps with the fastest. Everything goes
-    to one new folder below `out`, the report included. Workers are started once."""
+    """Measure a job, search its strategies, confirm the best, and train with the fastest.
+
+    Everything goes to one new folder below `out`, the report included. Workers are started once.
+
+    Args:
+        job: What to train.
+        strategy: The function of a trial.
+        baseline: Parameters of the strategy that is measured. Its mesh is the largest that is searched.
+        steps: Steps to train with the fastest strategy.
+        trials: Candidates to search with the measured costs.
+        confirm: How many of the best are run for a few steps.
+        seed: Of the search.
+        out: Where the folder is made.
+        settings: How runs are made.
+    """
     from piper_runtime.launch import open_pool
 
     first = strategy(FixedTrial({name: str(value) for name, value in baseline.items()}))

@@ -1,4 +1,4 @@
-"""Sessions as the command line runs them: predict, train, and put the two beside each other."""
+"""Sessions of training: predict, train, and put the two beside each other."""
 
 from __future__ import annotations
 
@@ -29,9 +29,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a session runs. `address`: of a Ray cluster to join, or "auto". `costs`: measured durations, or a file of them. `out`:
-    results go to a new folder NAME-001, ... below it; `folder`: they go into this one. `log`, `ranges`, `timeout_s`: see
-    `piper.execute`. `pool`: workers to use again."""
+    """How a session runs.
+
+    Attributes:
+        launcher: As in `piper.execute`.
+        address: Of a Ray cluster to join, or "auto".
+        costs: Measured durations, or a file of them.
+        out: Results go to a new folder NAME-001, ... below it.
+        folder: Results go into this folder.
+        name: The name of the new folder.
+        timeout_s: As in `piper.execute`.
+        log: As in `piper.execute`.
+        ranges: As in `piper_runtime.execute`.
+        pool: Workers to use again.
+    """
 
     launcher: str = "ray"
     address: str = "auto"
@@ -45,7 +56,7 @@ class Settings:
     pool: Workers | None = None
 
     def durations(self) -> Costs | None:
-        """The costs, read if need be."""
+        """Return the costs. They are read if they are a file."""
         return load_costs(self.costs) if isinstance(self.costs, Path) else self.costs
 
 
@@ -63,12 +74,12 @@ class Session:
 
 
 def train(job: Job, strategy: Strategy, *, steps: int, settings: Settings = DEFAULTS) -> Run:
-    """Compile, predict on this machine, train, print loss by step and predicted beside measured. Returns the run."""
+    """Compile, predict on this machine, train, print loss by step and predicted beside measured. Return the run."""
     return session(job, strategy, steps=steps, settings=settings).run
 
 
 def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> Session:
-    """As `train`; returns prediction and run. With a folder for results, writes a report there."""
+    """Do what `train` does and return prediction and run. With a folder for results, write a report there."""
     from piper.api.this_machine import devices_of_runs
     from piper_runtime.launch import check_request
 
@@ -127,7 +138,7 @@ def _print_step(record: StepRecord) -> None:
 
 
 def as_numbers(done: Session) -> dict[str, Any]:
-    """A session for programs."""
+    """Return a session for programs."""
     run = done.run
     measured = {"losses": run.losses, "step_s": run.step_s, "period_s": run.period_s, "peak_bytes": dict(run.peak_bytes)}
     return {"predicted": done.prediction.summary(), "measured": measured, "folder": str(done.folder) if done.folder else None}

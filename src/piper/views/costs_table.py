@@ -8,7 +8,7 @@ from piper_report import Table, percent
 
 
 def costs_table(costs: Costs, *, title: str) -> Table:
-    """Steps of chunks by rows, then messages and other ops by size, each with its spread."""
+    """Return a table of chunks by rows, then of messages and other ops by size, each with its spread."""
     rows = [(f"{s.chunk} {s.step}, {s.rows} rows", *_cells(s.duration)) for s in costs.steps]
     rows += [(f"{c.op} of {c.bytes} bytes, {c.group} ranks", *_cells(c.duration)) for c in costs.comm]
     rows += [(f"{p.op}, {p.amount} {'rows' if p.op == 'Batch' else 'bytes'}", *_cells(p.duration)) for p in costs.parts]

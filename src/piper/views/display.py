@@ -25,10 +25,10 @@ def show(table: Table) -> None:
 
 
 def drawn(table: Table) -> Drawn:
-    """A table as rich draws it, without its notes. Cells are text, never markup."""
-    out = Drawn(title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD)
+    """Return a table as rich draws it, without its notes. Cells are text, never markup."""
+    drawing = Drawn(title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD)
     for i, name in enumerate(table.columns):
-        out.add_column(Text(name), justify="right" if i else "left", no_wrap=i == 0)
+        drawing.add_column(Text(name), justify="right" if i else "left", no_wrap=i == 0)
     for row in table.rows:
-        out.add_row(*map(Text, row))
-    return out
+        drawing.add_row(*map(Text, row))
+    return drawing

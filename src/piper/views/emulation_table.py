@@ -9,7 +9,7 @@ from piper_simulator import Simulation
 
 
 def emulation_table(simulated: Simulation, emulated: Emulation, *, title: str) -> Table:
-    """Simulated beside emulated seconds, with the difference in percent of the simulated."""
+    """Return simulated beside emulated seconds, with the difference in percent of the simulated."""
     pairs = [("makespan of a step", simulated.step_s, emulated.step_s[0])]
     if emulated.period_s is not None:
         pairs.append(("step in steady state", simulated.period_s, emulated.period_s))

@@ -14,12 +14,17 @@ from piper_ir.tools import flops_text, size_text
 from piper_ir.verify import instr_title
 
 FEW = 0.3
-"""A smaller share of backward in W than this leaves little to schedule: in a transformer of linear layers it is about a half."""
+"""A smaller share of backward in W than this leaves little to schedule: in a transformer of linear layers it is
+about a half.
+"""
 
 
 def explain(compiled: Compiled) -> str:
-    """A text: the directives, the default order if one is used, roles with their memory, communication, and what capture
-    found."""
+    """Return what a strategy became, as text.
+
+    It has the directives, the default order if one is used, roles with their memory, communication, and what capture
+    found.
+    """
     sections = [
         _program(compiled),
         _costs(compiled.plan),
@@ -35,7 +40,7 @@ def explain(compiled: Compiled) -> str:
 
 
 def facts(compiled: Compiled) -> dict[str, Any]:
-    """What a program asks for: the text, and per role its ranks, instructions and peak."""
+    """Return what a program asks for: the text, and per role its ranks, instructions and peak."""
     plan = compiled.plan
     roles = [
         {"role": r.role, "ranks": list(r.ranks), "instructions": len(r.program), "peak_bytes": r.peak_bytes, "peak_at": r.peak_at}
@@ -50,9 +55,10 @@ def facts(compiled: Compiled) -> dict[str, Any]:
 def _program(compiled: Compiled) -> str:
     program, plan = compiled.program, compiled.plan
     codes = len({c.code for c in program.chunks}) if program.source == "captured" else len(program.chunks)
-    held = sum(p.spec.nbytes for p in program.params if isinstance(p.spec.nbytes, int))
+    parameter_bytes = sum(p.spec.nbytes for p in program.params if isinstance(p.spec.nbytes, int))
     lines = [
-        f"program {program.key}: {len(program.chunks)} chunks ({codes} with code of their own), {size_text(held)} of parameters"
+        f"program {program.key}: {len(program.chunks)} chunks ({codes} with code of their own), "
+        f"{size_text(parameter_bytes)} of parameters"
     ]
     names: tuple[tuple[Step, str], ...] = (("F", "forward"), ("I", "input gradient"), ("W", "weight gradient"))
     for step, name in names:
@@ -61,7 +67,7 @@ def _program(compiled: Compiled) -> str:
 
 
 def _costs(plan: Plan) -> str:
-    """What the costs assume, and how much of backward can be scheduled on its own."""
+    """Say what the costs assume, and how much of backward can be scheduled on its own."""
     kernels = [k for c in plan.chunks for sig in c.steps.values() for k in sig.cost.kernels if k.lowering]
     assumed = dict.fromkeys(f"{k.kind} {k.lowering}" for k in kernels)
     lines = [f"costs assume the lowerings: {', '.join(assumed)}"] if assumed else []
@@ -80,13 +86,15 @@ def _costs(plan: Plan) -> str:
 
 
 def _flops(plan: Plan, step: Step) -> int:
-    """Of one microbatch, on all stages together."""
+    """Return the FLOPs of one microbatch, on all stages together."""
     return sum(c.steps[step].cost.flops for c in plan.chunks if step in c.steps)
 
 
 def _empty_weight_gradient(chunk: Chunk) -> bool:
-    """Whether a chunk with trained parameters computes none of their gradients in W: nothing is left there but one addition per
-    element, into the accumulator."""
+    """Return whether a chunk with trained parameters computes none of their gradients in W.
+
+    Nothing is left there then but one addition per element, into the accumulator.
+    """
     if "W" not in chunk.steps:
         return False
     w = chunk.steps["W"]
@@ -112,7 +120,7 @@ def _order(compiled: Compiled) -> str:
 
 
 def _split_backwards(compiled: Compiled) -> str:
-    """Per role, what a split backward keeps of a microbatch after F, and after I for W."""
+    """Say per role what a split backward keeps of a microbatch after F, and after I for W."""
     split = {n.op.chunk for n in compiled.graph.sequence if isinstance(n.op, Compute) and n.op.step in ("I", "W")}
     if not split:
         return ""
@@ -130,7 +138,7 @@ def _chunks(role: RolePlan) -> Iterator[str]:
 
 
 def _kept(chunk: Chunk, steps: tuple[Step, ...]) -> int:
-    """Bytes of what F saves and I hands over that these steps still read."""
+    """Return the bytes of what F saves and I hands over that these steps still read."""
     read = {p for s in steps if s in chunk.steps for p in chunk.steps[s].reads if p.startswith(("saved", "iw", "gin", "tan"))}
     made = {p for s in steps if s in chunk.steps for p in chunk.steps[s].writes}
     outside = {p for p in read - made if len(steps) == 1 or p.startswith("saved")}
@@ -138,21 +146,21 @@ def _kept(chunk: Chunk, steps: tuple[Step, ...]) -> int:
 
 
 def _overlaps(compiled: Compiled) -> str:
-    """Each overlap as the compiler interleaved it: instructions in program order, a member per letter."""
+    """Show each overlap as the compiler interleaved it: instructions in program order, a letter per member."""
     lines = []
     for group in compiled.graph.overlaps:
         letter = {compiled.graph.name(at): "abcdefgh"[k % 8] for k, member in enumerate(group.members) for at in member}
         node = compiled.graph.at(group.nodes[0])
         assert node is not None, "an overlap is among nodes of the graph"
         role = compiled.plan.role(node.role)
-        found = [(known[0], instr_title(i)) for i in role.program if (known := [letter[n] for n in _nodes(i) if n in letter])]
-        shown = " ".join(f"{k}:{name}" for k, name in found[:8]) + (f" ... {len(found) - 8} more" if len(found) > 8 else "")
+        titles = [(known[0], instr_title(i)) for i in role.program if (known := [letter[n] for n in _nodes(i) if n in letter])]
+        shown = " ".join(f"{k}:{name}" for k, name in titles[:8]) + (f" ... {len(titles) - 8} more" if len(titles) > 8 else "")
         lines.append(f"  {role.role:10} {shown}")
     return "\n".join(["overlaps, as interleaved", *lines]) if lines else ""
 
 
 def _nodes(instr: Instr) -> list[str]:
-    """The graph nodes of an instruction: of a backward that is not split, I and W are parts of one."""
+    """Return the graph nodes of an instruction. I and W are parts of one node where a backward is not split."""
     return [n for p in instr.parts if isinstance(p.op, Compute) for n in (p.node, f"{p.op.chunk}.B@{p.mb}")]
 
 
@@ -166,7 +174,7 @@ def _roles(plan: Plan) -> str:
             f"peak {size_text(role.peak_bytes)} at instruction {role.peak_at}"
         )
         split = sorted(role.peak_by_category.items(), key=lambda x: -x[1])
-        lines.append("             " + ", ".join(f"{name} {size_text(held)}" for name, held in split))
+        lines.append("             " + ", ".join(f"{name} {size_text(nbytes)}" for name, nbytes in split))
     return "\n".join(lines)
 
 

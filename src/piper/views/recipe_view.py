@@ -24,7 +24,14 @@ OWN = ("pp", "microbatches", "chunks")
 
 @dataclass(frozen=True)
 class ChunkTimes:
-    """Seconds of one chunk; `O` of an overlapped pair, None for F + I + W."""
+    """Seconds of one chunk.
+
+    Attributes:
+        F: Forward.
+        I: Gradient of the input.
+        W: Gradient of the weights.
+        O: An overlapped pair; None for F + I + W.
+    """
 
     F: float = 1.0
     I: float = 1.0  # noqa: E741 - the field's name for the input gradient
@@ -33,7 +40,7 @@ class ChunkTimes:
 
     @staticmethod
     def parse(text: str) -> ChunkTimes:
-        """`--times 3,4,2` or `--times 1,1,1,2.5`. JobError otherwise."""
+        """Read `--times 3,4,2` or `--times 1,1,1,2.5`. JobError otherwise."""
         try:
             numbers = [float(x) for x in text.split(",")]
         except ValueError:
@@ -49,7 +56,7 @@ class ChunkTimes:
 
 @dataclass(frozen=True)
 class SimulatedRecipe:
-    """A recipe's plan and its simulation. `peaks`: per device the most activations held at once, of a chunk and microbatch."""
+    """A recipe with its plan and its simulation."""
 
     recipe: Recipe
     compiled: Compiled
@@ -61,27 +68,27 @@ class SimulatedRecipe:
 
     @property
     def idle(self) -> float:
-        """The global bubble as a part of the makespan."""
+        """Return the global bubble as a part of the makespan."""
         return self.simulation.global_bubble_s / self.simulation.step_s if self.simulation.step_s else 0.0
 
     def numbers(self) -> dict[str, Any]:
-        """For programs."""
-        found = self.simulation
+        """Return the numbers for programs."""
+        simulation = self.simulation
         return {
-            "recipe": self.recipe.name, "makespan_s": found.step_s, "global_bubble_s": found.global_bubble_s,
-            "span_bubble_s": found.span_bubble_s, "bubble_s": list(found.bubble_s), "peak_activations": self.peaks,
+            "recipe": self.recipe.name, "makespan_s": simulation.step_s, "global_bubble_s": simulation.global_bubble_s,
+            "span_bubble_s": simulation.span_bubble_s, "bubble_s": list(simulation.bubble_s), "peak_activations": self.peaks,
         }  # fmt: skip
 
     def text(self) -> str:
-        """Beneath a schedule."""
-        found = self.simulation
-        each = sorted(set(self.peaks))
-        peaks = str(each[0]) if len(each) == 1 else ", ".join(map(str, self.peaks))
-        within = time_text(found.span_bubble_s)
-        bubble = f"bubble {time_text(found.global_bubble_s)} ({self.idle:.1%}), {within} of it between a device's"
+        """Return the lines that stand beneath a schedule."""
+        simulation = self.simulation
+        distinct_peaks = sorted(set(self.peaks))
+        peaks = str(distinct_peaks[0]) if len(distinct_peaks) == 1 else ", ".join(map(str, self.peaks))
+        within = time_text(simulation.span_bubble_s)
+        bubble = f"bubble {time_text(simulation.global_bubble_s)} ({self.idle:.1%}), {within} of it between a device's"
         return (
-            f"{self.recipe.name}: makespan {time_text(found.step_s)}, {bubble} first and last instruction\n"
-            f"peak {peaks} activations of a chunk on {'every device' if len(each) == 1 else 'devices 0, 1, ...'}\n"
+            f"{self.recipe.name}: makespan {time_text(simulation.step_s)}, {bubble} first and last instruction\n"
+            f"peak {peaks} activations of a chunk on {'every device' if len(distinct_peaks) == 1 else 'devices 0, 1, ...'}\n"
             f"{self.recipe.formula}; peak {self.recipe.peak} on device r"
         )
 
@@ -96,8 +103,10 @@ def shown(
     activation: int = 1,
     **more: Any,
 ) -> SimulatedRecipe:
-    """Compile and simulate a recipe. `more`: further arguments of it. JobError for a name or an argument that does not exist;
-    what the recipe itself refuses is its DirectiveError."""
+    """Compile and simulate a recipe. `more` are further arguments of it.
+
+    JobError for a name or an argument that does not exist. What the recipe itself refuses is its DirectiveError.
+    """
     recipe = find(name)
     times = times or ChunkTimes()
     directives = directives_of(recipe, pp, microbatches, chunks, times, more)
@@ -111,7 +120,7 @@ def shown(
 
 
 def find(name: str) -> Recipe:
-    """A recipe by name. JobError lists them."""
+    """Return a recipe by name. JobError lists them."""
     if name not in RECIPES:
         raise JobError(f"--recipe {name}: no such recipe; there are {', '.join(sorted(RECIPES))}. Yours comes with its FILE.py")
     return RECIPES[name]
@@ -120,7 +129,10 @@ def find(name: str) -> Recipe:
 def directives_of(
     recipe: Recipe, pp: int, microbatches: int, chunks: int | None, times: ChunkTimes, more: Mapping[str, Any]
 ) -> tuple[Directive, ...]:
-    """Call a recipe with what it takes; one that wants to know times, like the search, gets those that are simulated."""
+    """Call a recipe with the arguments that it takes.
+
+    One that wants to know times, like the search, gets those that are simulated.
+    """
     accepted = inspect.signature(recipe.make).parameters
     given: dict[str, Any] = {"pp": pp, "microbatches": microbatches}
     given |= {} if chunks is None else {"chunks": chunks}
@@ -138,22 +150,25 @@ def directives_of(
 
 
 def arguments(params: Mapping[str, str]) -> dict[str, Any]:
-    """`-p` options of a recipe: what is JSON as such, else text. JobError for those that have their own option."""
-    out: dict[str, Any] = {}
+    """Return `-p` options of a recipe: what is JSON as such, else text.
+
+    JobError for those that have their own option.
+    """
+    values: dict[str, Any] = {}
     for name, text in params.items():
         if name in OWN:
             raise JobError(f"-p {name}={text}: give it as --{name} {text}")
         try:
-            out[name] = json.loads(text, object_pairs_hook=unique_keys)
+            values[name] = json.loads(text, object_pairs_hook=unique_keys)
         except FormatError as e:
             raise JobError(f"-p {name}={text}: {e}") from None
         except (ValueError, RecursionError):  # no JSON, or a number of thousands of digits
-            out[name] = text
-    return out
+            values[name] = text
+    return values
 
 
 def listing() -> str:
-    """All recipes, for a person."""
+    """Return all recipes, for a person."""
     blocks = []
     for recipe in sorted(RECIPES.values(), key=lambda r: r.name):
         rows = [
@@ -172,9 +187,9 @@ def listing() -> str:
 
 
 def rows() -> list[dict[str, Any]]:
-    """All recipes, for programs."""
-    out = []
+    """Return all recipes, for programs."""
+    entries = []
     for recipe in sorted(RECIPES.values(), key=lambda r: r.name):
         row = {k: v for k, v in asdict(recipe).items() if k != "make"}
-        out.append(row | {"arguments": list(inspect.signature(recipe.make).parameters)})
-    return out
+        entries.append(row | {"arguments": list(inspect.signature(recipe.make).parameters)})
+    return entries

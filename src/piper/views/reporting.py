@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 
 
 def report(folder: str | Path, *, out: str | Path | None = None) -> Report:
-    """Write the report of a result folder (`piper_report.write_report`), print its headline and where it is. FormatError,
-    OutputError."""
+    """Write the report of a result folder, print its headline and where it is. FormatError, OutputError."""
     from piper.views.display import show
     from piper_report import write_report
 
@@ -26,8 +25,10 @@ def report(folder: str | Path, *, out: str | Path | None = None) -> Report:
 
 
 def report_at_end(folder: Path) -> Report | None:
-    """The report at the end of a run, tuning or simulation whose results are saved already: when it cannot be made, one warning
-    says why, and the command has still done what it was asked for."""
+    """Write the report at the end of a run, tuning or simulation whose results are saved already.
+
+    When it cannot be made, one warning says why, and the command has still done what it was asked for.
+    """
     from piper_report import write_report
 
     try:

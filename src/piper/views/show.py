@@ -41,9 +41,9 @@ def show_strategy(compiled: Compiled, what: What, *, cluster: str, costs: Costs 
     """Print what was asked for, and write its files; the schedule is that of a simulation on `cluster`."""
     if _printed(compiled, what):
         return
-    found = simulate(compiled.plan, cluster_named(cluster), costs=costs)
-    table = _drawn(compiled, found.trace, what)
-    print(dumps(found.trace) if what.as_json else "\n".join([table, *(f"warning: {note}" for note in found.notes)]))
+    simulation = simulate(compiled.plan, cluster_named(cluster), costs=costs)
+    table = _drawn(compiled, simulation.trace, what)
+    print(dumps(simulation.trace) if what.as_json else "\n".join([table, *(f"warning: {note}" for note in simulation.notes)]))
 
 
 def show_recipe(shown: SimulatedRecipe, what: What) -> None:
@@ -55,7 +55,7 @@ def show_recipe(shown: SimulatedRecipe, what: What) -> None:
 
 
 def _printed(compiled: Compiled, what: What) -> bool:
-    """Whether the graph or the plan was asked for, and is printed now. Writes the CSV file first."""
+    """Print the graph or the plan if it was asked for, and return whether it was. Write the CSV file first."""
     if what.csv is not None:
         from piper_compiler import write_schedule_csv
 
@@ -73,7 +73,7 @@ def _printed(compiled: Compiled, what: What) -> bool:
 
 
 def _drawn(compiled: Compiled, trace: Trace, what: What) -> str:
-    """The schedule as a table; its picture is written where it was asked for."""
+    """Return the schedule as a table. Its picture is written where it was asked for."""
     from piper_report import draw_schedule, schedule_table
 
     if what.png is not None:

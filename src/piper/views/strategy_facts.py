@@ -11,8 +11,13 @@ from piper_compiler.directives import order, partition, replicate, split, split_
 
 @dataclass(frozen=True)
 class StrategyFacts:
-    """`schedule`: stages, microbatches and what is particular. `rows`: of a microbatch; None where the batch is not known, or
-    does not divide."""
+    """What a strategy is, in a few words.
+
+    Attributes:
+        mesh: Its axes and their sizes.
+        schedule: Stages, microbatches and what is particular.
+        rows: Rows of a microbatch; None where the batch is not known, or does not divide.
+    """
 
     mesh: str
     schedule: str

@@ -23,7 +23,10 @@ SHOWN = 10
 
 
 def show_study(study: Study, name: str, global_batch: int | None = None) -> None:
-    """Print the best candidates, how many were rejected for what, and the rules. `global_batch`: of the job, for the rows."""
+    """Print the best candidates, how many were rejected for what, and the rules.
+
+    `global_batch` is the job's, for the rows of a microbatch.
+    """
     shown = study.table()[:SHOWN]
     notes = [f"rejected: {count} {kind}" for kind, count in _rejected(study).items()]
     notes.append(f"rules asked before compiling: {', '.join(line.partition(':')[0] for line in study.rules)}")
@@ -56,7 +59,10 @@ def _far(shown: list[dict[str, Any]]) -> list[str]:
 
 
 def as_numbers(study: Study, folder: Path | None, global_batch: int | None = None) -> dict[str, Any]:
-    """For programs: the best row, its values None where there is none, what its strategy is, and what is said of the search."""
+    """Return a search for programs: its best row, what its strategy is, and what is said of the search.
+
+    The row's values are None where there is no best.
+    """
     best = study.best_row
     row = dict.fromkeys(f.name for f in fields(Row)) if best is None else best.as_dict()
     facts = None if best is None else _facts(study, row, global_batch)
@@ -73,22 +79,28 @@ def _facts(study: Study, row: dict[str, Any], global_batch: int | None) -> Strat
 
 
 def _rejected(study: Study) -> dict[str, int]:
-    """How many by kind, the most first."""
+    """Count the rejected candidates by kind, the most first."""
     return dict(Counter(str(r["kind"]) for r in study.rejected()).most_common())
 
 
 def files_text(study: Study, folder: Path) -> str:
-    """What `Study.save` has written, for the user."""
-    found = "study.json is" if study.best is None else "study.json and best.json (for piper run --strategy) are"
-    return f"{found} in {folder}"
+    """Say what `Study.save` has written, for the user."""
+    files = "study.json is" if study.best is None else "study.json and best.json (for piper run --strategy) are"
+    return f"{files} in {folder}"
 
 
 def _warnings(rows: list[dict[str, Any]]) -> list[str]:
-    """What `simulate` warns of, too: costs of another machine, chunks without costs, what is assumed. Each once, with the
-    candidates that it is of unless it is of all that the engine scored."""
+    """Return what `simulate` warns of, each once.
+
+    Among it are costs of another machine, chunks without costs, and what is assumed. A warning names its candidates
+    unless it is of all that the engine scored.
+    """
     scored = [r for r in rows if r["source"] == "engine"]
-    of = {note: [_params(r) for r in scored if note in r["notes"]] for r in scored for note in r["notes"]}
-    return [note + ("" if len(who) == len(scored) else f" ({'; '.join(who)})") for note, who in of.items()]
+    params_by_note = {note: [_params(r) for r in scored if note in r["notes"]] for r in scored for note in r["notes"]}
+    return [
+        note + ("" if len(candidates) == len(scored) else f" ({'; '.join(candidates)})")
+        for note, candidates in params_by_note.items()
+    ]
 
 
 def _params(row: dict[str, Any]) -> str:
@@ -109,7 +121,7 @@ def _shown(row: dict[str, Any], facts: StrategyFacts | None) -> tuple[str, ...]:
 
 @contextmanager
 def bar(trials: int) -> Iterator[Callable[[SearchProgress], None]]:
-    """A progress bar with the best so far, on a terminal; without one nothing is drawn."""
+    """Draw a progress bar with the best so far, on a terminal. Without one nothing is drawn."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar

@@ -16,7 +16,7 @@ NEGLIGIBLE = 1e-9
 
 
 def why_tables(why: Why) -> Iterator[Table]:
-    """One after the other, from what matters most; without those that would be empty."""
+    """Yield the tables of an explanation, from what matters most; without those that would be empty."""
     yield _path(why)
     yield _path_in_order(why)
     yield _idle(why)
@@ -51,7 +51,7 @@ def _path_in_order(why: Why) -> Table:
 
 
 def _run(why: Why, run: Sequence[PathPiece]) -> tuple[str, ...]:
-    """Neighbours on the path that have one owner."""
+    """Return the row of neighbours on the path that have one owner."""
     first, last = why.owners.at(run[0].node)[1].name, why.owners.at(run[-1].node)[1].name
     names = first if first == last else f"{first} to {last}"
     owner = why.owners.of_piece(run[0]).text + (", latency" if run[0].holder == "latency" else "")
@@ -62,9 +62,9 @@ def _idle(why: Why) -> Table:
     by_idle = sorted(range(len(why.shares)), key=lambda r: why.shares[r].computing)[:MOST]
     rows = []
     for r in sorted(by_idle):
-        share, held = why.shares[r], why.idle_by_owner[r]
+        share, by_cause = why.shares[r], why.idle_by_owner[r]
         seconds = (share.computing, share.bubble, share.waiting, share.host)
-        rows.append((_ranks(why.plan.roles[r].ranks), *map(time_text, seconds), _most_of(held)))
+        rows.append((_ranks(why.plan.roles[r].ranks), *map(time_text, seconds), _most_of(by_cause)))
     columns = ("rank", "computes", "waits for compute", "for messages", "for its host", "most of all for")
     return Table("what ranks do in a step", columns, tuple(rows), _left(len(why.shares) - len(rows), "roles, less idle"))
 
@@ -74,16 +74,16 @@ def _gaps(why: Why) -> Table:
     rows = []
     for gap in gaps[:MOST]:
         before = why.owners.at(gap.node)[1].name if gap.node >= 0 else "the end of the step"
-        held = why.owners.totals(gap.pieces)
+        by_cause = why.owners.totals(gap.pieces)
         times = time_text(gap.start), time_text(gap.end)
-        rows.append((_ranks(why.plan.roles[gap.role].ranks), *times, before, _most_of(held, 3)))
+        rows.append((_ranks(why.plan.roles[gap.role].ranks), *times, before, _most_of(by_cause, 3)))
     columns = ("rank", "from", "until", "before", "waits for")
     return Table("longest idle gaps", columns, tuple(rows), _left(len(gaps) - len(rows), "gaps"))
 
 
-def _most_of(held: Mapping[Cause, float], most: int = 1) -> str:
-    """As in "F of stage 0 (1 s)"."""
-    texts = [f"{o.text} ({time_text(s)})" for o, s in held.items()]
+def _most_of(by_cause: Mapping[Cause, float], most: int = 1) -> str:
+    """Return the largest of them as text, as in "F of stage 0 (1 s)"."""
+    texts = [f"{o.text} ({time_text(s)})" for o, s in by_cause.items()]
     return ", ".join(texts[:most]) + (f", {len(texts) - most} more" if len(texts) > most > 1 else "") or "-"
 
 
@@ -112,46 +112,53 @@ def _formulas(why: Why) -> Table:
 
 
 def _interval(why: Why) -> tuple[str, ...]:
-    found = why.interval
-    if found is None:
+    interval = why.interval
+    if interval is None:
         return ("no interval: no duration has a spread (piper profile measures it)",)
     return (
-        f"interval by the spread of the costs: {time_text(found.low)} to {time_text(found.high)} (5 to 95 %, median "
-        f"{time_text(found.median)}; {found.draws} draws, seed {found.seed}); all one spread faster or slower at once: "
-        f"{time_text(found.fast)} to {time_text(found.slow)}",
-        f"{_share(found.covered, 1)} of all seconds have a spread; the others are held fixed",
+        f"interval by the spread of the costs: {time_text(interval.low)} to {time_text(interval.high)} (5 to 95 %, median "
+        f"{time_text(interval.median)}; {interval.draws} draws, seed {interval.seed}); all one spread faster or slower at once: "
+        f"{time_text(interval.fast)} to {time_text(interval.slow)}",
+        f"{_share(interval.covered, 1)} of all seconds have a spread; the others are held fixed",
     )
 
 
 def comparison_tables(result: Comparison, names: tuple[str, str], cluster: str, note: str = "") -> Iterator[Table]:
-    """The steps, and the parts of their difference: on the critical path, of the mean rank, and of the memory."""
+    """Yield the steps, and the parts of their difference: on the critical path, of the mean rank, and of the memory."""
     notes = (note,) if note else ()
     head = (_difference(result.step, time_text), _difference(result.peak, size_text))
     yield Table(f"two strategies on {cluster}", ("", *names, "change", ""), head, notes)
     tables = (("critical path", result.path), ("the mean rank", result.device))
-    for title, found in tables:
-        yield _differences(f"{title}: where the difference arises", names, found, result.step, time_text)
+    for title, differences in tables:
+        yield _differences(f"{title}: where the difference arises", names, differences, result.step, time_text)
     yield _differences("memory at the peak of the fullest rank", names, result.memory, result.peak, size_text)
 
 
 def _differences(
-    title: str, names: tuple[str, str], found: Sequence[StepDifference], total: StepDifference, form: Callable[[float], str]
+    title: str,
+    names: tuple[str, str],
+    differences: Sequence[StepDifference],
+    total: StepDifference,
+    as_text: Callable[[float], str],
 ) -> Table:
-    """The largest, what has not changed and the others as one row each, and their sum."""
-    changed = [d for d in found if abs(d.change) > NEGLIGIBLE * max(total.a, total.b)]
-    shown, others, same = changed[:MOST], changed[MOST:], [d for d in found if d not in changed]
+    """Return a table of the largest differences and their sum.
+
+    What has not changed, and the other differences, are one row each.
+    """
+    changed = [d for d in differences if abs(d.change) > NEGLIGIBLE * max(total.a, total.b)]
+    shown, others, same = changed[:MOST], changed[MOST:], [d for d in differences if d not in changed]
     rows = [*shown, *_sum(f"{len(others)} others", others), *_sum("unchanged", same), total]
-    return Table(title, ("", *names, "change", ""), tuple(_difference(d, form) for d in rows))
+    return Table(title, ("", *names, "change", ""), tuple(_difference(d, as_text) for d in rows))
 
 
-def _sum(name: str, found: Sequence[StepDifference]) -> list[StepDifference]:
-    return [StepDifference(name, sum(d.a for d in found), sum(d.b for d in found))] if found else []
+def _sum(name: str, differences: Sequence[StepDifference]) -> list[StepDifference]:
+    return [StepDifference(name, sum(d.a for d in differences), sum(d.b for d in differences))] if differences else []
 
 
-def _difference(d: StepDifference, form: Callable[[float], str]) -> tuple[str, ...]:
+def _difference(d: StepDifference, as_text: Callable[[float], str]) -> tuple[str, ...]:
     if abs(d.change) <= NEGLIGIBLE * max(d.a, d.b):
-        return d.name, form(d.a), form(d.b), "0", ""
-    return d.name, form(d.a), form(d.b), ("+" if d.change > 0 else "") + form(d.change), _change(d.a, d.b)
+        return d.name, as_text(d.a), as_text(d.b), "0", ""
+    return d.name, as_text(d.a), as_text(d.b), ("+" if d.change > 0 else "") + as_text(d.change), _change(d.a, d.b)
 
 
 def _change(a: float, b: float) -> str:
@@ -165,7 +172,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """As in "0", "0-3", "0, 2, 4 and 13 more"."""
+    """Return ranks as text, as in "0", "0-3", "0, 2, 4 and 13 more"."""
     if len(ranks) > 1 and list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"{ranks[0]}-{ranks[-1]}"
     more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
@@ -173,7 +180,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _most(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[tuple[str, ...], ...], int]:
-    """The first rows, and how many are left out."""
+    """Return the first rows, and how many are left out."""
     return tuple(rows[:MOST]), max(0, len(rows) - MOST)
 
 

@@ -19,6 +19,7 @@ from piper_ir.graph_parts import named
 from piper_ir.ops import COMM, Op
 from piper_ir.plan import Category, Instr, Part
 from piper_ir.sizes import TensorSpec, bind
+from piper_ir.tools import no_garbage_collection
 
 T = TypeVar("T")
 _ValuesByInstr = Mapping[int, tuple[int, ...]]
@@ -97,7 +98,8 @@ class PartTemplate:
 class InstrTemplate:
     """Hold an instruction in any microbatch, without what differs between microbatches.
 
-    That is its waits, and values that it frees or makes for communication.
+    That is its waits, and values that it frees or makes for communication. `kind` is the same for templates of a role
+    that differ in what they free only.
     """
 
     stream: str
@@ -143,6 +145,8 @@ class InstrTable(Sequence[Instr]):
     @overload
     def __getitem__(self, i: slice) -> tuple[Instr, ...]: ...
     def __getitem__(self, i: int | slice) -> Instr | tuple[Instr, ...]:
+        if "all" in self.__dict__:
+            return self.all[i]
         if isinstance(i, slice):
             return tuple([self[k] for k in range(*i.indices(len(self)))])
         found = self._instrs[i]
@@ -151,11 +155,7 @@ class InstrTable(Sequence[Instr]):
         return found
 
     def __iter__(self) -> Iterator[Instr]:
-        name = self.values.names.__getitem__
-        for i, instr in enumerate(self._instrs):
-            if instr is None:
-                instr = self._instrs[i] = self._instr(i, name)
-            yield instr
+        return iter(self.all)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, tuple | InstrTable):
@@ -166,6 +166,15 @@ class InstrTable(Sequence[Instr]):
 
     def __repr__(self) -> str:
         return repr(tuple(self))
+
+    @cached_property
+    def all(self) -> tuple[Instr, ...]:
+        """Return every instruction."""
+        with no_garbage_collection():  # they are many, and in no cycle
+            name = self.values.names.__getitem__
+            waits = [t.stream for t in self.templates]
+            places = [(waits[k], n) for k, n in zip(self.used, self._places, strict=True)]
+            return tuple([made or self._instr(i, name, places) for i, made in enumerate(self._instrs)])
 
     @property
     def streams(self) -> list[str]:
@@ -199,22 +208,44 @@ class InstrTable(Sequence[Instr]):
             out.append(counts[stream])
         return out
 
-    def _instr(self, i: int, name: Callable[[int], str]) -> Instr:
-        bare = self._bare(i, name)
-        waits = tuple([(self.templates[self.used[j]].stream, self._places[j]) for j in self.waits[i]])
-        early, made = (tuple([name(v) for v in vs.get(i, ())]) for vs in (self.early, self.made))
-        return Instr(bare.stream, bare.parts, waits, early, made, bare.seconds)
+    def _instr(self, i: int, name: Callable[[int], str], places: list[tuple[str, int]] | None = None) -> Instr:
+        """`places`: of each instruction its stream, and how many of that stand up to it."""
+        stream, parts, seconds = self._said(i, name)
+        own = self.waits[i]
+        if not own:
+            waits: tuple[tuple[str, int], ...] = ()
+        elif places is not None:
+            waits = tuple([places[j] for j in own])
+        else:
+            waits = tuple([(self.templates[self.used[j]].stream, self._places[j]) for j in own])
+        early = tuple([name(v) for v in self.early[i]]) if i in self.early else ()
+        made = tuple([name(v) for v in self.made[i]]) if i in self.made else ()
+        return Instr(stream, parts, waits, early, made, seconds)
 
     def _bare(self, i: int, name: Callable[[int], str]) -> Instr:
-        """Return an instruction without what is not said by its template and microbatch."""
+        """Return an instruction without what differs between those of a template."""
+        stream, parts, seconds = self._said(i, name)
+        return Instr(stream, parts, seconds=seconds)
+
+    def _said(self, i: int, name: Callable[[int], str]) -> tuple[str, tuple[Part, ...], float | None]:
+        """Return what an instruction's template and microbatch say."""
         template, mb = self.templates[self.used[i]], self.mbs[i]
         shift = mb if mb > 0 else 0
         parts = []
         for p in template.parts:
             own = mb + p.ahead
-            reads, writes, frees = (tuple([name(v + shift) for v in vs]) if vs else () for vs in (p.reads, p.writes, p.frees))
-            parts.append(Part(named(p.node, p.tail, own), p.op, own, reads, writes, frees))
-        return Instr(template.stream, tuple(parts), seconds=template.seconds)
+            reads, writes, frees = p.reads, p.writes, p.frees
+            parts.append(
+                Part(
+                    named(p.node, p.tail, own),
+                    p.op,
+                    own,
+                    tuple([name(v + shift) for v in reads]) if reads else (),
+                    tuple([name(v + shift) for v in writes]) if writes else (),
+                    tuple([name(v + shift) for v in frees]) if frees else (),
+                )
+            )
+        return template.stream, tuple(parts), template.seconds
 
     def written(self) -> Iterator[int]:
         """Yield the numbers of the values that are written, in program order."""
@@ -286,9 +317,10 @@ class TableKinds(Mapping[str, tuple[TensorSpec, Category]]):
     @cached_property
     def _all(self) -> dict[str, tuple[TensorSpec, Category]]:
         out: dict[str, tuple[TensorSpec, Category]] = {}
-        for program in self._programs:
-            names, kinds, count = program.values.names, program.values.kinds, program.values.count
-            out.update({names[v]: kinds[v // count] for v in program.written()})
+        with no_garbage_collection():
+            for program in self._programs:
+                names, kinds, count = program.values.names, program.values.kinds, program.values.count
+                out.update({names[v]: kinds[v // count] for v in program.written()})
         return out
 
     def __getitem__(self, id: str) -> tuple[TensorSpec, Category]:

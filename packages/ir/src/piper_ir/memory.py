@@ -199,10 +199,20 @@ class _Walk(Generic[V]):
 
     def curve(self) -> Iterator[Usage]:
         """Yield the fullest moment of each step."""
-        live = self.start()
+        live: dict[Category, int] = dict(self.start())
+        total = sum(live.values())
         for change in self.changes():
-            yield self.usage(live, change)
-            self.apply(live, change)
+            effect = change.effect
+            for v in change.early:
+                live[self.category(v)] -= self.size(v)
+            total -= change.freed
+            inside = _together(live, effect.fullest) if effect.most >= effect.more + change.more else None
+            _add(live, effect.after, 1)
+            for v in change.made:
+                live[self.category(v)] = live.get(self.category(v), 0) + self.size(v)
+            most = total + effect.most
+            total += effect.more + change.more
+            yield Usage(change.index, total, _present(live)) if inside is None else Usage(change.index, most, inside)
 
     def peak(self) -> Usage:
         """Find the first fullest moment."""
@@ -390,9 +400,13 @@ def _walk(plan: Plan, role: RolePlan, uses: _Uses) -> _NamedWalk | _TableWalk:
     return _NamedWalk(plan, role, uses)
 
 
-def _add(live: Counter[Category], more: BytesByCategory, times: int) -> None:
+def _add(live: dict[Category, int], more: BytesByCategory, times: int) -> None:
     for category, nbytes in more.items():
-        live[category] += times * nbytes
+        live[category] = live.get(category, 0) + times * nbytes
+
+
+def _together(live: BytesByCategory, more: BytesByCategory) -> dict[str, int]:
+    return {c: b for c in CATEGORIES if (b := live.get(c, 0) + more.get(c, 0))}
 
 
 def _present(live: Mapping[Category, int]) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from piper_ir.memory import peak, steps
@@ -80,7 +80,7 @@ def held_at_peak(plan: Plan, role: RolePlan) -> Iterator[Held]:
     for state in role.states:
         yield Held(state.category, _state_owner(plan, state.id), -1, state.nbytes, state.id)
     alive, extra, running = _at_peak(plan, role)
-    whose = origins(plan)
+    whose = origins(plan, role, alive)
     for v, nbytes in alive.items():
         name, mb = whose.get(v, (v, -1))
         yield Held(plan.values[v].category, name, mb, nbytes, v, name)
@@ -89,42 +89,45 @@ def held_at_peak(plan: Plan, role: RolePlan) -> Iterator[Held]:
         yield Held("workspace", running.node, -1, extra, running.node, chunk)
 
 
-def origins(plan: Plan) -> dict[str, tuple[str, int]]:
+def origins(plan: Plan, role: RolePlan, wanted: Collection[str]) -> dict[str, tuple[str, int]]:
     """Find for each value its owner and microbatch.
 
     The owner is the chunk whose step writes it or, for a sum or a seed, reads it; a batch tensor; for what arrives, the
     owner of what was sent; and for a value of the whole step itself.
     """
     out: dict[str, tuple[str, int]] = {}
-    sent: dict[str, list[str]] = {}
     arrived: dict[str, list[str]] = {}
     others: dict[str, int] = {}
-    for _, _, instr in plan.instructions():
-        for part in instr.parts:
-            match part.op:
-                case Compute(chunk=chunk):
-                    out.update(dict.fromkeys(part.writes, (chunk, part.mb)))
-                    for v in part.reads:
-                        if v in others:
-                            out.setdefault(v, (chunk, part.mb))
-                case Load(tensor=tensor):
-                    out.update(dict.fromkeys(part.writes, (tensor, part.mb)))
-                case Send(channel=channel):
-                    sent.setdefault(channel, []).extend(part.reads)
-                case Recv(channel=channel):
-                    arrived.setdefault(channel, []).extend(part.writes)
-                case _:
-                    others.update(dict.fromkeys(part.writes, part.mb))
+    for part in (part for instr in role.program for part in instr.parts):
+        match part.op:
+            case Compute(chunk=chunk):
+                for v in part.writes:
+                    if v in wanted:
+                        out[v] = chunk, part.mb
+                for v in part.reads:
+                    if v in others:
+                        out.setdefault(v, (chunk, part.mb))
+            case Load(tensor=tensor):
+                out |= {v: (tensor, part.mb) for v in part.writes if v in wanted}
+            case Recv(channel=channel):
+                arrived.setdefault(channel, []).extend(part.writes)
+            case _:
+                others |= {v: part.mb for v in part.writes if v in wanted}
     out |= {v: (v, mb) for v, mb in others.items() if v not in out}
-    source = {
-        there: here for channel, values in arrived.items() for here, there in zip(sent.get(channel, ()), values, strict=False)
-    }
-    for value in source:
-        first = value
-        while first in source:  # it may have been passed on from rank to rank
-            first = source[first]
-        out[value] = out.get(first, (first, -1))
+    for channel, values in arrived.items():
+        if any(v in wanted for v in values):
+            out |= _sent(plan, channel, values, wanted)
     return out
+
+
+def _sent(plan: Plan, channel: str, values: list[str], wanted: Collection[str]) -> dict[str, tuple[str, int]]:
+    """Return the owners of values that arrive by a channel: the n-th to arrive is the n-th that was sent."""
+    source = plan.role(plan.channel(channel).roles[0])
+    parts = (part for instr in source.program for part in instr.parts)
+    sent = [v for part in parts if isinstance(part.op, Send) and part.op.channel == channel for v in part.reads]
+    pairs = {here: there for here, there in zip(sent, values, strict=False) if there in wanted}
+    known = origins(plan, source, pairs)
+    return {there: known.get(here, (here, -1)) for here, there in pairs.items()}
 
 
 def _at_peak(plan: Plan, role: RolePlan) -> tuple[dict[str, int], int, Part | None]:

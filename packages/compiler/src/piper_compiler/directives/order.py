@@ -8,15 +8,12 @@
 item before comes before both, everything of the item after comes after both, and among them the compiler chooses
 (`passes.overlap`).
 
-Legality
- 1. At least two selections, each of which matches compute nodes. (With missing="skip" a selection of a backward phase
-    whose region has no such phase, because it trains nothing or has no such part, is left out.)
- 2. No node is in two selections.
- 3. If anything is placed, the selected nodes are: an order is per device.
- 4. On at least one device two of the selections occur: otherwise the directive would have no effect.
- 5. An overlap has at least two selections, and stands inside of an order.
- (That all orders together are acyclic is checked once, when the strategy is complete; the error names the directives on
- the cycle.)
+Legality 1. At least two selections, each of which matches compute nodes. (With missing="skip" a selection of a backward
+phase whose region has no such phase, because it trains nothing or has no such part, is left out.) 2. No node is in two
+selections. 3. If anything is placed, the selected nodes are: an order is per device. 4. On at least one device two of
+the selections occur: otherwise the directive would have no effect. 5. An overlap has at least two selections, and
+stands inside of an order. (That all orders together are acyclic is checked once, when the strategy is complete; the
+error names the directives on the cycle.)
 """
 
 from __future__ import annotations

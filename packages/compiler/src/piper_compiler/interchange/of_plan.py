@@ -48,7 +48,9 @@ class _Row:
     """Make one device's cells from the instructions of its role."""
 
     def __init__(self, plan: Plan, role: RolePlan, stages: dict[str, int]) -> None:
-        self.plan, self.role, self.stages, self.origins = plan, role, stages, origins(plan)
+        self.plan, self.role, self.stages = plan, role, stages
+        moved = [p for i in role.program for p in i.parts if isinstance(p.op, Send | Recv)]
+        self.origins = origins(plan, role, {v for p in moved for v in (*p.reads, *p.writes)})
         self.readers: dict[str, set[int]] = {}  # value -> stages that read it here
         for instr in role.program:
             for part in instr.parts:

@@ -1,4 +1,6 @@
-"""Run the bound instructions of a rank in the plan's order, on streams of the CPU or of a device, and record times and memory.
+"""Run the bound instructions of a rank in the plan's order, on streams of the CPU or of a device.
+
+They also record times and memory.
 
 May import: rank.
 """

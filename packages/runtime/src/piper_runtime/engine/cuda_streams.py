@@ -1,23 +1,22 @@
 """Streams of a CUDA device: one device stream per stream of the plan, and an event where one waits for another.
 
-One thread issues the program in order, far ahead of the device. An instruction makes its device stream wait for the events
-of what it waits for, runs, and records an event where somebody waits for it or progress is looked for. A wait names an
-earlier instruction (R05), so its event has always been recorded in this step when the wait is issued: CUDA takes a wait for
-an event that was not recorded as no wait at all. Nothing inside of a step waits for the whole device, and the host waits for
-it at the step's end only.
+One thread issues the program in order, far ahead of the device. An instruction makes its device stream wait for the
+events of what it waits for, runs, and records an event where somebody waits for it or progress is looked for. A wait
+names an earlier instruction (R05), so its event has always been recorded in this step when the wait is issued: CUDA
+takes a wait for an event that was not recorded as no wait at all. Nothing inside of a step waits for the whole device,
+and the host waits for it at the step's end only.
 
-The compute stream is the stream that was current when the streams were made, so what a rank does before the first step and
-after the last is in order with it.
+The compute stream is the stream that was current when the streams were made, so what a rank does before the first step
+and after the last is in order with it.
 
-Memory. torch's caching allocator hands a freed block to the next allocation on the same stream while the device may still
-work on it; it knows nothing of other streams unless it is told (`record_stream`, after which a block comes back when the
-device gets there: memory would no longer be what the plan says). Here it need not be told. Only the compute stream allocates
-and frees (R04), so blocks go from compute to compute. A communication that uses a block comes before the free in this sense:
-who frees a value has waited for every communication that uses it (R16), on the device too, for the wait was issued on the
-compute stream before the free. Whatever takes the block afterwards is issued later on the compute stream, behind that wait;
-and if it is a receive buffer, the receive waits for the compute instruction that made it (R12), whose event was recorded
-after the block was taken. So no two users of a block ever overlap.
-"""
+Memory. torch's caching allocator hands a freed block to the next allocation on the same stream while the device may
+still work on it; it knows nothing of other streams unless it is told (`record_stream`, after which a block comes back
+when the device gets there: memory would no longer be what the plan says). Here it need not be told. Only the compute
+stream allocates and frees (R04), so blocks go from compute to compute. A communication that uses a block comes before
+the free in this sense: who frees a value has waited for every communication that uses it (R16), on the device too, for
+the wait was issued on the compute stream before the free. Whatever takes the block afterwards is issued later on the
+compute stream, behind that wait; and if it is a receive buffer, the receive waits for the compute instruction that made
+it (R12), whose event was recorded after the block was taken. So no two users of a block ever overlap."""
 
 from __future__ import annotations
 
@@ -47,23 +46,26 @@ MARK_EVERY = 16
 
 
 class StreamApi(Protocol):
-    """What is asked of a device. Events are torch.cuda.Event's: record(stream), wait(stream), query(), synchronize() and
-    elapsed_time(event) in milliseconds."""
+    """What a backend asks of a device.
+
+    Events are torch.cuda.Event's: record(stream), wait(stream), query(), synchronize() and elapsed_time(event) in
+    milliseconds.
+    """
 
     def current(self) -> Any:
-        """The stream that is current in this thread."""
+        """Return the stream that is current in this thread."""
         ...
 
     def stream(self) -> Any:
-        """A new stream."""
+        """Return a new stream."""
         ...
 
     def event(self, *, timed: bool = False) -> Any:
-        """A new event."""
+        """Return a new event."""
         ...
 
     def bound(self, stream: Any, work: Thunk) -> Thunk:
-        """The closure that runs `work` on the host, so that what it asks of the device goes to `stream`."""
+        """Return the closure that runs `work` on the host, so that what it asks of the device goes to `stream`."""
         ...
 
 
@@ -99,8 +101,11 @@ class CudaApi:
 
 
 class CudaStreams:
-    """Backend for a CUDA device whose communications are device work too (NCCL). `program` is what will be bound: it says
-    which instructions need an event; events are made once and used in every step."""
+    """Backend for a CUDA device whose communications are device work too (NCCL).
+
+    `program` is what will be bound: it says which instructions need an event. Events are made once and used in every
+    step.
+    """
 
     def __init__(self, program: Sequence[BoundInstr], streams: Iterable[str], heart: Heartbeat, api: StreamApi):
         self.error: BaseException | None = None
@@ -158,7 +163,10 @@ class CudaStreams:
             self._zero_s = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Wait for the device, and meanwhile write into the heart how far it is, so that a hang can be noticed and named."""
+        """Wait for the device, and meanwhile write into the heart how far it is.
+
+        So a hang can be noticed and named.
+        """
         while not self._progress.look():
             time.sleep(POLL_S)
         self._heart[PHASE] = RUNNING
@@ -167,13 +175,19 @@ class CudaStreams:
         self._timed.clear()
 
     def close(self) -> None:
-        """Nothing to end: torch keeps its streams in a pool."""
+        """Do nothing: torch keeps its streams in a pool."""
 
 
 class _Marks:
-    """Which instructions record an event. `events`: by index; `order`: per stream the marked indices in order; `last`: per stream
-    other than compute the event of its last instruction; `last_index` of the program; `behind`: per marked index those marked
-    ones on other streams that must be done before it is."""
+    """Which instructions record an event.
+
+    Attributes:
+        events: the event of each marked instruction, by index.
+        order: the marked indices of each stream, in order.
+        last: the event of the last instruction of each stream other than compute.
+        last_index: index of the program's last instruction.
+        behind: for each marked index, the marked ones on other streams that must be done before it is.
+    """
 
     def __init__(self, program: Sequence[BoundInstr], streams: Iterable[str], api: StreamApi):
         self._on: dict[str, list[int]] = {s: [] for s in streams}
@@ -197,7 +211,7 @@ class _Marks:
                 gathered[e.stream] = set()
 
     def needed(self, stream: str, waits: StreamWaits) -> tuple[Any, ...]:
-        """The events that stand for waits; a stream is in order with itself."""
+        """Return the events that stand for waits; a stream is in order with itself."""
         return tuple(self.events[self._on[s][n - 1]] for s, n in waits if n and s != stream)
 
 
@@ -216,7 +230,10 @@ class _Progress:
         self._done.clear()
 
     def look(self) -> bool:
-        """Ask the device for every stream, and say what each is in. Whether all is done. Everything must have been issued."""
+        """Ask the device for every stream, say what each is in, and return whether all is done.
+
+        Everything must have been issued.
+        """
         for stream in self._left:
             self.advance(stream)
         for stream, left in self._left.items():
@@ -227,15 +244,21 @@ class _Progress:
         return not any(self._left.values())
 
     def advance(self, stream: str, before: float = inf) -> None:
-        """Take off what is done of a stream's marked instructions. `before`: only those of lower indices have been issued in
-        this step; the event of another would still tell of the step before."""
+        """Take off what is done of a stream's marked instructions.
+
+        `before`: only those of lower indices have been issued in this step; the event of another would still tell of
+        the step before.
+        """
         left = self._left[stream]
         while left and left[0] < before and self._marks.events[left[0]].query():
             self._done.add(left.popleft())
 
     def show_compute(self, before: float = inf) -> None:
-        """The compute stream is in its first marked instruction that is not done, if all that it waits for is; in `before` if
-        there is none before that. A place of the heart is written once: who reads it takes a change for progress."""
+        """Show the compute stream in its first marked instruction that is not done, if all that it waits for is done.
+
+        It is shown in `before` if there is none before that. A place of the heart is written once: who reads it takes a
+        change for progress.
+        """
         left = self._left[COMPUTE]
         issued = bool(left) and left[0] < before
         self._heart[PHASE] = RUNNING if issued and self._ready(left) else WAITING
@@ -249,11 +272,14 @@ class _Progress:
 
 
 class StagedStreams(CudaStreams):
-    """Backend for a CUDA device whose communications are the host's work (gloo on pinned copies), in a thread per stream.
+    """Backend for a CUDA device whose communications are the host's work (gloo on pinned copies).
 
-    A communication starts when the device has come to what it waits for, so its thread waits for those events. It is done for
-    the host when its copy to the device has been issued and its event recorded; who waits for it waits on the host for that,
-    and then lets the device wait for the event."""
+    Each communication stream has a thread.
+
+    A communication starts when the device has come to what it waits for, so its thread waits for those events. It is
+    done for the host when its copy to the device has been issued and its event recorded; who waits for it waits on the
+    host for that, and then lets the device wait for the event.
+    """
 
     def __init__(self, program: Sequence[BoundInstr], streams: Iterable[str], heart: Heartbeat, api: StreamApi):
         super().__init__(program, streams, heart, api)
@@ -292,9 +318,11 @@ class StagedStreams(CudaStreams):
         return run
 
     def _reach(self, waits: StreamWaits, issuing: int = -1) -> None:
-        """Block until so many communications have been issued to the device. `issuing`: the instruction that the compute
-        stream comes to; meanwhile the heart says how far the device is with those before it. StreamAborted when a stream has
-        failed."""
+        """Block until so many communications have been issued to the device. StreamAborted when a stream has failed.
+
+        `issuing`: the instruction that the compute stream comes to; meanwhile the heart says how far the device is with
+        those before it.
+        """
         with self._moved:
             while self.error is None and any(self._done[s] < n for s, n in waits):
                 if issuing >= 0:

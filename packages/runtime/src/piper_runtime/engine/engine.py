@@ -27,9 +27,12 @@ class PeerError(ExecutionError):
 
 
 class Engine:
-    """Steps of one rank. With `trace`, steps can be run as `traced`: then `spans` holds the timings of the last one, which
-    `clock` takes (default: the host's clock). On the CPU the communication of a traced step is posted as in any other, but
-    threads watch for its end, and cost about 30 us where one has to wake another."""
+    """Runs the steps of one rank.
+
+    With `trace`, steps can be run as `traced`: then `spans` holds the timings of the last one, which `clock` takes
+    (default: the host's clock). On the CPU the communication of a traced step is posted as in any other, but threads
+    watch for its end, and cost about 30 us where one has to wake another.
+    """
 
     def __init__(
         self, rank: Rank, backend: StreamBackend, communicate: Communicate, heart: Heartbeat, *, trace: bool = False,
@@ -62,7 +65,10 @@ class Engine:
         return Posted(named(lambda: named(work.start()))) if isinstance(work, Posted) else named(work)
 
     def step(self, step: int, *, traced: bool = False, counter: Counter | None = None) -> None:
-        """Run one optimizer step. ExecutionError names rank, step, instruction and peer; other PiperErrors come as they are."""
+        """Run one optimizer step.
+
+        ExecutionError names rank, step, instruction and peer; other PiperErrors come as they are.
+        """
         rank, heart = self._rank, self._heart
         issues = self._issues
         if traced:
@@ -125,8 +131,11 @@ def _host_clock(index: int, work: Thunk, spans: list[TimedSpan]) -> Thunk:
 
 
 def _clocked_post(index: int, work: Posted, spans: list[TimedSpan]) -> Posted:
-    """A span from the moment of posting to the end. Of gloo only a thread that waits learns when a transfer ends: a send or a
-    receive has no callback and cannot be polled."""
+    """Return a communication whose span begins when it is posted and lasts to its end.
+
+    Of gloo only a thread that waits learns when a transfer ends: a send or a receive has no callback and cannot be
+    polled.
+    """
     now = time.perf_counter
 
     def post() -> Thunk:

@@ -1,8 +1,11 @@
-"""All ranks of a plan in one process and one thread; communication is a copy. For tests and debugging: milliseconds per step.
+"""Run all ranks of a plan in one process and one thread, for tests and debugging: milliseconds per step.
 
-The order is that of the real engine: each rank issues its program in order, compute runs when it is issued and holds back what
-comes after it, communication goes on beside it on its stream, in order, and meets its peers (a send ends when the peer
-receives)."""
+Communication is a copy.
+
+The order is that of the real engine: each rank issues its program in order, compute runs when it is issued and holds
+back what comes after it, communication goes on beside it on its stream, in order, and meets its peers (a send ends when
+the peer receives).
+"""
 
 from __future__ import annotations
 
@@ -51,8 +54,10 @@ class InlineEngine:
         self.counters = counters or {}
 
     def step(self, step: int) -> dict[int, list[TimedSpan]]:
-        """Run one optimizer step; returns the spans of every rank. ExecutionError: a part raised (named, with its rank), or no
-        rank can go on (who waits for what)."""
+        """Run one optimizer step; return the spans of every rank.
+
+        ExecutionError: a part raised (named, with its rank), or no rank can go on (who waits for what).
+        """
         states = {r.rank: _State(r, self.counters.get(r.rank)) for r in self._ranks}
         with torch.no_grad():
             for state in states.values():
@@ -139,12 +144,12 @@ class InlineEngine:
 
 
 def _head(state: _State, comm: BoundComm) -> BoundInstr:
-    """The entry with which a rank has posted on a channel: the head of the one stream that uses it."""
+    """Return the instruction with which a rank has posted on a channel: the head of the one stream that uses it."""
     return next(q[0] for q in state.queues.values() if q and q[0].comm is not None and q[0].comm.channel == comm.channel)
 
 
 def _ends(state: _State, entry: BoundInstr) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensor that a member gives, and the one that it gets."""
+    """Return the tensor that a member gives, and the one that it gets."""
     assert entry.comm is not None
     try:
         given = entry.comm.operand()
@@ -195,7 +200,7 @@ def collected(law: Law, given: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def failure(rank: Rank, entry: BoundInstr, error: BaseException) -> ExecutionError:
-    """An exception of a part as an error that names where it happened."""
+    """Return the exception of a part as an error that names where it happened."""
     found = f"value {error} is not there" if isinstance(error, KeyError) else f"{type(error).__name__}: {error}"
     return ExecutionError(
         f"rank {rank.rank}, step {rank.step}, instruction {entry.index} ({entry.name} on {entry.stream}): {found}"

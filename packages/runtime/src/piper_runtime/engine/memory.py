@@ -1,5 +1,8 @@
-"""Memory truth, counted without any knowledge of the plan: live tensor storages as torch's dispatcher shows them, or the
-bytes that a CUDA device's allocator was asked for."""
+"""Count the memory in use without any knowledge of the plan.
+
+It is the bytes of live tensor storages as torch's dispatcher shows them, or what a CUDA device's allocator was asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,14 @@ class MemoryPoint:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRecord:
-    """`peak` bytes, reached first in instruction `peak_at` (-1: before the first one); `states`: those of states, which live
-    always; `points`: one per compute instruction, in order."""
+    """The memory of one rank in the step that was measured.
+
+    Attributes:
+        peak: the most bytes that were alive.
+        peak_at: the instruction in which they were reached first; -1: before the first one.
+        states: bytes of states, which live always.
+        points: one per compute instruction, in order.
+    """
 
     peak: int
     peak_at: int
@@ -37,12 +46,12 @@ class MemoryRecord:
 
 
 class MemoryCounter(TorchDispatchMode):
-    """Counts the bytes of every storage on one device that an operator returns while a `during` block is open, until the
-    storage dies.
+    """Counts the bytes of storages that operators return while a `during` block is open, until each storage dies.
 
-    It sees temporaries of composed operators but not what a kernel allocates inside; with `inside` it looks into the kernels of
-    piper's ops, which are made of torch's. `points` has one entry per block, in order; `base` is the bytes that were given to
-    `track`."""
+    It counts those of one device. It sees temporaries of composed operators but not what a kernel allocates inside;
+    with `inside` it looks into the kernels of piper's ops, which are made of torch's. `points` has one entry per block,
+    in order; `base` is the bytes that were given to `track`.
+    """
 
     def __init__(self, device: str = "cpu", inside: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
@@ -77,7 +86,7 @@ class MemoryCounter(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is made inside this block is not counted."""
+        """Leave out what is made inside this block."""
         self._paused = True
         try:
             yield
@@ -85,7 +94,7 @@ class MemoryCounter(TorchDispatchMode):
             self._paused = False
 
     def record(self) -> MemoryRecord:
-        """What was found so far."""
+        """Return what was found so far."""
         return MemoryRecord(self.peak, self.peak_at, self.base, tuple(self.points))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,11 +135,14 @@ class MemoryCounter(TorchDispatchMode):
 
 
 class AllocatorCounter:
-    """What `MemoryCounter` does, by the counters of a CUDA device's caching allocator, for a process that holds one rank only.
+    """Does what `MemoryCounter` does, by the counters of a CUDA device's caching allocator.
 
-    It counts the bytes that were asked for, in program order: the allocator is told of every allocation and free when the host
-    issues it. What kernels allocate inside is counted too; what was alive before the first block beside the states is not (such
-    as cuBLAS's workspaces)."""
+    It is for a process that holds one rank only.
+
+    It counts the bytes that were asked for, in program order: the allocator is told of every allocation and free when
+    the host issues it. What kernels allocate inside is counted too; what was alive before the first block beside the
+    states is not (such as cuBLAS's workspaces).
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -160,7 +172,7 @@ class AllocatorCounter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What is made inside this block is not counted unless it outlives it."""
+        """Leave out what is made inside this block, unless it outlives it."""
         self._peaks.append(self._asked("peak"))
         try:
             yield
@@ -168,7 +180,7 @@ class AllocatorCounter:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def record(self) -> MemoryRecord:
-        """What was found so far."""
+        """Return what was found so far."""
         first = max(self.points, key=lambda p: p.within)  # the earliest of equals
         return MemoryRecord(first.within, first.instr, self.base, tuple(self.points))
 

@@ -1,7 +1,7 @@
 """Instructions as ranges in profilers: the names that a plan prints, around what runs for them.
 
-torch.profiler shows them as `record_function`, Nsight Systems as NVTX ranges in processes that use CUDA. Bound once per run, so
-that a run without them pays nothing; each costs some microseconds of host time."""
+torch.profiler shows them as `record_function`, Nsight Systems as NVTX ranges in processes that use CUDA. Bound once per
+run, so that a run without them pays nothing; each costs some microseconds of host time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def ranged(name: str, call: Callable[[], T], *, nvtx: bool = False) -> Callable[[], T]:
-    """A call inside a range. nvtx: also one of NVTX."""
+    """Return a call inside a range; with `nvtx`, also inside one of NVTX."""
 
     def run() -> T:
         with torch.profiler.record_function(name):
@@ -39,8 +39,10 @@ def ranged(name: str, call: Callable[[], T], *, nvtx: bool = False) -> Callable[
 
 
 def named_instructions(rank: Rank, communicate: Communicate) -> Communicate:
-    """Put a range around every instruction of a rank's compute; returns what binds its communications like `communicate`, each
-    with a range."""
+    """Put a range around every instruction of a rank's compute.
+
+    Return what binds its communications like `communicate`, each with a range.
+    """
     nvtx = torch.cuda.is_initialized()
     names = {id(entry.comm): entry.name for entry in rank.entries if entry.comm is not None}
     rank.entries = tuple(_named(entry, nvtx) for entry in rank.entries)
@@ -52,8 +54,10 @@ def named_instructions(rank: Rank, communicate: Communicate) -> Communicate:
 
 
 def name_inline(rank: Rank) -> None:
-    """Put a range around every instruction of a rank that runs inline. Its engine copies tensors by itself: the range of a
-    communication is around taking the tensor that it is about."""
+    """Put a range around every instruction of a rank that runs inline.
+
+    Its engine copies tensors by itself: the range of a communication is around taking the tensor that it is about.
+    """
     nvtx = torch.cuda.is_initialized()
 
     def operand(entry: BoundInstr) -> BoundInstr:

@@ -1,10 +1,12 @@
-"""Streams: where instructions run beside each other. One thread issues a rank's program in order; a backend decides what that
-means.
+"""Run instructions beside each other on streams.
 
-CPU: the compute stream is the issuing thread itself. It also posts communication that can be posted, which goes on beside
-compute in the communicator's native threads until somebody waits for it. Other work of another stream runs on a thread of that
-stream, and a wait is on a counter of finished instructions. An accelerator's backend maps a stream to a device stream and a wait
-to an event, with the same interface: `bind` turns each instruction into a closure once per plan, so that issuing it costs a call.
+One thread issues a rank's program in order; a backend decides what that means.
+
+CPU: the compute stream is the issuing thread itself. It also posts communication that can be posted, which goes on
+beside compute in the communicator's native threads until somebody waits for it. Other work of another stream runs on a
+thread of that stream, and a wait is on a counter of finished instructions. An accelerator's backend maps a stream to a
+device stream and a wait to an event, with the same interface: `bind` turns each instruction into a closure once per
+plan, so that issuing it costs a call.
 """
 
 from __future__ import annotations
@@ -26,9 +28,13 @@ StreamWaits = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A communication as work: called, it returns when it is done. `start` begins it and returns what blocks until it is done, so
-    that a thread can go on in between. `watched`: a thread of the stream is to wait for the end, so that it is noticed when it
-    comes and not when somebody needs it."""
+    """A communication as work: called, it returns when it is done.
+
+    Attributes:
+        start: begins it and returns what blocks until it is done, so that a thread can go on in between.
+        watched: whether a thread of the stream waits for the end, so that it is noticed when it comes and not when it
+            is needed.
+    """
 
     start: Callable[[], Thunk]
     watched: bool = False
@@ -40,11 +46,12 @@ class Posted:
 HEART_SLOTS = 64
 """Integers of shared memory per rank; at most HEART_SLOTS - 4 communication streams."""
 STEP, ISSUED, PHASE, FIRST_STREAM = 0, 1, 2, 3
-"""Places in a rank's heart: the step, the index of the instruction that is issued, a phase, then per communication stream the
-index of the instruction that it runs or that is waited for, plus one (0: none). Others read it to see progress and to name the
-instruction of a rank that died."""
+"""Places in a rank's heart: the step, the index of the instruction that is issued, a phase, then per communication
+stream the index of the instruction that it runs or that is waited for, plus one (0: none). Others read it to see
+progress and to name the instruction of a rank that died."""
 LAST_STEP = HEART_SLOTS - 1
-"""The place in which a launcher writes after how many steps an interrupted run ends; 0 for a run that was not interrupted."""
+"""The place in which a launcher writes after how many steps an interrupted run ends; 0 for a run that was not
+interrupted."""
 RUNNING, WAITING, LOADING = 0, 1, 2
 """Phases: in an instruction or between two, waiting for another stream, not yet in the first step."""
 
@@ -62,7 +69,7 @@ class StreamBackend(Protocol):
     """The first exception of a stream other than the issuing thread's."""
 
     def bind(self, index: int, stream: str, waits: StreamWaits, work: Thunk) -> Thunk:
-        """The closure that issues `work` on `stream` behind what was issued there before and behind `waits`."""
+        """Return the closure that issues `work` on `stream` behind `waits` and what was issued there before."""
         ...
 
     def begin(self) -> None:
@@ -79,10 +86,13 @@ class StreamBackend(Protocol):
 
 
 class _Progress:
-    """How many instructions of a stream are done in this step. `posted` are those that the issuing thread has posted and nobody
-    has waited for yet, oldest first; `place` is the stream's in the heart. `done` is read without the lock: a waiter announces
-    itself before it looks again, and `advance` looks for waiters after it has counted, so with the interpreter's lock one of the
-    two always sees the other."""
+    """Counts how many instructions of a stream are done in this step.
+
+    `posted` are those that the issuing thread has posted and nobody has waited for yet, oldest first; `place` is the
+    stream's in the heart. `done` is read without the lock: a waiter announces itself before it looks again, and
+    `advance` looks for waiters after it has counted, so with the interpreter's lock one of the two always sees the
+    other.
+    """
 
     def __init__(self, place: int) -> None:
         self.place = place
@@ -99,11 +109,14 @@ class _Progress:
 
 
 class CpuStreams:
-    """Backend for the CPU. `Posted` work is posted by the issuing thread, when what it waits for has ended: a plan that `verify`
-    accepts runs to its end even if each rank ends its communications one by one (rule R20). It may be posted before what is in
-    front of it on its stream has ended, and its end is noticed when it is waited for, or by a thread where it is `watched`. Any
-    other work of a communication stream runs on that thread, which the stream gets with the first of it; a step has only one of
-    the three kinds."""
+    """Backend for the CPU.
+
+    `Posted` work is posted by the issuing thread, when what it waits for has ended: a plan that `verify` accepts runs
+    to its end even if each rank ends its communications one by one (rule R20). It may be posted before what is in front
+    of it on its stream has ended, and its end is noticed when it is waited for, or by a thread where it is `watched`.
+    Any other work of a communication stream runs on that thread, which the stream gets with the first of it; a step has
+    only one of the three kinds.
+    """
 
     def __init__(self, streams: Iterable[str], heart: Heartbeat):
         self.error: BaseException | None = None
@@ -153,7 +166,7 @@ class CpuStreams:
         return wait_and_run
 
     def _queue(self, stream: str) -> SimpleQueue[tuple[int, tuple[tuple[_Progress, int], ...], Thunk] | None]:
-        """The queue of a stream's thread, which is started with it."""
+        """Return the queue of a stream's thread, which is started with it."""
         if stream not in self._queues:
             self._queues[stream] = SimpleQueue()
             place = self._progress[stream].place

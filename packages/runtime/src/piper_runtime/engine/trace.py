@@ -30,9 +30,9 @@ def executed_trace(
 ) -> Trace:
     """Return the trace of one step, from the measured spans of each rank.
 
-    Times count from the first start of any rank: ranks share one machine and one clock. A point of memory stands where its
-    instruction has its span, whichever step it was measured in; without spans there is none. `waits`: by rank, for Job.batch;
-    they become `Trace.waits`, and their time is no compute."""
+    Times count from the first start of any rank: ranks share one machine and one clock. A point of memory stands where
+    its instruction has its span, whichever step it was measured in; without spans there is none. `waits`: by rank, for
+    Job.batch; they become `Trace.waits`, and their time is no compute."""
     zero = min((start for found in spans.values() for _, start, _ in found), default=0.0)
     out: list[Span] = []
     waiting: list[Span] = []

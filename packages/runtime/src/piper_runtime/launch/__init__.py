@@ -1,4 +1,6 @@
-"""Start ranks in this process, in processes, under torchrun or on Ray; watch them, and put together what they bring back.
+"""Start ranks in this process, in processes, under torchrun or on Ray, and watch them.
+
+What they bring back is put together here.
 
 May import: rank, engine, transport, profile.
 """

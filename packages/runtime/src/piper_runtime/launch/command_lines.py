@@ -23,10 +23,12 @@ class Section:
 def launch_sections(
     file: str | Path, world: int, *, nodes: int | None = None, gpus: bool = False, arguments: Sequence[str] = ()
 ) -> dict[str, Section]:
-    """How to run a file's `world` ranks with torchrun on one machine ("torchrun"), and with torchrun, Slurm and Ray on `nodes`
-    machines (default: 2 if the ranks divide, else 1; "torchrun-nodes", "slurm", "ray"). `gpus`: a GPU for each rank;
-    `arguments`: more of `piper run`. HEAD stands for the first machine's name. JobError when the ranks do not divide over the
-    nodes."""
+    """Return how to run a file's `world` ranks with torchrun, Slurm and Ray.
+
+    Torchrun on one machine is "torchrun"; on `nodes` machines (default: 2 if the ranks divide, else 1) there are
+    "torchrun-nodes", "slurm" and "ray". `gpus`: a GPU for each rank; `arguments`: more of `piper run`. HEAD stands for
+    the first machine's name. JobError when the ranks do not divide over the nodes.
+    """
     nodes = nodes or (2 if world % 2 == 0 else 1)
     if world % nodes:
         raise JobError(f"{world} ranks do not divide over {nodes} nodes; give a number of nodes that divides {world}")
@@ -44,7 +46,7 @@ def launch_sections(
 
 
 def launch_text(sections: Mapping[str, Section]) -> str:
-    """All sections below each other, each with its title."""
+    """Return all sections below each other, each with its title."""
     return "\n\n".join(f"# {s.title}\n{s.lines}" for s in sections.values()) + "\n"
 
 

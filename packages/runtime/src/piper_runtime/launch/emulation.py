@@ -1,14 +1,17 @@
-"""The `emulated` launcher: a plan on real processes, streams and rendezvous, where compute is a sleep of its simulated time.
+"""Run a plan on real processes, streams and rendezvous, where compute is a sleep of its simulated time.
 
-It answers whether what is simulated is what runs. Everything that can hold a plan up is real: one process per rank, one thread
-per communication stream, issue in program order, waits, and a message on every channel. A communication sends the moment at
-which its rank was there; it starts when its last member is there, and takes its simulated time on all of them. No tensor of the
-plan exists.
+This is the `emulated` launcher.
 
-Time: an instruction begins when what the plan makes it wait for has ended, and sleeps until that moment plus its duration. That
-this machine wakes a thread too late is not part of the plan, and is made up for; that it needs a moment to hand over to another
-thread or to pass a message is too, up to `HOST_S`. An instruction that is held up for longer, after all its causes were really
-done, waited for something that the plan does not show: that counts. Clocks are the machine-wide one of time.perf_counter.
+It answers whether what is simulated is what runs. Everything that can hold a plan up is real: one process per rank, one
+thread per communication stream, issue in program order, waits, and a message on every channel. A communication sends
+the moment at which its rank was there; it starts when its last member is there, and takes its simulated time on all of
+them. No tensor of the plan exists.
+
+Time: an instruction begins when what the plan makes it wait for has ended, and sleeps until that moment plus its
+duration. That this machine wakes a thread too late is not part of the plan, and is made up for; that it needs a moment
+to hand over to another thread or to pass a message is too, up to `HOST_S`. An instruction that is held up for longer,
+after all its causes were really done, waited for something that the plan does not show: that counts. Clocks are the
+machine-wide one of time.perf_counter.
 """
 
 from __future__ import annotations
@@ -35,22 +38,29 @@ MATTERS = 0.95
 
 @dataclass(frozen=True)
 class Durations:
-    """Simulated seconds. `seconds`: role -> one per instruction of its program, equal on all members of a communication;
-    `latency` of a point-to-point transfer, which occupies no stream; `issue` per instruction, on the host."""
+    """Simulated seconds of a plan.
+
+    Attributes:
+        seconds: by role, one per instruction of its program; equal on all members of a communication.
+        latency: of a point-to-point transfer; it occupies no stream.
+        issue: per instruction, on the host.
+    """
 
     seconds: Mapping[str, Sequence[float]]
     latency: float = 0.0
     issue: float = 0.0
 
     def scaled(self, factor: float) -> Durations:
-        """All of them times a factor."""
+        """Return all of them times a factor."""
         seconds = {role: tuple(factor * s for s in each) for role, each in self.seconds.items()}
         return Durations(seconds, factor * self.latency, factor * self.issue)
 
 
 class Emulation(Run):
-    """The result of an emulated run: a Run of which only times are known, in simulated seconds. `trace.notes` holds
-    "time_scale" (seconds slept per simulated second) and "host" (how late this machine was)."""
+    """The result of an emulated run: a Run of which only times are known, in simulated seconds.
+
+    `trace.notes` holds "time_scale" (seconds slept per simulated second) and "host" (how late this machine was).
+    """
 
     def state_dict(self) -> NoReturn:
         """ExecutionError: nothing was trained."""
@@ -60,14 +70,17 @@ class Emulation(Run):
 
 
 def time_scale(plan: Plan, durations: Durations) -> float:
-    """Seconds to sleep per simulated second: 1 where the shortest compute instruction that matters then sleeps between
-    `SHORTEST_S` and `LONGEST_S`, or where no compute takes time; else what brings it there."""
+    """Return the seconds to sleep per simulated second.
+
+    It is 1 where the shortest compute instruction that matters then sleeps between `SHORTEST_S` and `LONGEST_S`, or
+    where no compute takes time; else what brings it there.
+    """
     shortest = min((s for role in plan.roles if (s := _shortest(role, durations.seconds[role.role])) > 0), default=SHORTEST_S)
     return min(max(shortest, SHORTEST_S), LONGEST_S) / shortest
 
 
 def _shortest(role: RolePlan, seconds: Sequence[float]) -> float:
-    """The shortest of a role's longest compute instructions that together are `MATTERS` of its compute."""
+    """Return the shortest of a role's longest compute instructions that together are `MATTERS` of its compute."""
     longest = sorted((s for s, instr in zip(seconds, role.program) if instr.stream == COMPUTE), reverse=True)
     left, last = MATTERS * sum(longest), 0.0
     for last in longest:
@@ -83,8 +96,8 @@ def emulate(
     """Run `steps` steps of a plan with one process per rank on this machine and sleeps instead of compute.
 
     The first step begins on all ranks at one moment: `step_s[0]` compares with `Simulation.step_s`, `period_s` with its
-    `period_s`. timeout_s, trace, pool: as of `execute`. JobError for steps or timeout_s that are none. ExecutionError: rank,
-    instruction, peer."""
+    `period_s`. timeout_s, trace, pool: as of `execute`. JobError for steps or timeout_s that are none. ExecutionError:
+    rank, instruction, peer."""
     check_numbers(steps, timeout_s)
     scale = time_scale(plan, durations)
     slept = durations.scaled(scale)

@@ -15,7 +15,7 @@ Environment = dict[str, str]
 
 
 def environment() -> Environment:
-    """What must be equal on every node: Python, torch, the CUDA and NCCL that torch uses, Piper."""
+    """Return what must be equal on every node: Python, torch, the CUDA and NCCL that torch uses, Piper."""
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
     return {
         "Python": platform.python_version(),
@@ -34,7 +34,10 @@ def _installed(name: str) -> str:
 
 
 def check_environments(ours: Environment, here: str, found: Mapping[str, Environment]) -> None:
-    """`found`: node -> its environment. ExecutionError that names every node that differs from `here`, and both versions."""
+    """Raise ExecutionError that names every node that differs from `here`, and both versions.
+
+    `found`: the environment of each node.
+    """
     differences = [
         f"{node} has {name} {theirs[name]}, {here} has {version}"
         for node, theirs in found.items()

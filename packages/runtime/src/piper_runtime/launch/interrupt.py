@@ -1,4 +1,4 @@
-"""Interrupts of a run in this process, which wait for the end of its step: what a step leaves half done is no result."""
+"""Let interrupts of a run in this process wait for the end of its step: what a step leaves half done is no result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from threading import Timer, current_thread, main_thread
 from types import FrameType
 
 PATIENCE_S = 5.0
-"""How long an interrupt waits, and how long an interrupted run of processes may take beside the steps that it still does."""
+"""How long an interrupt waits, and how long an interrupted run of processes may take beside the steps that it still
+does."""
 
 
 @dataclass

@@ -25,8 +25,13 @@ class Workers(Protocol):
     world: int
 
     def run(self, plan: Plan, requests: Mapping[int, Any], timeout_s: float, on_step: OnStep | None = None) -> dict[int, Any]:
-        """Give every rank its request (`piper_runtime.launch.worker.perform` says which there are) and collect the answers. On
-        any failure, and on an interrupt, all workers are ended first. `on_step` hears of steps if the requests say `stream`."""
+        """Give every rank its request and collect the answers.
+
+        Which requests there are says `piper_runtime.launch.worker.perform`.
+
+        On any failure, and on an interrupt, all workers are ended first. `on_step` hears of steps if the requests say
+        `stream`.
+        """
         ...
 
     def close(self) -> None:
@@ -49,7 +54,10 @@ def check_launcher(launcher: str) -> None:
 
 
 def check_startable(launcher: str) -> None:
-    """ExecutionError when a launcher is not known, or cannot start workers here, as far as that is found out without starting."""
+    """Raise ExecutionError when a launcher is not known, or cannot start workers here.
+
+    The latter is looked at as far as it is found out without starting.
+    """
     check_launcher(launcher)
     if launcher == "ray":
         from piper_runtime.launch.ray_cluster import check_ray
@@ -58,7 +66,10 @@ def check_startable(launcher: str) -> None:
 
 
 def open_pool(launcher: str, world: int, *, cluster: str = "auto") -> Workers:
-    """Workers of a launcher other than "inline". `cluster`: for "ray", see `piper_runtime.launch.ray_launcher.RayPool`."""
+    """Return workers of a launcher other than "inline".
+
+    `cluster`: for "ray", see `piper_runtime.launch.ray_launcher.RayPool`.
+    """
     check_launcher(launcher)
     if launcher == "ray":
         from piper_runtime.launch.ray_launcher import RayPool

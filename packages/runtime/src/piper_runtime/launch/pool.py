@@ -32,8 +32,10 @@ class Team(WatchedTeam, Protocol):
         ...
 
     def finish_early(self, steps: int) -> bool:
-        """Let all ranks end their run together, that many steps after the one that the first of them is in. False where they
-        cannot be told."""
+        """Let all ranks end their run together, that many steps after the one that the first of them is in.
+
+        False where they cannot be told.
+        """
         ...
 
     def end(self) -> None:
@@ -45,9 +47,11 @@ T = TypeVar("T", bound=Team)
 
 
 class TeamPool(ABC, Generic[T]):
-    """Workers for up to `world` ranks, for any number of runs, one at a time. They start with the first run, and again after a
-    run that failed, since its communicators are broken; they end at the latest when Python exits. Use it as a context manager,
-    or call `close`."""
+    """Workers for up to `world` ranks, for any number of runs, one at a time.
+
+    They start with the first run, and again after a run that failed, since its communicators are broken; they end at
+    the latest when Python exits. Use it as a context manager, or call `close`.
+    """
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -95,8 +99,10 @@ class TeamPool(ABC, Generic[T]):
             raise
 
     def _finished_early(self, plan: Plan, world: int, progress: Progress) -> dict[int, Any]:
-        """Return what ranks have after a run that was interrupted: they end it together, after a step. Nothing where they cannot,
-        or do not within some steps; another interrupt goes through."""
+        """Return what ranks have after a run that was interrupted: they end it together, after a step.
+
+        Nothing where they cannot, or do not within some steps; another interrupt goes through.
+        """
         if self._team is None or progress.latest is None:
             return {}
         step_s = progress.latest.step_s
@@ -109,7 +115,7 @@ class TeamPool(ABC, Generic[T]):
             return {}
 
     def _keep(self, team: T) -> T:
-        """A team that is coming up is ended from now on, whatever happens."""
+        """Keep a team that is coming up, so that it is ended whatever happens from now on."""
         self._team, self._finalizer = team, weakref.finalize(self, team.end)
         return team
 

@@ -1,4 +1,7 @@
-"""One process per rank on this machine, communicating with gloo over loopback: the pool of workers and what watches over it."""
+"""Run one process per rank on this machine, communicating with gloo over loopback.
+
+Here are the pool of workers and what watches over it.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,7 @@ class _Team:
         return slots
 
     def node(self, rank: int) -> str:
-        """All ranks are on this machine."""
+        """Return an empty name: all ranks are on this machine."""
         return ""
 
     def exit_reason(self, rank: int) -> str:
@@ -151,7 +154,7 @@ def _spawn(rank: int, world: int, folder: str, threads: int) -> _Worker:
 
 
 def _receive(pipe: Connection[Any, Any]) -> Any:
-    """What a worker says, None when it has ended."""
+    """Return what a worker says, None when it has ended."""
     try:
         return pickle.loads(pipe.recv_bytes())  # from our own worker
     except (EOFError, ConnectionResetError):

@@ -15,8 +15,11 @@ OnStep = Callable[[StepRecord], object]
 
 
 class Progress:
-    """Collects what ranks say about their steps and hands each step on when its last rank is done with it, in order. What a
-    rank says twice (in a message, later in its report) counts once. `latest`: the last step that all ranks have done."""
+    """Collects what ranks say about their steps, and hands on each step in order when its last rank is done with it.
+
+    What a rank says twice (in a message, later in its report) counts once. `latest`: the last step that all ranks have
+    done.
+    """
 
     def __init__(self, plan: Plan, on_step: OnStep | None):
         self._plan = plan

@@ -30,8 +30,10 @@ LIFELINE_S = 0.5
 
 
 class RankActor:
-    """Serves one rank; `perform` runs in one thread while another answers `look`. Hearts of the ranks of a node lie in one
-    piece of shared memory, so that any of them can say where a dead one was."""
+    """Serves one rank; `perform` runs in one thread while another answers `look`.
+
+    Hearts of the ranks of a node lie in one piece of shared memory, so that any of them can say where a dead one was.
+    """
 
     def __init__(self, rank: int, world: int, name: str, threads: int):
         torch.set_num_threads(threads)
@@ -68,7 +70,7 @@ class RankActor:
         self._context = WorkerContext(self._rank, communicators, self._heart, self._said.append, *local)  # type: ignore[arg-type]  # as in worker_process
 
     def clock(self) -> float:
-        """The clock on which this rank's times are."""
+        """Return the time on the clock of this rank."""
         return time.perf_counter()
 
     def perform(self, request: bytes, *blobs: bytes) -> bytes:
@@ -79,7 +81,7 @@ class RankActor:
         return pickle.dumps([*self._take(), found], protocol=5)
 
     def look(self) -> tuple[bytes, bytes]:
-        """The hearts of this node's ranks, and what this rank has said since the last time."""
+        """Return the hearts of this node's ranks, and what this rank has said since the last time."""
         return self._hearts.tobytes(), pickle.dumps(self._take(), protocol=5)
 
     def _take(self) -> list[Any]:
@@ -136,7 +138,7 @@ class _Unpacker(pickle.Unpickler):
 
 
 def pack(request: object) -> tuple[bytes, list[bytes]]:
-    """A request as bytes, and the larger bytes objects that it shares with others."""
+    """Return a request as bytes, and the larger bytes objects that it shares with others."""
     file = io.BytesIO()
     packer = Packer(file)
     packer.dump(request)
@@ -144,5 +146,5 @@ def pack(request: object) -> tuple[bytes, list[bytes]]:
 
 
 def unpack(request: bytes, blobs: tuple[bytes, ...]) -> Any:
-    """The request again."""
+    """Return the request again."""
     return _Unpacker(request, blobs).load()

@@ -24,7 +24,8 @@ VITAL = {"gcs_server": "Ray's head process (GCS)", "raylet": "Ray's process on t
 UNANSWERED = 3
 """Looks in a row at which a head that was joined does not answer, after which it counts as dead."""
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""RFC 9113, 3.4: the client's preface with an empty SETTINGS frame. A server, as Ray's is, answers with a SETTINGS frame."""
+"""RFC 9113, 3.4: the client's preface with an empty SETTINGS frame. A server, as Ray's is, answers with a SETTINGS
+frame."""
 _JANITOR = """
 import os, shutil, signal, sys, time
 folder = sys.argv[1]
@@ -44,13 +45,17 @@ for _ in range(20):
     shutil.rmtree(folder, ignore_errors=True)
     time.sleep(0.5)
 """
-"""Waits for our end, however we end. If Ray was not ended before, it ends those of Ray's processes that outlive the driver by a
-minute (they have logs open in the folder), and removes the folder, into which others may still write for a moment."""
+"""Waits for our end, however we end. If Ray was not ended before, it ends those of Ray's processes that outlive the
+driver by a minute (they have logs open in the folder), and removes the folder, into which others may still write for a
+moment."""
 
 
 class RayLink:
-    """This process's connection to Ray. `close` undoes what `connect` has done: it leaves a cluster that was joined, ends a
-    Ray that was started, and does not touch a connection that was already there."""
+    """This process's connection to Ray.
+
+    `close` undoes what `connect` has done: it leaves a cluster that was joined, ends a Ray that was started, and does
+    not touch a connection that was already there.
+    """
 
     def __init__(self, ray: Any, undo: Callable[[], None] | None):
         self.ray = ray
@@ -59,7 +64,10 @@ class RayLink:
         self._undo = weakref.finalize(self, undo) if undo is not None else None
 
     def fault(self) -> str:
-        """Say which of Ray's own processes has died; an empty text when none has. Ray itself waits a minute, and then ends us."""
+        """Say which of Ray's own processes has died; an empty text when none has.
+
+        Ray itself waits a minute, and then ends us.
+        """
         node = self.ray._private.worker._global_node  # there where this process has started Ray; it knows its children
         dead = [kind for kind, _ in node.dead_processes() if kind in VITAL] if node is not None else []
         if dead:
@@ -76,8 +84,11 @@ class RayLink:
 
 @dataclass(frozen=True)
 class RayWording:
-    """Who asks for Ray, for messages: what needs it, the argument that has the address, what takes a Ray that is there,
-    and what does without."""
+    """Wording of error messages for one caller.
+
+    It has the feature that needs Ray, its address argument, how to use a running cluster, and the alternative without
+    Ray.
+    """
 
     what: str = 'launcher "ray"'
     argument: str = "cluster"
@@ -89,7 +100,7 @@ LAUNCHER = RayWording()
 
 
 def import_ray(wording: RayWording = LAUNCHER) -> Any:
-    """The ray module. ExecutionError when it is not installed."""
+    """Return the ray module. ExecutionError when it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when a cluster starts
     try:
         import ray
@@ -102,9 +113,12 @@ def import_ray(wording: RayWording = LAUNCHER) -> Any:
 
 
 def connect(cluster: str, cpus: int, wording: RayWording = LAUNCHER) -> RayLink:
-    """`cluster`: an address host:port to join; "local" to start Ray on this machine with `cpus` CPUs; "auto" for a connection
-    that this process has, else the cluster that RAY_ADDRESS or an earlier `ray start` on this machine names, else "local".
-    ExecutionError when nothing usable answers, within seconds."""
+    """Connect to Ray. ExecutionError when nothing usable answers, within seconds.
+
+    `cluster`: an address host:port to join; "local" to start Ray on this machine with `cpus` CPUs; "auto" for a
+    connection that this process has, else the cluster that RAY_ADDRESS or an earlier `ray start` on this machine names,
+    else "local".
+    """
     ray = import_ray(wording)
     if ray.is_initialized():
         return _present(ray, cluster, wording)
@@ -113,7 +127,10 @@ def connect(cluster: str, cpus: int, wording: RayWording = LAUNCHER) -> RayLink:
 
 
 def check_ray(cluster: str = "auto") -> None:
-    """ExecutionError when a launcher's `connect` would fail for want of Ray or of an answer; nothing is joined or started."""
+    """Raise ExecutionError when a launcher's `connect` would fail for want of Ray or of an answer.
+
+    Nothing is joined or started.
+    """
     ray = import_ray()
     if not ray.is_initialized() and (wanted := _wanted(ray, cluster)) != "local":
         _check_address(ray, wanted, LAUNCHER)

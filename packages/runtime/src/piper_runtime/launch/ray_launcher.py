@@ -87,7 +87,10 @@ class _Team:
         return said + [m for call in self._ready(calls) for m in self._answered(call)]
 
     def _check_ray(self) -> None:
-        """ExecutionError when Ray itself has died: no rank is to blame, and after a minute Ray would end this process."""
+        """Raise ExecutionError when Ray itself has died.
+
+        No rank is to blame, and after a minute Ray would end this process.
+        """
         self.ray_at = time.monotonic() + LOOK_AT_RAY_S
         if problem := self.fault():
             self.broken = True
@@ -140,7 +143,7 @@ class _Team:
         return message if clock is None else aligned(message, *clock)
 
     def heart(self, rank: int) -> Sequence[int]:
-        """As of the last look at its node."""
+        """Return a rank's heart as of the last look at its node."""
         found = self.hearts.get(self.places[rank].node)
         return LOADING_HEART if found is None else found[rank * HEART_SLOTS : (rank + 1) * HEART_SLOTS]
 
@@ -153,7 +156,10 @@ class _Team:
         return f"node {self.places[rank].name}"
 
     def ask(self, what: str, refs: Mapping[Any, int]) -> dict[int, Any]:
-        """The answers of actors that are still starting. ExecutionError names the rank of one that does not answer."""
+        """Return the answers of actors that are still starting.
+
+        ExecutionError names the rank of one that does not answer.
+        """
         out = {}
         for ref, rank in refs.items():
             try:
@@ -165,8 +171,12 @@ class _Team:
         return out
 
     def finish_early(self, steps: int) -> bool:
-        """See `piper_runtime.launch.pool.Team`: an interrupt at a terminal ends Ray's own processes too, and with them the
-        actors."""
+        """Return False: ranks cannot be told.
+
+        An interrupt at a terminal ends Ray's own processes too, and with them the actors.
+
+        See `piper_runtime.launch.pool.Team`.
+        """
         return False
 
     def end(self) -> None:
@@ -199,8 +209,9 @@ class _Team:
 class RayPool(TeamPool[_Team]):
     """Ray actors, one CPU each; see `TeamPool`.
 
-    cluster: see `piper_runtime.launch.ray_cluster.connect`; a Ray that was started for this pool ends with it. gpus: per rank;
-    None: one where the cluster has as many as ranks, unless runs are to take the CPU. What workers print stays in Ray's logs."""
+    cluster: see `piper_runtime.launch.ray_cluster.connect`; a Ray that was started for this pool ends with it. gpus:
+    per rank; None: one where the cluster has as many as ranks, unless runs are to take the CPU. What workers print
+    stays in Ray's logs."""
 
     def __init__(self, world: int, *, cluster: str = "auto", threads: int = 1, gpus: int | None = None):
         super().__init__(world)
@@ -271,7 +282,10 @@ def _rendezvous(team: _Team, *, alone: bool) -> None:
 
 
 def _clock_ahead(ray: Any, actor: Any) -> tuple[float, float]:
-    """Seconds that an actor's clock is ahead of ours, and the error of that: half of the quickest of some round trips."""
+    """Return the seconds that an actor's clock is ahead of ours, and the error of that.
+
+    The error is half of the quickest of some round trips.
+    """
     found = []
     for _ in range(CLOCK_SAMPLES):
         start = time.perf_counter()
@@ -288,7 +302,7 @@ def gpus_per_rank(resources: Mapping[str, float], world: int) -> int:
 
 
 def _variables(threads: int, gpus: int) -> dict[str, str]:
-    """The environment of actors: they find what this process finds outside of its Python installation."""
+    """Return the environment of actors: they find what this process finds outside of its Python installation."""
     installed = (sys.prefix, sys.base_prefix)
     paths = [os.path.abspath(p) for p in sys.path]
     ours = [p for p in paths if not p.startswith(installed)]
@@ -298,7 +312,7 @@ def _variables(threads: int, gpus: int) -> dict[str, str]:
 
 
 def _cause(error: Exception) -> str:
-    """What Ray knows of a failed call, in few words."""
+    """Return what Ray knows of a failed call, in few words."""
     text = str(error)
     if found := re.search(r"Worker exit type: (\w+)\.? Worker exit detail: ([^.]*)", text):
         return f"has died ({found[1]}: {found[2]})"

@@ -13,8 +13,15 @@ PLACE_S = 5.0
 
 @dataclass(frozen=True)
 class RankHost:
-    """Where a rank runs. `bundle`: its index in the placement group; `name`, `address`: of the node; `here`: whether that is
-    this machine."""
+    """Where a rank runs.
+
+    Attributes:
+        bundle: the rank's index in the placement group.
+        node: Ray's id of the node.
+        name: name of the node.
+        address: address of the node.
+        here: whether the node is this machine.
+    """
 
     bundle: int
     node: str
@@ -24,9 +31,11 @@ class RankHost:
 
 
 def place_ranks(ray: Any, world: int, gpus: int) -> tuple[Any, list[RankHost]]:
-    """A placement group with one CPU and `gpus` GPUs per rank, and each rank's place in it: on one node if one holds all, else
-    packed. Ranks of one node are neighbours, and ranks count along the mesh's fastest axis first, so groups of fast axes share
-    nodes. ExecutionError when there is no room."""
+    """Return a placement group with one CPU and `gpus` GPUs per rank, and the host of each rank.
+
+    They are on one node if one holds all, else packed. Ranks of one node are neighbours, and ranks count along the
+    mesh's fastest axis first, so groups of fast axes share nodes. ExecutionError when there is no room.
+    """
     nodes = {n["NodeID"]: n for n in ray.nodes() if n["Alive"]}
     needed = {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
     for resource, each in needed.items():

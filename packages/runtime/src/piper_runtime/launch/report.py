@@ -22,8 +22,15 @@ MEASURED = (
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One finished step of a run: `loss` over the global batch; `step_s`, wall seconds since the step before it was done on the
-    slowest rank (of the first: since all ranks were ready); `batch_s`, seconds in Job.batch of the rank that waited most."""
+    """One finished step of a run.
+
+    Attributes:
+        step: its number.
+        loss: over the global batch.
+        step_s: wall seconds since the step before it was done on the slowest rank; of the first, since all ranks were
+            ready.
+        batch_s: seconds in Job.batch of the rank that waited most.
+    """
 
     step: int
     loss: float
@@ -44,10 +51,20 @@ class StepDone:
 
 @dataclass
 class RankReport:
-    """What one rank brings back. `started`, `finished`: when it was ready, and when each step was done, on the machine-wide
-    clock of the launcher (times of another machine may miss it by `clock_error_s`); `scalars`: per step the losses and weights
-    by microbatch; `gradients`: per step, as the optimizer saw them; `batch_s`: per step the seconds in Job.batch; `waits`: of
-    the last step, see `piper_runtime.rank.feed.Feed`."""
+    """What one rank brings back.
+
+    Attributes:
+        started: when the rank was ready, on the machine-wide clock of the launcher, as all times here.
+        finished: when each step was done.
+        scalars: per step the losses and weights by microbatch.
+        gradients: per step, as the optimizer saw them.
+        spans: the last step's instructions with their begin and end; empty when not asked for.
+        memory: what was alive in the measured step; None when not asked for.
+        states: parameters and buffers after the last step.
+        clock_error_s: by how much times of another machine may miss the launcher's clock.
+        batch_s: per step the seconds in Job.batch.
+        waits: of the last step, see `piper_runtime.rank.feed.Feed`.
+    """
 
     started: float = 0.0
     finished: list[float] = field(default_factory=list)
@@ -81,7 +98,7 @@ class RankReport:
         return [StepDone(step, self.started, *of) for step, of in found]
 
     def probe(self, rank: RankState, buckets: tuple[str, ...], scale: float | torch.Tensor) -> None:
-        """A Probe that keeps gradients."""
+        """Keep the gradients that an Update is about to apply; this is a Probe."""
         if len(self.gradients) == len(self.finished):
             self.gradients.append({})
         self.gradients[-1].update(rank.gradients(buckets, scale))
@@ -96,7 +113,10 @@ class RankReport:
 
 
 class Interrupted(KeyboardInterrupt):
-    """An interrupt of a run whose ranks could still bring back what they have. `run`: the same as a `piper_runtime.Run`."""
+    """An interrupt of a run whose ranks could still bring back what they have.
+
+    `run`: the same as a `piper_runtime.Run`.
+    """
 
     def __init__(self, reports: Mapping[int, RankReport]):
         super().__init__()
@@ -105,7 +125,10 @@ class Interrupted(KeyboardInterrupt):
 
 
 def aligned(message: Any, ahead: float, error_s: float) -> Any:
-    """What a rank says, with its times on the launcher's clock: the rank's is `ahead` seconds ahead of it, known to `error_s`."""
+    """Return what a rank says, with its times on the launcher's clock.
+
+    The rank's clock is `ahead` seconds ahead of it, known to `error_s`.
+    """
     if isinstance(message, StepDone):
         return replace(message, started=message.started - ahead, finished=message.finished - ahead)
     if isinstance(message, RankReport):
@@ -114,14 +137,19 @@ def aligned(message: Any, ahead: float, error_s: float) -> Any:
 
 
 def measured_step(steps: int) -> int:
-    """The step in which memory is measured: the second, for some optimizers make their state in the first, where it would come
-    after the peak of the forward."""
+    """Return the step in which memory is measured: the second, or the only one.
+
+    Some optimizers make their state in the first, where it would come after the peak of the forward.
+    """
     return min(1, steps - 1)
 
 
 def measured_counter(rank: Rank, *, alone: bool = False) -> Counter:
-    """A counter that already holds the states of a rank. alone: no other rank is in this process. On CUDA it counts what the
-    kernels of piper's ops hold inside, as plans for CUDA do (`Plan.device`)."""
+    """Return a counter that already holds the states of a rank.
+
+    alone: no other rank is in this process. On CUDA it counts what the kernels of piper's ops hold inside, as plans for
+    CUDA do (`Plan.device`).
+    """
     cuda = rank.device.type == "cuda"
     counter = AllocatorCounter(rank.device) if alone and cuda else MemoryCounter(rank.device.type, inside=cuda)
     counter.track([*rank.store.state_tensors(), *rank.optimizer.state_tensors()])

@@ -1,4 +1,4 @@
-"""What a training run is to its workers: one request per role, with the code, states and callables that its ranks need."""
+"""Make the requests of a training run: one per role, with the code, states and callables that its ranks need."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from piper_runtime.rank.store import held_params, state_names
 
 
 def make_requests(plan: Plan, code: ExportedCode, job: Job, initial: InitialState, options: RunOptions) -> dict[int, Request]:
-    """Rank -> its request; the ranks of a role share one object, so that a launcher can send it once to each machine. JobError
-    when the job's callables cannot leave this process."""
+    """Return the request of each rank. JobError when the job's callables cannot leave this process.
+
+    The ranks of a role share one object, so that a launcher can send it once to each machine.
+    """
     plan_blob = pickle.dumps(plan)
     callables = pickle.dumps(pack((job.batch, job.optimizer, job.scheduler), (job.model, job.loss)))
     out: dict[int, Request] = {}

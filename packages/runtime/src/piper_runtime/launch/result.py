@@ -20,12 +20,18 @@ WARMUP_STEPS = 3
 class Run:
     """The result of `execute`.
 
-    losses: one per step, over the global batch. step_s: wall seconds per step between completions, on the slowest rank (the
-    first since all ranks were ready). batch_s: of these, seconds in Job.batch, of the rank that waited most. period_s: median of
-    step_s[3:], None when there are none. peak_bytes: per rank the most
-    bytes that were alive (`trace.notes` says what is measured), and `memory` what was alive in each instruction; both empty
-    when not asked for. trace: of the last step; without spans unless they were asked for. rank_states: per rank its parameters
-    and buffers after the last step; rank_gradients: per rank and step, with `gradients=True`."""
+    Attributes:
+        losses: one per step, over the global batch.
+        step_s: wall seconds per step between completions, on the slowest rank; the first since all ranks were ready.
+        period_s: median of step_s[3:], None when there are none.
+        peak_bytes: per rank the most bytes that were alive (`trace.notes` says what is measured); empty when not asked
+            for.
+        trace: of the last step; without spans unless they were asked for.
+        rank_states: per rank its parameters and buffers after the last step.
+        rank_gradients: per rank and step, with `gradients=True`.
+        memory: what was alive in each instruction; empty when not asked for.
+        batch_s: of step_s, the seconds in Job.batch, of the rank that waited most.
+    """
 
     losses: list[float]
     step_s: list[float]
@@ -49,7 +55,7 @@ class Run:
 
     @property
     def gradients(self) -> list[dict[str, torch.Tensor]]:
-        """Per step the gradient of every trained parameter as the optimizer saw it; the lowest rank's copy."""
+        """Return per step the gradient of every trained parameter as the optimizer saw it; the lowest rank's copy."""
         out: list[dict[str, torch.Tensor]] = []
         for rank in sorted(self.rank_gradients, reverse=True):
             for step, found in enumerate(self.rank_gradients[rank]):

@@ -44,16 +44,17 @@ def execute(
 ) -> Run:  # fmt: skip
     """Run `steps` optimizer steps of a plan with the code of its chunks.
 
-    launcher: "ray" (one actor per rank; cluster: "auto", or the address of a cluster to join), "processes" (one process per
-    rank, gloo over loopback; under torchrun this process is one rank, see `piper_runtime.launch.torchrun`) or "inline" (all ranks
-    in this process). timeout_s: the call ends that long after the last sign of progress of any rank; an instruction that takes
-    longer counts as hung. trace: keep the last step's spans (about 1 us per instruction). memory: measure peak bytes in the
-    second step, in the first if there is no other (slows that step). gradients: keep the gradients of every step. pool: workers
-    to use again; without one they are started and ended in this call. ranges: name instructions in profilers, see
-    `piper_runtime.engine.ranges`. on_step: called here with every finished step, in order, while the run goes on; when it raises,
-    that is a warning and the run goes on. trainable: names of the parameters that had requires_grad when the plan was made (None:
-    not known). JobError: the job does not fit the plan. NonFiniteLossError: step, rank, microbatch.
-    HangError: every rank's last instructions. ExecutionError: rank, node, instruction, peer."""
+    launcher: "ray" (one actor per rank; cluster: "auto", or the address of a cluster to join), "processes" (one process
+    per rank, gloo over loopback; under torchrun this process is one rank, see `piper_runtime.launch.torchrun`) or
+    "inline" (all ranks in this process). timeout_s: the call ends that long after the last sign of progress of any
+    rank; an instruction that takes longer counts as hung. trace: keep the last step's spans (about 1 us per
+    instruction). memory: measure peak bytes in the second step, in the first if there is no other (slows that step).
+    gradients: keep the gradients of every step. pool: workers to use again; without one they are started and ended in
+    this call. ranges: name instructions in profilers, see `piper_runtime.engine.ranges`. on_step: called here with
+    every finished step, in order, while the run goes on; when it raises, that is a warning and the run goes on.
+    trainable: names of the parameters that had requires_grad when the plan was made (None: not known). JobError: the
+    job does not fit the plan. NonFiniteLossError: step, rank, microbatch. HangError: every rank's last instructions.
+    ExecutionError: rank, node, instruction, peer."""
     check_request(plan, job, steps, launcher, timeout_s)
     initial = materialize(job)
     check_same_model(plan, initial, trainable)
@@ -107,7 +108,7 @@ def check_clip(plan: Plan, job: Job) -> None:
 
 
 def rank_job(job: Job) -> RankJob:
-    """What ranks need of a job."""
+    """Return what ranks need of a job."""
     return RankJob(job.batch, job.optimizer, job.scheduler, job.seed)
 
 

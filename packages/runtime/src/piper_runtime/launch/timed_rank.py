@@ -24,8 +24,8 @@ from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank, comm_kind
 from piper_runtime.transport.gloo import GlooCommunicators
 
 SHORTEST_S, LONGEST_S = 0.02, 0.1
-"""Between these the shortest compute instruction that matters sleeps: waking up is small beside it (numerics.md, time truth), and
-nobody waits for hours."""
+"""Between these the shortest compute instruction that matters sleeps: waking up is small beside it, and nobody waits for
+hours."""
 HOST_S = SHORTEST_S / 4
 """Being held up for no more than this is the machine's doing, and is made up for."""
 LEAD_S = 0.05
@@ -34,8 +34,16 @@ LEAD_S = 0.05
 
 @dataclass(frozen=True)
 class EmulationRequest:
-    """One emulated run of one rank. `seconds` per instruction, `latency` and `issue` as they are slept. `meeting` names the
-    common start; it is different for every run."""
+    """One emulated run of one rank.
+
+    Attributes:
+        plan: pickled.
+        seconds: to sleep, per instruction.
+        latency: seconds to sleep of a point-to-point transfer.
+        issue: seconds per instruction on the host, as they are slept.
+        steps: number of steps.
+        meeting: names the common start; it is different for every run.
+    """
 
     plan: bytes
     seconds: tuple[float, ...]
@@ -53,7 +61,7 @@ class EmulationReport(RankReport):
 
 
 def emulate_rank(rank: int, request: EmulationRequest, communicators: GlooCommunicators, heart: Heartbeat) -> EmulationReport:
-    """The worker's side: bind the plan, wait for the common start, run the steps."""
+    """Do the worker's side: bind the plan, wait for the common start, run the steps."""
     plan: Plan = pickle.loads(request.plan)
     communicators.connect(plan)
     backend = CpuStreams(plan.role_of(rank).streams, heart)
@@ -73,7 +81,7 @@ def emulate_rank(rank: int, request: EmulationRequest, communicators: GlooCommun
 
 
 def _common_start(store: Any, name: str, world: int) -> float:
-    """A moment in the near future, the same on all ranks; set by the last one that gets here."""
+    """Return a moment in the near future, the same on all ranks; the last one that gets here sets it."""
     if store.add(f"{name} ranks", 1) == world:
         store.set(f"{name} start", repr(time.perf_counter() + LEAD_S))
     return float(store.get(f"{name} start"))
@@ -108,11 +116,15 @@ def latest(moments: Iterable[Moment]) -> Moment:
 
 
 class TimedRank:
-    """What an engine runs of a rank in place of tensors: entries that sleep. `now`: when the step begins or, after it, when it
-    was over, by the plan's time. `spans`: of the last step, by the plan's time too. `held_up`: see EmulationReport.
+    """What an engine runs of a rank in place of tensors: instructions that sleep.
 
-    Per stream, `_end` is when its last instruction had left it, and `_done` when each of its instructions was done for waiters
-    (`latency` later for a transfer). Only the stream's own thread writes them, before others learn that it has gone on."""
+    `now`: when the step begins or, after it, when it was over, by the plan's time. `spans`: of the last step, by the
+    plan's time too. `held_up`: see EmulationReport.
+
+    Per stream, `_end` is when its last instruction had left it, and `_done` when each of its instructions was done for
+    waiters (`latency` later for a transfer). Only the stream's own thread writes them, before others learn that it has
+    gone on.
+    """
 
     def __init__(self, plan: Plan, rank: int, request: EmulationRequest) -> None:
         self.rank, self.step = rank, 0
@@ -154,8 +166,10 @@ class TimedRank:
         return latest([Moment(issued, issued), self._end[instr.stream], *(self._done[s][n - 1] for s, n in instr.waits if n)])
 
     def _run(self, index: int, ready: Moment) -> None:
-        """Occupy the stream for an instruction's time. `ready`: when its causes were done; in the future while a transfer that
-        it waits for is still under way."""
+        """Occupy the stream for an instruction's time.
+
+        `ready`: when its causes were done; in the future while a transfer that it waits for is still under way.
+        """
         instr = self._program[index]
         held_up = max(0.0, time.perf_counter() - max(ready.planned, ready.real))
         self.held_up.append(held_up)
@@ -170,7 +184,7 @@ class TimedRank:
         done.append(latest([arrival, *done[-1:]]))
 
     def communication(self, comm: BoundComm, communicators: GlooCommunicators) -> Thunk:
-        """The closure that meets the other members of a communication and takes its time with them."""
+        """Return the closure that meets the other members of a communication and takes its time with them."""
         assert isinstance(comm, _TimedComm)
         index = comm.index
         meet = _meeting(comm, self.rank, communicators)
@@ -188,10 +202,11 @@ def _no_tensor() -> torch.Tensor:
 
 
 def _meeting(comm: BoundComm, rank: int, communicators: GlooCommunicators) -> Callable[[Moment], list[Moment]]:
-    """A call that tells the other members of a communication when this rank was there, and returns when each was, once all are.
+    """Return a call that tells the other members when this rank was there, and returns when each of them was.
 
-    The message is as small as can be and goes through the same communicator as the plan's would. The members of a collective
-    each fill a row of their own, and an all-reduce sums; the receiver of a transfer answers."""
+    The message is as small as can be and goes through the same communicator as the plan's would. The members of a
+    collective each fill a row of their own, and an all-reduce sums; the receiver of a transfer answers.
+    """
     members = sorted(comm.peers)
     here = members.index(rank)
     rows = torch.zeros(len(members), 2, dtype=torch.float64)

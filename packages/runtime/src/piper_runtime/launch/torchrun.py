@@ -1,9 +1,8 @@
 """Ranks that somebody else has started, as torchrun does: this process is one of them, and rank 0 watches over all.
 
-The environment says who is who: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Ranks talk through torch's store, in messages that
-run no code where they are read (`piper_runtime.launch.wire`). What they say goes to rank 0, which decides how a run ends and
-tells the others. A rank that is killed is noticed by torchrun, which ends the rest.
-"""
+The environment says who is who: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Ranks talk through torch's store, in
+messages that run no code where they are read (`piper_runtime.launch.wire`). What they say goes to rank 0, which decides
+how a run ends and tells the others. A rank that is killed is noticed by torchrun, which ends the rest."""
 
 from __future__ import annotations
 
@@ -41,12 +40,12 @@ _DONE = "done"
 
 
 def is_active() -> bool:
-    """Whether this process was started as one rank of several."""
+    """Tell whether this process was started as one rank of several."""
     return all(name in os.environ for name in VARIABLES)
 
 
 def is_first() -> bool:
-    """Whether this process is the one that prints and writes: rank 0, or the only one."""
+    """Tell whether this process is the one that prints and writes: rank 0, or the only one."""
     return not is_active() or _number("RANK") == 0
 
 
@@ -98,9 +97,12 @@ def _join() -> _Member:
 
 
 def _leave() -> None:
-    """End the communicators' threads while the interpreter still runs. gloo's thread lets go of a tensor a moment after `wait`
-    has returned. If that was the last reference it needs the interpreter's lock, and who asks for that when the interpreter is
-    being taken down ends the process with SIGABRT. After a run that failed its threads may never end: they are left alone."""
+    """End the communicators' threads while the interpreter still runs.
+
+    gloo's thread lets go of a tensor a moment after `wait` has returned. If that was the last reference it needs the
+    interpreter's lock, and who asks for that when the interpreter is being taken down ends the process with SIGABRT.
+    After a run that failed its threads may never end: they are left alone.
+    """
     global _member
     member, _member = _member, None
     if member is None or member.broken:
@@ -121,7 +123,7 @@ def _store() -> Any:
 
 
 def _interface(world: int) -> str:
-    """The address under which peers reach this process: loopback when all are on this machine."""
+    """Return the address under which peers reach this process: loopback when all are on this machine."""
     if os.environ.get("LOCAL_WORLD_SIZE") == str(world):
         return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -131,8 +133,10 @@ def _interface(world: int) -> str:
 
 
 def clock_ahead(everyone: Any, rank: int, world: int) -> tuple[float, float]:
-    """Seconds that this rank's clock is ahead of rank 0's, and the error of that: half of the quickest of some round trips.
-    `everyone`: the group of all ranks, all of which call this."""
+    """Return the seconds that this rank's clock is ahead of rank 0's, and the error of that.
+
+    The error is half of the quickest of some round trips. `everyone`: the group of all ranks, all of which call this.
+    """
     found = [(0.0, 0.0)] if rank == 0 else []
     for other in range(1, world):
         for _ in range(CLOCK_SAMPLES if rank in (0, other) else 0):
@@ -193,14 +197,14 @@ class _Team:
         return found + [(r, m) for r in ranks if r for m in self.mail.collect(r)]
 
     def heart(self, rank: int) -> Sequence[int]:
-        """As its process last put it into the store."""
+        """Return a rank's heart as its process last put it into the store."""
         if rank == 0:
             return self.member.context.heart
         found = self.mail.get(f"heart/{rank}")
         return LOADING_HEART if found is None else memoryview(found).cast("q")
 
     def exit_reason(self, rank: int) -> str:
-        """torchrun tells who was killed; here nobody sees it."""
+        """Return that a rank has ended: torchrun tells who was killed; here nobody sees it."""
         return "has ended"
 
     def node(self, rank: int) -> str:
@@ -209,9 +213,12 @@ class _Team:
 
 
 class TorchrunPool:
-    """The workers of a plan when this process is one of them. Every process makes the same calls with the same plan and gets all
-    reports, except that states and gradients are those of the first rank of each role, whose replicas hold equal ones, and
-    this rank's own. on_step is called on rank 0 only."""
+    """The workers of a plan when this process is one of them.
+
+    Every process makes the same calls with the same plan and gets all reports, except that states and gradients are
+    those of the first rank of each role, whose replicas hold equal ones, and this rank's own. on_step is called on rank
+    0 only.
+    """
 
     def __init__(self, world: int):
         self.world = world
@@ -264,7 +271,7 @@ def _check_same(plan: Plan, mail: _Mail, rank: int) -> None:
 
 
 def _perform(member: _Member, request: Any, kept: list[Any]) -> None:
-    """In a thread of its own, so that a rank that hangs can still be given up."""
+    """Answer a request in a thread of its own, so that a rank that hangs can still be given up."""
     member.context.heart[:] = memoryview(LOADING_HEART)
     found = aligned(answer(member.context, request), *member.clock)
     kept.append(found)
@@ -300,7 +307,7 @@ def _follow(member: _Member, mail: _Mail, timeout_s: float) -> None:
 
 
 def _drain(said: queue.SimpleQueue[Any], seconds: float) -> list[Any]:
-    """What was said; waits for the first message that long."""
+    """Return what was said; wait for the first message that long."""
     out = []
     try:
         out.append(said.get(timeout=seconds))
@@ -323,7 +330,7 @@ def _exchange(member: _Member, plan: Plan, mine: Any) -> dict[int, Any]:
 
 
 def _without_copies(found: Any, plan: Plan, rank: int) -> Any:
-    """A report as others get it."""
+    """Return a report as others get it."""
     if not isinstance(found, RankReport) or plan.role_of(rank).ranks[0] == rank:
         return found
     return replace(found, states={}, gradients=[])

@@ -1,4 +1,7 @@
-"""Waiting for the workers of a run, and finding out who is to blame when they do not come back, however they were started."""
+"""Wait for the workers of a run, and find out who is to blame when they do not come back.
+
+It does not matter how they were started.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +37,23 @@ class WatchedTeam(Protocol):
     """Workers that have been given one request each, as a watch sees them."""
 
     def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
-        """What these ranks say: (rank, message), at least one unless `seconds` pass first. A message is a StepDone, a Failure,
-        None when the worker has ended, or the answer to its request; after the last three a rank says no more."""
+        """Return what these ranks say: (rank, message), at least one unless `seconds` pass first.
+
+        A message is a StepDone, a Failure, None when the worker has ended, or the answer to its request; after the last
+        three a rank says no more.
+        """
         ...
 
     def heart(self, rank: int) -> Sequence[int]:
-        """A rank's heart (`piper_runtime.engine.streams`), as fresh as it can be had."""
+        """Return a rank's heart (`piper_runtime.engine.streams`), as fresh as it can be had."""
         ...
 
     def exit_reason(self, rank: int) -> str:
-        """How a worker that has ended came to its end: "was killed by SIGKILL"."""
+        """Return how a worker that has ended came to its end: "was killed by SIGKILL"."""
         ...
 
     def node(self, rank: int) -> str:
-        """The name of the machine that a rank runs on; empty when there is only this one."""
+        """Return the name of the machine that a rank runs on; empty when there is only this one."""
         ...
 
 
@@ -61,8 +67,10 @@ class Watch:
     timeout_s: float
 
     def collect(self, progress: Progress) -> dict[int, Any]:
-        """All answers; steps go to `progress` as they finish. HangError, ExecutionError or the PiperError of a rank
-        otherwise."""
+        """Return all answers; steps go to `progress` as they finish.
+
+        HangError, ExecutionError or the PiperError of a rank otherwise.
+        """
         waiting = set(range(self.world))
         answers: dict[int, Any] = {}
         failures: dict[int, Failure | None] = {}
@@ -91,12 +99,15 @@ class Watch:
         return [list(self.team.heart(rank)) for rank in range(self.world)]
 
     def _patience(self, ranks: Collection[int]) -> float:
-        """Seconds without progress that are accepted: more while a rank still imports the user's code and binds the plan."""
+        """Return the seconds without progress that are accepted.
+
+        They are more while a rank still imports the user's code and binds the plan.
+        """
         loading = any(self.team.heart(r)[PHASE] == LOADING for r in ranks)
         return max(self.timeout_s, STARTUP_S) if loading else self.timeout_s
 
     def _blame(self, failures: Mapping[int, Failure | None]) -> PiperError:
-        """The error of the rank that failed by itself, before those that only lost their peer."""
+        """Return the error of the rank that failed by itself, before those that only lost their peer."""
         order = sorted(failures, key=lambda r: (_peer(failures[r]), failures[r] is not None, r))
         first, others = order[0], order[1:]
         failure = failures[first]
@@ -156,7 +167,10 @@ class RankPosition:
         return text
 
     def lines(self) -> list[str]:
-        """The last instructions that the rank has issued, what the last one waits for, and the communications in flight."""
+        """Return the last instructions that the rank has issued, with what the last one waits for.
+
+        The communications in flight are among the lines.
+        """
         if self._phase == LOADING or not self._program:
             return ["  was loading the plan" if self._phase == LOADING else "  has an empty program"]
         first = max(self._index - SHOWN + 1, 0)

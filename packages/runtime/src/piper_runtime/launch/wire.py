@@ -1,8 +1,7 @@
 """Messages between ranks that meet over a network, as JSON and tensors: reading one runs no code, whoever has sent it.
 
-A message is a length, that many bytes of JSON, and a file of torch.save with the tensors, which is read by `weights_only`.
-Records are named, and only those of `_records` are made again.
-"""
+A message is a length, that many bytes of JSON, and a file of torch.save with the tensors, which is read by
+`weights_only`. Records are named, and only those of `_records` are made again."""
 
 from __future__ import annotations
 
@@ -36,7 +35,10 @@ def _records() -> dict[str, type[Any]]:
 
 
 def encode(message: Any) -> bytes:
-    """Return a message as bytes. TypeError for what is neither a number, a text, a tensor, a nest of them, nor a known record."""
+    """Return a message as bytes.
+
+    TypeError for what is neither a number, a text, a tensor, a nest of them, nor a known record.
+    """
     tensors: list[torch.Tensor] = []
     text = json.dumps(_plain(message, tensors)).encode()
     file = io.BytesIO()

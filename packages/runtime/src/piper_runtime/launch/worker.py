@@ -30,9 +30,16 @@ from piper_runtime.transport.transport import connected, take_device
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a rank's worker has at hand, however it was started. `tell` sends a message to the launcher and does not wait for
-    it. `local_rank`: the rank's number among those that see the same devices, and `local_world`, the most of them on any node;
-    None: all ranks of the plan do."""
+    """What a rank's worker has at hand, however it was started.
+
+    Attributes:
+        rank: number of the rank.
+        communicators: those of this process, kept from run to run.
+        heart: where the rank shows its progress.
+        tell: sends a message to the launcher and does not wait for it.
+        local_rank: the rank's number among those that see the same devices; None: all ranks of the plan do.
+        local_world: the most of them on any node; None: all ranks of the plan.
+    """
 
     rank: int
     communicators: GlooCommunicators
@@ -43,7 +50,10 @@ class WorkerContext:
 
 
 def warm_up() -> None:
-    """The first optimizer of a process imports torch._dynamo, which takes seconds: not in a run."""
+    """Make an optimizer, since the first one of a process takes seconds, which must not be in a run.
+
+    It imports torch._dynamo.
+    """
     torch.optim.SGD([torch.zeros(())], lr=0.0)
 
 
@@ -70,7 +80,7 @@ def answer(context: WorkerContext, request: object) -> Any:
 
 
 def perform(context: WorkerContext, request: object) -> Any:
-    """The answer to a request, by its class."""
+    """Return the answer to a request, by its class."""
     match request:
         case Request():
             return run(context, request)

@@ -1,7 +1,9 @@
-"""The process of one rank: `python -m piper_runtime.launch.worker_process <setup>`, started by `piper_runtime.launch.processes`.
+"""Serve the requests of one rank in a process: `python -m piper_runtime.launch.worker_process <setup>`.
 
-It serves requests from its pipe until the pipe closes. When the launcher is gone, however it ended, a second pipe closes too and
-the process ends at once.
+`piper_runtime.launch.processes` starts it.
+
+It serves requests from its pipe until the pipe closes. When the launcher is gone, however it ended, a second pipe
+closes too and the process ends at once.
 """
 
 from __future__ import annotations

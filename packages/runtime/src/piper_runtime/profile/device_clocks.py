@@ -13,8 +13,11 @@ from piper_runtime.rank.parts import Thunk
 
 
 class Clock(Protocol):
-    """Times closures. `ahead`: whether the host issues work before the device comes to it; then what ran before decides how far
-    ahead it is."""
+    """Times closures.
+
+    `ahead`: whether the host issues work before the device comes to it; then what ran before decides how far ahead it
+    is.
+    """
 
     ahead: bool
 
@@ -23,7 +26,7 @@ class Clock(Protocol):
         ...
 
     def all(self, run: Thunk) -> float:
-        """The seconds of one until the device is done with it."""
+        """Return the seconds of one until the device is done with it."""
         ...
 
     def sleep(self, seconds: float) -> None:
@@ -45,7 +48,7 @@ class HostClock:
         return time.perf_counter() - begin
 
     def sleep(self, seconds: float) -> None:
-        """A host is never ahead of itself."""
+        """Do nothing: a host is never ahead of itself."""
 
 
 CYCLES_PER_S = 2.2e9
@@ -55,8 +58,9 @@ CYCLES_PER_S = 2.2e9
 class DeviceClock:
     """For a CUDA device: an event between any two closures, all looked at in the end.
 
-    Where the host is ahead of the device, as it is where kernels are long, the time between two events is what the device needs;
-    else what the host needs to issue. So it is what the closure adds to a step in which others stand before it."""
+    Where the host is ahead of the device, as it is where kernels are long, the time between two events is what the
+    device needs; else what the host needs to issue. So it is what the closure adds to a step in which others stand
+    before it."""
 
     ahead = True
 
@@ -86,5 +90,5 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock for what runs on a device."""
+    """Return the clock for what runs on a device."""
     return HostClock() if device.type == "cpu" else DeviceClock(device)

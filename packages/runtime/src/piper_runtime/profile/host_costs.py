@@ -26,8 +26,11 @@ INSTRUCTIONS = 512
 
 
 def host_seconds(heart: Heartbeat, turns: Iterable[object]) -> Iterator[tuple[float, float]]:
-    """At each turn: seconds per instruction that does nothing, and per message that is posted nowhere, beyond the scalar that it
-    is of. Counted is the time of this thread alone, which neither waits for another nor for its turn on a shared processor."""
+    """Yield, at each turn, the seconds per instruction that does nothing, and per message that is posted nowhere.
+
+    The latter is beyond the scalar that the message is of. Counted is the time of this thread alone, which neither
+    waits for another nor for its turn on a shared processor.
+    """
     nothing, scalars = (_idle_rank(instructions_plan(INSTRUCTIONS)) for _ in range(2))
     nothing.entries = tuple(replace(e, work=_do_nothing) for e in nothing.entries)
     ranks = (nothing, scalars, _idle_rank(messages_plan(INSTRUCTIONS)))
@@ -40,8 +43,10 @@ def host_seconds(heart: Heartbeat, turns: Iterable[object]) -> Iterator[tuple[fl
 
 
 def issue_seconds(device: torch.device, heart: Heartbeat, clock: Clock, turns: Iterable[object]) -> Iterator[float]:
-    """At each turn: seconds by the clock per instruction on a CUDA device, beyond what it does there. They are the host's, which
-    issues slower than the device makes scalars."""
+    """Yield, at each turn, the seconds by the clock per instruction on a CUDA device, beyond what it does there.
+
+    They are the host's, which issues slower than the device makes scalars.
+    """
     bound = _idle_rank(instructions_plan(INSTRUCTIONS), device)
     works = [e.work for e in bound.entries if e.work is not None]
     backend = CudaStreams(bound.entries, bound.role.streams, heart, CudaApi(device))
@@ -58,7 +63,7 @@ def issue_seconds(device: torch.device, heart: Heartbeat, clock: Clock, turns: I
 
 @contextmanager
 def _stepping(bound: Rank, heart: Heartbeat) -> Iterator[Thunk]:
-    """A step of a rank, run as any other but for its messages."""
+    """Run a step of a rank as any other, but for its messages."""
     backend = CpuStreams(bound.role.streams, heart)
     engine = Engine(bound, backend, _posted_nowhere, heart)
     try:
@@ -68,14 +73,14 @@ def _stepping(bound: Rank, heart: Heartbeat) -> Iterator[Thunk]:
 
 
 def _thread_seconds(run: Callable[[], object]) -> float:
-    """Of the processor, for the calling thread alone."""
+    """Return the seconds of the processor, for the calling thread alone."""
     begin = time.thread_time()
     run()
     return time.thread_time() - begin
 
 
 def _do_nothing() -> None:
-    """The work of an instruction that has none."""
+    """Stand in for the work of an instruction that has none."""
 
 
 def _do_nothing_often() -> None:
@@ -84,13 +89,13 @@ def _do_nothing_often() -> None:
 
 
 def _posted_nowhere(comm: BoundComm) -> Thunk:
-    """A communication that takes its operand and has ended when it is posted."""
+    """Return a communication that takes its operand and has ended when it is posted."""
     operand = comm.operand
     return Posted(lambda: partial(_drop, operand()))
 
 
 def _drop(_: object) -> None:
-    """What waits for a message that was never sent."""
+    """Wait for a message that was never sent."""
 
 
 def _idle_rank(plan: Plan, device: torch.device | None = None) -> Rank:

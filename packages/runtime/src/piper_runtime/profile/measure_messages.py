@@ -1,4 +1,7 @@
-"""What messages take, by size: point-to-point between neighbours, reductions over groups; between ranks that do nothing else."""
+"""Measure what messages take, by size: point-to-point between neighbours, and reductions over groups.
+
+The ranks do nothing else meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,11 @@ FEWEST, MOST = 3, 100
 
 @dataclass(frozen=True)
 class MessageSample:
-    """Blocks of messages of one size. `members` of the group; `seconds` and `busy`, processor seconds of this rank (0 on CUDA,
-    where the device carries them), per message: one entry per block."""
+    """Blocks of messages of one size.
+
+    `members` of the group; `seconds` and `busy`, processor seconds of this rank (0 on CUDA, where the device carries
+    them), per message: one entry per block.
+    """
 
     op: str
     bytes: int
@@ -44,7 +50,10 @@ class Messages:
         self, rank: int, world: int, gloo: GlooCommunicators, clock: Clock, device: torch.device, alive: Callable[[], None],
         nccl: NcclCommunicators | None = None,
     ) -> None:  # fmt: skip
-        """`clock`: for what runs on `device`. `nccl`: what messages between CUDA devices go over; ranks meet over gloo."""
+        """Make what measures. `clock`: for what runs on `device`.
+
+        `nccl`: what messages between CUDA devices go over; ranks meet over gloo.
+        """
         self._rank, self._world, self._clock, self._device, self._alive = rank, world, clock, device, alive
         self._carrier = gloo if nccl is None else nccl
         self._partitions = [_blocks(world, size) for size in range(2, world + 1) if world % size == 0]
@@ -58,8 +67,11 @@ class Messages:
         _finish(self._meeting)
 
     def measure(self, sizes: Sequence[int], repeats: int) -> list[MessageSample]:
-        """Every size between the ranks of each pair (2k, 2k + 1), a message there and one back, and over every partition of the
-        ranks into groups of equal size; all pairs at once, and all groups of a partition."""
+        """Measure every size between the ranks of each pair (2k, 2k + 1), and over groups of ranks.
+
+        Of a pair it is a message there and one back. Groups are those of every partition of the ranks into groups of
+        equal size. All pairs go at once, and all groups of a partition.
+        """
         self._carrier.connect(self._channels)
         found = []
         pair = (self._rank & ~1, self._rank | 1)

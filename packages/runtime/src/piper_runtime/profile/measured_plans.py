@@ -37,7 +37,10 @@ def messages_plan(count: int) -> Plan:
 
 
 def channels_plan(world: int, groups: tuple[tuple[int, ...], ...]) -> Plan:
-    """Without instructions: a channel between any two ranks of a pair (2k, 2k + 1), "0>1", and one over each group, "0,1"."""
+    """Return a plan without instructions, for its channels.
+
+    There is one between any two ranks of a pair (2k, 2k + 1), "0>1", and one over each group, "0,1".
+    """
     roles = tuple(_role(r, (), (COMPUTE,)) for r in range(world))
     pairs = [(a, a ^ 1) for a in range(world) if a ^ 1 < world]
     p2p = [Channel(f"{a}>{b}", "p2p", (f"r{a}", f"r{b}"), ("pairs", "pairs")) for a, b in pairs]
@@ -46,7 +49,7 @@ def channels_plan(world: int, groups: tuple[tuple[int, ...], ...]) -> Plan:
 
 
 def group_channel(members: tuple[int, ...]) -> str:
-    """The channel of `channels_plan` over these ranks."""
+    """Return the channel of `channels_plan` over these ranks."""
     return ",".join(map(str, members))
 
 
@@ -55,7 +58,7 @@ def _zeros(name: str, frees: tuple[str, ...] = ()) -> Instr:
 
 
 def _last(held: list[str]) -> Instr:
-    """Waits for all messages and drops their values."""
+    """Return the instruction that waits for all messages and drops their values."""
     part = Part("last", Zeros(DTYPE), writes=("last",), frees=("last",))
     return Instr(COMPUTE, (part,), ((PIPE, len(held)),), frees_before=tuple(held))
 

@@ -1,13 +1,12 @@
 """Measuring inside of a worker: what steps of chunks, other ops, messages and instructions take on this machine.
 
-All ranks measure the same thing at the same time: ranks of one machine share its memory bandwidth, and in a run they compute at
-once. A rank computes the whole model on the job's own batches, part by part in the order of a plan for one device, with the
-closures that a run binds and a clock around each. Messages go over communicators like those of a run, between ranks that do
-nothing else.
+All ranks measure the same thing at the same time: ranks of one machine share its memory bandwidth, and in a run they
+compute at once. A rank computes the whole model on the job's own batches, part by part in the order of a plan for one
+device, with the closures that a run binds and a clock around each. Messages go over communicators like those of a run,
+between ranks that do nothing else.
 
-On CUDA every rank needs a device of its own, and messages go over NCCL. The host issues a pass behind others that are not
-measured, so that it is as far ahead of the device as between the microbatches of a step.
-"""
+On CUDA every rank needs a device of its own, and messages go over NCCL. The host issues a pass behind others that are
+not measured, so that it is as far ahead of the device as between the microbatches of a step."""
 
 from __future__ import annotations
 
@@ -44,18 +43,22 @@ from piper_runtime.transport.transport import agreed_transport, nccl_of, shared,
 WARMUP = 1
 """Passes that are not counted: caches are cold, and memory comes from the system for the first time."""
 LEAD_S = 0.1
-"""What a CUDA device computes before each measured pass, at least: under load it may lower its clock to keep within its power.
-Behind one pass alone, steps in bfloat16 on an H200 were predicted 3 % too short (docs/cuda.md)."""
+"""What a CUDA device computes before each measured pass, at least: under load it may lower its clock to keep within its
+power. Behind one pass alone, steps in bfloat16 on an H200 were predicted 3 % too short (docs/cuda.md)."""
 
 CostKey = tuple[str, str, int]
-"""(code, "F" | "I" | "W", rows), or ("", name of another op, its amount): `piper_ir.costs.StepDuration`, `PartDuration`."""
+"""(code, "F" | "I" | "W", rows), or ("", name of another op, its amount): `piper_ir.costs.StepDuration`,
+`PartDuration`."""
 
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What one rank is to measure. Pickled: `plan`, that of the strategy, of which the updates are measured, and `plans` for one
-    device, one per number of rows, of which everything is. `code` of all of them, by rows. `sizes`: bytes of messages. `device`:
-    the kind that runs take where the request is made."""
+    """What one rank is to measure.
+
+    Pickled: `plan`, that of the strategy, of which the updates are measured, and `plans` for one device, one per number
+    of rows, of which everything is. `code` of all of them, by rows. `sizes`: bytes of messages. `device`: the kind that
+    runs take where the request is made.
+    """
 
     plan: bytes
     plans: bytes
@@ -71,11 +74,14 @@ class ProfileRequest:
 
 @dataclass
 class ProfileReport:
-    """Seconds, one entry per repeat. `parts`: also one per chunk of a code. `issue`: of the issuing thread per instruction,
-    beyond its parts; `talk`: of the same per communication instruction, beyond its message. `resident`: per number of rows,
-    ascending, the bytes of tensors at the peak and the most bytes that were resident (on CUDA: taken from the device by this
-    process); empty where the system does not say, and where NCCL has taken some before. `node`: the host's name. `backend`: what
-    messages went over. `device`: the name of the rank's CUDA device, "" for the CPU; its node has `devices` of them."""
+    """Seconds that one rank has measured, one entry per repeat.
+
+    `parts`: also one per chunk of a code. `issue`: of the issuing thread per instruction, beyond its parts; `talk`: of
+    the same per communication instruction, beyond its message. `resident`: per number of rows, ascending, the bytes of
+    tensors at the peak and the most bytes that were resident (on CUDA: taken from the device by this process); empty
+    where the system does not say, and where NCCL has taken some before. `node`: the host's name. `backend`: what
+    messages went over. `device`: the name of the rank's CUDA device, "" for the CPU; its node has `devices` of them.
+    """
 
     parts: dict[CostKey, list[float]] = field(default_factory=dict)
     messages: list[MessageSample] = field(default_factory=list)
@@ -96,8 +102,10 @@ def profile(
     local_rank: int,
     local_world: int | None,
 ) -> ProfileReport:
-    """Measure all that a request asks for. local_rank: the rank's number among those of its node, at most `local_world`; None:
-    all ranks of the plan. ExecutionError when these share a CUDA device."""
+    """Measure all that a request asks for. ExecutionError when the ranks of a node share a CUDA device.
+
+    local_rank: the rank's number among those of its node, at most `local_world`; None: all ranks of the plan.
+    """
     device, plan = take_device(request.device, local_rank), pickle.loads(request.plan)
     local_world = plan.mesh.world if local_world is None else local_world
     transport = agreed_transport(rank, plan.mesh.world, device, local_world, communicators)
@@ -166,7 +174,7 @@ class _Profiler:
             self._alive()
 
     def _passes(self, plan: Plan, job: RankJob) -> None:
-        """Steps of a plan for one device, part by part."""
+        """Measure steps of a plan for one device, part by part."""
         bound = self._bound(plan, 0, job)
         batch: CostKey = ("", "Batch", plan.rows)
         # A host that is ahead calls the batch function while the device computes; what is left of it is in the load that calls.
@@ -191,7 +199,10 @@ class _Profiler:
                 run()
 
     def _updates(self, job: RankJob) -> None:
-        """Updates and norms of the gradients that this rank holds under the strategy: other sizes than on one device."""
+        """Measure updates and norms of the gradients that this rank holds under the strategy.
+
+        Their sizes are other than on one device.
+        """
         bound = self._bound(self._plan, self._rank, job)
         traffic = PlanBytes(self._plan)
         parts = [p for instr in bound.role.program for p in instr.parts if isinstance(p.op, SquaredNorm | Update)]
@@ -217,7 +228,7 @@ class _Profiler:
         self.report.backend = over if self.report.messages or over == "gloo" else "none"
 
     def instructions(self) -> None:
-        """What the issuing thread spends on instructions; all ranks at once."""
+        """Measure what the issuing thread spends on instructions; all ranks at once."""
         if self._device.type == "cuda":
             self.report.issue = list(issue_seconds(self._device, self._heart, self._clock, self._turns()))[WARMUP:]
             return
@@ -226,8 +237,10 @@ class _Profiler:
 
 
 def _clocked(bound: Rank, batch: CostKey | None) -> Iterator[tuple[CostKey | None, Thunk]]:
-    """What a rank runs, in order, each with the key under which its time is kept; None: it is not kept. `batch`: the key of a
-    load that calls the job's batch function."""
+    """Yield what a rank runs, in order, each with the key under which its time is kept; None: it is not kept.
+
+    `batch`: the key of a load that calls the job's batch function.
+    """
     traffic, loaded = PlanBytes(bound.plan), set[int]()
     for instr in bound.role.program:
         for v in instr.frees_before:

@@ -10,7 +10,10 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def most_resident() -> int | None:
-    """The most bytes that were resident since the process began or `reset_most_resident`; None where the system does not say."""
+    """Return the most bytes that were resident since the process began or `reset_most_resident`.
+
+    None where the system does not say.
+    """
     if not _STATUS.is_file():
         return None
     found = [line.split() for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:")]
@@ -26,8 +29,10 @@ def reset_most_resident() -> None:
 
 
 def most_on_device(device: torch.device) -> int:
-    """The most bytes that were taken from a CUDA device since the process began or `reset_most_on_device`, context and all; for a
-    process that has it alone."""
+    """Return the most bytes taken from a CUDA device since the process began or `reset_most_on_device`.
+
+    The context and all else counts; this is for a process that has the device alone.
+    """
     free, total = torch.cuda.mem_get_info(device)
     outside = total - free - torch.cuda.memory_reserved(device)
     return outside + torch.cuda.max_memory_reserved(device)

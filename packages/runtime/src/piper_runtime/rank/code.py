@@ -1,4 +1,7 @@
-"""Loading of generated step functions. Code reaches a rank as source text and constants, never as a pickled function."""
+"""Load generated step functions.
+
+Code reaches a rank as source text and constants, never as a pickled function.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ from piper_ir.plan import Plan, RolePlan
 from piper_ops import DIRECT
 
 StepFunction = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
-"""Boxed: it empties its argument list, so that a tensor whose only reference is in the list is freed at its last use."""
+"""Boxed: it empties its argument list, so that a tensor whose only reference is in the list is freed at its last
+use."""
 
 
 class StepSource(Protocol):
@@ -45,8 +49,10 @@ class ShippedCode:
 
 
 def load_step(code: StepSource, device: str | torch.device = "cpu") -> StepFunction:
-    """The function that a StepCode describes, for tensors on `device`. Its source shows in tracebacks. FormatError when there
-    is no function `step`, or when it calls an operator that is not registered in this process."""
+    """Return the function that a StepSource describes, for tensors on `device`. Its source shows in tracebacks.
+
+    FormatError when there is no function `step`, or when it calls an operator that is not registered in this process.
+    """
     name = f"<piper step {sha256(code.source.encode()).hexdigest()[:12]}>"
     linecache.cache[name] = (len(code.source), None, code.source.splitlines(keepends=True), name)
     namespace: dict[str, Any] = {"torch": torch, "DEVICE": torch.device(device)}

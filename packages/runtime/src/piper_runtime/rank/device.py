@@ -22,8 +22,11 @@ Use = Callable[[float], None]
 
 
 def choose_device(kind: str, local_rank: int) -> torch.device:
-    """The device of a rank. kind: "cpu"; "cuda", the node's CUDA devices in turn; "auto", "cuda" where there is one, else "cpu".
-    local_rank: the rank's number among those of its node. ExecutionError when there is no such device."""
+    """Return the device of a rank. ExecutionError when there is no such device.
+
+    kind: "cpu"; "cuda", the node's CUDA devices in turn; "auto", "cuda" where there is one, else "cpu". local_rank: the
+    rank's number among those of its node.
+    """
     if kind not in ("auto", "cpu", "cuda"):
         raise ExecutionError(f'device {kind!r} is not known; use "auto", "cpu" or "cuda"')
     if kind == "cpu" or (kind == "auto" and not torch.cuda.is_available()):
@@ -40,7 +43,7 @@ def default_kind() -> DeviceKind:
 
 @contextmanager
 def using(kind: DeviceKind) -> Iterator[None]:
-    """Runs that start inside the block take this kind of device, as in `choose_device`."""
+    """Let runs that start inside the block take this kind of device, as in `choose_device`."""
     global default
     before, default = default, kind
     try:
@@ -55,7 +58,7 @@ class NumberReader:
     late = False
 
     def reader(self, dtype: torch.dtype, use: Use) -> Read:
-        """The closure that hands the number in a tensor of one element and this dtype to `use`."""
+        """Return the closure that hands the number in a tensor of one element and this dtype to `use`."""
         return lambda tensor: use(float(tensor))
 
     def finish(self) -> None:
@@ -63,9 +66,11 @@ class NumberReader:
 
 
 class LateNumbers(NumberReader):
-    """Hands numbers of tensors on a CUDA device to the host at the end of the step, in the order in which they were read: until
-    then each is a copy on its way to pinned memory, so that nothing inside of a step waits for the device. Also works on
-    tensors of the CPU, for tests."""
+    """Hands numbers of tensors on a CUDA device to the host at the end of the step, in the order of reading.
+
+    Until then each is a copy on its way to pinned memory, so that nothing inside of a step waits for the device. It
+    also works on tensors of the CPU, for tests.
+    """
 
     late = True
 
@@ -94,5 +99,5 @@ class LateNumbers(NumberReader):
 
 
 def numbers_of(device: torch.device) -> NumberReader:
-    """How numbers get from a device to the host."""
+    """Return how numbers get from a device to the host."""
     return LateNumbers(device) if device.type == "cuda" else NumberReader()

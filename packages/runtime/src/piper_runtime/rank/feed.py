@@ -1,4 +1,7 @@
-"""The batch of one rank: the user's function is called once per microbatch, and its tensors wait there until they are loaded."""
+"""Give a rank its batch: the user's function is called once per microbatch.
+
+Its tensors wait here until they are loaded.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,11 @@ from piper_runtime.rank.job import Batch, flatten_batch, microbatch_rows
 
 
 def upload(rows: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A copy of rows on a CUDA device, in this dtype, that the host does not wait for. What the user's function returned is
-    copied to pinned memory first, which torch's pool takes back when the device has read it."""
+    """Return a copy of rows on a CUDA device, in this dtype, that the host does not wait for.
+
+    What the user's function returned is copied to pinned memory first, which torch's pool takes back when the device
+    has read it.
+    """
     value = torch.empty(shape, dtype=dtype, device=device)
     if rows.is_cuda:
         return value.copy_(rows)
@@ -28,9 +34,10 @@ def upload(rows: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, devic
 class Feed:
     """Hands out the rows that one rank computes, a tensor at a time.
 
-    A batch function may refill the tensors that it returned before. So what the rank takes later is copied at once, and nothing
-    of the user's is held between two calls. The copies count as host memory of the input pipeline, not as memory of the plan.
-    `waits`: per call of the function in this step, the microbatch, and when it began and ended by time.perf_counter."""
+    A batch function may refill the tensors that it returned before. So what the rank takes later is copied at once, and
+    nothing of the user's is held between two calls. The copies count as host memory of the input pipeline, not as
+    memory of the plan. `waits`: per call of the function in this step, the microbatch, and when it began and ended by
+    time.perf_counter."""
 
     def __init__(self, plan: Plan, rank: int, batch: Batch):
         self._plan = plan
@@ -55,9 +62,10 @@ class Feed:
         self.waits.clear()
 
     def take(self, name: str, mb: int) -> torch.Tensor:
-        """Return a microbatch's rows of one batch tensor, of the planned shape; the caller copies it before it takes another.
+        """Return a microbatch's rows of one batch tensor, of the planned shape.
 
-        JobError when the batch does not fit."""
+        The caller copies it before it takes another. JobError when the batch does not fit.
+        """
         self._left[mb, name] -= 1
         staged = self._staged.setdefault(mb, {})
         if name in staged:

@@ -14,7 +14,8 @@ from piper_ir.errors import PiperWarning
 ELEMENTS = 64
 """Kernels treat whole vectors and the remainder differently: these are whole vectors, to which one element is added."""
 TOLERANCE = 0.05
-"""Relative difference of the steps: bfloat16 rounds by 0.01; a kernel that does nothing for whole vectors is off by 0.8."""
+"""Relative difference of the steps: bfloat16 rounds by 0.01; a kernel that does nothing for whole vectors is off by
+0.8."""
 LEARNING_RATE = 0.1
 PER_RUN = ("params", "param_names", "lr", "initial_lr", "fused", "foreach")
 """Entries of a parameter group that do not choose the arithmetic of a kernel."""
@@ -64,7 +65,7 @@ def _try(kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype, 
 def _moved(
     kind: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *, fused: bool
 ) -> torch.Tensor:
-    """How far two steps move a small parameter."""
+    """Return how far two steps move a small parameter."""
     start = torch.linspace(-0.5, 0.5, ELEMENTS + 1).to(dtype).to(device)
     parameter = torch.nn.Parameter(start.clone())
     optimizer = kind([parameter], lr=LEARNING_RATE)  # type: ignore[call-arg]  # every optimizer takes lr

@@ -1,5 +1,7 @@
-"""What is trained: the user's callables and numbers, and the two facts that follow from them on every rank: rows and initial
-state."""
+"""Describe what is trained: the user's callables and numbers.
+
+Two facts follow from them on every rank: rows and initial state.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,13 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 @checked_fields(JobError)
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes by torch's names. `params` is the dtype of parameters, of floating-point buffers and of floating-point batch
-    tensors.
+    """Dtypes by torch's names.
 
-    `compute`, `reduce` and `master` name the dtypes of activations, of gradient reductions and of the optimizer's copy; None
-    means that of `params`, and nothing else is accepted yet."""
+    `params` is the dtype of parameters, of floating-point buffers and of floating-point batch tensors.
+
+    `compute`, `reduce` and `master` name the dtypes of activations, of gradient reductions and of the optimizer's copy;
+    None means that of `params`, and nothing else is accepted yet.
+    """
 
     params: str = "float32"
     compute: str | None = None
@@ -52,7 +56,7 @@ class Precision:
 
     @property
     def dtype(self) -> torch.dtype:
-        """torch's dtype of `params`."""
+        """Return torch's dtype of `params`."""
         return DTYPES[self.params]
 
 
@@ -61,13 +65,13 @@ class Precision:
 class Job:
     """A training job, independent of how it is distributed.
 
-    model: () -> nn.Module. batch: (step, rows) -> (inputs, targets), the given rows of the global batch of a step; inputs are a
-    tensor, a tuple (positional) or a dict (keyword), targets any nest of tensors. loss: (output, targets) -> a mean over rows,
-    or a pair (sum, weight). optimizer: list of (name, parameter) -> Optimizer; it sees every parameter once, with its full
-    shape, on meta. scheduler: Optimizer -> LRScheduler, stepped once per optimizer step. global_batch: rows per step over all
-    replicas. tokens_per_row: for tokens per second. clip_norm: largest global 2-norm of the gradient. init: "model" (what the
-    model's constructor makes under `seed`) or the path of a file that torch.save wrote of a state_dict. JobError when a field
-    is unusable."""
+    model: () -> nn.Module. batch: (step, rows) -> (inputs, targets), the given rows of the global batch of a step;
+    inputs are a tensor, a tuple (positional) or a dict (keyword), targets any nest of tensors. loss: (output, targets)
+    -> a mean over rows, or a pair (sum, weight). optimizer: list of (name, parameter) -> Optimizer; it sees every
+    parameter once, with its full shape, on meta. scheduler: Optimizer -> LRScheduler, stepped once per optimizer step.
+    global_batch: rows per step over all replicas. tokens_per_row: for tokens per second. clip_norm: largest global
+    2-norm of the gradient. init: "model" (what the model's constructor makes under `seed`) or the path of a file that
+    torch.save wrote of a state_dict. JobError when a field is unusable."""
 
     model: Callable[[], nn.Module]
     batch: Batch
@@ -103,21 +107,28 @@ def _check_int(name: str, value: object, least: int) -> None:
 
 
 def microbatch_rows(plan: Plan, replica: int, microbatch: int) -> range:
-    """Rows of the global batch that a data-parallel replica computes in a microbatch: replica i owns rows [i*G/D, (i+1)*G/D),
-    in order."""
+    """Return the rows of the global batch that a data-parallel replica computes in a microbatch.
+
+    Replica i owns rows [i*G/D, (i+1)*G/D), in order.
+    """
     start = (replica * plan.microbatches + microbatch) * plan.rows
     return range(start, start + plan.rows)
 
 
 def call_batch(batch: Batch, step: int, rows: range) -> Any:
-    """What the user's batch function returns outside of a run. JobError when it raises; in a run ExecutionError says where."""
+    """Return what the user's batch function returns outside of a run.
+
+    JobError when it raises; in a run ExecutionError says where.
+    """
     with user_code(f"Job.batch(step={step}, rows={rows})", JobError):
         return batch(step, rows)
 
 
 def flatten_batch(inputs: Any, targets: Any) -> dict[str, torch.Tensor]:
-    """Tensors of a batch by their path in it: "inputs" (a single tensor), "inputs.0", "inputs.mask", "targets", "targets.0.y".
-    None is left out. JobError for any other leaf."""
+    """Return the tensors of a batch by their path in it. JobError for a leaf that is neither a tensor nor None.
+
+    Paths are "inputs" (a single tensor), "inputs.0", "inputs.mask", "targets", "targets.0.y". None is left out.
+    """
     found: dict[str, torch.Tensor] = {}
     for root, nest in (("inputs", inputs), ("targets", targets)):
         for path, leaf in pytree.tree_flatten_with_path(nest)[0]:
@@ -130,13 +141,16 @@ def flatten_batch(inputs: Any, targets: Any) -> dict[str, torch.Tensor]:
 
 
 def _key(entry: Any) -> str:
-    """The name of one step of a pytree path: a dict's key, a sequence's index, or a field's name."""
+    """Return the name of one step of a pytree path: a dict's key, a sequence's index, or a field's name."""
     return next((str(getattr(entry, a)) for a in ("key", "idx", "name") if hasattr(entry, a)), str(entry))
 
 
 @dataclass(frozen=True)
 class InitialState:
-    """Full tensors on CPU under their first names, shared with the module that made them. Without a `model` there are none."""
+    """Full tensors on CPU under their first names, shared with the module that made them.
+
+    Without a `model` there are none.
+    """
 
     params: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
@@ -175,9 +189,11 @@ class InitialState:
 
 
 def materialize(job: Job) -> InitialState:
-    """The model's parameters and buffers, made on CPU under the job's seed, in the dtype of `precision.params`.
+    """Return the model's parameters and buffers, made on CPU under the job's seed, in the dtype of `precision.params`.
 
-    The caller's random state stays as it was. JobError when the model cannot be made or the file of `init` does not fit it."""
+    The caller's random state stays as it was. JobError when the model cannot be made or the file of `init` does not fit
+    it.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
         with user_code("Job.model()", JobError):

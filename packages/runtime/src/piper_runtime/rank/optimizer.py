@@ -1,8 +1,8 @@
 """The user's optimizer on flat buckets: what its groups say, how much state it holds, and the real one of a rank.
 
-The user's function is called with every parameter at its full shape on meta, so that rules such as "no decay for ndim < 2" see
-true shapes. Element-wise optimizers then run on one flat tensor per bucket; all others on the parameters of a bucket, one by
-one."""
+The user's function is called with every parameter at its full shape on meta, so that rules such as "no decay for ndim <
+2" see true shapes. Element-wise optimizers then run on one flat tensor per bucket; all others on the parameters of a
+bucket, one by one."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ SEPARABLE: tuple[type[Optimizer], ...] = (
         if hasattr(torch.optim, name)
     ),
 )
-"""Optimizers whose update of a parameter depends on that parameter only, by exact class. Any other may couple parameters (a
-norm over all of them), and a rank of a pipeline sees only its own."""
+"""Optimizers whose update of a parameter depends on that parameter only, by exact class. Any other may couple
+parameters (a norm over all of them), and a rank of a pipeline sees only its own."""
 
 REFUSED = {"LBFGS": "it calls the loss several times per step", "SparseAdam": "it needs sparse gradients"}
 STEP_COUNTER_BYTES = 4
@@ -49,11 +49,18 @@ STEP_COUNTER_BYTES = 4
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """`kind`: the optimizer's class name. `group_of`: trained parameter -> index of its group. `flat`: whether it runs on whole
-    buckets. `state_copies`: per group, how many values it keeps per element of a bucket (flat only). `param_bytes`: state per
-    parameter, of optimizers that are not flat. `separable`: known to update each parameter by itself. `update_bytes`: most bytes
-    of temporaries in a step over all parameters, which a rank that holds a part of them may not reach; 0 where it is flat, for
-    the fused kernels hold none. An element-wise optimizer whose fused kernel is wrong here is not flat."""
+    """What is known of an optimizer before it runs.
+
+    Attributes:
+        kind: the optimizer's class name.
+        group_of: index of the group of each trained parameter.
+        flat: whether it runs on whole buckets. An element-wise optimizer whose fused kernel is wrong here is not flat.
+        state_copies: per group, how many values it keeps per element of a bucket (flat only).
+        param_bytes: bytes of state per parameter, of optimizers that are not flat.
+        separable: whether it is known to update each parameter by itself.
+        update_bytes: most bytes of temporaries in a step over all parameters, which a rank that holds a part of them
+            may not reach; 0 where it is flat, for the fused kernels hold none.
+    """
 
     kind: str
     group_of: Mapping[str, int]
@@ -72,8 +79,10 @@ class OptimizerSpec:
 
 
 def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
-    """Call the user's optimizer function on meta parameters and read its groups. JobError: a trained parameter is in no group,
-    or the optimizer cannot run on a plan."""
+    """Call the user's optimizer function on meta parameters and read its groups.
+
+    JobError: a trained parameter is in no group, or the optimizer cannot run on a plan.
+    """
     trained = {p.name for p in params if p.trained}
     named = meta_parameters(params, job.precision.dtype)
     optimizer = call_optimizer(job.optimizer, named)
@@ -119,8 +128,11 @@ def _fused_problem(optimizer: Optimizer, dtype: torch.dtype, device: torch.devic
 
 
 def _one_by_one(optimizer: Optimizer, *, fused: bool) -> None:
-    """Choose the kernels that go from parameter to parameter, where the user has not: torch's choice on CUDA takes them all at
-    once, with temporaries as large as all of them. Without `fused` the user's choice of a fused kernel is undone too."""
+    """Choose the kernels that go from parameter to parameter, where the user has not chosen.
+
+    Torch's choice on CUDA takes them all at once, with temporaries as large as all of them. Without `fused` the user's
+    choice of a fused kernel is undone too.
+    """
     for group in optimizer.param_groups:
         if not fused and "fused" in group:
             group["fused"] = False
@@ -142,8 +154,10 @@ def meta_parameters(params: Iterable[Param], dtype: torch.dtype) -> NamedParamet
 
 
 def call_optimizer(function: Callable[[NamedParameters], Optimizer], named: NamedParameters) -> Optimizer:
-    """The user's optimizer over the given parameters. JobError when it is none, is refused by name, or holds foreign
-    parameters."""
+    """Return the user's optimizer over the given parameters.
+
+    JobError when it is none, is refused by name, or holds foreign parameters.
+    """
     with user_code("Job.optimizer([(name, parameter), ...])", JobError):
         optimizer: object = function(list(named))
     kind = type(optimizer).__name__
@@ -176,7 +190,10 @@ def call_optimizer(function: Callable[[NamedParameters], Optimizer], named: Name
 
 
 def call_scheduler(function: Callable[[Optimizer], Any], optimizer: Optimizer) -> LRScheduler:
-    """The user's learning-rate schedule of an optimizer. JobError when it is none, or needs more than the number of the step."""
+    """Return the user's learning-rate schedule of an optimizer.
+
+    JobError when it is none, or needs more than the number of the step.
+    """
     with user_code("Job.scheduler(optimizer)", JobError):
         schedule: object = function(optimizer)
     if isinstance(schedule, ReduceLROnPlateau):
@@ -196,8 +213,11 @@ def _state_copies(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
 
 
 class RankOptimizer:
-    """The optimizer of one rank over the buckets that it holds, with the user's groups in the user's order and its
-    learning-rate schedule. `flat`: it runs on whole buckets, by a fused kernel."""
+    """The optimizer of one rank over the buckets that it holds.
+
+    It has the user's groups in the user's order and its learning-rate schedule. `flat`: it runs on whole buckets, by a
+    fused kernel.
+    """
 
     def __init__(
         self,
@@ -259,8 +279,10 @@ class RankOptimizer:
             self._members[bucket.id] = [(named[n], self._store.grads[n]) for n in bucket.params]
 
     def update(self, buckets: Sequence[str], scale: float | torch.Tensor) -> None:
-        """Multiply the gradients of these buckets by `scale`, a number or a tensor of one on their device, and take one step on
-        their parameters."""
+        """Multiply the gradients of these buckets by `scale`, and take one step on their parameters.
+
+        `scale`: a number, or a tensor of one on their device.
+        """
         as_they_are = isinstance(scale, float) and scale == 1.0  # a tensor is not compared: the host would wait for it
         members = [m for b in buckets for m in self._members[b]]
         for p, grad in members:

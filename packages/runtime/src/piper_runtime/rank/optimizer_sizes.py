@@ -44,7 +44,10 @@ def state_bytes(optimizer: Optimizer, named: NamedParameters, trained: set[str])
 
 
 def step_bytes(optimizer: Optimizer, named: NamedParameters) -> int:
-    """Return the bytes of temporaries in a step that makes no state, after `state_bytes`. JobError when it cannot be taken."""
+    """Return the bytes of temporaries in a step that makes no state, after `state_bytes`.
+
+    JobError when it cannot be taken.
+    """
     known = [*(p.grad for _, p in named), *(t for of in optimizer.state.values() for t in of.values())]
     try:
         with _NumbersOfMeta():

@@ -1,7 +1,8 @@
-"""One closure per part of a plan, bound once per plan to the tensors of a rank, so that running it costs little host time.
+"""Bind each part of a plan to a closure, once per plan, so that running it costs little host time.
 
-Both engines run these. A closure reads and writes `store.values`, which holds the only reference to every value: a value that
-dies in a part is taken out of it, so that boxed code frees it at its last use."""
+Both engines run these. A closure reads and writes `store.values`, which holds the only reference to every value: a
+value that dies in a part is taken out of it, so that boxed code frees it at its last use.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +52,11 @@ def bind_part(part: Part, rank: RankState) -> Thunk:
 
 
 def bind_operand(part: Part, rank: RankState) -> Operand:
-    """Bind a part that communicates: return the closure that gives the tensor to send, to receive into, or to give to a
-    collective, which is where that one's result goes too unless there is a `bind_result`."""
+    """Return the closure that gives the tensor of a part that communicates.
+
+    It is the tensor to send, to receive into, or to give to a collective, which is where that one's result goes too
+    unless there is a `bind_result`.
+    """
     values = rank.store.values
     match part.op:
         case Send():
@@ -83,7 +87,7 @@ def bind_result(part: Part, rank: RankState) -> Operand | None:
 
 
 def bind_alloc(value: str, rank: RankState) -> Thunk:
-    """The closure that makes a buffer for a value that communication will write."""
+    """Return the closure that makes a buffer for a value that communication will write."""
     values, device = rank.store.values, rank.device
     shape, dtype = empty_value(rank.plan, value)
 
@@ -180,7 +184,7 @@ def _scale(part: Part, op: Update, rank: RankState) -> Callable[[], float]:
 
 
 def _late_scale(part: Part, op: Update, rank: RankState) -> Callable[[], float | torch.Tensor]:
-    """The scale on the device. Its scalars are looked at when the step ends."""
+    """Return the scale on the device. Its scalars are looked at when the step ends."""
     values, found = rank.store.values, list[float]()
 
     def check(number: float) -> None:
@@ -210,10 +214,13 @@ def device_scale(op: Update, scalars: list[torch.Tensor]) -> float | torch.Tenso
 
 
 def gradient_scale(op: Update, scalars: list[float], where: str) -> float:
-    """The one factor by which Update multiplies gradients. scalars: [sum of weights, if weighted] + [squared norm of the summed
-    gradients, if clipped]. Clipping is torch's clip_grad_norm_ on the gradient after division: min(1, clip / (norm + 1e-6)).
+    """Return the one factor by which Update multiplies gradients.
 
-    NonFiniteLossError when the weights sum to zero or the norm is not finite."""
+    scalars: [sum of weights, if weighted] + [squared norm of the summed gradients, if clipped]. Clipping is torch's
+    clip_grad_norm_ on the gradient after division: min(1, clip / (norm + 1e-6)).
+
+    NonFiniteLossError when the weights sum to zero or the norm is not finite.
+    """
     weight = scalars[0] if op.weighted else 1.0
     if not weight:
         raise NonFiniteLossError(
@@ -264,7 +271,10 @@ def _compute(part: Part, rank: RankState) -> Thunk:
 def _arguments(
     part: Part, chunk: Chunk, rank: RankState
 ) -> tuple[list[torch.Tensor | None], list[tuple[int, str]], list[tuple[int, str]]]:
-    """The argument list with states filled in, and (index, value) of those that stay alive and of those that die at this use."""
+    """Return the argument list with states filled in, and (index, value) of the values that go into it.
+
+    These are first those that stay alive, then those that die at this use.
+    """
     assert isinstance(part.op, Compute) and part.op.step != "B"
     signature, store = chunk.steps[part.op.step], rank.store
     template: list[torch.Tensor | None] = []

@@ -1,4 +1,7 @@
-"""A plan bound to one rank: its tensors, and per instruction what to wait for and what to run. Engines decide only when."""
+"""Bind a plan to one rank: its tensors, and per instruction what to wait for and what to run.
+
+Engines decide only when.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,12 @@ from piper_runtime.rank.rank_state import Probe, RankJob, RankState
 class BoundComm:
     """One communication, bound to a rank.
 
-    kind: "send", "recv" or a kind of `piper_ir.collectives`.
-    peers: the ranks of the channel's instance, ascending; source and destination for a send and its receive.
-    operand: gives the tensor that is sent, received into, or given to a collective.
-    result: gives the tensor that a collective writes; None where that is the operand itself.
+    Attributes:
+        kind: "send", "recv" or a kind of `piper_ir.collectives`.
+        channel: id of the channel that it goes over.
+        peers: the ranks of the channel's instance, ascending; source and destination for a send and its receive.
+        operand: gives the tensor that is sent, received into, or given to a collective.
+        result: gives the tensor that a collective writes; None where that is the operand itself.
     """
 
     kind: str
@@ -37,11 +42,14 @@ class BoundComm:
 
     @property
     def law(self) -> Law | None:
-        """What a collective does; None for a send or a receive."""
+        """Return what a collective does; None for a send or a receive."""
         return None if self.kind in ("send", "recv") else law_of(self.kind)
 
     def alone(self) -> None:
-        """Do what this communication is on a channel without another rank: what a collective reads is what it writes."""
+        """Do what this communication is on a channel without another rank.
+
+        What a collective reads is then what it writes.
+        """
         given = self.operand()
         if self.result is not None:
             self.result().copy_(given)
@@ -49,7 +57,16 @@ class BoundComm:
 
 @dataclass(frozen=True, slots=True)
 class BoundInstr:
-    """One instruction, bound. Exactly one of `work` and `comm` is set."""
+    """One instruction, bound to a rank; exactly one of `work` and `comm` is set.
+
+    Attributes:
+        index: its index in the program.
+        stream: the stream that it runs on.
+        waits: how many instructions of which other streams must be done before it.
+        name: as plans print it.
+        work: what it computes.
+        comm: what it communicates.
+    """
 
     index: int
     stream: str
@@ -61,7 +78,13 @@ class BoundInstr:
 
 @dataclass(frozen=True)
 class Binder:
-    """How a rank turns its program into closures. Tests put mistakes in its place."""
+    """How a rank turns its program into closures; tests put mistakes in its place.
+
+    Attributes:
+        part: binds a part of the compute stream.
+        operand: binds the tensor of a communication.
+        instr: gives the instruction to bind, which is the plan's.
+    """
 
     part: Callable[[Part, RankState], Thunk] = bind_part
     operand: Callable[[Part, RankState], Operand] = bind_operand
@@ -114,7 +137,7 @@ class Rank(RankState):
         return work
 
     def begin(self, step: int) -> None:
-        """Before the first instruction of a step: nothing of the last step is left, and the first receive buffers are made."""
+        """Start a step: nothing of the last step is left, and the first receive buffers are made."""
         self.step = step
         self.feed.begin(step)
         self.buffer_mb.clear()
@@ -124,8 +147,10 @@ class Rank(RankState):
             bind_alloc(v, self)()
 
     def end(self) -> None:
-        """After the last instruction of a step, when all its streams are done. NonFiniteLossError when a number that was not
-        read in the step is not finite."""
+        """End a step after its last instruction, when all its streams are done.
+
+        NonFiniteLossError when a number that was not read in the step is not finite.
+        """
         self.numbers.finish()
         self.optimizer.end_step()
 
@@ -144,8 +169,11 @@ def comm_kind(op: Send | Recv | Collective) -> str:
 
 
 def own_waits(program: Sequence[Instr]) -> dict[int, tuple[tuple[str, int], ...]]:
-    """Index of a communication -> the wait for one before it on its own stream whose result it takes. A plan leaves it to the
-    order of the stream, but an engine may post a communication before the one in front of it has ended."""
+    """Return, by index of a communication, the wait for an earlier one on its own stream whose result it takes.
+
+    A plan leaves it to the order of the stream, but an engine may post a communication before the one in front of it
+    has ended.
+    """
     count: dict[str, int] = {}
     written: dict[tuple[str, str], int] = {}
     out: dict[int, tuple[tuple[str, int], ...]] = {}
@@ -162,8 +190,10 @@ def own_waits(program: Sequence[Instr]) -> dict[int, tuple[tuple[str, int], ...]
 
 
 def step_loss(plan: Plan, scalars: list[dict[str, dict[int, float]]]) -> float:
-    """The loss of a step from the scalars of all ranks: the mean over microbatches and replicas, or the sum of losses over the
-    sum of weights."""
+    """Return the loss of a step from the scalars of all ranks.
+
+    It is the mean over microbatches and replicas, or the sum of losses over the sum of weights.
+    """
     total = sum(v for s in scalars for v in s["loss"].values())
     if plan.loss_kind == "mean":
         return total / (plan.microbatches * plan.replicas)

@@ -1,4 +1,7 @@
-"""What the closures of a rank are bound to: its part of the plan, tensors, feed and optimizer, and what a step finds out."""
+"""Hold what the closures of a rank are bound to: its part of the plan, tensors, feed and optimizer.
+
+What a step finds out is kept here too.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,8 @@ NOT_FINITE = (
 """What may help where a number is not finite."""
 
 Probe = Callable[["RankState", tuple[str, ...], "float | torch.Tensor"], None]
-"""Called in Update before the optimizer's step with the rank, the buckets and the scale that the gradients are about to get."""
+"""Called in Update before the optimizer's step with the rank, the buckets and the scale that the gradients are about to
+get."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +79,10 @@ class RankState:
         self.scalars[kind][mb] = value
 
     def states(self) -> dict[str, torch.Tensor]:
-        """Copies of the parameters and buffers that this rank holds, by name, on the CPU."""
+        """Return copies of the parameters and buffers that this rank holds, by name, on the CPU."""
         return {n: t.to(CPU, copy=True) for n, t in (*self.store.params.items(), *self.store.buffers.items())}
 
     def gradients(self, buckets: tuple[str, ...], scale: float | torch.Tensor) -> dict[str, torch.Tensor]:
-        """Copies of the gradients in these buckets, scaled, by parameter, on the CPU."""
+        """Return copies of the gradients in these buckets, scaled, by parameter, on the CPU."""
         names = [n for b in buckets for n in self.plan.bucket(b).params]
         return {n: (self.store.grads[n] * scale).to(CPU) for n in names}

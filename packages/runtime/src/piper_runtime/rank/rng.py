@@ -13,15 +13,15 @@ from piper_ir.program import Chunk
 def rng_seed(seed: int, step: int, row: int, where: int | str) -> int:
     """Seed of torch's generator before a forward part that draws random numbers: a hash in 0..2**63-1.
 
-    seed: the job's. step: optimizer step, from 0. row: first row of the microbatch in the global batch. where: the chunk's place
-    in the model (`rng_places`). It depends on nothing else, so neither the mesh nor the order of a plan changes what is drawn as
-    long as the rows per microbatch are equal."""
+    seed: the job's. step: optimizer step, from 0. row: first row of the microbatch in the global batch. where: the
+    chunk's place in the model (`rng_places`). It depends on nothing else, so neither the mesh nor the order of a plan
+    changes what is drawn as long as the rows per microbatch are equal."""
     digest = blake2b(f"{seed}/{step}/{row}/{where}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def generator(device: torch.device) -> torch.Generator:
-    """The generator that random operations of a device draw from. To seed it asks nothing of the device."""
+    """Return the generator that random operations of a device draw from. To seed it asks nothing of the device."""
     if device.type == "cpu":
         return torch.default_generator
     torch.cuda.init()  # there are none before
@@ -31,8 +31,9 @@ def generator(device: torch.device) -> torch.Generator:
 def rng_places(chunks: Iterable[Chunk]) -> dict[str, int | str]:
     """Chunk id -> the `where` of `rng_seed`; chunks in program order.
 
-    The value of its coordinate "layer" for the first chunk with that value, and the chunk's id for all others: chunks without a
-    layer, a layer's second visit, and the further chunks of a layer that is cut. So no two chunks draw the same numbers."""
+    The value of its coordinate "layer" for the first chunk with that value, and the chunk's id for all others: chunks
+    without a layer, a layer's second visit, and the further chunks of a layer that is cut. So no two chunks draw the
+    same numbers."""
     places: dict[str, int | str] = {}
     taken: set[int] = set()
     for chunk in chunks:

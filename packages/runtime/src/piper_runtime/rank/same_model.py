@@ -15,9 +15,13 @@ ADVICE = "The model function gives another model than when it was compiled: comp
 
 
 def check_same_model(plan: Plan, initial: InitialState, trainable: Collection[str] | None = None) -> None:
-    """Raise JobError where names, shapes, ties or requires_grad differ from the plan's, or where a tensor has no values.
+    """Raise JobError where names, shapes, ties or requires_grad differ from the plan's.
 
-    `trainable`: names of the parameters that had requires_grad when the model was captured; None where that is not known."""
+    It is raised too where a tensor has no values.
+
+    `trainable`: names of the parameters that had requires_grad when the model was captured; None where that is not
+    known.
+    """
     for problem in _differences(plan, initial, trainable):
         raise JobError(f"Job.model() now {problem}. {ADVICE}")
     for kind, tensors in (("parameter", initial.params), ("buffer", initial.buffers)):

@@ -1,4 +1,4 @@
-"""How a job's callables reach other processes: by value inside our own pipes, or by loading the recipe file again there."""
+"""Send a job's callables to other processes: by value in our own pipes, or by loading the recipe file again there."""
 
 from __future__ import annotations
 
@@ -18,21 +18,26 @@ import cloudpickle  # type: ignore[import-untyped]  # it has no types
 from piper_ir.errors import JobError
 
 RECIPE_MARK = "__piper_recipe__"
-"""A module that was loaded from a recipe file has this attribute: the file's path. Workers load that file again, under the same
-name."""
+"""A module that was loaded from a recipe file has this attribute: the file's path. Workers load that file again, under
+the same name."""
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """Callables on their way. `recipes`: module name -> file, of marked modules that they need; `definers`: modules in which
-    the model and the loss are defined; `body`: what cloudpickle made."""
+    """Callables on their way to another process.
+
+    Attributes:
+        recipes: file of each marked module that they need, by module name.
+        definers: modules in which the model and the loss are defined.
+        body: what cloudpickle made.
+    """
 
     recipes: dict[str, str]
     definers: tuple[str, ...]
     body: bytes
 
     def open(self) -> Any:
-        """The callables, in another process."""
+        """Return the callables, in another process."""
         for name, path in self.recipes.items():
             if name not in sys.modules:
                 _load_recipe(name, path)
@@ -45,9 +50,11 @@ class Parcel:
 
 
 def pack(callables: Any, definers: Iterable[object] = ()) -> Parcel:
-    """A nest of callables. What stands in an importable module travels by name, in a marked recipe module as that file's path,
-    all else by value. `definers`: callables that stay here, whose modules may register operators. JobError when something
-    cannot be sent."""
+    """Pack a nest of callables. JobError when something cannot be sent.
+
+    What stands in an importable module travels by name, in a marked recipe module as that file's path, all else by
+    value. `definers`: callables that stay here, whose modules may register operators.
+    """
     modules = dict(sys.modules)
     marked = {name: path for name, m in modules.items() if isinstance(path := getattr(m, RECIPE_MARK, None), str)}
     mine = {name: m for name, m in modules.items() if name not in marked and name != "__main__" and _only_here(name, m)}
@@ -85,7 +92,7 @@ def _load_recipe(name: str, path: str) -> None:
 
 
 def _only_here(name: str, module: ModuleType) -> bool:
-    """Whether a module was loaded from a Python file that a new process with our sys.path would not find under its name."""
+    """Tell whether a new process with our sys.path would not find a module's Python file under its name."""
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or not file.endswith(".py") or _in_library(file):
         return False
@@ -98,7 +105,7 @@ def _in_library(file: str) -> bool:
 
 
 def _origin(name: str) -> str | None:
-    """The file that `import name` would load in a new process, found without importing."""
+    """Return the file that `import name` would load in a new process, found without importing."""
     path = None
     spec = None
     parts = name.split(".")

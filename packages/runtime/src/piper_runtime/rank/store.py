@@ -15,8 +15,9 @@ from piper_runtime.rank.device import CPU
 class Store:
     """States of a rank on its device as its role lists them, and `values`: id -> tensor, the only reference to each.
 
-    The parameters of a bucket are views of one flat tensor (`flat_params`), their gradients (`grads`) of another (`flat_grads`),
-    zeroed. Every other parameter, and every buffer, is a tensor of its own. The store copies what it is given."""
+    The parameters of a bucket are views of one flat tensor (`flat_params`), their gradients (`grads`) of another
+    (`flat_grads`), zeroed. Every other parameter, and every buffer, is a tensor of its own. The store copies what it is
+    given."""
 
     def __init__(
         self, plan: Plan, rank: int, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
@@ -54,7 +55,7 @@ class Store:
         self.flat_params[bucket.id], self.flat_grads[bucket.id] = flat, grad
 
     def parameter(self, name: str) -> torch.nn.Parameter:
-        """A parameter as an nn.Parameter that shares its memory."""
+        """Return a parameter as an nn.Parameter that shares its memory."""
         return torch.nn.Parameter(self.params[name])
 
     def state_tensors(self) -> list[torch.Tensor]:
@@ -65,7 +66,10 @@ class Store:
 
 
 def state_names(plan: Plan, rank: int, kind: str) -> tuple[str, ...]:
-    """Names of the rank's states of a kind: "param" (parameters that are in no bucket), "grad" (bucket ids) or "buffer"."""
+    """Return the names of the rank's states of a kind.
+
+    Kinds: "param" (parameters that are in no bucket), "grad" (bucket ids) or "buffer".
+    """
     prefix = kind + ":"
     found = [s.id.removeprefix(prefix) for s in plan.role_of(rank).states if s.id.startswith(prefix)]
     if kind == "param":  # "param:BUCKET" is the flat tensor of all parameters in a bucket

@@ -40,8 +40,10 @@ class GlooCommunicators:
         return self._store
 
     def connect(self, plan: Plan) -> None:
-        """Make what a plan needs. Every rank goes through the plan's channels in one order, so no two wait for each other in a
-        circle."""
+        """Make what a plan needs.
+
+        Every rank goes through the plan's channels in one order, so no two wait for each other in a circle.
+        """
         seen: dict[str, int] = {}
         self._keys = {}
         role = plan.role_of(self._rank).role
@@ -58,7 +60,7 @@ class GlooCommunicators:
                 self._groups[key] = self.group(key, sorted(peers))
 
     def group(self, key: str, members: list[int]) -> Any:
-        """A new process group of these ranks, under a key that no other group of theirs has."""
+        """Return a new process group of these ranks, under a key that no other group of theirs has."""
         options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # not in torch's stubs
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._interface)]
         options._timeout = FOREVER
@@ -71,7 +73,10 @@ class GlooCommunicators:
         self._groups.clear()
 
     def bind(self, comm: BoundComm) -> Thunk:
-        """The closure that runs a communication, or posts it. A send is done when the peer has taken the tensor."""
+        """Return the closure that runs a communication, or posts it.
+
+        A send is done when the peer has taken the tensor.
+        """
         operand = comm.operand
         if len(comm.peers) < 2:
             return Posted(partial(_alone, comm))
@@ -92,7 +97,10 @@ class GlooCommunicators:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The process group of one channel instance. here: this rank's place among its `size` members, in the order of ranks."""
+    """The process group of one channel instance.
+
+    here: this rank's place among its `size` members, in the order of ranks.
+    """
 
     group: Any
     here: int
@@ -104,7 +112,7 @@ GlooBinding = Callable[[Members, BoundComm], Callable[[], Thunk]]
 
 
 def no_binding(transport: str, kind: str, bindings: Mapping[str, object]) -> ExecutionError:
-    """The error for a collective that a transport does not carry."""
+    """Return the error for a collective that a transport does not carry."""
     return ExecutionError(f"{transport} has no binding for the collective {kind!r}; it has {', '.join(bindings)}")
 
 
@@ -113,8 +121,10 @@ def _all_reduce(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
 
 
 def _reduce_scatter(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
-    """Sum in place, for what is read is undefined afterwards, and take the own block out: gloo's own reduce-scatter is an
-    all-reduce too, of a copy."""
+    """Sum in place, for what is read is undefined afterwards, and take the own block out.
+
+    gloo's own reduce-scatter is an all-reduce too, of a copy.
+    """
     operand, result = comm.operand, comm.result
     assert result is not None
 
@@ -146,8 +156,10 @@ def _all_to_all(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
 
 
 def _exchange(members: Members, to: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Thunk:
-    """Start to send block k of `to` to member k, and to receive block k of `into` from it: gloo's own collectives work on copies
-    of what they are given, which no plan counts."""
+    """Start to send block k of `to` to member k, and to receive block k of `into` from it.
+
+    gloo's own collectives work on copies of what they are given, which no plan counts.
+    """
     group, here = members.group, members.here
     works = []
     for step in range(1, members.size):  # each in its own order, so that not all send to the same one at first
@@ -172,8 +184,11 @@ BINDINGS: dict[str, GlooBinding] = {
 
 
 def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same memory that does not keep it alive. gloo's own thread holds what it reduces for a moment longer
-    than `wait` takes, so that it would die later than the plan says. The owner must outlive the work."""
+    """Return a tensor of the same memory that does not keep it alive. The owner must outlive the work.
+
+    gloo's own thread holds what it reduces for a moment longer than `wait` takes, so that it would die later than the
+    plan says.
+    """
     storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
     return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
 

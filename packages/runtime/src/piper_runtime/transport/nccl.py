@@ -1,14 +1,14 @@
 """Communicators over NCCL: one process group per channel instance, made of its members only. One rank per CUDA device.
 
-NCCL refuses two ranks of one host on one device. Where a test wants that, each rank tells it that it is a host of its own
-(NCCL_HOSTID), and messages go through sockets: all of this file runs then, slowly, and nothing of NVLink.
+NCCL refuses two ranks of one host on one device. Where a test wants that, each rank tells it that it is a host of its
+own (NCCL_HOSTID), and messages go through sockets: all of this file runs then, slowly, and nothing of NVLink.
 
-What torch does (ProcessGroupNCCL, its source read; run on one H100): a collective with asyncOp=False is issued on the stream
-that is current, and returns nothing, so an event recorded afterwards is reached when it is done. A send or receive is not: it
-goes to a stream of the group's own, and torch calls `record_stream` on its tensor, so that the allocator takes the memory back
-only when the device has come to its end. A host that is a step ahead then keeps all that a step sends and receives (seen: more
-than the plan says after the first free of what was received). So a message from rank to rank is a broadcast on its channel,
-whose members are the two.
+What torch does (ProcessGroupNCCL, its source read; run on one H100): a collective with asyncOp=False is issued on the
+stream that is current, and returns nothing, so an event recorded afterwards is reached when it is done. A send or
+receive is not: it goes to a stream of the group's own, and torch calls `record_stream` on its tensor, so that the
+allocator takes the memory back only when the device has come to its end. A host that is a step ahead then keeps all
+that a step sends and receives (seen: more than the plan says after the first free of what was received). So a message
+from rank to rank is a broadcast on its channel, whose members are the two.
 
 NCCL needs the union of all ranks' issue orders to have no cycle: R20.
 """
@@ -30,8 +30,10 @@ from piper_runtime.transport.gloo import FOREVER, GlooCommunicators, no_binding,
 
 
 class NcclCommunicators(GlooCommunicators):
-    """The groups that `gloo` would make, over its store. `apart`: each rank is a host of its own to NCCL, which asks for the host
-    once per process."""
+    """The groups that `gloo` would make, over its store.
+
+    `apart`: each rank is a host of its own to NCCL, which asks for the host once per process.
+    """
 
     def __init__(self, gloo: GlooCommunicators, device: torch.device, *, apart: bool = False):
         super().__init__(dist.PrefixStore("nccl", gloo._store), gloo._rank)
@@ -42,7 +44,7 @@ class NcclCommunicators(GlooCommunicators):
 
     @property
     def in_use(self) -> bool:
-        """Whether there are groups."""
+        """Tell whether there are groups."""
         return bool(self._groups)
 
     def group(self, key: str, members: list[int]) -> Any:
@@ -53,8 +55,10 @@ class NcclCommunicators(GlooCommunicators):
         return group
 
     def bind(self, comm: BoundComm) -> Thunk:
-        """The closure that issues a communication behind what the current stream has to do, so that the stream goes on when it
-        is done."""
+        """Return the closure that issues a communication behind what the current stream has to do.
+
+        The stream goes on when the communication is done.
+        """
         operand = comm.operand
         if len(comm.peers) < 2:
             return comm.alone

@@ -1,4 +1,7 @@
-"""gloo for tensors on a CUDA device, through pinned memory of the host: for ranks that share a device, which NCCL cannot join."""
+"""Carry tensors on a CUDA device by gloo, through pinned memory of the host.
+
+It is for ranks that share a device, which NCCL cannot join.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,12 @@ class StagedCommunicators:
         self._gloo.connect(plan)
 
     def bind(self, comm: BoundComm) -> Thunk:
-        """The closure that carries out a communication on the stream that is current, on a thread that may wait. When it
-        returns, the peers have what was sent, and the copy of what has come is issued.
+        """Return the closure that carries out a communication on the current stream, on a thread that may wait.
 
-        Pinned memory comes from torch's pool, which takes a buffer back when the copy that reads it is done."""
+        When it returns, the peers have what was sent, and the copy of what has come is issued.
+
+        Pinned memory comes from torch's pool, which takes a buffer back when the copy that reads it is done.
+        """
         if len(comm.peers) < 2:
             return self._gloo.bind(comm)
         operand, result, staged = comm.operand, comm.result, list[torch.Tensor]()

@@ -25,8 +25,9 @@ from piper_runtime.transport.staging import StagedCommunicators
 Name = Callable[[Rank, Communicate], Communicate]
 TransportName = Literal["gloo", "nccl", "staged"]
 SHARED_DEVICE = "PIPER_SHARED_DEVICE"
-"""In the environment of every rank: what joins ranks that share a CUDA device. "gloo", the default, on pinned copies. "nccl", for
-tests of it, joins all ranks by NCCL's sockets, those with a device of their own too (`piper_runtime.transport.nccl`)."""
+"""In the environment of every rank: what joins ranks that share a CUDA device. "gloo", the default, on pinned copies.
+"nccl", for tests of it, joins all ranks by NCCL's sockets, those with a device of their own too
+(`piper_runtime.transport.nccl`)."""
 
 _nccl: WeakKeyDictionary[GlooCommunicators, NcclCommunicators] = WeakKeyDictionary()
 """A process keeps its NCCL communicators as long as those of gloo, whose store they use."""
@@ -44,8 +45,11 @@ def take_device(kind: str, local_rank: int) -> torch.device:
 
 
 def choose_transport(device: torch.device, local_world: int) -> TransportName:
-    """gloo on the CPU. On CUDA, NCCL where every rank has a device of its own; else gloo on pinned copies, unless the environment
-    says otherwise (`SHARED_DEVICE`; ExecutionError when it says something else). local_world: the most ranks on any node."""
+    """Return what carries tensors: gloo on the CPU; on CUDA, NCCL where every rank has a device of its own.
+
+    Ranks that share one get gloo on pinned copies, unless the environment says otherwise (`SHARED_DEVICE`;
+    ExecutionError when it says something else). local_world: the most ranks on any node.
+    """
     if device.type == "cpu":
         return "gloo"
     joins = apart() or not shared(local_world)
@@ -53,8 +57,10 @@ def choose_transport(device: torch.device, local_world: int) -> TransportName:
 
 
 def agreed_transport(rank: int, world: int, device: torch.device, local_world: int, gloo: GlooCommunicators) -> TransportName:
-    """`choose_transport`, and that all ranks of the plan choose alike: ExecutionError otherwise, for they would wait for each
-    other. `world`: of the plan. Each of its ranks calls this once per plan."""
+    """Return `choose_transport`, which all ranks of the plan must choose alike: ExecutionError otherwise.
+
+    They would wait for each other. `world`: of the plan. Each of its ranks calls this once per plan.
+    """
     mine = choose_transport(device, local_world)
     calls = _calls.setdefault(gloo, Counter())
     calls[world] += 1
@@ -68,13 +74,15 @@ def agreed_transport(rank: int, world: int, device: torch.device, local_world: i
 
 
 def shared(local_world: int) -> bool:
-    """Whether ranks of a node share a CUDA device. local_world: as above."""
+    """Tell whether ranks of a node share a CUDA device. local_world: the most ranks on any node."""
     return local_world > torch.cuda.device_count()
 
 
 def apart() -> bool:
-    """Whether the environment says that NCCL is to take each rank for a host of its own. ExecutionError when it says something
-    that is not known."""
+    """Tell whether the environment says that NCCL is to take each rank for a host of its own.
+
+    ExecutionError when it says something that is not known.
+    """
     wanted = os.environ.get(SHARED_DEVICE, "gloo")
     if wanted not in ("gloo", "nccl"):
         raise ExecutionError(f'the environment has {SHARED_DEVICE}={wanted!r}; "gloo" and "nccl" are accepted')
@@ -82,7 +90,7 @@ def apart() -> bool:
 
 
 def nccl_of(gloo: GlooCommunicators, device: torch.device) -> NcclCommunicators:
-    """The NCCL communicators of a process, made when they are first asked for. `gloo`: its other ones."""
+    """Return the NCCL communicators of a process, made when they are first asked for. `gloo`: its other ones."""
     if gloo not in _nccl:
         _nccl[gloo] = NcclCommunicators(gloo, device, apart=apart())
     return _nccl[gloo]
@@ -91,8 +99,11 @@ def nccl_of(gloo: GlooCommunicators, device: torch.device) -> NcclCommunicators:
 def connected(
     rank: Rank, gloo: GlooCommunicators, heart: Heartbeat, *, local_world: int, trace: bool, name: Name | None = None
 ) -> tuple[StreamBackend, Engine]:
-    """The streams and the engine of a rank, its communicators connected. `gloo`: those of its process. `name`: called before
-    anything is bound, to put something around each instruction (`piper_runtime.engine.ranges`)."""
+    """Return the streams and the engine of a rank, its communicators connected.
+
+    `gloo`: those of its process. `name`: called before anything is bound, to put something around each instruction
+    (`piper_runtime.engine.ranges`).
+    """
     around = (lambda bind: name(rank, bind)) if name is not None else (lambda bind: bind)
     streams = [s for s in rank.role.streams if s != COMPUTE]
     match agreed_transport(rank.rank, rank.plan.mesh.world, rank.device, local_world, gloo):
