@@ -87,7 +87,7 @@ class Selecting:
     def chains(self, selection: Where) -> Mapping[str, tuple[At, ...]]:
         """Return by role the selected nodes there, in the order of `turns`.
 
-        An order asks twice, and for very many selections, so the answer is kept.
+        An order asks for very many selections.
         """
         mb, rest = _by_mb(selection)
         if type(mb) is int and 0 <= mb < self.microbatches:

@@ -189,7 +189,7 @@ class InstrTable(Sequence[Instr]):
         return [names[k] for k in self.used]
 
     def each(self, fact: Callable[[Instr], T]) -> list[T]:
-        """Return a fact of each instruction that is the same for all of a template, asked once for each template."""
+        """Return a fact of each instruction that is the same for all of a kind, asked once for each, without its waits."""
         known: dict[int, T] = {}
         kinds = [t.kind for t in self.templates]
         used = [kinds[k] for k in self.used]

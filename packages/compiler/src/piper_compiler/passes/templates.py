@@ -57,6 +57,7 @@ class _Trace:
     Attributes:
         order: the values that it has touched, by when it first did.
         then: what it has done after a template.
+        known: the templates of the plan that end here, by what dies in them.
     """
 
     order: dict[int, int] = field(default_factory=dict)
