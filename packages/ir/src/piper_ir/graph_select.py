@@ -67,7 +67,10 @@ class Selecting:
         return found
 
     def kept(self, owner: object, make: Callable[[], T]) -> T:
-        """What `make` gives, once for each owner: what a directive finds in its check is there when it is applied."""
+        """Return what `make` gives, made once for each owner.
+
+        So what a directive finds in its check is there when it is applied.
+        """
         found = self._kept.get(id(owner))
         if found is None:
             found = self._kept[id(owner)] = owner, make()
@@ -82,7 +85,10 @@ class Selecting:
         return sorted(found, key=lambda at: (_rank(at[0]), at[1], self.along(at[0])))
 
     def chains(self, selection: Where) -> Mapping[str, tuple[At, ...]]:
-        """Role -> the selected nodes there, in the order of `turns`. An order asks for very many selections."""
+        """Return by role the selected nodes there, in the order of `turns`.
+
+        An order asks for very many selections.
+        """
         mb, rest = _by_mb(selection)
         if type(mb) is int and 0 <= mb < self.microbatches:
             alike = self._alike.get(rest)
@@ -168,7 +174,7 @@ def _with_op(terms: Terms) -> dict[str, Match]:
 
 
 def _by_mb(selection: Where) -> tuple[Match | None, Terms]:
-    """The microbatches that a selection asks for, if it does, and its other terms."""
+    """Return the microbatches that a selection asks for, if it does, and its other terms."""
     terms = selection.terms
     wanted: Match | None = None
     for k, (name, value) in enumerate(terms):

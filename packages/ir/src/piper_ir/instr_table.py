@@ -96,8 +96,11 @@ class PartTemplate:
 
 @dataclass(frozen=True, slots=True)
 class InstrTemplate:
-    """An instruction in any microbatch, without what differs between them: waits, and values that it frees or makes for
-    communication. `kind`: the same for templates of a role that differ in what they free only."""
+    """Hold an instruction in any microbatch, without what differs between microbatches.
+
+    That is its waits, and values that it frees or makes for communication. `kind` is the same for templates of a role
+    that differ in what they free only.
+    """
 
     stream: str
     parts: tuple[PartTemplate, ...]
@@ -166,7 +169,7 @@ class InstrTable(Sequence[Instr]):
 
     @cached_property
     def all(self) -> tuple[Instr, ...]:
-        """Every instruction."""
+        """Return every instruction."""
         with no_garbage_collection():  # they are many, and in no cycle
             name = self.values.names.__getitem__
             waits = [t.stream for t in self.templates]
@@ -186,7 +189,7 @@ class InstrTable(Sequence[Instr]):
         return [names[k] for k in self.used]
 
     def each(self, fact: Callable[[Instr], T]) -> list[T]:
-        """A fact of each instruction that is the same for all of a kind: asked once for each, without its waits."""
+        """Return a fact of each instruction that is the same for all of a kind, asked once for each, without its waits."""
         known: dict[int, T] = {}
         kinds = [t.kind for t in self.templates]
         used = [kinds[k] for k in self.used]
@@ -220,12 +223,12 @@ class InstrTable(Sequence[Instr]):
         return Instr(stream, parts, waits, early, made, seconds)
 
     def _bare(self, i: int, name: Callable[[int], str]) -> Instr:
-        """An instruction without what differs between those of a template."""
+        """Return an instruction without what differs between those of a template."""
         stream, parts, seconds = self._said(i, name)
         return Instr(stream, parts, seconds=seconds)
 
     def _said(self, i: int, name: Callable[[int], str]) -> tuple[str, tuple[Part, ...], float | None]:
-        """What an instruction's template and microbatch say."""
+        """Return what an instruction's template and microbatch say."""
         template, mb = self.templates[self.used[i]], self.mbs[i]
         shift = mb if mb > 0 else 0
         parts = []

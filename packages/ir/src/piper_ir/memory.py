@@ -2,8 +2,7 @@
 
 `Plan` defines the rules, `part_peak` what a part holds while it runs. `steps` is the stream; the peak, the curve
 (`scan`), the owners at the peak (`memory_owners`) and a snapshot of the allocator (`piper_simulator.memory.snapshot`)
-fold over it. What an instruction does to memory is an `Effect`, found once for all microbatches of a template of a
-table.
+fold over it. An `Effect` is what an instruction does to memory; a template of a table has one.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ BytesByCategory = Mapping[Category, int]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Say how many bytes instruction `instr` of a role holds at most, in all and by category (empty ones are absent)."""
+    """Say how many bytes instruction `instr` of a role holds at most, in all and by category (none that is empty)."""
 
     instr: int
     total: int
@@ -100,13 +99,15 @@ def steps(plan: Plan, role: RolePlan) -> Iterator[MemoryStep]:
 
 
 def scan(plan: Plan, role: RolePlan) -> Iterator[Usage]:
-    """Yield the fullest moment of each instruction of the stream "compute", in program order. Needs no peak fields; time linear
-    in the values of the role. PlanError when a value is freed that is not alive."""
+    """Yield the fullest moment of each instruction of the stream "compute", in program order.
+
+    It needs no peak fields; time is linear in the role's values. Raises PlanError for a free of what is not alive.
+    """
     yield from _walk(plan, role, _Uses(plan)).curve()
 
 
 def peak(plan: Plan, role: RolePlan) -> Usage:
-    """The first fullest moment of a role. A role that computes nothing holds what it has from the start."""
+    """Return the first fullest moment of a role; what computes nothing holds what it has from the start."""
     return _walk(plan, role, _Uses(plan)).peak()
 
 
@@ -257,7 +258,7 @@ class _Walk(Generic[V]):
         return Effect(most or 0, fullest, more, live)
 
     def _at_fullest(self, live: BytesByCategory, use: PartUse[PartLike[V]]) -> BytesByCategory:
-        """By category when a part, its writes allocated, is at its fullest moment."""
+        """Return the bytes by category when a part, its writes allocated, is at its fullest moment."""
         out = dict(live)
         if use.beside >= 0:
             return out | {"workspace": use.beside} if use.beside else out

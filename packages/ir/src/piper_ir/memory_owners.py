@@ -90,8 +90,11 @@ def held_at_peak(plan: Plan, role: RolePlan) -> Iterator[Held]:
 
 
 def origins(plan: Plan, role: RolePlan, wanted: Collection[str]) -> dict[str, tuple[str, int]]:
-    """Find for values of a role their owner and microbatch: the chunk whose step writes it or, of a sum or a seed, reads it; a
-    batch tensor; of what arrives, that of what was sent; a value of the whole step itself."""
+    """Find for each value its owner and microbatch.
+
+    The owner is the chunk whose step writes it or, for a sum or a seed, reads it; a batch tensor; for what arrives, the
+    owner of what was sent; and for a value of the whole step itself.
+    """
     out: dict[str, tuple[str, int]] = {}
     arrived: dict[str, list[str]] = {}
     others: dict[str, int] = {}
@@ -118,7 +121,7 @@ def origins(plan: Plan, role: RolePlan, wanted: Collection[str]) -> dict[str, tu
 
 
 def _sent(plan: Plan, channel: str, values: list[str], wanted: Collection[str]) -> dict[str, tuple[str, int]]:
-    """The owners of values that arrive by a channel: the n-th to arrive is the n-th that was sent."""
+    """Return the owners of values that arrive by a channel: the n-th to arrive is the n-th that was sent."""
     source = plan.role(plan.channel(channel).roles[0])
     parts = (part for instr in source.program for part in instr.parts)
     sent = [v for part in parts if isinstance(part.op, Send) and part.op.channel == channel for v in part.reads]

@@ -8,15 +8,12 @@
 item before comes before both, everything of the item after comes after both, and among them the compiler chooses
 (`passes.overlap`).
 
-Legality
- 1. At least two selections, each of which matches compute nodes. (With missing="skip" a selection of a backward phase
-    whose region has no such phase, because it trains nothing or has no such part, is left out.)
- 2. No node is in two selections.
- 3. If anything is placed, the selected nodes are: an order is per device.
- 4. On at least one device two of the selections occur: otherwise the directive would have no effect.
- 5. An overlap has at least two selections, and stands inside of an order.
- (That all orders together are acyclic is checked once, when the strategy is complete; the error names the directives on
- the cycle.)
+Legality 1. At least two selections, each of which matches compute nodes. (With missing="skip" a selection of a backward
+phase whose region has no such phase, because it trains nothing or has no such part, is left out.) 2. No node is in two
+selections. 3. If anything is placed, the selected nodes are: an order is per device. 4. On at least one device two of
+the selections occur: otherwise the directive would have no effect. 5. An overlap has at least two selections, and
+stands inside of an order. (That all orders together are acyclic is checked once, when the strategy is complete; the
+error names the directives on the cycle.)
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from piper_ir.graph import At, Editor, Graph, Node, OverlapGroup
 from piper_ir.graph_parts import in_mbs, mbs_of
 from piper_ir.select import Where
 
-Chains = tuple[Where, Mapping[str, tuple[At, ...]]]
+_Chains = tuple[Where, Mapping[str, tuple[At, ...]]]
 """A selection, and its nodes on each role along the program."""
 
 
@@ -160,8 +157,8 @@ class Order:
                     edit.overlaps.append(OverlapGroup(tuple(several), applied))
         return edit.done()
 
-    def _in_turn(self, edit: Editor, selected: list[list[Chains]]) -> None:
-        """One selection after the other."""
+    def _in_turn(self, edit: Editor, selected: list[list[_Chains]]) -> None:
+        """Return one selection after the other."""
         last: dict[str, At] = {}
         edges, applied = edit.order_edges, edit.applied
         for item in selected:
@@ -175,7 +172,7 @@ class Order:
                     last[role] = nodes[-1]
 
     def _items(self) -> Iterator[tuple[Where, ...]]:
-        """The places of the order: one selection each, or those of an overlap."""
+        """Yield the places of the order: one selection each, or those of an overlap."""
         if not self.overlaps:
             yield from ((selection,) for selection in self.selections)
             return
@@ -185,11 +182,14 @@ class Order:
             yield self.selections[k : k + n]
             k += n
 
-    def _selected(self, graph: Graph) -> list[list[Chains]]:
-        """The items with the nodes of their selections by role, without those that may be missing and are."""
+    def _selected(self, graph: Graph) -> list[list[_Chains]]:
+        """Return the items with the nodes of their selections by role.
+
+        Selections that may be missing and are missing are left out.
+        """
         return graph.kept(self, lambda: [[c for s in item if (c := self._chains(graph, s))[1]] for item in self._items()])
 
-    def _chains(self, graph: Graph, selection: Where) -> Chains:
+    def _chains(self, graph: Graph, selection: Where) -> _Chains:
         found = graph.chains(selection)
         if not found and (self.missing != "skip" or not has_no_such_phase(graph, selection)):
             compute_nodes(self, graph, selection)  # says that there are none

@@ -52,8 +52,13 @@ class _Template:
 
 @dataclass(eq=False, slots=True)
 class _Trace:
-    """What a microbatch has done on a role so far. `order`: the values that it has touched, by when it first did. `then`: what it
-    has done after a template. `known`: the templates of the plan that end here, by what dies in them."""
+    """Record what a microbatch has done on a role so far.
+
+    Attributes:
+        order: the values that it has touched, by when it first did.
+        then: what it has done after a template.
+        known: the templates of the plan that end here, by what dies in them.
+    """
 
     order: dict[int, int] = field(default_factory=dict)
     then: dict[tuple[int, int], _Trace] = field(default_factory=dict)
@@ -328,7 +333,7 @@ class _Final:
         kinds: dict[int, int],
         templates: list[InstrTemplate],
     ) -> int:
-        """The number of a template that joins microbatches, or is of none."""
+        """Return the number of a template that joins microbatches, or is of none."""
         found: list[_Trace] = []
         for n in template.aheads if template.stream == COMPUTE and mb >= 0 else ():
             trace = traces[mb + n] = traces.get(mb + n, self.start).after(template, n)
@@ -354,7 +359,10 @@ def _ahead(made: Made, n: int) -> Made:
 
 
 def _with_frees(template: _Template, kind: int, traces: Mapping[int, _Trace], dying: Dying) -> InstrTemplate:
-    """An instruction whose parts free first what is sent, then the others by their first use, as `dying` lists them."""
+    """Return an instruction whose parts free first what is sent, then the others by their first use.
+
+    `dying` lists them.
+    """
     parts = []
     for k, made in enumerate(template.made):
         sent = [v for part, v, is_sent in dying if part == k and is_sent]
