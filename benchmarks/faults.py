@@ -20,9 +20,7 @@ from torch import Tensor
 from benchmarks import noop
 from benchmarks.measure import Goal, Row
 from piper_ir.errors import ExecutionError
-from piper_runtime.launch.launchers import open_pool
-from piper_runtime.launch.protocol import Failure
-from piper_runtime.launch.run import execute
+from piper_runtime.launch import Failure, execute, open_pool
 
 KINDS = ("kill", "raise")
 STEP = 3

@@ -38,13 +38,9 @@ from piper_ir.ops import Compute
 from piper_ir.plan import Plan
 from piper_ops.lowering import LoweringName
 from piper_ops.sdpa_kernels import KERNELS, AttentionOptions
-from piper_runtime.launch.processes import Pool
-from piper_runtime.launch.result import WARMUP_STEPS
-from piper_runtime.launch.run import rank_job
+from piper_runtime.launch import WARMUP_STEPS, Pool, rank_job
 from piper_runtime.profile import most_on_device, reset_most_on_device
-from piper_runtime.rank.device import using
-from piper_runtime.rank.job import materialize
-from piper_runtime.rank.rank import Rank
+from piper_runtime.rank import Rank, materialize, using
 from piper_simulator import product_cluster
 
 LARGE = Regime("kernels of 100 us and more", width=2048, heads=16, layers=2, context=1024, rows=8, microbatches=8, steps=1)

@@ -36,8 +36,8 @@ from benchmarks.measure import Goal, Row, machine
 from piper import models
 from piper.models.presets import Config
 from piper_ops.losses import cross_entropy, cross_entropy_dgrad
-from piper_runtime.launch.processes import Pool
-from piper_runtime.rank.device import using
+from piper_runtime.launch import Pool
+from piper_runtime.rank import using
 from piper_simulator import STACKS, Cluster, product_cluster
 
 GOALS = Goals(Goal("below", 25), Goal("below", 10), Goal("below", 3))

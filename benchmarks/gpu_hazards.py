@@ -15,10 +15,8 @@ import torch
 
 from benchmarks.measure import Goal, Row
 from piper_ir.plan import COMPUTE
-from piper_runtime.engine.cuda_streams import CudaApi, CudaStreams, StagedStreams
-from piper_runtime.engine.engine import Engine
-from piper_runtime.rank.feed import upload
-from piper_runtime.rank.rank import BoundComm, BoundInstr
+from piper_runtime.engine import CudaApi, CudaStreams, Engine, StagedStreams
+from piper_runtime.rank import BoundComm, BoundInstr, upload
 
 CYCLES = 200_000_000
 """What a delayed stream sleeps: about 0.1 s, and longer than the host needs to issue these programs."""

@@ -8,8 +8,7 @@ from statistics import median
 
 import piper
 from benchmarks.measure import Goal, Row
-from piper_runtime.launch.processes import Pool
-from piper_runtime.launch.result import WARMUP_STEPS
+from piper_runtime.launch import WARMUP_STEPS, Pool
 from piper_simulator import Cluster, Simulation
 
 STEPS = 8

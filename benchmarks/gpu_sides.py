@@ -17,16 +17,9 @@ import torch
 import piper
 from benchmarks.step_model import GPT, Regime, batch, fused_adamw, job, loss
 from piper_ir.plan import Plan
-from piper_runtime.engine.cuda_streams import CudaApi, CudaStreams
-from piper_runtime.engine.engine import Engine
-from piper_runtime.engine.memory import MemoryRecord
-from piper_runtime.engine.streams import HEART_SLOTS
-from piper_runtime.launch.report import measured_counter
-from piper_runtime.launch.run import rank_job
-from piper_runtime.rank.feed import upload
-from piper_runtime.rank.job import materialize
-from piper_runtime.rank.parts import Thunk
-from piper_runtime.rank.rank import BoundComm, Rank
+from piper_runtime.engine import HEART_SLOTS, CudaApi, CudaStreams, Engine, MemoryRecord
+from piper_runtime.launch import measured_counter, rank_job
+from piper_runtime.rank import BoundComm, Rank, Thunk, materialize, upload
 
 
 @dataclass(frozen=True)

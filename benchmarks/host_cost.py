@@ -15,13 +15,9 @@ import torch
 from benchmarks import noop
 from benchmarks.measure import Goal, Row
 from piper_ir.plan import COMPUTE, Plan
-from piper_runtime.engine.engine import Engine
-from piper_runtime.engine.streams import HEART_SLOTS, CpuStreams, Posted
-from piper_runtime.launch.processes import Pool
-from piper_runtime.launch.run import execute, rank_job
-from piper_runtime.rank.job import materialize
-from piper_runtime.rank.parts import Thunk
-from piper_runtime.rank.rank import BoundComm, Rank
+from piper_runtime.engine import HEART_SLOTS, CpuStreams, Engine, Posted
+from piper_runtime.launch import Pool, execute, rank_job
+from piper_runtime.rank import BoundComm, Rank, Thunk, materialize
 
 LAYERS, MICROBATCHES = 32, 16
 """Layers and microbatches of the plan without communication.

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest.mock import patch
 
-from piper_runtime.launch.processes import Pool
-from piper_runtime.transport.transport import SHARED_DEVICE
+from piper_runtime.launch import Pool
+from piper_runtime.transport import SHARED_DEVICE
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from piper_compiler import Options, Training, compile_program
 from piper_ir.plan import Plan
 from piper_ir.program import BatchTensor, Chunk, Input, Output, Param, Program, Signature, Step
 from piper_ir.sizes import Affine, TensorSpec
-from piper_runtime.rank.code import ShippedCode
+from piper_runtime.rank import ShippedCode
 
 DTYPE = "float32"
 _ROW = TensorSpec((Affine(0, 1),), DTYPE)

@@ -20,8 +20,7 @@ from benchmarks.measure import Goal, Row
 from benchmarks.step_model import LARGE, Regime, job
 from piper.api.profiling import profile
 from piper_ir.tools import usable_cores
-from piper_runtime.launch.processes import Pool
-from piper_runtime.launch.result import WARMUP_STEPS
+from piper_runtime.launch import WARMUP_STEPS, Pool
 from piper_simulator import Simulation, cpu_local, simulate
 
 GLOBAL_BATCH = 32

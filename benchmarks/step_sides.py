@@ -17,13 +17,10 @@ from benchmarks.step_kinds import PIPELINES, WORLD
 from benchmarks.step_model import GPT, Regime, Stage, batch, fused_adamw, job, loss
 from piper_ir.ops import Compute
 from piper_ir.plan import Plan
-from piper_runtime.engine.engine import Engine
-from piper_runtime.engine.streams import HEART_SLOTS, CpuStreams
-from piper_runtime.launch.run import rank_job
-from piper_runtime.rank.code import ShippedCode
-from piper_runtime.rank.job import materialize
-from piper_runtime.rank.rank import Rank
-from piper_runtime.transport.gloo import GlooCommunicators
+from piper_runtime.engine import HEART_SLOTS, CpuStreams, Engine
+from piper_runtime.launch import rank_job
+from piper_runtime.rank import Rank, ShippedCode, materialize
+from piper_runtime.transport import GlooCommunicators
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.source_tree import circles
+from tests.source_tree import modules as source_modules
+
 ROOT = Path(__file__).resolve().parents[1]
 STDLIB = sys.stdlib_module_names
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
@@ -146,6 +149,23 @@ def test_a_package_imports_only_what_its_layer_allows(name: str) -> None:
     assert modules(rules), f"no module under {rules.source}: the check would be empty"
     found = [line for path in modules(rules) for line in violations(path, name, rules)]
     assert not found, "\n".join(found)
+
+
+def test_no_modules_import_each_other() -> None:
+    """Lazy imports and those for typing count: a circle is one thing in several files."""
+    found = circles(source_modules())
+    assert not found, "\n".join(" and ".join(names) for names in found)
+
+
+def test_negative_control_a_circle_is_found(tmp_path: Path) -> None:
+    package = tmp_path / "house"
+    package.mkdir()
+    (package / "__init__.py").write_text("from house.a import A\n")
+    (package / "a.py").write_text("def f():\n    from house.b import B\n")
+    (package / "b.py").write_text("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from house.c import C\n")
+    (package / "c.py").write_text("import house.a\n")
+    (package / "d.py").write_text("from house.a import A\n")
+    assert circles(source_modules([tmp_path])) == [["house.a", "house.b", "house.c"]]
 
 
 def test_every_package_is_in_the_table() -> None:

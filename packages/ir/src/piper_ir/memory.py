@@ -1,6 +1,6 @@
 """Compute the memory of a plan in program order: a stream of what instructions allocate and free, and folds over it.
 
-`Plan` defines the rules, `part_peak` what a part holds while it runs. `steps` is the stream; the peak, the curve
+`Plan` defines the rules, `part_peak` what a part holds while it runs. `memory_steps.steps` is the stream; the peak, the curve
 (`scan`), the owners at the peak (`memory_owners`) and a snapshot of the allocator (`piper_simulator.memory.snapshot`)
 fold over it. An `Effect` is what an instruction does to memory; a template of a table has one.
 """
@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from piper_ir.errors import PlanError
 from piper_ir.instr_table import InstrTable, TableKinds
-from piper_ir.ops import Compute
-from piper_ir.part_memory import PartLike, part_peak
-from piper_ir.plan import CATEGORIES, COMPUTE, Category, DeviceType, Instr, Part, Plan, RolePlan
+from piper_ir.memory_steps import PartUse, PartUses
+from piper_ir.part_memory import PartLike
+from piper_ir.plan import CATEGORIES, COMPUTE, Category, DeviceType, Instr, Plan, RolePlan
 from piper_ir.sizes import TensorSpec, bind
 
-P = TypeVar("P", bound=PartLike[Any])
 V = TypeVar("V")
 """Values by name, or by number in a table."""
 BytesByCategory = Mapping[Category, int]
@@ -33,36 +32,6 @@ class Usage:
     instr: int
     total: int
     bytes: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class PartUse(Generic[P]):
-    """Say what a part does: it allocates its writes, holds `beside` bytes beside them at most, and frees its frees.
-
-    `beside` is below zero where so many bytes of the inputs that die here were given back before.
-    """
-
-    part: P
-    beside: int
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryStep:
-    """Hold an instruction of the stream "compute": it frees `early`, runs its parts, and then makes `made`."""
-
-    index: int
-    instr: Instr
-    uses: tuple[PartUse[Part], ...]
-
-    @property
-    def early(self) -> tuple[str, ...]:
-        """Return what it frees before it runs."""
-        return self.instr.frees_before
-
-    @property
-    def made(self) -> tuple[str, ...]:
-        """Return what it makes afterwards."""
-        return self.instr.allocs_after
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,25 +59,17 @@ class _Change(Generic[V]):
     more: int = 0
 
 
-def steps(plan: Plan, role: RolePlan) -> Iterator[MemoryStep]:
-    """Yield what happens to the memory of a role, instruction by instruction."""
-    uses = _Uses(plan)
-    for index, instr in enumerate(role.program):
-        if instr.stream == COMPUTE:
-            yield MemoryStep(index, instr, tuple([uses.of(part, _sizes(plan, part)) for part in instr.parts]))
-
-
 def scan(plan: Plan, role: RolePlan) -> Iterator[Usage]:
     """Yield the fullest moment of each instruction of the stream "compute", in program order.
 
     It needs no peak fields; time is linear in the role's values. Raises PlanError for a free of what is not alive.
     """
-    yield from _walk(plan, role, _Uses(plan)).curve()
+    yield from _walk(plan, role, PartUses(plan)).curve()
 
 
 def peak(plan: Plan, role: RolePlan) -> Usage:
     """Return the first fullest moment of a role; what computes nothing holds what it has from the start."""
-    return _walk(plan, role, _Uses(plan)).peak()
+    return _walk(plan, role, PartUses(plan)).peak()
 
 
 def _fullest(start: int, steps: Iterable[tuple[int, int, int]]) -> int:
@@ -125,7 +86,7 @@ def _fullest(start: int, steps: Iterable[tuple[int, int, int]]) -> int:
 def with_peaks(plan: Plan) -> Plan:
     """Return the plan with `peak_bytes`, `peak_at` and `peak_by_category` of every role filled in."""
     roles = []
-    uses = _Uses(plan)
+    uses = PartUses(plan)
     for role in plan.roles:
         most = _walk(plan, role, uses).peak()
         roles.append(replace(role, peak_bytes=most.total, peak_at=most.instr, peak_by_category=most.bytes))
@@ -137,39 +98,10 @@ def on_device(plan: Plan, device: DeviceType) -> Plan:
     return plan if plan.device == device else with_peaks(replace(plan, device=device))
 
 
-def _sizes(plan: Plan, part: PartLike[str]) -> dict[str, int]:
-    return {v: bind(plan.kinds[v][0].nbytes, 0) for v in (*part.reads, *part.writes)}
-
-
-class _Uses:
-    """Find what parts hold beside their writes; once for a step of equal chunks in which the same inputs die."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self._known: dict[tuple[object, ...], int] = {}
-
-    def of(self, part: P, sizes: Mapping[Any, int]) -> PartUse[P]:
-        """Return what a part does, given the bytes of what it reads and writes."""
-        return PartUse(part, self._peak(part, sizes) - sum([sizes[v] for v in part.writes]))
-
-    def _peak(self, part: PartLike[V], sizes: Mapping[V, int]) -> int:
-        op = part.op
-        if not isinstance(op, Compute):
-            return part_peak(self.plan, part, sizes)
-        assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
-        chunk = self.plan.chunk(op.chunk)
-        dying = [sizes[v] if v in part.frees else -1 for v in part.reads] if part.frees else []
-        key = id(chunk.ports), id(chunk.steps[op.step]), *[i.kind for i in chunk.inputs], *dying
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = part_peak(self.plan, part, sizes)
-        return known
-
-
 class _Walk(Generic[V]):
     """Walk the memory of a role through its program; `first` are the values that are there from the start."""
 
-    def __init__(self, plan: Plan, role: RolePlan, uses: _Uses) -> None:
+    def __init__(self, plan: Plan, role: RolePlan, uses: PartUses) -> None:
         self.plan, self.role, self.uses = plan, role, uses
 
     def changes(self) -> Iterator[_Change[V]]:
@@ -297,7 +229,7 @@ class _Walk(Generic[V]):
 class _NamedWalk(_Walk[str]):
     """Walk any program, value by value."""
 
-    def __init__(self, plan: Plan, role: RolePlan, uses: _Uses) -> None:
+    def __init__(self, plan: Plan, role: RolePlan, uses: PartUses) -> None:
         super().__init__(plan, role, uses)
         self.kinds = plan.kinds
         self.sizes: dict[int, int] = {}
@@ -340,7 +272,7 @@ class _NamedWalk(_Walk[str]):
 class _TableWalk(_Walk[int]):
     """Walk a program that is a table, template by template."""
 
-    def __init__(self, plan: Plan, role: RolePlan, uses: _Uses, table: InstrTable) -> None:
+    def __init__(self, plan: Plan, role: RolePlan, uses: PartUses, table: InstrTable) -> None:
         super().__init__(plan, role, uses)
         self.table, self.count = table, table.values.count
         self.sizes, self.kinds = table.values.nbytes, table.values.kinds
@@ -392,7 +324,7 @@ class _TableWalk(_Walk[int]):
         return self._change(at, effect)
 
 
-def _walk(plan: Plan, role: RolePlan, uses: _Uses) -> _NamedWalk | _TableWalk:
+def _walk(plan: Plan, role: RolePlan, uses: PartUses) -> _NamedWalk | _TableWalk:
     table, kinds = role.program, plan.kinds
     if isinstance(table, InstrTable) and isinstance(kinds, TableKinds) and kinds.are_of(table):
         if role.allocs_first == tuple(map(table.values.name, table.first)):

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from piper_ir.memory import peak, steps
+from piper_ir.memory import peak
+from piper_ir.memory_steps import steps
 from piper_ir.ops import Compute, Load, Recv, Send
 from piper_ir.plan import Part, Plan, RolePlan
 from piper_ir.tools import size_text

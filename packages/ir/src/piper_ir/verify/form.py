@@ -181,17 +181,15 @@ def _channel_problem(plan: Plan, channel: Channel) -> str:
     if len(set(channel.roles)) != len(channel.roles):
         return f"a role occurs twice in {', '.join(channel.roles)}"
     if channel.kind == "group":
-        placed = {role: set(plan.role(role).placed) - set(channel.over) for role in channel.roles}
-        if not placed:
-            return "it has no roles"
-        other = next((role for role in placed if placed[role] != placed[channel.roles[0]]), None)
-        return "" if other is None else f"its roles {channel.roles[0]} and {other} place different axes, so members would differ"
+        axes = {role: plan.role(role).placed.keys() - set(channel.over) for role in channel.roles}
+        odd = [role for role in axes if axes[role] != axes[channel.roles[0]]]
+        differ = [f"its roles {channel.roles[0]} and {role} place different axes, so members would differ" for role in odd]
+        return "".join(differ[:1]) if axes else "it has no roles"
     if len(channel.roles) != 2:
         return f"p2p needs a source and a destination, it has {len(channel.roles)} roles"
     source, destination = (plan.role(r).placed for r in channel.roles)
-    return (
-        "" if source.keys() == destination.keys() else f"its roles place different axes, {dict(source)} and {dict(destination)}"
-    )
+    same = source.keys() == destination.keys()
+    return "" if same else f"its roles place different axes, {dict(source)} and {dict(destination)}"
 
 
 def _unknown(plan: Plan, known: set[str], instr: Instr) -> Iterable[str]:

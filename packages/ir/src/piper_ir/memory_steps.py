@@ -1,0 +1,83 @@
+"""Yield what happens to the memory of a role in program order: the one stream that everything about memory folds over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from piper_ir.ops import Compute
+from piper_ir.part_memory import PartLike, part_peak
+from piper_ir.plan import COMPUTE, Instr, Part, Plan, RolePlan
+from piper_ir.sizes import bind
+
+P = TypeVar("P", bound=PartLike[Any])
+V = TypeVar("V")
+"""Values by name, or by number in a table."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartUse(Generic[P]):
+    """Say what a part does: it allocates its writes, holds `beside` bytes beside them at most, and frees its frees.
+
+    `beside` is below zero where so many bytes of the inputs that die here were given back before.
+    """
+
+    part: P
+    beside: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStep:
+    """Hold an instruction of the stream "compute": it frees `early`, runs its parts, and then makes `made`."""
+
+    index: int
+    instr: Instr
+    uses: tuple[PartUse[Part], ...]
+
+    @property
+    def early(self) -> tuple[str, ...]:
+        """Return what it frees before it runs."""
+        return self.instr.frees_before
+
+    @property
+    def made(self) -> tuple[str, ...]:
+        """Return what it makes afterwards."""
+        return self.instr.allocs_after
+
+
+def steps(plan: Plan, role: RolePlan) -> Iterator[MemoryStep]:
+    """Yield what happens to the memory of a role, instruction by instruction."""
+    uses = PartUses(plan)
+    for index, instr in enumerate(role.program):
+        if instr.stream == COMPUTE:
+            yield MemoryStep(index, instr, tuple([uses.of(part, _sizes(plan, part)) for part in instr.parts]))
+
+
+def _sizes(plan: Plan, part: PartLike[str]) -> dict[str, int]:
+    return {v: bind(plan.kinds[v][0].nbytes, 0) for v in (*part.reads, *part.writes)}
+
+
+class PartUses:
+    """Find what parts hold beside their writes; once for a step of equal chunks in which the same inputs die."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._known: dict[tuple[object, ...], int] = {}
+
+    def of(self, part: P, sizes: Mapping[Any, int]) -> PartUse[P]:
+        """Return what a part does, given the bytes of what it reads and writes."""
+        return PartUse(part, self._peak(part, sizes) - sum([sizes[v] for v in part.writes]))
+
+    def _peak(self, part: PartLike[V], sizes: Mapping[V, int]) -> int:
+        op = part.op
+        if not isinstance(op, Compute):
+            return part_peak(self.plan, part, sizes)
+        assert op.step != "B", "a plan holds I and W parts; B exists in graphs only"
+        chunk = self.plan.chunk(op.chunk)
+        dying = [sizes[v] if v in part.frees else -1 for v in part.reads] if part.frees else []
+        key = id(chunk.ports), id(chunk.steps[op.step]), *[i.kind for i in chunk.inputs], *dying
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = part_peak(self.plan, part, sizes)
+        return known
