@@ -32,7 +32,7 @@ install: $(INSTALLED) ## create .venv with everything pinned (the other targets 
 run: $(INSTALLED) ## profile, tune, confirm and train a small GPT on two Ray workers; a report of it
 	$(RUN)
 
-check: $(INSTALLED) ## ruff (lint and format) and mypy --strict on ir, compiler, simulator and autotune
+check: $(INSTALLED) ## ruff (lint and format) and mypy --strict on the packages and src/piper
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy

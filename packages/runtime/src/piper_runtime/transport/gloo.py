@@ -213,8 +213,10 @@ def _check_dense(*tensors: torch.Tensor) -> None:
 
 
 def _finish_holding(work: Any, *owners: object) -> None:
-    """Wait until a piece of communication is done. `owners` of its memory live as long as who may call this: also in a run
-    that has failed, gloo may still write there."""
+    """Wait until a piece of communication is done.
+
+    `owners` of its memory live as long as who may call this: also in a run that has failed, gloo may still write there.
+    """
     finish(work)
 
 
