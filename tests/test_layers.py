@@ -8,13 +8,13 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.source_tree import circles
+from tests.source_tree import Module, circles, imported_modules
 from tests.source_tree import modules as source_modules
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -166,6 +166,49 @@ def test_negative_control_a_circle_is_found(tmp_path: Path) -> None:
     (package / "c.py").write_text("import house.a\n")
     (package / "d.py").write_text("from house.a import A\n")
     assert circles(source_modules([tmp_path])) == [["house.a", "house.b", "house.c"]]
+
+
+def past_faces(known: Mapping[str, Module]) -> list[str]:
+    """Return the imports that reach past a face: another package is imported as a whole, or by one of its folders.
+
+    The modules of `piper_ir` are the vocabulary of all packages, and are faces themselves.
+    """
+    found = []
+    for module in known.values():
+        own = module.name.partition(".")[0]
+        for name, line in imported_modules(module, known):
+            package, _, rest = name.partition(".")
+            face = known[name].is_package or name.rpartition(".")[2] in exported(known[name.rpartition(".")[0]])
+            if package != own and not face and not (package == "piper_ir" and "." not in rest):
+                found.append(f"{module.name}:{line} imports {name}")
+    return found
+
+
+def exported(module: Module) -> set[str]:
+    """Return `__all__` of a module: a directive may have the name of its file."""
+    lists = [n.value for n in module.tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"]
+    return set().union(*map(ast.literal_eval, lists))
+
+
+def test_no_import_reaches_past_a_face() -> None:
+    assert not past_faces(source_modules())
+
+
+def test_negative_control_an_import_past_a_face_is_found(tmp_path: Path) -> None:
+    for package, files in {
+        "house": {
+            "__init__": "from house.door import door\n__all__ = ['door']\n",
+            "door": "door = 1\n",
+            "cellar": "",
+            "roof/__init__": "",
+        },
+        "guest": {"__init__": "from house import cellar, door, roof\nfrom house.cellar import coal\n"},
+    }.items():
+        for name, text in files.items():
+            path = tmp_path / package / f"{name}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    assert past_faces(source_modules([tmp_path])) == ["guest:1 imports house.cellar", "guest:2 imports house.cellar"]
 
 
 def test_every_package_is_in_the_table() -> None:
