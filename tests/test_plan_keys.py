@@ -5,13 +5,14 @@ The slow families (captured models, examples, larger recipes) are compared by `p
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
 
 from benchmarks import plan_keys
 from packages.compiler.tests.compile_cases import random_case
-from piper_compiler import Options, compile_program
+from piper_compiler import Directive, Options, compile_program, recipes
 from piper_ir.plan import Plan
 
 
@@ -28,3 +29,13 @@ def test_negative_control_another_plan_has_another_key() -> None:
         return compile_program(case.program, case.strategy, options=Options(recv_ahead=recv_ahead)).plan
 
     assert plan_keys.key(partial(plan, 2)) == plan_keys.key(partial(plan, 2)) != plan_keys.key(partial(plan, 0))
+
+
+def test_a_recipe_of_a_users_file_changes_no_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = [name for name, _ in plan_keys.FAMILIES["recipes-small"]()]
+
+    def mine(pp: int, microbatches: int) -> list[Directive]:
+        return recipes.gpipe(pp=pp, microbatches=microbatches)
+
+    monkeypatch.setitem(recipes.RECIPES, "mine", replace(recipes.RECIPES["gpipe"], name="mine", make=mine))
+    assert [name for name, _ in plan_keys.FAMILIES["recipes-small"]()] == before
