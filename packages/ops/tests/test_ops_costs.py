@@ -222,6 +222,7 @@ def test_elementwise_reductions_moves_and_views() -> None:
         cost(aten.t.default, x),
         cost(aten.expand.default, meta(1, D), [T, D]),
         cost(aten._unsafe_view.default, x, [D * T]),
+        cost(torch.ops.prim.device.default, x),  # asks where a tensor is, as a library's attention does
         cost(aten.split.Tensor, x, 5),
         kernel_of(operator.getitem, ((x, x), 0), x),
     ):
