@@ -1,7 +1,7 @@
 """Define `place`: run nodes on mesh coordinates, with point-to-point communication on the edges that cross.
 
     before  layer1.F@0 -> layer2.F@0
-    after   layer1.F@0 on pp0 -> send on pp0, recv on pp1 -> layer2.F@0 on pp1        place(where(stage=1), on=dict(pp=1))
+    after   layer1.F@0 on pp0 -> send on pp0, recv on pp1 -> layer2.F@0 on pp1      place(where(stage=1), on=dict(pp=1))
 
 Legality
  1. `on` names axes of the mesh, with coordinates inside of it. (An axis of degree 1 is not an error.)

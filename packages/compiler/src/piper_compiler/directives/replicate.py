@@ -1,7 +1,7 @@
 """Define `replicate`: train data-parallel, with gradients summed over replicas.
 
     before  layer0.B@0 on ranks 0..1, each alone
-    after   layer0.B@0 on ranks 0..1 with different rows; its gradient bucket is summed over dp after its last microbatch
+    after   layer0.B@0 on ranks 0..1 with different rows; its gradient bucket is summed over dp after the last one
 
 Legality
  1. `over` names axes; at least one. (An axis of degree 1 is not an error.)

@@ -143,7 +143,7 @@ class TimedRank:
         self.entries = tuple(self._entry(i) for i in range(len(self._program)))
 
     def begin(self, step: int) -> None:
-        """Before the first instruction of a step."""
+        """Start a step."""
         self.step = step
         self.spans.clear()
         self._end = dict.fromkeys(self._streams, Moment(self.now, time.perf_counter()))
