@@ -101,7 +101,6 @@ def _looks(job: Job) -> str:
 
 
 def _capture(job: Job) -> Captured:
-    """Capture a job's model."""
     from piper_compiler.capture import capture
     from piper_runtime.rank import call_batch
 

@@ -337,5 +337,4 @@ def _home_of(name: str, file: str | None, origin: str | None) -> Home:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether the `repr` of a value is its content."""
     return type(value) in PLAIN or (type(value) is tuple and len(value) <= 16 and all(type(item) in PLAIN for item in value))

@@ -186,7 +186,6 @@ def _origin(report: ProfileReport, plan: Plan, launcher: str, repeats: int) -> O
 
 
 def _costs(reports: Sequence[ProfileReport], plan: Plan, origin: Origin) -> Costs:
-    """Return the costs from the reports of all ranks."""
     samples: dict[tuple[str, str, int], list[float]] = {}
     for report in reports:
         for key, seconds in report.parts.items():

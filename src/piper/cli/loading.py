@@ -28,7 +28,6 @@ class JobFile:
     """Hold the definitions of a FILE.py.
 
     Attributes:
-        path: The file.
         job: The job to train.
         strategy: The strategy to train it with.
         steps: The default number of steps; 3 without one in the file.

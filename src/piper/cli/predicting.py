@@ -32,7 +32,6 @@ class Target:
     """Say where and how to simulate.
 
     Attributes:
-        name: The name of a cluster.
         file: A file of measured costs.
         contention: Whether instructions that run at the same time share links, SMs and memory.
     """

@@ -14,10 +14,7 @@ from piper_ir.tools import flops_text, size_text
 from piper_ir.verify import instr_title
 
 FEW = 0.3
-"""The share of backward in W below which there is little to schedule.
-
-In a transformer of linear layers it is about a half.
-"""
+"""The share of backward in W below which there is little to schedule; transformers of linear layers have half."""
 
 
 def explain(compiled: Compiled) -> str:

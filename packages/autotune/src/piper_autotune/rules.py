@@ -32,8 +32,6 @@ class Pruned:
     """Say why a rule rejects a candidate.
 
     Attributes:
-        rule: the name of the rule.
-        reason: the message.
         period_s: a lower bound of the period; None where the rule does not look.
         device_bytes: a lower bound of the memory; None where the rule does not look.
         over: by how much the limit is exceeded, as a fraction of it.

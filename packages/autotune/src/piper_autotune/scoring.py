@@ -111,7 +111,6 @@ def _seconds(model: CostModel, role: RolePlan, instr: Instr) -> float:
 
 
 def _of_plan(problem: TuningProblem, lowered: Lowered, engine: bool) -> Scored | Refused:
-    """Return the score of a plan, by the engine or the sweep."""
     plan = lowered.plan
     if engine:
         verify(plan)

@@ -126,10 +126,8 @@ class Origin:
     Attributes:
         device: the machine (`piper_ir.tools.machine_name`), or the accelerator's name.
         cluster: the name of the cluster for which they stand.
-        backend: the communication backend.
         launcher: the launcher that started the processes.
         ranks: how many ranks ran at once.
-        threads: threads of each rank.
         program: the key of the program.
         date: the date in ISO 8601.
         repeats: how often each duration was measured; it is the median.

@@ -271,7 +271,6 @@ class Editor:
         return replace(node, id=id, coords=coords, reads=reads, writes=old.writes, mbs=mbs_of((mb,)))
 
     def _value_at(self, name: str) -> At:
-        """Return the id and microbatch of a value."""
         if name in self.values:
             return name, -1
         return next(

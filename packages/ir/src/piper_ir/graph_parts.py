@@ -93,7 +93,6 @@ class Node:
         compiler).
         writes: values of the same microbatch.
         role: where it runs; "" means not placed.
-        stream: its stream there.
         mbs: its microbatches; None: once in the step, or the batch is not split.
         tail: see `named`.
         made: a number that grows with each new node; the nodes of a graph stand in this order.

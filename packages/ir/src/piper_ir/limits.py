@@ -1,7 +1,4 @@
-"""Set the largest sizes that are accepted.
-
-A mistyped number is refused by name before it fills the memory or runs for ever.
-"""
+"""Set the largest accepted sizes, so that a mistyped number is refused before it fills the memory or runs for ever."""
 
 from __future__ import annotations
 

@@ -107,7 +107,6 @@ class _Walk(Generic[V]):
         self.plan, self.role, self.uses = plan, role, uses
 
     def changes(self) -> Iterator[_Change[V]]:
-        """Yield each step as bytes."""
         raise NotImplementedError
 
     def size(self, value: V) -> int:
@@ -167,7 +166,6 @@ class _Walk(Generic[V]):
         raise AssertionError(f"instruction {at} computes nothing")
 
     def effect(self, parts: Iterable[PartLike[V]]) -> Effect:
-        """Return the effect of an instruction from its parts."""
         most: int | None = None
         more = 0
         live: dict[Category, int] = {}
@@ -213,7 +211,6 @@ class _Walk(Generic[V]):
         return Usage(change.index, held.total(), _present(held))
 
     def apply(self, live: Counter[Category], change: _Change[V]) -> None:
-        """Apply a step to the live bytes."""
         _add(live, change.effect.after, 1)
         self.move(live, change)
 

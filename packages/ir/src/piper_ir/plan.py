@@ -114,8 +114,6 @@ class Bucket:
         params: the parameters whose gradients it holds, in order.
         offsets: where the gradients start, in elements; 256-byte aligned.
         numel: the number of elements.
-        dtype: the dtype of the gradients.
-        roles: the roles that hold it.
         over: the mesh axes along which it is replicated.
         group: the index of the optimizer's parameter group.
         channel: the channel that reduces it; "" when one rank alone holds it.
@@ -215,7 +213,6 @@ class RolePlan:
     """Describe what the ranks of one role do.
 
     Attributes:
-        role: the name of the role.
         placed: the mesh coordinates that the role fixes.
         ranks: all ranks at these coordinates, ascending.
         program: the instructions in program order.
@@ -244,12 +241,9 @@ class Plan:
     """Hold everything that executors need to run or simulate one training step.
 
     Attributes:
-        program_key: the key of the program.
         rows: rows of one microbatch on one rank; the global batch has rows * microbatches * `replicas` rows.
         replicated: the axes of data parallelism.
         chunks: the chunks of the program, bound to `rows`.
-        buffers: the buffers of the model.
-        batch: the tensors of the batch.
         loss_kind: as in `Program`.
         hop: seconds of latency between devices, in synthetic programs.
         recv_ahead: how many compute instructions before its first reader a receive was placed.

@@ -40,7 +40,6 @@ class Kernel:
         (batch, M, N, K); (batch, heads, T_q, T_k, head_dim) for attention; (rows, classes) for cross-entropy; empty
         for all others.
         dtype: the dtype in which they compute.
-        flops: FLOPs of one kernel.
         bytes: bytes that one kernel reads and writes.
         count: how many there are.
         lowering: the implementation that flops and bytes assume, where the op has several that differ in them, else "".
@@ -227,7 +226,6 @@ class Chunk:
         inputs: the tensors that the chunk reads.
         outputs: the tensors that the chunk makes.
         ports: port -> shape and dtype.
-        steps: the steps that the chunk has.
         code: the key of its functions in the store of code; equal for chunks that share code.
         random: whether F draws random numbers.
     """
@@ -312,8 +310,6 @@ class Program:
     """Hold a captured or synthetic model with its loss.
 
     Attributes:
-        chunks: the chunks in program order.
-        batch: the tensors of the batch.
         loss_kind: "mean" when the loss is a mean over the rows of the microbatch. "sum" when the last chunk has outputs
         of kind loss and weight, and the loss is sum(loss) / sum(weight) over the global batch.
         source: whether the program was captured or is synthetic.

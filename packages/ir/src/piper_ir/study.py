@@ -20,7 +20,6 @@ class Row:
     """Hold the result for one candidate.
 
     Attributes:
-        number: its number in the study.
         state: "complete" when it fits.
         params: the values that the search chose.
         period_s: the predicted seconds per step in steady state.

@@ -40,7 +40,6 @@ class Prepared:
     """Hold a plan as a DAG.
 
     Attributes:
-        roles: the names of the roles.
         offsets: node `offsets[r] + i` is instruction i of role r.
         streams: `streams[s]` are the nodes of one stream of one role, in order.
         stream_of: `stream_of[node]` is the index in `streams`.
@@ -94,7 +93,6 @@ class IssueOrder:
     """Hold one role's program as columns with an entry per instruction.
 
     Attributes:
-        role: the name of the role.
         channels: the channel that each instruction uses; "" for compute.
         label: a function from an instruction's index to its name in messages.
     """

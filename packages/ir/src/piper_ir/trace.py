@@ -23,11 +23,8 @@ class Span:
 
     Attributes:
         instr: its index in the program of the rank's role.
-        name: its name for people.
         ready: when it could have started, had its stream and its peers been free.
         bytes: bytes that a communication moved.
-        flops: FLOPs of compute.
-        source: the source of its duration.
     """
 
     rank: int
@@ -65,7 +62,6 @@ class Trace:
     """Hold the spans and the memory of one step of a plan.
 
     Attributes:
-        plan_key: the key of the plan.
         kind: whether the step was simulated or executed.
         losses: the losses of the step; empty for a simulation.
         step: the number of the step, counted from 0.

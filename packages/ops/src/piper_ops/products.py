@@ -57,8 +57,6 @@ def _matrices(left: str, right: str) -> Dims:
 
 
 def _vector(left: str, right: str) -> Dims:
-    """Return the dims of a matrix, or of a vector, times a vector."""
-
     def dims(call: Call) -> tuple[int, ...]:
         a = call.tensor(left)
         return (a.shape[0] if a.dim() == 2 else 1), 1, call.tensor(right).shape[0]

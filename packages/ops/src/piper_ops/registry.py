@@ -51,7 +51,6 @@ class PortableOp:
     Attributes:
         name: the op's name in the namespace "piper".
         kind: the family of its kernels.
-        outputs: names of its outputs.
         saved: the names among `outputs` that the backward keeps, beside the inputs that it reads.
         forward: the op itself.
         dgrad: the op for the gradients of its inputs.

@@ -112,10 +112,8 @@ class Measured:
     """Hold measured.json.
 
     Attributes:
-        step_s: the seconds of each step.
         period_s: the median seconds per step in steady state; None for short runs.
         tokens_per_s: tokens per second in steady state.
-        peak_bytes: the peak bytes by rank.
     """
 
     losses: tuple[float, ...]

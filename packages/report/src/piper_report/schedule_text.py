@@ -87,7 +87,6 @@ class _Marks:
         return text + (ascii_lowercase[number] if self.most <= len(ascii_lowercase) else f".{number}")
 
     def letter(self, span: Span) -> str:
-        """Return one letter."""
         phase = self.work[span].phase
         if phase == "pair":
             return "&"

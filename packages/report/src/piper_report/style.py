@@ -23,10 +23,7 @@ from piper_ir.phases import Phase
 BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442"
 INK, GREY, PALE = "#222222", "#808080", "#D9D9D9"
 MICROBATCHES = (BLUE, ORANGE, GREEN, PURPLE, RED, YELLOW)
-"""The colours of microbatches: i has colour i modulo 6, with its number where there is room.
-
-A pale blue looks like sky blue.
-"""
+"""The colours of microbatches: i has colour i modulo 6, and its number where there is room."""
 PHASE_COLOURS: Mapping[Phase, str] = {
     "F": SKY, "B": ORANGE, "I": GREEN, "W": PURPLE, "pair": SKY, "U": GREY, "other": PALE, "comm": PALE, "batch": PALE,
 }  # fmt: skip
@@ -61,8 +58,6 @@ class Picture:
     """Hold a rendered figure.
 
     Attributes:
-        name: the name of its file.
-        title: its title on the page.
         alt: a description for readers who cannot see it.
         caption: the text below it.
         png: the content of its file.

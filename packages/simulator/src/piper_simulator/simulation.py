@@ -314,8 +314,6 @@ class _Run:
         work: of the plan of `held.parts`.
         usages: of the roles of `held.plan`.
         memory: of the roles of `held.parts`.
-        step: the number of the step.
-        notes: the notes of the trace.
     """
 
     held: TimedPlan

@@ -224,7 +224,6 @@ class _Trace:
         entry: Dynamo's own record of it.
         moment: the state in which Dynamo traced it.
         arguments: what it depends on in its arguments without a guard.
-        sources: the sources of its arguments.
         elsewhere: source -> value of what else it read.
         guards: (source, check, expected) on what it read of its arguments.
         reads: the sources of `elsewhere` and `guards`.

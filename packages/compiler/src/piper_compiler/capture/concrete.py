@@ -52,10 +52,7 @@ def concrete_size(node: fx.Node, rows: int) -> Any:
 
 
 def concrete_shape(tensor: Tensor, rows: int, node: fx.Node) -> tuple[int, ...]:
-    """Return the shape of a node's tensor at this number of rows.
-
-    Raises CaptureError when it depends on values of tensors.
-    """
+    """Return the shape of a node's tensor at this number of rows; raise CaptureError if it depends on values."""
     if _torch.data_dependent(tensor):
         raise CaptureError(
             f"{line_of(node)}: makes a tensor whose shape depends on values of tensors; use operations with static shapes, such "

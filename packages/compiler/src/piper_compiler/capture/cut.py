@@ -68,11 +68,8 @@ class Piece:
     """Hold a region with its boundary.
 
     Attributes:
-        slots: its inputs.
-        results: its outputs.
         copied: inputs that are changed in place.
         snapshots: buffers that change elsewhere.
-        changed_buffers: buffers that the region changes.
     """
 
     region: Region

@@ -160,10 +160,7 @@ class _Recorder:
 def capture_forward(
     model: nn.Module | Callable[[], nn.Module], batch: BatchMaker, loss: Loss, dtype: torch.dtype | None, most: int = ASKED_ROWS
 ) -> Forward:
-    """Trace `loss(model(inputs), targets)` once.
-
-    Raises CaptureError, with the user's line, for code that cannot be captured.
-    """
+    """Trace `loss(model(inputs), targets)` once; raise CaptureError, with the user's line, if it cannot be captured."""
     module = fake_model(model, _torch.fake_cpu(), dtype)
     inputs, targets = check_batch(batch, EXAMPLE_ROWS, dtype, most)
     calls = _Calls(module, loss, inputs, targets, flatten_batch(inputs, targets), numbers(module))

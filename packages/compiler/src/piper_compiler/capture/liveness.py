@@ -96,7 +96,6 @@ def _results(line: Line) -> list[tuple[fx.Node | None, int]]:
 
 
 def _owned_bytes(node: fx.Node) -> int:
-    """Return the bytes of the storage that a node owns."""
     if node.target in STORAGE_COPIES:
         base = node.args[0]
         assert isinstance(base, fx.Node)

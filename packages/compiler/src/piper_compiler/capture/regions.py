@@ -69,10 +69,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Operations:
-    """Hold the operations of a graph in program order.
-
-    `grad_mode[n]` is False for one that ran under torch.no_grad().
-    """
+    """Hold a graph's operations in program order; `grad_mode[n]` is False for one under torch.no_grad()."""
 
     nodes: tuple[fx.Node, ...]
     grad_mode: Mapping[fx.Node, bool]

@@ -20,7 +20,6 @@ class Line:
     """Hold one line of a step.
 
     Attributes:
-        node: the op.
         makes: the variables that the op assigns; for an op with several results its getitem nodes, in their order.
         drops: the variables that are not used afterwards.
     """

@@ -58,7 +58,6 @@ class Order:
     follows its data. The items are selections, overlaps, or tuples of them.
 
     Attributes:
-        selections: all selections, in order.
         missing: whether a selection of a backward phase that its region cannot have is an error or skipped.
         overlaps: (first, number) of the selections that form an overlap.
         site: where the user wrote it.

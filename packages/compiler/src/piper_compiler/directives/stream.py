@@ -30,7 +30,6 @@ class Stream:
     """Run the selected sends and receives in order on the stream `name` of their device.
 
     Attributes:
-        selection: the communication.
         sms: SMs that all communication on the stream takes from compute while it runs, also the reductions that
         `replicate(reduce=name)` puts there. None: the simulator's constants; 0: copy engines. It changes what is
         simulated, not what is executed.

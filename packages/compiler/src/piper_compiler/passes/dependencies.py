@@ -144,7 +144,6 @@ class _Edges:
         self.links = [self._links(node) for node in self.nodes]
 
     def number(self, at: At) -> int:
-        """Return the number of a node in a microbatch."""
         id, mb = at
         for k in self.family[id]:
             each = self.nodes[k].each
@@ -153,7 +152,6 @@ class _Edges:
         raise KeyError(at)
 
     def pairs(self, edges: Iterable[tuple[At, At]]) -> list[tuple[int, int]]:
-        """Return order edges by number."""
         every = range(self.graph.microbatches)
         first = {id: self.starts[own[0]] for id, own in self.family.items() if self.nodes[own[0]].mbs == every}
         out = []

@@ -35,10 +35,8 @@ class Draft:
     """Hold instructions that are numbered role by role in program order, as in `Prepared`.
 
     Attributes:
-        roles: names of the roles.
         offsets: the instructions of role r are `offsets[r] : offsets[r + 1]`.
         tasks: the nodes that each instruction runs.
-        compute: the instructions that compute.
         computed: by instruction, how many computing instructions of its role stand before it.
         orders: the issue order of each role, stream by stream.
         bare: streams and rendezvous of the instructions, without waits.

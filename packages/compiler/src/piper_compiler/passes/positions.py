@@ -27,7 +27,6 @@ class Positions:
     """Hold the communication, role by role in issue order.
 
     Attributes:
-        nodes: the nodes that communicate.
         before: `nodes[k]` is issued right before compute instruction `before[k]` of its role.
         counts: how many each role has.
     """

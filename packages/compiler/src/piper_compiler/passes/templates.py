@@ -36,8 +36,6 @@ class _Template:
     """Hold an instruction in any microbatch, before its frees are known.
 
     Attributes:
-        stream: the stream that it stands on.
-        made: its parts.
         seconds: canonical duration.
         given: the duration that the plan itself states, if any.
     """
@@ -184,7 +182,6 @@ class Drafted:
         return _Template(COMPUTE, made, seconds, given, touched, tuple(sorted(set(ahead))))
 
     def _instrs(self) -> list[tuple[_Template, Ints]]:
-        """Return the templates, each with its instructions."""
         keys = list(map(id, self.used))
         templates = dict(zip(keys, self.used, strict=True))
         number = {key: n for n, key in enumerate(templates)}

@@ -375,7 +375,6 @@ class _States:
         self._sizes |= {f"{kind}:{id}": size for id, size in flat.items() for kind in ("param", "grad")}
 
     def needed(self, role: RolePlan) -> Iterable[str]:
-        """Return the ids of the states that a role uses."""
         chunks = {part.op.chunk for instr in role.program for part in instr.parts if isinstance(part.op, Compute)}
         inputs = (i for c in self._plan.chunks if c.id in chunks for i in c.inputs if i.kind in ("param", "buffer"))
         names = [f"{i.kind}:{self._home.get(i.ref, i.ref) if i.kind == 'param' else i.ref}" for i in inputs]

@@ -180,7 +180,6 @@ class _Lifetime:
         self.findings.add(rule, message, self.role, index)
 
     def instr(self, place: UsePosition) -> Instr:
-        """Return the instruction at a position."""
         return self.role.program[place[0]]
 
     def says(self, place: UsePosition) -> str:

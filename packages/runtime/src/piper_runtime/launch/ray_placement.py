@@ -18,8 +18,6 @@ class RankHost:
     Attributes:
         bundle: the rank's index in the placement group.
         node: Ray's id of the node.
-        name: name of the node.
-        address: address of the node.
         here: whether the node is this machine.
     """
 

@@ -25,7 +25,6 @@ class StepRecord:
     """Describe one finished step of a run.
 
     Attributes:
-        step: its number.
         loss: the loss over the global batch.
         step_s: wall seconds since the step before it was done on the slowest rank; of the first, since all ranks were
         ready.

@@ -53,7 +53,6 @@ class BoundInstr:
     """Hold one instruction, bound to a rank; exactly one of `work` and `comm` is set.
 
     Attributes:
-        index: its index in the program.
         waits: how many instructions of which other streams must be done before it.
         name: its name in printed plans.
     """

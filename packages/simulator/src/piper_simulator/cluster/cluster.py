@@ -39,7 +39,6 @@ class Cluster:
     Attributes:
         nodes: runs of equal nodes in order, each as (how many, their device).
         network: the links between devices.
-        per_node: devices of a node.
         slow_ranks: rank -> how many times as long its instructions take.
         label: name of a cluster that is not built in.
     """
@@ -126,7 +125,6 @@ class Cluster:
 
     @cached_property
     def _kinds_and_nodes(self) -> tuple[tuple[NodeKind, ...], tuple[int, ...]]:
-        """Return the kinds, and the index of each node's kind."""
         links = self.network.links if len(self.network.links) > 1 else self.network.links * len(self.nodes)
         kinds: list[NodeKind] = []
         of_node: list[int] = []

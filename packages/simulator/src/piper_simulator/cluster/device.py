@@ -23,7 +23,6 @@ class Device:
         name: the name in clusters, e.g. "h100-80g-sxm".
         peak_flops: FLOP/s by dtype, dense.
         memory_bandwidth: bytes/s.
-        memory_bytes: size of the memory.
         matmul_fraction: fraction of the peak that matrix products and attention reach.
         memory_fraction: fraction of the memory bandwidth that kernels bound by memory reach.
         launch_s: host seconds per kernel.

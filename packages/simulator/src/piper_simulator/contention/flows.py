@@ -140,7 +140,6 @@ class End:
 
     Attributes:
         named: the SMs that its stream names there; None where it names none, 0 for copy engines.
-        sms: SMs of the device.
         memory: bytes/s of the device's memory.
     """
 
@@ -204,7 +203,6 @@ class _Demands:
 
 
 def _uses(plan: Plan) -> list[tuple[Channel, str]]:
-    """Return the channels of a plan, each with the ops of its messages."""
     used = {(op.channel, message_op(op)) for _, _, instr in plan.instructions() if isinstance(op := instr.parts[0].op, COMM)}
     place = {c.id: k for k, c in enumerate(plan.channels)}
     return [(plan.channel(c), op) for c, op in sorted(used, key=lambda use: (place[use[0]], use[1]))]

@@ -36,7 +36,6 @@ class Flow:
 
     Attributes:
         id: equal for equal flows, of which one runs at a time.
-        seconds: its work.
         shares: resource -> the fraction of its capacity that the message takes at full speed, with all messages that it
         stands for (those of a role's ranks).
         largest: the largest fraction that one message alone takes, at most 1.

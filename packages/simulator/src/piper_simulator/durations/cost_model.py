@@ -24,7 +24,6 @@ class Work:
     Attributes:
         seconds: its duration where nothing runs beside it.
         bytes: of a communication, the size of the message on one rank.
-        flops: FLOPs of its compute.
     """
 
     seconds: float

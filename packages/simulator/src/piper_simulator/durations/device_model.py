@@ -86,7 +86,6 @@ class DeviceModel(CostModel):
         return done if factor == 1 else replace(done, seconds=done.seconds * factor)
 
     def _kinds_in(self, role: RolePlan) -> tuple[int, ...]:
-        """Return the kinds of devices that a role runs on."""
         if len(self._devices) == 1 or self.cluster is None:
             return (0,)
         if role.role not in self._kinds_of:
@@ -222,7 +221,6 @@ class DeviceModel(CostModel):
         return self._messages[key]
 
     def _comm_key(self, channel: Channel, op: str, nbytes: int) -> tuple[str, int, int, int]:
-        """Return the key of a message in `Costs`."""
         members = self.plan.peers(channel, self.plan.role(channel.roles[0]).ranks[0])
         nodes = 1 if self.cluster is None else len({self.cluster.node_of(r) for r in members})
         return op, nbytes, len(members), nodes

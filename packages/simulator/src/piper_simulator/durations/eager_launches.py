@@ -107,7 +107,6 @@ def _items(dtype: str) -> tuple[int, int]:
 
 
 def _slices(rows: int, classes: int) -> tuple[int, ...]:
-    """Return the rows of each slice."""
     most = max(1, SLICE // max(1, classes))
     return tuple(min(most, rows - k * most) for k in range(max(1, ceil(rows / most))))
 

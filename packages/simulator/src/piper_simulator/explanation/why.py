@@ -30,7 +30,6 @@ class CauseCost:
     """Hold the cost of the instructions of one cause in one step.
 
     Attributes:
-        owner: the cause.
         source: where their durations come from.
         count: how many they are.
         seconds: of all of them, on one rank of each role.
@@ -194,10 +193,7 @@ def why(
     draws: int = 100,
     seed: int = 0,
 ) -> Why:
-    """Explain the step of a plan; arguments and errors are those of `simulate`.
-
-    `draws` and `seed` are those of the interval.
-    """
+    """Explain the step of a plan; arguments and errors are as in `simulate`, `draws` and `seed` as in `interval`."""
     if draws < 1:
         raise PlanError(f"why(draws={draws}): at least one draw is needed")
     with no_garbage_collection():

@@ -38,7 +38,6 @@ class CachedBlock:
 
     Attributes:
         address: where it begins.
-        size: its bytes.
         segment: where its segment begins.
         small: whether it is of the pool for small requests.
         requested: bytes that were asked for; 0 while it is free.

@@ -255,7 +255,6 @@ class _Engine:
                     stream.count(env.now)
 
     def _role(self, nodes: Sequence[int]) -> int:
-        """Return the role of a stream's nodes."""
         return next(r for r, after in enumerate(self.prepared.offsets[1:]) if nodes[0] < after)
 
     def _work(self, nodes: Sequence[int]) -> tuple[list[float], list[_Meeting | None]]:

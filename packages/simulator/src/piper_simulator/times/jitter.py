@@ -63,7 +63,6 @@ class Distribution:
         period_s: seconds between the ends of steps that follow each other.
         jitter: the coefficient of variation.
         repetitions: how many.
-        seed: seed of the draws.
         ranks: those that drew for themselves.
         world: all ranks.
         note: a remark if not all ranks drew, else empty.

@@ -83,7 +83,6 @@ def _meetings(plan: Plan) -> list[_Meeting]:
 
 
 def _refined(plan: Plan, cluster: Cluster, meetings: Sequence[_Meeting], shared: bool) -> list[int]:
-    """Return the colour of each rank."""
     graph = _Graph(plan, cluster, meetings)
     if shared:
         graph.add_links(wiring(cluster))
