@@ -1,4 +1,4 @@
-"""Piper: plan, simulate and execute distributed training of PyTorch models from one strategy.
+"""Plan, simulate and execute distributed training of PyTorch models from one strategy.
 
 Names are imported on first use, so that `import piper` is quick and simulating a synthetic program needs no torch.
 """
@@ -73,7 +73,7 @@ _HOME = {
 }
 
 _MODULES = ("models",)
-"""Submodules that are reached as attributes."""
+"""The submodules that are reached as attributes."""
 
 __all__ = sorted([*_HOME, *_MODULES])
 

@@ -1,4 +1,4 @@
-"""`python -m piper`, the same as the `piper` command."""
+"""Run the `piper` command as `python -m piper`."""
 
 from piper.cli import main
 

@@ -1,4 +1,4 @@
-"""Captures of models, kept so that jobs of the same content share one."""
+"""Keep captures of models, so that jobs of the same content share one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 MOST_CAPTURES = 16
-"""Captured models that are kept; the oldest goes first."""
+"""The number of captured models that are kept; the oldest goes first."""
 
 
 _CAPTURES: dict[CaptureKey, Captured] = {}
@@ -27,9 +27,7 @@ _BATCHES: dict[Content, str] = {}
 
 @dataclass(frozen=True)
 class CaptureKey:
-    """What a capture depends on. Jobs with equal keys share one capture.
-
-    The same callables with another content have another key.
+    """Hold everything that a capture depends on; jobs with equal keys share one capture.
 
     Attributes:
         content: Code and values of the model and of the loss.
@@ -47,8 +45,8 @@ class CaptureKey:
 def program_at(captured: Captured, rows: int) -> Program:
     """Return the program for microbatches of `rows` rows.
 
-    It is the one with affine sizes, once it is known that the captured path holds at that many rows. One row has a
-    program of its own, because sizes are not affine there. CaptureError where the model takes another path.
+    It has affine sizes, after a check that the captured path holds at that many rows. One row has a program of its own,
+    because sizes are not affine there. Raises CaptureError where the model takes another path.
     """
     from piper_compiler.capture import check_rows
 
@@ -59,7 +57,7 @@ def program_at(captured: Captured, rows: int) -> Program:
 
 
 def captured_job(job: Job) -> Captured:
-    """Return the capture of a job's model. Jobs that differ only in what capture does not see share one."""
+    """Return the capture of a job's model; jobs that differ only in what capture does not see share one."""
     key = capture_key(job)
     if key not in _CAPTURES:
         if len(_CAPTURES) == MOST_CAPTURES:
@@ -69,9 +67,9 @@ def captured_job(job: Job) -> Captured:
 
 
 def capture_key(job: Job) -> CaptureKey:
-    """Return what the capture of a job depends on.
+    """Return the key of a job's capture.
 
-    A batch counts by what two of its rows look like. The batch function is called once for each content that it has.
+    A batch counts by the looks of two of its rows. The batch function is called once for each content that it has.
     """
     import torch
 
@@ -86,7 +84,7 @@ def capture_key(job: Job) -> CaptureKey:
 
 
 def _looks(job: Job) -> str:
-    """Return the structure, shapes and dtypes of the rows that a capture asks for, the number of rows left out."""
+    """Return the structure, shapes and dtypes of the rows that a capture asks for, without the number of rows."""
     import torch
     from torch.utils import _pytree as pytree
 
@@ -103,7 +101,6 @@ def _looks(job: Job) -> str:
 
 
 def _capture(job: Job) -> Captured:
-    """Capture a job's model."""
     from piper_compiler.capture import capture
     from piper_runtime.rank import call_batch
 

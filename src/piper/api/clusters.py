@@ -1,4 +1,4 @@
-"""Clusters by what a caller gives: a name, a cluster, or nothing."""
+"""Find the cluster that a caller means: by a name, a cluster, or nothing."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from piper_simulator import CPU, Cluster, load_cluster
 
 
 def cluster_named(name: str) -> Cluster:
-    """Return a cluster by its name. "cpu-local" is this machine, which is measured now.
-
-    ClusterError for an unknown name.
-    """
+    """Return a cluster by its name ("cpu-local" is this machine, measured now); raise ClusterError if unknown."""
     return local_cluster() if name == CPU else load_cluster(name)
 
 
 def chosen_cluster(cluster: str | Cluster | None) -> Cluster | None:
-    """Return the cluster that is given or named; None stays None. ClusterError for an unknown name."""
+    """Return the given or named cluster; None stays None. Raises ClusterError for an unknown name."""
     return cluster_named(cluster) if isinstance(cluster, str) else cluster
 
 

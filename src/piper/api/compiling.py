@@ -1,4 +1,4 @@
-"""compile: a strategy and a job, or a program, become a plan."""
+"""Compile a strategy and a job, or a program, to a plan."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A strategy compiled for a job or a program.
+    """Hold a strategy compiled for a job or a program.
 
     A program without code (synthetic or loaded) has no `job`, `code` and `trainable`.
 
     Attributes:
-        program: What was compiled.
-        graph: The training graph that the directives made of it.
+        graph: The training graph that the directives made of the program.
         plan: The instructions of every rank.
         job: The job that was captured.
         code: The functions of the program's chunks.
@@ -63,7 +62,7 @@ def compile(
     Args:
         source: The job or the Program.
         strategy: The directives.
-        costs: Measured durations. They weigh layers and decide ties.
+        costs: Measured durations, which weigh layers and decide ties.
         global_batch: Rows over all replicas, given with a Program only. The default is one row per microbatch and
             replica.
         options: How the compiler works.
@@ -114,7 +113,7 @@ def check_separable(spec: OptimizerSpec, plan: Plan) -> None:
 
 
 def advancing_notice(compiled: Compiled) -> str:
-    """Say which buffers advance more than once in a step of this plan; "" if none does."""
+    """Return a warning about buffers that advance more than once in a step of this plan; "" if none does."""
     if not compiled.advancing or compiled.plan.microbatches == 1:
         return ""
     shown = ", ".join(f"{a.name!r} ({a.line})" for a in compiled.advancing[:3])
@@ -127,7 +126,7 @@ def advancing_notice(compiled: Compiled) -> str:
 
 
 def _with_remarks(captured: Captured) -> Callable[..., Lowered]:
-    """Return `compile_program` with errors that add what capture knows of the chunks that they are about."""
+    """Return `compile_program` with errors that add the capture's remarks on their chunks."""
 
     def compiled(*args: Any, **more: Any) -> Lowered:
         try:

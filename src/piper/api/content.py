@@ -1,9 +1,9 @@
-"""The content of a user's callables as a digest.
+"""Digest the content of a user's callables.
 
-It is equal for what is made of the same code and values, wherever that lives in memory. A model, a batch or a loss is a
-function, a class, a bound method, a partial or an instance. What it does follows from its code, its default arguments,
-the variables of the functions around it, and the globals that it reads, and from the same of every function, class and
-object that these lead to. All of that is part of the digest. Where to stop:
+Digests are equal for equal code and values, wherever they live in memory. A model, a batch or a loss is a function, a
+class, a bound method, a partial or an instance. Its behaviour follows from its code, its default arguments, the
+variables of the functions around it, and the globals that it reads, and from the same of every function, class and
+object that these lead to. All of that is part of the digest, with these limits:
 
 - torch, Piper and Python's own library count by name.
 - Of other installed packages the code and the plain globals that it reads count, not the rest of the package behind it.
@@ -31,19 +31,19 @@ import torch
 from piper_ir.tools import PACKAGES
 
 MOST_BYTES = 2**16
-"""Bytes of one tensor, array or other buffer that are compared by content."""
+"""The most bytes of one tensor, array or other buffer that are compared by content."""
 MOST_ITEMS = 10_000
-"""Items of one container that are compared by content."""
+"""The most items of one container that are compared by content."""
 MOST_VALUES = 200_000
-"""Values in all that are compared by content."""
+"""The most values in all that are compared by content."""
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, torch.dtype, torch.device)
-"""Types whose `repr` is their content."""
+"""The types whose `repr` is their content."""
 CONTAINERS = (list, tuple, set, frozenset, dict, types.MappingProxyType)
 BASES = (int, float, complex, str, bytes, bytearray)
 _MADE_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 OPS = ("torch._ops", "torch.library")
-"""Modules of the types of registered operators, which count by name: what they hold beside it are caches of torch's."""
+"""The modules of the types of registered operators, which count by name: all else in them is torch's caches."""
 _GLOBAL = {"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 _TORCH = f"{Path(torch.__file__).parent}/"
 _STDLIB = f"{sysconfig.get_paths()['stdlib']}/"
@@ -53,7 +53,7 @@ Home = Literal["user", "installed", "known"]
 
 @dataclass(frozen=True)
 class Content:
-    """A digest.
+    """Hold a digest.
 
     Attributes:
         digest: Equal for equal contents.
@@ -74,7 +74,7 @@ def content_of(*values: object) -> Content:
 
 
 class _Walk:
-    """Goes through values and what they lead to, breadth first, each object once."""
+    """Visit values and everything that they lead to, breadth first, each object once."""
 
     def __init__(self) -> None:
         self.digest = hashlib.blake2b(digest_size=16)
@@ -83,7 +83,7 @@ class _Walk:
         self._objects: list[tuple[Any, Home]] = []  # holds each object, so that no other one gets its id meanwhile
 
     def add(self, value: Any, home: Home = "user") -> None:
-        """Add one value. `home`: where the code stands that leads to it."""
+        """Add one value; `home` tells whose code leads to it."""
         if _is_plain(value):
             self._token(type(value).__name__, repr(value))
         elif home == "installed" and not isinstance(value, tuple | list):
@@ -95,7 +95,7 @@ class _Walk:
             self._token("object", number)
 
     def finish(self) -> None:
-        """Go through the objects that were added, and those that they add."""
+        """Visit the objects that were added, and those that they add."""
         done = 0
         while done < len(self._objects):
             value, home = self._objects[done]
@@ -203,7 +203,7 @@ class _Walk:
                 self.add(item)
 
     def _buffer(self, value: Any) -> None:
-        """Add an object that has bytes and no attributes, such as an array; by identity what has none either."""
+        """Add an object that has bytes and no attributes, such as an array; one without either counts by identity."""
         try:
             view = memoryview(value)
         except (TypeError, ValueError, BufferError):
@@ -253,7 +253,7 @@ def _globals_of(function: types.FunctionType) -> Iterator[tuple[str, object]]:
 
 
 def _read(path: str, value: object, names: frozenset[str], done: set[int]) -> Iterator[tuple[str, object]]:
-    """Yield a global, or of a module of the user's the attributes that code with these names may read."""
+    """Yield a global; for a user's module the attributes that code with these names may read."""
     if not isinstance(value, types.ModuleType):
         yield path, value
     elif _home(value.__name__) != "known" and id(value) not in done:
@@ -286,7 +286,7 @@ def _names(code: types.CodeType) -> tuple[tuple[str, ...], tuple[str, ...], froz
 
 
 def _attributes(value: object) -> Iterator[tuple[str, object]]:
-    """Yield (name, value) of what an instance holds, in its dictionary and in slots."""
+    """Yield (name, value) of an instance's attributes, in its dictionary and in slots."""
     if isinstance(found := getattr(value, "__dict__", None), dict):
         yield from found.items()
     for kind in type(value).__mro__:
@@ -297,16 +297,13 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _hidden(value: object) -> list[str]:
-    """Return the classes in C, by name, that hold content of an object out of sight of its attributes.
-
-    Arrays are no such.
-    """
+    """Return the classes in C, by name, that hide content of an object from its attributes; arrays do not."""
     kinds = [k for k in type(value).__mro__[:-1] if not k.__flags__ & _MADE_IN_PYTHON and k not in CONTAINERS]
     return [k.__qualname__ for k in kinds if k in BASES or _home(k.__module__) == "known"]
 
 
 def _reduced(value: Any) -> list[object] | None:
-    """Return what a copy of an object of Python's own library is made from; None where it cannot be copied."""
+    """Return the parts from which an object of Python's own library is copied; None where it cannot be."""
     try:
         made = value.__reduce_ex__(4)
     except Exception:  # of whatever kind: what cannot be copied counts by identity
@@ -317,7 +314,7 @@ def _reduced(value: Any) -> list[object] | None:
 
 
 def _home(name: object) -> Home:
-    """Return whose the code of a module is."""
+    """Return whose code a module holds."""
     module = sys.modules.get(name) if isinstance(name, str) else None
     if module is None or not isinstance(name, str):
         return "user"
@@ -340,5 +337,4 @@ def _home_of(name: str, file: str | None, origin: str | None) -> Home:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether the `repr` of a value is its content."""
     return type(value) in PLAIN or (type(value) is tuple and len(value) <= 16 and all(type(item) in PLAIN for item in value))

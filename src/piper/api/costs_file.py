@@ -1,4 +1,4 @@
-"""Costs files: what `piper profile` writes, `--costs` reads, and a person sees of it."""
+"""Read and write costs files, as `piper profile` and `--costs` use them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def save_costs(path: Path, costs: Costs) -> None:
 
 
 def _kept(text: str) -> str:
-    """Write costs to a temporary file, and say where they are; if that cannot be, print them."""
+    """Write costs to a temporary file, or print them if that is impossible, and return where they are."""
     try:
         with NamedTemporaryFile("w", prefix="piper-costs-", suffix=".json", delete=False) as file:
             file.write(text)
@@ -40,7 +40,7 @@ def _kept(text: str) -> str:
 
 
 def check_costs_path(path: Path) -> None:
-    """Raise OutputError when costs cannot be written to a path. It is asked before minutes of measuring."""
+    """Raise OutputError when costs cannot be written to a path; this is checked before minutes of measuring."""
     if path.is_dir():
         raise OutputError(f"cannot write the costs to {path}: it is a folder; choose a file with --out")
     try:
@@ -51,7 +51,7 @@ def check_costs_path(path: Path) -> None:
 
 
 def load_costs(path: Path) -> Costs:
-    """Read a costs file. FormatError when there is none, or when it is something else."""
+    """Read a costs file; raise FormatError when there is none, or when it is something else."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as e:

@@ -1,4 +1,4 @@
-"""The `emulated` launcher from the front door: durations from the simulator's cost model, slept by real processes."""
+"""Run the `emulated` launcher for users: real processes sleep for the durations of the simulator's cost model."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def emulate(
 ) -> Emulation:
     """Run a compiled strategy on real processes of this machine that sleep instead of computing.
 
-    An instruction sleeps as long as `simulate` says that it takes on `cluster` with `costs` and `model`.
+    An instruction sleeps for its duration in `simulate` on `cluster` with `costs` and `model`.
 
     Args:
-        compiled: What to run.
+        compiled: The compiled strategy.
         steps: Steps to run.
         cluster: The cluster to imitate. "auto" is this machine; a program with given durations needs none.
         costs: Measured durations.
@@ -66,7 +66,7 @@ def emulate(
 
 
 def emulated_cluster(plan: Plan, cluster: str | Cluster | None) -> Cluster | None:
-    """Return the cluster to imitate, None where the plan needs none. ClusterError for a name that is not known."""
+    """Return the cluster to imitate, None where the plan needs none; raise ClusterError for an unknown name."""
     if cluster == "auto" and given_only(plan):
         return None
     return local_cluster() if cluster == "auto" else chosen_cluster(cluster)
@@ -75,10 +75,7 @@ def emulated_cluster(plan: Plan, cluster: str | Cluster | None) -> Cluster | Non
 def durations_on(
     plan: Plan, cluster: Cluster | None, costs: Costs | None = None, model: CostModelFactory = DeviceModel
 ) -> Durations:
-    """Return what `simulate` takes for every instruction.
-
-    A communication takes as long on each member as on the first.
-    """
+    """Return the duration of every instruction in `simulate`; a communication's is that on its first member."""
     cost_model = model_for(plan, cluster, costs, model)
     seconds = [cost_model.work(role, instr).seconds for role, _, instr in plan.instructions()]
     prepared = prepare(plan)

@@ -1,4 +1,4 @@
-"""execute: the call that runs a compiled strategy on a launcher."""
+"""Run a compiled strategy on a launcher."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_same_job(compiled: Compiled, job: Job) -> None:
-    """Raise JobError when a job differs from the compiled one in what the plan was made from.
-
-    The difference would be ignored silently.
-    """
+    """Raise JobError when a job differs from the compiled one in facts of the plan, which would be ignored silently."""
     for name in ("model", "loss", "clip_norm", "precision", "tokens_per_row"):
         ours, theirs = getattr(compiled.job, name), getattr(job, name)
         if ours is not theirs and ours != theirs:
@@ -40,10 +37,7 @@ def check_same_job(compiled: Compiled, job: Job) -> None:
 
 
 def check_same_program(compiled: Compiled) -> None:
-    """Raise PlanError when a plan is not of the program beside it.
-
-    Its rules may hold, and it would compute something else.
-    """
+    """Raise PlanError when a plan is not of the program beside it: its rules may hold, with other results."""
     plan, program = compiled.plan, compiled.program
     bound = tuple(replace(b, spec=b.spec.bind(plan.rows)) for b in program.batch)
     coords = {c.id: c.coords for c in program.chunks}  # directives add coordinates, and change nothing else of a chunk
@@ -62,7 +56,7 @@ def check_same_program(compiled: Compiled) -> None:
 
 
 def _difference(ours: Any, theirs: Any) -> str:
-    """Say where two tables of a plan and of its program differ."""
+    """Return where two tables of a plan and of its program differ."""
     if not isinstance(ours, tuple):
         return f"is {ours!r}, that of its program is {theirs!r}"
     for one, other in zip(ours, theirs, strict=False):
@@ -107,7 +101,7 @@ def execute(
         out: Losses, times, metrics and trace go to a new folder below this one. On a hang every rank's last
             instructions go there too, as hang.txt.
         folder: As `out`, but into this folder itself.
-        log: Where steps go beside metrics.jsonl while the run goes on: "tensorboard", "wandb".
+        log: Logs of steps beside metrics.jsonl while the run goes on: "tensorboard", "wandb".
         on_step: Called with every finished step, a `StepRecord` of `piper_runtime`.
         more: Other keywords of `piper_runtime.execute`.
 

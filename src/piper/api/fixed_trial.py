@@ -1,4 +1,4 @@
-"""A trial whose answers are known before, for one choice of the parameters of a strategy."""
+"""Answer the suggestions of a strategy for one choice of its parameters."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ Answer = TypeVar("Answer")
 
 
 class FixedTrial:
-    """A trial that answers a strategy's `trial.suggest_*` calls with given values, as `-p name=value` does.
+    """Answer a strategy's `trial.suggest_*` calls with given values, as `-p name=value` does.
 
     Args:
         params: The values, by name.
         free: Names of integers that are answered whatever the strategy would accept.
-        flag: How messages call the option.
+        flag: The name of the option in messages.
     """
 
     def __init__(self, params: Mapping[str, str], free: Iterable[str] = (), flag: str = "-p") -> None:
         self._params, self._free, self._flag = dict(params), frozenset(free), flag
         self.answers: dict[str, Any] = {}
-        """What was asked for so far, by name."""
+        """The answers so far, by name."""
 
     def suggest_categorical(self, name: str, choices: Any) -> Any:
         text = self._text(name, f"one of {', '.join(map(str, choices))}")

@@ -1,7 +1,7 @@
-"""Metrics of a run while it goes on.
+"""Write metrics of a run while it goes on.
 
 They are lines of JSON in the run's folder, and TensorBoard and Weights & Biases through their own libraries. A writer
-that fails never ends a training: what it lost is said once, at the end.
+that fails never ends a training: its losses are reported once, at the end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ METRICS_FILE = "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class StepMetrics:
-    """What is written of a step.
+    """Hold the metrics of a step.
 
     Attributes:
         step: Number of the step, from 0.
@@ -48,28 +48,28 @@ class StepMetrics:
     batch_s: float = 0.0
 
     def scalars(self) -> dict[str, float]:
-        """Return the measured values that are there, by name."""
+        """Return the measured values by name, without missing ones."""
         values = {"loss": self.loss, "step_s": self.step_s, "tokens_per_s": self.tokens_per_s, "batch_s": self.batch_s}
         return {name: value for name, value in values.items() if value is not None}
 
 
 class MetricsWriter(Protocol):
-    """A place that metrics go to.
+    """Write metrics to one place.
 
     Both methods may raise anything. A step that could not be written is lost; later ones are tried again.
     """
 
     def write(self, metrics: StepMetrics) -> None:
-        """Take one step."""
+        """Write one step."""
         ...
 
     def close(self) -> None:
-        """Bring everything to where it belongs."""
+        """Write what is left, and close."""
         ...
 
 
 class JsonLines:
-    """One JSON object per step in metrics.jsonl, readable as soon as the step is done; never half a line."""
+    """Write one JSON object per step to metrics.jsonl, readable as soon as the step is done; never half a line."""
 
     def __init__(self, folder: Path) -> None:
         self._file = (folder / METRICS_FILE).open("ab", buffering=0)
@@ -91,7 +91,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars in the folder's "tensorboard", by torch's own writer. Needs the package tensorboard."""
+    """Write scalars to the folder's "tensorboard", by torch's own writer; this needs the package tensorboard."""
 
     def __init__(self, folder: Path, flush_s: int = 5) -> None:
         module = _library("tensorboard")
@@ -106,9 +106,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Writes to a run of Weights & Biases, which is named like the folder and keeps its files there.
+    """Write to a run of Weights & Biases, which is named like the folder and keeps its files there.
 
-    It needs the package wandb. Its environment variables hold: WANDB_MODE=offline, WANDB_PROJECT (by default "piper").
+    This needs the package wandb. Its environment variables hold: WANDB_MODE=offline, WANDB_PROJECT (by default
+    "piper").
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
@@ -124,7 +125,7 @@ class WeightsAndBiases:
 
 
 LIBRARIES = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb"}
-"""Name of a log, and of the package that it needs -> the module that is imported."""
+"""The modules to import, by name of a log that is also that of the package it needs."""
 
 
 def _library(package: str) -> ModuleType:
@@ -142,11 +143,11 @@ WRITERS: Mapping[str, Callable[[Path, Mapping[str, Any]], MetricsWriter]] = {
     "tensorboard": lambda folder, config: TensorBoard(folder),
     "wandb": WeightsAndBiases,
 }
-"""Name of a log -> its writer, for a folder and what describes the run."""
+"""The writers by name of a log; each takes a folder and a description of the run."""
 
 
 def log_names(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the logs that are meant: "jsonl" always and first, each once. JobError for one that is not known."""
+    """Return the requested logs: "jsonl" always and first, each once; raise JobError for an unknown one."""
     wanted = tuple(dict.fromkeys(["jsonl", *(name.strip() for name in names)]))
     for name in wanted:
         if name not in WRITERS:
@@ -155,9 +156,10 @@ def log_names(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def check_logs(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the logs that are meant, as `log_names` does. MissingPackageError for one whose library is not installed.
+    """Return the logs as `log_names` does; raise MissingPackageError for one whose library is not installed.
 
-    It is asked before a job is captured and before there is a folder."""
+    This is called before a job is captured and before there is a folder.
+    """
     wanted = log_names(names)
     for name in wanted:
         if name in LIBRARIES:
@@ -166,7 +168,7 @@ def check_logs(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def about(plan: Plan) -> dict[str, Any]:
-    """Return what describes a run to somebody who compares many."""
+    """Return a description of a run for people who compare many."""
     return {
         "plan": plan.key,
         **{f"mesh_{axis}": plan.mesh.size(axis) for axis in plan.mesh.axes},
@@ -178,17 +180,17 @@ def about(plan: Plan) -> dict[str, Any]:
 
 @dataclass
 class _Loss:
-    """Steps that a writer could not write, and why the first."""
+    """Count the steps that a writer could not write, with the first reason."""
 
     steps: int
     first: str
 
 
 class Metrics:
-    """Hands every finished step to its writers.
+    """Hand every finished step to its writers.
 
-    Give it as `on_step`, and close it when the run is over, or use it in a `with`. Closing warns once of all that
-    writers could not write.
+    Give it as `on_step`, and close it when the run is over, or use it in a `with`. Closing warns once about all lost
+    steps.
     """
 
     def __init__(self, writers: Mapping[str, MetricsWriter], tokens_per_step: int | None = None) -> None:
@@ -207,7 +209,7 @@ class Metrics:
                 lost.steps += 1
 
     def close(self) -> None:
-        """Close all writers. PiperWarning when any of them has lost steps, or could not be closed."""
+        """Close all writers; warn when any of them has lost steps, or could not be closed."""
         for name, writer in self._writers.items():
             try:
                 writer.close()
@@ -229,8 +231,8 @@ class Metrics:
 def open_metrics(folder: Path, names: Iterable[str], plan: Plan) -> Metrics:
     """Open the metrics of a run of a plan in the folder of its results.
 
-    `names` are as in `log_names`. MissingPackageError for a log whose library is not installed; OutputError when a log
-    cannot be opened.
+    `names` are as in `log_names`. Raises MissingPackageError for a log whose library is not installed, and OutputError
+    when a log cannot be opened.
     """
     writers: dict[str, MetricsWriter] = {}
     for name in log_names(names):
@@ -249,10 +251,10 @@ def open_metrics(folder: Path, names: Iterable[str], plan: Plan) -> Metrics:
 def recorded(
     folder: Path | None, names: Iterable[str] | None, plan: Plan, on_step: Callable[[StepRecord], object] | None = None
 ) -> Iterator[Callable[[StepRecord], object] | None]:
-    """Yield what a run is to call with every finished step, and close the metrics at the end.
+    """Yield a function for a run to call with every finished step, and close the metrics at the end.
 
-    Metrics go into the folder of the run's results; then the caller's own `on_step` is called. Without a folder there
-    are no metrics, and JobError when they were asked for.
+    It writes metrics into the folder of the run's results, then calls the caller's own `on_step`. Without a folder
+    there are no metrics, and JobError when they were asked for.
     """
     if folder is None:
         if names:

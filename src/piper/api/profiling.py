@@ -1,7 +1,4 @@
-"""profile: measure what a job's chunks, messages and instructions take on this machine.
-
-Predictions of any strategy of the job can use what was measured.
-"""
+"""Measure durations of a job's chunks, messages and instructions on this machine, to predict any strategy."""
 
 from __future__ import annotations
 
@@ -35,13 +32,14 @@ if TYPE_CHECKING:
 REPEATS = 7
 TIMEOUT_S = 120.0
 FEWEST_OF_BATCH, MOST_OF_BATCH = 32, 2
-"""Microbatches are measured from 1 / 32 to 1 / 2 of the global batch: 2 to 32 of them in a step, counted over
-replicas. The costs reach a factor of 2 further.
+"""The bounds of measured microbatches, from 1 / 32 to 1 / 2 of the global batch: 2 to 32 in a step, over all replicas.
+
+The costs reach a factor of 2 further.
 """
 APART = 1.9
-"""Between neighbouring numbers of rows at least: what lies in between is interpolated."""
+"""The least factor between neighbouring numbers of rows; durations in between are interpolated."""
 SMALLEST_MESSAGE, GRID = 4, 4
-"""Bytes, and the factor between sizes of messages."""
+"""The bytes of the smallest message, and the factor between sizes."""
 
 
 def profile(
@@ -58,7 +56,8 @@ def profile(
     """Measure a job on as many ranks as the strategy has, all at once.
 
     Each rank has one thread of the CPU, or a CUDA device of its own where there are any (`piper_runtime.rank.device`).
-    These are measured, with the code and the closures of a run and on the job's own batches, while all ranks compute:
+    The following is measured, with the code and the closures of a run and on the job's own batches, while all ranks
+    compute:
 
     - seconds per distinct chunk and step (F, I, W), and per other op of the compute stream, at each number of rows;
     - point-to-point messages and all-reduces over groups of ranks, by size, up to the largest activation and the whole
@@ -69,7 +68,7 @@ def profile(
     Each is the median over `repeats` passes and all ranks; its spread is their median absolute deviation.
 
     Args:
-        job: What to measure.
+        job: The job to measure.
         strategy: Its ranks and its rows are measured.
         launcher: "processes" or "ray".
         cluster: For "ray", as in `execute`.
@@ -100,7 +99,7 @@ def profile(
 
 
 def _rows(global_batch: int, asked: Sequence[int] | None, own: int) -> list[int]:
-    """Return the numbers of rows to measure, ascending. JobError for a number that no strategy could use."""
+    """Return the numbers of rows to measure, ascending; raise JobError for a number that no strategy could use."""
     if asked is not None:
         for r in asked:
             if isinstance(r, bool) or not isinstance(r, int) or not 1 <= r <= global_batch:
@@ -187,7 +186,6 @@ def _origin(report: ProfileReport, plan: Plan, launcher: str, repeats: int) -> O
 
 
 def _costs(reports: Sequence[ProfileReport], plan: Plan, origin: Origin) -> Costs:
-    """Join what all ranks measured."""
     samples: dict[tuple[str, str, int], list[float]] = {}
     for report in reports:
         for key, seconds in report.parts.items():
@@ -225,20 +223,16 @@ def _messages(reports: Sequence[ProfileReport]) -> list[CommDuration]:
 
 
 def _host(reports: Sequence[ProfileReport]) -> HostCosts:
-    """Return seconds per instruction over all repeats and ranks.
-
-    There are none for communication on CUDA, whose host is ahead of its device.
-    """
+    """Return seconds per instruction of all repeats and ranks; none for messages on CUDA, whose host is ahead."""
     issue = _duration(max(0.0, s) for r in reports for s in r.issue)
     talk = _duration([max(0.0, s) for r in reports for s in r.talk] or [0.0])
     return HostCosts(issue.seconds, talk.seconds, issue.spread, talk.spread)
 
 
 def _allocator(resident: Sequence[Sequence[tuple[int, int]]]) -> AllocatorCosts | None:
-    """Return the line through bytes of tensors and resident bytes.
+    """Return the line through bytes of tensors and resident bytes; None with one number of rows.
 
-    It goes through the fewest and the most rows of the largest rank. Its slope is at least 1. With one number of rows
-    there is no line.
+    It goes through the fewest and the most rows of the largest rank. Its slope is at least 1.
     """
     if not resident or len(resident[0]) < 2:
         return None

@@ -1,4 +1,4 @@
-"""What plain PyTorch computes for a job on one device, and whether a run of a plan computed the same.
+"""Train a job by plain PyTorch on one device, and compare a run of a plan with it.
 
 The reference is the user's unmodified module under autograd, in one process, a loop over the same microbatches. It
 shares no code with Piper: the rows of a microbatch and the seed of random operations are restated here from their
@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 FLOAT64 = 1e-9
-"""Tolerance of float64. A correct run is at 1e-13, the mildest wrong one seen at 3e-4."""
+"""The tolerance of float64; a correct run is at 1e-13, the mildest wrong one seen at 3e-4."""
 FLOAT32 = 2e-5
-"""Tolerance of float32: for losses and for gradients under SGD only."""
+"""The tolerance of float32: for losses and for gradients under SGD only."""
 FLOOR = 1e-3
-"""Share of the median norm below which a tensor's own norm counts for nothing: a key bias has true gradient zero,
-the rest is rounding.
+"""The share of the median norm below which a tensor's own norm is ignored.
+
+A key bias, for example, has true gradient zero, and the rest is rounding.
 """
 STEPS = 3
 
@@ -34,7 +35,7 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Reference:
-    """What one device computed.
+    """Hold the results of one device.
 
     Attributes:
         losses: Per step, the loss over the global batch.
@@ -61,7 +62,7 @@ class Reference:
 def reference(job: Any, *, replicas: int = 1, microbatches: int = 1, steps: int = STEPS, head: int | str = "root.1") -> Reference:
     """Train a job's model on one device as a plan with these numbers would.
 
-    `head` says where random operations after the last layer take their seed.
+    `head` is the seed's place for random operations after the last layer.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
@@ -75,7 +76,7 @@ def reference(job: Any, *, replicas: int = 1, microbatches: int = 1, steps: int 
 
 
 class _Trainer:
-    """The module and its optimizer, under a job's rules."""
+    """Hold the module and its optimizer, under a job's rules."""
 
     def __init__(self, job: Any, replicas: int, microbatches: int, head: int | str):
         self.job, self.replicas, self.microbatches = job, replicas, microbatches
@@ -89,7 +90,7 @@ class _Trainer:
         self.scheduler = job.scheduler(self.optimizer) if job.scheduler else None
 
     def step(self, step: int) -> tuple[float, Tensors]:
-        """Make one optimizer step. Return the loss and the gradients that the optimizer saw."""
+        """Run one optimizer step; return the loss and the gradients that the optimizer saw."""
         self.optimizer.zero_grad(set_to_none=True)
         losses, weights = self._accumulate(step)
         parameters = [p for p in self.model.parameters() if p.grad is not None]
@@ -107,7 +108,7 @@ class _Trainer:
         return sum(losses) * scale, gradients
 
     def _accumulate(self, step: int) -> tuple[list[float], list[float]]:
-        """Sum the gradients of all microbatches. Return their losses, and their weights if there are any."""
+        """Sum the gradients of all microbatches; return their losses, and their weights if there are any."""
         losses, weights = [], []
         per_replica = self.job.global_batch // self.replicas
         rows = per_replica // self.microbatches
@@ -162,7 +163,7 @@ def _widen(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 class _RandomState:
-    """Sets torch's generator before the model, before each layer, and when all layers have run (`head`).
+    """Set torch's generator before the model, before each layer, and when all layers have run (`head`).
 
     Layers are the entries of the outermost nn.ModuleLists, numbered consecutively in the order of registration.
     """
@@ -186,7 +187,7 @@ class _RandomState:
 
     @contextmanager
     def during(self, step: int, row: int) -> Iterator[None]:
-        """Set the random state during one forward. `row` is the first row of the microbatch in the global batch."""
+        """Set the random state during one forward, whose microbatch begins at `row` of the global batch."""
         self._step, self._row, self._waiting = step, row, set(self._numbers)
         self._at_head, self._latest = False, "root"
         hooks = [layer.register_forward_pre_hook(lambda layer, _: self._before(layer)) for layer in self._numbers]
@@ -218,7 +219,7 @@ class _RandomState:
 
 
 def _entries(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Yield the entries of the ModuleLists that are in no other one. `seen` are modules that are done."""
+    """Yield the entries of the ModuleLists that are in no other one, except modules in `seen`."""
     for child in module.children():
         if child not in seen:
             seen.add(child)
@@ -227,7 +228,7 @@ def _entries(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
 
 @dataclass(frozen=True)
 class RunOutcome:
-    """What a run brought back, in the reference's terms.
+    """Hold the results of a run, in the reference's terms.
 
     Attributes:
         losses: Per step.
@@ -249,7 +250,7 @@ class RunOutcome:
 
     @staticmethod
     def from_reference(found: Reference) -> RunOutcome:
-        """Return a perfect run on one rank, for controls of the judge itself."""
+        """Return the outcome of a perfect run on one rank, for controls of the judge itself."""
         gradients = [dict(g) for g in found.gradients]
         states = copy.copy({**found.parameters, **found.buffers})
         return RunOutcome(list(found.losses), {0: gradients}, {0: states}, dict(found.state_dict))
@@ -257,14 +258,14 @@ class RunOutcome:
 
 @dataclass(frozen=True)
 class Difference:
-    """One thing that is not what one device computes.
+    """Describe one value that differs from one device.
 
     Attributes:
-        step: From 0; the number of steps for what is compared after the last.
+        step: From 0; the number of steps for values after the last.
         what: The kind of value that differs.
         rank: -1 where it is not of one rank.
-        name: Of the tensor; empty for a loss.
-        problem: What differs, in words.
+        name: The tensor's name; empty for a loss.
+        problem: The difference, in words.
     """
 
     step: int
@@ -282,9 +283,9 @@ class Difference:
 def differences(
     found: RunOutcome, expected: Reference, tolerance: float = FLOAT64, *, parameters: bool = True
 ) -> list[Difference]:
-    """Return everything in which a run differs from one device, earliest step first.
+    """Return all differences of a run from one device, earliest step first.
 
-    `parameters=False` leaves out what is compared after the last step, as float32 needs it.
+    `parameters=False` leaves out values after the last step, as float32 needs it.
     """
     result = _losses(found.losses, expected.losses, tolerance)
     for rank, steps in found.gradients.items():
@@ -327,7 +328,7 @@ def _final(found: RunOutcome, expected: Reference, tolerance: float) -> list[Dif
 
 
 def _tensors(step: int, what: str, rank: int, got: Tensors, want: Tensors, tolerance: float) -> list[Difference]:
-    """Compare the tensors of `got` with those of the same names in `want`.
+    """Return the differences between tensors of the same names in `got` and `want`.
 
     An error counts relative to the tensor's norm and to the median norm of all of `want`.
     """

@@ -1,8 +1,8 @@
-"""Folders of results: plans, traces and numbers on disk. No run overwrites another.
+"""Write folders of results, with plans, traces and numbers; no run overwrites another.
 
-A folder holds what its command made; `piper report` shows what is there.
+A folder holds the files of its command; `piper report` shows them.
 
-- plan.json, strategy.json: what was simulated or run.
+- plan.json, strategy.json: the plan and the strategy that were simulated or run.
 - predicted.json: `Simulation.summary()` and `ranks`, per rank bubble_s, peak_bytes, device_bytes and peak_by_category.
   Of more than 64 ranks it has `roles` instead, each with the `ranks` that it holds for.
 - measured.json: losses, step_s, batch_s, period_s, tokens_per_s, peak_bytes by rank.
@@ -37,10 +37,7 @@ WEIGHTS = "weights.pt"
 
 
 def new_folder(out: Path, name: str) -> Path:
-    """Make a folder NAME-001, NAME-002, ... below `out` that did not exist before.
-
-    OutputError when it cannot be made.
-    """
+    """Make a new folder NAME-001, NAME-002, ... below `out`; raise OutputError when it cannot be made."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         endings = [p.name.rpartition("-")[2] for p in out.glob(f"{name}-*")]
@@ -59,7 +56,7 @@ def new_folder(out: Path, name: str) -> Path:
 
 @contextmanager
 def unless_empty(folder: Path | None) -> Iterator[None]:
-    """Remove a folder for results again when what is inside of the `with` fails before it has written any."""
+    """Remove a folder for results again when the code inside of the `with` fails before it has written any."""
     try:
         yield
     except BaseException:
@@ -73,7 +70,7 @@ def unless_empty(folder: Path | None) -> Iterator[None]:
 
 
 def save_plan(folder: Path, plan: Plan, strategy: Strategy) -> None:
-    """Write plan.json and strategy.json. OutputError when a file cannot be written."""
+    """Write plan.json and strategy.json; raise OutputError when a file cannot be written."""
     from piper_ir.codec import dumps
 
     with _writing(folder):
@@ -82,9 +79,11 @@ def save_plan(folder: Path, plan: Plan, strategy: Strategy) -> None:
 
 
 def save_prediction(folder: Path, prediction: Simulation) -> None:
-    """Write predicted.json, spans-predicted.json and trace-predicted.json. OutputError when a file cannot be written.
+    """Write predicted.json, spans-predicted.json and trace-predicted.json.
 
-    Of many ranks those that do the same at the same times are written once."""
+    Ranks that do the same at the same times are written once if there are many. Raises OutputError when a file cannot
+    be written.
+    """
     from piper_ir.codec import dumps
     from piper_report import write_chrome
 
@@ -98,11 +97,11 @@ def save_prediction(folder: Path, prediction: Simulation) -> None:
 
 
 MOST_RANKS = 64
-"""Ranks that are written one by one."""
+"""The most ranks that are written one by one."""
 
 
 def _by_role(prediction: Simulation) -> list[dict[str, Any]]:
-    """Return the entries of `_by_rank`, each once with all the ranks that it holds for."""
+    """Return the entries of `_by_rank`, each once with all its ranks."""
     by_rank = _by_rank(prediction)
     return [{"ranks": list(ranks)} | by_rank[ranks[0]] for ranks in prediction.role_trace.alike]
 
@@ -114,10 +113,9 @@ def _by_rank(prediction: Simulation) -> list[dict[str, Any]]:
 
 
 def save_snapshots(folder: Path, plan: Plan, prediction: Simulation) -> str:
-    """Write the predicted memory of ranks as rank0.pickle, ... for torch's memory visualiser.
+    """Write the predicted memory of ranks as rank0.pickle, ... for torch's memory visualiser; return where they are.
 
-    Of ranks that run the same program, the first is written. Returns where the files are, for the user. OutputError
-    when a file cannot be written.
+    Only the first rank that runs a program is written. Raises OutputError when a file cannot be written.
     """
     with _writing(folder, "--memory-snapshot"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +130,7 @@ def save_snapshots(folder: Path, plan: Plan, prediction: Simulation) -> str:
 def save_run(folder: Path, run: Run, tokens_per_step: int | None = None) -> None:
     """Write measured.json, and the two files of spans when spans were recorded.
 
-    OutputError when a file cannot be written.
+    Raises OutputError when a file cannot be written.
     """
     from piper_ir.codec import dumps
     from piper_report import write_chrome
@@ -148,9 +146,10 @@ def save_run(folder: Path, run: Run, tokens_per_step: int | None = None) -> None
 
 
 def save_weights(folder: Path, state: Mapping[str, Any]) -> Path:
-    """Write a state_dict as weights.pt, for `torch.load(..., weights_only=True)` and Job(init=...). Returns where.
+    """Write a state_dict as weights.pt, for `torch.load(..., weights_only=True)` and Job(init=...); return its path.
 
-    OutputError when it cannot be written; an older file stays as a whole then."""
+    Raises OutputError when it cannot be written; an older file then stays as a whole.
+    """
     import torch
 
     path = folder / WEIGHTS
@@ -168,7 +167,7 @@ def save_weights(folder: Path, state: Mapping[str, Any]) -> Path:
 
 @contextmanager
 def hang_report(folder: Path | None) -> Iterator[None]:
-    """Write every rank's last instructions to hang.txt if the run inside hangs. The error says so."""
+    """Write every rank's last instructions to hang.txt if the run inside hangs; the error says so."""
     try:
         yield
     except HangError as e:

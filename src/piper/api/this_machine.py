@@ -1,4 +1,4 @@
-"""This machine as a cluster, for predictions on "cpu-local".
+"""Describe this machine as a cluster, for predictions on "cpu-local".
 
 It has its CUDA devices by their name, or a CPU that is measured. The measurement is rough on purpose: about a second,
 one thread.
@@ -25,7 +25,7 @@ REPEATS = 7
 
 
 def devices_of_runs(world: int) -> Cluster:
-    """Return the devices that runs of this many ranks take when they start here now: CUDA devices, else the CPU.
+    """Return the devices of runs of this many ranks that start here now: CUDA devices, else the CPU.
 
     See `piper_runtime.rank.device`. Ranks that share a CUDA device are predicted as if they did not, and `notes` says
     so.
@@ -64,7 +64,7 @@ def measured_cpu() -> Cluster:
 
 
 def _memory_of_a_rank() -> int:
-    """Return this machine's memory, shared by as many ranks as it has cores."""
+    """Return a rank's share of this machine's memory, with one rank per core."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (os.cpu_count() or 1)
 
 
@@ -92,7 +92,7 @@ def _bandwidth(elements: int = 1 << 21) -> float:
 
 
 def _small_op(calls: int = 2000) -> float:
-    """Measure the seconds of an operator on one element: what each kernel costs at least."""
+    """Measure the seconds of an operator on one element, the least cost of a kernel."""
     a = torch.zeros(1)
 
     def run() -> None:
@@ -103,6 +103,6 @@ def _small_op(calls: int = 2000) -> float:
 
 
 def _instruction() -> float:
-    """Measure the seconds of the issuing thread for an instruction and a message beside it, whatever the two do."""
+    """Measure the issuing thread's seconds for an instruction and a message, without their work."""
     turns = list(host_seconds(array("q", [0] * HEART_SLOTS), range(1 + REPEATS)))[1:]
     return max(0.0, median(issue + talk for issue, talk in turns))

@@ -1,4 +1,4 @@
-"""How far a run in float64 may be from one device, where the model itself computes some of it in a narrower type."""
+"""Find how far a run in float64 may differ from one device, where the model computes in a narrower type."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from piper.api.reference import FLOAT32, FLOAT64
 from piper_compiler.capture import Captured
 
 BY_DTYPE = {"float32": FLOAT32, "float16": 5e-3, "bfloat16": 4e-2}
-"""Relative tolerances of what passes through a dtype: some ten roundings of the narrow ones."""
+"""The relative tolerances by dtype: some ten roundings of the narrow ones."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """A relative tolerance.
+    """Hold a relative tolerance.
 
     Attributes:
         value: The relative difference that is allowed.
@@ -34,7 +34,7 @@ STRICT = Tolerance()
 def tolerances(captured: Captured) -> Iterator[Tolerance]:
     """Yield the tolerances to try, the strictest first.
 
-    What is computed in a narrower type is equal all the same where both sides compute it in the same order.
+    Results in a narrower type are equal all the same where both sides compute in the same order.
     """
     from piper_compiler.capture import narrowest
 

@@ -1,7 +1,4 @@
-"""tune: search the parameters of a strategy.
-
-A job is captured once, and the best candidates can be run.
-"""
+"""Search the parameters of a strategy for a job, which is captured once; the best candidates can be run."""
 
 from __future__ import annotations
 
@@ -30,9 +27,9 @@ if TYPE_CHECKING:
     from piper_runtime.launch import Workers
 
 CONFIRM_STEPS = 8
-"""Steps of a confirming run: three warm up, the median of the others counts."""
+"""The steps of a confirming run: three warm up, the median of the others counts."""
 MOST_BYTES = 2**60
-"""No device has more memory."""
+"""The largest memory limit in bytes; no device has more."""
 UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
@@ -66,7 +63,7 @@ def tune(
     Args:
         source: A Job, captured once, or a Program, for which nothing can be confirmed.
         strategy: The function of a trial.
-        cluster: What is predicted for.
+        cluster: The cluster of the predictions.
         trials: Candidates, as in `piper_autotune.tune`; so are `seed`, `storage`, `sampler`, `timeout_s`.
         confirm: How many of the best are run; the best is then the one measured to be fastest. Refused unless `cluster`
             is this machine.
@@ -75,17 +72,17 @@ def tune(
         costs: Measured durations.
         workers: Processes (0: this one), "ray", "local" (a Ray of its own) or the address of a Ray cluster. The same
             seed and number of workers give the same study.
-        launcher: What confirming runs are run on.
+        launcher: The launcher of confirming runs.
         pool: Workers of confirming runs to use again.
         steps: Steps of a confirming run.
-        out: study.json and best.json go to a new folder below it.
+        out: study.json and best.json go to a new folder below this one.
         progress: Called while the search goes on.
         global_batch: With a Program only, as in `compile`.
         model: The cost model, as in `simulate`.
 
     TuneError: arguments, storage, or a space that contradicts itself. SearchError (a TuneError): the storage failed in
     mid-search. NothingFoundError (a SearchError): no candidate can be used; the message says why, or the smallest limit
-    that fits one. The `study` of both holds what was found.
+    that fits one. The `study` of both holds the results.
     """
     from piper_runtime.launch import check_launcher, check_startable
 
@@ -124,8 +121,8 @@ def tune(
 def _joined(workers: int | str) -> Iterator[None]:
     """Connect this process to Ray inside of the `with`, if workers are a cluster.
 
-    It joins the cluster at an address; "ray" joins the one that is there, else starts one. ExecutionError when none
-    answers.
+    It joins the cluster at an address; "ray" joins the one that is there, else starts one. Raises ExecutionError when
+    none answers.
     """
     if not isinstance(workers, str):
         yield
@@ -142,9 +139,9 @@ def _joined(workers: int | str) -> Iterator[None]:
 
 @contextmanager
 def saved(folder: Path | None) -> Iterator[None]:
-    """Save the study of a search that fails inside of the `with`, or that finds nothing.
+    """Save the study of a search that fails inside of the `with`, or that finds nothing, with results and reasons.
 
-    The study has what was found, and the reasons. A search that is refused before it begins leaves no folder.
+    A search that is refused before it begins leaves no folder.
     """
     with unless_empty(folder):
         try:
@@ -163,7 +160,7 @@ def problem_of(
     global_batch: int | None,
     model: CostModelFactory = DeviceModel,
 ) -> tuple[TuningProblem, dict[str, Any]]:
-    """Return what is searched for, and the keywords that bring a job's programs to the workers."""
+    """Return the tuning problem, and the keywords that bring a job's programs to the workers."""
     if isinstance(source, Program):
         return TuningProblem(source, global_batch, cluster=cluster, costs=costs, memory_limit=limit, model=model), {}
     from piper.api.capturing import captured_job, program_at
@@ -185,7 +182,7 @@ def problem_of(
 
 
 def _limit(given: int | str | None, cluster: Cluster | None) -> int | None:
-    """Return a memory limit in bytes. TuneError for what is neither a positive number of bytes nor text with a unit."""
+    """Return a memory limit in bytes; raise TuneError unless it is a positive number of bytes or text with a unit."""
     if given is None:
         return None if cluster is None else max(kind.device.memory_bytes for kind in cluster.kinds)
     number: float = given if isinstance(given, int) and not isinstance(given, bool) else 0
@@ -199,7 +196,7 @@ def _limit(given: int | str | None, cluster: Cluster | None) -> int | None:
 
 
 def _check_local(cluster: Cluster | None) -> None:
-    """Raise TuneError unless what is confirmed here is what was asked for."""
+    """Raise TuneError unless runs on this machine can confirm candidates for the cluster."""
     import torch
 
     asked = "given durations" if cluster is None else cluster.name

@@ -1,4 +1,4 @@
-"""`piper verify`: a strategy in float64, all ranks in this process, against plain PyTorch on one device."""
+"""Compare a strategy in float64, with all ranks in this process, to plain PyTorch on one device (`piper verify`)."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from piper_runtime.rank import rng_places
 
 @dataclass(frozen=True)
 class WholeBatch:
-    """How a run compares with the whole batch in one forward.
+    """Hold the comparison of a run with the whole batch in one forward.
 
     Attributes:
-        differences: What differs.
+        differences: The values that differ.
         advancing: Buffers that advance once per microbatch.
         random: A chunk that draws random numbers, for which there is no comparison.
     """
@@ -47,15 +47,14 @@ class WholeBatch:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """What a comparison with one device and the same microbatches found.
+    """Hold the comparison of a run with one device and the same microbatches.
 
     Attributes:
-        strategy: What was run.
         steps: How many were compared.
         tensors: How many the model's state has.
         differences: Those beyond the tolerance, in the order of steps.
         whole: The same for the whole batch in one forward, where that is something else.
-        tolerance: What was allowed.
+        tolerance: The tolerance that was allowed.
     """
 
     strategy: Strategy
@@ -71,16 +70,13 @@ class VerificationReport:
 
     @property
     def equal_whole_batch(self) -> bool | None:
-        """Return whether the whole batch in one forward is equal too, None where it was not compared."""
+        """Return whether the whole batch in one forward is equal too; None where it was not compared."""
         if self.whole is None:  # one microbatch on one replica
             return self.equal
         return None if self.whole.random else not self.whole.differences
 
     def text(self) -> str:
-        """Return one line when all is equal, else the first difference and their number.
-
-        A line on what the whole batch gives follows.
-        """
+        """Return one line when all is equal, else the first difference and their number; then the whole batch."""
         return "\n  ".join(filter(None, (self._same_microbatches(), self.whole.text() if self.whole else "")))
 
     def _same_microbatches(self) -> str:
@@ -100,7 +96,7 @@ def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Verifica
     """Run a strategy in float64 in this process and compare it with the unmodified module under autograd.
 
     The plan's rules are checked before it runs inline. Losses, gradients, parameters and buffers are compared. Raises
-    what `compile` and `execute` raise, PlanError for a plan that breaks a rule, and JobError for random operations
+    the errors of `compile` and `execute`, PlanError for a plan that breaks a rule, and JobError for random operations
     whose numbers plain PyTorch cannot draw.
     """
     wide = replace(job, precision=Precision(params="float64"))
@@ -120,7 +116,7 @@ def verify_strategy(job: Job, strategy: Strategy, *, steps: int = 3) -> Verifica
 def _whole_batch(job: Job, compiled: Compiled, steps: int, outcome: RunOutcome, tolerance: Tolerance) -> WholeBatch | None:
     """Compare with the whole batch in one forward.
 
-    Parameters are left out: where a true gradient is zero, Adam makes steps of the rounding, which is another one here.
+    Parameters are left out: where a true gradient is zero, Adam makes steps from rounding, which differs here.
     """
     plan = compiled.plan
     if plan.microbatches * plan.replicas == 1:
@@ -135,7 +131,7 @@ def _whole_batch(job: Job, compiled: Compiled, steps: int, outcome: RunOutcome, 
 def compared(found: RunOutcome, expected: Reference, captured: Captured) -> tuple[list[Difference], Tolerance]:
     """Return the differences by the strictest tolerance that finds none, and that tolerance.
 
-    Where each finds some, they are those by the tolerance of the narrowest dtype in the model.
+    If each finds some, they are those by the tolerance of the narrowest dtype in the model.
     """
     for tolerance in tolerances(captured):
         beyond = differences(found, expected, tolerance.value)
@@ -145,11 +141,10 @@ def compared(found: RunOutcome, expected: Reference, captured: Captured) -> tupl
 
 
 def _check_random(plan: Plan, expected: Reference) -> None:
-    """Raise JobError when the reference drew other random numbers than the plan will.
+    """Raise JobError when the reference drew other random numbers than the plan will, so that differences say nothing.
 
-    Differences would say nothing then. The plan sets the random state before each chunk, the reference before each
-    layer. These are the same where every chunk that draws has a place that the reference knows, and no layer of the
-    reference lies within a chunk.
+    The plan sets the random state before each chunk, the reference before each layer. These are the same where every
+    chunk that draws has a place that the reference knows, and no layer of the reference lies within a chunk.
     """
     places = rng_places(plan.chunks)
     inside = {p for p in expected.places if isinstance(p, int)} - set(places.values())

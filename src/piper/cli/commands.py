@@ -1,7 +1,7 @@
-"""The `piper` command.
+"""Define the `piper` command.
 
-Errors of the user's making end with one message and exit code 2. The heavy imports happen inside of the commands, which
-say how they are used and leave the work to the modules that they call.
+A user's errors end with one message and exit code 2. The heavy imports happen inside of the commands, which define
+their options and leave the work to the modules that they call.
 """
 
 from __future__ import annotations
@@ -375,7 +375,7 @@ def doctor(as_json: AsJsonOption = False) -> None:
 
 
 def main() -> None:
-    """Entry point of the `piper` command."""
+    """Run the `piper` command."""
     open_output()
     hear()
     try:

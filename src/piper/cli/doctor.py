@@ -1,4 +1,4 @@
-"""What this machine can do for Piper: devices, backends, versions, and what is missing."""
+"""Report what this machine can do for Piper: devices, backends, versions, and what is missing."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ LIBRARIES = {
     "tensorboard": "--log tensorboard (optional)",
     "wandb": "--log wandb (optional)",
 }
-"""Distribution -> what needs it."""
+"""The distributions, each with the feature that needs it."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """Hold one line of the report.
 
     Attributes:
-        name: What was looked at.
         state: "ok", "missing" (something cannot be done; `text` says what to do) or "absent" (nobody needs it).
-        text: What was found.
+        text: The result.
     """
 
     name: str
@@ -39,7 +38,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at this machine. It takes a second or two, since torch is imported."""
+    """Examine this machine, which takes a second or two, since torch is imported."""
     return [_python(), _cores(), _memory(), *_torch(), *_libraries(), _shared_memory(), *_launchers()]
 
 
@@ -100,7 +99,7 @@ def _libraries() -> list[Finding]:
 
 
 def _shared_memory() -> Finding:
-    """Look at shared memory, where Ray's object store and the launcher's watch over its workers live."""
+    """Examine shared memory, where Ray's object store and the launcher's watch over its workers live."""
     path = Path("/dev/shm")
     if not path.is_dir():
         return Finding("shared memory", "absent", "/dev/shm is not there; files in the temporary folder are used")

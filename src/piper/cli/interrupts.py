@@ -1,8 +1,8 @@
-"""Ctrl-C that is not lost.
+"""Keep Ctrl-C from being lost.
 
-Python tells of it by an exception wherever the program happens to be, and there are places which drop exceptions:
-importing torch (where it asks whether NumPy is there, whatever was raised meanwhile counts as no), finalizers,
-callbacks. The command would go on as if nobody had asked it to stop.
+Python reports it by an exception wherever the program happens to be, and some places drop exceptions: importing torch
+(which asks whether NumPy exists, and takes any exception for a no), finalizers, callbacks. The command would go on as
+if nobody had asked it to stop.
 """
 
 from __future__ import annotations
@@ -15,18 +15,15 @@ from types import FrameType
 from typing import Any
 
 INTERRUPTED = 130
-"""Exit code of a command that was interrupted, as shells have it: 128 + SIGINT."""
+"""The exit code of a command that was interrupted, as shells have it: 128 + SIGINT."""
 TERMINATED = 128 + signal.SIGTERM
-"""Exit code of a command that was asked to end, as a batch system does before it kills."""
+"""The exit code of a command that was asked to end, as a batch system does before it kills."""
 AGAIN_S = 0.05
-"""Seconds until an interrupt that was dropped is told of again."""
+"""The seconds until an interrupt that was dropped is raised again."""
 
 
 def hear() -> None:
-    """Hear signals, in the main thread of a command.
-
-    Ones that are ignored, as in the background of a shell, stay so.
-    """
+    """Handle signals in the main thread of a command; signals that are ignored, as in a shell's background, stay so."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminated)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -37,7 +34,7 @@ def hear() -> None:
 def leave(code: int = INTERRUPTED) -> None:
     """End at once after an interrupt, when workers and Ray are ended.
 
-    Ray's native threads may crash an interpreter whose raylet the same interrupt has ended, and the shell would hear of
+    Ray's native threads may crash an interpreter whose raylet the same interrupt has ended, and the shell would report
     a segmentation fault.
     """
     if "ray" in sys.modules:

@@ -1,4 +1,4 @@
-"""The command lines that start a file's ranks, with the options that were given: `piper launch`."""
+"""Print the command lines that start a file's ranks, with the given options: `piper launch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading of the user's FILE.py, which is run.
+"""Load the user's FILE.py, which is run.
 
 It must define `job` and `strategy`. It may define `steps`, and `params`: values for a strategy that is a function of a
 trial, where nobody searches.
@@ -25,15 +25,14 @@ from piper_runtime.rank import RECIPE_MARK
 
 @dataclass(frozen=True)
 class JobFile:
-    """What a FILE.py defines.
+    """Hold the definitions of a FILE.py.
 
     Attributes:
-        path: Of the file.
-        job: What it trains.
-        strategy: How it is trained.
-        steps: How many it wants to train when nobody says; 3 when it does not say either.
-        function: The function of a trial that the file's strategy is; None when it is none.
-        params: What the function's suggestions were, or would have been, answered with.
+        job: The job to train.
+        strategy: The strategy to train it with.
+        steps: The default number of steps; 3 without one in the file.
+        function: The file's strategy if it is a function of a trial, else None.
+        params: The answers to the function's suggestions, given or by default.
     """
 
     path: Path
@@ -46,12 +45,12 @@ class JobFile:
     def varied(self, params: Mapping[str, str], *, any_value: bool = False, flag: str = "-p") -> Strategy:
         """Return the strategy with other values of some parameters.
 
-        JobError when it is not a function of a trial, or has no such parameter.
+        Raises JobError when it is not a function of a trial, or has no such parameter.
 
         Args:
             params: The other values.
             any_value: Accept integers that the function does not offer.
-            flag: How messages call the option of the command line.
+            flag: The name of the command line's option in messages.
         """
         if self.function is None:
             raise JobError(f"{self.path}: `strategy` is not a function of a trial, so that it has no parameters to change")
@@ -61,7 +60,7 @@ class JobFile:
 
 @dataclass(frozen=True)
 class SearchFile:
-    """A FILE.py to search: `strategy` is a function of a trial."""
+    """Hold a FILE.py to search: `strategy` is a function of a trial."""
 
     path: Path
     job: Job
@@ -70,7 +69,7 @@ class SearchFile:
 
 
 def load_space(path: str | Path) -> SearchFile:
-    """Run FILE.py and take its `job` and its `strategy`, which must be a function of a trial. JobError otherwise."""
+    """Run FILE.py and take its `job` and its `strategy`; raise JobError unless that is a function of a trial."""
     path = Path(path)
     module = _run(path)
     strategy = getattr(module, "strategy", None)
@@ -84,12 +83,14 @@ def load_space(path: str | Path) -> SearchFile:
 
 
 def load_file(path: str | Path, params: Mapping[str, str] | None = None, strategy: str | Path | None = None) -> JobFile:
-    """Run FILE.py and take its `job` and `strategy`. JobError for a missing or broken file, or one that lacks a name.
+    """Run FILE.py and take its `job` and `strategy`.
+
+    Raises JobError for a missing or broken file, or one that lacks a name.
 
     Args:
-        path: Of the file.
+        path: The file.
         params: Answers to the suggestions of a strategy that is a function of a trial; they come before the file's own
-            `params`.
+        `params`.
         strategy: A JSON file whose strategy is used instead of the file's own.
     """
     path = Path(path)
@@ -108,10 +109,7 @@ def load_file(path: str | Path, params: Mapping[str, str] | None = None, strateg
 
 
 def load_recipes(path: str | Path) -> None:
-    """Run FILE.py for the recipes that it registers; it need not define a job.
-
-    JobError for a missing or broken file.
-    """
+    """Run FILE.py for the recipes that it registers; raise JobError for a missing or broken file. It needs no job."""
     _run(Path(path))
 
 
@@ -190,7 +188,7 @@ def _strategy(
 
 
 def _answered(path: Path, function: Callable[[Any], Any], trial: FixedTrial, given: Iterable[str]) -> Strategy:
-    """Return the strategy that a function of a trial returns. It must ask for the parameters `given`."""
+    """Return the strategy of a function of a trial, which must ask for the parameters `given`."""
     with user_code("strategy(trial)", JobError):
         strategy = function(trial)
     trial.check_all_used(given)

@@ -1,4 +1,4 @@
-"""Options that several commands have, so that they are called and explained the same everywhere."""
+"""Define the options that several commands share, so that their names and help are the same everywhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from piper.cli.interrupts import INTERRUPTED
 from piper_ir.errors import JobError, PiperError, PiperWarning
 
 RUNS, TIMEOUT_S, LOG = Path("runs"), 60.0, "jsonl"
-"""Defaults of `piper run`: its folder for results, seconds without progress, and logs."""
+"""The defaults of `piper run`: its folder for results, seconds without progress, and logs."""
 
 SpaceFileArgument = Annotated[
     Path, typer.Argument(metavar="FILE.py", help="defines `job` (a piper.Job) and `strategy`, a function of a trial")
@@ -144,7 +144,7 @@ AsJsonOption = Annotated[bool, typer.Option("--json", help="print JSON for progr
 
 
 def searchers(workers: str) -> int | str:
-    """Read `--workers`: a number of processes, "ray", "local", or HOST:PORT. JobError otherwise."""
+    """Return `--workers`: a number of processes, "ray", "local", or HOST:PORT; raise JobError for anything else."""
     if workers.isdigit():
         return int(workers)
     if workers in ("ray", "local") or ":" in workers:
@@ -153,7 +153,7 @@ def searchers(workers: str) -> int | str:
 
 
 def pairs(params: Sequence[str] | None, flag: str = "-p") -> dict[str, str]:
-    """Return `-p` options by name. JobError for one without a name or value."""
+    """Return `-p` options by name; raise JobError for one without a name or value."""
     values = {}
     for item in params or []:
         name, equals, value = item.partition("=")
@@ -176,21 +176,22 @@ ARGUMENTS = (
     "steps",
     "rows",
 )
-"""Arguments of functions whose messages reach the command line.
+"""The arguments of functions whose messages reach the command line.
 
-A message about a "cluster" is about Ray's there, which is `--address`.
+There, a message about a "cluster" is about Ray's, which is `--address`.
 """
 PARAMETERS = {"cluster": "address"}
-"""Arguments whose option has another name."""
+"""The arguments whose option has another name."""
 _CALL = re.compile(rf"\b(?:execute|profile|tune)\(({'|'.join(ARGUMENTS)})=(.*?)\)(?=:)")
 _SETTING = re.compile(rf"""\b({"|".join(ARGUMENTS[:-2])})=(["']?)(\w[\w:.]*)\2""")
 _NAME = re.compile(r"\b(memory_limit|timeout_s)\b|(?<=leave )(confirm|storage)(?= out)")
 
 
 def in_flags(message: str, options: Container[str] | None = None) -> str:
-    """Say a message of a Python function as the command line does: `launcher="ray"` is `--launcher ray` there.
+    """Return a Python function's message in the command line's words: `launcher="ray"` is `--launcher ray` there.
 
-    options: the parameters of the command, by name; an argument that it does not have stays as it is. None for all."""
+    `options` are the parameters of the command, by name; an unknown argument stays as it is. None stands for all.
+    """
 
     def flag(match: re.Match[str], name: str, value: str) -> str:
         parameter = PARAMETERS.get(name, name)
@@ -207,9 +208,7 @@ def in_flags(message: str, options: Container[str] | None = None) -> str:
 
 @contextmanager
 def plain_warnings(options: Container[str] | None = None) -> Iterator[None]:
-    """Print each of Piper's own warnings as a line, as below tables, without a line of Piper's source.
-
-    options: as of `in_flags`."""
+    """Print Piper's own warnings as lines, without a line of Piper's source; `options` are as in `in_flags`."""
     with warnings.catch_warnings():
         others = warnings.showwarning
 
@@ -227,9 +226,10 @@ def plain_warnings(options: Container[str] | None = None) -> Iterator[None]:
 
 @contextmanager
 def user_errors(options: Container[str] | None = None) -> Iterator[None]:
-    """Print a PiperError as one message on stderr and exit with 2: nobody wants a traceback for a typing mistake.
+    """Print a PiperError as one message on stderr and exit with 2, since nobody wants a traceback for a typing mistake.
 
-    options: the parameters of the command, by name, in which messages speak of arguments."""
+    `options` are the parameters of the command that its messages name.
+    """
     try:
         with plain_warnings(options):
             yield

@@ -1,6 +1,6 @@
-"""Output that nobody reads any more: `piper ... | head` closes its end of the pipe while the command works.
+"""Survive output that nobody reads any more: `piper ... | head` closes its end of the pipe while the command works.
 
-A training or a search must neither end nor lose its results because of that. What is printed afterwards goes nowhere.
+A training or a search must neither end nor lose its results because of that. Later output is dropped.
 """
 
 from __future__ import annotations
@@ -13,30 +13,27 @@ from piper_ir.errors import OutputError
 
 
 class OutputStream:
-    """A text stream that may lose its reader. What is not defined here is the stream's own."""
+    """Wrap a text stream that may lose its reader; everything not defined here is the stream's own."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
         self._stream, self._name = stream, name
 
     def write(self, text: str) -> int:
-        """Write text. OutputError when it cannot be written, but for a pipe that is closed."""
+        """Write text; raise OutputError when it cannot be written, except to a closed pipe."""
         try:
             return self._stream.write(text)
         except OSError as e:
             return self._lost(e, len(text))
 
     def flush(self) -> None:
-        """Bring what was written to where it belongs. OutputError as for `write`."""
+        """Flush the stream; raise OutputError as `write` does."""
         try:
             self._stream.flush()
         except OSError as e:
             self._lost(e, 0)
 
     def _lost(self, error: OSError, written: int) -> int:
-        """Write to nowhere from now on.
-
-        That holds also for what is still in the stream's buffer, which the interpreter flushes at its end.
-        """
+        """Drop all output from now on, also what is in the stream's buffer, which the interpreter flushes last."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
@@ -49,10 +46,7 @@ class OutputStream:
 
 
 def open_output() -> None:
-    """Prepare stdout and stderr for the command.
-
-    A stream that the shell has closed (`>&-`) becomes one that goes nowhere.
-    """
+    """Prepare stdout and stderr for the command; a stream that the shell has closed (`>&-`) drops its output."""
     for number in (0, 1, 2):
         try:
             os.fstat(number)

@@ -1,4 +1,4 @@
-"""`piper simulate`: a prediction, its explanation, and what makes the difference between two strategies."""
+"""Run `piper simulate`: a prediction, its explanation, and the causes of the difference between two strategies."""
 
 from __future__ import annotations
 
@@ -29,10 +29,9 @@ ONE_MORE = "one microbatch more"
 
 @dataclass(frozen=True)
 class Target:
-    """What is simulated on.
+    """Say where and how to simulate.
 
     Attributes:
-        name: The name of a cluster.
         file: A file of measured costs.
         contention: Whether instructions that run at the same time share links, SMs and memory.
     """
@@ -55,7 +54,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Noise:
-    """How durations vary; see `Simulation.distribution`."""
+    """Say how durations vary; see `Simulation.distribution`."""
 
     jitter: float
     repetitions: int
@@ -63,9 +62,9 @@ class Noise:
 
     @staticmethod
     def of(jitter: float | None, repetitions: int | None, seed: int | None) -> Noise | None:
-        """Return the noise that the command line asks for; None without --jitter.
+        """Return the noise of the command line; None without --jitter.
 
-        JobError for options that belong to it and stand alone.
+        Raises JobError for options that belong to it and are given without it.
         """
         if jitter is not None:
             return Noise(jitter, 200 if repetitions is None else repetitions, seed or 0)
@@ -76,11 +75,11 @@ class Noise:
 
 @dataclass(frozen=True)
 class PredictionOutput:
-    """What a command prints and writes of a prediction.
+    """Say what a command prints and writes of a prediction.
 
     Attributes:
-        out: Results and a report go to a new folder below it.
-        explained: Also say why the step takes its time.
+        out: Results and a report go to a new folder below this one.
+        explained: Also explain the time of the step.
         as_json: Print JSON and nothing else.
         noise: How durations vary.
         snapshots: The folder for the memory of each rank.
@@ -109,7 +108,7 @@ def simulated(
 
 
 def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
-    """Simulate a strategy and print the headline and what else is to be shown."""
+    """Simulate a strategy and print the headline and everything else that `shown` asks for."""
     name = job_file.path.stem
     cluster, compiled = target.cluster, target.compiled(job_file)
     result = simulate(compiled.plan, cluster, costs=target.costs, contention=target.contention)
@@ -141,10 +140,10 @@ def predict(job_file: JobFile, target: Target, shown: PredictionOutput) -> None:
 
 
 def one_more(job_file: JobFile, compiled: Compiled, target: Target, now_s: float) -> WhatIf:
-    """Predict the step with one microbatch more of as many rows, so that the global batch grows by it.
+    """Return the step with one more microbatch of as many rows, so that the global batch grows by it.
 
-    `now_s` is the step as it is. It takes a strategy that is a function of a trial, with a parameter that is the number
-    of microbatches.
+    `now_s` is the present step. The strategy must be a function of a trial, with a parameter that is the number of
+    microbatches.
     """
     plan = compiled.plan
     m, each = plan.microbatches, plan.rows * plan.replicas
@@ -170,7 +169,7 @@ def predict_two(
 ) -> None:
     """Simulate two strategies and print where the difference arises.
 
-    `other` is another FILE.py, which `params` hold for too, or a saved strategy of the same job; None is the same file.
+    `other` is another FILE.py, to which `params` apply too, or a saved strategy of the same job; None is the same file.
     `changes` of parameters make the second strategy.
     """
     second, names = _second(job_file, other, params, changes)
@@ -191,7 +190,7 @@ def predict_two(
 def _second(
     job_file: JobFile, other: Path | None, params: Mapping[str, str], changes: Mapping[str, str]
 ) -> tuple[JobFile, tuple[str, str]]:
-    """Return the other side of a comparison, and what to call the two."""
+    """Return the other side of a comparison, and the names of the two."""
     name = job_file.path.name
     was = " " * bool(changes) + ", ".join(f"{n}={job_file.params.get(n, '-')}" for n in changes)
     now = " " * bool(changes) + ", ".join(f"{n}={v}" for n, v in changes.items())

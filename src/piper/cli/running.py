@@ -1,4 +1,4 @@
-"""`piper run` and `piper launch`: train, emulate, or print the command lines that start the ranks."""
+"""Run `piper run` and `piper launch`: train, emulate, or print the command lines that start the ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from piper_runtime.launch import is_first
 
 @dataclass(frozen=True)
 class RunArguments:
-    """What the command line gives to `piper run`, option by option; `piper launch` has some of them."""
+    """Hold the options of `piper run`; `piper launch` has some of them."""
 
     file: Path
     params: Sequence[str] = ()
@@ -40,7 +40,7 @@ class RunArguments:
     as_json: bool = False
 
     def loaded(self) -> JobFile:
-        """Run FILE.py and return what it defines."""
+        """Run FILE.py and return its definitions."""
         return load_file(self.file, pairs(self.params), self.strategy)
 
 

@@ -1,4 +1,4 @@
-"""`piper tune`: search a file's strategies, show what was found, and write it."""
+"""Run `piper tune`: search a file's strategies, show the results, and write them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from piper_autotune import Study
 
 @dataclass(frozen=True)
 class TuneArguments:
-    """What the command line gives to `piper tune`, option by option."""
+    """Hold the options of `piper tune`."""
 
     file: Path
     cluster: str
@@ -36,10 +36,7 @@ class TuneArguments:
 
 
 def tune(arguments: TuneArguments) -> Study:
-    """Search, print the table or its JSON, and write study and report.
-
-    Returns the study, which may be that of a part.
-    """
+    """Search, print the table or its JSON, write study and report, and return the study, which may be unfinished."""
     a = arguments
     space = load_space(a.file)
     folder = new_folder(a.out, a.file.stem) if a.out else None

@@ -1,4 +1,4 @@
-"""Models to plan with: GPT, Llama and a mixture of experts at any size.
+"""Provide models to plan with: GPT, Llama and a mixture of experts at any size.
 
 There are presets of published ones, and a job for each. A size is a frozen dataclass:
 `dataclasses.replace(models.preset("llama3-8b"), layers=2)` is another. Nothing is allocated until a plan is executed.

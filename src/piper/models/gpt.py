@@ -1,4 +1,4 @@
-"""GPT: learned positions, LayerNorm before each part, GELU, one embedding for both ends.
+"""Define GPT: learned positions, LayerNorm before each part, GELU, one embedding for both ends.
 
 See GPT-2, and GPT-3, arXiv 2005.14165.
 """
@@ -15,7 +15,7 @@ from piper.models.parts import check_multiple, check_sizes, start
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of a GPT, whose feed-forward part is 4 x width wide. JobError for sizes that do not fit together.
+    """Hold the sizes of a GPT, whose feed-forward part is 4 x width wide; raise JobError if they do not fit together.
 
     Attributes:
         layers: Number of blocks.
@@ -38,12 +38,12 @@ class GPTConfig:
         check_multiple(self, "width", self.width, "heads", self.heads)
 
     def build(self) -> GPT:
-        """Return the module, on the device that is current. On meta nothing is allocated."""
+        """Return the module, on the device that is current; on meta nothing is allocated."""
         return GPT(self)
 
 
 class GPTBlock(nn.Module):
-    """Attention over all earlier tokens, then the feed-forward part.
+    """Compute attention over all earlier tokens, then the feed-forward part.
 
     GPT-3 alternates this with banded sparse attention (2005.14165, section 2.1); here every layer is dense.
     """
@@ -65,7 +65,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model: tokens [rows, T] int64, T at most `config.length`, to logits [rows, T, vocab]."""
+    """Map tokens [rows, T] int64, T at most `config.length`, to logits [rows, T, vocab]."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

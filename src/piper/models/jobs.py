@@ -1,4 +1,4 @@
-"""A training job of any of the models: random tokens, cross-entropy, AdamW."""
+"""Make a training job of any of the models: random tokens, cross-entropy, AdamW."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from piper_ir.errors import JobError
 from piper_runtime.rank import Job, Precision
 
 SEED_STRIDE = 1_000_003
-"""The distance between the seeds of two steps: more than there are rows in a batch. A CPU generator looks at 32 bits
-of a seed only.
-"""
+"""The distance between the seeds of two steps: more than the rows of a batch, as CPU generators use 32 bits only."""
 
 
 def job(
@@ -34,8 +32,8 @@ def job(
 ) -> Job:
     """Return a job that trains a model to predict the next of random tokens.
 
-    JobError for sizes that do not fit together. AdamW has betas 0.9 and 0.95 and decays matrices by 0.1 (GPT-3, arXiv
-    2005.14165, appendix B). Jobs of equal sizes and precision share one capture.
+    Raises JobError for sizes that do not fit together. AdamW has betas 0.9 and 0.95 and decays matrices by 0.1 (GPT-3,
+    arXiv 2005.14165, appendix B). Jobs of equal sizes and precision share one capture.
 
     Args:
         model: The name of a preset, or sizes.
@@ -64,7 +62,7 @@ def job(
 
 
 def parameter_count(config: Config) -> int:
-    """Count the parameters of a model, a tied one once. The module is built on meta."""
+    """Return the number of parameters of a model, a tied one once, from the module on meta."""
     with torch.device("meta"):
         return sum(p.numel() for p in config.build().parameters())
 
@@ -80,10 +78,7 @@ def _batch(vocab: int, length: int) -> Callable[[int, range], tuple[Tensor, Tens
 
 
 def random_tokens(vocab: int, length: int, step: int, rows: range) -> tuple[Tensor, Tensor]:
-    """Return tokens and the ones after them, int64 [len(rows), length].
-
-    A row is the same in whatever range it is asked for.
-    """
+    """Return tokens and the ones after them, int64 [len(rows), length]; a row is the same in every range."""
     tokens = torch.empty(len(rows), length + 1, dtype=torch.int64)
     generator = torch.Generator()
     for k, row in enumerate(rows):
@@ -98,7 +93,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def adamw(named: list[tuple[str, nn.Parameter]], lr: float) -> torch.optim.Optimizer:
-    """Return AdamW for named parameters. Norms and biases do not decay."""
+    """Return AdamW for named parameters; norms and biases do not decay."""
     groups = [
         {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for _, p in named if p.ndim < 2], "weight_decay": 0.0},

@@ -1,4 +1,4 @@
-"""Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU (Llama 3, arXiv 2407.21783)."""
+"""Define Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU (Llama 3, arXiv 2407.21783)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from piper_ir.errors import JobError
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of a Llama. JobError for sizes that do not fit together.
+    """Hold the sizes of a Llama; raise JobError if they do not fit together.
 
     Attributes:
         layers: Number of blocks.
@@ -58,7 +58,7 @@ class LlamaConfig:
         return self.width // self.heads if self.head_dim is None else self.head_dim
 
     def build(self) -> Llama:
-        """Return the module, on the device that is current. On meta nothing is allocated."""
+        """Return the module, on the device that is current; on meta nothing is allocated."""
         return Llama(self)
 
     def feed_forward(self) -> nn.Module:
@@ -67,7 +67,7 @@ class LlamaConfig:
 
 
 class LlamaBlock(nn.Module):
-    """Attention over all earlier tokens, then the feed-forward part, each after a norm."""
+    """Compute attention over all earlier tokens, then the feed-forward part, each after a norm."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """The model: tokens [rows, T] int64, T at most `config.length`, to logits [rows, T, vocab].
+    """Map tokens [rows, T] int64, T at most `config.length`, to logits [rows, T, vocab].
 
     The rotary angles are buffers that no state_dict holds. Like all of a job they have its dtype.
     """

@@ -1,4 +1,4 @@
-"""A mixture of experts with a capacity in a Llama of Qwen3's kind.
+"""Define a mixture of experts with a capacity in a Llama of Qwen3's kind.
 
 See GShard, arXiv 2006.16668, and Switch, arXiv 2101.03961. Every token goes to its `top_k` experts, and an expert takes
 at most `capacity` tokens of each row: all shapes are known before anything runs. Tokens of different rows never
@@ -22,7 +22,7 @@ from piper_ir.errors import JobError
 
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig(LlamaConfig):
-    """Sizes of a mixture of experts: those of a Llama, `hidden` being one expert's.
+    """Hold the sizes of a mixture of experts: those of a Llama, `hidden` being one expert's.
 
     Attributes:
         experts: How many a layer has.
@@ -43,15 +43,14 @@ class MoEConfig(LlamaConfig):
             raise JobError(f"MoEConfig(capacity_factor={self.capacity_factor!r}): a positive number is needed")
 
     def capacity(self, length: int) -> int:
-        """Return the tokens that an expert takes of a row of `length`.
+        """Return the tokens that an expert takes of a row: length x top_k / experts x capacity_factor, rounded up.
 
-        They are length x top_k / experts x capacity_factor, rounded up. A token goes to an expert once, so there are
-        never more than `length`.
+        A token goes to an expert once, so there are never more than `length`.
         """
         return min(length, math.ceil(length * self.top_k / self.experts * self.capacity_factor))
 
     def build(self) -> MoE:
-        """Return the module, on the device that is current. On meta nothing is allocated."""
+        """Return the module, on the device that is current; on meta nothing is allocated."""
         return MoE(self)
 
     def feed_forward(self) -> nn.Module:
@@ -59,18 +58,18 @@ class MoEConfig(LlamaConfig):
 
 
 class MoE(Llama):
-    """A Llama whose feed-forward parts are experts.
+    """Extend a Llama with feed-forward parts of experts.
 
     There is no loss that balances them: the capacity bounds what each takes.
     """
 
 
 class Experts(nn.Module):
-    """The experts of a layer: x [rows, T, width] -> [rows, T, width].
+    """Compute the experts of a layer: x [rows, T, width] -> [rows, T, width].
 
     The result is the sum over a token's experts of share x expert(token). The shares are the softmax over all experts,
     of the chosen ones, divided by their sum (Qwen3's norm_topk_prob). An expert that is full skips later tokens, which
-    keep what their other experts gave.
+    keep the results of their other experts.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -91,7 +90,7 @@ class Experts(nn.Module):
         return each.view(rows, length, top_k, width).sum(2)
 
     def routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return shares and numbers [rows, T, top_k] of each token's experts. The softmax is in float32 at least."""
+        """Return shares and numbers [rows, T, top_k] of each token's experts; the softmax is in float32 at least."""
         exact = torch.float32 if x.dtype in (torch.bfloat16, torch.float16) else x.dtype
         share, chosen = self.router(x).softmax(-1, dtype=exact).topk(self.config.top_k, dim=-1)
         return (share / share.sum(-1, keepdim=True)).to(x.dtype), chosen
@@ -113,10 +112,7 @@ class Experts(nn.Module):
         return place.clamp(max=experts * capacity - 1), kept, taken[:, :-1]
 
     def computed(self, x: Tensor) -> Tensor:
-        """Compute SwiGLU of x [rows, experts, capacity, width], each expert with its own weights.
-
-        There is one batched product per weight.
-        """
+        """Compute SwiGLU of x [rows, experts, capacity, width] with each expert's weights, one product per weight."""
         rows, experts, capacity, width = x.shape
         x = x.transpose(0, 1).reshape(experts, rows * capacity, width)
         y = torch.bmm(F.silu(torch.bmm(x, self.gate)) * torch.bmm(x, self.up), self.down)

@@ -1,6 +1,6 @@
-"""What the models share.
+"""Hold the common parts of the models.
 
-It is checks of sizes, the start of their weights, rotary positions, grouped-query attention and SwiGLU.
+These are checks of sizes, the start of weights, rotary positions, grouped-query attention and SwiGLU.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions (GQA, arXiv 2305.13245). x and result: [rows, T, width].
+    """Compute causal grouped-query attention with rotary positions (GQA, arXiv 2305.13245) of x: [rows, T, width].
 
     With `qk_norm` there is an RMSNorm over each head's queries and keys before they are turned (Qwen3, arXiv
     2505.09388, section 2).
@@ -86,7 +86,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """The feed-forward part down(silu(gate(x)) * up(x)) (arXiv 2002.05202, eq. 6). x and result: [..., width]."""
+    """Compute the feed-forward part down(silu(gate(x)) * up(x)) (arXiv 2002.05202, eq. 6) of x: [..., width]."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sizes of published models. Parameter counts are in tests/test_models.py, beside what their authors say."""
+"""Hold sizes of published models; tests/test_models.py compares parameter counts with their authors' figures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from piper.models.moe import MoEConfig
 from piper_ir.errors import JobError
 
 Config = GPTConfig | LlamaConfig
-"""The sizes of any of the models."""
+"""The type of the sizes of any of the models."""
 
 PRESETS: Mapping[str, Config] = {
     "gpt3-175b": GPTConfig(layers=96, width=12_288, heads=96),
@@ -26,15 +26,17 @@ PRESETS: Mapping[str, Config] = {
         qk_norm=True, experts=8, top_k=2,
     ),
 }  # fmt: skip
-"""GPT-3: arXiv 2005.14165, table 2.1 (175.0B), with GPT-2's vocabulary. Llama 3: arXiv 2407.21783, table 3, with
-128,256 tokens and rows of 8,192 tokens; model cards of 8.03B, 70.6B and 406B parameters. Qwen3-like: the 1B and the 9B
-of the paper that Piper follows (arXiv 2606.11169), by its public artifact (run_megatron.py); these are no models of the
-Qwen team. What is trained there without a bound on an expert's tokens has capacity factor 1.25 here.
+"""The sizes of published models, by name.
+
+GPT-3: arXiv 2005.14165, table 2.1 (175.0B), with GPT-2's vocabulary. Llama 3: arXiv 2407.21783, table 3, with 128,256
+tokens and rows of 8,192 tokens; model cards of 8.03B, 70.6B and 406B parameters. Qwen3-like: the 1B and the 9B of the
+paper that Piper follows (arXiv 2606.11169), by its public artifact (run_megatron.py); these are no models of the Qwen
+team. Models that are trained there without a bound on an expert's tokens have capacity factor 1.25 here.
 """
 
 
 def preset(name: str) -> Config:
-    """Return the sizes of a published model. JobError for a name that is not known, with all that are."""
+    """Return the sizes of a published model; raise JobError, with all known names, for an unknown one."""
     if name not in PRESETS:
         raise JobError(f"unknown model {name!r}; known are {', '.join(PRESETS)}, and any GPTConfig, LlamaConfig or MoEConfig")
     return PRESETS[name]

@@ -1,4 +1,4 @@
-"""The whole loop on this machine: profile, search in simulation, confirm the best, train with the winner, report."""
+"""Run the whole loop on this machine: profile, search in simulation, confirm, train with the winner, report."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def loop(
     Everything goes to one new folder below `out`, the report included. Workers are started once.
 
     Args:
-        job: What to train.
+        job: The job to train.
         strategy: The function of a trial.
         baseline: Parameters of the strategy that is measured. Its mesh is the largest that is searched.
         steps: Steps to train with the fastest strategy.
         trials: Candidates to search with the measured costs.
         confirm: How many of the best are run for a few steps.
-        seed: Of the search.
-        out: Where the folder is made.
+        seed: The seed of the search.
+        out: The folder in which a new one is made.
         settings: How runs are made.
     """
     from piper_runtime.launch import open_pool

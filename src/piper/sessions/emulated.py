@@ -1,4 +1,4 @@
-"""A session that trains nothing: simulated beside emulated on this machine."""
+"""Run a session that trains nothing: simulated beside emulated on this machine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ def emulated_session(
     job: Job, strategy: Strategy, cluster: str, *, steps: int, out: Path | None, name: str, timeout_s: float,
     costs: Costs | None = None,
 ) -> tuple[Simulation, Emulation]:  # fmt: skip
-    """Compile, simulate and emulate, and print one beside the other.
-
-    With `out`, both traces and a report go to a new folder below it.
-    """
+    """Compile, simulate and emulate, and print one beside the other; with `out`, write traces and a report."""
     compiled = compile(job, strategy, costs=costs)
     device = emulated_cluster(compiled.plan, cluster)
     simulated = simulate(compiled.plan, device, costs=costs, contention=False)  # ranks that sleep take nothing from each other

@@ -1,4 +1,4 @@
-"""Sessions of training: predict, train, and put the two beside each other."""
+"""Run sessions of training: predict, train, and put the two beside each other."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a session runs.
+    """Say how a session runs.
 
     Attributes:
         launcher: As in `piper.execute`.
-        address: Of a Ray cluster to join, or "auto".
+        address: The address of a Ray cluster to join, or "auto".
         costs: Measured durations, or a file of them.
         out: Results go to a new folder NAME-001, ... below it.
         folder: Results go into this folder.
@@ -56,7 +56,7 @@ class Settings:
     pool: Workers | None = None
 
     def durations(self) -> Costs | None:
-        """Return the costs. They are read if they are a file."""
+        """Return the costs, from their file if they are one."""
         return load_costs(self.costs) if isinstance(self.costs, Path) else self.costs
 
 
@@ -65,7 +65,7 @@ DEFAULTS = Settings()
 
 @dataclass(frozen=True)
 class Session:
-    """A run with the prediction that was made before it, and the folder that holds both."""
+    """Hold a run with the prediction that was made before it, and the folder that holds both."""
 
     compiled: Compiled
     prediction: Simulation
@@ -74,12 +74,12 @@ class Session:
 
 
 def train(job: Job, strategy: Strategy, *, steps: int, settings: Settings = DEFAULTS) -> Run:
-    """Compile, predict on this machine, train, print loss by step and predicted beside measured. Return the run."""
+    """Compile, predict on this machine, train, print loss by step and predicted beside measured; return the run."""
     return session(job, strategy, steps=steps, settings=settings).run
 
 
 def session(job: Job, strategy: Strategy, *, steps: int, settings: Settings) -> Session:
-    """Do what `train` does and return prediction and run. With a folder for results, write a report there."""
+    """Run `train` and return prediction and run; with a folder for results, write a report there."""
     from piper.api.this_machine import devices_of_runs
     from piper_runtime.launch import check_request
 
@@ -126,7 +126,7 @@ def _executed(compiled: Compiled, steps: int, settings: Settings, folder: Path |
 
 
 def _keep_weights(folder: Path, run: Run) -> None:
-    """Write what was trained, or warn: a report of the run is still to be written."""
+    """Write the trained weights, or warn: a report of the run is still to be written."""
     try:
         print(f"weights are in {save_weights(folder, run.state_dict())}")
     except OutputError as e:

@@ -1,4 +1,4 @@
-"""Measured costs, as a table."""
+"""Show measured costs as a table."""
 
 from __future__ import annotations
 

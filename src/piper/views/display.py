@@ -1,4 +1,4 @@
-"""Tables on the screen: drawn by rich for a person, plain text for a pipe or a file."""
+"""Show tables on the screen: drawn by rich for a person, plain text for a pipe or a file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def show(table: Table) -> None:
 
 
 def drawn(table: Table) -> Drawn:
-    """Return a table as rich draws it, without its notes. Cells are text, never markup."""
+    """Return a table as rich draws it, without its notes; cells are text, never markup."""
     drawing = Drawn(title=Text(table.title), title_justify="left", box=box.SIMPLE_HEAD)
     for i, name in enumerate(table.columns):
         drawing.add_column(Text(name), justify="right" if i else "left", no_wrap=i == 0)

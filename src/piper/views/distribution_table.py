@@ -1,4 +1,4 @@
-"""How long a step takes when durations vary, as a table."""
+"""Show as a table how long a step takes when durations vary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated beside emulated times, as a table."""
+"""Show simulated beside emulated times as a table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`piper explain`: what a strategy became, and why."""
+"""Explain the result of a strategy, and its reasons (`piper explain`)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,11 @@ from piper_ir.tools import flops_text, size_text
 from piper_ir.verify import instr_title
 
 FEW = 0.3
-"""A smaller share of backward in W than this leaves little to schedule: in a transformer of linear layers it is
-about a half.
-"""
+"""The share of backward in W below which there is little to schedule; transformers of linear layers have half."""
 
 
 def explain(compiled: Compiled) -> str:
-    """Return what a strategy became, as text.
-
-    It has the directives, the default order if one is used, roles with their memory, communication, and what capture
-    found.
-    """
+    """Return the result of a strategy as text: directives, default order, roles, memory, communication, and capture."""
     sections = [
         _program(compiled),
         _costs(compiled.plan),
@@ -40,7 +34,7 @@ def explain(compiled: Compiled) -> str:
 
 
 def facts(compiled: Compiled) -> dict[str, Any]:
-    """Return what a program asks for: the text, and per role its ranks, instructions and peak."""
+    """Return facts for programs: the text, and per role its ranks, instructions and peak."""
     plan = compiled.plan
     roles = [
         {"role": r.role, "ranks": list(r.ranks), "instructions": len(r.program), "peak_bytes": r.peak_bytes, "peak_at": r.peak_at}
@@ -67,7 +61,7 @@ def _program(compiled: Compiled) -> str:
 
 
 def _costs(plan: Plan) -> str:
-    """Say what the costs assume, and how much of backward can be scheduled on its own."""
+    """Return what the costs assume, and how much of backward can be scheduled on its own."""
     kernels = [k for c in plan.chunks for sig in c.steps.values() for k in sig.cost.kernels if k.lowering]
     assumed = dict.fromkeys(f"{k.kind} {k.lowering}" for k in kernels)
     lines = [f"costs assume the lowerings: {', '.join(assumed)}"] if assumed else []
@@ -93,7 +87,7 @@ def _flops(plan: Plan, step: Step) -> int:
 def _empty_weight_gradient(chunk: Chunk) -> bool:
     """Return whether a chunk with trained parameters computes none of their gradients in W.
 
-    Nothing is left there then but one addition per element, into the accumulator.
+    Then W is only one addition per element, into the accumulator.
     """
     if "W" not in chunk.steps:
         return False
@@ -120,7 +114,7 @@ def _order(compiled: Compiled) -> str:
 
 
 def _split_backwards(compiled: Compiled) -> str:
-    """Say per role what a split backward keeps of a microbatch after F, and after I for W."""
+    """Return per role how much of a microbatch a split backward keeps after F, and after I for W."""
     split = {n.op.chunk for n in compiled.graph.sequence if isinstance(n.op, Compute) and n.op.step in ("I", "W")}
     if not split:
         return ""
@@ -138,7 +132,7 @@ def _chunks(role: RolePlan) -> Iterator[str]:
 
 
 def _kept(chunk: Chunk, steps: tuple[Step, ...]) -> int:
-    """Return the bytes of what F saves and I hands over that these steps still read."""
+    """Return the bytes that F saves and I hands over and that these steps still read."""
     read = {p for s in steps if s in chunk.steps for p in chunk.steps[s].reads if p.startswith(("saved", "iw", "gin", "tan"))}
     made = {p for s in steps if s in chunk.steps for p in chunk.steps[s].writes}
     outside = {p for p in read - made if len(steps) == 1 or p.startswith("saved")}
@@ -146,7 +140,7 @@ def _kept(chunk: Chunk, steps: tuple[Step, ...]) -> int:
 
 
 def _overlaps(compiled: Compiled) -> str:
-    """Show each overlap as the compiler interleaved it: instructions in program order, a letter per member."""
+    """Return each overlap as the compiler interleaved it: instructions in program order, a letter per member."""
     lines = []
     for group in compiled.graph.overlaps:
         letter = {compiled.graph.name(at): "abcdefgh"[k % 8] for k, member in enumerate(group.members) for at in member}
@@ -160,7 +154,7 @@ def _overlaps(compiled: Compiled) -> str:
 
 
 def _nodes(instr: Instr) -> list[str]:
-    """Return the graph nodes of an instruction. I and W are parts of one node where a backward is not split."""
+    """Return the graph nodes of an instruction; I and W are parts of one node where a backward is not split."""
     return [n for p in instr.parts if isinstance(p.op, Compute) for n in (p.node, f"{p.op.chunk}.B@{p.mb}")]
 
 

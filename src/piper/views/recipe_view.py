@@ -1,4 +1,4 @@
-"""A recipe shown: compiled for a synthetic program, simulated, drawn with its numbers; and the list of all recipes."""
+"""Show a recipe: compiled for a synthetic program, simulated, drawn with its numbers; and list all recipes."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from piper_ir.tools import time_text, user_code
 from piper_simulator import Simulation, simulate
 
 OWN = ("pp", "microbatches", "chunks")
-"""Arguments of a recipe that have options of their own."""
+"""The arguments of a recipe that have options of their own."""
 
 
 @dataclass(frozen=True)
 class ChunkTimes:
-    """Seconds of one chunk.
+    """Hold the seconds of one chunk.
 
     Attributes:
         F: Forward.
@@ -40,7 +40,7 @@ class ChunkTimes:
 
     @staticmethod
     def parse(text: str) -> ChunkTimes:
-        """Read `--times 3,4,2` or `--times 1,1,1,2.5`. JobError otherwise."""
+        """Read `--times 3,4,2` or `--times 1,1,1,2.5`; raise JobError for anything else."""
         try:
             numbers = [float(x) for x in text.split(",")]
         except ValueError:
@@ -56,7 +56,7 @@ class ChunkTimes:
 
 @dataclass(frozen=True)
 class SimulatedRecipe:
-    """A recipe with its plan and its simulation."""
+    """Hold a recipe with its plan and its simulation."""
 
     recipe: Recipe
     compiled: Compiled
@@ -103,9 +103,9 @@ def shown(
     activation: int = 1,
     **more: Any,
 ) -> SimulatedRecipe:
-    """Compile and simulate a recipe. `more` are further arguments of it.
+    """Compile and simulate a recipe with `more` arguments.
 
-    JobError for a name or an argument that does not exist. What the recipe itself refuses is its DirectiveError.
+    Raises JobError for an unknown name or argument, and the recipe's own DirectiveError.
     """
     recipe = find(name)
     times = times or ChunkTimes()
@@ -120,7 +120,7 @@ def shown(
 
 
 def find(name: str) -> Recipe:
-    """Return a recipe by name. JobError lists them."""
+    """Return a recipe by name; raise JobError, which lists all names."""
     if name not in RECIPES:
         raise JobError(f"--recipe {name}: no such recipe; there are {', '.join(sorted(RECIPES))}. Yours comes with its FILE.py")
     return RECIPES[name]
@@ -129,10 +129,7 @@ def find(name: str) -> Recipe:
 def directives_of(
     recipe: Recipe, pp: int, microbatches: int, chunks: int | None, times: ChunkTimes, more: Mapping[str, Any]
 ) -> tuple[Directive, ...]:
-    """Call a recipe with the arguments that it takes.
-
-    One that wants to know times, like the search, gets those that are simulated.
-    """
+    """Call a recipe with the arguments that it takes; one that asks for times, like the search, gets `times`."""
     accepted = inspect.signature(recipe.make).parameters
     given: dict[str, Any] = {"pp": pp, "microbatches": microbatches}
     given |= {} if chunks is None else {"chunks": chunks}
@@ -150,10 +147,7 @@ def directives_of(
 
 
 def arguments(params: Mapping[str, str]) -> dict[str, Any]:
-    """Return `-p` options of a recipe: what is JSON as such, else text.
-
-    JobError for those that have their own option.
-    """
+    """Return `-p` options of a recipe: JSON as such, else text; raise JobError for arguments with their own option."""
     values: dict[str, Any] = {}
     for name, text in params.items():
         if name in OWN:

@@ -1,4 +1,4 @@
-"""Reports at the command line: of any result folder, and at the end of what made one."""
+"""Write reports at the command line: of any result folder, and at the end of a command that made one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def report(folder: str | Path, *, out: str | Path | None = None) -> Report:
-    """Write the report of a result folder, print its headline and where it is. FormatError, OutputError."""
+    """Write the report of a result folder, and print its headline and where it is; raise FormatError or OutputError."""
     from piper.views.display import show
     from piper_report import write_report
 

@@ -1,4 +1,4 @@
-"""`piper show`: the graph, the plan, or the simulated schedule of a compiled strategy or a recipe; or its CSV file."""
+"""Run `piper show`: the graph, the plan, or the schedule of a compiled strategy or a recipe, or its CSV file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from piper_simulator import simulate
 
 @dataclass(frozen=True)
 class What:
-    """What to print, and which files to write. JobError for things that make no sense together."""
+    """Say what to print, and which files to write; raise JobError for options that contradict each other."""
 
     graph: bool = False
     plan: bool = False
@@ -38,7 +38,7 @@ class What:
 
 
 def show_strategy(compiled: Compiled, what: What, *, cluster: str, costs: Costs | None) -> None:
-    """Print what was asked for, and write its files; the schedule is that of a simulation on `cluster`."""
+    """Print the requested views, and write their files; the schedule is that of a simulation on `cluster`."""
     if _printed(compiled, what):
         return
     simulation = simulate(compiled.plan, cluster_named(cluster), costs=costs)
@@ -47,7 +47,7 @@ def show_strategy(compiled: Compiled, what: What, *, cluster: str, costs: Costs 
 
 
 def show_recipe(shown: SimulatedRecipe, what: What) -> None:
-    """Print a recipe's schedule and its numbers, and write what was asked for."""
+    """Print a recipe's schedule and its numbers, and write the requested files."""
     if _printed(shown.compiled, what):
         return
     table = _drawn(shown.compiled, shown.simulation.trace, what)
@@ -55,7 +55,7 @@ def show_recipe(shown: SimulatedRecipe, what: What) -> None:
 
 
 def _printed(compiled: Compiled, what: What) -> bool:
-    """Print the graph or the plan if it was asked for, and return whether it was. Write the CSV file first."""
+    """Write the CSV file, print the graph or the plan if requested, and return whether one was."""
     if what.csv is not None:
         from piper_compiler import write_schedule_csv
 
@@ -73,7 +73,7 @@ def _printed(compiled: Compiled, what: What) -> bool:
 
 
 def _drawn(compiled: Compiled, trace: Trace, what: What) -> str:
-    """Return the schedule as a table. Its picture is written where it was asked for."""
+    """Return the schedule as a table, and write its picture if requested."""
     from piper_report import draw_schedule, schedule_table
 
     if what.png is not None:

@@ -1,4 +1,4 @@
-"""What a strategy is, in a few words: its mesh, its schedule, the rows of a microbatch."""
+"""Describe a strategy in a few words: its mesh, its schedule, the rows of a microbatch."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from piper_compiler.directives import order, partition, replicate, split, split_
 
 @dataclass(frozen=True)
 class StrategyFacts:
-    """What a strategy is, in a few words.
+    """Describe a strategy in a few words.
 
     Attributes:
         mesh: Its axes and their sizes.
-        schedule: Stages, microbatches and what is particular.
+        schedule: Stages, microbatches and further facts.
         rows: Rows of a microbatch; None where the batch is not known, or does not divide.
     """
 
@@ -25,7 +25,7 @@ class StrategyFacts:
 
 
 def facts_of(strategy: Strategy, global_batch: int | None) -> StrategyFacts:
-    """Read a strategy's directives. What directives of a user's own do is not known, and not said."""
+    """Return the facts of a strategy's directives, without those of a user's own directives."""
     stages = next((d.stages for d in strategy.directives if isinstance(d, partition)), 1)
     microbatches = next((d.microbatches for d in strategy.directives if isinstance(d, split)), 1)
     words = [

@@ -1,4 +1,4 @@
-"""A search on the screen: its progress while it goes on, and the table of what it found."""
+"""Show a search on the screen: its progress while it goes on, and the table of its results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from piper_ir.tools import size_text, time_text
 from piper_report import FAR, Table
 
 SHOWN = 10
-"""Rows of the table on the screen."""
+"""The number of rows of the table on the screen."""
 
 
 def show_study(study: Study, name: str, global_batch: int | None = None) -> None:
@@ -42,14 +42,14 @@ def show_study(study: Study, name: str, global_batch: int | None = None) -> None
 
 
 def _counted(study: Study) -> str:
-    """Say how many candidates were scored: those that a rule rejected cost no trial."""
+    """Return how many candidates were scored; those that a rule rejected cost no trial."""
     by_rule = sum(row.kind in RULES for row in study.rows)
     scored = f"best of {len(study.rows) - by_rule} candidates"
     return f"{scored} ({by_rule} more rejected by rules before compiling)" if by_rule else scored
 
 
 def _far(shown: list[dict[str, Any]]) -> list[str]:
-    """Say what makes predictions better where one is far from what was measured."""
+    """Return advice where a prediction is far from the measurement."""
     errors = [row["error"] for row in shown if row["error"] is not None]
     if all(1 / FAR <= 1 + error <= FAR for error in errors):
         return []
@@ -59,10 +59,7 @@ def _far(shown: list[dict[str, Any]]) -> list[str]:
 
 
 def as_numbers(study: Study, folder: Path | None, global_batch: int | None = None) -> dict[str, Any]:
-    """Return a search for programs: its best row, what its strategy is, and what is said of the search.
-
-    The row's values are None where there is no best.
-    """
+    """Return a search for programs: its best row, with None for missing values, the strategy's facts, and remarks."""
     best = study.best_row
     row = dict.fromkeys(f.name for f in fields(Row)) if best is None else best.as_dict()
     facts = None if best is None else _facts(study, row, global_batch)
@@ -73,7 +70,7 @@ def as_numbers(study: Study, folder: Path | None, global_batch: int | None = Non
 
 
 def _facts(study: Study, row: dict[str, Any], global_batch: int | None) -> StrategyFacts | None:
-    """Return what a row's strategy is; None for one that the study does not hold any more."""
+    """Return the facts of a row's strategy; None for one that the study does not hold any more."""
     strategy = study.strategies.get(row["number"])
     return None if strategy is None else facts_of(strategy, global_batch)
 
@@ -84,16 +81,15 @@ def _rejected(study: Study) -> dict[str, int]:
 
 
 def files_text(study: Study, folder: Path) -> str:
-    """Say what `Study.save` has written, for the user."""
+    """Return a text for the user about the files of `Study.save`."""
     files = "study.json is" if study.best is None else "study.json and best.json (for piper run --strategy) are"
     return f"{files} in {folder}"
 
 
 def _warnings(rows: list[dict[str, Any]]) -> list[str]:
-    """Return what `simulate` warns of, each once.
+    """Return the warnings of `simulate`, each once, with its candidates unless it holds for all that the engine scored.
 
-    Among it are costs of another machine, chunks without costs, and what is assumed. A warning names its candidates
-    unless it is of all that the engine scored.
+    Among them are costs of another machine, chunks without costs, and assumed constants.
     """
     scored = [r for r in rows if r["source"] == "engine"]
     params_by_note = {note: [_params(r) for r in scored if note in r["notes"]] for r in scored for note in r["notes"]}
@@ -121,7 +117,7 @@ def _shown(row: dict[str, Any], facts: StrategyFacts | None) -> tuple[str, ...]:
 
 @contextmanager
 def bar(trials: int) -> Iterator[Callable[[SearchProgress], None]]:
-    """Draw a progress bar with the best so far, on a terminal. Without one nothing is drawn."""
+    """Draw a progress bar with the best so far, on a terminal only."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bar

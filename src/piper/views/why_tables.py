@@ -1,4 +1,4 @@
-"""The explanation of a step, and the comparison of two, as tables."""
+"""Show the explanation of a step, and the comparison of two, as tables."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from piper_report import Table
 from piper_simulator import Cause, Comparison, PathPiece, StepDifference, Why
 
 MOST = 12
-"""Rows of a table; what is left out is counted in a note."""
+"""The most rows of a table; a note counts the others."""
 NEGLIGIBLE = 1e-9
-"""A difference of this part of the whole is one of rounding."""
+"""The part of the whole below which a difference is rounding."""
 
 
 def why_tables(why: Why) -> Iterator[Table]:
-    """Yield the tables of an explanation, from what matters most; without those that would be empty."""
+    """Yield the tables of an explanation, the most important first, without empty ones."""
     yield _path(why)
     yield _path_in_order(why)
     yield _idle(why)
@@ -82,7 +82,7 @@ def _gaps(why: Why) -> Table:
 
 
 def _most_of(by_cause: Mapping[Cause, float], most: int = 1) -> str:
-    """Return the largest of them as text, as in "F of stage 0 (1 s)"."""
+    """Return the largest causes as text, as in "F of stage 0 (1 s)"."""
     texts = [f"{o.text} ({time_text(s)})" for o, s in by_cause.items()]
     return ", ".join(texts[:most]) + (f", {len(texts) - most} more" if len(texts) > most > 1 else "") or "-"
 
@@ -141,10 +141,7 @@ def _differences(
     total: StepDifference,
     as_text: Callable[[float], str],
 ) -> Table:
-    """Return a table of the largest differences and their sum.
-
-    What has not changed, and the other differences, are one row each.
-    """
+    """Return a table of the largest differences and their sum; the others and the unchanged are one row each."""
     changed = [d for d in differences if abs(d.change) > NEGLIGIBLE * max(total.a, total.b)]
     shown, others, same = changed[:MOST], changed[MOST:], [d for d in differences if d not in changed]
     rows = [*shown, *_sum(f"{len(others)} others", others), *_sum("unchanged", same), total]

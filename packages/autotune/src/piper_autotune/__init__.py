@@ -1,4 +1,4 @@
-"""Search the parameters of a strategy in simulation, under a memory limit; what runs plans is handed in.
+"""Search the parameters of a strategy in simulation, under a memory limit; the caller passes what runs plans.
 
 Other packages import what they need from here. Names are loaded on first use: worker processes need no optuna.
 """

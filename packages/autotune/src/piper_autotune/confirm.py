@@ -1,4 +1,4 @@
-"""Confirm the best candidates: run them by whatever runs plans, which is handed in."""
+"""Confirm the best candidates with runs, by a function that the caller passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from piper_ir.study import Row
 
 @dataclass(frozen=True)
 class Confirmation:
-    """Say what a run of a strategy took.
+    """Hold the result of a run of a strategy.
 
     Attributes:
         period_s: seconds per step in steady state.

@@ -1,4 +1,4 @@
-"""Spell out what a function or a class of the user's does, so that two can be told apart, in another process too."""
+"""Digest the code of a user's function or class, so that two can be told apart, in another process too."""
 
 from __future__ import annotations
 

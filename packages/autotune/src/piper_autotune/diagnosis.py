@@ -1,4 +1,4 @@
-"""Say why a search found nothing, and which memory limit would let it find something."""
+"""Explain why a search found nothing, and which memory limit would let it find something."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from piper_ir.tools import size_text
 
 MEMORY_KINDS = ("memory", "states", "activations")
 MOST_COMPILED = 32
-"""Candidates compiled, after a search in which nothing fits, to find the smallest limit that fits one."""
+"""The most candidates compiled, when nothing fits, to find the smallest limit that fits one."""
 
 
 def nothing_found(search: StrategySearch, problem: TuningProblem) -> str:
-    """Return what to tell the user."""
+    """Return the message for the user."""
     rows = list(search.rows.values())
     too_much = [r for r in rows if r.kind in MEMORY_KINDS]
     if too_much and problem.memory_limit is not None:
@@ -34,9 +34,9 @@ def nothing_found(search: StrategySearch, problem: TuningProblem) -> str:
 
 
 def _way_out(problem: TuningProblem, least: Row) -> str:
-    """Return what to do where nothing fits.
+    """Return advice where nothing fits.
 
-    A higher limit does not help where no type of device has what the smallest candidate needs: a rank never has more
+    A higher limit does not help where no type of device has the memory of the smallest candidate: a rank never has more
     than its own device.
     """
     devices = problem.several_devices
@@ -49,10 +49,7 @@ def _way_out(problem: TuningProblem, least: Row) -> str:
 
 
 def _smallest(search: StrategySearch, rows: list[Row]) -> Row | None:
-    """Return the candidate that needs least.
-
-    Rules gave lower bounds, so those below the least exact need are compiled.
-    """
+    """Return the candidate that needs least; those whose lower bound is below the least exact need are compiled."""
     known = {r.number: r for r in rows}
     for _ in range(MOST_COMPILED):
         least = min(known.values(), key=lambda r: (r.device_bytes, r.number), default=None)

@@ -29,11 +29,11 @@ from piper_ir.errors import TuneError
 
 Outcome = Scored | Refused
 START_S = 120.0
-"""Seconds until a worker must have started: imports on a busy machine."""
+"""The seconds until a worker must have started: imports on a busy machine."""
 
 
 class Evaluator(Protocol):
-    """Say what a search needs of whatever scores its candidates.
+    """Score the candidates of a search.
 
     `width` is how many candidates are worth handing in before the first outcome is asked for.
     """
@@ -48,7 +48,7 @@ class Evaluator(Protocol):
         """Wait for a candidate's outcome; once per ticket."""
 
     def close(self) -> None:
-        """End what was started; what is still being scored is dropped."""
+        """End everything that was started; candidates that are still being scored are dropped."""
 
 
 class Here:
@@ -85,7 +85,7 @@ class _Worker:
     knows: set[int] = field(default_factory=set)
 
     def end(self) -> int:
-        """Kill it, and return its exit code."""
+        """Kill the process, and return its exit code."""
         self.process.kill()
         code = self.process.wait()
         self.connection.close()
@@ -142,7 +142,7 @@ class Processes:
             worker.connection.send_bytes(pickle.dumps((strategy, engine, new)))
 
     def _wait(self) -> None:
-        """Wait until a worker says something, dies, or is too late."""
+        """Wait until a worker answers, dies, or is too late."""
         now = time.monotonic()
         first = min((w.deadline for w in self._workers), default=now)
         heard = wait([w.connection for w in self._workers], timeout=max(0.0, min(first - now, 3600.0)))

@@ -1,7 +1,4 @@
-"""Score candidates as Ray tasks, one candidate each.
-
-ray is imported when the evaluator is made, and only here.
-"""
+"""Score candidates as Ray tasks, one candidate each; only here, and only for an evaluator, ray is imported."""
 
 from __future__ import annotations
 
@@ -22,10 +19,7 @@ _LOCK = threading.Lock()
 
 
 def task(name: bytes, blob: bytes, strategy: bytes, engine: bool, variants: Variants) -> Scored | Refused | Needs:
-    """Score one candidate in a Ray worker.
-
-    `blob` is a packed TuningProblem called `name`, unpacked once per worker.
-    """
+    """Score one candidate in a Ray worker; `blob` is a packed TuningProblem called `name`, unpacked once per worker."""
     with _LOCK:
         if name not in _KNOWN:
             _KNOWN.clear()

@@ -1,4 +1,4 @@
-"""Hold what candidates are compiled from and scored against, and bring it to worker processes."""
+"""Hold the data from which candidates are compiled and scored, and bring it to worker processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from piper_simulator import CPU, Cluster, CostModelFactory, Device, DeviceModel,
 
 @dataclass(frozen=True)
 class TuningProblem:
-    """Hold what is searched for.
+    """Describe a search.
 
     Attributes:
         program: describes the job, with `training`.
@@ -54,35 +54,26 @@ class TuningProblem:
         return Options(device=device_type(self.cluster))
 
     def limit_of(self, device: Device | None) -> int | None:
-        """Return the bytes that a plan may hold on a device.
-
-        Where there are several kinds of devices, that is never more than the device has.
-        """
+        """Return the bytes that a plan may hold on a device; with several kinds never more than the device has."""
         if device is None or self.cluster is None or len(self.cluster.kinds) == 1:
             return self.memory_limit
         return min(self.memory_limit or device.memory_bytes, device.memory_bytes)
 
     @property
     def several_devices(self) -> Sequence[Device]:
-        """Return the types of devices of the cluster where there are several, else nothing."""
+        """Return the types of devices of a cluster with several, else nothing."""
         kinds = () if self.cluster is None else self.cluster.kinds
         return [kind.device for kind in kinds] if len(kinds) > 1 else []
 
     @cached_property
     def uniform(self) -> bool:
-        """Return whether an instruction takes as long wherever it stands.
-
-        The cost model says so; it is asked for a plan of nothing.
-        """
+        """Return whether an instruction takes as long wherever it stands, as the cost model says of an empty plan."""
         rows = 1 if self.costs is None or self.costs.rows is None else self.costs.rows
         return model_for(bare_plan(self.program, Mesh(), rows), self.cluster, self.costs, self.model).uniform
 
     @property
     def own_modules(self) -> Sequence[ModuleType]:
-        """Return the modules of a cost model of the user's own.
-
-        Workers get them by value: they may not be able to import them.
-        """
+        """Return the modules of a user's cost model, which workers get by value: they may not find them."""
         made = self.model.func if isinstance(self.model, partial) else self.model
         home = getattr(made, "__module__", "")
         return [sys.modules[home]] if home in sys.modules and home.partition(".")[0] != "piper_simulator" else []
@@ -94,7 +85,7 @@ class TuningProblem:
         return dict(sorted(found, key=lambda f: -f[1]))
 
     def facts(self) -> tuple[object, ...]:
-        """Return what scores depend on, the same in another process.
+        """Return the facts that scores depend on, the same in another process.
 
         The CPU device stands for this machine by its name, however fast it was just measured.
         """
@@ -117,17 +108,14 @@ Variants = Mapping[int, Program | str | None]
 
 
 class Programs:
-    """Keep the program by rows per microbatch, made once each.
-
-    `at_rows` is as in `compile_program`; it stays in this process.
-    """
+    """Keep the program by rows per microbatch, made once each by `at_rows` of `compile_program`, which stays here."""
 
     def __init__(self, problem: TuningProblem, at_rows: Callable[[int], Program] | None) -> None:
         self._own, self._at_rows = problem.program, at_rows
         self.found: dict[int, Program | str | None] = {}
 
     def add(self, rows: int) -> Program | str | None:
-        """Find the program at a number of rows."""
+        """Return the program at a number of rows, and keep it."""
         if rows not in self.found:
             try:
                 program = self._own if self._at_rows is None else self._at_rows(rows)
@@ -144,9 +132,9 @@ class Programs:
 
 
 def packed(item: Any, modules: Iterable[ModuleType] = ()) -> bytes:
-    """Return an item as bytes for another process of this Python.
+    """Return an item as bytes for another process of this Python; raise TuneError when something cannot be sent.
 
-    The process gets what stands in `modules` by value, the rest by name. TuneError when something cannot be sent.
+    The process gets the contents of `modules` by value, everything else by name.
     """
     try:
         with _by_value(modules):
@@ -160,10 +148,7 @@ def packed(item: Any, modules: Iterable[ModuleType] = ()) -> bytes:
 
 
 def packed_strategy(strategy: Strategy) -> bytes:
-    """Return a strategy as bytes for another process.
-
-    Directives of the user's own travel by value: their file may not be importable there.
-    """
+    """Return a strategy as bytes for another process, with the user's directives by value."""
     homes = {type(d).__module__ for d in strategy.directives}
     theirs = [h for h in homes if h.partition(".")[0] != "piper_compiler"]
     if not theirs:  # then pickle, which is quicker, does as a rule: not for what a script defines, or for a function

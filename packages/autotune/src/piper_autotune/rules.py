@@ -1,8 +1,8 @@
 """Reject candidates before they are compiled, by rules that are sound.
 
-What a rule rejects does not fit, or is slower than what is known. A rule compares lower bounds
-(`piper_autotune.sketch`): what does not fit with the choices that save most memory is not tried with any that save
-less. A strategy with directives of the user's own is never pruned, except by its mesh.
+A rejected candidate does not fit, or is slower than a known one. A rule compares lower bounds
+(`piper_autotune.sketch`): a candidate that does not fit with the choices that save most memory is not tried with any
+that save less. A strategy with a user's directives is never pruned, except by its mesh.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RULES: Mapping[str, str] = {
     "this order holds less",
     "slower": "the compute of the busiest device alone takes longer than the steps of the best candidates known",
 }
-"""What each rule says, by name, in the order in which they are tried."""
+"""The meaning of each rule, by name, in the order in which they are tried."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,8 @@ class Pruned:
     """Say why a rule rejects a candidate.
 
     Attributes:
-        rule: the name of the rule.
-        reason: the message.
-        period_s: the period is at least this; None where the rule does not look.
-        device_bytes: the memory is at least this; None where the rule does not look.
+        period_s: a lower bound of the period; None where the rule does not look.
+        device_bytes: a lower bound of the memory; None where the rule does not look.
         over: by how much the limit is exceeded, as a fraction of it.
     """
 
@@ -54,10 +52,7 @@ class PruningRules:
         self._sketches = Sketches(problem, programs)
 
     def check(self, strategy: Strategy, known_s: float = float("inf")) -> Pruned | None:
-        """Return the first rule that rejects a strategy.
-
-        `known_s` is the period that a candidate must beat to be of use.
-        """
+        """Return the first rule that rejects a strategy, which must beat the period `known_s` to be of use."""
         cluster = self._problem.cluster
         if cluster is not None and strategy.mesh.world > cluster.devices:
             has = f"{cluster.name} has {cluster.devices} devices"

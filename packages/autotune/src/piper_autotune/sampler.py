@@ -13,12 +13,12 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 START = 12
-"""Trials at random before the others, to learn from."""
+"""The number of random trials before the others, to learn from."""
 LEADERS = 4
-"""Candidates whose neighbours are tried; the first has most of them tried first."""
+"""The number of candidates whose neighbours are tried; most of those of the first are tried first."""
 
 RETRIES = 20
-"""Random points tried for one that is new."""
+"""The number of random points tried for one that is new."""
 
 Point = frozenset[tuple[str, Any]]
 
@@ -154,7 +154,7 @@ def _categories(choices: Sequence[Any], value: Any) -> list[Any]:
 def leaders(trials: Sequence[FrozenTrial], most: int = LEADERS) -> list[FrozenTrial]:
     """Return the best distinct trials.
 
-    Feasible ones come first, by value, those without one last; then the others by how little they lack.
+    Feasible ones come first, by value, with those without a value last; the others follow by how little they lack.
     """
     out: dict[Point, FrozenTrial] = {}
     for trial in sorted(trials, key=_order):

@@ -1,8 +1,8 @@
 """Score one candidate: compile it, time it by the fast sweep or the event engine, and read memory from the plan.
 
 This runs in workers: neither torch nor optuna is needed here. A plan is a table (`piper_ir.instr_table`), in which the
-sweep needs no instruction by name. What the engine scores is verified, so that a candidate that breaks a rule of plans
-cannot be the best.
+sweep needs no instruction by name. Plans that the engine scores are verified, so that a candidate that breaks a rule of
+plans cannot be the best.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ from piper_simulator import SHOWN, Cluster, CostModel, Device, device_memory, mo
 
 @dataclass(frozen=True)
 class Scored:
-    """Hold a plan's prediction, as in `Row`.
-
-    `reason` says why the plan does not fit; it is empty when it does.
-    """
+    """Hold a plan's prediction, as in `Row`; `reason` says why the plan does not fit, and is empty when it does."""
 
     period_s: float
     step_s: float
@@ -50,7 +47,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Needs:
-    """Say that the program at this number of rows is needed first."""
+    """Request the program at this number of rows."""
 
     rows: int
 
@@ -61,7 +58,7 @@ class _Missing(Exception):
 
 
 def score(problem: TuningProblem, strategy: Strategy, variants: Variants, engine: bool = False) -> Scored | Refused | Needs:
-    """Return what becomes of a strategy; with `engine` the event engine gives the times, else the sweep."""
+    """Return the outcome for a strategy; with `engine` the event engine gives the times, else the sweep."""
     compiling = _Compiling(problem, strategy, variants)
     try:
         with no_garbage_collection():
@@ -77,7 +74,7 @@ def score(problem: TuningProblem, strategy: Strategy, variants: Variants, engine
 
 @dataclass(frozen=True)
 class _Compiling:
-    """Hold a strategy with all that compiling it takes."""
+    """Hold a strategy with everything to compile it."""
 
     problem: TuningProblem
     strategy: Strategy
@@ -99,7 +96,7 @@ class _Compiling:
 
 
 def seconds_of(model: CostModel, plan: Plan) -> list[float]:
-    """Return the duration of each instruction, which is looked up once where microbatches are alike."""
+    """Return the duration of each instruction, found once where microbatches are alike."""
     once = model.uniform
     out: list[float] = []
     for role in plan.roles:
@@ -114,7 +111,6 @@ def _seconds(model: CostModel, role: RolePlan, instr: Instr) -> float:
 
 
 def _of_plan(problem: TuningProblem, lowered: Lowered, engine: bool) -> Scored | Refused:
-    """Return the score of a plan, by the engine or the sweep."""
     plan = lowered.plan
     if engine:
         verify(plan)
@@ -148,7 +144,7 @@ def _devices(cluster: Cluster | None, role: RolePlan) -> list[tuple[int, Device 
 
 
 def _reason(held: int, role: RolePlan, rank: int, limit: int | None) -> str:
-    """Return why a plan does not fit: which rank, by how much, where, and what fills it; "" if it fits."""
+    """Return why a plan does not fit: which rank, by how much, where, and the owners of its memory; "" if it fits."""
     if limit is None or held <= limit:
         return ""
     largest = sorted(role.peak_by_category.items(), key=lambda o: -o[1])[:SHOWN]

@@ -1,7 +1,7 @@
 """Run the search: ask, build, prune, score, tell.
 
-With one worker it goes strictly one after the other. With n workers, results are told in the order of the questions, so
-that the same seed and the same n give the same study.
+With one worker candidates follow one after the other. With n workers, results are told in the order in which candidates
+were asked for, so that the same seed and the same n give the same study.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from piper_ir.errors import PiperError
 from piper_ir.study import Row
 
 LEADERS = 5
-"""Candidates that the event engine scores again, and at least so many that pruning by time keeps."""
+"""The number of candidates that the event engine scores again; pruning by time keeps at least as many."""
 REPEATS = 50
-"""Known candidates proposed in a row after which a search ends early."""
+"""The number of known candidates proposed in a row after which a search ends early."""
 PRUNED = 4
-"""Times as many candidates as trials may be rejected by rules; then a search ends early."""
+"""The number of candidates per trial that rules may reject before a search ends early."""
 ATTRIBUTE = "piper"
 
 
 @dataclass(frozen=True)
 class SearchProgress:
-    """Say after each candidate how far the search is.
+    """Report after each candidate how far the search is.
 
     Attributes:
         done: how many of `trials` are spent.
@@ -52,10 +52,7 @@ class SearchProgress:
 
 @dataclass
 class _Pending:
-    """Hold a candidate that was asked for.
-
-    `ticket` is the evaluator's; it is None for a candidate that repeats the candidate `number`.
-    """
+    """Hold a candidate that was asked for; `ticket` is the evaluator's, None for a repetition of `number`."""
 
     trial: Any
     strategy: Strategy
@@ -64,10 +61,7 @@ class _Pending:
 
 
 class StrategySearch:
-    """Run one search.
-
-    `rows` holds what is known, by number, and `strategies` those of all rows that have one.
-    """
+    """Run one search; `rows` hold the results by number, and `strategies` those of all rows that have one."""
 
     def __init__(
         self,
@@ -93,7 +87,7 @@ class StrategySearch:
         self._ended = False
 
     def resume(self) -> None:
-        """Take over what an earlier search left in the storage; what it left unfinished counts as failed."""
+        """Continue an earlier search in the storage; its unfinished candidates count as failed."""
         for trial in self.study.get_trials(deepcopy=False):
             if trial.state == TrialState.RUNNING:
                 self.study.tell(trial.number, state=TrialState.FAIL)
@@ -124,7 +118,7 @@ class StrategySearch:
             self._pending.clear()
 
     def rescore(self) -> None:
-        """Score the leaders again with the event engine, and those that move up when one of them is refused there."""
+        """Score the leaders again with the event engine, and their successors when one of them is refused there."""
         known: set[int] = set()
         while chosen := [row for row in self.complete()[: self.leaders] if row.number not in known]:
             tickets = [(row, self.evaluator.submit(self.strategies[row.number], engine=True)) for row in chosen]
@@ -137,17 +131,17 @@ class StrategySearch:
         return sorted((r for r in self.rows.values() if r.state == "complete"), key=lambda r: (r.period_s, r.number))
 
     def score(self, number: int) -> Row:
-        """Compile a candidate that a rule had rejected, and return its row with exact numbers."""
+        """Return the row of a candidate that a rule had rejected, compiled for exact numbers."""
         outcome = self.evaluator.result(self.evaluator.submit(self.strategies[number]))
         self.rows[number] = _row(number, self.rows[number].params, outcome)
         return self.rows[number]
 
     def rule_lines(self) -> tuple[str, ...]:
-        """Return the rules, each with how many candidates it rejected."""
+        """Return the rules, each with its number of rejected candidates."""
         return tuple(f"{name}: {text} ({self.pruned[name]} candidates)" for name, text in RULES.items())
 
     def _propose(self) -> bool:
-        """Ask for one candidate, and hand it in unless a rule rejects it; False when it is known."""
+        """Ask for one candidate, and hand it in unless a rule rejects it; return False when it is known."""
         trial = self.study.ask()
         try:
             strategy = self._space.strategy(self.function, trial)
@@ -170,10 +164,7 @@ class StrategySearch:
         return True
 
     def _failed(self, trial: Any, reason: str) -> bool:
-        """Record that the function raised, and return whether that is new.
-
-        With the same values it would raise again, which is not worth another row.
-        """
+        """Record that the function raised, and return whether that is new: the same values would raise again."""
         point = frozenset(trial.params.items())
         new = point not in self._known
         if new:
@@ -195,7 +186,7 @@ class StrategySearch:
         self._tell(trial, None, TrialState.PRUNED)
 
     def _settle(self) -> None:
-        """Tell the oldest candidate's outcome."""
+        """Tell the oldest candidate's outcome to the sampler."""
         item = self._pending[0]
         if item.ticket is None:
             self._tell_row(item.trial, self.rows[item.number])
@@ -244,7 +235,7 @@ class StrategySearch:
             self._spent += 1
 
     def _threshold(self) -> float:
-        """Return the period of the last of the leaders: a slower candidate can be none."""
+        """Return the period of the last of the leaders; no slower candidate can become one."""
         periods = sorted({r.period_s for r in self.rows.values() if r.state == "complete" and r.period_s is not None})
         return periods[self.leaders - 1] if len(periods) >= self.leaders else float("inf")
 

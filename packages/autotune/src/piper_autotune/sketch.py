@@ -1,6 +1,6 @@
 """Find lower bounds of a strategy's time and memory before it is compiled.
 
-They follow from what a strategy decides: which chunks a device runs, and how many microbatches are in flight there.
+They follow from the strategy's decisions: which chunks a device runs, and how many microbatches are in flight there.
 Only strategies made of Piper's own directives have a sketch.
 """
 
@@ -33,17 +33,17 @@ _PHASES = ("F", "B", "I", "W")
 _NOBODY = RolePlan("", {}, (0,), (), ())
 
 ChunkGroup = tuple[str, tuple[str, ...], int]
-"""Holds a role, its chunks, and how many microbatches of all of them are in flight at one moment, at least."""
+"""A role, some of its chunks, and how many microbatches of all of them are in flight at one moment, at least."""
 
 
 @dataclass(frozen=True)
 class Flight:
-    """Say how many microbatches are in flight at the fullest moment.
+    """Describe the fullest moment of microbatches in flight.
 
     Attributes:
         most: how many have at one moment done their forward and not begun their backward.
         where: chunks that the same selections of an order match are at that moment together; without any order it is
-            the moment when the loss is computed.
+        the moment when the loss is computed.
     """
 
     most: int = 1
@@ -52,11 +52,9 @@ class Flight:
 
 @dataclass(frozen=True)
 class Sketch:
-    """Hold what a strategy decides before it is compiled.
+    """Hold the decisions of a strategy before it is compiled.
 
     Attributes:
-        microbatches: how many there are.
-        replicas: the data-parallel replicas.
         roles: the chunks of each role.
         groups: chunks of a role that are run in one order.
     """
@@ -84,8 +82,8 @@ class Sketches:
     def sketch(self, strategy: Strategy) -> Sketch | None:
         """Return the sketch of a strategy, or None.
 
-        A strategy has none when it has directives of the user's own, places a chunk by microbatch, overlaps pairs whose
-        duration is given, or does not apply.
+        A strategy has none when it has a user's directives, places a chunk by microbatch, overlaps pairs whose duration
+        is given, or does not apply.
         """
         if any(type(d) not in _OWN or (isinstance(d, directives.replicate) and d.zero) for d in strategy.directives):
             return None
@@ -127,7 +125,7 @@ class Sketches:
         return sketch.microbatches * max(sum(seconds[c] for c in chunks) for chunks in sketch.roles.values())
 
     def state_bytes(self, sketch: Sketch) -> tuple[int, str]:
-        """Return a lower bound of the bytes of state that the fullest role keeps, and which role it is.
+        """Return a lower bound of the bytes of state on the fullest role, and which role it is.
 
         State is parameters, gradients, optimizer state and buffers.
         """
@@ -227,7 +225,7 @@ class Sketches:
 def in_flight(order: directives.order, coords: Mapping[str, int | str]) -> Flight:
     """Return the fullest moment of an order for a chunk with these coordinates (without phase and mb).
 
-    Only microbatches count whose forward and backward (of a split one: the input gradient) both are in the order. In an
+    Only microbatches count whose forward and backward (of a split one: the input gradient) are both in the order. In an
     overlap a backward may be first.
     """
     events: list[tuple[int, bool, int, int]] = []  # the item, whether forward, the selection, the microbatch

@@ -59,7 +59,7 @@ class Space:
     def note(self, name: str, distribution: BaseDistribution, own: BaseDistribution | None) -> None:
         """Refuse a name that stands for two things.
 
-        `own` is what it stood for earlier in the same trial, where even the range must agree. Between trials the range
+        `own` is its distribution earlier in the same trial, where even the range must agree. Between trials the range
         of a number may change, its kind and the choices may not.
         """
         before = own or self._seen.setdefault(name, distribution)
@@ -73,7 +73,7 @@ class Space:
 
 
 def _kind(distribution: BaseDistribution) -> object:
-    """Return what Optuna demands to be equal in all trials of a study."""
+    """Return the part of a distribution that Optuna demands to be equal in all trials of a study."""
     if isinstance(distribution, CategoricalDistribution):
         return distribution.choices
     return type(distribution), getattr(distribution, "log", False)
@@ -128,7 +128,7 @@ class Trial:
 
 
 def again(function: StrategyFunction, params: dict[str, Any]) -> Strategy | None:
-    """Return the strategy that a function makes of values chosen before; None when it does not any more."""
+    """Return the strategy that a function makes from values chosen before; None when it does not any more."""
     try:
         return Space().strategy(function, optuna.trial.FixedTrial(params))
     except (PiperError, ValueError):

@@ -1,4 +1,4 @@
-"""Open Optuna's storage, with one message when that cannot be used, and without its log lines and warnings."""
+"""Open Optuna's storage, with one message when it cannot be used, and without Optuna's log lines and warnings."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from optuna.samplers import BaseSampler
 from piper_ir.errors import PiperError, TuneError
 
 WAITS_S = (0.1, 0.3, 1.0)
-"""Seconds to wait before a database that another search makes at the same moment is opened again."""
+"""The seconds to wait before a database that another search makes at the same moment is opened again."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Switch Optuna's own lines and warnings off inside; what the user's code warns of is shown."""
+    """Switch Optuna's own lines and warnings off inside; warnings of the user's code are shown."""
     level = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.CRITICAL)
     with warnings.catch_warnings():
@@ -32,7 +32,7 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def storage_errors(storage: object) -> Iterator[None]:
-    """Turn what Optuna and the drivers below it raise when a storage is not usable into TuneError."""
+    """Raise TuneError for the errors of Optuna and its drivers that mean an unusable storage."""
     try:
         yield
     except optuna.exceptions.OptunaError as e:
@@ -40,10 +40,10 @@ def storage_errors(storage: object) -> Iterator[None]:
 
 
 def open_study(storage: str | optuna.storages.BaseStorage | None, name: str, sampler: BaseSampler) -> optuna.Study:
-    """Open the study of this name, which is made when it is not there.
+    """Open the study of this name, which is made when it does not exist.
 
-    When two searches make the same database at once, it refuses the slower one; then it is there, and opens. TuneError: the
-    storage is locked, unreachable, or no storage.
+    When two searches make the same database at once, it refuses the slower one; then it exists, and opens. Raises
+    TuneError when the storage is locked, unreachable, or no storage.
     """
     for wait_s in (*WAITS_S, None):
         try:
@@ -65,14 +65,14 @@ def _made_meanwhile(error: BaseException) -> bool:
 
 
 def _root(error: BaseException) -> str:
-    """Return the first line of what the driver said."""
+    """Return the first line of the driver's message."""
     while error.__cause__ is not None:
         error = error.__cause__
     return (str(error) or type(error).__name__).strip().splitlines()[0]
 
 
 def unusable(storage: object, error: BaseException) -> TuneError:
-    """Return what to tell the user of a storage that raised this."""
+    """Return the user's error for a storage that raised this."""
     text = _root(error)
     what = "is locked by another process" if "locked" in text else "cannot be used"
     if _made_meanwhile(error):

@@ -1,4 +1,4 @@
-"""Hold what a search found, and write and read its files study.json and best.json."""
+"""Hold the result of a search, and write and read its files study.json and best.json."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from piper_ir.tools import write_whole
 
 @dataclass(frozen=True)
 class Study:
-    """Hold what a search found.
+    """Hold the result of a search.
 
     Attributes:
-        cluster: the name of the cluster.
         memory_limit: bytes per device; None when there was no limit.
-        seed: the seed of the search.
         rows: the candidates by number, one per distinct candidate.
         rules: the rules that reject before compiling, each with how often it did.
-        interrupted: the search ended before its time, by Ctrl-C or because its storage failed.
+        interrupted: whether the search ended early, by Ctrl-C or because its storage failed.
         strategies: the strategies by number, with their params, of complete rows; of a study that was loaded, the best
-            alone.
-        device_limits: by type of device what a rank may hold, where a cluster has several types; never more than its
-            own device has.
+        alone.
+        device_limits: limit of a rank by type of device, where a cluster has several types; never more than its own
+        device has.
     """
 
     cluster: str
@@ -60,9 +58,9 @@ class Study:
         return [r.as_dict() for r in self.rows if r.state == "rejected"]
 
     def save(self, folder: str | Path) -> None:
-        """Write study.json and, if there is a best strategy, best.json into a folder that exists.
+        """Write study.json and, if there is a best strategy, best.json into an existing folder.
 
-        OutputError when that fails.
+        Raises OutputError when that fails.
         """
         best = self.best_row
         number = None if best is None else best.number
@@ -77,7 +75,7 @@ class Study:
 
     @staticmethod
     def load(folder: str | Path) -> Study:
-        """Read what `save` wrote. FormatError names the file and the place."""
+        """Return the study from `save`; raise FormatError, which names the file and the place."""
         path = Path(folder) / "study.json"
         try:
             text = path.read_text()
@@ -96,7 +94,7 @@ def _rank(row: Row) -> tuple[bool, float, int]:
 
 
 class SearchError(TuneError):
-    """Report a search that failed; `study` holds what was found until then."""
+    """Report a search that failed; `study` holds its results so far."""
 
     def __init__(self, message: str, study: Study) -> None:
         super().__init__(message)
@@ -104,4 +102,4 @@ class SearchError(TuneError):
 
 
 class NothingFoundError(SearchError):
-    """Report a search that ended without a plan that can be used; its study holds every candidate with its reason."""
+    """Report a search that ended without a usable plan; its study holds every candidate with its reason."""

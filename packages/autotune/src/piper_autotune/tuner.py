@@ -1,4 +1,4 @@
-"""Search, score the leaders again, confirm, and say what was found or why nothing was."""
+"""Search, score the leaders again, confirm, and return the study, or raise an error that says why nothing was found."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from piper_ir.errors import TuneError
 from piper_ir.program import Program
 
 MOST_SEED = 2**32 - 1
-"""What Optuna's generators take."""
+"""The largest seed of Optuna's generators."""
 LEAST_WORKERS, PER_CORE = 16, 4
-"""Worker processes that any machine may start, and processes per core."""
+"""The worker processes that any machine may start, and processes per core."""
 SEED_STEP = 1_000_003
-"""A resumed search does not draw again what it drew before."""
+"""The distance of a resumed search's seed, so that it does not draw the same candidates again."""
 
 
 def tune(
@@ -54,7 +54,7 @@ def tune(
     """Search the strategy with the least `period_s` that fits.
 
     Args:
-        problem: what is searched for.
+        problem: the job, the cluster and the limit of the search.
         strategy: takes a trial, chooses with Optuna's `suggest_*`, and returns a Strategy.
         at_rows: as in `compile_program`.
         trials: candidates that are compiled and scored (or whose function raises); known ones and those that a rule
@@ -67,7 +67,7 @@ def tune(
         workers: processes (0: this one), or "ray": tasks of the cluster to which this process is connected.
         timeout_s: seconds per candidate.
         progress: is called after each candidate.
-        modules: what stands in them reaches the workers by value.
+        modules: modules whose contents reach the workers by value.
         evaluator: scores in place of workers.
 
     Raises:
@@ -144,7 +144,7 @@ def _result(
     confirm: int,
     measure: Callable[[Strategy], Confirmation] | None,
 ) -> Study:
-    """Return the study after the search; one that was interrupted holds what was found as it is."""
+    """Return the study after the leaders are scored again and confirmed; an interrupted search is returned as it is."""
     if search.interrupted:
         return _study(search, problem, programs, seed)
     if not search.complete():
@@ -174,7 +174,7 @@ def _study(search: StrategySearch, problem: TuningProblem, programs: Programs, s
 
 
 def _settled(strategy: Strategy, problem: TuningProblem, programs: Programs) -> Strategy:
-    """Return the best strategy as it was scored and run: those who use it later may have other costs, or none."""
+    """Return the best strategy as it was scored and run, whatever costs its later users have."""
     lowered = compile_program(
         problem.program,
         strategy,

@@ -1,4 +1,4 @@
-"""Run a worker process: it scores the strategies that its connection brings, until that closes."""
+"""Run a worker process, which scores the strategies from its connection until that closes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ READY = "ready"
 def serve(descriptor: int) -> None:
     """Score the strategies that arrive on the connection with this file descriptor, until it closes.
 
-    The first message is a packed TuningProblem. Each later one is a tuple: a packed strategy, whether the event engine scores it,
-    and the programs that this worker has not seen yet. The answer is what `score` returns.
+    The first message is a packed TuningProblem. Each later one is a tuple: a packed strategy, whether the event engine
+    scores it, and the programs that this worker has not seen yet. The answer is the result of `score`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that searches; it ends this one
     connection = Connection(descriptor)

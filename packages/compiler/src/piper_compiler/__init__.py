@@ -1,7 +1,6 @@
 """Turn a program and a strategy into a plan: directives, recipes, passes, and schedules as CSV files.
 
-It may import piper_ir and numpy. Only `piper_compiler.capture`, which makes programs of models, may import torch and
-piper_ops; so nothing here may import it.
+It may import piper_ir and numpy. Only the folder `capture` may import torch and piper_ops, so nothing here imports it.
 """
 
 from piper_compiler import recipes

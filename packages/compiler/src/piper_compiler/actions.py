@@ -1,8 +1,7 @@
 """Describe schedules as data: what each device computes, in order, before it becomes directives, a plan or a table.
 
 An *action* is one phase of one stage for one microbatch. A *slot* is what a device does next: one action, or the
-members of an overlapped group, forward first. *Orders* hold the slots of every device, in order; idle time is no part
-of them.
+members of an overlapped group, forward first. *Orders* hold the slots of each device in order, without idle time.
 """
 
 from __future__ import annotations
@@ -12,15 +11,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 ActionPhase = Literal["F", "B", "I", "W"]
-"""B is I followed by W in one go; a stage and microbatch has either one B or one I and one W."""
+"""The phases of an action; B is I followed by W. Each stage and microbatch has either one B, or one I and one W."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Action:
-    """Name one phase of one stage for one microbatch.
-
-    `str(Action(2, "F", 0))` is "2F0", as in the tables of torch.distributed.pipelining.
-    """
+    """Name one phase of one stage for one microbatch; the text of `Action(2, "F", 0)` is "2F0", as in torch's table."""
 
     stage: int
     phase: ActionPhase

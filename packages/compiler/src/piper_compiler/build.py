@@ -20,8 +20,8 @@ from piper_ir.program import Chunk, Program
 def build_graph(program: Program, mesh: Mesh, costs: Costs | None = None) -> Graph:
     """Return the graph of one step on one device.
 
-    Batch tensors and the tangent of the loss are values without a writer. `piper_compiler.passes.parts.PartMaker` makes
-    their Load and Seed parts once it is known which roles read them.
+    Batch tensors and the tangent of the loss are values without a writer. `PartMaker` makes their Load and Seed parts
+    once it is known which roles read them.
     """
     index = {c.id: i for i, c in enumerate(program.chunks)}
     edit = Graph(mesh, program, {}, {}, {}, {}, chunk_index=index, costs=costs).edit()
@@ -48,7 +48,7 @@ def _add_compute(edit: Editor, chunk: Chunk, step: ComputeStep, tangents: Mappin
 
 
 def _gradient_consumers(program: Program) -> dict[str, list[str]]:
-    """Return by value the gradients that its consumers send back, in program order."""
+    """Return for each value the gradients that its consumers send back, in program order."""
     out: dict[str, list[str]] = {}
     for chunk in program.chunks:
         writes = value_writes(chunk, "B")
@@ -61,8 +61,8 @@ def _gradient_consumers(program: Program) -> dict[str, list[str]]:
 def _add_tangents(edit: Editor, chunk: Chunk, consumers: dict[str, list[str]]) -> dict[str, str]:
     """Add the tangents that a chunk's backward reads, and return their values by port.
 
-    With one consumer the tangent is that one's gradient. With several it is "chunk:tan{k}", their sum, last consumer
-    first: this is autograd's own order and so gives the same bits.
+    A value with one consumer gets that consumer's gradient as its tangent. With several consumers the tangent is the
+    value "chunk:tan{k}", their sum, last consumer first: autograd adds in this order too, so the bits are the same.
     """
     read = value_reads(chunk, "B")
     coords: dict[str, int | str] = {**chunk.coords, "chunk": chunk.id, "phase": "B", "op": "add"}

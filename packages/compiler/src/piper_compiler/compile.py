@@ -1,7 +1,4 @@
-"""Compile a program and a strategy to a graph and a plan.
-
-This file is the list of passes: see `compiled`, `lowered` and `drafted`.
-"""
+"""Compile a program and a strategy to a graph and a plan: this file is the list of passes."""
 
 from __future__ import annotations
 
@@ -58,7 +55,7 @@ class Lowered:
 
     @cached_property
     def prepared(self) -> Prepared:
-        """Return what `piper_ir.timing.prepare` makes of the plan, for less: compiling has found most of it."""
+        """Return the same as `piper_ir.timing.prepare` for the plan, faster: compiling has found most of it."""
         return self._prepare()
 
 
@@ -74,8 +71,8 @@ def compile_program(
 ) -> Lowered:
     """Build the graph, apply the directives in order, complete and lower it.
 
-    See `CompileRequest` for the arguments. A DirectiveError or CompileError names what does not hold and where it was
-    written.
+    See `CompileRequest` for the arguments. Raises DirectiveError or CompileError, which names the condition that does
+    not hold and where the directive was written.
     """
     request = CompileRequest(program, strategy, global_batch, training or Training(), costs, options or Options(), at_rows)
     return compiled(request)
@@ -124,7 +121,7 @@ def drafted(graph: Graph, chunks: dict[str, Chunk], rows: int, options: Options,
 
 
 def apply_directives(graph: Graph, directives: Iterable[Directive]) -> Graph:
-    """Check and apply each directive in the order written. The given graph stays as it is."""
+    """Check and apply each directive in the order written, and return a new graph."""
     for item in directives:
         item.check(graph)
         result = item.apply(graph)
@@ -137,8 +134,8 @@ def apply_directives(graph: Graph, directives: Iterable[Directive]) -> Graph:
 def with_fixed_stages(strategy: Strategy, graph: Graph) -> Strategy:
     """Return a strategy that makes the stages of `graph`, whatever costs are given.
 
-    The strategy was compiled to that graph. Each directive with a method `with_fixed_stages` says what it decided; for
-    `partition(at="cost")` these are its boundaries.
+    The strategy was compiled to that graph. Each directive with a method `with_fixed_stages` replaces what costs
+    decided: `partition(at="cost")` gets its boundaries.
     """
     made = [d.with_fixed_stages(graph) if isinstance(d, Settling) else d for d in strategy.directives]
     return Strategy(strategy.mesh, made, params=strategy.params)
@@ -151,10 +148,7 @@ def _logged(graph: Graph, item: Directive, index: int) -> Graph:
 
 
 def rows_per_microbatch(parts: int, replicas: int, global_batch: int | None) -> int:
-    """Return the rows of one of `parts` microbatches on one rank.
-
-    Raises CompileError when the global batch does not divide.
-    """
+    """Return the rows of one of `parts` microbatches on one rank; raise CompileError when the batch does not divide."""
     if global_batch is None:
         return 1
     rows, rest = divmod(global_batch, parts * replicas)

@@ -1,4 +1,4 @@
-"""Give canonical durations: what the compiler assumes when it has to order things and no cluster is known.
+"""Give canonical durations, by which the compiler orders work when no cluster is known.
 
 They decide ties and where values are freed, never results: any durations give a legal plan.
 """
@@ -14,11 +14,11 @@ from piper_ir.program import Chunk, Cost, Step
 from piper_ir.sizes import ITEM_BYTES, bind
 
 FLOPS = 3e14
-"""FLOP/s of a nominal accelerator: about what dense bf16 matrix products reach on an A100-class device."""
+"""The FLOP/s of a nominal accelerator: about what dense bf16 matrix products reach on an A100-class device."""
 BANDWIDTH = 2e12
-"""Bytes/s of its memory."""
+"""The bytes/s of the nominal accelerator's memory."""
 LINK = 1e11
-"""Nominal bytes/s between devices."""
+"""The nominal bytes/s between devices."""
 
 
 def chunk_seconds(chunk: Chunk, step: Step, costs: Costs | None = None) -> float:
@@ -28,7 +28,7 @@ def chunk_seconds(chunk: Chunk, step: Step, costs: Costs | None = None) -> float
 
 
 def nominal(cost: Cost) -> float:
-    """Return the seconds of a step whose duration nobody knows."""
+    """Return the seconds of a step by its FLOPs and bytes on the nominal accelerator."""
     return max(cost.flops / FLOPS, cost.bytes / BANDWIDTH)
 
 
@@ -41,11 +41,11 @@ def _known(chunk: Chunk, step: Step, costs: Costs | None) -> float | None:
 
 
 SCALAR_BYTES = 8
-"""Up to this size a message is a number, which takes no time beside computation."""
+"""The bytes up to which a message counts as a number, which takes no time beside computation."""
 
 
 def collective_seconds(nbytes: int) -> float:
-    """Return the seconds of a collective whose message has this many bytes, between nominal devices."""
+    """Return the seconds of a collective between nominal devices whose message has this many bytes."""
     return nbytes / LINK if nbytes > SCALAR_BYTES else 0.0
 
 

@@ -11,14 +11,14 @@ from piper_ir.plan import Category, is_state
 from piper_ir.program import Chunk, Signature, Step
 
 BACKWARD: tuple[Step, ...] = ("I", "W")
-"""B is I followed by W."""
+"""The steps of a whole backward, B: I, then W."""
 
 _OWN = ("saved", "iw")
-"""Ports that never leave their chunk and microbatch, whose F, I and W run on one device: no values of a graph."""
+"""The ports that never leave their chunk and microbatch, whose steps run on one device; no values of a graph."""
 
 
 def steps_of(chunk: Chunk, step: ComputeStep) -> tuple[Step, ...]:
-    """Return the steps of a chunk that run for a step of a graph, in order, without those that do nothing."""
+    """Return the steps of a chunk that run for a step of a graph, in order, without empty ones."""
     names = BACKWARD if step == "B" else (step,)
     return tuple([name for name in names if name in chunk.steps and not chunk.steps[name].empty])
 
@@ -31,8 +31,8 @@ def signatures(chunk: Chunk, step: ComputeStep) -> tuple[Signature, ...]:
 def value_reads(chunk: Chunk, step: ComputeStep) -> tuple[str, ...]:
     """Return the ports whose values are data edges into the step.
 
-    These are no parameters, no buffers and nothing that F keeps (see `kept`). What I hands to W is among them only if
-    it is a gradient of an input and W is a step of its own.
+    Parameters, buffers and what F keeps (see `kept`) are not among them. What I hands to W is, if it is a gradient of
+    an input and W is a step of its own.
     """
     sigs = signatures(chunk, step)
     made = {p for s in sigs for p in s.writes}
@@ -41,26 +41,26 @@ def value_reads(chunk: Chunk, step: ComputeStep) -> tuple[str, ...]:
 
 
 def value_writes(chunk: Chunk, step: ComputeStep) -> tuple[str, ...]:
-    """Return the ports whose values the step gives to other nodes: all but what stays in its chunk."""
+    """Return the ports whose values the step gives to other nodes: all that do not stay in its chunk."""
     return tuple(p for s in signatures(chunk, step) for p in s.writes if not p.startswith(_OWN))
 
 
 def kept(chunk: Chunk) -> tuple[str, ...]:
     """Return the ports that F writes for the backward of its own chunk and microbatch.
 
-    That backward runs where F ran, so no directive can send these values elsewhere. They are no values of a graph, but
-    most of the values of a plan.
+    That backward runs where F ran, so no directive can send these values elsewhere. A graph leaves them out, but most
+    values of a plan are of this kind.
     """
     return tuple(p for s in signatures(chunk, "F") for p in s.writes if p.startswith("saved"))
 
 
 def port_value(chunk: Chunk, port: str) -> str:
-    """Return the id, before any microbatch or role is added, of the value behind a port that a step reads."""
+    """Return the id of the value behind a port that a step reads, without microbatch and role."""
     return chunk.inputs[int(port[2:])].ref if port.startswith("in") else f"{chunk.id}:{port}"
 
 
 def port_category(port: str) -> Category:
-    """Return the category of memory that a port's bytes belong to."""
+    """Return the category of memory of a port's bytes."""
     return "gradient" if port.startswith(("gin", "tan")) else "activation"
 
 

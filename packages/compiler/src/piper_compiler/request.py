@@ -1,4 +1,4 @@
-"""Hold what a compilation is asked for."""
+"""Hold the arguments of a compilation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from piper_ir.program import Program
 
 @dataclass(frozen=True)
 class Training:
-    """Tell the compiler what it needs to know of the job.
+    """Describe the job, as far as the compiler needs it.
 
     Attributes:
         group_of: parameter -> index of the optimizer's parameter group (default 0).
@@ -32,7 +32,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Options:
-    """Choose how a plan is laid out; numbers that it computes are the same for all options.
+    """Choose how a plan is laid out; no option changes the numbers that it computes.
 
     Attributes:
         fuse: join neighbours into one instruction.
@@ -47,13 +47,12 @@ class Options:
 
 @dataclass(frozen=True)
 class CompileRequest:
-    """Hold a program, a strategy, and what else decides the plan.
+    """Hold a program, a strategy, and everything else that decides the plan.
 
     Attributes:
         program: the captured or synthetic program.
-        strategy: the mesh and the directives.
         global_batch: rows of one step over all replicas (default: one row per microbatch and replica).
-        training: what the compiler needs to know of the job.
+        training: the job, as far as the compiler needs it.
         costs: known durations.
         options: how the plan is laid out.
         at_rows: the program for a number of rows, for programs that are not affine down to one row.

@@ -22,11 +22,9 @@ class Strategy:
     """Hold a mesh and directives: `Strategy(Mesh(pp=2), recipes.gpipe(pp=2, microbatches=4))`.
 
     Attributes:
-        mesh: the axes of devices.
-        directives: in the order in which they are applied. They may be given nested in tuples and lists, and are
-            flattened.
-        params: for the record, the values that a function of a trial had chosen when it made this strategy. Equality
-            ignores them.
+        directives: in the order in which they are applied; nested tuples and lists are flattened.
+        params: for the record, the values that a function of a trial chose when it made this strategy; equality ignores
+        them.
     """
 
     mesh: Mesh
@@ -41,10 +39,7 @@ class Strategy:
         object.__setattr__(self, "params", dict(params or {}))
 
     def with_params(self, params: Mapping[str, Any]) -> Strategy:
-        """Return the same strategy with these values for the record.
-
-        Raises DirectiveError for a value that JSON cannot hold.
-        """
+        """Return the same strategy with these values for the record; raise DirectiveError if JSON cannot hold one."""
         for name, value in params.items():
             if not isinstance(value, bool | int | float | str | None):
                 raise DirectiveError(f"Strategy.params[{name!r}] is {value!r}; JSON holds numbers, text, true, false and null")
@@ -66,10 +61,9 @@ class Strategy:
 
     @staticmethod
     def loads(text: str, where: str = "text") -> Strategy:
-        """Parse JSON.
+        """Return a strategy from JSON; raise FormatError for anything else.
 
-        A user's directive must have been imported before, so that its class is registered. Raises FormatError
-        otherwise.
+        A user's directive must have been imported before, so that its class is registered.
         """
         data = read_document("Strategy", STRATEGY_VERSION, text, where)
         unknown = data.keys() - {"mesh", "directives", "params"}
@@ -122,10 +116,7 @@ def _directive(data: Any, where: str) -> Directive:
 
 
 def save_strategy(strategy: Strategy, path: str | Path) -> None:
-    """Write a strategy as JSON.
-
-    Raises OutputError when the file cannot be written.
-    """
+    """Write a strategy as JSON; raise OutputError when the file cannot be written."""
     try:
         write_whole(Path(path), strategy.dumps())
     except OSError as e:
@@ -135,10 +126,7 @@ def save_strategy(strategy: Strategy, path: str | Path) -> None:
 
 
 def load_strategy(path: str | Path) -> Strategy:
-    """Read a strategy from JSON.
-
-    Raises FormatError, which names the file and the place.
-    """
+    """Read a strategy from JSON; raise FormatError, which names the file and the place of what is wrong."""
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as e:

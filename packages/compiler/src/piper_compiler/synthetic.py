@@ -10,7 +10,7 @@ from piper_ir.sizes import TensorSpec
 
 PhaseSeconds = float | Sequence[float]
 MOST_SECONDS = 1e12
-"""Many thousand years: sums of larger numbers lose what is small."""
+"""The largest number of seconds that is accepted: sums of larger numbers lose what is small."""
 _EMPTY = TensorSpec((0,), "uint8")
 
 
@@ -59,7 +59,7 @@ def synthetic(
 
 
 def _check_seconds(**given: Sequence[float]) -> None:
-    """Raise CompileError for durations whose sums could not be told apart, or would not be numbers."""
+    """Raise CompileError for durations that are no numbers, or whose sums could not be told apart."""
     for name, values in given.items():
         if not all(0 <= v <= MOST_SECONDS for v in values):
             bad = next(v for v in values if not 0 <= v <= MOST_SECONDS)
@@ -86,8 +86,8 @@ def _per_stage(name: str, value: PhaseSeconds | Sequence[int], stages: int) -> l
 def _chunk(s: int, stages: int, times: tuple[float, float, float], keep: int, after: int, params: int) -> Chunk:
     """Return the chunk of a stage.
 
-    What W needs is in saved1, the rest of what F keeps in saved0. I reads both, so that without a split all of it lives
-    to the end of B.
+    saved1 holds what W needs, saved0 the rest of what F keeps. I reads both, so that without a split all of it lives to
+    the end of B.
     """
     first, last = s == 0, s == stages - 1
     source = Input("batch", "inputs", _EMPTY) if first else Input("value", f"stage{s - 1}:out0", _EMPTY, needs_grad=True)

@@ -1,11 +1,11 @@
 """Write the frozen dataclasses of the IR as JSON, and read them back strictly.
 
 Unknown keys, wrong types and truncated text are errors. A dataclass becomes an object with a key per field that differs
-from its default. In a union of dataclasses (ops, directives) the key "is" names the class. An Affine is written as
-[a, b]. Top-level documents carry "format" (the class) and "version".
+from its default. In a union of dataclasses (ops, directives) the key "is" names the class. An Affine is written as [a,
+b]. Top-level documents carry "format" (the class) and "version".
 
-A class whose fields are not what is written has a document class that stands for it (`register`). A Graph has one in
-`piper_ir.graph_json`, which must be imported where graphs are written or read.
+`register` names a document class that is written in place of another class. A Graph has one in `piper_ir.graph_json`,
+which must be imported before graphs are written or read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Decoder = Callable[[Any, str], Any]
 
 @dataclass(frozen=True, slots=True)
 class _DocumentForm:
-    """Name the class that is written in place of another one, and the way there and back."""
+    """Name the document class that is written in place of another class, and the functions that convert both ways."""
 
     document: type
     to_document: Callable[[Any], Any]
@@ -47,7 +47,7 @@ _DOCUMENT_FORMS: dict[type, _DocumentForm] = {}
 def register(kind: type[T], document: type[D], to_document: Callable[[T], D], from_document: Callable[[D], T]) -> None:
     """Let `dumps` and `loads` write and read objects of class `kind` as documents of another class.
 
-    The document's class attribute FORMAT says what the format is called, if not as the class.
+    The document's class attribute FORMAT is the name of the format, by default the class name.
     """
     _DOCUMENT_FORMS[kind] = _DocumentForm(document, to_document, from_document)
 
@@ -62,10 +62,10 @@ def dumps(document: Any, indent: int | None = None) -> str:
 
 
 def loads(kind: type[T], text: str, where: str = "text") -> T:
-    """Parse a document of the given class.
+    """Return the document of the given class that a text holds.
 
-    FormatError names the place (a path of keys) and what was expected. A Graph in which a value has two writers is a
-    CompileError.
+    Raises FormatError, which names the place (a path of keys) and what was expected, and CompileError for a Graph in
+    which a value has two writers.
     """
     form = _DOCUMENT_FORMS.get(kind)
     written: Any = kind if form is None else form.document
@@ -74,10 +74,7 @@ def loads(kind: type[T], text: str, where: str = "text") -> T:
 
 
 def read_document(name: str, version: int, text: str, where: str) -> dict[str, Any]:
-    """Return the content of a JSON document without the two keys that say its format and version.
-
-    FormatError when it has other ones, or is no JSON.
-    """
+    """Return the content of a JSON document without its format and version; raise FormatError if these differ."""
     try:
         data = json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as e:
@@ -97,7 +94,7 @@ def read_document(name: str, version: int, text: str, where: str) -> dict[str, A
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object of a JSON text, for `object_pairs_hook`. FormatError for a key that it has twice: the last would win."""
+    """Return an object of a JSON text, for `object_pairs_hook`; raise FormatError for a key that it has twice."""
     out = dict(pairs)
     if len(out) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -107,7 +104,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _format(kind: type) -> str:
-    """Return what a document of this class is called: its FORMAT if it stands for another class, else its name."""
+    """Return the format name of a document class: its FORMAT if it stands for another class, else its name."""
     name: str = getattr(kind, "FORMAT", kind.__name__)
     return name
 
@@ -121,7 +118,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: Any, value: Any, where: str) -> Any:
-    """Return the value of the expected type that a JSON value stands for: the inverse of `encode`."""
+    """Return the value of the expected type from its JSON value: the inverse of `encode`."""
     return _decoder(kind)(value, where)
 
 
@@ -162,7 +159,7 @@ def _dataclass_encoder(kind: type) -> Encoder:
 
 
 def _written_fields(kind: type, hints: Mapping[str, Any]) -> list[Field[Any]]:
-    """Return the fields that are written; TypeError for one that JSON cannot hold."""
+    """Return the fields that are written; raise TypeError for one that JSON cannot hold."""
     written = [f for f in fields(kind) if f.init and f.metadata.get("json", True) and f.name != "version"]
     for f in written:
         for option in _options(hints[f.name]):

@@ -1,4 +1,4 @@
-"""Describe each collective by one row of a table, from which verifier, simulator and executors read what it does.
+"""Describe each collective by one row of a table, which verifier, simulator and executors read.
 
 A collective joins the n members of a channel, ordered by rank; each member gives one tensor and gets one. A tensor is
 *whole* when it has the full length along its first dimension, and a *part* when it is one of the n equal blocks of that
@@ -22,7 +22,7 @@ Pattern = Literal["ring", "pairs"]
 
 
 SUMMED_DTYPES = (*("float64", "float32", "float16", "bfloat16", "complex128", "complex64", "int64", "int32", "int8", "uint8"),)
-"""Every transport adds numbers of these dtypes, and in the same way."""
+"""The dtypes whose numbers every transport adds, and in the same way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Law:
             member (Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009). It is 1 for pairs.
         buckets: whether it may work in place on the gradients of a bucket, instead of on values.
         spoils: whether what it reads is undefined afterwards, so that a transport may use it as room to work in.
-        undoes: the collective that it takes back when the same members run it on that one's results.
+        undoes: the collective whose results it turns back into that one's inputs, among the same members.
     """
 
     name: str
@@ -94,16 +94,16 @@ COLLECTIVES: dict[str, Law] = {
     "reduce_scatter": Law("ReduceScatter", "whole", "part", "sum", spoils=True),
     "all_to_all": Law("AllToAll", "whole", "whole", "blocks", route="pairs", undoes="all_to_all"),
 }
-"""Kind of a collective -> its law. The kinds are the names under which costs and cluster files know it too."""
+"""The law of each kind of collective; costs and cluster files know a collective by its kind, too."""
 
 
 def law_of(kind: str) -> Law:
-    """Return the law of a kind of collective; PlanError when there is none."""
+    """Return the law of a kind of collective; raise PlanError when there is none."""
     if kind not in COLLECTIVES:
         raise PlanError(f"there is no collective {kind!r}; known are {', '.join(COLLECTIVES)}")
     return COLLECTIVES[kind]
 
 
 def kind_named(name: str) -> str | None:
-    """Return the kind of the collective with this name in a plan's text, None when there is none."""
+    """Return the kind of the collective with this name in a plan's text, or None."""
     return next((kind for kind, law in COLLECTIVES.items() if law.name == name), None)

@@ -22,11 +22,9 @@ STEPS: tuple[Step, ...] = ("F", "I", "W")
 
 @dataclass(frozen=True, slots=True)
 class Duration:
-    """Say how long something takes, and where that is known from.
+    """Hold a duration in seconds, never negative, with its source.
 
     Attributes:
-        seconds: the duration; never negative.
-        source: where it comes from.
         spread: the median absolute deviation of the repeats, in seconds.
     """
 
@@ -42,13 +40,11 @@ class Duration:
 
 @dataclass(frozen=True, slots=True)
 class StepDuration:
-    """Say how long one step takes in the chunks that share a code.
+    """Hold the duration of one step of the chunks that share a code.
 
     Attributes:
         code: the code of the chunks (`Chunk.code`).
-        step: the step.
         rows: rows of the microbatch at which it was measured.
-        duration: how long it takes.
         chunk: the id of one of the chunks.
     """
 
@@ -61,13 +57,12 @@ class StepDuration:
 
 @dataclass(frozen=True, slots=True)
 class CommDuration:
-    """Say how long one communication takes.
+    """Hold the duration of one communication.
 
     Attributes:
         op: "p2p", or a kind of `piper_ir.collectives`.
         bytes: the bytes of the message; those of the whole tensor for a collective.
         group: the number of ranks that take part (2 for p2p).
-        duration: how long it takes.
         nodes: the number of nodes on which these ranks are.
         busy_s: processor seconds that it takes on each rank from computation beside it.
     """
@@ -82,12 +77,11 @@ class CommDuration:
 
 @dataclass(frozen=True, slots=True)
 class PartDuration:
-    """Say how long an op of the compute stream takes that is no step of a chunk.
+    """Hold the duration of an op of the compute stream that is no step of a chunk.
 
     Attributes:
         op: the op's class name ("Load", "Add", "Update", ...), or "Batch": the job's batch function for one microbatch.
         amount: bytes of memory that the op reads and writes (`piper_ir.plan_bytes`); for "Batch" the number of rows.
-        duration: how long it takes.
     """
 
     op: str
@@ -97,11 +91,11 @@ class PartDuration:
 
 @dataclass(frozen=True, slots=True)
 class HostCosts:
-    """Say how long the thread takes that issues instructions.
+    """Hold the durations of the thread that issues instructions.
 
     Attributes:
-        issue_s: seconds per instruction of the compute stream, beside its parts.
-        comm_s: seconds per communication instruction, beside its message; they delay what is issued next.
+        issue_s: seconds per instruction of the compute stream, without its parts.
+        comm_s: seconds per communication instruction, without its message; they delay what is issued next.
         issue_spread_s: the spread of `issue_s`, as in a Duration.
         comm_spread_s: the spread of `comm_s`, as in a Duration.
     """
@@ -114,11 +108,11 @@ class HostCosts:
 
 @dataclass(frozen=True, slots=True)
 class AllocatorCosts:
-    """Say how much memory a process takes beside the bytes of its tensors.
+    """Hold the memory that a process takes beside the bytes of its tensors.
 
     Attributes:
         context_bytes: bytes of a process before its first tensor.
-        factor: by how many bytes the process has grown at the peak, per byte of the tensors alive then.
+        factor: growth of the process at the peak, per byte of the tensors alive then.
     """
 
     context_bytes: int
@@ -132,12 +126,8 @@ class Origin:
     Attributes:
         device: the machine (`piper_ir.tools.machine_name`), or the accelerator's name.
         cluster: the name of the cluster for which they stand.
-        backend: the communication backend.
-        launcher: what started the processes.
+        launcher: the launcher that started the processes.
         ranks: how many ranks ran at once.
-        threads: threads of each rank.
-        python: the version of Python.
-        torch: the version of torch.
         program: the key of the program.
         date: the date in ISO 8601.
         repeats: how often each duration was measured; it is the median.
@@ -158,16 +148,15 @@ class Origin:
 
 @dataclass(frozen=True)
 class Costs:
-    """Hold what is known of durations; `piper_ir.codec` reads and writes it as JSON.
+    """Hold the known durations of a job; `piper_ir.codec` reads and writes them as JSON.
 
     Attributes:
         compute: chunk id -> step -> duration; it comes before `steps`.
-        comm: durations of communication.
         rows: the rows of a microbatch at which `compute` holds; None when it holds at any (synthetic programs).
         steps: measured durations of steps, by code and rows.
         parts: durations of the other ops of the compute stream.
-        host: what issuing takes; None when it is not known.
-        allocator: what memory takes beside tensors; None when it is not known.
+        host: durations of issuing, or None.
+        allocator: memory beside tensors, or None.
         origin: where and how they were measured; None for costs that nobody measured.
     """
 
@@ -201,7 +190,8 @@ class Costs:
     def of_compute(self, chunk: str, step: Step, code: str = "", rows: int | None = None) -> Duration | None:
         """Return the duration of one step of a chunk; None when it is not known.
 
-        `code` is that of the chunk, `rows` the rows of its microbatches; without rows, the most that were measured.
+        `code` is that of the chunk, `rows` the rows of its microbatches; without rows, the largest measured number
+        counts.
         """
         if (given := self.compute.get(chunk, {}).get(step)) is not None:
             return given
@@ -244,26 +234,26 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class _DurationsBySize:
-    """Hold what was measured of one thing, by size, ascending."""
+    """Hold the measured durations of one thing, by size, ascending."""
 
     points: Points
     exact: Mapping[int, Duration]
 
     def at(self, x: int) -> Duration | None:
-        """Return the measured or interpolated duration; None beyond a factor of 2 outside of what was measured."""
+        """Return the measured or interpolated duration; None beyond a factor of 2 outside of the measured sizes."""
         if (measured := self.exact.get(x)) is not None:
             return measured
         seconds = log_log(self.points, x)
         return None if seconds is None else Duration(seconds, "interpolated", self._spread(seconds))
 
     def at_least(self, x: int) -> Duration | None:
-        """Return the same as `at`, but the smallest measured duration for smaller sizes: what remains is latency."""
+        """Return the same as `at`, but the smallest measured duration for smaller sizes, where latency remains."""
         if len(self.points) > 1 and x < self.points[0][0] and not within(self.points, x):
             return Duration(self.points[0][1], "interpolated", self.exact[self.points[0][0]].spread)
         return self.at(x)
 
     def _spread(self, seconds: float) -> float:
-        """Return a spread that is as large a part of the duration as at the point where that part is largest."""
+        """Return a spread with the largest share of the duration that any point has."""
         return seconds * max((d.spread / d.seconds for d in self.exact.values() if d.seconds), default=0.0)
 
 

@@ -5,12 +5,12 @@ microbatches in which it does the same. Nodes of one id differ in their microbat
 them splits a node. So a graph, and the time that a directive takes, do not grow with the number of microbatches.
 
 A Graph is immutable from outside. A directive takes one and returns another, made by an Editor: `edit = graph.edit();
-...; edit.done()`. Selection goes through an index by coordinate, so a directive costs time in the nodes that it
+...; edit.done()`. Selection goes through an index by coordinate, so a directive takes time only for the nodes that it
 matches.
 
 Ids derive from structure: node "layer3.B" is the backward of chunk layer3, its value "layer3:gin0"; "layer3:out0#pp1"
-is the copy received on role pp1. In microbatch 2 they are called "layer3.B@2", "layer3:gin0@2", "layer3:out0@2#pp1":
-`Graph.nodes` shows a graph by those names.
+is the copy received on role pp1. In microbatch 2 they are called "layer3.B@2", "layer3:gin0@2", "layer3:out0@2#pp1",
+and `Graph.nodes` shows them so.
 """
 
 from __future__ import annotations
@@ -70,24 +70,21 @@ class Graph(NamedNodes, Selecting):
     """Hold the training DAG of one step.
 
     Attributes:
-        mesh: the axes of devices.
         program: the chunks that the nodes compute.
         families: id -> its nodes, which differ in their microbatches.
-        values: what the nodes read and write.
         writers: value -> the ids of the nodes that write it.
         users: value -> the ids of the nodes that read it.
         order_edges: (before, after) -> the index in `log` of the directive that asked for it.
         overlaps: the groups that an order leaves open.
         roles: role -> the mesh coordinates that it fixes.
         transports: role -> its streams for point-to-point communication.
-        channels: what communication runs over.
         buckets: gradients that are reduced together.
         replication: chunk -> how it is replicated.
         microbatches: how many; 0 before the batch is split.
         log: the directives that were applied.
-        costs: what is known of durations, for directives that weigh.
+        costs: known durations, for directives that weigh layers.
         index: coordinate and value -> the ids that have it.
-        chunk_index: chunk -> its place along the program.
+        chunk_index: chunk -> its position along the program.
     """
 
     mesh: Mesh
@@ -114,10 +111,7 @@ class Graph(NamedNodes, Selecting):
 
     @property
     def replicated(self) -> tuple[str, ...]:
-        """Return the axes of data parallelism.
-
-        They are those of the first replicated chunk; a complete graph has the same for all.
-        """
+        """Return the axes of data parallelism, taken from the first replicated chunk; a complete graph has one set."""
         return next(iter(self.replication.values())).over if self.replication else ()
 
     @property
@@ -126,7 +120,7 @@ class Graph(NamedNodes, Selecting):
         return prod(self.mesh.size(axis) for axis in self.replicated)
 
     def edit(self) -> Editor:
-        """Begin another graph."""
+        """Return an Editor for another graph."""
         return Editor(self)
 
     def compute(self, chunk: str, step: str) -> tuple[Node, ...]:
@@ -134,7 +128,7 @@ class Graph(NamedNodes, Selecting):
         return tuple(sorted(self.families.get(compute_id(chunk, step), ()), key=lambda node: node.each[0]))
 
     def writers_of(self, value: str, mbs: Mbs | None) -> Iterator[tuple[Node, Mbs | None]]:
-        """Return the nodes that write a value, each with those of the microbatches in which it does."""
+        """Yield the nodes that write a value, each with the microbatches in which it does."""
         return _writers(self.families, self.writers, value, mbs)
 
 
@@ -151,8 +145,8 @@ def _writers(
 class Editor:
     """Build the next Graph.
 
-    Changes are visible to its own methods at once; the graph it came from stays as it was. Nodes and values may be
-    named as in `Graph.nodes`, too, which takes time in the number of microbatches.
+    Changes are visible to its own methods at once; the graph it came from stays as it was. Nodes and values may also be
+    named as in `Graph.nodes`, which takes time in the number of microbatches.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -174,7 +168,7 @@ class Editor:
 
     @property
     def nodes(self) -> Mapping[str, Node]:
-        """Return the nodes as they are now, as in `Graph.nodes`; likewise `writer` and `readers`."""
+        """Return the present nodes, as in `Graph.nodes`; likewise `writer` and `readers`."""
         return self.done().nodes
 
     @property
@@ -191,11 +185,11 @@ class Editor:
         return len(self.graph.log)
 
     def writers_of(self, value: str, mbs: Mbs | None) -> Iterator[tuple[Node, Mbs | None]]:
-        """Return the nodes that write a value, each with those of the microbatches in which it does."""
+        """Yield the nodes that write a value, each with the microbatches in which it does."""
         return _writers(self.families, self._writers, value, mbs)
 
     def readers_of(self, value: str, mbs: Mbs | None) -> Iterator[Node]:
-        """Yield the nodes that read a value in these microbatches, in those of them in which they do."""
+        """Yield the nodes that read a value in these microbatches, each reduced to those in which it does."""
         for id in self._users.get(value, ()):
             for node in self.families[id]:
                 shared = common(node.mbs, mbs)
@@ -227,9 +221,9 @@ class Editor:
                 self._users[v] = (*known, node.id)
 
     def _index_node(self, node: Node) -> None:
-        """Enter a node in the index: compute by all of its coordinates, the rest by its `op` alone.
+        """Enter a node in the index: compute by all of its coordinates, other nodes by `op` alone.
 
-        Selections of the rest are rare, and then all terms are checked.
+        Other nodes are rarely selected, and then all terms are checked.
         """
         coords = node.coords
         keys = coords.items() if coords.get("op") == "compute" else [("op", coords["op"])] if "op" in coords else []
@@ -243,9 +237,9 @@ class Editor:
         return id
 
     def update(self, node: Node) -> None:
-        """Put a node in the place of those of its id, in its microbatches.
+        """Put a node in place of those of its id, in its microbatches.
 
-        Its coordinates may gain names (partition) but not change those it had; reads may change.
+        Its coordinates may gain names (partition), but those that it had stay; its reads may change.
         """
         if node.id not in self.families:
             node = self._as_family(node)
@@ -268,7 +262,7 @@ class Editor:
             self._users[v] = tuple([id for id in self._users[v] if id != node.id])
 
     def _as_family(self, node: Node) -> Node:
-        """Return the node of a family that one named as in `Graph.nodes` stands for."""
+        """Return the family's node for a node that is named as in `Graph.nodes`."""
         id, mb = self.graph.places[node.id]
         old = self.graph.at((id, mb))
         assert old is not None
@@ -277,7 +271,6 @@ class Editor:
         return replace(node, id=id, coords=coords, reads=reads, writes=old.writes, mbs=mbs_of((mb,)))
 
     def _value_at(self, name: str) -> At:
-        """Return the id and microbatch of a value."""
         if name in self.values:
             return name, -1
         return next(
@@ -285,7 +278,7 @@ class Editor:
         )
 
     def remove(self, nodes: Iterable[Node]) -> None:
-        """Take nodes out, in their microbatches: others are added that write what they wrote."""
+        """Remove nodes in their microbatches; other nodes are added that write the same values."""
         for node in nodes:
             left = []
             for old in self.families[node.id]:
@@ -300,7 +293,7 @@ class Editor:
             self._index = _less(self._index, node.id)
 
     def reread(self, node: Node | str, old: str, new: str) -> None:
-        """Let a node read another value in place of one."""
+        """Let a node read the value `new` in place of `old`."""
         if isinstance(node, str):
             id, mb = (node, -1) if node in self.families else self.graph.places[node]
             found = [n for n in self.families[id] if mb in n.each]
@@ -332,9 +325,9 @@ class Editor:
         return channel
 
     def transfer(self, value: str, source: str, to: str, mbs: Mbs | None = None) -> str:
-        """Return the id of the copy of `value` on role `to`, with a Send and a Recv made on first use.
+        """Return the id of the copy of `value` on role `to`, with a Send and a Recv that are made on first use.
 
-        There is one per value, destination and microbatch.
+        There is one copy per value, destination and microbatch.
         """
         if value not in self.values:
             value, mb = self._value_at(value)
@@ -384,7 +377,7 @@ def _meet(a: Mbs | None, b: Mbs | None) -> bool:
 
 
 def _joined(nodes: Sequence[Node]) -> tuple[Node, ...]:
-    """Return the nodes of a family, with those in one that differ in their microbatches only."""
+    """Return the nodes of a family, with nodes that differ only in their microbatches joined."""
     out: list[Node] = []
     for node in nodes:
         for k, other in enumerate(out):

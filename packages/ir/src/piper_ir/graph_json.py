@@ -1,7 +1,4 @@
-"""Define the document of a Graph, for `piper_ir.codec`.
-
-What can be derived (writers, readers, the index) is not written.
-"""
+"""Define the document of a Graph, for `piper_ir.codec`; writers, readers and the index are derived again."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ class GraphDocument:
 
 
 def to_document(graph: Graph) -> GraphDocument:
-    """Return what is written of a graph."""
+    """Return the document of a graph."""
     order = tuple((a, b, i) for (a, b), i in graph.order_edges.items())
     return GraphDocument(
         graph.mesh,
@@ -69,10 +66,7 @@ def to_document(graph: Graph) -> GraphDocument:
 
 
 def from_document(document: GraphDocument) -> Graph:
-    """Return the graph of a document.
-
-    Raises CompileError when a value has two writers.
-    """
+    """Return the graph of a document; raise CompileError when a value has two writers."""
     index = {c.id: i for i, c in enumerate(document.program.chunks)}
     bare = Graph(
         document.mesh, document.program, {}, document.values, {}, {}, log=document.log, costs=document.costs, chunk_index=index

@@ -11,7 +11,7 @@ from piper_ir.graph_parts import At, GraphValue, Node, named
 class NamedNodes:
     """Give a Graph's nodes and values their names.
 
-    It takes time in the number of microbatches, so that only what is shown or written node by node asks for it.
+    That takes time in the number of microbatches, so only code that shows or writes a graph node by node uses it.
     """
 
     families: Mapping[str, tuple[Node, ...]]
@@ -29,7 +29,7 @@ class NamedNodes:
         return next((node for node in self.families.get(place[0], ()) if place[1] in node.each), None)
 
     def reads_at(self, node: Node, mb: int) -> list[At]:
-        """Return the values that a node reads in a microbatch; see `Node` for one of the whole step."""
+        """Return the values that a node reads in a microbatch; `Node` describes a node of the whole step."""
         if mb >= 0:
             return [(v, mb) for v in node.reads]
         out: list[At] = []
@@ -39,16 +39,16 @@ class NamedNodes:
         return out
 
     def name(self, at: At) -> str:
-        """Return what a node is called in a microbatch."""
+        """Return the name of a node in a microbatch."""
         node = self.at(at)
         return at[0] if node is None else node.name(at[1])
 
     def names(self, values: Iterable[At]) -> tuple[str, ...]:
-        """Return what values are called in microbatches."""
+        """Return the names of values in microbatches."""
         return tuple([named(v, self.values[v].tail if v in self.values else "", mb) for v, mb in values])
 
     def copies(self, nodes: Iterable[Node]) -> list[Node]:
-        """Return the nodes as they are called in each of their microbatches, with `mb` among their coordinates."""
+        """Return a node per microbatch for the given nodes, with its name there and `mb` among its coordinates."""
         out = []
         for n in nodes:
             for mb in n.each:
@@ -59,25 +59,22 @@ class NamedNodes:
 
     @cached_property
     def nodes(self) -> Mapping[str, Node]:
-        """Return every node in every microbatch by its name there.
-
-        It is made when it is first asked for: it grows with the microbatches.
-        """
+        """Return every node in every microbatch by its name there; the mapping is made on first use."""
         return {node.id: node for node in self.copies(self.sequence)}
 
     @cached_property
     def places(self) -> Mapping[str, At]:
-        """Return by name in `nodes` the id and microbatch."""
+        """Return for each name in `nodes` the id and microbatch."""
         return {n.name(mb): (n.id, mb) for n in self.sequence for mb in n.each}
 
     @property
     def writer(self) -> Mapping[str, str]:
-        """Return by value the node that writes it, by their names in `nodes`."""
+        """Return for each value the node that writes it, both by their names in `nodes`."""
         return {v: node.id for node in self.nodes.values() for v in node.writes}
 
     @property
     def readers(self) -> Mapping[str, tuple[str, ...]]:
-        """Return by value the nodes that read it, by their names in `nodes`."""
+        """Return for each value the nodes that read it, all by their names in `nodes`."""
         out: dict[str, dict[str, None]] = {}
         for node in self.nodes.values():
             for v in node.reads:

@@ -1,4 +1,4 @@
-"""Define what a Graph is made of: values, nodes, and what directives say of them."""
+"""Define the elements of a Graph: values, nodes, and the records that directives add."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Coord = int | str
 
 
 Mbs = range | tuple[int, ...]
-"""Microbatches, ascending: a range where they are evenly spaced."""
+"""The type of ascending microbatches: a range where they are evenly spaced."""
 
 At = tuple[str, int]
 """The id of a node or value, and one of its microbatches; -1 for what belongs to the whole step."""
 
 
 def mbs_of(numbers: Iterable[int]) -> Mbs:
-    """Return microbatches in their one form, so that equal ones compare equal."""
+    """Return microbatches in their normal form, so that equal ones compare equal."""
     if isinstance(numbers, range) and numbers.step > 0:
         return numbers
     found = sorted(set(numbers))
@@ -31,7 +31,7 @@ def mbs_of(numbers: Iterable[int]) -> Mbs:
 
 
 def common(a: Mbs | None, b: Mbs | None) -> Mbs | None:
-    """Return what two nodes share: None when one of them belongs to the whole step, empty when they share nothing."""
+    """Return the microbatches that two nodes share; None when one node belongs to the whole step."""
     if a is None or b is None:
         return None
     if a is b or a == b:
@@ -50,10 +50,7 @@ def without(a: Mbs, b: Mbs) -> Mbs:
 
 
 def named(id: str, tail: str, mb: int) -> str:
-    """Return the name of a node or value in one microbatch: "layer0.F@2".
-
-    `tail` is the end of the id that stays its end.
-    """
+    """Return the name of a node or value in one microbatch, as "layer0.F@2"; `tail` stays at the end of the id."""
     if mb < 0:
         return id
     return f"{id[: len(id) - len(tail)]}@{mb}{tail}" if tail else f"{id}@{mb}"
@@ -65,7 +62,7 @@ def compute_id(chunk: str, step: str) -> str:
 
 
 def send_id(copy: str) -> str:
-    """Return the id of the node that sends what arrives as `copy`."""
+    """Return the id of the node that sends the value that arrives as `copy`."""
     return f"send.{copy}"
 
 
@@ -90,17 +87,15 @@ class Node:
 
     Attributes:
         id: its name without a microbatch.
-        op: what it does.
         coords: region coordinates, `phase` and `op`.
         reads: values of the same microbatch; a node of the whole step reads a value in all microbatches in which its
-            role has it. For a Compute node they follow the value ports of the step in order (`ports.py` of the
-            compiler).
+        role has it. For a Compute node they follow the value ports of the step in order (`ports.py` of the
+        compiler).
         writes: values of the same microbatch.
         role: where it runs; "" means not placed.
-        stream: the stream that it stands on there.
         mbs: its microbatches; None: once in the step, or the batch is not split.
         tail: see `named`.
-        made: when it was made; the nodes of a graph stand in this order.
+        made: a number that grows with each new node; the nodes of a graph stand in this order.
     """
 
     id: str
@@ -130,7 +125,7 @@ class Node:
         return (-1,) if self.mbs is None else self.mbs
 
     def name(self, mb: int) -> str:
-        """Return what the node is called in one of its microbatches."""
+        """Return the node's name in one of its microbatches."""
         return named(self.id, self.tail, mb)
 
     def like(self, other: Node) -> bool:
@@ -144,7 +139,7 @@ class Node:
 
 
 def in_mbs(node: Node, mbs: Mbs | None) -> Node:
-    """Return the node in these of its microbatches."""
+    """Return the node restricted to some of its microbatches."""
     if mbs is node.mbs:
         return node
     return Node(node.id, node.op, node.coords, node.reads, node.writes, node.role, node.stream, mbs, node.tail, node.made)
@@ -174,7 +169,7 @@ class Replication:
 
 @dataclass(frozen=True, slots=True)
 class TransferStreams:
-    """Name the streams for point-to-point, chosen where a node was placed; "" means a stream per channel."""
+    """Name the streams for point-to-point messages, chosen where a node was placed; "" means a stream per channel."""
 
     send: str
     recv: str
@@ -195,7 +190,7 @@ class Applied:
 class OverlapGroup:
     """Hold compute of one device whose members may be interleaved.
 
-    What an order puts before or after the group are order edges.
+    Order edges lead to and from everything that an order puts before and after the group.
 
     Attributes:
         members: for each member its nodes along the program, each in one microbatch.

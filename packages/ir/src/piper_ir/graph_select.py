@@ -1,4 +1,4 @@
-"""Select a graph's nodes: which there are, in which of their microbatches, and in which order."""
+"""Select a graph's nodes, their microbatches and their order."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ class Selecting:
     Attributes:
         families: id -> its nodes.
         index: coordinate and value -> the ids that have it.
-        chunk_index: places along the program.
-        microbatches: how many.
+        chunk_index: chunk -> its position along the program.
     """
 
     families: Mapping[str, tuple[Node, ...]]
@@ -33,20 +32,20 @@ class Selecting:
     _alike: dict[Terms, dict[str, list[str]]]
 
     def copies(self, nodes: Iterable[Node]) -> list[Node]:
-        """Return the nodes as they are called in each of their microbatches."""
+        """Return a node per microbatch for the given nodes, under their names there."""
         raise NotImplementedError
 
     def coordinates(self) -> dict[str, list[Coord]]:
-        """Return every coordinate with its values, sorted: what a selector may name."""
+        """Return every coordinate with its values, sorted, for messages about selectors."""
         out: dict[str, set[Coord]] = {"mb": set(range(self.microbatches))} if self.microbatches else {}
         for name, value in self.index:
             out.setdefault(name, set()).add(value)
         return {n: sorted(vs, key=lambda v: (isinstance(v, str), v)) for n, vs in sorted(out.items())}
 
     def find(self, selection: Where) -> list[Node]:
-        """Return the selected nodes along the step, each in those of its microbatches that are selected.
+        """Return the selected nodes along the step, each in its selected microbatches; none is no error.
 
-        To find none is no error. Communication is found only when `op` asks for it.
+        Communication is found only when `op` asks for it.
         """
         wanted, rest = _by_mb(selection)
         found = self._found.get(rest)
@@ -57,19 +56,16 @@ class Selecting:
         return [node if mbs is node.mbs else in_mbs(node, mbs) for node in found for mbs in _selected(node, wanted)]
 
     def pick(self, selection: Where) -> list[Node]:
-        """Return what `find` finds.
-
-        Raises SelectorError when nothing matches.
-        """
+        """Return the same as `find`; raise SelectorError when nothing matches."""
         found = self.find(selection)
         if not found:
             raise SelectorError(f"{selection} matches no node. {self._what_exists(_with_op(selection.terms))}")
         return found
 
     def kept(self, owner: object, make: Callable[[], T]) -> T:
-        """Return what `make` gives, made once for each owner.
+        """Return the result of `make`, which is computed once for each owner.
 
-        So what a directive finds in its check is there when it is applied.
+        So `apply` of a directive can use what its `check` has found.
         """
         found = self._kept.get(id(owner))
         if found is None:
@@ -79,16 +75,14 @@ class Selecting:
     def turns(self, selection: Where) -> list[tuple[Node, int]]:
         """Return the selected nodes microbatch by microbatch, in topological order.
 
-        Forward comes before backward, then it goes by microbatch, then along the program (backward: against it).
+        Forward comes before backward; within these the order goes by microbatch, then along the program (backward:
+        against it).
         """
         found = [(node, mb) for node in self.find(selection) for mb in node.each]
         return sorted(found, key=lambda at: (_rank(at[0]), at[1], self.along(at[0])))
 
     def chains(self, selection: Where) -> Mapping[str, tuple[At, ...]]:
-        """Return by role the selected nodes there, in the order of `turns`.
-
-        An order asks for very many selections.
-        """
+        """Return by role its selected nodes in the order of `turns`; the result is kept for further orders."""
         mb, rest = _by_mb(selection)
         if type(mb) is int and 0 <= mb < self.microbatches:
             alike = self._alike.get(rest)
@@ -102,7 +96,7 @@ class Selecting:
         return {role: tuple(nodes) for role, nodes in out.items()}
 
     def _roles(self, nodes: list[Node]) -> dict[str, list[str]]:
-        """Return ids by role where all nodes stand for all microbatches; nothing elsewhere."""
+        """Return ids by role where all nodes stand for all microbatches; otherwise nothing."""
         every = range(self.microbatches)
         out: dict[str, list[str]] = {}
         for node in nodes:
@@ -118,7 +112,7 @@ class Selecting:
     def select(self, selection: Where) -> list[Node]:
         """Return the selected nodes by their names in each microbatch, in topological order.
 
-        SelectorError when nothing matches.
+        Raises SelectorError when nothing matches.
         """
         return sorted(self.copies(self.pick(selection)), key=self.position)
 
@@ -129,7 +123,7 @@ class Selecting:
         return [node for node in found if rest.matches(node.coords)]
 
     def _candidates(self, terms: Mapping[str, Match]) -> Iterable[str]:
-        """Return ids that have the wanted values of all terms: an intersection in the time of the shortest list."""
+        """Return the ids that have the wanted values of all terms, in the time of the shortest list."""
         found: list[frozenset[str]] = []
         for name, wanted in terms.items():
             if wanted not in (ANY, NONE):
@@ -169,12 +163,12 @@ def _rank(node: Node) -> int:
 
 
 def _with_op(terms: Terms) -> dict[str, Match]:
-    """Return the terms of a selection, which is one of compute nodes unless it says otherwise."""
+    """Return the terms of a selection, with op="compute" unless it names another op."""
     return {"op": "compute"} | dict(terms)
 
 
 def _by_mb(selection: Where) -> tuple[Match | None, Terms]:
-    """Return the microbatches that a selection asks for, if it does, and its other terms."""
+    """Return the microbatches that a selection asks for, if any, and its other terms."""
     terms = selection.terms
     wanted: Match | None = None
     for k, (name, value) in enumerate(terms):
@@ -191,7 +185,7 @@ _COMPUTE = ("op", "compute")
 
 
 def _selected(node: Node, wanted: Match) -> Iterable[Mbs | None]:
-    """Yield the microbatches of a node that a selection of some asks for: none or one set of them."""
+    """Yield the wanted microbatches of a node: none, or one set of them."""
     if node.mbs is None:
         return (None,) if Where((("mb", wanted),)).matches(node.coords) else ()
     if wanted == ANY:

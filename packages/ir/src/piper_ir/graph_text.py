@@ -1,7 +1,4 @@
-"""Write a graph as text for people: one line per node, channel, bucket and replicated chunk, in stable order.
-
-It is not parsed back.
-"""
+"""Write a graph as text for people: one line per node, channel, bucket and replicated chunk, in stable order."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from piper_ir.plan import COMPUTE
 from piper_ir.sizes import ITEM_BYTES
 
 _DERIVED = ("chunk", "phase", "op", "mb")
-"""Coordinates that the id of a node shows already."""
+"""The coordinates that the id of a node shows already."""
 _KINDS = {"Add": 0, "Compute": 1, "Send": 2, "Recv": 3}
 _PHASES = {"F": 0, "B": 1, "I": 1, "W": 2}
 
@@ -22,8 +19,9 @@ def format_graph(graph: Graph, *, log: bool = True) -> str:
     """Return a graph as text.
 
     Nodes stand along the step (forward, backward, update; by microbatch; along the program, backward against it), each
-    with where it runs, its coordinates, `reads -> writes` and what an `order` puts before it; then comes what is not a
-    node. With `log` the text begins with the directives that were applied and where they were written.
+    with its role and stream, its coordinates, `reads -> writes` and the nodes that an `order` puts before it. Channels,
+    buckets and replicated chunks follow. With `log` the text begins with the directives that were applied and where
+    they were written.
     """
     head = [f"graph on {graph.mesh}, {graph.microbatches or 'no'} microbatch{'es' * (graph.microbatches != 1)}"]
     if log:
@@ -42,10 +40,7 @@ def _ordered(graph: Graph) -> Iterable[tuple[Node, list[str]]]:
 
 
 def _place(graph: Graph, node: Node) -> tuple[int, int, int, int, str]:
-    """Return a sort key.
-
-    What belongs to the whole step, such as a reduction, comes after the microbatches of its phase.
-    """
+    """Return a sort key that puts nodes of the whole step (reductions) after the microbatches of their phase."""
     phase = _PHASES.get(str(node.coords.get("phase")), 3)
     mb = node.mb if node.mb >= 0 or "chunk" in node.coords else graph.microbatches
     chunk = graph.chunk_index.get(str(node.coords.get("chunk", "")), 0)
@@ -61,7 +56,7 @@ def _row(node: Node, before: list[str]) -> tuple[str, ...]:
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """Return rows as columns; those that are empty everywhere are left out."""
+    """Return rows as columns, without columns that are empty everywhere."""
     columns = [c for c in zip(*rows) if any(c)]
     widths = [max(map(len, c)) for c in columns]
     return ["  ".join(f"{x:<{w}}" for x, w in zip(row, widths)).rstrip() for row in zip(*columns)]

@@ -1,8 +1,8 @@
 """Keep a role's program as a table of few templates.
 
-For each instruction the table has its template and microbatch. Microbatches are alike, so a program says nearly the
-same many times. A table says it once; an `Instr` with names is made when someone asks for it. Values are numbers: value
-v of microbatch mb is number `v * count + mb`, one of the whole step `v * count`.
+For each instruction the table has its template and microbatch. Microbatches are alike, so a program repeats nearly the
+same instructions many times. The table keeps each once, and makes an `Instr` with names when it is asked for. Values
+are numbers: value v of microbatch mb is number `v * count + mb`, one of the whole step `v * count`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from piper_ir.tools import no_garbage_collection
 
 T = TypeVar("T")
 _ValuesByInstr = Mapping[int, tuple[int, ...]]
-"""Values by the instruction that frees or makes them."""
+"""The values by the instruction that frees or makes them."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class ValueTable:
 
     Attributes:
         ids: by value, its id.
-        tails: the end of its name after the microbatch.
-        kinds: size and category.
-        whole: whether it belongs to the whole step.
+        tails: by value, the end of its name after the microbatch.
+        kinds: by value, size and category.
+        whole: by value, whether it belongs to the whole step.
         count: how many microbatches.
     """
 
@@ -81,8 +81,8 @@ class ValueTable:
 class PartTemplate:
     """Hold a part in any microbatch: `Part` with numbers of values in place of names.
 
-    The numbers are those of an instruction in microbatch 0. `ahead` is the part's microbatch, counted from the
-    instruction's, where an instruction joins several.
+    The numbers are those of an instruction in microbatch 0. `ahead` is the part's microbatch relative to the
+    instruction's, for an instruction that joins several.
     """
 
     node: str
@@ -96,10 +96,9 @@ class PartTemplate:
 
 @dataclass(frozen=True, slots=True)
 class InstrTemplate:
-    """Hold an instruction in any microbatch, without what differs between microbatches.
+    """Hold an instruction in any microbatch, without its waits and the values that it frees or makes for communication.
 
-    That is its waits, and values that it frees or makes for communication. `kind` is the same for templates of a role
-    that differ in what they free only.
+    Those differ between microbatches. `kind` is the same for templates of a role that differ in their frees only.
     """
 
     stream: str
@@ -189,7 +188,7 @@ class InstrTable(Sequence[Instr]):
         return [names[k] for k in self.used]
 
     def each(self, fact: Callable[[Instr], T]) -> list[T]:
-        """Return a fact of each instruction that is the same for all of a kind, asked once for each, without its waits."""
+        """Return a fact about each instruction, computed once for each kind from an instruction without waits."""
         known: dict[int, T] = {}
         kinds = [t.kind for t in self.templates]
         used = [kinds[k] for k in self.used]
@@ -200,7 +199,7 @@ class InstrTable(Sequence[Instr]):
 
     @cached_property
     def _places(self) -> list[int]:
-        """Return for each instruction how many of its stream stand up to it."""
+        """Return for each instruction its count on its stream, itself included."""
         counts: dict[str, int] = {}
         out = []
         for stream in self.streams:
@@ -209,7 +208,7 @@ class InstrTable(Sequence[Instr]):
         return out
 
     def _instr(self, i: int, name: Callable[[int], str], places: list[tuple[str, int]] | None = None) -> Instr:
-        """`places`: of each instruction its stream, and how many of that stand up to it."""
+        """Return instruction i with its waits; `places` holds the stream and the count on it of each instruction."""
         stream, parts, seconds = self._said(i, name)
         own = self.waits[i]
         if not own:
@@ -223,12 +222,12 @@ class InstrTable(Sequence[Instr]):
         return Instr(stream, parts, waits, early, made, seconds)
 
     def _bare(self, i: int, name: Callable[[int], str]) -> Instr:
-        """Return an instruction without what differs between those of a template."""
+        """Return an instruction with the fields that all instructions of its template share."""
         stream, parts, seconds = self._said(i, name)
         return Instr(stream, parts, seconds=seconds)
 
     def _said(self, i: int, name: Callable[[int], str]) -> tuple[str, tuple[Part, ...], float | None]:
-        """Return what an instruction's template and microbatch say."""
+        """Return the stream, parts and duration that follow from an instruction's template and microbatch."""
         template, mb = self.templates[self.used[i]], self.mbs[i]
         shift = mb if mb > 0 else 0
         parts = []
@@ -256,16 +255,13 @@ class InstrTable(Sequence[Instr]):
                 yield v + shift
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle columns by their differences, which takes little: what changes along them changes evenly."""
+        """Pickle columns by their differences, which are small because columns change evenly."""
         back = [[i - j for j in waits] for i, waits in enumerate(self.waits)]
         columns = [self.used, self.mbs, *_flat(back), *self._packed(self.early), *self._packed(self.made)]
         return _unpacked, (self.values, tuple(self.templates), [_pack(c) for c in columns], self.first)
 
     def _packed(self, numbers: _ValuesByInstr) -> list[Iterable[int]]:
-        """Return instructions, how many values each has, the values, and their microbatches.
-
-        Microbatches are counted from the instruction's.
-        """
+        """Return instructions, the number of values of each, the values, and their microbatches (relative)."""
         count = self.values.count
         flat = [(v // count, v % count - self.mbs[i]) for i, vs in numbers.items() for v in vs]
         return [numbers.keys(), [len(vs) for vs in numbers.values()], [v for v, _ in flat], [mb for _, mb in flat]]
@@ -302,16 +298,13 @@ def _numbers(count: int, own: list[int], instrs: list[int], many: list[int], pla
 
 
 class TableKinds(Mapping[str, tuple[TensorSpec, Category]]):
-    """Map every value of programs that are tables to its size and category.
-
-    Values stand by name, in the order in which they are written.
-    """
+    """Map every value of programs that are tables to its size and category, in the order in which they are written."""
 
     def __init__(self, programs: Sequence[InstrTable]) -> None:
         self._programs = programs
 
     def are_of(self, program: object) -> bool:
-        """Return whether they are those of a program."""
+        """Return whether this map belongs to a program."""
         return any(program is mine for mine in self._programs)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Measure intervals of time, and what of a device's time is idle."""
+"""Measure intervals of time, and the idle time of a device."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Interval = tuple[float, float]
-"""Start and end, in seconds."""
+"""The start and end of an interval, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """What a rank leaves idle in a step.
+    """Describe the idle time of a rank in a step.
 
     Attributes:
         busy: seconds of its compute.
         span: last end - first start - busy of its compute.
-        exposed: seconds in which nothing is computed while something is moved to or from the rank; None where it is not known.
+        exposed: seconds in which the rank computes nothing while a message moves to or from it; None where not known.
     """
 
     busy: float
@@ -25,7 +25,7 @@ class Idle:
 
 
 def idle(working: Sequence[Interval], moving: Sequence[Interval] | None, busy: float) -> Idle:
-    """Return what is idle between computations, which are sorted and disjoint, and last `busy` seconds together."""
+    """Return the idle time between computations, which are sorted and disjoint and last `busy` seconds together."""
     span = working[-1][1] - working[0][0] - busy if working else 0.0
     return Idle(busy, span, None if moving is None else uncovered(moving, working))
 

@@ -1,4 +1,4 @@
-"""Calls with arguments that do not exist or are missing, as one of Piper's errors that says which was meant."""
+"""Report unknown or missing arguments of a call as one of Piper's errors, with the name that was probably meant."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def checked_call(error: type[PiperError]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Make a function raise `error` for arguments that it does not have, or that are missing."""
+    """Make a function raise `error` for unknown or missing arguments."""
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         signature = inspect.signature(function)
@@ -35,7 +35,7 @@ def checked_call(error: type[PiperError]) -> Callable[[Callable[P, T]], Callable
 
 
 def checked_fields(error: type[PiperError]) -> Callable[[type[T]], type[T]]:
-    """Make the constructor of a dataclass raise `error` for fields that it does not have, or that are missing."""
+    """Make the constructor of a dataclass raise `error` for unknown or missing fields."""
 
     def decorate(kind: type[T]) -> type[T]:
         made = kind.__init__
@@ -54,7 +54,7 @@ def check_keywords(name: str, given: Iterable[str], known: Collection[str], erro
 
 
 def meant(word: str, known: Collection[str]) -> str:
-    """Return what a misspelt word was probably meant to be, else all that is accepted."""
+    """Return a hint for a misspelt word: the nearest accepted word, else all accepted words."""
     close = get_close_matches(word, known, 1)
     return f"did you mean {close[0]!r}?" if close else f"accepted are {', '.join(known)}"
 

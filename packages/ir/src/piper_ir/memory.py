@@ -1,8 +1,9 @@
-"""Compute the memory of a plan in program order: a stream of what instructions allocate and free, and folds over it.
+"""Compute the memory of a plan in program order: a stream of allocations and frees, and folds over it.
 
-`Plan` defines the rules, `part_peak` what a part holds while it runs. `memory_steps.steps` is the stream; the peak, the curve
-(`scan`), the owners at the peak (`memory_owners`) and a snapshot of the allocator (`piper_simulator.memory.snapshot`)
-fold over it. An `Effect` is what an instruction does to memory; a template of a table has one.
+`Plan` defines the rules, `part_peak` what a part holds while it runs. `memory_steps.steps` is the stream. The peak, the
+curve (`scan`), the owners at the peak (`memory_owners`) and a snapshot of the allocator
+(`piper_simulator.memory.snapshot`) fold over it. An `Effect` is what an instruction does to memory; each template has
+one.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from piper_ir.plan import CATEGORIES, COMPUTE, Category, DeviceType, Instr, Plan
 from piper_ir.sizes import TensorSpec, bind
 
 V = TypeVar("V")
-"""Values by name, or by number in a table."""
+"""A value by name, or by number in a table."""
 BytesByCategory = Mapping[Category, int]
-"""Bytes by category."""
+"""The bytes of each category."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Say how many bytes instruction `instr` of a role holds at most, in all and by category (none that is empty)."""
+    """Say how many bytes instruction `instr` of a role holds at most, in all and by category without empty ones."""
 
     instr: int
     total: int
@@ -49,7 +50,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class _Change(Generic[V]):
-    """Hold a step as bytes: what it frees before, its effect, what it makes afterwards."""
+    """Hold a step as bytes: its frees before, its effect, and its allocations afterwards."""
 
     index: int
     effect: Effect
@@ -62,18 +63,19 @@ class _Change(Generic[V]):
 def scan(plan: Plan, role: RolePlan) -> Iterator[Usage]:
     """Yield the fullest moment of each instruction of the stream "compute", in program order.
 
-    It needs no peak fields; time is linear in the role's values. Raises PlanError for a free of what is not alive.
+    It needs no peak fields; time is linear in the role's values. Raises PlanError for a free of a value that is not
+    alive.
     """
     yield from _walk(plan, role, PartUses(plan)).curve()
 
 
 def peak(plan: Plan, role: RolePlan) -> Usage:
-    """Return the first fullest moment of a role; what computes nothing holds what it has from the start."""
+    """Return the first fullest moment of a role; one that computes nothing holds its initial bytes."""
     return _walk(plan, role, PartUses(plan)).peak()
 
 
 def _fullest(start: int, steps: Iterable[tuple[int, int, int]]) -> int:
-    """Return the first instruction that reaches the peak; -1 when none holds more than what is there from the start."""
+    """Return the first instruction that reaches the peak; -1 when none holds more than the initial bytes."""
     at, most, total = -1, start, start
     for index, inside, after in steps:
         held = total + (inside if inside > after else after)
@@ -94,34 +96,30 @@ def with_peaks(plan: Plan) -> Plan:
 
 
 def on_device(plan: Plan, device: DeviceType) -> Plan:
-    """Return the plan with the peaks that it has on a kind of device; itself when they are those already."""
+    """Return the plan with its peaks on a kind of device."""
     return plan if plan.device == device else with_peaks(replace(plan, device=device))
 
 
 class _Walk(Generic[V]):
-    """Walk the memory of a role through its program; `first` are the values that are there from the start."""
+    """Walk the memory of a role through its program; `first` are the values that exist from the start."""
 
     def __init__(self, plan: Plan, role: RolePlan, uses: PartUses) -> None:
         self.plan, self.role, self.uses = plan, role, uses
 
     def changes(self) -> Iterator[_Change[V]]:
-        """Yield the steps as bytes."""
         raise NotImplementedError
 
     def size(self, value: V) -> int:
-        """Return bytes of a value."""
         raise NotImplementedError
 
     def category(self, value: V) -> Category:
-        """Return the category of a value's bytes."""
         raise NotImplementedError
 
     def first(self) -> Iterable[V]:
-        """Return what is there from the start."""
         raise NotImplementedError
 
     def start(self) -> Counter[Category]:
-        """Return what is held before the first instruction."""
+        """Return the bytes held before the first instruction."""
         live: Counter[Category] = Counter()
         for state in self.role.states:
             live[state.category] += state.nbytes
@@ -147,7 +145,7 @@ class _Walk(Generic[V]):
             yield Usage(change.index, total, _present(live)) if inside is None else Usage(change.index, most, inside)
 
     def peak(self) -> Usage:
-        """Find the first fullest moment."""
+        """Return the first fullest moment."""
         live = self.start()
         at = _fullest(live.total(), self.totals())
         if at < 0:
@@ -168,7 +166,6 @@ class _Walk(Generic[V]):
         raise AssertionError(f"instruction {at} computes nothing")
 
     def effect(self, parts: Iterable[PartLike[V]]) -> Effect:
-        """Fold the parts of an instruction."""
         most: int | None = None
         more = 0
         live: dict[Category, int] = {}
@@ -190,7 +187,7 @@ class _Walk(Generic[V]):
         return Effect(most or 0, fullest, more, live)
 
     def _at_fullest(self, live: BytesByCategory, use: PartUse[PartLike[V]]) -> BytesByCategory:
-        """Return the bytes by category when a part, its writes allocated, is at its fullest moment."""
+        """Return the bytes by category at a part's fullest moment, with its writes allocated."""
         out = dict(live)
         if use.beside >= 0:
             return out | {"workspace": use.beside} if use.beside else out
@@ -202,7 +199,7 @@ class _Walk(Generic[V]):
         return out
 
     def usage(self, live: Counter[Category], change: _Change[V]) -> Usage:
-        """Return the fullest moment of a step. `live`: what is held before it."""
+        """Return the fullest moment of a step, given the bytes held before it."""
         held = live.copy()
         for v in change.early:
             held[self.category(v)] -= self.size(v)
@@ -214,12 +211,11 @@ class _Walk(Generic[V]):
         return Usage(change.index, held.total(), _present(held))
 
     def apply(self, live: Counter[Category], change: _Change[V]) -> None:
-        """Take a step."""
         _add(live, change.effect.after, 1)
         self.move(live, change)
 
     def move(self, live: Counter[Category], change: _Change[V]) -> None:
-        """Take a step but for its parts."""
+        """Apply a step to the live bytes, except its parts."""
         for v in change.early:
             live[self.category(v)] -= self.size(v)
         for v in change.made:
@@ -258,7 +254,7 @@ class _NamedWalk(_Walk[str]):
             yield _Change(index, self.effect(instr.parts), early, freed, made, more)
 
     def _check(self, alive: set[str], index: int, instr: Instr) -> None:
-        """Refuse to free what is not there."""
+        """Raise PlanError if an instruction frees a value that is not alive."""
         for writes, frees in [((), instr.frees_before), *[(p.writes, p.frees) for p in instr.parts]]:
             alive.update(writes)
             for v in frees:

@@ -1,4 +1,4 @@
-"""Find who holds the bytes of a role at its fullest moment: the states, and the values alive there, by chunk."""
+"""Attribute the bytes of a role at its fullest moment: to the states, and to the chunks of the values alive there."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ class MemoryOwner:
     """Hold the values or states of one category and owner at the peak.
 
     Attributes:
-        category: the kind of memory.
         name: the owner: a chunk, a bucket with its first parameter, or a batch tensor.
         count: how many values or states.
         mbs: their microbatches; empty for states.
-        bytes: what they hold together.
+        bytes: their total size.
     """
 
     category: str
@@ -32,7 +31,7 @@ class MemoryOwner:
 
     @property
     def text(self) -> str:
-        """Return a line as "layers.3: activation 12.1 GiB of 4 microbatches"."""
+        """Return a line such as "layers.3: activation 12.1 GiB of 4 microbatches"."""
         count = len(self.mbs)
         return f"{self.name}: {self.category} {size_text(self.bytes)}" + (
             f" of {count} microbatch{'es' if count > 1 else ''}" if count else ""
@@ -44,10 +43,8 @@ class Held:
     """Name a state or value at the peak.
 
     Attributes:
-        category: the kind of memory.
         name: its owner.
         mb: its microbatch, -1 for none.
-        bytes: its size.
         value: its id; for workspace the node that runs.
         chunk: its chunk, "" for states.
     """
@@ -61,7 +58,7 @@ class Held:
 
 
 def owners(plan: Plan, role: RolePlan) -> list[MemoryOwner]:
-    """Return who holds the bytes at a role's peak, largest first.
+    """Return the owners of the bytes at a role's peak, largest first.
 
     They add up to the peak as `piper_ir.memory.peak` counts it. "workspace" belongs to the chunk that runs at the peak;
     inputs that it has given back by then are left out, as there.
@@ -91,10 +88,10 @@ def held_at_peak(plan: Plan, role: RolePlan) -> Iterator[Held]:
 
 
 def origins(plan: Plan, role: RolePlan, wanted: Collection[str]) -> dict[str, tuple[str, int]]:
-    """Find for each value its owner and microbatch.
+    """Return for each value its owner and microbatch.
 
-    The owner is the chunk whose step writes it or, for a sum or a seed, reads it; a batch tensor; for what arrives, the
-    owner of what was sent; and for a value of the whole step itself.
+    The owner is the chunk whose step writes the value, or reads it if it is a sum or a seed; a batch tensor; for a
+    value that arrives, the owner of the sent value; and for a value of the whole step itself.
     """
     out: dict[str, tuple[str, int]] = {}
     arrived: dict[str, list[str]] = {}
@@ -152,7 +149,7 @@ def _at_peak(plan: Plan, role: RolePlan) -> tuple[dict[str, int], int, Part | No
 
 
 def _without(alive: dict[str, int], dying: tuple[str, ...], gone: int) -> dict[str, int]:
-    """Return what is left when `gone` bytes of the inputs that die have been given back already."""
+    """Return the values alive when `gone` bytes of the dying inputs have been given back already."""
     left = dict(alive)
     for v in dying:
         early = min(gone, left[v])
@@ -162,10 +159,7 @@ def _without(alive: dict[str, int], dying: tuple[str, ...], gone: int) -> dict[s
 
 
 def _state_owner(plan: Plan, id: str) -> str:
-    """Return how a bucket is called: by its first parameter, and how many more it has.
-
-    Its own name says little about where it is.
-    """
+    """Return a bucket's name for people: its first parameter, and how many more it has."""
     name = id.partition(":")[2] or id
     bucket = next((b for b in plan.buckets if b.id == name), None)
     if bucket is None or not bucket.params:

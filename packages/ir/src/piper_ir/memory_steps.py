@@ -1,4 +1,4 @@
-"""Yield what happens to the memory of a role in program order: the one stream that everything about memory folds over."""
+"""Yield the changes of a role's memory in program order: the one stream on which every figure of memory is based."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from piper_ir.sizes import bind
 
 P = TypeVar("P", bound=PartLike[Any])
 V = TypeVar("V")
-"""Values by name, or by number in a table."""
+"""A value by name, or by number in a table."""
 
 
 @dataclass(frozen=True, slots=True)
 class PartUse(Generic[P]):
-    """Say what a part does: it allocates its writes, holds `beside` bytes beside them at most, and frees its frees.
+    """Say what a part does: it allocates its writes, holds at most `beside` bytes more, and frees its frees.
 
-    `beside` is below zero where so many bytes of the inputs that die here were given back before.
+    `beside` is negative where bytes of the inputs that die here were given back before.
     """
 
     part: P
@@ -29,7 +29,7 @@ class PartUse(Generic[P]):
 
 @dataclass(frozen=True, slots=True)
 class MemoryStep:
-    """Hold an instruction of the stream "compute": it frees `early`, runs its parts, and then makes `made`."""
+    """Hold an instruction of the stream "compute": it frees `early`, runs its parts, and then allocates `made`."""
 
     index: int
     instr: Instr
@@ -37,17 +37,17 @@ class MemoryStep:
 
     @property
     def early(self) -> tuple[str, ...]:
-        """Return what it frees before it runs."""
+        """Return the values that it frees before it runs."""
         return self.instr.frees_before
 
     @property
     def made(self) -> tuple[str, ...]:
-        """Return what it makes afterwards."""
+        """Return the values that it allocates afterwards."""
         return self.instr.allocs_after
 
 
 def steps(plan: Plan, role: RolePlan) -> Iterator[MemoryStep]:
-    """Yield what happens to the memory of a role, instruction by instruction."""
+    """Yield the changes of a role's memory, instruction by instruction."""
     uses = PartUses(plan)
     for index, instr in enumerate(role.program):
         if instr.stream == COMPUTE:
@@ -59,14 +59,14 @@ def _sizes(plan: Plan, part: PartLike[str]) -> dict[str, int]:
 
 
 class PartUses:
-    """Find what parts hold beside their writes; once for a step of equal chunks in which the same inputs die."""
+    """Compute what parts hold beside their writes, once for a step of equal chunks in which the same inputs die."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self._known: dict[tuple[object, ...], int] = {}
 
     def of(self, part: P, sizes: Mapping[Any, int]) -> PartUse[P]:
-        """Return what a part does, given the bytes of what it reads and writes."""
+        """Return what a part does, given the bytes of the values that it reads and writes."""
         return PartUse(part, self._peak(part, sizes) - sum([sizes[v] for v in part.writes]))
 
     def _peak(self, part: PartLike[V], sizes: Mapping[V, int]) -> int:

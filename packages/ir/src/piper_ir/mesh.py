@@ -12,9 +12,10 @@ from piper_ir.errors import CompileError
 from piper_ir.limits import MOST_RANKS
 
 AXES = ("tp", "cp", "ep", "dp", "pp")
-"""All axes, fastest-varying first.
+"""The names of all axes, fastest-varying first.
 
-Neighbouring ranks share a tensor-parallel group, and pipeline stages are farthest apart."""
+Neighbouring ranks share a tensor-parallel group, and pipeline stages are farthest apart.
+"""
 
 
 @dataclass(frozen=True, init=False)

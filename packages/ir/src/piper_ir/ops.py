@@ -87,7 +87,7 @@ class Collective:
 
     @property
     def law(self) -> Law:
-        """Return what this kind of collective gives, gets and costs; PlanError for a kind that is not in the table."""
+        """Return what this kind of collective gives, gets and costs; raise PlanError for an unknown kind."""
         return law_of(self.kind)
 
 
@@ -96,9 +96,8 @@ class Update:
     """Step the optimizer on these buckets, then zero their gradients.
 
     Attributes:
-        buckets: ids of the buckets.
         weighted: whether the first read is a weight by which gradients are divided before all else.
-        clip: the bound to which the global norm is scaled down then, where there is one; reads the squared norm.
+        clip: the bound to which the global norm is then scaled down, if any; the op then reads the squared norm.
         workspace: bytes of temporaries that the optimizer holds meanwhile.
     """
 
@@ -114,7 +113,7 @@ COMM = (Send, Recv, Collective)
 
 
 def op_name(op: Op) -> str:
-    """Return what a plan's text and messages call an op: its class, or its collective's name (its kind if unknown)."""
+    """Return an op's name in plans and messages: its class, or its collective's name (its kind if unknown)."""
     if isinstance(op, Collective):
         return op.law.name if op.kind in COLLECTIVES else op.kind
     return type(op).__name__

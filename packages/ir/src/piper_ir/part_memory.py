@@ -1,4 +1,4 @@
-"""Compute what one part of an instruction holds while it runs: the rule that all who ask for memory share."""
+"""Compute the memory that one part of an instruction holds while it runs; every figure of memory uses this rule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Co = TypeVar("Co", covariant=True)
 
 
 class PartLike(Protocol[Co]):
-    """Say what memory asks of a part, whose values may be names or numbers."""
+    """Describe the fields of a part that memory depends on; its values may be names or numbers."""
 
     @property
     def op(self) -> Op: ...
@@ -29,8 +29,8 @@ class PartLike(Protocol[Co]):
 def part_peak(plan: Plan, part: PartLike[V], nbytes: Mapping[V, int]) -> int:
     """Return the most bytes that a part holds while it runs, above those alive before it.
 
-    These are its writes and temporaries, less what its dying inputs give back early (hence it can be below the bytes of
-    its writes). `nbytes` has the bytes of each value.
+    These are its writes and temporaries, less what its dying inputs give back early, so they can be fewer than the
+    bytes of its writes. `nbytes` has the bytes of each value.
     """
     writes = sum(nbytes[v] for v in part.writes)
     if not isinstance(part.op, Compute):

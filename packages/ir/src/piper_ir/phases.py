@@ -1,4 +1,4 @@
-"""Name instructions as people call them, by phase and microbatch."""
+"""Name instructions as people do, by phase and microbatch."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ PHASES: Mapping[Phase, str] = {
 
 @dataclass(frozen=True, slots=True)
 class InstrLabel:
-    """Say what an instruction is.
+    """Label an instruction.
 
     Attributes:
         halves: its phases with their microbatches (-1 for ops of the whole step). An overlapped pair has two, the
-            forward one first; everything else has one.
+        forward one first; everything else has one.
     """
 
     halves: tuple[tuple[Phase, int], ...]
@@ -46,7 +46,7 @@ class InstrLabel:
 
     @property
     def label(self) -> str:
-        """Return a short text such as "F3", "U" or "F3&B1"; "" for what has no letter."""
+        """Return a short text such as "F3", "U" or "F3&B1"; "" for an instruction without a letter."""
         letters = {"comm": "", "other": "", "batch": ""}
         return "&".join(letters.get(p, p) + (str(mb) if mb >= 0 else "") for p, mb in self.halves)
 

@@ -1,15 +1,16 @@
 """Define the Plan, which every executor consumes: one total issue order per role, with sizes that are all ints.
 
-A *role* is a set of ranks that run the same program on different data. Each instruction stands at one place of its
+A *role* is a set of ranks that run the same program on different data. Each instruction stands at one position in its
 role's *program order*, on one stream; the order of a stream is the program order restricted to it. Streams run in order
 and beside each other. An instruction starts when its predecessor on its stream is done and each of its waits is: a wait
 `(stream, n)` holds until the first n instructions of that stream (of the same role) are done, and all n stand earlier
 in program order.
 
-Memory is part of the plan. Only the stream "compute" allocates and frees, in program order: an instruction frees
-`frees_before` (values whose last reader is a communication that it waits for), then runs its parts; each part allocates
-its writes, runs and frees `frees`; then `allocs_after` (receive buffers) are made. A Recv waits for the instruction
-that made its buffer and writes into it. Values written by a collective are allocated by `allocs_after` too.
+Memory is part of the plan. Only the stream "compute" allocates and frees, in program order. An instruction frees
+`frees_before` (values whose last reader is a communication that it waits for), then runs its parts. Each part allocates
+its writes, runs, and frees `frees`. Then `allocs_after` (receive buffers) are allocated. A Recv waits for the
+instruction that allocated its buffer and writes into it. Values written by a collective are allocated by `allocs_after`
+too.
 
 Communication is by *channel*: one FIFO per directed pair of roles, or one set of roles, used by exactly one stream on
 each side.
@@ -38,10 +39,11 @@ DeviceType = Literal["", "cpu", "cuda"]
 """The kind of device whose memory a plan counts: "cuda" with what kernels hold inside, the others tensors alone."""
 
 Category = Literal["param", "grad", "optim", "buffer", "activation", "gradient", "batch", "scalar", "workspace"]
-"""What memory is used for.
+"""The use of memory.
 
 States are param, grad (buckets), optim and buffer. Values are activation (outputs and saved tensors of F), gradient (of
-activations), batch and scalar. workspace is what a running instruction holds beyond its values."""
+activations), batch and scalar. workspace is what a running instruction holds beyond its values.
+"""
 CATEGORIES: tuple[Category, ...] = ("param", "grad", "optim", "buffer", "activation", "gradient", "batch", "scalar", "workspace")
 
 
@@ -73,7 +75,7 @@ class Values(Mapping[str, Value]):
 
     @property
     def kinds(self) -> Mapping[str, tuple[TensorSpec, Category]]:
-        """Return what the values are made of."""
+        """Return the spec and category of each id."""
         return self._kinds
 
     def __getitem__(self, id: str) -> Value:
@@ -96,10 +98,7 @@ class Values(Mapping[str, Value]):
 class State:
     """Describe persistent bytes of a role, which no step frees.
 
-    Attributes:
-        id: "param:BUCKET" (or "param:NAME" for what is not trained), "grad:BUCKET", "optim:BUCKET" or "buffer:NAME".
-        category: what the memory is used for.
-        nbytes: the number of bytes.
+    `id` is "param:BUCKET" (or "param:NAME" for an untrained one), "grad:BUCKET", "optim:BUCKET" or "buffer:NAME".
     """
 
     id: str
@@ -112,12 +111,9 @@ class Bucket:
     """Describe a flat gradient buffer, which is the same for every role that holds it.
 
     Attributes:
-        id: its name.
         params: the parameters whose gradients it holds, in order.
         offsets: where the gradients start, in elements; 256-byte aligned.
         numel: the number of elements.
-        dtype: the dtype of the gradients.
-        roles: the roles that hold it.
         over: the mesh axes along which it is replicated.
         group: the index of the optimizer's parameter group.
         channel: the channel that reduces it; "" when one rank alone holds it.
@@ -139,15 +135,14 @@ class Channel:
     """Describe who communicates with whom.
 
     Attributes:
-        id: its name.
-        kind: "p2p" for transfers from rank to rank, where all axes agree that are not placed. "group" for all ranks of
-            the roles that agree on the axes that are neither placed nor in `over`.
+        kind: "p2p" for transfers from rank to rank that agree on all axes that are not placed. "group" for all ranks of
+        the roles that agree on the axes that are neither placed nor in `over`.
         roles: the roles that it joins; (source, destination) for "p2p".
         streams: the stream that uses it on each of the roles.
         over: the mesh axes along which the ranks of a group differ.
-        purpose: what it carries.
+        purpose: the kind of data that it carries.
         sms: the SMs that communication on each of these streams takes from compute, where a strategy says so; 0 when
-            copy engines move it. Only simulations read it.
+        copy engines move it. Only simulations read it.
     """
 
     id: str
@@ -169,10 +164,7 @@ class Part:
 
     Attributes:
         node: the id of the graph's node that it comes from.
-        op: the op.
         mb: the microbatch, -1 for ops of the whole step.
-        reads: the values that it reads.
-        writes: the values that it writes.
         frees: the values that die when it is done.
     """
 
@@ -189,9 +181,8 @@ class Instr:
     """Describe one entry of a role's program.
 
     Attributes:
-        stream: the stream on which it stands.
         parts: its ops. Only the compute stream has several in one instruction: B is I and W, neighbours may be fused,
-            and an overlapped pair of a synthetic program is one instruction.
+        and an overlapped pair of a synthetic program is one instruction.
         waits: pairs (stream, n): the first n instructions of that stream must be done.
         frees_before: values that are freed before the parts run.
         allocs_after: values whose memory is allocated after the parts ran.
@@ -222,7 +213,6 @@ class RolePlan:
     """Describe what the ranks of one role do.
 
     Attributes:
-        role: the name of the role.
         placed: the mesh coordinates that the role fixes.
         ranks: all ranks at these coordinates, ascending.
         program: the instructions in program order.
@@ -230,7 +220,7 @@ class RolePlan:
         states: the persistent bytes of the role.
         allocs_first: values whose memory is allocated before the first instruction.
         peak_bytes: the most bytes held in program order: states, values and workspace.
-        peak_at: the instruction in which that is reached.
+        peak_at: the instruction at which the peak is reached.
         peak_by_category: the bytes of that moment by category.
     """
 
@@ -248,22 +238,12 @@ class RolePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold what executors need to run or simulate one training step.
+    """Hold everything that executors need to run or simulate one training step.
 
     Attributes:
-        program_key: the key of the program.
-        mesh: the mesh of ranks.
         rows: rows of one microbatch on one rank; the global batch has rows * microbatches * `replicas` rows.
-        microbatches: the number of microbatches.
         replicated: the axes of data parallelism.
-        roles: what the ranks do.
-        channels: who communicates with whom.
-        buckets: the gradient buffers.
-        values: the values by id.
         chunks: the chunks of the program, bound to `rows`.
-        params: the parameters.
-        buffers: the buffers of the model.
-        batch: the tensors of the batch.
         loss_kind: as in `Program`.
         hop: seconds of latency between devices, in synthetic programs.
         recv_ahead: how many compute instructions before its first reader a receive was placed.
@@ -320,7 +300,7 @@ class Plan:
 
     @cached_property
     def kinds(self) -> Mapping[str, tuple[TensorSpec, Category]]:
-        """Return the spec and category of every value by id; that is cheaper than building `Value` objects."""
+        """Return the spec and category of every value by id, which is cheaper than to build `Value` objects."""
         values = self.values
         return values.kinds if isinstance(values, Values) else {id: (v.spec, v.category) for id, v in values.items()}
 
@@ -341,11 +321,11 @@ class Plan:
 
     @cached_property
     def _role_at(self) -> dict[int, RolePlan]:
-        """Return the role of each rank; in a plan that is not valid, the first of those that have it."""
+        """Return the role of each rank; in a plan that is not valid, the first of several."""
         return {rank: role for role in reversed(self.roles) for rank in role.ranks}
 
     def role_of(self, rank: int) -> RolePlan:
-        """Return the role that a rank runs; KeyError for a rank outside of the mesh."""
+        """Return the role that a rank runs; raise KeyError for a rank outside of the mesh."""
         role = self._role_at.get(rank)
         if role is None:
             raise KeyError(f"rank {rank} is in no role; the mesh has {self.mesh.world} ranks")
@@ -354,7 +334,7 @@ class Plan:
     def replica_of(self, rank: int) -> int:
         """Return the data-parallel index i of a rank, from 0 to D - 1, where D is `replicas`.
 
-        Rows [i*G/D, (i+1)*G/D) of the global batch G are its own.
+        Its rows of the global batch of G rows are [i*G/D, (i+1)*G/D).
         """
         coords, index, stride = self.mesh.coords(rank), 0, 1
         for axis in self.mesh.axes:

@@ -1,4 +1,4 @@
-"""Count the bytes that the instructions of a plan move: in messages, and in memory for what is not a chunk."""
+"""Count the bytes that the instructions of a plan move: in messages, and in memory for ops without a chunk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PlanBytes:
                 return nbytes
 
     def message_bytes(self, op: Comm, part: Part) -> int:
-        """Return the bytes of a communication's message: of what is sent, or of the whole tensor of a collective."""
+        """Return the bytes of a communication's message: of the sent value, or of the whole tensor of a collective."""
         match op:
             case Collective(bucket=bucket) if bucket:
                 return bucket_bytes(self._plan.bucket(bucket))

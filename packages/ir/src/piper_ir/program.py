@@ -1,7 +1,7 @@
 """Describe a captured model with its loss as a Program: chunks with exact sizes and costs, without code.
 
-Chunks stand in program order, which is a topological order of the forward DAG. Each chunk has up to three *steps*:
-F (forward), I (input gradient) and W (weight gradient). A step's Signature says which *ports* it reads and writes:
+Chunks stand in program order, which is a topological order of the forward DAG. Each chunk has up to three *steps*: F
+(forward), I (input gradient) and W (weight gradient). A step's Signature names the *ports* that it reads and writes:
 
     in{k}     the k-th entry of chunk.inputs: a value of another chunk, a parameter, a buffer or a batch tensor
     out{k}    the k-th entry of chunk.outputs
@@ -35,18 +35,16 @@ class Kernel:
     """Describe equal kernels.
 
     Attributes:
-        kind: what they do.
+        kind: the class of operation.
         dims: (M, N, K) for a matmul, with the batch folded into M when the right operand is shared, else
-            (batch, M, N, K); (batch, heads, T_q, T_k, head_dim) for attention; (rows, classes) for cross-entropy; empty
-            for all others.
+        (batch, M, N, K); (batch, heads, T_q, T_k, head_dim) for attention; (rows, classes) for cross-entropy; empty
+        for all others.
         dtype: the dtype in which they compute.
-        flops: FLOPs of one kernel.
         bytes: bytes that one kernel reads and writes.
         count: how many there are.
         lowering: the implementation that flops and bytes assume, where the op has several that differ in them, else "".
-        op: the operator's name, without the namespace if that is aten's or Piper's, and without the _ of what works in
-            place.
-        formula: False where nothing knows the FLOPs of this op, and one per element is counted.
+        op: the operator's name, without the namespace aten or piper and without the _ of an in-place op.
+        formula: False where the FLOPs of this op are unknown, and one per element is counted.
     """
 
     kind: KernelKind
@@ -68,7 +66,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Say what a step asks of a device; `seconds`, which only synthetic programs set, overrules the kernels."""
+    """Describe the work of a step on a device; `seconds`, which only synthetic programs set, overrules the kernels."""
 
     kernels: tuple[Kernel, ...] = ()
     seconds: float | None = None
@@ -90,9 +88,9 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """Say what is held while one op runs whose kernel allocates memory of its own on a CUDA device.
+    """Say how much memory is held while one op runs whose kernel allocates memory of its own on a CUDA device.
 
-    That is `held` + min(`own`, `most`) bytes, since what a kernel makes in slices does not grow beyond a slice.
+    That is `held` + min(`own`, `most`) bytes: what a kernel makes in slices does not grow beyond a slice.
 
     Attributes:
         held: bytes that the step's code holds while the op runs.
@@ -138,8 +136,8 @@ class Liveness:
     def peak(self, dying: Mapping[int, int], device: str = "") -> int:
         """Return the most bytes above those held before the step; sizes must be bound.
 
-        `dying` maps indexes into reads to bytes, for the inputs that die here. With `device` "cuda" what kernels hold
-        inside there counts too.
+        `dying` maps indexes into reads to bytes, for the inputs that die here. With `device` "cuda" it counts what
+        kernels hold inside there, too.
         """
         freed = 0
         peak = 0
@@ -161,9 +159,9 @@ class Signature:
         reads: ports that the step reads.
         writes: ports that the step writes.
         accumulates: indexes into chunk.inputs of the parameters to whose gradient accumulators the step adds; a
-            parameter may be listed once only.
-        cost: what the step asks of a device.
-        liveness: what the step holds while it runs.
+        parameter may be listed once only.
+        cost: the work of the step on a device.
+        liveness: the memory that the step holds while it runs.
     """
 
     reads: tuple[str, ...]
@@ -190,9 +188,7 @@ class Input:
     """Describe an input of a chunk.
 
     Attributes:
-        kind: what it is.
         ref: "chunk:out0" for a value, else the name of the parameter, buffer or batch tensor.
-        spec: its shape and dtype.
         needs_grad: whether the gradient of the value or parameter is wanted.
     """
 
@@ -208,7 +204,6 @@ class Output:
 
     Attributes:
         kind: "buffer" for the new content of a buffer; "loss" and "weight" for scalars of the last chunk; else "value".
-        spec: its shape and dtype.
         ref: the name of the buffer.
         needs_grad: whether the step I reads a tangent for it.
         varies: whether the content of the buffer depends on the batch.
@@ -228,10 +223,9 @@ class Chunk:
     Attributes:
         id: an id derived from coordinates and visit ("layer3", "layer3.1").
         coords: coordinate name -> value.
-        inputs: what the chunk reads.
-        outputs: what the chunk makes.
+        inputs: the tensors that the chunk reads.
+        outputs: the tensors that the chunk makes.
         ports: port -> shape and dtype.
-        steps: the steps that the chunk has.
         code: the key of its functions in the store of code; equal for chunks that share code.
         random: whether F draws random numbers.
     """
@@ -251,7 +245,7 @@ class Chunk:
 
 
 def bind_chunks(chunks: Iterable[Chunk], rows: int) -> tuple[Chunk, ...]:
-    """Return chunks at a number of rows; equal layers, which share their ports and steps, share the bound ones."""
+    """Return chunks at a number of rows; equal layers share their bound ports and steps."""
     ports: dict[int, Mapping[str, TensorSpec]] = {}
     steps: dict[int, Signature] = {}
     bound = []
@@ -276,10 +270,9 @@ class Param:
 
     Attributes:
         name: its first name.
-        spec: its shape and dtype.
         tied: its other names.
         trained: False without requires_grad or without a gradient path; then it is in no bucket, has no state and is
-            not updated.
+        not updated.
     """
 
     name: str
@@ -309,21 +302,17 @@ class BatchTensor:
 
 
 KEPT = 8
-"""Numbers of rows at which a program keeps its chunks."""
+"""The number of different rows at which a program keeps its bound chunks."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """Hold what capture returns.
+    """Hold a captured or synthetic model with its loss.
 
     Attributes:
-        chunks: the chunks in program order.
-        params: the parameters.
-        buffers: the buffers.
-        batch: the tensors of the batch.
         loss_kind: "mean" when the loss is a mean over the rows of the microbatch. "sum" when the last chunk has outputs
-            of kind loss and weight, and the loss is sum(loss) / sum(weight) over the global batch.
-        source: whether the program was captured or made up.
+        of kind loss and weight, and the loss is sum(loss) / sum(weight) over the global batch.
+        source: whether the program was captured or is synthetic.
         hop: seconds of latency of one hop between devices, in synthetic programs.
         overlap: seconds of an overlapped pair per stage, in synthetic programs.
     """
@@ -348,7 +337,7 @@ class Program:
         return self._index[id]
 
     def bound(self, rows: int) -> tuple[Chunk, ...]:
-        """Return the chunks at a number of rows; those of the latest few numbers are kept, for searches ask again."""
+        """Return the chunks at a number of rows; the results for the latest numbers are kept for searches."""
         if rows not in self._bound:
             if len(self._bound) >= KEPT:
                 self._bound.pop(next(iter(self._bound)))

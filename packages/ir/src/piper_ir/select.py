@@ -10,9 +10,9 @@ from piper_ir.errors import SelectorError
 
 Special = Literal["ANY", "NONE"]
 ANY: Special = "ANY"
-"""The node has the coordinate, with any value."""
+"""A term that matches a node that has the coordinate, with any value."""
 NONE: Special = "NONE"
-"""The node does not have the coordinate."""
+"""A term that matches a node that does not have the coordinate."""
 
 Match = int | str | tuple[int | str, ...]
 
@@ -37,7 +37,7 @@ class Where:
 
     @staticmethod
     def of(terms: tuple[tuple[str, Match], ...]) -> Where:
-        """Return the selection with these terms without checking them: they are those of another selection."""
+        """Return the selection with these terms without checking them, because they come from another selection."""
         selection = object.__new__(Where)
         object.__setattr__(selection, "terms", terms)
         return selection

@@ -10,7 +10,7 @@ ITEM_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
 }  # fmt: skip
-"""Bytes of one element, by torch's name of the dtype."""
+"""The bytes of one element, by torch's name of the dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,7 @@ def fit(at2: int, at3: int) -> Dim:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Describe a contiguous tensor.
-
-    Attributes:
-        shape: its sizes, ints or Affines.
-        dtype: torch's name of the dtype without `torch.`.
-    """
+    """Describe a contiguous tensor; `dtype` is torch's name without `torch.`."""
 
     shape: tuple[Dim, ...]
     dtype: str

@@ -40,9 +40,9 @@ def steady(history: Sequence[Sequence[float]], host: float, tolerance: float = 1
     """Return the period of steps that are in steady state, None when they are not.
 
     They are once every stream advances by the same amount over c steps, twice in a row, for a c up to 4 (such systems
-    may alternate between patterns), and no host needs longer for its instructions: hosts are never blocked, and what is
-    issued ever earlier holds nothing up. `history` has, per step, the end of each stream's last node; `host` is the
-    seconds per step of the busiest host.
+    may alternate between patterns), and no host needs longer for its instructions: a host is never blocked, and
+    instructions that it issues ever earlier delay nothing. `history` has, per step, the end of each stream's last node;
+    `host` is the seconds per step of the busiest host.
     """
     for c in range(1, 5):
         if len(history) > c + 1:
@@ -54,7 +54,7 @@ def steady(history: Sequence[Sequence[float]], host: float, tolerance: float = 1
 
 
 def later_half(history: Sequence[Sequence[float]], host: float) -> float:
-    """Return the period of what never gets steady, such as parts of a plan that share nothing.
+    """Return the period of steps that never get steady, such as those of a plan with independent parts.
 
     It is that of the slowest stream or host, over the later half of the steps.
     """

@@ -1,4 +1,4 @@
-"""Describe a tuner's study and its file study.json: what became of each candidate, and why.
+"""Describe a tuner's study and its file study.json: the result for each candidate, and why.
 
 `loads(StudyDocument, text)` of `piper_ir.codec` reads the file. `StudyDocument.dumps` writes every key of a row, also
 those without a value.
@@ -17,25 +17,24 @@ from piper_ir.tools import size_text
 
 @dataclass(frozen=True)
 class Row:
-    """Say what became of one candidate.
+    """Hold the result for one candidate.
 
     Attributes:
-        number: its number in the study.
         state: "complete" when it fits.
         params: the values that the search chose.
         period_s: the predicted seconds per step in steady state.
         step_s: the predicted seconds of the first step.
         peak_bytes: the predicted bytes that are allocated on the fullest rank.
-        device_bytes: the predicted bytes of the fullest rank's device; of a memory rule, what is needed at least.
+        device_bytes: the predicted bytes of the fullest rank's device; from a memory rule, a lower bound.
         source: what predicted them.
         reason: why it was rejected.
         kind: the class of the reason: the name of a rule (`piper_autotune.rules`), or "memory", "illegal" (it does not
-            compile), "strategy" (the function raised), "crash", "hang", or "confirmation" (it failed when it was run).
+        compile), "strategy" (the function raised), "crash", "hang", or "confirmation" (it failed when it was run).
         measured_period_s: the measured seconds per step.
         measured_peak_bytes: the measured bytes on the fullest rank.
         error: predicted over measured period, less 1.
-        notes: what a user should know of the durations that the engine used, as in `Simulation.notes`; the sweep, which
-            scores many candidates, says nothing of them.
+        notes: remarks on the durations that the engine used, as in `Simulation.notes`; the sweep, which scores many
+        candidates, has none.
     """
 
     number: int
@@ -70,16 +69,14 @@ def limit_text(limit: int | None, by_device: Mapping[str, int]) -> str | None:
 
 @dataclass(frozen=True)
 class StudyDocument:
-    """Hold what study.json holds.
+    """Hold the content of study.json.
 
     Attributes:
-        cluster: the name of the cluster.
         memory_limit: bytes that a plan may hold; None for any amount.
-        seed: the seed of the search.
         trials: the candidates, by number.
         best: the number of the best one; None when nothing can be used.
-        rules: texts that say what was rejected before compiling, each with how often.
-        interrupted: whether the search ended before its time, by Ctrl-C or because its storage failed.
+        rules: texts that say which candidates were rejected before compiling, each with how often.
+        interrupted: whether the search ended early, by Ctrl-C or because its storage failed.
         device_limits: memory limits by type of device (see `limit_text`).
     """
 

@@ -1,19 +1,19 @@
 """Write a plan as text with one line per thing, and parse it: `parse_plan(format_plan(plan)) == plan` for every plan.
 
     piper plan 1
-    plan {"program_key":"...","mesh":...}                          everything that has no line of its own, as JSON
-    chunk {...}                                                    also param, buffer, batch, channel, bucket: one object each
+    plan {"program_key":"...","mesh":...}                   everything without a line of its own, as JSON
+    chunk {...}                                             also param, buffer, batch, channel, bucket
     value layer0:out0@3 activation float32[2,8]
     role pp0 {"placed":{"pp":0},...}
-      12 compute F layer0 @3 reads x@3 writes h@3 s@3 frees x@3 + W layer1 @2 reads ... | waits recv#4 frees a@2 allocs b@4
+      12 compute F layer0 @3 reads x@3 writes h@3 frees x@3 + W layer1 @2 ... | waits recv#4 frees a@2 allocs b@4
       13 send    Send pp0>pp1.act @3 node send.h@3 reads h@3 | waits compute#10
     end
 
-The line of an instruction has its place in the role's program, its stream, its parts joined by "+", and after "|" its
-waits (stream#count), what it frees before its parts and allocates after them, and the seconds that it takes where they
-are given (an overlapped pair). A part has its op with arguments, @microbatch, then `node` (left out where it is
-chunk.step@microbatch), reads, writes, frees. Words with spaces, and words that mean something here, are JSON strings.
-Empty lines and lines that start with "#" are skipped.
+The line of an instruction has its position in the role's program, its stream, its parts joined by "+", and after "|"
+its waits (stream#count), what it frees before its parts and allocates after them, and the seconds that it takes where
+they are given (an overlapped pair). A part has its op with arguments, @microbatch, then `node` (left out where it is
+chunk.step@microbatch), reads, writes, frees. Words with spaces, and keywords of this format, are JSON strings. Empty
+lines and lines that start with "#" are skipped.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _spec(spec: TensorSpec) -> str:
 
 
 def parse_plan(text: str, where: str = "plan") -> Plan:
-    """Return the plan of a text; FormatError names the line by number, shows it, and says what is expected there."""
+    """Return the plan of a text; raise FormatError, which shows the line with its number and what is expected there."""
     parser = _Parser(where)
     for number, line in enumerate(text.split("\n"), 1):
         try:
@@ -151,7 +151,7 @@ def parse_plan(text: str, where: str = "plan") -> Plan:
 
 
 class _Parser:
-    """Read lines one by one; what a line may be depends on the header and the last role only."""
+    """Read lines one by one; the header and the last role decide which lines may follow."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -264,7 +264,7 @@ class _Words:
         return not quoted and (word in _RESERVED or word.startswith("@"))
 
     def accept(self, *options: str) -> str:
-        """Go past the next word and return it if it is one of these (unquoted), else return ""."""
+        """Return the next word and go past it if it is one of these (unquoted), else return ""."""
         word, quoted = self.peek()
         if quoted or word not in options:
             return ""
@@ -272,7 +272,7 @@ class _Words:
         return word
 
     def names(self) -> tuple[str, ...]:
-        """Go past all words up to the next one that means something, and return them."""
+        """Return all words up to the next keyword, and go past them."""
         start = self._at
         while self.more() and not self._special():
             self._at += 1

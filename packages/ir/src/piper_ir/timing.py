@@ -2,7 +2,7 @@
 
 `prepare` turns a plan into a flat DAG once; `sweep` runs it in one fixed topological order, as often as wanted. Roles
 stand for all their ranks (data-parallel replicas behave alike). These are the rules, which the simulator's event engine
-implements again:
+implements independently:
 
 1. A node starts when its predecessor on its stream has ended, each of its waits is done, and its host has issued it.
 2. A Send and its Recv, and all members of one collective, start together: when the last of them can.
@@ -25,13 +25,14 @@ from piper_ir.ops import COMM, op_name
 from piper_ir.plan import Channel, Plan, RolePlan
 
 Waits = tuple[tuple[str, int], ...]
-"""Pairs (stream, n): the first n instructions of that stream must be done."""
+"""The waits of an instruction as pairs (stream, n): the first n instructions of that stream must be done."""
 Member = tuple[int, int, tuple[int, ...]]
-"""A node, the slot of its predecessor on its stream, the nodes that it waits for."""
+"""A node, the slot of its predecessor on its stream, and the nodes that it waits for."""
 SweepStep = tuple[int, int, tuple[int, ...], tuple[tuple[Member, ...], bool] | None]
 """A node in the order of the sweep, with its predecessor and waits as in `Member`, and its group or None.
 
-A group stands where its first member does, with all members and whether it is a point-to-point transfer."""
+A group stands where its first member does, with all members and whether it is a point-to-point transfer.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,6 @@ class Prepared:
     """Hold a plan as a DAG.
 
     Attributes:
-        roles: the names of the roles.
         offsets: node `offsets[r] + i` is instruction i of role r.
         streams: `streams[s]` are the nodes of one stream of one role, in order.
         stream_of: `stream_of[node]` is the index in `streams`.
@@ -93,11 +93,8 @@ class IssueOrder:
     """Hold one role's program as columns with an entry per instruction.
 
     Attributes:
-        role: the name of the role.
-        streams: the stream of each instruction.
         channels: the channel that each instruction uses; "" for compute.
         label: a function from an instruction's index to its name in messages.
-        waits: the waits of each instruction.
     """
 
     role: str
@@ -110,8 +107,8 @@ class IssueOrder:
 def prepare(plan: Plan) -> Prepared:
     """Return the DAG of a plan, in time linear in its size.
 
-    PlanError for an end of a channel without its other end, for a wait that names no instruction, and for a deadlock
-    (with the cycle of waits).
+    Raises PlanError for an end of a channel without its other end, for a wait that names no instruction, and for a
+    deadlock (with the cycle of waits).
     """
     return prepare_orders([_issue_order(role) for role in plan.roles], plan.channels)
 
@@ -129,7 +126,7 @@ def _issue_order(role: RolePlan) -> IssueOrder:
 
 
 def prepare_orders(orders: Sequence[IssueOrder], channels: Iterable[Channel]) -> Prepared:
-    """Return the DAG of issue orders that need not be a plan yet; raises what `prepare` raises."""
+    """Return the DAG of issue orders that need not be a plan yet; raise the errors of `prepare`."""
     bare = grouped(orders, channels)
     streams = iter(bare.streams)
     waits: list[tuple[int, ...]] = []
@@ -141,7 +138,7 @@ def prepare_orders(orders: Sequence[IssueOrder], channels: Iterable[Channel]) ->
 def grouped(orders: Sequence[IssueOrder], channels: Iterable[Channel]) -> Prepared:
     """Return the streams and groups of issue orders, without waits and without an order: `with_waits` adds both.
 
-    PlanError for an end of a channel without its other end.
+    Raises PlanError for an end of a channel without its other end.
     """
     offsets, stream_of = [0], list[int]()
     streams: list[tuple[int, ...]] = []
@@ -163,9 +160,9 @@ def grouped(orders: Sequence[IssueOrder], channels: Iterable[Channel]) -> Prepar
 
 
 def with_waits(prepared: Prepared, waits: tuple[tuple[int, ...], ...], orders: Sequence[IssueOrder]) -> Prepared:
-    """Return the DAG with these waits, an entry per node; PlanError for a deadlock.
+    """Return the DAG with these waits, an entry per node; raise PlanError for a deadlock.
 
-    `orders`, from which the DAG was made, tell messages what a node is.
+    `orders`, from which the DAG was made, give nodes their names in messages.
     """
     return replace(prepared, waits=waits, order=_order(orders, prepared, waits))
 
@@ -232,7 +229,7 @@ def sweep(
 
 
 def _carried(prepared: Prepared, after: Times | None) -> tuple[list[float], list[float]]:
-    """Return `end` and `done`, to be filled; their last slots are the state of each stream before its first node."""
+    """Return `end` and `done` to be filled; their last slots are the state of each stream before its first node."""
     last = [nodes[-1] for nodes in prepared.streams]
     end, done = [0.0] * len(prepared), [0.0] * len(prepared)
     if after is None:
@@ -283,7 +280,7 @@ def _groups(
 def _order(orders: Sequence[IssueOrder], prepared: Prepared, waits: Sequence[tuple[int, ...]]) -> tuple[SweepStep, ...]:
     """Return a fixed topological order, in which each stream in turn goes as far as it can.
 
-    The members of a group stand next to each other. PlanError with the cycle when there is no order.
+    The members of a group stand next to each other. Raises PlanError with the cycle when there is no order.
     """
     streams, stream_of, groups, group_of = prepared.streams, prepared.stream_of, prepared.groups, prepared.group_of
     n = len(stream_of)

@@ -11,10 +11,10 @@ BATCH = "batch"
 """The stream of spans in which a rank waits for Job.batch. No plan has such a stream, and their time is no compute."""
 
 Source = Literal["measured", "table", "interpolated", "formula", "given"]
-"""Where a duration comes from.
+"""The source of a duration.
 
-It was measured in this run, looked up in a table, interpolated, computed by a formula, or given by a synthetic
-program."""
+It was measured in this run, looked up in a table, interpolated, computed by a formula, or given by a synthetic program.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +22,9 @@ class Span:
     """Say when one instruction ran on one rank; all times are in seconds since the start of the step.
 
     Attributes:
-        rank: the rank.
-        stream: the stream on which it ran.
         instr: its index in the program of the rank's role.
-        name: what people call it.
-        start: when it began.
-        end: when it ended.
         ready: when it could have started, had its stream and its peers been free.
         bytes: bytes that a communication moved.
-        flops: FLOPs that compute did.
-        source: where its duration comes from.
     """
 
     rank: int
@@ -51,12 +44,11 @@ class MemSample:
     """Say how many bytes one rank held at the fullest moment of an instruction.
 
     Attributes:
-        rank: the rank.
         instr: the instruction's index in the program of the rank's role.
         time: when the instruction started, in seconds since the start of the step.
         bytes: bytes by category. A simulation has the categories of `piper_ir.plan.Category`. A run has one category,
-            "measured": the sum of all live storages, counted in the first step (where counting was asked for) and shown
-            at the times of the step that the trace is of.
+        "measured": the sum of all live storages, counted in the first step (where counting was asked for) and shown
+        at the times of the step that the trace is of.
     """
 
     rank: int
@@ -67,19 +59,16 @@ class MemSample:
 
 @dataclass(frozen=True)
 class Trace:
-    """Say what happened in one step of a plan.
+    """Hold the spans and the memory of one step of a plan.
 
     Attributes:
-        plan_key: the key of the plan.
         kind: whether the step was simulated or executed.
-        spans: when the instructions ran.
-        memory: what ranks held while they ran.
         losses: the losses of the step; empty for a simulation.
         step: the number of the step, counted from 0.
-        notes: what a reader should know, by topic.
+        notes: remarks for a reader, by topic.
         waits: calls of Job.batch, on the stream BATCH, each with the instruction that it held up.
         alike: ranks that do the same at the same times, of which only the first has spans and samples; empty where
-            every rank has its own.
+        every rank has its own.
         version: the version of the file format.
     """
 
@@ -95,5 +84,5 @@ class Trace:
     version: int = TRACE_VERSION
 
     def shown_as(self) -> dict[int, int]:
-        """Return for each rank that has no spans of its own the rank whose spans are its, too."""
+        """Return for each rank without spans of its own the rank whose spans it shares."""
         return {rank: ranks[0] for ranks in self.alike for rank in ranks[1:]}

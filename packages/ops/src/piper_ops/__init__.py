@@ -1,7 +1,7 @@
 """Define portable ops, which stay one node in a traced graph on every device although their kernels differ by device.
 
-Importing this package registers the ops `piper::attention`, `piper::layer_norm`, `piper::rms_norm` and `piper::cross_entropy`
-with their gradients. Other packages import what they need from here.
+Importing this package registers the ops `piper::attention`, `piper::layer_norm`, `piper::rms_norm` and
+`piper::cross_entropy` with their gradients. Other packages import what they need from here.
 """
 
 from piper_ops.costs import KernelInfo, kernel_of, op_cost

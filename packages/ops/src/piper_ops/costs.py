@@ -35,14 +35,13 @@ class KernelInfo:
     Attributes:
         kind: the family of the kernel; "other" with no bytes is a view, for which no kernel is launched.
         dims: (M, N, K) or (batch, M, N, K) of a matmul, (batch, heads, T_q, T_k, head_dim) of an attention, (rows,
-            classes) of a cross-entropy, else empty.
+        classes) of a cross-entropy, else empty.
         flops: a multiply-add counts 2.
         bytes: read plus written.
         dtype: the dtype of the arithmetic, by torch's name without `torch.`.
         lowering: the lowering that flops and bytes assume, where an op has several that differ in them.
-        op: the op's name, without the namespace if that is aten's or Piper's, and without the trailing _ of an in-place
-            op.
-        formula: False for an op whose FLOPs nothing here knows; one per element is counted for it.
+        op: the op's name, without the namespace aten or piper and without the trailing _ of an in-place op.
+        formula: False for an op of unknown FLOPs; one per element is counted for it.
     """
 
     kind: _KernelKind
@@ -58,7 +57,8 @@ class KernelInfo:
 def kernel_of(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> KernelInfo:
     """Return the cost of `op(*args_meta, **kwargs_meta) -> out_meta`; tensors are fake or real, with concrete shapes.
 
-    op: an OpOverload, or operator.getitem. Raises TypeError for anything else: only ops of a joint graph have a cost.
+    `op` is an OpOverload, or operator.getitem. Raises TypeError for anything else: only ops of a joint graph have a
+    cost.
     """
     if op is operator.getitem:
         return KernelInfo("other", (), 0, 0, _dtype([*_tensors(out_meta)]))
@@ -102,13 +102,13 @@ class _Own:
 
 
 _OWN: dict[torch._ops.OpOverload, _Own] = {}
-"""Formulas of users' ops."""
+"""The formulas of users' ops."""
 
 
 def op_cost(
     op: str, *, flops: Callable[[Call], int], bytes: Callable[[Call], int] | None = None, kind: _KernelKind = "elementwise"
 ) -> None:
-    """Say what a custom op costs; call it before a model with that op is captured.
+    """Set the cost of a custom op, before a model with that op is captured.
 
     Without a formula an op counts one FLOP per element of its largest operand, and predictions name it.
 

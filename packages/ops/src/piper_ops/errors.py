@@ -4,7 +4,4 @@ from __future__ import annotations
 
 
 class UnsupportedVariant(ValueError):
-    """Report an op, or a variant of one, that has no portable form.
-
-    The message names it, the user's line, and the way out.
-    """
+    """Report an op, or a variant of one, that has no portable form; the message has the user's line and the way out."""

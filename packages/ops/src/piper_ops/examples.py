@@ -1,7 +1,4 @@
-"""Compute example values of calls, each kind of call once.
-
-Fake tensors are slow, and in a large model most calls are alike.
-"""
+"""Compute example values of calls, once for each kind of call, since fake tensors are slow and most calls are alike."""
 
 from __future__ import annotations
 
@@ -31,10 +28,7 @@ class Examples:
 
 
 def _facts(value: Any) -> Any:
-    """Return what decides an example value: equal for values that give the same example.
-
-    Sizes that are symbols are compared by their expressions.
-    """
+    """Return the facts that decide an example value; symbolic sizes are compared by their expressions."""
     if isinstance(value, Tensor):
         sizes = _facts(tuple(value.shape)), _facts(value.stride())
         return type(value), sizes, value.dtype, value.device, value.layout, value.requires_grad

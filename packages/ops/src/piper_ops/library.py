@@ -15,12 +15,12 @@ from torch import Tensor
 LIBRARY = torch.library.Library("piper", "DEF")
 _Kernel = Callable[..., Any]
 DIRECT: dict[torch._ops.OpOverload, _Kernel] = {}
-"""Ops whose kernels generated code may call as a function.
+"""The ops whose kernels generated code may call as a function.
 
 torch's dispatcher and its Python registration cost about 15 us, which is most of a small call.
 """
 OP_KERNELS: dict[torch._ops.OpOverload, _Kernel] = {}
-"""Every op's kernel, so that what it holds while it runs can be counted (on CUDA by `piper_ops.workspace`)."""
+"""The kernel of every op, so that its memory while it runs can be counted (on CUDA by `piper_ops.workspace`)."""
 
 HALF = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float64, torch.float32, *HALF)
@@ -82,10 +82,7 @@ def _no_double_backward(qualified: str) -> Callable[..., Any]:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of statistics (mean, rstd, logsumexp) and inner arithmetic.
-
-    It is float64 for float64, else float32.
-    """
+    """Return the dtype of statistics (mean, rstd, logsumexp) and inner arithmetic: float64 for itself, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -15,14 +15,14 @@ from piper_ops.errors import UnsupportedVariant
 from piper_ops.library import FLOATS, HALF, accumulate_dtype, contiguous_empty, define
 
 SLICE_ELEMENTS = {"cpu": 2**18, "cuda": 2**24}
-"""Logits per slice.
+"""The number of logits per slice.
 
-On a CPU they are 1 MiB of float32, which stays in a core's cache (a third of the time of 16 MiB, measured). On a GPU they
-are 64 MiB, which fills it (not yet measured); `piper_ops.workspace` counts on this number.
+On a CPU they are 1 MiB of float32, which stays in a core's cache (a third of the time of 16 MiB, measured). On a GPU
+they are 64 MiB, which fills it (not yet measured); `piper_ops.workspace` counts on this number.
 """
 
 REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
-"""Accepted reductions -> aten's number for each."""
+"""The accepted reductions, with aten's number for each."""
 _nll_loss = torch.ops.aten.nll_loss_forward.default
 _softmax = torch.ops.aten._softmax.out
 
@@ -46,10 +46,7 @@ def rows_per_slice(device: str, classes: int) -> int:
 
 
 def _slices(logits: Tensor) -> list[slice]:
-    """Return the slices of rows that a kernel works through.
-
-    There is at least one, so that an input without rows gives torch's own result.
-    """
+    """Return the slices of rows that a kernel works through: at least one, so that no rows give torch's result."""
     rows = rows_per_slice(logits.device.type, logits.shape[1])
     return [slice(start, start + rows) for start in range(0, max(1, logits.shape[0]), rows)]
 
@@ -157,7 +154,7 @@ cross_entropy_dgrad = define(
     _dgrad_fake,
     _dgrad_kernel,
 )
-"""Returns the gradient of the logits, in their shape."""
+"""An op that returns the gradient of the logits, in their shape."""
 
 cross_entropy = define(
     "cross_entropy",
@@ -168,8 +165,8 @@ cross_entropy = define(
     backward=_backward,
     setup_context=_setup_context,
 )
-"""Takes logits (N, C) and an int64 target (N,), and returns (loss, logsumexp).
+"""An op that takes logits (N, C) and an int64 target (N,), and returns (loss, logsumexp).
 
-The loss has the logits' dtype and is a scalar, or (N,) for reduction "none"; the logsumexp is (N,) in float32 or float64.
-The mean is over targets other than ignore_index, and nan if there are none, as torch's.
+The loss has the logits' dtype and is a scalar, or (N,) for reduction "none"; the logsumexp is (N,) in float32 or
+float64. The mean is over targets other than ignore_index, and nan if there are none, as torch's.
 """

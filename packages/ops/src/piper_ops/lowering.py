@@ -26,7 +26,7 @@ class Lowering:
 
     Attributes:
         name: the kernel family.
-        reason: for "math", what kept each fused kernel from being taken.
+        reason: for "math", why no fused kernel was taken.
     """
 
     name: LoweringName
@@ -39,7 +39,7 @@ class Lowering:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """Hold what the choice of a kernel depends on; shapes are [batch, T, heads, head_dim]."""
+    """Hold the facts that decide the choice of a kernel; shapes are [batch, T, heads, head_dim]."""
 
     dtype: torch.dtype
     q: tuple[int, ...]
@@ -67,7 +67,7 @@ def attention_lowering(
     """Return the lowering that piper::attention and piper::attention_dgrad take on a device.
 
     Args:
-        device: "cpu" or "cuda".
+        device: "cpu" or "cuda"; any other raises ValueError.
         dtype: the dtype of q, k and v.
         q: its shape [batch, T, heads, head_dim].
         k: its shape, likewise.
@@ -75,9 +75,6 @@ def attention_lowering(
         masked: whether an attn_mask is given.
         is_causal: whether query i attends to keys 0..i only.
         capability: the compute capability of the CUDA device.
-
-    Raises:
-        ValueError: the device is another one.
     """
     call = AttentionCall(dtype, tuple(q), tuple(k), tuple(v), masked, is_causal)
     if device == "cpu":

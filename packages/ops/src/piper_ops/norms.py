@@ -198,7 +198,7 @@ layer_norm_wgrad = define(
     _layer_norm_wgrad_fake,
     _layer_norm_wgrad_kernel,
 )
-"""Returns (grad_weight, grad_bias) in `dtype`; one that output_mask leaves out has 0 elements."""
+"""An op that returns (grad_weight, grad_bias) in `dtype`; one that output_mask leaves out has 0 elements."""
 layer_norm_backward = define(
     "layer_norm_backward",
     "(Tensor grad_out, Tensor x, SymInt[] normalized_shape, Tensor mean, Tensor rstd, Tensor? weight, bool[2] output_mask) "
@@ -207,10 +207,10 @@ layer_norm_backward = define(
     _layer_norm_backward_kernel,
     direct=True,
 )
-"""Returns (grad_x, grad_weight, grad_bias) in one pass over grad_out and x, which costs hardly more than grad_x alone.
+"""An op that returns (grad_x, grad_weight, grad_bias) in one pass over grad_out and x.
 
-A backward that is split into input and weight gradients computes it with the former and hands on the gradients of the
-parameters, which are small.
+It costs hardly more than grad_x alone. A backward that is split into input and weight gradients computes it with the
+former and hands on the gradients of the parameters, which are small.
 """
 layer_norm = define(
     "layer_norm",
@@ -222,7 +222,7 @@ layer_norm = define(
     backward=_layer_norm_backward,
     setup_context=_layer_norm_setup,
 )
-"""Returns (out, mean, rstd) over the trailing normalized_shape of x; weight and bias have that shape and x's dtype."""
+"""An op that returns (out, mean, rstd) over the trailing normalized_shape of x; weight and bias have that shape."""
 
 
 # --- rms_norm
@@ -328,7 +328,7 @@ rms_norm = define(
     backward=_rms_norm_backward,
     setup_context=_rms_norm_setup,
 )
-"""Returns (out, rstd) over the trailing normalized_shape of x; the weight has that shape and x's dtype.
+"""An op that returns (out, rstd) over the trailing normalized_shape of x; the weight has that shape and x's dtype.
 
 eps None is torch's default.
 """

@@ -95,10 +95,7 @@ def backward_step(tangents: int, used: Sequence[bool]) -> BoxedStep:
 
 
 def owned(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return the tensors, each contiguous and with a storage of its own that no other one and none of `others` shares.
-
-    Those for which that does not hold are copied.
-    """
+    """Return the tensors, copied unless contiguous with a storage that no other one and none of `others` shares."""
     seen = {storage_key(t) for t in others}
     out = []
     for t in tensors:

@@ -1,8 +1,8 @@
 """Hold formulas of the aten ops that do many FLOPs per element.
 
 These are matrix products, grouped ones, convolutions, attention, distances and Fourier transforms. A matrix product of
-dimensions (M, N, K) is 2 M N K FLOPs. The list covers what `torch.utils.flop_counter` covers, and ops that it does not
-know. `piper_ops.few_flops` lists the ops that need no formula. An op on neither list is named to the user.
+dimensions (M, N, K) is 2 M N K FLOPs. The list covers the ops of `torch.utils.flop_counter`, and ops that it lacks.
+`piper_ops.few_flops` lists the ops that need no formula. An op on neither list is named to the user.
 """
 
 from __future__ import annotations
@@ -57,8 +57,6 @@ def _matrices(left: str, right: str) -> Dims:
 
 
 def _vector(left: str, right: str) -> Dims:
-    """Return the dims of a matrix, or of a vector, times a vector."""
-
     def dims(call: Call) -> tuple[int, ...]:
         a = call.tensor(left)
         return (a.shape[0] if a.dim() == 2 else 1), 1, call.tensor(right).shape[0]
@@ -69,9 +67,10 @@ def _vector(left: str, right: str) -> Dims:
 def _grouped(left: str, right: str) -> Dims:
     """Return the dims of a product whose rows, columns or inner dimension are split into groups by offsets.
 
-    The shapes are those of torch.nn.functional.grouped_mm. [M, K] x [G, K, N]: each of the M rows meets the matrix of its group.
-    [G, M, K] x [K, N]: each of the N columns meets the matrix of its group. [M, K] x [K, N]: each group has its part of K. In all
-    of them every group together is one product (M, N, K), whatever the offsets are. [G, M, K] x [G, K, N] is a batch of products.
+    The shapes are those of torch.nn.functional.grouped_mm. [M, K] x [G, K, N]: each of the M rows meets the matrix of
+    its group. [G, M, K] x [K, N]: each of the N columns meets the matrix of its group. [M, K] x [K, N]: each group has
+    its part of K. In all of them every group together is one product (M, N, K), whatever the offsets are. [G, M, K] x
+    [G, K, N] is a batch of products.
     """
 
     def dims(call: Call) -> tuple[int, ...]:
@@ -188,7 +187,7 @@ PRODUCTS: Mapping[Packet, Product] = {
 }
 
 OF_LIBRARIES: Mapping[str, Product] = {"transformers::grouped_mm_fallback": Product(_grouped("input", "weight"))}
-"""Formulas of ops that other libraries register, by their names.
+"""The formulas of ops that other libraries register, by their names.
 
 Hugging Face registers one for experts where torch has no grouped kernel (transformers/integrations/moe.py).
 """

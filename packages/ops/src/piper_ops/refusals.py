@@ -1,7 +1,7 @@
 """List the functions that a captured graph may not call.
 
-They decompose differently on each device, or what they do is decided by a strategy. The targets are those that Dynamo
-puts into a graph (torch 2.11 to 2.13): a module such as nn.LSTM shows as torch.lstm.
+They decompose differently on each device, or a strategy decides what they do. The targets are those that Dynamo puts
+into a graph (torch 2.11 to 2.13): a module such as nn.LSTM shows as torch.lstm.
 """
 
 from __future__ import annotations

@@ -51,7 +51,6 @@ class PortableOp:
     Attributes:
         name: the op's name in the namespace "piper".
         kind: the family of its kernels.
-        outputs: names of its outputs.
         saved: the names among `outputs` that the backward keeps, beside the inputs that it reads.
         forward: the op itself.
         dgrad: the op for the gradients of its inputs.
@@ -78,7 +77,7 @@ class PortableOp:
 FLASH = "flash"
 """The lowering that attention's formulas assume.
 
-A causal call skips what is masked, and no T x T matrix crosses memory. Among the lowerings in `piper_ops.lowering`,
+A causal call skips masked elements, and no T x T matrix crosses memory. Among the lowerings in `piper_ops.lowering`,
 "math" does neither.
 """
 
@@ -107,10 +106,7 @@ def attention_flops(call: Call) -> int:
 
 
 def attention_dgrad_flops(call: Call) -> int:
-    """Return 2.5 times the forward's FLOPs: five matmuls against two (same source).
-
-    They are q k^T again, dO v^T, p^T dO, ds k and ds^T q.
-    """
+    """Return 2.5 times the forward's FLOPs: q k^T, dO v^T, p^T dO, ds k, ds^T q against two matmuls (same source)."""
     batch, heads, queries, keys, dim = attention_dims(call)
     full = 2 * batch * heads * queries * keys * (3 * dim + 2 * call.tensor("v").shape[3])
     return full // 2 if call.args["is_causal"] else full
@@ -128,10 +124,7 @@ def _given(call: Call, name: str) -> int:
 
 
 def layer_norm_flops(call: Call) -> int:
-    """Count FLOPs per element: sum 1, centre, square and sum 3, centre and scale 2; weight 1, bias 1.
-
-    They are counted off the definition.
-    """
+    """Count FLOPs per element, off the definition: sum 1, centre, square, sum 3, centre, scale 2; weight 1, bias 1."""
     return 6 + _given(call, "weight") + _given(call, "bias")
 
 
@@ -218,4 +211,4 @@ PORTABLE: Mapping[str, PortableOp] = {
         ),
     )
 }
-"""Every portable op by name."""
+"""The portable ops by name."""

@@ -16,9 +16,9 @@ def replace_portable(gm: fx.GraphModule, opaque: Callable[[fx.Node], bool] = lam
     """Rewrite a forward graph that Dynamo captured, in place, with the graphs nested in it, and recompile it.
 
     Every new node carries the `meta` of the call that it stands for, so that coordinates and the user's line stay.
-    Autocast regions that are disabled are dropped. Calls that are `opaque` stay as they are; only what would train
-    another model is refused there. Raises UnsupportedVariant for a call on the list whose variant has no portable form;
-    the graph is then not usable.
+    Autocast regions that are disabled are dropped. Calls that are `opaque` stay as they are; only those that would
+    train another model are refused there. Raises UnsupportedVariant for a call on the list whose variant has no
+    portable form; the graph is then not usable.
     """
     examples = Examples()
     for module in gm.modules():

@@ -45,7 +45,7 @@ def user_line(node: fx.Node) -> str:
 
 
 def unsupported(node: fx.Node, variant: str, way_out: str) -> UnsupportedVariant:
-    """Return the refusal of a call: its name, what about it is not supported, where it stands, and what to do."""
+    """Return the refusal of a call: its name, the unsupported variant, its line, and the way out."""
     return UnsupportedVariant(f"{call_name(node)}: {variant} ({user_line(node)}). {way_out}")
 
 
@@ -70,16 +70,13 @@ class Builder:
         return self.call(operator.getitem, call, 0)
 
     def swap(self, tensor: fx.Node) -> fx.Node:
-        """Return `tensor` with heads and positions exchanged.
-
-        A tensor that the model itself got by this exchange gives the tensor from before it.
-        """
+        """Return `tensor` with heads and positions exchanged, or what the model itself exchanged to get it."""
         if _is_swap(tensor) and isinstance(tensor.args[0], fx.Node):
             return tensor.args[0]
         return self.method("transpose", tensor, 1, 2)
 
     def example(self, node: fx.Node) -> Any:
-        """Return the node's example value; UnsupportedVariant when it has none."""
+        """Return the node's example value; raise UnsupportedVariant when it has none."""
         if "example_value" not in node.meta:
             raise self.refuse(f"its argument {node.name} has no example value", "Give the graph as Dynamo captured it.")
         return node.meta["example_value"]
@@ -143,7 +140,7 @@ def _rewrite_attention(build: Builder, bound: Bound) -> fx.Node:
 
 
 def _undo_swaps(graph: fx.Graph, old: fx.Node, out: fx.Node) -> None:
-    """Hand on the op's own output where the model exchanges heads and positions of the result back."""
+    """Use the op's own output where the model exchanges heads and positions of the result back."""
     for user in list(old.users):
         if _is_swap(user):
             user.replace_all_uses_with(out)

@@ -49,10 +49,7 @@ def _default_scale(q: Tensor, scale: float | None) -> float:
 
 
 def additive(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return a mask in the form that the kernels take.
-
-    A bool mask becomes a float one, and no other temporary is made.
-    """
+    """Return a mask in the form that the kernels take: a bool mask becomes a float one, without another temporary."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -212,7 +209,7 @@ attention_dgrad = define(
     _dgrad_kernel,
     direct=True,
 )
-"""Returns the gradients of q, k and v, each in the shape of its tensor and contiguous."""
+"""An op that returns the gradients of q, k and v, each in the shape of its tensor and contiguous."""
 
 attention = define(
     "attention",
@@ -225,7 +222,7 @@ attention = define(
     backward=_backward,
     setup_context=_setup_context,
 )
-"""Takes q [B, T_q, H, D], k [B, T_k, H_k, D] and v [B, T_k, H_k, D_v] with any strides.
+"""An op that takes q [B, T_q, H, D], k [B, T_k, H_k, D] and v [B, T_k, H_k, D_v] with any strides.
 
 It returns (out [B, T_q, H, D_v] contiguous, logsumexp [B, H, T_q] in float32 or float64). The mask (bool with True for
 "attend", or additive) broadcasts to [B, H, T_q, T_k] and has no gradient. The scale is D ** -0.5 by default. enable_gqa

@@ -21,14 +21,14 @@ _cpu_flash = aten._scaled_dot_product_flash_attention_for_cpu.default
 _cpu_flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 LSE_ALIGNMENT = 32
-"""The efficient kernel stores its logsumexp in rows of a multiple of this (kAlignLSE in aten's mem_eff_attention)."""
+"""The multiple at which the efficient kernel stores rows of its logsumexp (kAlignLSE in aten's mem_eff_attention)."""
 BIAS_ALIGNMENT = 16
-"""Rows of the efficient kernel's bias start at multiples of this (pad_bias in aten's attention.cpp)."""
+"""The multiple at which rows of the efficient kernel's bias start (pad_bias in aten's attention.cpp)."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """Hold what an attention call has beside its tensors.
+    """Hold the options of an attention call beside its tensors.
 
     Attributes:
         mask: an additive mask, see the module.
@@ -68,7 +68,7 @@ def cpu_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def cuda_flash(q: Tensor, k: Tensor, v: Tensor, o: AttentionOptions) -> Pair:
-    """FlashAttention-2 as aten ships it: half precision, no mask."""
+    """Run FlashAttention-2 as aten ships it: half precision, no mask."""
     out, lse = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, o.is_causal, False, scale=o.scale)[:2]
     return out, lse
 

@@ -27,7 +27,7 @@ from piper_ops.registry import Call
 from piper_ops.sdpa_kernels import KERNELS, LSE_ALIGNMENT, aligned_bias, cpu_mask
 
 CAPABILITIES = ((8, 0), (9, 0))
-"""Compute capabilities whose lowerings are looked at; later devices choose as one of these does."""
+"""The compute capabilities whose lowerings are compared; later devices choose as one of these does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class Workspace:
 def cuda_workspace(
     op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None
 ) -> Workspace | None:
-    """Return what the kernel of `op(*args_meta, **kwargs_meta) -> out_meta` holds of its own.
+    """Return the workspace of the kernel of `op(*args_meta, **kwargs_meta) -> out_meta`; None where nothing is counted.
 
-    It is None where nothing is counted. Tensors are fake or real, with concrete shapes.
+    Tensors are fake or real, with concrete shapes.
     """
     if not isinstance(op, torch._ops.OpOverload) or op not in _RULES:
         return None
@@ -56,10 +56,7 @@ def cuda_workspace(
 
 
 def cpu_workspace(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_meta: Mapping[str, Any] | None = None) -> int:
-    """Return the bytes that the kernel of an op holds of its own on a CPU until it is done.
-
-    This is a mask of attention, in the form that torch's kernel takes.
-    """
+    """Return the bytes that an op's kernel holds on a CPU: a mask of attention, in the form of torch's kernel."""
     if not isinstance(op, torch._ops.OpOverload) or op not in (sdpa.attention, sdpa.attention_dgrad):
         return 0
     call = call_of(op, args_meta, out_meta, kwargs_meta or {})
@@ -67,7 +64,7 @@ def cpu_workspace(op: object, args_meta: Sequence[Any], out_meta: Any, kwargs_me
 
 
 def _made(call: Call, make: Callable[[Tensor, Tensor, Tensor], Any]) -> int:
-    """Return the bytes of what is made of the mask of attention, all of it alive at once."""
+    """Return the bytes made from the mask of attention, all of them alive at once."""
     if call.args["mask"] is None:
         return 0
     q, k, mask = (_on_meta(call.args[name]) for name in ("q", "k", "mask"))
@@ -84,7 +81,7 @@ def _heads_first(tensor: Tensor) -> Tensor:
 
 
 def _cross_entropy(call: Call) -> Workspace:
-    """Count a slice of log-probabilities and what is picked from it, and the losses of the slices, kept until the end.
+    """Count a slice of log-probabilities and the values picked from it, and the slices' losses, kept until the end.
 
     bfloat16 logits are converted to float32 before (CUDA's softmax converts float16 only), and then the conversion is
     the fullest moment.
@@ -137,7 +134,7 @@ def _most(call: Call, of: Callable[[LoweringName], int]) -> int:
 
 
 def _fused_dgrad(call: Call, name: LoweringName) -> int:
-    """Return the bytes that a fused backward of attention holds of its own.
+    """Return the bytes of a fused attention backward's workspace.
 
     FlashAttention-2 sums the gradient of the queries in float32, beside a float32 per row (torch's flash_api.cpp:
     dq_accum and softmax_d, of lengths rounded up to 128 and head_dims to 32 or 64). The efficient kernel does so in
@@ -145,7 +142,7 @@ def _fused_dgrad(call: Call, name: LoweringName) -> int:
     delta). Gradients of grouped heads are made for each query head, by the efficient kernel of keys and values that
     were repeated.
 
-    cuDNN is asked how much it needs (torch's MHA.cpp: get_workspace_size). An upper bound of what was seen is counted:
+    torch asks cuDNN how much it needs (MHA.cpp: get_workspace_size). Here an upper bound of the seen values is counted:
     all three gradients in float32 (an H200, cuDNN 9.19, 8 heads of 64, 256 tokens: of the 6,144 bytes per token by
     this, 6,104 with 4 and with 8 sequences, at most 4,100 with 2; benchmarks/measured/gpu-h200.json).
     """
@@ -179,7 +176,7 @@ def _on_meta(value: Any) -> Any:
 def peak_bytes_inside(function: Callable[..., Any], *args: Any) -> int:
     """Return the most bytes of tensors that `function(*args)` holds at once, beside its arguments and less its results.
 
-    It sees what the dispatcher sees: not what an operator of torch's allocates inside.
+    It sees what the dispatcher sees: not the memory that an operator of torch's allocates inside.
     """
     live = _Live(tree_leaves(args))
     with live:

@@ -1,4 +1,4 @@
-"""Piper's reports: tables, figures, one HTML page and Chrome traces from the files of a result folder.
+"""Show the files of a result folder as tables, figures, one HTML page and Chrome traces.
 
 Other packages import what they need from here. Names are loaded on first use: a text summary needs neither pandas nor
 matplotlib.

@@ -48,7 +48,7 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
 
 
 def write_chrome(trace: Trace, path: Path) -> None:
-    """Write the trace as a .json file. OSError when the path cannot be written."""
+    """Write the trace as a .json file; raise OSError when the path cannot be written."""
     write_whole(path, json.dumps(chrome_trace(trace), separators=(",", ":")))
 
 
@@ -86,10 +86,7 @@ def _metadata(name: str, pid: int, tid: int, value: str) -> dict[str, Any]:
 
 
 def _counters(trace: Trace) -> list[dict[str, Any]]:
-    """Return the events of memory, each with all categories of its rank.
-
-    A counter shows the keys of its own event only.
-    """
+    """Return the events of memory, each with all categories of its rank; a counter shows only its own event."""
     categories: dict[int, dict[str, int]] = {}
     for m in trace.memory:
         categories.setdefault(m.rank, {}).update(dict.fromkeys(m.bytes, 0))
@@ -100,7 +97,7 @@ def _counters(trace: Trace) -> list[dict[str, Any]]:
 
 
 def _wrong(event: object) -> str:
-    """Return what is wrong with one event; "" for nothing."""
+    """Return the fault of one event; "" for none."""
     if not isinstance(event, Mapping):
         return "an object is expected"
     keys = PHASES.get(str(event.get("ph")))

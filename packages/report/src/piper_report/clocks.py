@@ -1,4 +1,4 @@
-"""Bring the clocks of ranks on several machines together, by the transfers that the ranks share.
+"""Align the clocks of ranks on several machines, by the transfers that the ranks share.
 
 No end of a transfer can be over before the other has begun: a Send is done when its peer has taken it, a collective
 when all members gave their part. For two ranks a and b and the seconds o that must be added to b's clock to get a's,
@@ -24,21 +24,21 @@ from piper_ir.trace import Trace
 from piper_report.transfers import transfers
 
 Bounds = Mapping[tuple[int, int], float]
-"""The largest o_b - o_a for each (a, b), where o_r is what is added to the clock of rank r."""
+"""The largest o_b - o_a for each (a, b), where o_r is added to the clock of rank r."""
 HALVINGS = 50
 NOTE = "clock of rank {}"
-"""The key of a trace's notes under which an aligned clock stands."""
+"""The key of an aligned clock in a trace's notes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """Say how far a rank's clock is off.
+    """Hold the correction of a rank's clock.
 
     Attributes:
         seconds: to be added to the rank's clock; true within +- `error`.
         error: in seconds; inf for a rank that shares no transfer, however indirectly, with the first one.
         slack: seconds by which the transfers contradict each other, because clocks drift or because an end of a
-            transfer was over before the other began; 0 when they agree.
+        transfer was over before the other began; 0 when they agree.
     """
 
     seconds: float
@@ -58,7 +58,7 @@ class Offset:
 
 
 def offsets(plan: Plan, trace: Trace) -> dict[int, Offset]:
-    """Return by rank what to add to its times to get those of the lowest rank."""
+    """Return for each rank the offset that turns its times into those of the lowest rank."""
     ranks = sorted({s.rank for s in trace.spans})
     bounds = _bounds(plan, trace)
     slack = _slack(ranks, bounds)
@@ -76,8 +76,8 @@ def offsets(plan: Plan, trace: Trace) -> dict[int, Offset]:
 def aligned(plan: Plan, trace: Trace, found: Mapping[int, Offset] | None = None) -> Trace:
     """Return the trace on the clock of its lowest rank, from the first start of any rank.
 
-    `notes` of the result say each rank's offset and its error. When no offset is needed, as on one machine, whose
-    processes share a clock, the times stay as they are. `found`: offsets that are known already.
+    `notes` of the result hold each rank's offset and its error. When no offset is needed, as on one machine, whose
+    processes share a clock, the times stay as they are. `found` has offsets that are known already.
     """
     found = offsets(plan, trace) if found is None else found
     needed = any(o.needed for o in found.values())
@@ -117,10 +117,7 @@ def _bounds(plan: Plan, trace: Trace) -> Bounds:
 
 
 def _slack(ranks: Sequence[int], bounds: Bounds) -> float:
-    """Return the least slack with which all bounds hold together.
-
-    It is found by halving, to a billionth of the largest.
-    """
+    """Return the least slack with which all bounds hold together, by halving, to a billionth of the largest."""
     if _shortest(ranks, bounds, 0.0) is not None:
         return 0.0
     low, high = 0.0, -min(bounds.values())
@@ -131,10 +128,7 @@ def _slack(ranks: Sequence[int], bounds: Bounds) -> float:
 
 
 def _shortest(ranks: Sequence[int], bounds: Bounds, slack: float) -> dict[int, float] | None:
-    """Return the shortest paths from the first rank (Bellman-Ford); None when bounds contradict each other.
-
-    They do when a cycle has a negative length.
-    """
+    """Return the shortest paths from the first rank (Bellman-Ford); None when some cycle has a negative length."""
     reached = {r: 0.0 if r == ranks[0] else inf for r in ranks}
     tolerance = 1e-12 * max((abs(w) for w in bounds.values()), default=0.0)
     for _ in range(len(ranks) + 1):

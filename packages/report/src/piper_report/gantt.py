@@ -39,17 +39,17 @@ MOST_RANKS = 8
 MOST_LABELS = 1200
 STRENGTH = {"F": 0.3, "B": 1.0, "I": 0.8, "W": 1.0, "pair": 0.7, "comm": 0.3}
 OUTLINED = ("F", "comm")
-"""Pale phases, whose bars have an edge in the full colour."""
+"""The pale phases, whose bars have an edge in the full colour."""
 HATCH = {"I": "....", "W": "//////", "pair": "xxxx"}
 WAITING = "#B0B0B0"
 PLOT_SHARE = 0.84
-"""The share of a figure's width that the axes of a timeline have, about."""
+"""The approximate share of a figure's width that the axes of a timeline have."""
 NARROW = 4
-"""Pixels below which a bar has no edge, which would hide it; a communication then has the colour of its edge."""
+"""The pixels below which a bar has no edge, which would hide it; a communication then has the colour of its edge."""
 UNREADABLE, READABLE = 6, 34
-"""Pixels of the median computing bar: below the first, the middle of the step is drawn again with the second."""
+"""The pixels of the median computing bar below which the middle of a step is drawn again, and there."""
 Look = tuple[tuple[float, float, float], str, str]
-"""Face colour, edge colour, hatch."""
+"""A face colour, an edge colour, and a hatch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Window:
 
 @dataclass(slots=True)
 class _StreamRow:
-    """Collect what is drawn of one stream of one rank in one trace.
+    """Collect the drawing of one stream of one rank in one trace.
 
     Attributes:
         name: the label at the left.
@@ -88,7 +88,7 @@ class _StreamRow:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Hold what all drawings of one step share."""
+    """Hold the data that all drawings of one step share."""
 
     traces: Sequence[Trace]
     plan: Plan | None
@@ -149,10 +149,7 @@ def shown_ranks(traces: Sequence[Trace], plan: Plan | None) -> list[int]:
 
 
 def _rows(line: Timeline, rank: int, window: Window) -> list[_StreamRow]:
-    """Return one row per stream and trace, in the plan's order of streams.
-
-    Without a plan compute is first, then the others by name.
-    """
+    """Return one row per stream and trace, in the plan's order; without a plan compute first, then by name."""
     used = {s.stream for t in line.traces for s in (*t.spans, *t.waits) if s.rank == rank}
     known = [s for s in line.plan.role_of(rank).streams if s in used] if line.plan is not None else []
     streams = known + sorted(used - set(known), key=lambda name: (name != COMPUTE, name))
@@ -169,7 +166,7 @@ def _rows(line: Timeline, rank: int, window: Window) -> list[_StreamRow]:
 
 
 def _begun(trace: Trace, plan: Plan | None) -> dict[Span, float]:
-    """Return for each span when its transfer had all its ends; what a rank waits before is drawn hollow."""
+    """Return when each span's transfer had all its ends; a rank's wait before that is drawn hollow."""
     if plan is None or trace.kind == "simulated":
         return {}
     return {s: max(x.start for x in group) for group in transfers(plan, trace) for s in group}

@@ -17,15 +17,14 @@ from piper_report.transfers import transfers
 
 @dataclass(frozen=True, slots=True)
 class RankIdle:
-    """Say what one rank leaves idle, in seconds.
+    """Hold the idle time of one rank, in seconds.
 
     Attributes:
-        rank: the rank.
         busy: the sum of its compute.
         global_bubble: the makespan of the step less `busy`.
         span_bubble: last end less first start less `busy` of its compute.
         exposed: how long its compute stream is idle while a transfer of it is under way; None without a plan, which
-            says what belongs together.
+        says what belongs together.
     """
 
     rank: int
@@ -41,7 +40,7 @@ def makespan(trace: Trace) -> float:
 
 
 def idle_ranks(trace: Trace, plan: Plan | None = None) -> list[RankIdle]:
-    """Return what each rank of the trace leaves idle, ascending by rank."""
+    """Return the idle time of each rank of the trace, ascending by rank."""
     step = makespan(trace)
     working: dict[int, list[Span]] = {s.rank: [] for s in sorted(trace.spans, key=lambda s: (s.rank, s.start))}
     for s in sorted(trace.spans, key=lambda s: s.start):
@@ -57,7 +56,7 @@ def idle_ranks(trace: Trace, plan: Plan | None = None) -> list[RankIdle]:
 
 
 def _moving(plan: Plan, trace: Trace) -> dict[int, list[Interval]]:
-    """Return by rank when something is moved to or from it, counted as the docstring of the module says."""
+    """Return by rank when data moves to or from it, counted as the docstring of the module says."""
     out: dict[int, list[Interval]] = {}
     for group in transfers(plan, trace):
         begun = max(s.start for s in group)

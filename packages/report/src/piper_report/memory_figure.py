@@ -1,4 +1,4 @@
-"""Draw memory over the step: by category as predicted, in all as measured, with the peak marked."""
+"""Draw memory over the step: by category as predicted, in total as measured, with the peak marked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from piper_report.style import (
 MOST_PANELS = 8
 STATES = ("param", "grad", "optim", "buffer")
 MOST_SAMPLES = 800
-"""Samples drawn per rank; of more, the fullest in each of so many equal stretches of time is drawn."""
+"""The most samples drawn per rank; of more, the fullest in each of as many equal stretches of time is drawn."""
 
 
 def memory_figure(predicted: Trace | None, measured: Trace | None, plan: Plan | None) -> Picture | None:

@@ -1,7 +1,4 @@
-"""Make one HTML page that needs no other file.
-
-Style and figures are in it, there are no scripts, and its policy forbids to load anything.
-"""
+"""Make one HTML page that needs no other file: it has style and figures, no scripts, and may not load anything."""
 
 from __future__ import annotations
 
@@ -48,15 +45,12 @@ summary { cursor: pointer; padding: .3rem 0; }
 """
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 PROSE = 40
-"""A column with a longer cell is broken into lines."""
+"""The number of characters in a cell above which a column is broken into lines."""
 
 
 @dataclass(frozen=True)
 class PageSection:
-    """Hold a chapter of the page; `folded` tables open on a click.
-
-    Sections without content are left out.
-    """
+    """Hold a chapter of the page; `folded` tables open on a click, and sections without content are left out."""
 
     name: str
     title: str
@@ -138,7 +132,7 @@ def _table(table: Table) -> str:
 
 
 def _kind(cells: Sequence[str]) -> str:
-    """Return how a column is shown: "long" text, "word" (to the left), or "" for numbers (to the right)."""
+    """Return the style of a column: "long" text, "word" (to the left), or "" for numbers (to the right)."""
     if any(len(c) > PROSE for c in cells):
         return "long"
     return "word" if any(c[:1].isalpha() for c in cells) else ""

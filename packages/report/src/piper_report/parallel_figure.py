@@ -18,12 +18,12 @@ from piper_report.tuning_figures import WIDE_RANGE, ScoredTrials, scored, unit_o
 
 MOST_TICKS = 10
 FEW_TICKS = 5
-"""Ticks of an axis to scale."""
+"""The number of ticks on an axis to scale."""
 UNSET = "not set"
 BELOW = -0.15
-"""Where a candidate without this parameter crosses the axis."""
+"""The height at which a candidate without this parameter crosses the axis."""
 LONGEST = 16
-"""Letters of a value."""
+"""The most letters of a value."""
 
 
 def parallel_figure(study: StudyDocument) -> Picture | None:
@@ -75,7 +75,7 @@ def _ticks(ax: Axes, axes: dict[str, Axis]) -> None:
 
 
 class Axis:
-    """Say where the values of one parameter stand on an axis of height 1.
+    """Place the values of one parameter on an axis of height 1.
 
     Many numbers stand to scale (logarithmic when they spread wide), everything else at equal distances.
     """

@@ -1,7 +1,7 @@
-"""Say what a span is: its phase, its microbatch, and which chunk of its device it belongs to.
+"""Describe a span: its phase, its microbatch, and the chunk of its device to which it belongs.
 
-Phase and microbatch are taken from the plan where there is one, else guessed from the span's name; only the plan knows
-the chunk.
+Phase and microbatch are taken from the plan if there is one, else guessed from the span's name; only the plan knows the
+chunk.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _guess(span: Span) -> InstrLabel:
 
 
 def chunks_of(plan: Plan) -> dict[str, list[int]]:
-    """Return by role the stages that it computes, ascending: its chunks."""
+    """Return for each role the stages that it computes, ascending: its chunks."""
     out = {}
     for role in plan.roles:
         found = {_stage(plan, instr, forward) for instr in role.program for forward in (True, False)}
@@ -67,10 +67,7 @@ def chunks_of(plan: Plan) -> dict[str, list[int]]:
 def chunk_numbers(
     work: Mapping[Span, InstrLabel], plan: Plan, chunks: Mapping[str, list[int]]
 ) -> dict[Span, tuple[int | None, ...]]:
-    """Return for each half of an instruction the place of its stage among the `chunks` of its role (see `chunks_of`).
-
-    It is None for a half that belongs to no stage.
-    """
+    """Return for each half of an instruction the index of its stage among its role's `chunks`, or None without one."""
     out = {}
     for span, kind in work.items():
         role = plan.role_of(span.rank)

@@ -1,4 +1,4 @@
-"""Write everything that a result folder shows as one page, with its figures and tables as files of their own."""
+"""Write a result folder as one page, with its figures and tables as separate files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def write_report(folder: str | Path, *, out: str | Path | None = None) -> Report
 
     Raises:
         FormatError: see `piper_report.load`.
-        OutputError: they cannot be written (no space, no permission); what the folder held stays as it was.
+        OutputError: they cannot be written (no space, no permission); the folder stays as it was.
     """
     results = with_aligned_clocks(load(folder))
     target = Path(out) if out is not None else Path(folder) / "report"
@@ -146,7 +146,7 @@ def _timeline(results: Results) -> PageSection:
 
 
 def _clocks(notes: dict[str, str]) -> str:
-    """Return one line that says the same words of many ranks once."""
+    """Return one line in which the same words for many ranks occur once."""
     by_text: dict[str, list[str]] = {}
     for key, text in notes.items():
         by_text.setdefault(text, []).append(key.removeprefix(NOTE.format("")))

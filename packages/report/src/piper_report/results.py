@@ -1,6 +1,6 @@
-"""Read what a result folder holds, strictly.
+"""Read the files of a result folder strictly.
 
-The files are described in `piper.api.results`; a folder has those of the commands that wrote to it.
+`piper.api.results` describes the files; a folder has those of the commands that wrote to it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FILES = {
 
 @dataclass(frozen=True)
 class RankPrediction:
-    """Hold what is predicted for one rank, in seconds and bytes."""
+    """Hold the prediction for one rank, in seconds and bytes."""
 
     bubble_s: float
     peak_bytes: int
@@ -48,14 +48,14 @@ class RankPrediction:
 
 @dataclass(frozen=True)
 class RolePrediction(RankPrediction):
-    """Hold what is predicted for each of `ranks`, for which it is the same."""
+    """Hold the prediction that all of `ranks` share."""
 
     ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class OomOwner:
-    """Say what holds memory where a plan does not fit."""
+    """Name an owner of memory where a plan does not fit."""
 
     owner: str
     category: str
@@ -103,7 +103,7 @@ class Predicted:
     roles: tuple[RolePrediction, ...] = ()
 
     def by_rank(self) -> dict[int, RankPrediction]:
-        """Return what is predicted of each rank."""
+        """Return the prediction of each rank."""
         return dict(enumerate(self.ranks)) | {rank: role for role in self.roles for rank in role.ranks}
 
 
@@ -112,11 +112,8 @@ class Measured:
     """Hold measured.json.
 
     Attributes:
-        losses: the loss of each step.
-        step_s: the seconds of each step.
         period_s: the median seconds per step in steady state; None for short runs.
         tokens_per_s: tokens per second in steady state.
-        peak_bytes: the peak bytes by rank.
     """
 
     losses: tuple[float, ...]
@@ -131,10 +128,6 @@ class Metric:
     """Hold one line of metrics.jsonl.
 
     Attributes:
-        step: the number of the step.
-        loss: its loss.
-        step_s: its seconds.
-        tokens_per_s: its tokens per second.
         time: seconds since 1970.
         batch_s: seconds of waiting for Job.batch, on the rank that waited most.
     """
@@ -149,10 +142,9 @@ class Metric:
 
 @dataclass(frozen=True)
 class Results:
-    """Hold what a folder has; None or empty for what it lacks.
+    """Hold the contents of a folder; None or empty for missing files.
 
     Attributes:
-        folder: the folder.
         plan: plan.json.
         params: the values that made the strategy.
         predicted: predicted.json.
@@ -213,7 +205,7 @@ def load(folder: str | Path) -> Results:
 
 
 Reader = Callable[[str, str], T]
-"""Takes a text and what to call its file in errors, and returns the content."""
+"""A function that takes a text and the name of its file for errors, and returns the content."""
 
 
 def _read(folder: Path, name: str, reader: Reader[T]) -> T | None:
@@ -234,10 +226,7 @@ def _document(kind: type[T]) -> Reader[T]:
 
 
 def _plain(kind: type[T]) -> Reader[T]:
-    """Return a reader for objects without format and version.
-
-    Keys that this report does not know are left out, the others are checked.
-    """
+    """Return a reader for objects without format and version, which ignores unknown keys and checks the others."""
 
     def read(text: str, where: str) -> T:
         return _checked(kind, _json(text, where), where)
@@ -267,7 +256,7 @@ def _json(text: str, where: str) -> Any:
 
 
 def _params(text: str, where: str) -> Mapping[str, Any]:
-    """Return only the values that made the strategy: a report does without directives, which the compiler reads."""
+    """Return only the values that made the strategy: a report needs no directives, which the compiler reads."""
     data = _json(text, where)
     if not isinstance(data, dict) or not isinstance(data.get("params", {}), dict):
         raise FormatError(f"{where}: a JSON object of a Strategy is expected")
@@ -281,7 +270,7 @@ def _metrics(text: str, where: str) -> tuple[Metric, ...]:
 
 
 def _check_together(results: Results) -> None:
-    """Refuse a trace of another plan: its instructions would get the wrong names."""
+    """Refuse a trace of another plan, since its instructions would get the wrong names."""
     plan = results.plan
     for name, trace in (("spans-predicted.json", results.predicted_trace), ("spans-measured.json", results.measured_trace)):
         if plan is not None and trace is not None and trace.plan_key != plan.key:

@@ -32,22 +32,19 @@ from piper_report.style import (
 
 IDLE = "#F4F4F4"
 WIDEST = 40.0
-"""Inches of the drawing, however long the schedule is."""
+"""The largest width of the drawing in inches, however long the schedule is."""
 TALLEST = 60.0
 CELL = 0.3
-"""Inches that three of four cells should have at least, so that their numbers can be read."""
+"""The inches that three of four cells should have at least, so that their numbers can be read."""
 
 
 PALEST = 0.45
-"""Strength of the colour of a device's last chunk; its first has all of it."""
+"""The strength of the colour of a device's last chunk; its first has all of it."""
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """Hold a schedule to draw; rows are ranks.
-
-    The plan tells apart I fused with I and I fused with W, and the chunks of a device.
-    """
+    """Hold a schedule to draw; the plan tells apart the chunks of a device, and I fused with I from I fused with W."""
 
     trace: Trace
     plan: Plan | None = None
@@ -57,9 +54,9 @@ class Drawing:
 def draw_schedule(trace: Trace, path: str | Path, plan: Plan | None = None) -> None:
     """Write a PNG: rows are ranks, colours are phases, numbers are microbatches.
 
-    An overlapped pair is a cell of two halves, forward above. The later of a device's chunks (stages) are paler. What
-    stays grey is idle. The plan tells apart the chunks, and I fused with I from I fused with W; without it the latter
-    is assumed. OutputError when the file cannot be written.
+    An overlapped pair is a cell of two halves, forward above. The later of a device's chunks (stages) are paler. Grey
+    is idle. The plan tells apart the chunks, and I fused with I from I fused with W; without it the latter is assumed.
+    Raises OutputError when the file cannot be written.
     """
     draw_schedules([Drawing(trace, plan)], path)
 
@@ -97,7 +94,7 @@ def _drawn(drawings: Sequence[Drawing]) -> bytes:
 
 
 def _work(drawing: Drawing) -> dict[Span, InstrLabel]:
-    """Return what is computed and takes time."""
+    """Return the computing spans that take time, with their labels."""
     return {s: k for s, k in kinds(drawing.trace, drawing.plan).items() if s.stream == COMPUTE and s.end > s.start}
 
 
@@ -129,7 +126,7 @@ def _schedule(ax: Axes, drawing: Drawing, work: Mapping[Span, InstrLabel], lengt
 
 
 def _strengths(drawing: Drawing, work: Mapping[Span, InstrLabel]) -> dict[Span, tuple[float, ...]]:
-    """Return how strong the colour of each half of an instruction is."""
+    """Return the strength of the colour of each half of an instruction."""
     plan = drawing.plan
     if plan is None:
         return {s: (1.0,) * len(k.halves) for s, k in work.items()}

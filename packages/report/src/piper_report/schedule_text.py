@@ -16,22 +16,22 @@ from piper_report.phases import chunk_numbers, chunks_of, kinds
 IDLE, GOES_ON = ".", "="
 NARROWEST = 40
 MOST_MISSED = 0.1
-"""Share of instructions that may be too short to show before numbers are given up for more columns."""
+"""The share of instructions that may be too short to show before numbers are given up for more columns."""
 MOST_UNITS = 4096
-"""Most slots of a schedule whose times are multiples of one unit; with more, the unit is given up."""
+"""The most slots of a schedule whose times are multiples of one unit; with more, the unit is given up."""
 
 
 TERMINAL = {"F": 75, "B": 214, "I": 36, "W": 175, "pair": 228, "U": 246}
-"""Numbers of xterm's 256 colours, near those of the pictures; an overlapped pair has one of its own."""
+"""The numbers of xterm's 256 colours, near those of the pictures; an overlapped pair has one of its own."""
 
 
 def schedule_table(trace: Trace, plan: Plan | None = None, *, width: int | None = None, colour: bool = False) -> str:
-    """Return what each rank computes when, at most `width` characters wide (default: the terminal's).
+    """Return each rank's compute over time, at most `width` characters wide (default: the terminal's).
 
-    Each column is the same time: the common unit of all durations where they have one and it fits, else what makes the
-    step fill the width. It shows what runs for most of it. Where too few microbatches' numbers would fit, a column is
-    one letter. The plan tells apart the chunks (stages) of a device, and I fused with I from I fused with W; without it
-    the latter is assumed. `colour`: write in the colours of a terminal that has 256.
+    Each column is the same time: the common unit of all durations where they have one and it fits, else the time with
+    which the step fills the width. It shows the instruction that fills most of it. Where too few microbatches' numbers
+    would fit, a column is one letter. The plan tells apart the chunks (stages) of a device, and I fused with I from I
+    fused with W; without it the latter is assumed. `colour` asks for the colours of a terminal with 256.
     """
     width = max(NARROWEST, width or shutil.get_terminal_size().columns)
     found = kinds(trace, plan)
@@ -61,7 +61,7 @@ def schedule_table(trace: Trace, plan: Plan | None = None, *, width: int | None 
 
 
 class _Marks:
-    """Choose the text that stands for an instruction.
+    """Choose the text of an instruction.
 
     With two chunks per device the second one is in lower case. With more, each has its letter, or every other one is in
     lower case where there is room for one letter only.
@@ -87,7 +87,6 @@ class _Marks:
         return text + (ascii_lowercase[number] if self.most <= len(ascii_lowercase) else f".{number}")
 
     def letter(self, span: Span) -> str:
-        """Return one letter."""
         phase = self.work[span].phase
         if phase == "pair":
             return "&"
@@ -95,7 +94,7 @@ class _Marks:
         return phase.lower() if (number or 0) % 2 else phase
 
     def legend(self, numbered: bool) -> list[str]:
-        """Return what tells chunks apart."""
+        """Return the lines that explain how chunks are told apart."""
         if self.most == 1:
             return []
         if self.most == 2:

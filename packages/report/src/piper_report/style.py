@@ -23,7 +23,7 @@ from piper_ir.phases import Phase
 BLUE, ORANGE, GREEN, PURPLE, SKY, RED, YELLOW = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442"
 INK, GREY, PALE = "#222222", "#808080", "#D9D9D9"
 MICROBATCHES = (BLUE, ORANGE, GREEN, PURPLE, RED, YELLOW)
-"""Microbatch i has colour i modulo 6; its number is written where there is room. A pale blue looks like sky blue."""
+"""The colours of microbatches: i has colour i modulo 6, and its number where there is room."""
 PHASE_COLOURS: Mapping[Phase, str] = {
     "F": SKY, "B": ORANGE, "I": GREEN, "W": PURPLE, "pair": SKY, "U": GREY, "other": PALE, "comm": PALE, "batch": PALE,
 }  # fmt: skip
@@ -31,20 +31,20 @@ CATEGORIES = {
     "param": BLUE, "grad": SKY, "optim": GREEN, "buffer": GREY, "activation": ORANGE, "gradient": RED, "batch": PURPLE,
     "scalar": PALE, "workspace": YELLOW,
 }  # fmt: skip
-"""Owners of memory (`piper_ir.plan.Category`), from the bottom of the stack upwards."""
+"""The colours of memory by `piper_ir.plan.Category`, from the bottom of the stack upwards."""
 WIDTH = 11.0
-"""Inches of a figure that is as wide as the page."""
+"""The inches of a figure that is as wide as the page."""
 SMALLER = 8.0
-"""Inches of a plain plot."""
+"""The inches of a plain plot."""
 SHORTEST = 1e-6
-"""Seconds of an axis of time on which nothing takes any."""
+"""The seconds of an axis of time on which nothing takes any."""
 DPI = 110
 READABLE = 0.68
-"""Part of its full width down to which the letters of a figure can be read."""
+"""The part of its full width down to which the letters of a figure can be read."""
 MOST_SVG = 220_000
-"""Bytes of a vector drawing; a larger one goes into the page as pixels."""
+"""The most bytes of a vector drawing; a larger one goes into the page as pixels."""
 MOST_MARKS = 2500
-"""Bars or points; of more, no vector drawing is tried."""
+"""The most bars or points of a vector drawing; with more, none is tried."""
 FONTS: Mapping[Any, Any] = {
     "font.size": 9.0, "axes.titlesize": 10.0, "axes.labelsize": 9.0, "legend.fontsize": 8.0, "xtick.labelsize": 8.0,
     "ytick.labelsize": 8.0, "hatch.linewidth": 0.6, "svg.hashsalt": "piper", "axes.edgecolor": GREY, "text.color": INK,
@@ -55,15 +55,13 @@ FONTS: Mapping[Any, Any] = {
 
 @dataclass(frozen=True)
 class Picture:
-    """Hold a figure as it is written.
+    """Hold a rendered figure.
 
     Attributes:
-        name: the name of its file.
-        title: its title on the page.
-        alt: what it shows, for readers who cannot see it.
+        alt: a description for readers who cannot see it.
         caption: the text below it.
         png: the content of its file.
-        uri: what the page embeds.
+        uri: the data that the page embeds.
         least: the least width in pixels; a narrow screen scrolls the figure rather than shrinks it further.
         most: the largest width in pixels.
     """
@@ -80,7 +78,7 @@ class Picture:
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """Make and render figures in the report's style; outside, matplotlib's settings are the user's own."""
+    """Make and render figures in the report's style, and restore the user's matplotlib settings."""
     with rc_context(dict(FONTS)):
         yield
 
@@ -91,10 +89,7 @@ def new_figure(height: float, width: float = WIDTH) -> Figure:
 
 
 def panels(figure: Figure, rows: int, *, sharex: bool = False, heights: Sequence[float] | None = None) -> list[Axes]:
-    """Return axes one above the other: no box, a pale grid behind.
-
-    `heights` are relative to each other (default: equal).
-    """
+    """Return axes one above the other, without a box and on a pale grid; `heights` are relative (default: equal)."""
     out = [ax for (ax,) in figure.subplots(rows, 1, squeeze=False, sharex=sharex, height_ratios=heights)]
     for ax in out:
         ax.spines[["top", "right"]].set_visible(False)
@@ -106,7 +101,7 @@ def panels(figure: Figure, rows: int, *, sharex: bool = False, heights: Sequence
 def picture(figure: Figure, name: str, title: str, alt: str, caption: str = "", *, least: int = 0, marks: int = 0) -> Picture:
     """Render a figure: PNG for its file, and for the page SVG, or the PNG where that would be too large.
 
-    `marks`: how many things are drawn.
+    `marks` is the number of bars and points drawn.
     """
     png = rendered(figure, "png")
     figure.set_layout_engine("none")  # what the first rendering has laid out stays

@@ -1,4 +1,4 @@
-"""Show predictions as tables and as plain text, alone and beside what was measured."""
+"""Show predictions as tables and as plain text, alone and beside measured values."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ COUNTED = {
     MFU: "model FLOPs: 6 N + 12 L h s per token, causal attention in full",
     HFU: "hardware FLOPs: those that run, which may be fewer",
 }
-"""What a utilisation counts. Lines of notes begin otherwise than rows, because programs find rows by their names."""
+"""The FLOPs that a utilisation counts, in notes that begin unlike rows: programs find rows by their names."""
 WIDEST = 8
-"""Ranks that are listed one by one; where there are more, only the one with the highest prediction is listed."""
+"""The most ranks that are listed one by one; of more, only the one with the highest prediction is listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Table:
 
 
 class Prediction(Protocol):
-    """Say what is read of a `piper_simulator.Simulation`: seconds, and bytes by rank."""
+    """Describe the fields of a `piper_simulator.Simulation` that are read: seconds, and bytes by rank."""
 
     @property
     def step_s(self) -> float: ...
@@ -63,7 +63,7 @@ class Prediction(Protocol):
 
 
 class MeasuredRun(Protocol):
-    """Say what is read of a `piper_runtime.Run`: seconds per step, and bytes by rank (may be empty)."""
+    """Describe the fields of a `piper_runtime.Run` that are read: seconds per step, and bytes by rank, if any."""
 
     @property
     def step_s(self) -> Sequence[float]: ...
@@ -76,7 +76,7 @@ class MeasuredRun(Protocol):
 
 
 def prediction_table(prediction: Prediction, *, title: str) -> Table:
-    """Return the headline figures of a simulation, where the durations come from, and what is not calibrated."""
+    """Return the headline figures of a simulation, the sources of its durations, and the uncalibrated constants."""
     s = prediction.summary()
     rows = (
         (FIRST_STEP, time_text(s["step_s"])),
@@ -96,7 +96,7 @@ def prediction_table(prediction: Prediction, *, title: str) -> Table:
 
 
 def memory_table(prediction: Prediction) -> Table:
-    """Return what fills the memory of the fullest device at its peak: tensors by what they are, and the rest."""
+    """Return the memory of the fullest device at its peak: tensors by use, and the rest."""
     s = prediction.summary()
     lines: Mapping[str, int] = s["memory"]
     total = sum(lines.values()) or 1
@@ -106,7 +106,7 @@ def memory_table(prediction: Prediction) -> Table:
 
 
 def _verdict(summary: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return one line where the plan does not fit."""
+    """Return one line if the plan does not fit."""
     oom = summary.get("oom")
     return (f"DOES NOT FIT: {oom['text']}",) if oom else ()
 
@@ -114,8 +114,9 @@ def _verdict(summary: Mapping[str, Any]) -> tuple[str, ...]:
 def beside_table(prediction: Prediction, measured: MeasuredRun, *, title: str) -> Table:
     """Return a table of predicted beside measured, with predicted / measured.
 
-    It has the step time, of each rank its compute and what it waited for Job.batch (when spans were recorded), the peak memory
-    of each rank (when it was measured), where the predicted durations come from, and what is not calibrated."""
+    It has the step time, the compute and the waits for Job.batch of each rank (when spans were recorded), the peak
+    memory of each rank (when it was measured), the sources of the predicted durations, and the uncalibrated constants.
+    """
     rows = [_compared("step in steady state", prediction.period_s, measured.period_s, time_text)]
     if measured.step_s:
         rows.append((FIRST_STEP, time_text(prediction.step_s), time_text(measured.step_s[0]), ABSENT))
@@ -143,13 +144,13 @@ def _warm_up(measured: MeasuredRun) -> tuple[str, ...]:
 
 
 FAR = 1.5
-"""A prediction that is wrong by more than this factor is not to be relied on."""
+"""The factor beyond which an error makes a prediction unreliable."""
 MEASURED = ("measured", "interpolated", "given")
-"""Sources of durations that were measured here, or that are not predicted at all."""
+"""The sources of durations that were measured here, or that are not predicted at all."""
 
 
 def _far(predicted: float, measured: float | None, shares: Mapping[str, float]) -> tuple[str, ...]:
-    """Say what makes a prediction better where it is far from what was measured and rests on formulas."""
+    """Return advice where a prediction is far from the measurement and rests on formulas."""
     known = sum(shares.get(name, 0.0) for name in MEASURED)
     if not measured or not predicted or known > 0.5 or 1 / FAR <= predicted / measured <= FAR:
         return ()
@@ -160,10 +161,7 @@ def _far(predicted: float, measured: float | None, shares: Mapping[str, float]) 
 
 
 def _traced(measured: MeasuredRun, traced: bool) -> tuple[str, ...]:
-    """Say which step compute is of.
-
-    The steady state is a median, and on a shared machine the last step may be far from it.
-    """
+    """Return the step that compute is of; on a shared machine it may be far from the steady state, a median."""
     if not traced or not measured.step_s:
         return ()
     return (f"compute is of the last step, the one that was traced, which took {time_text(measured.step_s[-1])}",)

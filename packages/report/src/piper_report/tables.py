@@ -23,18 +23,12 @@ Form = Callable[[Any], str]
 TOP_OWNERS = 10
 MOST_NOTES = 8
 MOST_ROWS = 200
-"""Rows of a table on the page; its CSV file has all."""
+"""The most rows of a table on the page; its CSV file has all."""
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """Hold a table twice.
-
-    Attributes:
-        name: the name of its file.
-        frame: plain numbers, with the unit in the column's name.
-        table: the same for reading.
-    """
+    """Hold a table twice: as a `frame` of plain numbers, with units in the columns' names, and as text in `table`."""
 
     name: str
     frame: DataFrame
@@ -107,10 +101,7 @@ def headline(results: Results) -> Sheet:
 
 
 def _used(results: Results, period: float) -> tuple[float | None, float | None]:
-    """Return the measured model and hardware utilisation.
-
-    The predicted one counts the same FLOPs and the same peak over another time.
-    """
+    """Return the measured model and hardware utilisation, with the FLOPs and the peak of the predicted one."""
     p = results.predicted
     if p is None or not period:
         return None, None
@@ -153,7 +144,7 @@ def rank_sheet(results: Results) -> Sheet | None:
 
 
 def owner_sheet(results: Results) -> Sheet | None:
-    """Return what holds the memory at the peak of each role, the fullest first."""
+    """Return the owners of memory at the peak of each role, the fullest first."""
     plan = results.plan
     if plan is None:
         return None
@@ -196,7 +187,7 @@ def _ranges(mbs: Sequence[int]) -> str:
 
 
 def source_sheet(results: Results) -> Sheet | None:
-    """Return where the predicted durations come from, by share of all seconds."""
+    """Return the sources of the predicted durations, by share of all seconds."""
     if results.predicted is None or not results.predicted.sources:
         return None
     rows = sorted(results.predicted.sources.items(), key=lambda s: -s[1])
@@ -205,7 +196,7 @@ def source_sheet(results: Results) -> Sheet | None:
 
 
 def step_sheet(results: Results) -> Sheet | None:
-    """Return what each step took; None when no steps are known."""
+    """Return the time of each step; None when no steps are known."""
     rate = {m.step: m.tokens_per_s for m in results.metrics}
     waited = {m.step: m.batch_s for m in results.metrics}
     rows = [(step, loss, s, waited.get(step), rate.get(step)) for step, loss, s in steps_of(results)]
@@ -216,7 +207,7 @@ def step_sheet(results: Results) -> Sheet | None:
 
 
 def cost_sheet(results: Results) -> Sheet | None:
-    """Every duration of a profile, with what it is of; below it where and when they were measured."""
+    """Return every duration of a profile with its subject, and below it where and when they were measured."""
     if results.costs is None:
         return None
     document: dict[str, Any] = encode(results.costs)
@@ -234,7 +225,7 @@ def cost_sheet(results: Results) -> Sheet | None:
 
 
 def _durations(value: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], float, float | None, str]]:
-    """Yield whatever in a document of Costs has seconds: (what it belongs to, seconds, spread, source)."""
+    """Yield the entries with seconds of a document of Costs: (subject, seconds, spread, source)."""
     if isinstance(value, list):
         for item in value:
             yield from _durations(item, words)
@@ -247,7 +238,7 @@ def _durations(value: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, 
 
 
 def _scalars(value: Any) -> list[str]:
-    """Return what a document says beside durations, one text per value."""
+    """Return the facts in a document beside durations, one text per value."""
     if isinstance(value, dict):
         return [f"{k} {text}" for k, v in value.items() for text in _scalars(v)]
     if isinstance(value, list):
@@ -261,7 +252,7 @@ def trial_text(trial: Row) -> str:
 
 
 def tuning_sheets(results: Results) -> list[Sheet]:
-    """Return confirmed candidates, reasons of the rejected ones, the rules, and all trials; those that have rows."""
+    """Return confirmed candidates, reasons of the rejected ones, the rules, and all trials, each if it has rows."""
     if results.study is None:
         return []
     trials = results.study.trials

@@ -1,4 +1,4 @@
-"""Draw what a run showed step by step: the loss, and the seconds."""
+"""Draw a run step by step: the loss, and the seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from piper_report.results import Results
 from piper_report.style import BLUE, GREY, ORANGE, RED, SMALLER, Picture, new_figure, panels, picture, time_unit
 
 WARMUP_STEPS = 3
-"""Steady state is the median of the steps after these, as in piper_runtime."""
+"""The number of steps before steady state, which is the median of the later ones, as in piper_runtime."""
 
 
 def steps_of(results: Results) -> list[tuple[int, float, float]]:

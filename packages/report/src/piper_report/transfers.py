@@ -13,7 +13,7 @@ def transfers(plan: Plan, trace: Trace) -> list[tuple[Span, ...]]:
     """Return the spans of each transfer, by rank.
 
     The k-th use of a channel by one rank meets the k-th by every other (rule 3 of `piper_ir.timing`); a transfer of
-    which a rank's span is missing has fewer spans. Ranks that are alike are one.
+    which a rank's span is missing has fewer spans. Ranks that are alike count as one.
     """
     uses: dict[tuple[str, tuple[int, ...], int], list[Span]] = {}
     role_of = {rank: role for role in plan.roles for rank in role.ranks}

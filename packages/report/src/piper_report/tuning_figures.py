@@ -15,9 +15,9 @@ from piper_report import style
 from piper_report.style import Picture, new_figure, panels, picture
 
 WIDE_RANGE = 20
-"""Values that differ by more than this factor stand on a logarithmic axis."""
+"""The factor between values from which on they stand on a logarithmic axis."""
 ScoredTrials = list[tuple[Row, float]]
-"""Complete trials with their predicted period in seconds, in the order in which they were made."""
+"""The complete trials with their predicted period in seconds, in the order in which they were made."""
 
 
 def scored(study: StudyDocument) -> ScoredTrials:

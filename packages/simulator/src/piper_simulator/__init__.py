@@ -1,7 +1,7 @@
 """Predict time and memory of a plan on a cluster, without a GPU and without PyTorch.
 
-Other packages import what they need from here. The folders are named in the order in which they build on each other:
-`cluster`, `durations`, `contention`, `times`, `memory`, `explanation`; `simulation` puts them together.
+Other packages import what they need from here. The folders build on each other in this order: `cluster`, `durations`,
+`contention`, `times`, `memory`, `explanation`; `simulation` puts them together.
 """
 
 from piper_simulator.cluster.checks import KeyPath

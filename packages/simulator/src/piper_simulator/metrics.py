@@ -1,7 +1,4 @@
-"""Compute figures of merit.
-
-They say what a role's compute leaves idle, what of that communication explains, and how much of a device is used.
-"""
+"""Compute figures of merit: a role's idle time, the part that communication explains, and a device's utilisation."""
 
 from __future__ import annotations
 
@@ -17,10 +14,11 @@ from piper_ir.timing import Prepared, Times
 
 
 def idle_times(plan: Plan, prepared: Prepared, times: Times, durations: Sequence[float], latency: float) -> list[Idle]:
-    """Return what each role leaves idle, over one step from a common start.
+    """Return each role's idle time over one step from a common start.
 
     Its compute stream is exposed to communication while one of its communication streams transfers, or a transfer of it
-    is under way."""
+    is under way.
+    """
     out = []
     for r, role in enumerate(plan.roles):
         working: list[Interval] = []
@@ -41,8 +39,9 @@ def model_flops(plan: Plan, tokens_per_row: int) -> int:
     """Return the model FLOPs of one step in the field's convention.
 
     It is 6 N + 12 L h s per token (llm-foundry), N all parameters once, attention without causal discount: three times
-    the full products of F (4 b h s^2 d). There is no recompute. Of experts N has as much as a token visits ("active
-    parameters": Switch, arXiv 2101.03961; torchtitan)."""
+    the full products of F (4 b h s^2 d). There is no recompute. Of experts N counts those that a token visits ("active
+    parameters": Switch, arXiv 2101.03961; torchtitan).
+    """
     visited = _visited(plan, plan.rows * tokens_per_row)
     n = sum(round(bind(p.spec.numel, plan.rows) * visited.get(p.name, 1.0)) for p in plan.params)
     kernels = [k for chunk in plan.chunks if "F" in chunk.steps for k in chunk.steps["F"].cost.kernels if k.kind == "attention"]
@@ -53,8 +52,9 @@ def model_flops(plan: Plan, tokens_per_row: int) -> int:
 def _visited(plan: Plan, tokens: int) -> dict[str, float]:
     """Return for each parameter of experts the part of it that a token visits, at so many tokens per microbatch.
 
-    In a batch of products [M, K] x [K, N], one per expert, each expert has M of the tokens. Places that no token took
-    are in M, for what runs does not know them. In a grouped product all experts of [E, K, N] share the M rows."""
+    In a batch of products [M, K] x [K, N], one per expert, each expert has M of the tokens. M includes places that no
+    token took, which only a run knows. In a grouped product all experts of [E, K, N] share the M rows.
+    """
     shapes = {p.name: tuple(bind(d, plan.rows) for d in p.spec.shape) for p in plan.params}
     out: dict[str, float] = {}
     for chunk in plan.chunks:
@@ -78,9 +78,10 @@ def _visited(plan: Plan, tokens: int) -> dict[str, float]:
 
 
 def without_formula(plan: Plan) -> dict[str, float]:
-    """Return the operators whose FLOPs nothing knows, with their share of the bytes that compute moves.
+    """Return the operators of unknown FLOPs, each with its share of the bytes that all compute of a step moves.
 
-    All compute of a step counts. The share is of bytes because the FLOPs are what is missing."""
+    The share is of bytes because the FLOPs are missing.
+    """
     total, of = 0, dict[str, int]()
     costs = [sig.cost for chunk in plan.chunks for sig in chunk.steps.values()]
     count = Counter(map(id, costs))  # equal layers share theirs
@@ -94,7 +95,7 @@ def without_formula(plan: Plan) -> dict[str, float]:
 
 
 MOST_NAMED = 8
-"""A note names so many operators one by one."""
+"""The number of operators that a note names one by one."""
 
 
 def flop_notes(missing: Mapping[str, float], mfu: float | None, hfu: float | None) -> list[str]:
@@ -116,7 +117,7 @@ def flop_notes(missing: Mapping[str, float], mfu: float | None, hfu: float | Non
 
 
 def _why_above_peak(missing: Mapping[str, float], hfu: float | None) -> str:
-    """Say where a utilisation above 100 % comes from."""
+    """Return a sentence on the cause of a utilisation above 100 %."""
     if hfu is not None and hfu > 1:
         return (
             "The durations are shorter than the FLOPs allow: the costs are of a faster device, or the cluster's peak is too low"
@@ -130,7 +131,7 @@ def _why_above_peak(missing: Mapping[str, float], hfu: float | None) -> str:
 
 
 def executed_flops(plan: Plan) -> int:
-    """Return the FLOPs of what runs in one step, on all ranks."""
+    """Return the executed FLOPs of one step, on all ranks."""
     of = {(c.id, step): sig.cost.flops for c in plan.chunks for step, sig in c.steps.items()}
     total = 0
     for role in plan.roles:
@@ -140,9 +141,7 @@ def executed_flops(plan: Plan) -> int:
 
 
 def main_dtype(plan: Plan) -> str:
-    """Return the dtype of most of the plan's matmul FLOPs, in which utilisation is counted.
-
-    It is float32 for a plan without any."""
+    """Return the dtype of most of the plan's matmul FLOPs, for its utilisation; float32 without any."""
     weight: dict[str, int] = {}
     for chunk in plan.chunks:
         for kernel in chunk.steps["F"].cost.kernels if "F" in chunk.steps else ():

@@ -1,4 +1,4 @@
-"""Simulate a plan: what it takes, holds and leaves idle, per rank, and the trace that shows why."""
+"""Simulate a plan: time, memory and idle time per rank, and a trace."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class Simulation:
         period_s: time per step in steady state; rates use it.
         tokens_per_s: None without tokens_per_row.
         mfu: model FLOPs over peak; None without tokens_per_row or peak.
-        hfu: FLOPs that run over peak; None without peak.
-        exposed_comm_s: compute is idle while the rank communicates; the maximum over ranks.
+        hfu: executed FLOPs over peak; None without peak.
+        exposed_comm_s: seconds in which compute is idle while the rank communicates; the maximum over ranks.
         global_bubble_s: step_s - busy compute; the maximum over ranks.
         span_bubble_s: last end - first start - busy; the maximum over ranks.
         bubble_s: the global bubble of each rank.
@@ -50,7 +50,7 @@ class Simulation:
         peak_by_category: peak_bytes by category.
         slowed_s: how much longer the compute of a rank took because of messages beside it, the maximum over ranks; None
             where contention was not simulated.
-        without_formula: operators whose FLOPs nothing knows, with their share of the bytes that compute moves.
+        without_formula: operators of unknown FLOPs, with their share of the bytes that compute moves.
         notes: warnings, see `summary`.
         ooms: a verdict for each role that needs more than its devices have, see `oom`.
     """
@@ -75,7 +75,7 @@ class Simulation:
 
     @property
     def fits(self) -> bool:
-        """Tell whether every device has the memory that it needs; true without a cluster."""
+        """Return whether every device has the memory that it needs; True without a cluster."""
         return not self.ooms
 
     @property
@@ -84,36 +84,39 @@ class Simulation:
         return first_of(self.ooms)
 
     def memory(self, rank: int) -> dict[str, int]:
-        """Return what is gone on a rank's device at its peak, by lines that add up to its `device_bytes`.
+        """Return the bytes used on a rank's device at its peak, by lines that add up to its `device_bytes`.
 
-        The lines of `piper_simulator.memory.footprint.LINES` add up to its `peak_bytes`; the others are there beside
-        tensors. IndexError for a rank that is not there."""
+        The lines of `piper_simulator.memory.footprint.LINES` add up to its `peak_bytes`; the others are beside tensors.
+        Raises IndexError for a rank outside of the plan.
+        """
         return self._run.footprint(rank)
 
     def memory_snapshot(self, rank: int) -> Snapshot:
         """Return the memory of a rank through the last step, for torch's memory visualiser.
 
-        The format is that of `torch.cuda.memory._snapshot()`. IndexError for a rank that is not there."""
+        The format is that of `torch.cuda.memory._snapshot()`. Raises IndexError for a rank outside of the plan.
+        """
         return self._run.snapshot(rank)
 
     @cached_property
     def trace(self) -> Trace:
-        """Return the last of the steps, in seconds from its first start; it is made when it is first asked for."""
+        """Return the trace of the last step, in seconds from its first start; it is made on first use."""
         with no_garbage_collection():
             return self._run.trace()
 
     @cached_property
     def role_trace(self) -> Trace:
-        """The same as `trace`, once for all ranks that do the same at the same times (`Trace.alike`)."""
+        """Return the same as `trace`, once for all ranks that do the same at the same times (`Trace.alike`)."""
         with no_garbage_collection():
             return self._run.trace(by_role=True)
 
     def distribution(self, jitter: float, *, seed: int = 0, repetitions: int = 200) -> Distribution:
         """Return how the step is spread when durations vary.
 
-        In each of so many repetitions every instruction and message takes its duration times a lognormal number of its
-        own, with mean 1 and `jitter` as coefficient of variation; see `piper_simulator.times.jitter`. PlanError: a
-        negative jitter, no repetitions."""
+        In each repetition every instruction and message takes its duration times an independent lognormal number, with
+        mean 1 and `jitter` as coefficient of variation; see `piper_simulator.times.jitter`. Raises PlanError for a
+        negative jitter, and for no repetitions.
+        """
         with no_garbage_collection():
             return distribution(self._run.held, jitter, seed=seed, repetitions=repetitions)
 
@@ -121,8 +124,9 @@ class Simulation:
         """Return the headline as plain numbers, of the worst rank where there is one per rank.
 
         `memory` is that of the fullest device, see `memory`. `oom` is the first verdict, None when all fits. `sources`
-        is the share that each source has in the seconds of all instructions. `notes` say what of the cluster's
-        constants is assumed, not calibrated or guessed."""
+        is the share that each source has in the seconds of all instructions. `notes` name the cluster's constants that
+        are assumed, not calibrated or guessed.
+        """
         fullest = max(range(len(self.device_bytes)), key=lambda r: self.device_bytes[r], default=None)
         return {
             "step_s": self.step_s,
@@ -157,20 +161,21 @@ def simulate(
 ) -> Simulation:
     """Run a plan on a cluster (a name, see `load_cluster`, or a Cluster).
 
-    `cluster` may be left out only when all compute has given durations. These are then all there is, and the rest takes
-    no time. `costs` come before what the cost model computes. Costs of another machine or model, and what they do not
-    hold, are named in `notes`. `steps` follow each other without a barrier. `tokens_per_row` (default: the plan's)
-    enables rates; `model_flops_per_step` replaces the model FLOPs that the plan's own parameters suggest.
+    `cluster` may be left out only when all compute has given durations; everything else then takes no time. `costs`
+    come before the cost model's formulas. `notes` name costs of another machine or model, and durations that they lack.
+    `steps` follow each other without a barrier. `tokens_per_row` (default: the plan's) enables rates;
+    `model_flops_per_step` replaces the model FLOPs that the plan's own parameters suggest.
 
     `contention`: messages that share links slow each other down, and compute beside them
     (`piper_simulator.contention.flows`). Without it every instruction takes its duration, as in the sweep of a search.
-    It means nothing where nobody shares: with given durations, and on a CPU, where messages take their processor
-    seconds from compute as it is (`piper_simulator.durations.device_model`).
+    It has no effect with given durations, and on a CPU, where messages always take their processor seconds from compute
+    (`piper_simulator.durations.device_model`).
 
-    `model`: what gives durations (`piper_simulator.durations.cost_model`), by default the formulas and tables of Piper.
+    `model`: the cost model (`piper_simulator.durations.cost_model`), by default the formulas and tables of Piper.
 
-    ClusterError: unknown cluster, too few devices, or none where a duration must be computed; a stream that takes more
-    SMs than its devices have. PlanError: deadlock, steps < 1."""
+    Raises ClusterError for an unknown cluster, for too few devices, for no cluster where a duration must be computed,
+    and for a stream that takes more SMs than its devices have; PlanError for a deadlock and for steps < 1.
+    """
     if steps < 1:
         raise PlanError(f"simulate(steps={steps}): at least one step is needed")
     instructions = sum(len(role.program) for role in plan.roles)
@@ -241,7 +246,7 @@ def _of_trace(target: Cluster | None, notes: tuple[str, ...]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Rates:
-    """Hold what is done per second of steady state; `notes` are warnings."""
+    """Hold the rates of steady state; `notes` are warnings."""
 
     tokens_per_s: float | None
     mfu: float | None
@@ -267,7 +272,7 @@ def _rates(
 
 
 def _rate(amount: float | None, per_second: float | None, top: float = 1.0) -> float | None:
-    """Return an amount per second over the top; None when any is unknown or there is nothing to speak of."""
+    """Return an amount per second over the top; None when a value is unknown or zero."""
     return None if not amount or per_second is None else amount * per_second / top
 
 
@@ -288,19 +293,19 @@ class _Devices:
         return None if device is None else device.memory_bytes
 
     def memory(self, k: int, nbytes: int) -> DeviceMemory:
-        """Return what is gone there when the role holds so much."""
+        """Return the bytes used on the device when the role holds `nbytes`."""
         plan = self.held.plan
         return device_memory(plan, plan.roles[self.held.parts.of[k]], nbytes, self._of(k), self.allocator)
 
 
 def _named(role: RolePlan, instr: int) -> str:
-    """Name an instruction for people."""
+    """Return an instruction's name for people."""
     return f"instruction {instr} {role.program[instr].name}" if 0 <= instr < len(role.program) else "its start"
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Hold what a trace is made of.
+    """Hold everything from which a trace is made.
 
     Attributes:
         held: the plan, its split roles and their durations.
@@ -309,8 +314,6 @@ class _Run:
         work: of the plan of `held.parts`.
         usages: of the roles of `held.plan`.
         memory: of the roles of `held.parts`.
-        step: which step the trace is of.
-        notes: what the trace says of itself.
     """
 
     held: TimedPlan
@@ -323,10 +326,11 @@ class _Run:
     notes: Mapping[str, str]
 
     def trace(self, by_role: bool = False) -> Trace:
-        """Make the trace: spans and memory by rank, then in program order; `by_role`: of the first of ranks that are alike.
+        """Return the trace: spans and memory by rank, in program order; `by_role`: of the first of equal ranks.
 
         A memory sample stands at its instruction's start: only the stream "compute" allocates and frees, in program
-        order, so the peak in program order is the peak in time."""
+        order, so the peak in program order is the peak in time.
+        """
         times, origin = self.times, min(self.times.start, default=0.0)
         parts, roles = self.held.parts, self.held.parts.plan.roles
         names = [[instr.name for instr in role.program] for role in roles]
@@ -360,7 +364,7 @@ class _Run:
         return snapshot(self.counted, role, [(self.times.start[n] - origin, self.times.end[n] - origin) for n in nodes])
 
     def verdicts(self, devices: _Devices, peaks: Sequence[Usage], times: Times) -> Iterator[OomVerdict]:
-        """Yield a verdict on each role that needs more than its devices have. `times` are of the first step."""
+        """Yield a verdict on each role that needs more than its devices have; `times` are of the first step."""
         parts, origin = self.held.parts, min(times.start, default=0.0)
         for k, (part, r, needs) in enumerate(zip(parts.plan.roles, parts.of, self.memory)):
             limit = devices.limit(k)

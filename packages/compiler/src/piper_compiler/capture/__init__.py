@@ -1,7 +1,6 @@
-"""Make of an nn.Module with coordinates a Program with exact sizes and a CodeStore with its functions.
+"""Make a Program with exact sizes and a CodeStore with its functions from an nn.Module with coordinates.
 
-It is the one folder of the compiler that may import torch and piper_ops; of the compiler itself it imports nothing
-else.
+Only this folder of the compiler may import torch and piper_ops; of the compiler it imports nothing else.
 """
 
 from piper_compiler.capture.advancing import Advancing

@@ -29,21 +29,21 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from piper_compiler.capture.attributes import attribute_name
 
 pytree = _pytree
-"""torch's nests of containers."""
+"""The module of torch that flattens nested containers."""
 
 _Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 CAPTURE_ERRORS = (TorchDynamoException, ConstraintViolationError)
-"""What torch.compile raises for code that it cannot capture as one graph."""
+"""The errors that torch.compile raises for code that it cannot capture as one graph."""
 
 RuntimeFailure = TorchRuntimeError
-"""What Dynamo raises when an operation itself fails on the shapes of the batch."""
+"""The error that Dynamo raises when an operation itself fails on the shapes of the batch."""
 
 RUN_ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
-"""What an operation raises that cannot run on meta tensors, or that the user's code calls wrongly."""
+"""The errors of an operation that cannot run on meta tensors, or that the user's code calls wrongly."""
 
 SET_GRAD = torch._C._set_grad_enabled
-"""Dynamo records `torch.no_grad()` as calls of this."""
+"""The function as which Dynamo records `torch.no_grad()`."""
 
 
 def fake_cpu() -> FakeTensorMode:
@@ -56,16 +56,15 @@ def fake_cpu() -> FakeTensorMode:
 
 
 def fake_construction() -> FakeTensorMode:
-    """Return a mode to run a constructor in.
+    """Return a mode to run a constructor in; it accepts tensors from elsewhere, such as loaded weights.
 
-    Reading a value that is not known raises, instead of giving a symbol. Tensors from elsewhere, such as loaded
-    weights, are welcome.
+    To read a value that is not known raises an error, instead of giving a symbol.
     """
     return _OneMode(allow_non_fake_inputs=True)
 
 
 class _OneMode(FakeTensorMode):
-    """Stay one mode where tensors that are made in it are copied deeply, as by constructors that clone layers.
+    """Stay one mode where its tensors are copied deeply, as by constructors that clone layers.
 
     Otherwise each copy of a tensor would bring a copy of the mode, and tensors of two modes do not mix.
     """
@@ -75,15 +74,12 @@ class _OneMode(FakeTensorMode):
 
 
 def fake_tensor(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return what torch.empty(shape, dtype=dtype) gives in a mode of `fake_cpu`, at a tenth of its time."""
+    """Return what `torch.empty(shape, dtype=dtype)` gives in a mode of `fake_cpu`, in a tenth of its time."""
     return FakeTensor(mode, torch.empty(tuple(shape), dtype=dtype, device="meta"), torch.device("cpu"))
 
 
 def fake_parameter(tensor: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
-    """Return what nn.Parameter(tensor, requires_grad) gives for a fake tensor.
-
-    It is made of the tensor itself and not of a view of it.
-    """
+    """Return what `nn.Parameter(tensor, requires_grad)` gives for a fake tensor, without making a view of it."""
     tensor.requires_grad_(requires_grad)._is_param = True  # what isinstance asks for
     assert isinstance(tensor, torch.nn.Parameter)
     return tensor
@@ -95,7 +91,7 @@ def mark_rows(tensor: torch.Tensor) -> None:
 
 
 _CAPTURING = threading.RLock()
-"""What a capture sets in torch and in the user's classes is set for all threads: one captures at a time."""
+"""The lock that lets one capture run at a time: what it sets in torch and in user classes is set for all threads."""
 
 
 @contextmanager
@@ -123,7 +119,7 @@ def own_settings() -> Iterator[None]:
 def _function_names_left_out() -> Iterator[None]:
     """Leave out the names of functions in a log that is off unless Dynamo is debugged.
 
-    For them Dynamo tokenizes every source file that it meets. That is as much work as tracing a model's layer.
+    For these names Dynamo tokenizes every source file that it meets, as much work as to trace a layer.
     """
     if hasattr(symbolic_convert, "get_funcname"):
         with in_place(symbolic_convert, {"get_funcname": lambda filename, line: None}):
@@ -134,7 +130,7 @@ def _function_names_left_out() -> Iterator[None]:
 
 @contextmanager
 def in_place(owner: Any, functions: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Put functions in a module or class in place of those of these names, which have to be there."""
+    """Replace existing functions of a module or class, by name, until the context ends."""
     before = {name: getattr(owner, name) for name in functions}
     try:
         for name, function in functions.items():
@@ -150,7 +146,6 @@ class Change:
     """Name something that existed before the traced code ran and that it changes.
 
     Attributes:
-        name: the user's name for it.
         line: the user's line, if known.
     """
 
@@ -160,10 +155,9 @@ class Change:
 
 @contextmanager
 def noted_changes() -> Iterator[list[Change]]:
-    """Fill a list with what Dynamo sees traced code change.
+    """Fill a list with the attributes, lists, dicts, globals and closures that Dynamo sees traced code change.
 
-    These are attributes, lists, dicts, globals and closures; not tensors in place. Attempts that Dynamo gives up are in
-    it as well.
+    Changes of a tensor in place are not in it; attempts that Dynamo gives up are.
     """
     changes: list[Change] = []
     store, mutate = SideEffects.store_attr, SideEffects.mutation
@@ -198,24 +192,21 @@ def compile_once(function: Callable[..., Any], backend: _Backend) -> Callable[..
 
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
-"""What a call of a nested compile region is in Dynamo's graph: (the region's graph, its name, *inputs) -> tuple of
-results."""
+"""The call of a nested region in Dynamo's graph: (the region's graph, its name, *inputs) -> tuple of results."""
 
 CAPTURED = "piper_captured"
-"""In the meta of such a call: (position, tensor, example value) of each input that it still lacks, in the order of
-positions."""
+"""The key in the meta of such a call for the inputs that it still lacks: (position, tensor, example value)."""
 
 MODULES = "piper_modules"
-"""In the meta of a call that another call's trace serves: id of a module of the trace's, as in nn_module_stack -> the
-module that stands in its place."""
+"""The key in the meta of a call that another call's trace serves, for the modules that take the place of the trace's.
+
+Its value maps the id of each of the trace's modules, as in nn_module_stack, to the module in its place.
+"""
 
 
 @contextmanager
 def regions_apart() -> Iterator[None]:
-    """Trace each call of a nested region of the user's own by itself.
-
-    Where Dynamo takes two calls for alike, they need not be (see `_torch_reuse`).
-    """
+    """Trace each call of the user's own nested regions by itself: calls that Dynamo takes for equal need not be."""
     try:
         from torch._dynamo.variables import higher_order_ops, invoke_subgraph
     except ImportError:  # a torch that does not reuse traces
@@ -255,7 +246,7 @@ class RowGuard:
 
     Attributes:
         expr: the fact, as sympy.
-        line: the user's line if torch knows it.
+        line: the user's line, if torch knows it.
     """
 
     expr: Any
@@ -285,8 +276,8 @@ def data_dependent(tensor: torch.Tensor) -> bool:
 def size_at(value: Any, rows: int) -> Any:
     """Return a symbolic int, float or bool (or a nest of them) at a number of rows.
 
-    Every symbol is a row symbol: only dimension 0 of the batch is symbolic. Unbacked symbols, which stand for values of
-    tensors, raise LookupError.
+    Every symbol stands for the rows, because only dimension 0 of the batch is symbolic. A symbol that stands for a
+    value of a tensor raises LookupError.
     """
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         kind = int if isinstance(value, torch.SymInt) else float if isinstance(value, torch.SymFloat) else bool

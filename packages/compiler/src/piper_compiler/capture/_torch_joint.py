@@ -29,7 +29,6 @@ class RawJoint:
     """Hold the functionalised graph with its placeholders by meaning.
 
     Attributes:
-        module: the graph.
         primals: `primals[k]` is argument k.
         tangents: `tangents[k]` is the gradient of output k.
         mutated: the arguments that are changed in place.
@@ -42,10 +41,7 @@ class RawJoint:
 
 
 def export_joint(module: torch.nn.Module, args: Sequence[torch.Tensor]) -> RawJoint:
-    """Return AOTAutograd's functionalised graph of `module(*args)`.
-
-    It holds the backward, too, where an output requires grad.
-    """
+    """Return AOTAutograd's functionalised graph of `module(*args)`, with its backward where an output requires grad."""
     with ExitStack() as stack:
         exported = aot_export_joint_with_descriptors(stack, module, tuple(args)).graph_module
     primals: dict[int, fx.Node] = {}
@@ -65,10 +61,7 @@ def export_joint(module: torch.nn.Module, args: Sequence[torch.Tensor]) -> RawJo
 
 
 def results_and_gradients(graph: fx.Graph) -> tuple[dict[int, fx.Node], dict[int, fx.Node]]:
-    """Return the nodes of the outputs and those of the arguments' gradients, each by index.
-
-    The graph is one made by `export_joint`.
-    """
+    """Return the nodes of outputs and of arguments' gradients in a graph of `export_joint`, each by index."""
     output = graph.output_node()
     results: dict[int, fx.Node] = {}
     gradients: dict[int, fx.Node] = {}
@@ -91,9 +84,6 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def recorded_in(node: fx.Node) -> Literal["forward", "backward"] | None:
-    """Return which part AOTAutograd was tracing when it made the node.
-
-    It is unknown in the body of a custom autograd function.
-    """
+    """Return the part that AOTAutograd was tracing when it made the node: unknown in a custom autograd function."""
     tag = str(node.meta.get("partitioner_tag", ""))
     return "backward" if tag.endswith("backward") else "forward" if tag.endswith("forward") else None

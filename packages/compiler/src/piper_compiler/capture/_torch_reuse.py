@@ -2,9 +2,9 @@
 
 Dynamo keeps the traces of a region and asks at every call whether one of them serves. Its own answer takes most of a
 capture of many layers: it clones the sources of all that the trace read, and wraps every parameter of the layer. It
-also leaves out what its guards check but once per run: tied weights, the grad mode, what the model changes between two
-calls. It also calls two traces equal that differ in keywords or in arguments left out (`are_same_graph_modules`): here
-each has a graph of its own, and serves another call only where
+also does not see a difference in what its guards check only once per run: tied weights, the grad mode, and what the
+model changes between two calls. And it calls two traces equal that differ in keywords or in omitted arguments
+(`are_same_graph_modules`). Here each trace has a graph of its own, and serves another call only where
 
 1. the function is the same, its arguments have the same structure, kinds, sizes, strides and dtypes, constants are
    equal, and the same arguments are one tensor;
@@ -48,18 +48,18 @@ from torch.utils._ordered_set import OrderedSet
 from piper_compiler.capture import _torch
 
 HOOKS = frozenset(name for name, value in vars(nn.Module()).items() if "_hooks" in name and isinstance(value, dict))
-"""Attributes of a module that hold what runs with its forward and backward, and with its state."""
+"""The attributes of a module that hold its hooks: functions that run with its forward, its backward and its state."""
 
 EQUALITIES = frozenset({"BOOL_MATCH", "CONSTANT_MATCH", "DICT_KEYS_MATCH", "EQUALS_MATCH", "MAPPING_KEYS_CHECK"})
-"""Guards that compare by ==, for which 1, 1.0 and True are equal, and 0.0 and -0.0."""
+"""The guards that compare by ==, for which 1, 1.0 and True are equal, and so are 0.0 and -0.0."""
 
 CONSTANTS = (int, float, complex, str, bytes, type(None))
-"""Kinds of values that are the same one where they are equal."""
+"""The kinds of values that are the same one where they are equal."""
 
 
 @contextmanager
 def checked_reuse(tensors: Collection[int]) -> Iterator[None]:
-    """Let Dynamo use traces again as the module's docstring says. `tensors` are ids of the model's tensors."""
+    """Let Dynamo use traces again under the module's conditions. `tensors` are ids of the model's tensors."""
     reuse = _Reuse(frozenset(tensors), invoke_subgraph.save_reuse_entry, invoke_subgraph.stamp_out_subgraph)
     build = invoke_subgraph.build_reuse_condition
 
@@ -78,7 +78,7 @@ def checked_reuse(tensors: Collection[int]) -> Iterator[None]:
 class _Changes:
     """Count the changes of what existed before the capture.
 
-    Changes of all else count once something new can be reached from there.
+    Once something new can be reached from there, changes of everything count.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class _Changes:
         self._sources: dict[Any, None] = {}
 
     def counted(self) -> dict[str, Callable[..., None]]:
-        """Return the methods of SideEffects through which every change that Dynamo sees goes, made to count."""
+        """Return counting versions of the methods of SideEffects through which every change goes that Dynamo sees."""
         store, mutate = SideEffects.store_attr, SideEffects.mutation
 
         def store_attr(effects: SideEffects, item: Any, name: str, value: Any, *rest: Any) -> None:
@@ -101,7 +101,7 @@ class _Changes:
         return {"store_attr": store_attr, "mutation": mutation}
 
     def objects(self, tx: Any) -> list[Any]:
-        """Return what existed before and changed."""
+        """Return the objects that existed before the capture and have changed."""
         return [_value(tx, source, {}) for source in self._sources]
 
     def _count(self, var: Any, makes_reachable: bool) -> None:
@@ -113,7 +113,7 @@ class _Changes:
 
 
 class _Reuse:
-    """Stand in place of Dynamo's functions, for one capture."""
+    """Replace the functions with which Dynamo uses traces again, for one capture."""
 
     def __init__(self, tensors: frozenset[int], save: Callable[..., None], stamp_out: Callable[..., Any]) -> None:
         self.changes = _Changes()
@@ -122,11 +122,11 @@ class _Reuse:
         self._found: tuple[_Trace, _Values] | None = None
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Return the functions by name in Dynamo's module."""
+        """Return the replacements by name in Dynamo's module."""
         return {"find_reuse_match": self.find, "save_reuse_entry": self.save, "stamp_out_subgraph": self.stamp_out}
 
     def save(self, tx: Any, fn_var: Any, fingerprint: Any, *args: Any, condition: Any, **kwargs: Any) -> None:
-        """Keep a trace that has, as Dynamo found, no effects beside its results."""
+        """Keep a trace that has no effects beside its results, as Dynamo found."""
         self._save(tx, fn_var, fingerprint, *args, condition=condition, **kwargs)
         if any(isinstance(argument, ListVariable) for argument in args):  # what the function gives
             return
@@ -151,8 +151,8 @@ class _Reuse:
     def stamp_out(self, tx: Any, fingerprint: Any, entry: Any) -> Any:
         """Make a call of the trace's graph.
 
-        Inputs that are the model's tensors and that the region reads of itself stay in the meta, under CAPTURED. Under
-        MODULES stands which modules take the place of the trace's.
+        The meta of the call holds, under CAPTURED, the inputs that are the model's tensors and that the region reads by
+        itself; under MODULES it holds the modules that take the place of the trace's.
         """
         assert self._found is not None
         trace, values = self._found
@@ -173,10 +173,10 @@ class _Reuse:
 
 
 class _Values:
-    """Find what stands at the sources of a trace if its arguments are those of another call.
+    """Return the values at the sources of a trace if its arguments are those of another call.
 
-    `elsewhere` is what does not depend on them; `arguments` are pairs of the source of the trace's argument and that of
-    the call's.
+    `elsewhere` are the values that do not depend on the arguments; `arguments` are pairs of the source of the trace's
+    argument and that of the call's.
     """
 
     def __init__(self, tx: Any, elsewhere: Mapping[Any, Any], arguments: Iterable[tuple[Any, Any]]) -> None:
@@ -187,14 +187,14 @@ class _Values:
         return _value(self._tx, source, self._found)
 
     def include(self, objects: Iterable[Any]) -> bool:
-        """Return whether one of the objects was met on the way from the arguments to what was asked for."""
+        """Return whether one of the objects was met on the way from the arguments to the values that were read."""
         met = {id(value) for source, value in self._found.items() if source not in self._elsewhere}
         return any(id(value) in met for value in objects)
 
 
 @dataclass(frozen=True)
 class _Moment:
-    """Say where Dynamo is, as far as a trace may depend on it without its knowing.
+    """Describe the state in which Dynamo traces, as far as a trace may depend on it without a guard.
 
     `state` is compared by its `check`.
     """
@@ -207,7 +207,7 @@ class _Moment:
 
     @staticmethod
     def now(tx: Any, fn_var: Any, changes: int) -> _Moment | None:
-        """Return the moment, or None within another region or transformation."""
+        """Return the present moment, or None within another region or transformation."""
         output = tx.output
         nested = output.current_tracer is not output.root_tracer or torch._C._functorch.peek_interpreter_stack() is not None
         if nested or not isinstance(fn_var, UserFunctionVariable):
@@ -222,12 +222,11 @@ class _Trace:
 
     Attributes:
         entry: Dynamo's own record of it.
-        moment: where Dynamo was.
-        arguments: what of the arguments it depends on without a guard.
-        sources: the sources of its arguments.
+        moment: the state in which Dynamo traced it.
+        arguments: what it depends on in its arguments without a guard.
         elsewhere: source -> value of what else it read.
         guards: (source, check, expected) on what it read of its arguments.
-        reads: the sources of both.
+        reads: the sources of `elsewhere` and `guards`.
         objects: what `_objects` says of them.
         modules: (source, id) of those that are modules.
     """
@@ -252,7 +251,7 @@ class _Trace:
 
 
 def _trace(tx: Any, fingerprint: Any, condition: Any, entry: Any, moment: _Moment, changed: Sequence[Any]) -> Iterator[_Trace]:
-    """Yield the trace, or nothing where it depends on its arguments in a way that `_Values` does not follow."""
+    """Yield the trace, or nothing where it depends on its arguments in a way that `_Values` cannot follow."""
     sources = tuple(fingerprint.arg_sources)
     roots = frozenset(s for s in sources if s is not None)
     guards = [(source, _check(handler, guard), expected) for source, handler, expected, guard in condition.guards]
@@ -271,7 +270,7 @@ def _trace(tx: Any, fingerprint: Any, condition: Any, entry: Any, moment: _Momen
 
 
 def _check(handler: Any, guard: Any) -> Callable[[Any, Any], bool]:
-    """Return whether a guard holds for a value, given what it expects."""
+    """Return a function that tells whether a guard holds for a value, given the value that it expects."""
     if guard.create_fn_name() not in EQUALITIES:
         check: Callable[[Any, Any], bool] = handler.eval_fn
         return check
@@ -289,7 +288,7 @@ def _value(tx: Any, source: Any, known: dict[Any, Any]) -> Any:
 
 
 def _depends(source: Any, roots: frozenset[Any]) -> bool | None:
-    """Return whether a source leads through one of `roots`; None where it names one in another way."""
+    """Return whether a source leads through one of `roots`; None where it mentions one in another way."""
     at = source
     while at not in roots:
         if not isinstance(at, ChainedSource):
@@ -299,9 +298,9 @@ def _depends(source: Any, roots: frozenset[Any]) -> bool | None:
 
 
 def _read_before(tx: Any, roots: frozenset[Any]) -> Iterator[Any]:
-    """Yield what was read of the arguments so far.
+    """Yield the sources that were read of the arguments so far.
 
-    Of what the model read before, Dynamo does not say whether the trace reads it.
+    Dynamo does not say whether a trace reads what the model had read before it.
     """
     for guard in tx.output.guards:
         if _depends(guard.originating_source, roots - {None}):
@@ -309,10 +308,7 @@ def _read_before(tx: Any, roots: frozenset[Any]) -> Iterator[Any]:
 
 
 def _arguments(fingerprint: Any) -> tuple[Any, ...]:
-    """Return what of the arguments of a call a trace depends on without a guard.
-
-    It is equal for calls that are alike.
-    """
+    """Return what a trace depends on in a call's arguments without a guard; it is equal for calls that are alike."""
     nodes: dict[fx.Node, int] = {}
     found = [_argument(tag, vt, nodes) for tag, vt in fingerprint.flat_vts]
     return fingerprint.treespec, fingerprint.has_unknown, tuple(s is not None for s in fingerprint.arg_sources), *found
@@ -331,9 +327,9 @@ def _argument(tag: Any, vt: Any, nodes: dict[fx.Node, int]) -> tuple[Any, ...]:
 
 
 def _objects(values: _Values, reads: Iterable[Any], arguments: Iterable[Any]) -> tuple[Any, ...]:
-    """Return which of the objects are the same, and what they are as far as no guard says it.
+    """Return which of the objects are the same, and their properties as far as no guard checks them.
 
-    Of modules that are arguments all inside count: Dynamo does not say which of them it runs that the model read
+    For modules that are arguments all submodules count: Dynamo does not say which of those it runs that the model read
     before.
     """
     seen: dict[int, int] = {}
@@ -354,10 +350,7 @@ def _facts(value: Any) -> Any:
 
 
 def _module(module: nn.Module) -> tuple[Any, ...]:
-    """Return a module's class, its names and its hooks.
-
-    The names are those of its own attributes (it may have a forward of its own) and of its parts.
-    """
+    """Return a module's class, the names of its attributes and parts, and its hooks; it may have its own forward."""
     own = vars(module)
     hooks = {name: [id(hook) for hook in value.values()] for name, value in own.items() if name in HOOKS}
     return type(module), tuple(own), tuple(module._modules), hooks
@@ -369,5 +362,5 @@ def _tensor(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _size(size: Any) -> Any:
-    """Return a number, or the expression of a symbolic one: comparing those themselves would leave guards."""
+    """Return a number, or the expression of a symbolic one: to compare symbols themselves would leave guards."""
     return size.node.expr if hasattr(size, "node") else size

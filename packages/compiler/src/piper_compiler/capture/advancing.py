@@ -1,8 +1,8 @@
 """Find the buffers whose content after a step depends on how many microbatches the step has.
 
-A plan runs forward once per microbatch. A buffer that forward makes of its own old content, or of the batch, then
-advances several times in a step: spectral norm's vectors, running statistics, counters. That is what plain PyTorch does
-in a loop over the same microbatches, but not what it does with the whole batch in one forward.
+A plan runs forward once per microbatch. A buffer that forward computes from its own old content, or from the batch,
+then advances several times in a step: spectral norm's vectors, running statistics, counters. Plain PyTorch does the
+same in a loop over the microbatches, but not with the whole batch in one forward.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from piper_compiler.capture.cut import Cut
 
 BATCH = "the batch"
 OVERWRITES = frozenset({"copy_", "fill_", "zero_"})
-"""Operations in place that do not read what they replace."""
+"""The operations in place that do not read what they replace."""
 SHAPE_ONLY = re.compile(r"\w+_like$|new_(empty|full|ones|zeros)")
-"""Names of operations that take shape, dtype and device of a tensor, not its content."""
+"""The names of operations that take shape, dtype and device of a tensor, not its content."""
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,7 @@ class Advancing:
     """Name a buffer that advances once per microbatch.
 
     Attributes:
-        name: the buffer.
-        line: where forward changes it last.
+        line: the line where forward changes it last.
     """
 
     name: str
@@ -37,10 +36,7 @@ class Advancing:
 
 
 def advancing_buffers(cut: Cut) -> tuple[Advancing, ...]:
-    """Return the buffers that advance, in the order of their registration.
-
-    What is made of parameters only does not.
-    """
+    """Return the buffers that advance, in the order of their registration; those made of parameters only do not."""
     forward, facts = cut.forward, cut.facts
     buffers = {o.name: n for n, o in forward.origins.items() if o.kind == "buffer"}
     content: dict[int, set[str]] = {}
@@ -85,7 +81,7 @@ def _name(node: fx.Node) -> str:
 
 
 def _advancing(sources: Mapping[str, set[str]]) -> set[str]:
-    """Return the buffers made, directly or through others that change, of themselves or of the batch."""
+    """Return the buffers that are computed from themselves or the batch, if only through other buffers that change."""
     reach = {name: set(made_of) for name, made_of in sources.items()}
     for _ in sources:
         for made_of in reach.values():

@@ -1,8 +1,7 @@
-"""Find which storage the value of a graph node lives in. Memory, saving and ownership are counted in storages.
+"""Find which storage the value of a graph node lives in; memory, saving and ownership are counted in storages.
 
-A *view* shares the storage of one argument and costs nothing; every other tensor node owns a storage of its own, and
-each output of a multi-output op owns one of its own too. In-place ops (only our own generated ones) return their first
-argument.
+A *view* shares the storage of one argument and costs nothing. Every other tensor node owns a storage, and so does each
+output of an op with several outputs. In-place ops (only our own generated ones) return their first argument.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import fx
 from piper_compiler.capture._torch_joint import OpOverload
 
 UNANNOTATED_VIEWS = frozenset({torch.ops.aten._unsafe_view.default})
-"""Ops whose schema does not say that the result shares the argument's storage."""
+"""The ops whose schema does not say that the result shares the argument's storage."""
 
 
 @cache
@@ -36,8 +35,7 @@ def aliased_argument(op: OpOverload) -> int | None:
 def source(node: fx.Node) -> fx.Node | None:
     """Return the node whose storage `node` shares, or None where it owns its storage.
 
-    For a getitem of an op with several results that is None as well: each of them owns one, except in a multi-output
-    view such as split.
+    Each result of an op with several results owns its storage, except in a view such as split.
     """
     if node.op != "call_function":
         return None

@@ -24,9 +24,11 @@ from piper_ir.program import BatchTensor, Buffer, Chunk, Input, Output, Param, P
 from piper_ir.sizes import TensorSpec, affine, fit
 
 TRACE_ROWS = ((2, 3, 5), (11, 13, 17))
-"""Rows of the joint traces: two determine the sizes, the third checks them. The second set is for chunks in which sizes
-that differ in general coincide at small numbers of rows, so that the same operations are simplified or ordered
-otherwise."""
+"""The numbers of rows of the joint traces: two determine the sizes, the third checks them.
+
+The second set is for chunks in which sizes that differ in general coincide at small numbers of rows, so that their
+operations are simplified or ordered otherwise.
+"""
 
 
 def capture(
@@ -39,9 +41,9 @@ def capture(
 ) -> Captured:
     """Capture the training step `loss(model(inputs), targets)` as chunks with exact sizes.
 
-    Random numbers: Chunk.random says that F draws some, from the default generator of its device, whose state the
-    caller sets before. Dropout is traced as aten.native_dropout, which saves a mask of bools; on a CPU it draws,
-    element by element, what F.dropout draws in eager mode from the same state.
+    `Chunk.random` says that F draws random numbers, from the default generator of its device, whose state the caller
+    sets before. Dropout is traced as aten.native_dropout, which saves a mask of bools; on a CPU it draws the same
+    numbers as F.dropout in eager mode from the same state.
 
     Args:
         model: a module (left untouched), or a callable that makes one; it runs on fake tensors, for real only where its
@@ -126,7 +128,7 @@ class _Assembly:
         return Chunk(piece.region.id, piece.region.coords, inputs, outputs, body.ports, body.steps, code, body.random)
 
     def _fit(self, code: str, piece: Piece, specs: Sequence[TensorSpec]) -> Chunk:
-        """Return the parts of a chunk that all chunks with this code share."""
+        """Return a chunk with everything that all chunks with this code share."""
         problem: CaptureError | None = None
         for rows in TRACE_ROWS:
             traces = {r: self._store.trace(code, r) for r in rows}
@@ -155,7 +157,7 @@ class _Assembly:
         return f"{producer.region.id}:out{index}"
 
     def _requires_grad(self, slot: PieceInput) -> bool:
-        """Return whether the tensor requires grad when its producer is done with it."""
+        """Return whether the tensor requires grad after its producer has run."""
         if slot.kind == "param":
             return slot.name in self._requires
         if slot.kind != "value":

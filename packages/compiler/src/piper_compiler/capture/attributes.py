@@ -1,4 +1,4 @@
-"""Find what modules hold beside parameters, buffers and submodules, by the names under which a user knows it."""
+"""Find what modules hold beside parameters, buffers and submodules, under the names by which a user knows it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 AttributeNumbers = Mapping[tuple[str, str], int | float]
-"""(module, attribute) -> value."""
+"""The plain numbers that modules hold, by (module, attribute)."""
 
 FAR = 720_720
-"""A value for counters that is far from the first and divisible by all numbers up to 16, as in `if self.calls % 10 ==
-0`."""
+"""A value for counters that is far from the first and divisible by all numbers up to 16, as in `calls % 10 == 0`."""
 
 
 def numbers(model: nn.Module) -> AttributeNumbers:
@@ -22,7 +21,7 @@ def numbers(model: nn.Module) -> AttributeNumbers:
 
 
 def advance_counters(model: nn.Module, before: AttributeNumbers, calls: int) -> bool:
-    """Set counters that `calls` calls have changed since `before` so that the next call brings them to `FAR`.
+    """Set the counters that `calls` calls have changed since `before`, so that the next call brings them to `FAR`.
 
     Return whether there are any.
     """
@@ -33,9 +32,9 @@ def advance_counters(model: nn.Module, before: AttributeNumbers, calls: int) -> 
 
 
 def held_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for the tensors in attributes of modules.
+    """Yield (name, tensor) for the tensors in attributes of modules, also within lists, dicts and objects.
 
-    Lists, dicts and objects there are included: "0.cache", "history[3]", "state.last".
+    The names are those of the user's code: "0.cache", "history[3]", "state.last".
     """
     seen = {id(m) for m in model.modules()}
     for prefix, module in model.named_modules():

@@ -10,8 +10,8 @@ use:
         ...
         return (mm.contiguous(),)
 
-The text depends on the graph alone. Ops are bound once as globals; devices of factory ops are the global DEVICE; views
-are printed as reshape, because strides on the running device may differ from those seen at capture.
+The text depends on the graph alone. Ops are bound once as globals, and the device of factory ops is the global DEVICE.
+Views are printed as reshape, because strides on the running device may differ from those seen at capture.
 """
 
 from __future__ import annotations
@@ -52,27 +52,20 @@ METHODS: Mapping[OpOverload, str] = {
     aten.mul_.Tensor: "mul_",
     aten.sum.dim_IntList: "sum",
 }
-"""Ops printed as a method of their first argument: bound in C, they cost the host about 1 us less than the same
-OpOverload."""
+"""The ops printed as a method of their first argument, which saves the host about 1 us against the OpOverload."""
 FUNCTIONS: Mapping[OpOverload, str] = {
     aten.cat.default: "torch.cat",
     aten.embedding.default: "torch.embedding",
     aten.stack.default: "torch.stack",
 }
-"""The same for ops that are no methods."""
+"""The ops that are no methods and are printed as functions, for the same reason."""
 SPREAD = frozenset({"reshape", "permute", "expand"})
-"""Methods whose list of sizes or dimensions is printed as arguments of their own, which cost half a microsecond
-less."""
+"""The methods whose list of sizes or dimensions is printed as separate arguments, which saves half a microsecond."""
 
 
 @dataclass(frozen=True)
 class StepCode:
-    """Hold the source of `step(args: list[Tensor]) -> tuple[Tensor, ...]`, which empties `args`.
-
-    Attributes:
-        source: the text.
-        constants: the constants that it names.
-    """
+    """Hold the source of `step(args: list[Tensor]) -> tuple[Tensor, ...]`, which empties `args`, and its constants."""
 
     source: str
     constants: Mapping[str, Tensor] = field(default_factory=dict)
@@ -105,8 +98,8 @@ def generate(step: Step, graph: StepGraph, lines: Sequence[Line], constants: Map
 def compile_step(code: StepCode, device: str | torch.device = "cpu") -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
     """Return the function of a step, for tensors on `device`.
 
-    Call it under `torch.no_grad()`. Tracebacks show the generated lines. Raises CaptureError when an op of the code is
-    not registered in this process.
+    It must be called under `torch.no_grad()`. Tracebacks show the generated lines. Raises CaptureError when an op of
+    the code is not registered in this process.
     """
     filename = f"<piper {code.source.splitlines()[0][2:]} {hashlib.sha256(code.source.encode()).hexdigest()[:8]}>"
     namespace: dict[str, Any] = {"torch": torch, "DEVICE": torch.device(device)}
@@ -156,10 +149,7 @@ def _global(op: OpOverload) -> str:
 
 
 def _literal(value: Any) -> str:
-    """Return the Python text of an argument.
-
-    Raises CaptureError for a type that has none.
-    """
+    """Return the Python text of an argument; raise CaptureError for a type that has none."""
     match value:
         case fx.Node():
             return str(value.target) if value.op == "get_attr" else value.name

@@ -27,8 +27,7 @@ class TraceSpec:
 
     Attributes:
         cut: the cut of the captured graph.
-        piece: the piece to trace.
-        specs: those of the piece's inputs, affine in rows.
+        specs: the specs of the piece's inputs, affine in rows.
         needs_grad: which inputs need a gradient.
         tangent_mask: which outputs receive a gradient.
     """
@@ -59,8 +58,8 @@ def example_tensor(spec: TensorSpec, rows: int) -> Tensor:
 class CodeStore:
     """Map a code id to the functions of its steps, at a number of rows.
 
-    The parameters' dtype is part of the code id. The store traces on first use and keeps what it traced; one capture
-    serves all strategies, microbatch sizes and widths.
+    The parameters' dtype is part of the code id. The store traces a code when it is first used and keeps the result, so
+    that one capture serves all strategies, microbatch sizes and widths.
     """
 
     def __init__(self) -> None:
@@ -72,7 +71,7 @@ class CodeStore:
         self._recipes.setdefault(code, recipe)
 
     def expect(self, code: str, chunk: Chunk) -> None:
-        """Note what the program says about this code at two rows and more: ports and steps, affine in rows."""
+        """Record the ports and steps of this code at two rows and more, affine in rows, as the program has them."""
         self._expected[code] = chunk
 
     def __iter__(self) -> Iterator[str]:
@@ -93,10 +92,9 @@ class CodeStore:
         return found
 
     def get(self, code: str, rows: int) -> Mapping[Step, StepCode]:
-        """Return the functions of the steps that are not empty.
+        """Return the functions of the steps that are not empty; they fit `Captured.bind(rows)`.
 
-        They fit `Captured.bind(rows)`. Raises CaptureError where the chunk at this number of rows is not the one that
-        the program describes.
+        Raises CaptureError where the chunk at this number of rows is not the one that the program describes.
         """
         traced = self.trace(code, rows)
         expected = self._expected.get(code)
@@ -105,7 +103,7 @@ class CodeStore:
         return traced.code
 
     def export(self, codes: Iterable[str], rows: int) -> dict[str, dict[Step, StepCode]]:
-        """Return what a worker needs for these chunks, each code once; picklable."""
+        """Return the functions of these chunks for a worker, each code once; the result can be pickled."""
         return {code: dict(self.get(code, rows)) for code in dict.fromkeys(codes)}
 
 
@@ -129,8 +127,6 @@ class Captured:
     Plans take their sizes from `bind(rows)`, which is exact for every number of rows, one included.
 
     Attributes:
-        program: its chunks.
-        code: their functions.
         forward: the captured graph.
         advancing: buffers that advance once per microbatch.
         remarks: chunk -> what a message about it should add.
@@ -145,8 +141,8 @@ class Captured:
     def bind(self, rows: int) -> Program:
         """Return the program with integer sizes for microbatches of `rows` rows on one device.
 
-        At one row torch makes views where it copies otherwise, so the chunks' sizes come from a trace at one row.
-        Raises CaptureError where the model takes another path at this number of rows than the one that was captured.
+        At one row torch makes views where it copies otherwise, so these sizes come from a trace at one row. Raises
+        CaptureError where the model takes another path at this number of rows than the captured one.
         """
         check_rows(self.forward, rows)
         return replace(self.program, chunks=tuple(self._bind(c, rows) for c in self.program.chunks))

@@ -52,10 +52,7 @@ def concrete_size(node: fx.Node, rows: int) -> Any:
 
 
 def concrete_shape(tensor: Tensor, rows: int, node: fx.Node) -> tuple[int, ...]:
-    """Return the shape of a node's tensor at this number of rows.
-
-    Raises CaptureError when it depends on values of tensors.
-    """
+    """Return the shape of a node's tensor at this number of rows; raise CaptureError if it depends on values."""
     if _torch.data_dependent(tensor):
         raise CaptureError(
             f"{line_of(node)}: makes a tensor whose shape depends on values of tensors; use operations with static shapes, such "
@@ -67,9 +64,9 @@ def concrete_shape(tensor: Tensor, rows: int, node: fx.Node) -> tuple[int, ...]:
 def concrete_call(
     node: fx.Node, env: Mapping[fx.Node, Any], rows: int, device: torch.device | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a node: `env` for tensors, numbers for sizes.
+    """Return the arguments of a node: tensors from `env`, and numbers in place of sizes.
 
-    If given, `device` stands for every device that the user's code has baked in, and for tensors made without one.
+    If given, `device` replaces every device in the user's code, and is used for tensors that are made without one.
     """
 
     def leaf(value: Any) -> Any:
@@ -89,7 +86,7 @@ def concrete_call(
 
 
 def is_factory(node: fx.Node) -> bool:
-    """Return whether a node is a torch function without tensor arguments that makes a tensor, as torch.arange."""
+    """Return whether a node is a torch function that makes a tensor without tensor arguments, such as torch.arange."""
     return (
         node.op == "call_function"
         and isinstance(node.meta.get("example_value"), Tensor)
@@ -100,10 +97,7 @@ def is_factory(node: fx.Node) -> bool:
 
 
 def canonical_text(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
-    """Return a node as text that is equal for nodes that do the same at every number of rows.
-
-    `names` are those of its inputs.
-    """
+    """Return a text that is equal for nodes that do the same at every number of rows, given their inputs' names."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, fx.Node):
@@ -122,5 +116,5 @@ def _qualified(target: Any) -> str:
 
 
 def _size_text(node: fx.Node) -> str:
-    """Return a size as its values at a few numbers of rows: the name of the symbol does not matter."""
+    """Return a size as its values at a few numbers of rows, so that the name of its symbol does not matter."""
     return f"size{[concrete_size(node, rows) for rows in (2, 3, 5, 7, 143)]}"

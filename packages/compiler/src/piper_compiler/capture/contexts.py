@@ -10,11 +10,11 @@ from piper_ir.errors import PiperWarning
 from piper_ops import user_line
 
 KERNEL_CHOICES = frozenset({"_sdpa_kernel", "_backend_from_string"})
-"""Names of the calls that entering and leaving `torch.nn.attention.sdpa_kernel` leaves behind."""
+"""The names of the calls that entering and leaving `torch.nn.attention.sdpa_kernel` leaves in a graph."""
 
 
 def drop_kernel_choices(module: fx.GraphModule) -> None:
-    """Take the choices of attention kernels out of a graph, and warn of each line that makes one."""
+    """Remove the choices of attention kernels from a graph, and warn of each line that makes one."""
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             for line in _drop(part.graph):
@@ -27,7 +27,7 @@ def drop_kernel_choices(module: fx.GraphModule) -> None:
 
 
 def _drop(graph: fx.Graph) -> list[str]:
-    """Erase the calls; return the lines where a choice begins that something follows."""
+    """Erase the calls, and return the lines at which a choice begins that some operation follows."""
     calls = [n for n in graph.nodes if n.op == "call_function" and getattr(n.target, "__name__", "") in KERNEL_CHOICES]
     entries = [n for n in calls if n.target.__name__ == "_sdpa_kernel"][::2]
     lines = list(dict.fromkeys(map(user_line, entries)))

@@ -1,4 +1,4 @@
-"""Turn regions into pieces: forward functions of their own, with tensors as the only thing that crosses between them.
+"""Turn regions into pieces: separate forward functions between which only tensors cross.
 
 - A value goes from its producer straight to each consumer. Parameters, buffers and batch tensors are read where they
   are used.
@@ -32,7 +32,6 @@ class PieceInput:
     """Name an input of a piece.
 
     Attributes:
-        kind: what it is.
         node: its tensor in the captured graph.
         name: the user's name, if it has one.
         source: the producing piece's number, for a value.
@@ -49,12 +48,12 @@ class Result:
     """Name an output of a piece.
 
     Attributes:
-        kind: what it is.
         node: its tensor in the captured graph.
         name: the buffer's name, for kind "buffer".
         varies: whether it depends on the batch or on random numbers.
-        changed: it is the new content of an input, which the piece changes in place; it is not among the function's own
-            results.
+        changed: whether it is the new content of an input, which the piece changes in place; such an output is not
+            among
+        the function's own results.
     """
 
     kind: Literal["value", "buffer", "loss", "weight"]
@@ -69,12 +68,8 @@ class Piece:
     """Hold a region with its boundary.
 
     Attributes:
-        region: the operations.
-        slots: its inputs.
-        results: its outputs.
         copied: inputs that are changed in place.
         snapshots: buffers that change elsewhere.
-        changed_buffers: buffers that the region changes.
     """
 
     region: Region
@@ -91,7 +86,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Cut:
-    """Hold all pieces in topological order and what is needed to make functions of them."""
+    """Hold all pieces in topological order and the facts from which their functions are made."""
 
     forward: Forward
     ops: Operations
@@ -100,10 +95,7 @@ class Cut:
     pieces: tuple[Piece, ...]
 
     def module(self, piece: Piece, rows: int) -> fx.GraphModule:
-        """Return the piece's forward at a number of rows.
-
-        Placeholders are its inputs, results those that are not `changed`.
-        """
+        """Return the piece's forward at a number of rows: from its inputs to the results that are not `changed`."""
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         for i, slot in enumerate(piece.slots):
@@ -126,7 +118,7 @@ class Cut:
         return fx.GraphModule(self.forward.owner, graph)
 
     def body(self, piece: Piece) -> Iterator[fx.Node]:
-        """Yield the region's operations with the free ones that it repeats before their first use."""
+        """Yield the region's operations; each free operation that it repeats comes before its first use."""
         done = {slot.node for slot in piece.slots}
 
         def emit(node: fx.Node) -> Iterator[fx.Node]:
@@ -190,7 +182,7 @@ def cut(forward: Forward) -> Cut:
 
 
 class _Wiring:
-    """Find what crosses between regions."""
+    """Find the tensors that cross between regions."""
 
     def __init__(self, forward: Forward, facts: ReplayFacts, free: set[fx.Node], regions: Sequence[Region]) -> None:
         self._forward, self._facts, self._free, self._regions = forward, facts, free, regions
@@ -230,7 +222,7 @@ class _Wiring:
         return pieces
 
     def _external(self, region: Region) -> Iterator[fx.Node]:
-        """Yield what the region reads of others and of the user's tensors, in order of first use."""
+        """Yield the tensors that the region reads from other regions and from the user, in order of first use."""
         inside, seen = set(region.nodes), set()
         extra = [n for n in (self._forward.loss, self._forward.weight) if n is not None] if region.number == self._last else []
         todo = [*extra[::-1], *(i for n in reversed(region.nodes) for i in reversed(n.all_input_nodes))]
@@ -297,7 +289,7 @@ class _Wiring:
                 )
 
     def _final_buffers(self, provider: Mapping[fx.Node, PieceInput]) -> dict[str, tuple[int, fx.Node]]:
-        """Return by buffer the (piece, node) that holds its content after the step."""
+        """Return for each buffer the (piece, node) that holds its content after the step."""
         final: dict[str, tuple[int, fx.Node]] = {}
         placeholders = {o.name: n for n, o in self._forward.origins.items() if o.kind == "buffer"}
         for name, node in placeholders.items():

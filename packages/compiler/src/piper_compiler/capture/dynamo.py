@@ -1,6 +1,6 @@
 """Capture model and loss once with Dynamo, as a single forward graph whose number of rows is a symbol.
 
-The model's parameters are fake CPU tensors: no bytes, and no difference to code that makes tensors without `device=`.
+The model's parameters are fake CPU tensors: they have no bytes, and mix with tensors that are made without `device=`.
 The graph is torch-level (linear, layer_norm, in-place methods as the user wrote them); `cut` splits it into chunks.
 """
 
@@ -34,8 +34,7 @@ from piper_ir.errors import CaptureError
 from piper_ops import UnsupportedVariant, replace_portable
 
 EXAMPLE_ROWS = 6
-"""Rows of the symbolic capture. A model that compares its rows with this number is refused, as with any other
-number."""
+"""The number of rows of the symbolic capture. A model that compares its rows with any fixed number is refused."""
 
 
 @dataclass(frozen=True)
@@ -63,19 +62,14 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Forward:
-    """Hold the captured graph.
-
-    `size` nodes (whose values are integers that depend on the rows) are still in it.
+    """Hold the captured graph, in which `size` nodes (integers that depend on the rows) still stand.
 
     Attributes:
-        graph: the operations.
         owner: the module that the graph belongs to.
         origins: placeholder -> meaning.
         loss: node with the scalar.
         weight: node with the loss's weight, if the user's loss gives one.
         rewrites: buffer -> node with the value assigned to it in forward.
-        params: the model's parameters.
-        buffers: the model's buffers.
         batch: tensors of the batch by name.
         model: the model with fake tensors.
         modules: id of a module, as in nn_module_stack, -> module.
@@ -102,9 +96,9 @@ class Forward:
 
 @dataclass(frozen=True)
 class Repeat:
-    """Say what the first call changed, and how to trace the next call on what it left.
+    """Say what the first call changed, and how to trace the next call on the changed model.
 
-    `trace(True)` sets the counters on the model far ahead before, and gives None if there are none.
+    `trace(True)` first sets the counters of the model far ahead; it returns None if there are none.
     """
 
     changes: tuple[_torch.Change, ...]
@@ -112,7 +106,7 @@ class Repeat:
 
 
 def step(model: nn.Module, loss: Loss, inputs: Any, targets: Any) -> tuple[Tensor, ...]:
-    """Return what is captured: the loss of a batch, and its weight if the user's loss gives one."""
+    """Return the captured results: the loss of a batch, and its weight if the user's loss gives one."""
     if isinstance(inputs, dict):
         output = model(**inputs)
     elif isinstance(inputs, tuple):
@@ -149,7 +143,7 @@ class _Recorder:
         return lambda *_: self.outputs
 
     def clean(self) -> None:
-        """Replace the calls of regions in the graph, and drop choices of kernels, when Dynamo is done with it."""
+        """Replace the calls of regions in the graph, and drop choices of kernels, once Dynamo is done with it."""
         if self.module is not None:
             self.inputs = complete(self.module, self.inputs)
             flatten(self.module)
@@ -166,10 +160,7 @@ class _Recorder:
 def capture_forward(
     model: nn.Module | Callable[[], nn.Module], batch: BatchMaker, loss: Loss, dtype: torch.dtype | None, most: int = ASKED_ROWS
 ) -> Forward:
-    """Trace `loss(model(inputs), targets)` once.
-
-    Raises CaptureError with the user's line for what cannot be captured.
-    """
+    """Trace `loss(model(inputs), targets)` once; raise CaptureError, with the user's line, if it cannot be captured."""
     module = fake_model(model, _torch.fake_cpu(), dtype)
     inputs, targets = check_batch(batch, EXAMPLE_ROWS, dtype, most)
     calls = _Calls(module, loss, inputs, targets, flatten_batch(inputs, targets), numbers(module))
@@ -181,7 +172,7 @@ def capture_forward(
 
 @dataclass
 class _Calls:
-    """Call the step on one model, again and again: each call starts from what the one before left on the model."""
+    """Call the step on one model several times; each call starts from what the call before left on the model."""
 
     model: nn.Module
     loss: Loss
@@ -193,7 +184,6 @@ class _Calls:
     known: frozenset[str] = frozenset()
 
     def trace(self) -> Forward:
-        """Trace the next call."""
         origins = {id(t): InputOrigin("batch", name) for name, t in self.batch.items()}
         params, buffers, before = _manifest(self.model, origins)
         self.known = self.known or frozenset(origin.name for origin in origins.values())
@@ -241,7 +231,7 @@ class _Calls:
         return self.trace()
 
     def _kept(self, origins: dict[int, InputOrigin], named: Collection[Tensor]) -> dict[str, fx.Node | None]:
-        """Mark in `origins` what earlier calls left behind, and return the names of it with the nodes that made it."""
+        """Mark in `origins` the tensors that earlier calls left; return their names with the nodes that made them."""
         names = {id(tensor): name for name, tensor in held_tensors(self.model)}
         kept: dict[str, fx.Node | None] = {}
         for tensor, node in [*self.left, *((tensor, None) for tensor in named)]:
@@ -260,10 +250,7 @@ def _fresh(leaf: Any) -> Any:
 def _manifest(
     model: nn.Module, origins: dict[int, InputOrigin]
 ) -> tuple[tuple[TensorInfo, ...], tuple[TensorInfo, ...], dict[str, Tensor]]:
-    """Return parameters and buffers with their tied names, and every buffer by name.
-
-    Adds them to `origins`.
-    """
+    """Return parameters and buffers with their tied names, and every buffer by name, and add them to `origins`."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, tuple[Tensor, bool]] = {}
     before: dict[str, Tensor] = {}
@@ -312,7 +299,7 @@ def _traced(recorder: _Recorder, model: nn.Module, loss: Loss, inputs: Any, targ
 
 
 def _specialised(module: fx.GraphModule, inputs: Sequence[Any], batch: Collection[int]) -> CaptureError | None:
-    """Return the refusal of a model that fixed the number of rows while it was traced."""
+    """Return the error for a model that fixed the number of rows while it was traced."""
     nodes = module.graph.find_nodes(op="placeholder")
     rows = [n.meta["example_value"].shape[0] for n, v in zip(nodes, inputs, strict=True) if id(v) in batch]
     if all(_torch.is_symbolic(r) for r in rows):

@@ -1,4 +1,4 @@
-"""Turn Dynamo's errors into ours: the user's line, what is wrong in a sentence, and what to do."""
+"""Turn Dynamo's errors into ours: the user's line, the fault in one sentence, and what to do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from piper_ir.errors import CaptureError
 from piper_ops import REFUSALS, is_model_code
 
 FAILED = re.compile(r"fake tensors: \w+ (?:<[\w\- ]*?(\w+)(?: at 0x\w+)?>|([\w.]+))\(.*: got (\w+)\((['\"])(.*)\4\)", re.DOTALL)
-"""Dynamo's text for an operation that fails: the function, or the method, then the class and the text of the error."""
+"""A pattern for Dynamo's text of an operation that fails: the function or method, then class and text of the error."""
 
 CUSTOM_OP = (
     "A custom op needs an implementation of its shapes and a gradient:\n"
@@ -35,7 +35,9 @@ LOSS = (
 def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, Tensor]) -> CaptureError:
     """Return Dynamo's error as ours.
 
-    step_file: where model and loss are called; batch: the tensors that they were given.
+    Args:
+        step_file: the file in which model and loss are called.
+        batch: the tensors that they were given.
     """
     frames = _torch.user_frames(error)
     own = [f for f in frames if is_model_code(f.filename)]
@@ -66,7 +68,7 @@ def as_capture_error(error: BaseException, step_file: str, batch: Mapping[str, T
 
 
 def _part(frames: Sequence[FrameSummary], step_file: str) -> str:
-    """Return which of the two was traced, "model" or "loss"; "" where that is not known."""
+    """Return what was traced, "model" or "loss"; "" where that is not known."""
     ours = [f.line or "" for f in frames if f.filename == step_file]
     return "" if not ours else "loss" if "loss(" in ours[-1] else "model"
 

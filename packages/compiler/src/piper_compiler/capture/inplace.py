@@ -1,9 +1,8 @@
-"""Write a result into a tensor that nothing needs any more instead of into new memory.
+"""Write results into tensors that nothing needs any more, instead of into new memory.
 
-Two rewrites of a step's graph. The memory that they save is the plan's too: an in-place op makes no storage
-(`liveness`).
+There are two rewrites of a step's graph. A plan needs less memory by them, too: an in-place op makes no storage.
 
-    add(a, b)                       -> add_(a, b), or add_(b, a)       an element-wise op over an argument that dies there
+    add(a, b)                       -> add_(a, b), or add_(b, a)       element-wise, over an argument that dies there
     gelu_backward(g, x)             -> gelu_backward(g, x, grad_input=g)
     add_(acc, mm(a, b))             -> addmm_(acc, a, b)               the product is summed up where it accumulates
 
@@ -34,7 +33,7 @@ class InPlace:
 
     Attributes:
         form: the op.
-        takers: indexes of the arguments that can take the result; another than the first changes places with it.
+        takers: indexes of the arguments that can take the result; any but the first changes places with it.
         out: the keyword that names the taker, for a form that takes it so.
     """
 
@@ -59,12 +58,11 @@ FORMS: Mapping[OpOverload, InPlace] = {
     aten.sigmoid_backward.default: InPlace(aten.sigmoid_backward.grad_input, out="grad_input"),
     aten.threshold_backward.default: InPlace(aten.threshold_backward.grad_input, out="grad_input"),
 }
-"""Ops with an in-place form whose kernel reads an element before it writes it, and nothing else of that argument."""
+"""The ops with an in-place form whose kernel reads of that argument only the element that it writes next."""
 
 
 SUMMED = (torch.float32, torch.float64)
-"""Dtypes whose products are added while they are made. Half precision may accumulate in float32, which addmm_
-refuses."""
+"""The dtypes whose products are added while they are made; addmm_ refuses a float32 accumulator of half precision."""
 
 
 def reuse_dying_arguments(step: StepGraph) -> None:
@@ -100,14 +98,14 @@ def _write_into(node: fx.Node, index: int, found: InPlace) -> None:
 
 
 def _holds(taker: fx.Node, base: fx.Node, result: fx.Node) -> bool:
-    """Return whether `taker`, whose storage `base` owns, can take the result."""
+    """Return whether `taker`, whose storage is owned by `base`, can take the result."""
     before, after = aliasing.tensor(taker), aliasing.tensor(result)
     same = before.shape == after.shape and before.dtype == after.dtype and before.stride() == after.stride()
     return base.op == "call_function" and same and aliasing.fills_storage(before)
 
 
 def add_products_in_place(step: StepGraph) -> None:
-    """Let matrix products that do nothing but accumulate add to their accumulator."""
+    """Let a matrix product that is only accumulated add to its accumulator directly."""
     for node in step.graph.find_nodes(op="call_function", target=aten.add_.Tensor):
         accumulator, product = node.args
         if not isinstance(accumulator, fx.Node) or not isinstance(product, fx.Node) or accumulator.op != "placeholder":

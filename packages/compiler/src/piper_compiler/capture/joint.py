@@ -1,9 +1,9 @@
-"""Trace one chunk's forward and backward into a functional graph and make its steps F, I and W of it.
+"""Trace one chunk's forward and backward into a functional graph, and cut that into its steps F, I and W.
 
 The chunk is traced on fake CPU tensors, whatever device its examples are on, so that capture on meta, on fake and on
 real tensors gives the same graph. Inputs that the chunk changes in place are copied first and returned as further
-outputs; every output is copied (detached where no gradient comes back), so that each has a gradient of its own.
-`simplify` takes the copies out again where nothing depends on them.
+outputs. Every output is copied (detached where no gradient comes back), so that each has a gradient of its own.
+`simplify` removes the copies where nothing depends on them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ class JointInput:
     """Describe one tensor that the chunk reads, in the order of the module's placeholders.
 
     Attributes:
-        kind: what it is.
         example: only its shape and dtype matter.
-        needs_grad: a gradient is wanted. A value's comes back to its producer; a parameter is trained.
+        needs_grad: whether a gradient is wanted. A value's goes back to its producer; a parameter is trained.
     """
 
     kind: Literal["value", "param", "buffer", "batch"]
@@ -51,9 +50,9 @@ class ExtraOutput:
     """Describe an output behind the module's own: the new content of an input that the chunk changes in place.
 
     Attributes:
-        kind: what the input is.
+        kind: the kind of the input.
         input: its index.
-        varies: it depends on a value, on a batch tensor or on random numbers.
+        varies: whether it depends on a value, on a batch tensor or on random numbers.
     """
 
     kind: Literal["value", "buffer"]
@@ -63,19 +62,18 @@ class ExtraOutput:
 
 @dataclass(frozen=True)
 class TracedChunk:
-    """Hold a chunk's steps.
-
-    Sizes are plain integers; costs list every launch for itself.
+    """Hold a chunk's steps, with plain integers as sizes; costs list every launch separately.
 
     Attributes:
         ports: as in `piper_ir.program`.
         steps: likewise.
         code: an entry per step that is not empty.
         extra_outputs: outputs that follow the module's own.
-        output_grads: I or W reads the gradient of output k (the extra outputs follow). A mask given as True becomes
-            False where no input's gradient depends on it.
-        input_grads: the chunk makes the gradient of input k.
-        random: F draws random numbers.
+        output_grads: whether I or W reads the gradient of output k (the extra outputs follow). A mask given as True
+            becomes
+        False where no input's gradient depends on it.
+        input_grads: whether the chunk makes the gradient of input k.
+        random: whether F draws random numbers.
     """
 
     ports: Mapping[str, TensorSpec]
@@ -90,10 +88,9 @@ class TracedChunk:
 def trace_chunk(module: fx.GraphModule, inputs: Sequence[JointInput], tangent_mask: Sequence[bool]) -> TracedChunk:
     """Return the steps of `module`, whose placeholders are `inputs`.
 
-    The module returns a tensor or a flat tuple of tensors. tangent_mask[k] says whether output k receives a gradient;
-    behind the module's outputs come those of the values that it changes in place (`mutated_inputs`), in the order of
-    the inputs. Raises CaptureError, with the user's line where it is known, for what cannot be traced or made
-    functional.
+    The module returns a tensor or a flat tuple of tensors. tangent_mask[k] says whether output k receives a gradient.
+    The module's outputs are followed by the values that it changes in place (`mutated_inputs`), in the order of the
+    inputs. Raises CaptureError, with the user's line where it is known, for what cannot be traced or made functional.
     """
     joint = _trace(module, inputs, tangent_mask)
     cut = phases.cut(joint)
@@ -186,10 +183,7 @@ def _joint(
 
 
 class _Wrapper(torch.nn.Module):
-    """Wrap the chunk for the trace.
-
-    Its constants are arguments, in-place changes are on copies, and outputs own their bytes.
-    """
+    """Wrap the chunk for the trace: constants are arguments, in-place changes go to copies, outputs own their bytes."""
 
     def __init__(
         self,
@@ -234,10 +228,9 @@ def _detached(out: torch.Tensor) -> torch.Tensor:
 
 
 class Interpreter(fx.Interpreter):
-    """Run the captured chunk on one device.
+    """Run the captured chunk on one device, with constants as arguments and the CPU for devices written into the graph.
 
-    Constants come as arguments, and devices written into the graph become the CPU. `node` is the one that runs, or that
-    has failed.
+    `node` is the one that runs, or that has failed.
     """
 
     def __init__(self, module: fx.GraphModule, constants: Mapping[str, torch.Tensor]) -> None:
@@ -321,7 +314,7 @@ def _refuse_changed_parameters(module: fx.GraphModule, inputs: Sequence[JointInp
 
 
 def _check(graph: fx.Graph) -> None:
-    """Refuse, by name and user line, what is not a plain functional op or what only one device has."""
+    """Refuse, by name and user line, ops that are not plain and functional or that only one device has."""
     for node in graph.nodes:
         if node.op != "call_function":
             continue

@@ -21,10 +21,7 @@ def cost(step: StepGraph) -> Cost:
 
 
 def listed(launched: Iterable[KernelInfo]) -> Cost:
-    """Return kernels as a cost, each for itself.
-
-    Which of them are equal at all numbers of rows is not known yet.
-    """
+    """Return kernels as a cost, each one separately: which are equal at all numbers of rows is not known yet."""
     return Cost(tuple(Kernel(k.kind, k.dims, k.dtype, k.flops, k.bytes, 1, k.lowering, k.op, k.formula) for k in launched))
 
 

@@ -1,6 +1,6 @@
-"""Find what a step's code holds beyond its inputs while it runs, as `piper_ir.program.Liveness`.
+"""Find the memory that a step's code holds beyond its inputs while it runs, as `piper_ir.program.Liveness`.
 
-The model, op by op in the order of `schedule`:
+The model goes op by op, in the order of `schedule`:
 
 - an op holds its operands and all its results at once; each result of a multi-output op is a storage of its own, and
   those that nothing uses are freed right after the op;
@@ -8,7 +8,7 @@ The model, op by op in the order of `schedule`:
 - a storage is freed after the op that last uses a variable living in it; what the step writes is never freed;
 - a gradient that is added into its accumulator lives until that op is done;
 - an op that writes into a copy of a view (`select_scatter`) copies the view's whole storage;
-- an input counts as used last by the last op that uses it or a view of it; it is freed there if it dies in this step.
+- the last op that uses an input or a view of it is its last use; it is freed there if it dies in this step.
 
 Memory that a kernel allocates and frees inside is counted for the CPU; for CUDA it stands apart, as `Liveness.inside`.
 Constants are not counted: they live as long as the code.
@@ -32,8 +32,7 @@ aten = torch.ops.aten
 STORAGE_COPIES = frozenset(
     {aten.select_scatter.default, aten.slice_scatter.default, aten.diagonal_scatter.default, aten.as_strided_scatter.default}
 )
-"""Ops whose kernels clone the storage of their first argument, gaps included; fake tensors show only the part in
-use."""
+"""The ops whose kernels clone the whole storage of their first argument; fake tensors show only the part in use."""
 
 
 def analyse(step: StepGraph, lines: Sequence[Line]) -> Liveness:
@@ -56,13 +55,13 @@ def analyse(step: StepGraph, lines: Sequence[Line]) -> Liveness:
 
 
 def _own(node: fx.Node) -> Workspace | None:
-    """Return what a node's kernel holds inside on a CUDA device."""
+    """Return the memory that a node's kernel allocates inside on a CUDA device."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return cuda_workspace(node.target, args, node.meta["val"], kwargs)
 
 
 def _cpu_workspace(node: fx.Node) -> int:
-    """Return what a node's kernel holds inside on a CPU."""
+    """Return the bytes that a node's kernel allocates inside on a CPU."""
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     return cpu_workspace(node.target, args, node.meta["val"], kwargs)
 
@@ -97,7 +96,6 @@ def _results(line: Line) -> list[tuple[fx.Node | None, int]]:
 
 
 def _owned_bytes(node: fx.Node) -> int:
-    """Return the bytes of the storage that a node owns."""
     if node.target in STORAGE_COPIES:
         base = node.args[0]
         assert isinstance(base, fx.Node)
@@ -106,10 +104,7 @@ def _owned_bytes(node: fx.Node) -> int:
 
 
 def _last_lines(step: StepGraph, lines: Sequence[Line]) -> dict[fx.Node, int]:
-    """Return by owner the number of the line that uses its storage last.
-
-    It is beyond the last line for what the step writes.
-    """
+    """Return for each owner the last line that uses its storage; what the step writes outlives every line."""
     last: dict[fx.Node, int] = {}
     for number, line in enumerate(lines):
         for node in (*line.makes, *line.node.all_input_nodes):

@@ -1,4 +1,4 @@
-"""Make the user's model and batch what capture sees: fake tensors, names, rows."""
+"""Prepare the user's model and batch for capture: fake tensors, names, rows."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from piper_ir.errors import CaptureError
 from piper_ir.tools import user_code
 
 BatchMaker = Callable[[range], tuple[Any, Any]]
-"""rows -> (inputs, targets), each with len(rows) rows."""
+"""A function from rows to (inputs, targets), each with len(rows) rows."""
 
 Loss = Callable[[Any, Any], Any]
-"""(output, targets) -> mean over rows, or (sum, weight)."""
+"""A function from (output, targets) to the mean over the rows, or to (sum, weight)."""
 
 ASKED_ROWS = 2
-"""Rows that the user's batch function is asked for: more than one, so that a function that ignores its argument
-shows."""
+"""The rows that the user's batch function is asked for: two show a function that ignores its argument."""
 
 DEVICES = (
     "Model, loss and batch are written for the CPU, and a run moves them to the devices of its ranks: leave .cuda(), "
@@ -35,9 +34,9 @@ DEVICES = (
 def fake_model(model: nn.Module | Callable[[], nn.Module], mode: _torch.FakeTensorMode, dtype: torch.dtype | None) -> nn.Module:
     """Return the model with fake parameters and buffers, floating ones cast to `dtype`.
 
-    The user's module is not touched. A callable runs with fake tensors, so that a model of any size takes no memory. A
-    constructor that reads values of tensors (`.item()`, numpy) cannot run there; it then runs for real, and its tensors
-    are replaced by fake ones.
+    The user's module is not changed. A callable runs with fake tensors, so that a model of any size takes no memory. A
+    constructor that reads values of tensors (`.item()`, numpy) cannot run so: it runs for real, and its tensors are
+    replaced by fake ones.
     """
     if isinstance(model, nn.Module):
         return _faked(model, mode, dtype)
@@ -55,7 +54,7 @@ def fake_model(model: nn.Module | Callable[[], nn.Module], mode: _torch.FakeTens
 
 @contextmanager
 def _devices_left_out() -> Iterator[None]:
-    """Add what is meant to an error of a constructor that asks for a device that is not here."""
+    """Explain the error of a constructor that asks for a device that is not here."""
     try:
         yield
     except CaptureError as error:
@@ -115,10 +114,10 @@ def _faked(model: nn.Module, mode: _torch.FakeTensorMode, dtype: torch.dtype | N
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield (name, tensor, in state_dict) of all parameters, buffers and plain tensor attributes.
+    """Yield (name, tensor, in state_dict) for all parameters, buffers and plain tensor attributes.
 
-    Tied names are included, each under its dotted name. Plain attributes (`self.mask = torch.ones(8)`) are treated as
-    buffers that are not persistent.
+    A tied tensor is yielded under each of its dotted names. Plain attributes (`self.mask = torch.ones(8)`) are treated
+    as buffers that are not persistent.
     """
     for prefix, module in model.named_modules(remove_duplicate=False):
         dot = f"{prefix}." if prefix else ""
@@ -134,10 +133,9 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 
 
 def flatten_batch(inputs: Any, targets: Any) -> dict[str, Tensor]:
-    """Return the tensors of a batch by name.
+    """Return the tensors of a batch by name, as in "inputs" (one tensor), "inputs.0", "inputs.mask", "targets.0.x".
 
-    Names are "inputs" (a single tensor), "inputs.0", "inputs.mask", "targets", "targets.0.x"... Raises CaptureError for
-    a leaf that is neither a tensor nor None.
+    Raises CaptureError for a leaf that is neither a tensor nor None.
     """
     found: dict[str, Tensor] = {}
     for root, nest in (("inputs", inputs), ("targets", targets)):
@@ -160,9 +158,8 @@ def _key(part: Any) -> str:
 def check_batch(batch: BatchMaker, rows: int, dtype: torch.dtype | None, most: int = ASKED_ROWS) -> tuple[Any, Any]:
     """Return example (inputs, targets) with `rows` rows and undefined content.
 
-    They are made from a call of the user's function for two rows, or for one where there are no more than that
-    (`most`). Raises CaptureError where the function does not return a pair of nests of tensors whose first dimension is
-    the rows.
+    They are made from a call of the user's function for two rows, or for one if `most` is one. Raises CaptureError
+    where the function does not return a pair of nests of tensors whose first dimension is the rows.
     """
     asked = range(min(ASKED_ROWS, most))
     with user_code(f"batch(rows={asked})", CaptureError):

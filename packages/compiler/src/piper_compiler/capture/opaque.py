@@ -1,8 +1,8 @@
 """Make the steps of an opaque region, which autograd runs as the user wrote it: nothing is made functional or cut.
 
 F runs the region's operations and keeps what autograd has recorded behind one port, `saved0`, whose bytes are those
-that autograd saved beyond inputs, parameters and outputs. What it saved of these is read by I, so that they live until
-then. I makes all gradients; those of parameters go to W (`iw`), which adds them up.
+that autograd saved beyond inputs, parameters and outputs. I reads the inputs, parameters and outputs that autograd
+saved, so that they live until then. I makes all gradients; those of parameters go to W (`iw`), which adds them up.
 
 Bytes, temporaries and kernels are measured: the steps run once on fake CPU tensors, in the very form in which they will
 run for real. On a device for which torch takes other kernels they may differ.
@@ -38,7 +38,7 @@ def trace_opaque(
 ) -> TracedChunk:
     """Return the steps of `module`, whose placeholders are `inputs`; output k receives a gradient if tangent_mask[k].
 
-    Raises CaptureError for what cannot be written as text (nested graphs), or cannot run on fake tensors.
+    Raises CaptureError for code that cannot be written as text (nested graphs), or cannot run on fake tensors.
     """
     constants = constants_of(module)
     body = _body(module, tuple(constants))
@@ -78,10 +78,7 @@ def trace_opaque(
 
 
 def _body(module: fx.GraphModule, constants: Sequence[str]) -> str:
-    """Return the source of `body(*inputs, *constants)`, with its imports.
-
-    Every device in it is the one it runs on.
-    """
+    """Return the source of `body(*inputs, *constants)`, with its imports; every device in it is the one it runs on."""
     graph, env = fx.Graph(), {}
     nodes = list(module.graph.nodes)
     for node in (n for n in nodes if n.op == "placeholder"):
@@ -104,7 +101,7 @@ def _body(module: fx.GraphModule, constants: Sequence[str]) -> str:
 
 
 def _import(name: str, value: Any, module: fx.GraphModule) -> str:
-    """Return the line that makes a global of generated code."""
+    """Return the line that defines a global of the generated code."""
     if value is torch.device:
         return f"def {name}(*_, **__):\n    return DEVICE"
     if isinstance(value, ModuleType):
@@ -127,7 +124,7 @@ class _Observed:
 
     Attributes:
         kernels: in the order of their launch.
-        held: the bytes held beyond those before, at each op that allocates.
+        held: the additional bytes held at each op that allocates.
     """
 
     kernels: list[Any] = field(default_factory=list)
@@ -151,7 +148,7 @@ class _Watch(_torch.TorchDispatchMode):
         self.observed = _Observed()
 
     def begin(self) -> _Observed:
-        """Start another step; what is alive now was there before it."""
+        """Start another step; storages that are alive now do not count in it."""
         self._base, self.observed = self.live, _Observed()
         return self.observed
 
@@ -181,7 +178,7 @@ class _Trial:
 
     Attributes:
         outputs: their specs.
-        tangents: the gradient of output k is used.
+        tangents: whether the gradient of output k is used.
         used: indexes of the inputs that get a gradient.
         saved: bytes that autograd keeps beside inputs and outputs.
         kept: ports of inputs and outputs that it keeps too.
@@ -203,7 +200,7 @@ class _Trial:
                 self._measure(watch)
 
     def _reached(self, mask: Sequence[bool]) -> tuple[tuple[bool, ...], list[int]]:
-        """Return which outputs' gradients are used, and which inputs get one from them."""
+        """Return which outputs' gradients are used, and which inputs get a gradient from them."""
         leaves = [t.detach().requires_grad_(w) for t, w in zip(self._given, self._wanted, strict=True)]
         with torch.enable_grad():
             outputs = self._body(*leaves)
@@ -224,7 +221,7 @@ class _Trial:
         return line_of(next(n for n in self._module.graph.nodes if n.op.startswith("call")))
 
     def _kept(self) -> list[str]:
-        """Return the inputs and outputs that autograd keeps, in any case the inputs whose gradient is wanted."""
+        """Return the inputs and outputs that autograd keeps, and always the inputs whose gradient is wanted."""
         if not self.used:
             return []
         saved: list[Tensor] = []
@@ -258,7 +255,7 @@ class _Trial:
 
 
 def _interpreted(module: fx.GraphModule, constants: Mapping[str, Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-    """Return the module as a function of its inputs, with the user's line in what it raises."""
+    """Return the module as a function of its inputs, whose errors name the user's line."""
 
     def body(*inputs: Tensor) -> tuple[Tensor, ...]:
         interpreter = Interpreter(module, constants)
@@ -272,7 +269,7 @@ def _interpreted(module: fx.GraphModule, constants: Mapping[str, Tensor]) -> Cal
 
 
 def _accumulate(params: Sequence[int], specs: Sequence[TensorSpec]) -> tuple[Signature, StepCode]:
-    """Return W, which adds the gradients that I made to the accumulators."""
+    """Return the step W, which adds the gradients that I made to the accumulators."""
     gradients = [f"iw{j}" for j in range(len(params))]
     sums = [f"acc{j}" for j in range(len(params))]
     adds = "\n".join(f"    {a}.add_({g}); del {g}" for a, g in zip(sums, gradients))

@@ -1,6 +1,6 @@
 """Cut a joint graph into the steps F, I and W.
 
-    F   ancestors of the outputs, and what backward needs of the forward ("saved")
+    F   ancestors of the outputs, and the forward nodes that backward needs ("saved")
     I   ancestors of the gradients of values, among the nodes of backward
     W   the other ancestors of the gradients of parameters; only W accumulates
 
@@ -36,11 +36,10 @@ class ChunkSteps:
     """Hold the steps of a chunk.
 
     Attributes:
-        steps: their graphs.
-        ports: the specs of what crosses between steps and chunks.
-        output_grads: a step reads tan{k}.
-        input_grads: a step makes the gradient of input k.
-        random: F draws random numbers.
+        ports: the specs of the tensors that cross between steps and chunks.
+        output_grads: whether a step reads tan{k}.
+        input_grads: whether a step makes the gradient of input k.
+        random: whether F draws random numbers.
     """
 
     steps: Mapping[Step, StepGraph]
@@ -56,7 +55,7 @@ class _Plan:
 
     Attributes:
         body: nodes of the joint graph.
-        needs: nodes whose storages it gets from elsewhere.
+        needs: nodes whose storages come from elsewhere.
     """
 
     body: set[fx.Node] = field(default_factory=set)
@@ -124,8 +123,8 @@ def cut(joint: Joint) -> ChunkSteps:
 def _backward(joint: Joint) -> set[fx.Node]:
     """Return the nodes that run after the forward.
 
-    They are what depends on a tangent, what autograd's backward recorded, and of the nodes whose part is not known
-    those that no output needs.
+    These depend on a tangent, or were recorded by autograd's backward, or are of unknown origin and needed by no
+    output.
     """
     outputs = ancestors(joint.outputs)
     backward: set[fx.Node] = set()
@@ -138,7 +137,7 @@ def _backward(joint: Joint) -> set[fx.Node]:
 
 
 def _close(targets: Iterable[fx.Node], here: Callable[[fx.Node], bool]) -> _Plan:
-    """Return what has to be computed for `targets` when only the nodes for which `here` holds may be computed."""
+    """Return the nodes to compute for `targets`, when only nodes for which `here` holds may be computed."""
     plan = _Plan()
     todo = list(targets)
     while todo:
@@ -172,7 +171,7 @@ def _repeatable(node: fx.Node, joint: Joint) -> bool:
 
 
 def _of_parameter(node: fx.Node, joint: Joint) -> bool:
-    """Return whether a node is a parameter, or views and casts of one."""
+    """Return whether a node is a parameter, or a view or cast of one."""
     while node.op == "call_function" and (aliasing.is_view(node) or node.target is aten._to_copy.default):
         node = node.all_input_nodes[0]
     return node in joint.inputs and joint.kinds[joint.inputs.index(node)] == "param"

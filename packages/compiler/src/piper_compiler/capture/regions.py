@@ -1,10 +1,10 @@
 """Find which region each operation of the captured graph belongs to.
 
-Own coordinates of an operation are those of the regions and tagged modules around it, and `layer`. Then, in program
-order:
+An operation's own coordinates are those of the regions and tagged modules around it, and `layer`. These rules apply to
+the operations in program order:
 
-1. An operation without user coordinates takes those of its latest producer: of those in the latest region, the last.
-   Without a producer it takes those of the operation before it. What comes before anything tagged has none. `opaque` is
+1. An operation without user coordinates takes those of its latest producer: the last one in the latest region. Without
+   a producer it takes those of the operation before it. Operations before everything tagged have none. `opaque` is
    never taken over.
 2. An operation without a layer, between the first and the last operation with one, takes the layer of its latest
    producer if the user coordinates agree. Before the first layer (embedding) and after the last (head, loss) it has
@@ -13,7 +13,8 @@ order:
    that ran since then changes what it reads; otherwise it opens a new visit of its coordinates. An operation that
    changes a tensor in place never joins a region that is not the latest. An operation without coordinates of its own,
    between the first and the last operation with a layer, joins the latest region instead of opening a new visit.
-4. An operation of this kind moves to the first region that reads it, if fewer bytes cross then (`sinking`).
+4. An operation between layers, without coordinates of its own, moves to the first region that reads it if fewer
+   bytes cross then (`sinking`).
 
 Regions are numbered as they are opened and use values of earlier numbers only, so the cut is acyclic by construction.
 Views of parameters, buffers and batch tensors, and tensors made of nothing (arange, zeros), belong to no region: every
@@ -39,19 +40,19 @@ from piper_ir.errors import CaptureError
 Coords = dict[str, int]
 
 DROPPED = frozenset({"_log_api_usage_once", "_assert_async", "_assert_scalar", "_assert", "_assert_tensor_metadata", "_check"})
-"""Statements without a tensor result that have no effect on a training step."""
+"""The statements without a tensor result that have no effect on a training step."""
 
 TRITON = frozenset({"triton_kernel_wrapper_mutation", "triton_kernel_wrapper_functional"})
 
 TRANSFORMS = ("torch._functorch.predispatch", "torch._functorch.vmap")
-"""Modules of the calls that enter and leave transforms of torch.func in a captured graph."""
+"""The modules of the calls that enter and leave transforms of torch.func in a captured graph."""
 
 
 @dataclass(eq=False)
 class Region:
     """Hold a run of operations with equal coordinates.
 
-    `id` is "layer3", "stage0_layer3", or "root" without coordinates, with ".1" for the second visit of the same
+    `id` is "layer3", "stage0_layer3", or "root" without coordinates; ".1" follows for the second visit of the same
     coordinates.
     """
 
@@ -68,10 +69,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Operations:
-    """Hold the operations of a graph in program order.
-
-    `grad_mode[n]` is False for one that ran under torch.no_grad().
-    """
+    """Hold a graph's operations in program order; `grad_mode[n]` is False for one under torch.no_grad()."""
 
     nodes: tuple[fx.Node, ...]
     grad_mode: Mapping[fx.Node, bool]
@@ -79,9 +77,9 @@ class Operations:
 
 
 def operations(graph: fx.Graph) -> Operations:
-    """Return tensor operations without sizes and bookkeeping.
+    """Return the tensor operations, without sizes and bookkeeping.
 
-    Raises CaptureError for what belongs to Piper or is not supported.
+    Raises CaptureError for operations of Piper's own or that are not supported.
     """
     kept: list[fx.Node] = []
     statements: list[fx.Node] = []
@@ -113,7 +111,7 @@ def operations(graph: fx.Graph) -> Operations:
 
 
 def _line_near(node: fx.Node) -> str:
-    """Return the user's line of a node, or of the next that has one: what enters a transform has none."""
+    """Return the user's line of a node, or of the next node that has one: nodes that enter a transform have none."""
     traced = node
     while traced.op not in ("root", "output") and not traced.meta.get("stack_trace"):
         traced = traced.next
@@ -126,10 +124,7 @@ def _writes_silently(node: fx.Node) -> bool:
 
 
 def own_coords(forward: Forward, nodes: Iterable[fx.Node]) -> dict[fx.Node, Coords]:
-    """Return the coordinates of each operation from regions, tagged modules and ModuleLists.
-
-    Outer ones are overridden by inner ones.
-    """
+    """Return each operation's coordinates from regions, tagged modules and ModuleLists; inner ones come first."""
     layers = layer_indexes(forward.model)
     found: dict[fx.Node, Coords] = {}
     for node in nodes:
@@ -154,7 +149,7 @@ def own_coords(forward: Forward, nodes: Iterable[fx.Node]) -> dict[fx.Node, Coor
 
 
 def free_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: ReplayFacts) -> set[fx.Node]:
-    """Return operations that every region may repeat: constants, and views of what every region can read."""
+    """Return the operations that every region may repeat: constants, and views of what every region can read."""
     written = frozenset().union(*facts.writes.values())
     readable = set(forward.origins)
     free: set[fx.Node] = set()
@@ -172,7 +167,7 @@ def free_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: ReplayFacts) -
 
 
 def live_nodes(nodes: Sequence[fx.Node], forward: Forward, facts: ReplayFacts) -> list[fx.Node]:
-    """Return operations on which the loss, its weight or the new content of a buffer depends."""
+    """Return the operations on which the loss, its weight or the new content of a buffer depends."""
     roots = [n for n in (forward.loss, forward.weight, *forward.rewrites.values()) if n is not None]
     needed = set(roots)
     storages = set().union(*(facts.storages[n] for n in roots if n in facts.storages))
@@ -245,10 +240,7 @@ class _Assigner:
         return region
 
     def is_between(self, node: fx.Node) -> bool:
-        """Return whether an operation without coordinates of its own stands between layers.
-
-        Without any layers it does anywhere.
-        """
+        """Return whether an operation without its own coordinates stands between layers; without any layers, all do."""
         first, last = self._layered
         return not self._own[node] and (last < 0 or first < self._position[node] < last)
 

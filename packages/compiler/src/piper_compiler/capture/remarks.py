@@ -1,6 +1,6 @@
-"""Say of chunks what a user needs to know when devices wait for each other in a circle: lines of the model's code.
+"""Name the lines of the model's code for chunks that make devices wait for each other in a circle.
 
-A program has no lines. What these chunks are is known at capture and shown beside the compiler's message.
+A program has no lines. The remarks are made at capture and shown beside the compiler's message.
 """
 
 from __future__ import annotations
@@ -11,10 +11,7 @@ from piper_compiler.capture.tags import LAYER
 
 
 def remarks(cut: Cut) -> dict[str, str]:
-    """Return by chunk what is said of it.
-
-    That is that it is a further visit of a block, or that it updates a buffer that others update too.
-    """
+    """Return remarks by chunk: that it is a further visit of a block, or updates a buffer that others update too."""
     return _updates(cut) | _visits(cut)
 
 
@@ -37,7 +34,7 @@ def _visits(cut: Cut) -> dict[str, str]:
 
 
 def _updates(cut: Cut) -> dict[str, str]:
-    """Return what is said of chunks that update a buffer that another chunk updates in the same microbatch."""
+    """Return remarks on chunks that update a buffer that another chunk updates in the same microbatch."""
     written: dict[str, dict[str, str]] = {}
     buffers = {o.name: cut.facts.storages[n] for n, o in cut.forward.origins.items() if o.kind == "buffer"}
     for piece in cut.pieces:

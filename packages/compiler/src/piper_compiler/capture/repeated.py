@@ -1,6 +1,6 @@
 """Trace equal layers once.
 
-Dynamo's time for a model is the time for its operations, and in a large one nearly all are in layers that are equal but
+Dynamo's time for a model grows with its operations, and in a large model nearly all are in layers that are equal but
 for their weights. Each class of such layers is therefore a nested compile region while Dynamo runs: after the first
 layer it is only checked that tracing the next one would give the same (`_torch_reuse`), and the graph of the first is
 called again. Afterwards these calls get the weights of their own layers and are replaced by copies of what they call,
@@ -24,15 +24,15 @@ from piper_compiler.capture.model import named_tensors
 from piper_compiler.capture.tags import outermost_entries
 
 FEWEST = 16
-"""Layers of a class from which on it is worth the check."""
+"""The number of equal layers from which on the check is worth its time."""
 
 
 class NotFlat(Exception):
-    """Tell that calls of nested regions cannot be replaced by what they call."""
+    """Report that calls of nested regions cannot be replaced by the code that they call."""
 
 
 def repeated_layers(model: nn.Module) -> list[type[nn.Module]]:
-    """Return the user's classes of which there are many layers in outermost ModuleLists, and none anywhere else."""
+    """Return the user's classes that have many layers in outermost ModuleLists, and none anywhere else."""
     layers = Counter(type(entry) for entry in outermost_entries(model, set()))
     everywhere = Counter(map(type, model.modules()))
     return [c for c, n in layers.items() if n >= FEWEST and everywhere[c] == n and not c.__module__.startswith("torch.")]
@@ -50,7 +50,7 @@ def as_regions(model: nn.Module, classes: list[type[nn.Module]]) -> Iterator[Non
 
 
 def complete(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """Make the tensors that calls of regions still lack inputs of the graph; return the inputs."""
+    """Make inputs of the graph from the tensors that calls of regions still lack, and return the inputs."""
     graph, found = module.graph, list(inputs)
     placeholders = graph.find_nodes(op="placeholder")
     nodes = {id(value): node for node, value in zip(placeholders, found, strict=True)}
@@ -70,9 +70,9 @@ def complete(module: fx.GraphModule, inputs: Sequence[Any]) -> list[Any]:
 
 
 def flatten(module: fx.GraphModule) -> None:
-    """Replace the calls of nested regions in a graph by copies of what they call.
+    """Replace the calls of nested regions in a graph by copies of the graphs that they call.
 
-    Raises NotFlat where a copy would not be what a plain trace gives.
+    Raises NotFlat where a copy would differ from what a plain trace gives.
     """
     graph = module.graph
     calls = graph.find_nodes(op="call_function", target=_torch.INVOKE)
@@ -93,10 +93,9 @@ def flatten(module: fx.GraphModule) -> None:
 
 
 def _stack(node: fx.Node, call: fx.Node, traced: fx.Node) -> dict[str, Any]:
-    """Return the module stack of the copy of a node for a call.
+    """Return the module stack for the copy of a node: the call's stack, then the modules in place of the traced ones.
 
-    It is that of the call, then the modules in the place of those inside of the call that was traced. Nothing reads
-    their paths.
+    Nothing reads the paths in it.
     """
     own: Mapping[str, Any] = node.meta.get("nn_module_stack") or {}
     if call is traced and _torch.MODULES not in call.meta:

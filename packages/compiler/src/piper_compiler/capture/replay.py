@@ -1,8 +1,8 @@
 """Run the captured forward graph once on meta tensors at two rows, to learn what its nodes do to storages.
 
-The graph is torch-level: whether `relu(x, inplace=True)`, a custom op or an index assignment writes to a tensor is not
-in a schema. It is seen here by version counters, views by shared storages, random numbers by the tags of the ops that
-ran.
+The graph is torch-level: no schema tells whether `relu(x, inplace=True)`, a custom op or an index assignment writes to
+a tensor. Here version counters show writes, shared storages show views, and the tags of the ops that ran show random
+numbers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class ReplayFacts:
         writes: node -> ids of storages it changes.
         random: nodes that draw random numbers.
         varies: ids of storages whose content depends on the batch or on random numbers at the end.
-        requires_grad: node -> the operations at which its tensor's requires_grad became known or changed, in order, and
-            to what.
+        requires_grad: node -> the operations at which its tensor's requires_grad became known or changed, in order,
+            with
+        the new value.
     """
 
     storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)
@@ -44,7 +45,7 @@ class ReplayFacts:
 
 
 class _RandomWatch(_torch.TorchDispatchMode):
-    """Note whether an op with the tag nondeterministic_seeded ran."""
+    """Record whether an op with the tag nondeterministic_seeded ran."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no types there
@@ -56,10 +57,7 @@ class _RandomWatch(_torch.TorchDispatchMode):
 
 
 def replay(forward: Forward, nodes: Sequence[fx.Node]) -> ReplayFacts:
-    """Run `nodes` (statements and tensor operations in program order).
-
-    Raises CaptureError with the user's line.
-    """
+    """Run `nodes` (statements and tensor operations in program order); raise CaptureError with the user's line."""
     facts = ReplayFacts()
     env: dict[fx.Node, Any] = {}
     requires_grad = {p.name for p in forward.params if p.requires_grad}

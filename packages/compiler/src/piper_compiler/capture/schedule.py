@@ -1,8 +1,8 @@
 """Decide the order in which a step's code runs and drops its tensors.
 
 The generated code and the liveness analysis both follow it. A step is a list of lines, one per op. A line makes some
-variables; those in `drops` are not used afterwards and are deleted right after it. A storage is freed when the last
-variable that lives in it is dropped.
+variables, and deletes right after it the variables in `drops`, which are not used afterwards. A storage is freed when
+the last variable that lives in it is dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ class Line:
     """Hold one line of a step.
 
     Attributes:
-        node: the op.
         makes: the variables that the op assigns; for an op with several results its getitem nodes, in their order.
         drops: the variables that are not used afterwards.
     """

@@ -1,8 +1,8 @@
 """Find named tensors of a model that share bytes without being one object.
 
 A plan keeps every parameter and buffer apart. One Parameter under two names is one parameter of the plan. Two objects
-over the same bytes would be separated: what changes the one no longer changes the other. Where nothing changes either
-of them, that makes no difference; else the model is refused.
+over the same bytes would be separated, so that a change of one no longer changes the other. That makes no difference
+where neither changes; otherwise the model is refused.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from piper_ir.errors import CaptureError
 from piper_ops import storage_key
 
 ATTRIBUTE = "_piper_shared"
-"""Attribute of a fake model: the pairs of tensors that share bytes in the model that it stands for."""
+"""The attribute of a fake model that holds the pairs of tensors which share bytes in the user's model."""
 MOST_BYTES = 2**28
-"""Extent of two interleaved tensors up to which their bytes are compared one by one; beyond it they count as shared."""
+"""The extent of two interleaved tensors up to which they are compared byte by byte; beyond it they count as shared."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Name two tensors, by their first names, with some bytes in common."""
+    """Name two tensors, by their first names, that have some bytes in common."""
 
     first: str
     second: str
@@ -40,7 +40,7 @@ def shared_tensors(named: Sequence[tuple[str, Tensor]]) -> tuple[Shared, ...]:
 
 
 def _pairs(group: Sequence[tuple[str, Tensor]]) -> Iterator[Shared]:
-    """Yield the pairs of one storage, by a sweep over where its tensors begin and end."""
+    """Yield the pairs within one storage, by a sweep over where its tensors begin and end."""
     order = {name: k for k, (name, _) in enumerate(group)}
     open_ones: list[tuple[str, Tensor]] = []
     for name, tensor in sorted(group, key=lambda item: _extent(item[1])):
@@ -58,14 +58,14 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte in the storage, and the one after the last."""
+    """Return the tensor's first byte in the storage, and the one after its last."""
     last = sum(int(size - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset())
     return first * tensor.element_size(), (first + last + 1) * tensor.element_size()
 
 
 def _bytes(tensor: Tensor, end: int) -> Tensor:
-    """Return which of the first bytes of its storage a tensor has."""
+    """Return a mask over the first bytes of the storage that is true for the bytes of the tensor."""
     size = tensor.element_size()
     mask = torch.zeros(end, dtype=torch.bool, device="cpu")
     mask.as_strided((*tensor.shape, size), (*(s * size for s in tensor.stride()), 1), tensor.storage_offset() * size).fill_(True)

@@ -41,13 +41,13 @@ SHAPE_ONLY: dict[OpOverload, tuple[OpOverload, Any]] = {
     aten.full_like.default: (aten.full.default, 1),
     aten.new_full.default: (aten.full.default, 2),
 }
-"""Ops that read a tensor for its shape, dtype and device only -> (factory, index of the fill value)."""
+"""The ops that read a tensor for its shape, dtype and device only, each with (factory, index of the fill value)."""
 
 
 def simplify(graph: fx.Graph, buffers: Collection[fx.Node] = ()) -> None:
     """Rewrite `graph` in place.
 
-    A copy of one of the `buffers` stays: it is what backward reads when the buffer has changed.
+    A copy of one of the `buffers` stays, because backward reads it when the buffer has changed.
     """
     views: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
@@ -63,10 +63,7 @@ def simplify(graph: fx.Graph, buffers: Collection[fx.Node] = ()) -> None:
 
 
 def _apply(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """Return `node` after all rules.
-
-    A rule that returns an older node ends the search, because that one is simple already.
-    """
+    """Return `node` after all rules; a rule that returns an older, already simple node ends the search."""
     for rule in RULES:
         replacement = rule(graph, node)
         if replacement is not None:
@@ -97,7 +94,7 @@ def _same_spec(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _node(graph: fx.Graph, before: fx.Node, target: OpOverload, args: tuple[Any, ...], **kwargs: Any) -> fx.Node:
-    """Return a new node with the meaning (user line, phase) of the node that it replaces."""
+    """Return a new node with the user line and phase of the node that it replaces."""
     with graph.inserting_before(before):
         new = graph.call_function(target, args, kwargs)
     new.meta = dict(before.meta)
@@ -169,7 +166,7 @@ def _permutation(node: fx.Node) -> list[int] | None:
 def _select_first(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     """Take parts of a permuted tensor (q, k, v of a fused projection) from the tensor itself.
 
-    That is one permutation for the parts that need one, where the whole and every part had one.
+    This leaves one permutation for each part that needs one; before, the whole had one and every part another.
     """
     inner = node.args[0] if node.args else None
     order = _permutation(inner) if isinstance(inner, fx.Node) and node.target is aten.select.int else None
@@ -186,9 +183,9 @@ def _select_first(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 
 def _permute_first(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """Make a stack in the order in which it is needed.
+    """Permute the parts of a stack instead of the stack, which would be copied.
 
-    Its parts are permuted, which costs nothing and folds with their own permutations; a permuted stack would be copied.
+    To permute a part costs nothing, and folds with the part's own permutation.
     """
     inner = node.args[0] if node.args else None
     order = _permutation(node)

@@ -16,10 +16,7 @@ from piper_compiler.capture.replay import ROWS, ReplayFacts
 
 
 class Sinking:
-    """Say which region each operation is in, by the region's number.
-
-    `movable` are operations that may move to a later region.
-    """
+    """Record the number of the region of each operation; `movable` operations may move to a later region."""
 
     def __init__(
         self, nodes: Sequence[fx.Node], home: Mapping[fx.Node, int], movable: Collection[fx.Node], facts: ReplayFacts
@@ -35,8 +32,8 @@ class Sinking:
     def into(self, region: int, inside: Collection[fx.Node], starts: int) -> None:
         """Move operations into a region.
 
-        `inside` are its own operations. `starts` is the position of the first operation of its layer; one that draws
-        random numbers before that draws them in the state of the layer before.
+        `inside` are its own operations. `starts` is the position of the first operation of its layer: an operation
+        before it that draws random numbers draws them in the state of the layer before.
         """
         moved: set[fx.Node] = set()
         own = set(inside)
@@ -52,7 +49,7 @@ class Sinking:
         return bool(self._facts.writes[node]) or any(self._last_write.get(s, -1) > self._position[node] for s in read)
 
     def _first_read_in(self, region: int, own: set[fx.Node], starts: int) -> list[fx.Node]:
-        """Return the movable operations that no region before reads, but for others of these; the last first."""
+        """Return the movable operations that no earlier region reads, except for each other; the last one first."""
         found: set[fx.Node] = set()
         todo = list(self._inputs(own))
         while todo:
@@ -84,7 +81,7 @@ class Sinking:
 
 
 def _bytes(node: fx.Node) -> float:
-    """Return the bytes of the tensor at a few rows; what gives several tensors cannot be sent by itself."""
+    """Return the bytes of the tensor at a few rows; an operation with several tensors cannot be sent by itself."""
     if isinstance(node.meta["example_value"], tuple | list):
         return inf
     return sum(t.dtype.itemsize * prod(concrete_shape(t, ROWS, node)) for t in tensors_of(node))

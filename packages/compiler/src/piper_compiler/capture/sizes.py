@@ -1,4 +1,4 @@
-"""Fit the sizes of a chunk, traced at several numbers of rows, to functions affine in rows."""
+"""Fit the sizes of a chunk, traced at several numbers of rows, to functions that are affine in the rows."""
 
 from __future__ import annotations
 
@@ -23,20 +23,14 @@ class Fitter:
         self._rows, self._traces = rows, traces
 
     def ports(self) -> dict[str, TensorSpec]:
-        """Return by port its shape and dtype, affine in rows.
-
-        Raises NotAffine.
-        """
+        """Return the shape and dtype of each port, affine in rows; raise NotAffine where one is not."""
         first, *others = (t.ports for t in self._traces)
         if any(list(o) != list(first) for o in others):
             raise NotAffine("its saved tensors differ in number")
         return {name: self._spec(name, [t.ports[name] for t in self._traces]) for name in first}
 
     def steps(self) -> dict[Step, Signature]:
-        """Return F, I and W with costs and memory affine in rows.
-
-        Raises NotAffine.
-        """
+        """Return F, I and W with costs and memory affine in rows; raise NotAffine where one is not."""
         return {step: self._signature(step, [t.steps[step] for t in self._traces]) for step in self._traces[0].steps}
 
     def _spec(self, name: str, specs: Sequence[TensorSpec]) -> TensorSpec:
@@ -58,8 +52,8 @@ class Fitter:
     def _cost(self, step: Step, costs: Sequence[Cost]) -> Cost:
         """Fit kernels by their places in the step.
 
-        Only those equal in all traces are counted together: at one number of rows, kernels that have nothing to do with
-        each other may coincide.
+        Only kernels that are equal in all traces are counted together, because different ones may coincide at one
+        number of rows.
         """
         if len({len(c.kernels) for c in costs}) != 1:
             raise NotAffine(f"step {step} launches other kernels")
@@ -118,7 +112,7 @@ def _maximal(sizes: Sequence[Dim]) -> tuple[Dim, ...]:
 
 
 def explain(error: NotAffine, chunk: str, traces: Mapping[int, TracedChunk]) -> CaptureError:
-    """Return what a user is told of a chunk that does not fit; `traces` are by rows."""
+    """Return the user's error for a chunk that does not fit; `traces` are by rows."""
     return CaptureError(
         f"chunk {chunk!r} is not affine in the rows of a microbatch: {error} (traced at {', '.join(map(str, traces))} rows); "
         "every size must be a + b * rows: no rows-by-rows products, and the rows stay in the first dimension. What compares the "

@@ -2,8 +2,8 @@
 
 A model is captured once, so every step of a plan computes what the first call computed. Where the traced code changes
 anything that existed before, it is traced again on the model as the first call left it. Both traces must compute the
-same. A tensor that the first call made of constants and kept counts as what it was made of: it is the same whenever it
-is made.
+same. A tensor that the first call made from constants and kept counts as these constants: it is the same whenever it is
+made.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ ADVICE = (
 
 
 def check_steady(first: Forward) -> None:
-    """Trace the next call where forward changed something.
-
-    Raises CaptureError if it computes something else than the first.
-    """
+    """Trace the next call where forward changed something; raise CaptureError if it computes something else."""
     if first.repeat is None:
         return
     changes, wanted = first.repeat.changes, _transcript(first, {})
@@ -51,7 +48,7 @@ def check_steady(first: Forward) -> None:
 
 
 def _subject(changes: Sequence[Change], kept: Sequence[str]) -> str:
-    """Say where forward changes what. `kept` are names of the tensors among it that the next call reads."""
+    """Say where forward changes what. `kept` names the changed tensors that the next call reads."""
     holders = [c for c in changes if any(_holds(c.name, k) for k in kept)]
     shown = holders or list(changes)
     names = [k for k in kept if holders] or dict.fromkeys(c.name for c in shown)
@@ -60,10 +57,7 @@ def _subject(changes: Sequence[Change], kept: Sequence[str]) -> str:
 
 
 def _holds(changed: str, kept: str) -> bool:
-    """Return whether a tensor of this name is what was changed, or is in it.
-
-    register_buffer changes "_buffers" of a module.
-    """
+    """Return whether `changed` is the kept tensor or holds it; register_buffer changes "_buffers" of a module."""
     module, _, last = changed.rpartition(".")
     if last == "_buffers":
         return kept.rpartition(".")[0] == module
@@ -75,8 +69,8 @@ class _Transcript:
     """Write down what a graph computes, without names.
 
     Attributes:
-        lines: operations on anything but constants, and the results.
-        texts: node -> how the lines call it; of a constant, what it is made of, with all that is written to it.
+        lines: the results, and the operations on anything but constants.
+        texts: node -> its text in the lines; for a constant, its origin with everything that is written to it.
         constants: nodes whose tensors are the same in every step.
     """
 
@@ -86,7 +80,7 @@ class _Transcript:
 
 
 def _transcript(forward: Forward, kept: Mapping[str, str]) -> _Transcript:
-    """Write down what a graph computes. kept: texts of tensors that an earlier call made of constants, by name."""
+    """Return the transcript of a graph; `kept` has texts for tensors that an earlier call made of constants."""
     ops = operations(forward.graph)
     facts = replay(forward, ops.statements)
     out = _Transcript(constants=_constants(forward, ops.nodes, facts, kept))
@@ -117,7 +111,7 @@ def _digest(text: str) -> str:
 def _constants(forward: Forward, nodes: Iterable[fx.Node], facts: ReplayFacts, kept: Mapping[str, str]) -> set[fx.Node]:
     """Return the nodes whose tensors are the same in every step.
 
-    They are made of nothing, of other constants, or of parameters and buffers that nothing changes.
+    They are made from nothing, from other constants, or from parameters and buffers that nothing changes.
     """
     trained = {p.name for p in forward.params if p.requires_grad}
     leaves = {

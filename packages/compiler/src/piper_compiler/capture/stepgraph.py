@@ -1,8 +1,8 @@
 """Build the graph of one step: what it reads, computes, writes and accumulates.
 
-Every written port owns its bytes and is contiguous: what does not by itself (a view of an input, one storage under two
+Every written port owns its bytes and is contiguous. A tensor that does not (a view of an input, one storage under two
 ports, a part of a storage) is copied where it is made. A storage whose dimensions lie in another order is written
-permuted and permuted back where it is read.
+permuted, and permuted back where it is read.
 """
 
 from __future__ import annotations
@@ -25,16 +25,13 @@ class Joint:
     """Hold the simplified joint graph of a chunk.
 
     Attributes:
-        graph: the operations.
-        kinds: what each input is.
+        kinds: the kind of each input.
         inputs: placeholders by input index.
         outputs: the first `own_outputs` are the module's, the last belong to `mutated` inputs.
-        own_outputs: how many outputs the module has.
         tangents: placeholders by output index.
         grads: input -> the node of its gradient.
         mutated: inputs that are changed in place.
         constant_names: node that stands for a constant -> its key in `constants`.
-        constants: their tensors.
     """
 
     graph: fx.Graph
@@ -51,7 +48,7 @@ class Joint:
 
 @dataclass
 class StepGraph:
-    """Hold one step as a graph of its own.
+    """Hold the graph of one step.
 
     Placeholders are named by the ports that it reads, then `acc{k}` per accumulator; the output node lists what it
     writes. Constants are get_attr nodes.
@@ -90,8 +87,8 @@ def whole(port: str, node: fx.Node) -> Storage:
 class StepBuilder:
     """Build the graph of one step.
 
-    `placed` gives the storages that other steps and the caller provide; after `write` and `hand_over` it holds those
-    that this step provides as well.
+    `placed` gives the storages that other steps and the caller provide; after `write` and `hand_over` it also holds
+    those that this step provides.
     """
 
     def __init__(
@@ -120,7 +117,7 @@ class StepBuilder:
                 self._results.append((port, node, "copy"))
 
     def hand_over(self, prefix: str, nodes: Iterable[fx.Node]) -> None:
-        """Hand whole storages to later steps, under ports of their own unless an output owns them already."""
+        """Hand whole storages to later steps, under new ports unless an output owns them already."""
         count = 0
         for node in nodes:
             if node in self.placed and not self.placed[node].port.startswith("gin"):
@@ -147,7 +144,7 @@ class StepBuilder:
         self._gradients = dict(gradients)
 
     def finish(self) -> StepGraph:
-        """Return the step's graph; what it delivers follows directly on the node that makes it."""
+        """Return the step's graph; what it writes follows directly on the node that makes it."""
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         reads = self._reads(graph, env)
@@ -162,10 +159,7 @@ class StepBuilder:
         return StepGraph(graph, reads, tuple(port for port, _, _ in self._results), tuple(self._gradients))
 
     def _reads(self, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> tuple[str, ...]:
-        """Make placeholders for everything that comes from outside, and their views as nodes.
-
-        They stand in the order of `_port_order`.
-        """
+        """Make placeholders for all inputs, in the order of `_port_order`, and nodes for their views."""
         wanted = {n for b in self._body for n in b.all_input_nodes if n not in self._inside}
         wanted |= {n for _, n, _ in self._results if n not in self._inside}
         wanted |= {n for n in self._gradients.values() if n not in self._inside}
@@ -187,10 +181,7 @@ class StepBuilder:
         return node
 
     def _restore(self, graph: fx.Graph, node: fx.Node, given: fx.Node) -> fx.Node:
-        """Return the joint graph's tensor out of the port's.
-
-        The port's has another shape of the same bytes, or its dimensions in another order.
-        """
+        """Return the joint graph's tensor from the port's, which may have another shape or order of dimensions."""
         place, value = self._provided[node], aliasing.tensor(node)
         order = list(range(value.dim()))
         inverse = [place.order.index(d) for d in order]
@@ -225,10 +216,7 @@ class StepBuilder:
         made: dict[str, fx.Node],
         accumulators: Mapping[int, fx.Node],
     ) -> None:
-        """Add what follows the moment at which `node` exists.
-
-        These are the ports that take it and the accumulators that it is added to.
-        """
+        """Add the nodes that follow `node` directly, for the ports that take it and the accumulators that add it."""
         for k, gradient in self._gradients.items():
             if gradient is node:
                 added = graph.create_node("call_function", aten.add_.Tensor, (accumulators[k], env[node]), name="accumulate")

@@ -1,13 +1,13 @@
 """Fold sums of gradients of parts into one concatenation.
 
-The parts of a tensor that was taken apart (`q, k, v = qkv`) each send back a gradient padded with zeros to the whole
-tensor's size, and autograd adds those up: n zero fills, n copies and n - 1 additions for what is one stack.
+Each part of a tensor that was taken apart (`q, k, v = qkv`) sends back a gradient padded with zeros to the whole
+tensor's size, and autograd adds these up: n zero fills, n copies and n - 1 additions in place of one stack.
 
     select_backward(g0, shape, d, 0) + ... + select_backward(gn, shape, d, n)   -> stack([g0, ..., gn], d)
     slice_backward(g0, shape, d, 0, e0) + slice_backward(g1, shape, d, e0, e1)  -> cat([g0, g1], d)
 
-Only when the parts cover the whole exactly once and at most one other term is in the (inner) sum: every element is then
-that term's plus one part's, and adding zeros is exact, so that no result is rounded differently.
+The rule holds only when the parts cover the whole exactly once and the (inner) sum has at most one other term. Every
+element is then that term's plus one part's, and adding zeros is exact, so that no result is rounded differently.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def _terms(node: fx.Node) -> list[fx.Node]:
 
 
 def _part(term: fx.Node) -> tuple[tuple[Any, tuple[int, ...], int], tuple[int, int], fx.Node] | None:
-    """Return what is known of a padded part, or None for anything else.
+    """Return the facts of a padded part, or None for anything else.
 
-    That is what has to agree among the parts, their span in the dimension, and the part's gradient.
+    These are the facts that must agree among the parts, the part's span in the dimension, and its gradient.
     """
     if term.target not in (aten.select_backward.default, aten.slice_backward.default) or len(term.users) != 1:
         return None

@@ -6,8 +6,7 @@ A coordinate is a name and an integer. Nested regions and tagged modules merge n
         x = self.embed(tokens)
     piper.tag(model, {"layers.0-3": dict(stage=0), "layers.4-7": dict(stage=1), "head*": dict(stage=1)})
 
-`opaque=True` is no coordinate of the user's choice: it says that the part is run by autograd as it is, see `opaque.py`.
-In selectors it is the coordinate opaque=1.
+`opaque=True` says that autograd runs this part as it is (see `opaque.py`). Selectors see it as the coordinate opaque=1.
 
 The number of the outermost ModuleList entry that runs an operation is its coordinate `layer`, unless the user gives
 one. Several outermost ModuleLists (an encoder's and a decoder's) are numbered consecutively, in the order of their
@@ -30,11 +29,13 @@ from torch.fx.traceback import annotate
 from piper_ir.errors import CaptureError, SelectorError
 
 PREFIX = "piper."
-"""Starts the key under which a region's coordinate stands in a node's meta["custom"]: one flat key per coordinate,
-because torch merges nested annotations by key."""
+"""The start of the key of a region's coordinate in a node's meta["custom"].
+
+There is one flat key per coordinate, because torch merges nested annotations by key.
+"""
 
 ATTRIBUTE = "_piper_coords"
-"""Attribute of a tagged module: coordinate -> (value, pattern)."""
+"""The attribute of a tagged module that holds coordinate -> (value, pattern)."""
 
 LAYER = "layer"
 OPAQUE = "opaque"
@@ -45,8 +46,8 @@ def region(*, opaque: bool = False, **coords: int) -> Iterator[None]:
     """Give every operation of the block, or of the decorated function, these coordinates: `region(stage=0)`.
 
     It does nothing outside of capture. Values are integers; capture refuses others with the line of the operation. With
-    `opaque` this part runs under autograd instead of cutting its backward into input and weight gradient: for
-    operations that have no portable form or cannot be made functional.
+    `opaque` autograd runs this part, and its backward is not cut into input and weight gradient. That serves operations
+    that have no portable form or cannot be made functional.
     """
     if not torch.compiler.is_compiling():
         yield
@@ -57,7 +58,7 @@ def region(*, opaque: bool = False, **coords: int) -> Iterator[None]:
 
 
 def _opaque(value: Any) -> Any:
-    """Return True as the integer that coordinates are made of; anything else as it is, to be refused."""
+    """Return True as the integer that coordinates need; return anything else unchanged, to be refused later."""
     return 1 if value is True else value
 
 
@@ -65,9 +66,9 @@ def tag(model: nn.Module, patterns: Mapping[str, Mapping[str, int]]) -> nn.Modul
     """Give modules coordinates from outside; return `model`.
 
     A pattern is matched against dotted module names as by fnmatch (`*` also matches dots); a component such as `0-3` is
-    an inclusive range of indexes. A tagged module's coordinates hold for everything that runs inside it; `opaque=True`
-    as for `region`. Raises SelectorError for a pattern without match, and for two patterns that give one module
-    different values.
+    an inclusive range of indexes. A tagged module's coordinates hold for everything that runs inside it, and
+    `opaque=True` works as for `region`. Raises SelectorError for a pattern without match, and for two patterns that
+    give one module different values.
     """
     modules = {name: module for name, module in model.named_modules() if name}
     for pattern, coords in patterns.items():
@@ -142,10 +143,7 @@ def _examples(names: list[str]) -> str:
 
 
 def is_opaque(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
-    """Return whether an operation of the captured graph stands in an opaque region or module.
-
-    `modules` are by their ids, as in nn_module_stack.
-    """
+    """Return whether an operation stands in an opaque region or module; `modules` are by id, as in nn_module_stack."""
     if PREFIX + OPAQUE in (node.meta.get("custom") or {}):
         return True
     stack = (modules.get(key.split("@")[0]) for key in node.meta.get("nn_module_stack") or {})
@@ -153,11 +151,11 @@ def is_opaque(node: fx.Node, modules: Mapping[str, nn.Module]) -> bool:
 
 
 def layer_indexes(model: nn.Module) -> dict[int, int]:
-    """Return by id of a module the number of the entry of an outermost ModuleList that holds it.
+    """Return for each module in an outermost ModuleList, by its id, the number of its entry.
 
-    The entries of all outermost lists are numbered consecutively, in the order of `named_modules`: with encoder.layers
-    of 2 entries registered first, decoder.layers starts at 2. A list or entry that is registered twice keeps its first
-    numbers.
+    The entries of all outermost lists are numbered consecutively, in the order of `named_modules`: if encoder.layers
+    has 2 entries and is registered first, decoder.layers starts at 2. A list or entry that is registered twice keeps
+    its first numbers.
     """
     found: dict[int, int] = {}
     for number, entry in enumerate(outermost_entries(model, set())):
@@ -167,7 +165,7 @@ def layer_indexes(model: nn.Module) -> dict[int, int]:
 
 
 def outermost_entries(module: nn.Module, seen: set[int]) -> Iterator[nn.Module]:
-    """Yield entries of the ModuleLists that are in no other one; `seen` has ids of modules that are done."""
+    """Yield the entries of the ModuleLists that are in no other one, except modules whose ids are in `seen`."""
     for child in module.children():
         if id(child) in seen:
             continue

@@ -1,7 +1,6 @@
 """Hold the directives of the language, one file each, with their legality conditions numbered at the top.
 
-They may import `ports`, `durations` and piper_ir. Nothing outside a directive's file asks for its class to treat it
-specially.
+They may import `ports`, `durations` and piper_ir. No other file treats a directive specially by its class.
 """
 
 from piper_compiler.directives.base import REGISTRY, Directive, call_site, describe, directive, fail, site_field

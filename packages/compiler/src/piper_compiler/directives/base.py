@@ -1,7 +1,7 @@
 """Define the directive protocol. A directive in a user's file has the same standing as those here.
 
-A directive is a frozen dataclass with the field `site` (see `site_field`) and the methods `check` and `apply`. To read
-it from JSON it is registered with `@directive`:
+A directive is a frozen dataclass with the field `site` (see `site_field`) and the methods `check` and `apply`.
+`@directive` registers it, so that it can be read from JSON:
 
     @directive
     @dataclass(frozen=True)
@@ -11,9 +11,8 @@ it from JSON it is registered with `@directive`:
         def check(self, graph): ...          # raise DirectiveError when a legality condition does not hold
         def apply(self, graph): ...          # return another graph
 
-A node of a graph stands for all microbatches in which it does the same (`Node.mbs`). A directive that works on nodes as
-`Graph.pick` gives them takes no longer for more microbatches; one that works on `Graph.select`, which has a node per
-microbatch, does.
+A node of a graph stands for all microbatches in which it does the same (`Node.mbs`). `Graph.pick` gives such nodes, so
+that a directive takes no longer for more microbatches; `Graph.select` gives a node per microbatch.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ _HERE = Path(__file__).parent.parent
 
 @runtime_checkable
 class Directive(Protocol):
-    """Describe what `Strategy` accepts.
+    """Describe what `Strategy` accepts as a directive.
 
     `check` raises DirectiveError (or SelectorError) and changes nothing. `apply` is called only after it and returns
-    the new graph, without mutating the old one or reading global state.
+    the new graph, without changing the old one or reading global state.
     """
 
     def check(self, graph: Graph) -> None: ...
@@ -48,23 +47,20 @@ class Directive(Protocol):
 class Settling(Protocol):
     """Describe a directive whose result depends on costs.
 
-    `with_fixed_stages` returns a directive that makes what this one made of a graph, whatever the costs.
+    `with_fixed_stages` returns a directive that gives the same result for a graph, whatever the costs.
     """
 
     def with_fixed_stages(self, graph: Graph) -> Directive: ...
 
 
 REGISTRY: dict[str, type] = {}
-"""Directives by class name, for reading a strategy from JSON."""
+"""The classes of directives by name, for reading a strategy from JSON."""
 
 C = TypeVar("C", bound=type)
 
 
 def directive(cls: C) -> C:
-    """Register a directive's class, so that strategies which use it can be saved and loaded.
-
-    Names are unique.
-    """
+    """Register a directive's class under its unique name, so that strategies that use it can be saved and loaded."""
     known = REGISTRY.get(cls.__name__)
     if known is not None and known.__module__ != cls.__module__:
         raise DirectiveError(f"two directives are called {cls.__name__}: in {known.__module__} and {cls.__module__}; rename one")
@@ -73,7 +69,7 @@ def directive(cls: C) -> C:
 
 
 def call_site() -> str:
-    """Return "file.py:12" of the nearest caller outside of this package: where the user wrote the directive."""
+    """Return "file.py:12" of the nearest caller outside of this package, where the user wrote the directive."""
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -84,14 +80,14 @@ def call_site() -> str:
 
 
 def site_field() -> Any:
-    """Return the field `site`: filled in by itself, not compared, not printed, not saved."""
+    """Return the field `site`: it fills itself in, and is neither compared nor printed nor saved."""
     return field(default_factory=call_site, compare=False, repr=False, kw_only=True, metadata={"json": False})
 
 
 def describe(item: Directive) -> str:
-    """Return the directive about as the user wrote it, without fields that have their default.
+    """Return the directive about as the user wrote it, without default values and with long lists cut.
 
-    Long lists are cut. A class with a `__str__` of its own says it itself.
+    A class with a `__str__` of its own overrides this.
     """
     if "__str__" in type(item).__dict__:
         return str(item)
@@ -105,7 +101,7 @@ def describe(item: Directive) -> str:
 
 
 def _shown(value: object) -> str:
-    """Return selections as plain text, and pairs of a name and something as a dict."""
+    """Return a value for a message: selections as plain text, pairs of a name and a value as a dict."""
     if isinstance(value, Where):
         return str(value)
     if isinstance(value, tuple) and value and all(isinstance(v, Where) for v in value):
@@ -138,7 +134,7 @@ def compute_nodes(item: Directive, graph: Graph, selection: Where) -> list[Node]
 
 
 def names(graph: Graph, nodes: list[Node], most: int = 4) -> str:
-    """Return what nodes are called in their microbatches, for a message."""
+    """Return the names of nodes with their microbatches, for a message."""
     each = sorted(graph.copies(nodes), key=graph.position)
     more = f" and {len(each) - most} more" if len(each) > most else ""
     return ", ".join(n.id for n in each[:most]) + more

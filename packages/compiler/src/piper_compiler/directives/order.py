@@ -4,16 +4,21 @@
             order(where(mb=0, phase="F"), where(mb=1, phase="F"), where(mb=0, phase="B"))
     after   pp0: layer0.F@0 -> layer0.F@1 -> layer0.B@0
 
-`overlap(a, b)` stands for one place in an order at which the compute of a and b may be interleaved: everything of the
-item before comes before both, everything of the item after comes after both, and among them the compiler chooses
+`overlap(a, b)` takes one place in an order, at which the compute of a and b may be interleaved. Everything of the item
+before comes before both, and everything of the item after comes after both. The compiler chooses the order among them
 (`passes.overlap`).
 
-Legality 1. At least two selections, each of which matches compute nodes. (With missing="skip" a selection of a backward
-phase whose region has no such phase, because it trains nothing or has no such part, is left out.) 2. No node is in two
-selections. 3. If anything is placed, the selected nodes are: an order is per device. 4. On at least one device two of
-the selections occur: otherwise the directive would have no effect. 5. An overlap has at least two selections, and
-stands inside of an order. (That all orders together are acyclic is checked once, when the strategy is complete; the
-error names the directives on the cycle.)
+Legality
+
+1. There are at least two selections, and each matches compute nodes. (With missing="skip" a selection of a backward
+   phase is left out if its region has no such phase.)
+2. No node is in two selections.
+3. If anything is placed, the selected nodes are: an order is per device.
+4. On at least one device two of the selections occur: otherwise the directive would have no effect.
+5. An overlap has at least two selections, and stands inside of an order.
+
+That all orders together are acyclic is checked once, when the strategy is complete; the error names the directives on
+the cycle.
 """
 
 from __future__ import annotations
@@ -50,10 +55,9 @@ class Order:
     """Run the items one after the other on each device.
 
     Within a selection the nodes of a device run along the program (F ascending, backward descending). Communication
-    follows its data. The items given are selections, overlaps, or tuples of them.
+    follows its data. The items are selections, overlaps, or tuples of them.
 
     Attributes:
-        selections: all selections, in order.
         missing: whether a selection of a backward phase that its region cannot have is an error or skipped.
         overlaps: (first, number) of the selections that form an overlap.
         site: where the user wrote it.
@@ -115,7 +119,7 @@ class Order:
             raise fail(self, 4, "no two of the selections share a device, so nothing would be ordered")
 
     def _twice(self, graph: Graph) -> DirectiveError:
-        """Return the error for the first node that two selections have."""
+        """Return the error for the first node that is in two selections."""
         seen: dict[At, Where] = {}
         for selection, _ in [pair for item in self._selected(graph) for pair in item]:
             for node, mb in graph.turns(selection):
@@ -125,7 +129,7 @@ class Order:
         raise AssertionError("no node is selected twice")
 
     def _check_overlaps(self) -> None:
-        """Check the ranges of overlaps, which may be anything in a strategy that was read from a file."""
+        """Check the ranges of overlaps, which may hold anything in a strategy from a file."""
         end = 0
         for first, number in self.overlaps:
             if number < 2:
@@ -158,7 +162,7 @@ class Order:
         return edit.done()
 
     def _in_turn(self, edit: Editor, selected: list[list[_Chains]]) -> None:
-        """Return one selection after the other."""
+        """Order the selections one after the other."""
         last: dict[str, At] = {}
         edges, applied = edit.order_edges, edit.applied
         for item in selected:
@@ -183,10 +187,7 @@ class Order:
             k += n
 
     def _selected(self, graph: Graph) -> list[list[_Chains]]:
-        """Return the items with the nodes of their selections by role.
-
-        Selections that may be missing and are missing are left out.
-        """
+        """Return the items with the nodes of their selections by role; allowed missing selections are left out."""
         return graph.kept(self, lambda: [[c for s in item if (c := self._chains(graph, s))[1]] for item in self._items()])
 
     def _chains(self, graph: Graph, selection: Where) -> _Chains:
@@ -197,9 +198,9 @@ class Order:
 
 
 def has_no_such_phase(graph: Graph, selection: Where) -> bool:
-    """Return whether a selection that matches nothing asks for a phase that its region cannot have.
+    """Return whether a selection without matches asks for a phase that its region cannot have.
 
-    These are B, I and W of what trains nothing, and I or W where the backward, which is split, is the other alone.
+    A region that trains nothing has no B, I or W; a split backward may consist of I alone or of W alone.
     """
     terms = dict(selection.terms)
     phase = terms.pop("phase", None)

@@ -25,7 +25,7 @@ from piper_ir.graph import Graph
 from piper_ir.program import Program
 
 Boundaries = Literal["even", "cost"] | tuple[int, ...]
-"""Where stages begin: by number of layers, by cost, or the first layers of the stages 1, 2, ..."""
+"""The first layers of the stages: by number of layers, by cost, or those of the stages 1, 2, ... themselves."""
 
 
 @directive
@@ -36,9 +36,8 @@ class Partition:
     What runs before the first layer joins the first, what runs after a layer joins that layer.
 
     Attributes:
-        stages: how many stages.
         at: "even" gives the first stages one layer more when layers do not divide; "cost" minimises the slowest stage's
-            time; a tuple gives the first layers of the stages 1, 2, ...
+        time; a tuple gives the first layers of the stages 1, 2, ...
         site: where the user wrote it.
     """
 
@@ -93,7 +92,7 @@ class Partition:
         return edit.done()
 
     def with_fixed_stages(self, graph: Graph) -> Partition:
-        """Return the same stages without at="cost", which other costs would cut elsewhere."""
+        """Return the same stages without at="cost", which would cut elsewhere with other costs."""
         if self.at != "cost":
             return self
         stage_of = stage_of_layers(graph.program, self.stages, self.at, graph.costs)
@@ -107,7 +106,7 @@ def layers_of(program: Program) -> list[int]:
 
 
 def chunk_layers(program: Program) -> dict[str, int]:
-    """Return by chunk the layer whose stage it shares: its own, else the latest chunk's with one, else the first."""
+    """Return for each chunk the layer whose stage it shares: its own, else the latest chunk's, else the first."""
     latest = layers_of(program)[0]
     out = {}
     for chunk in program.chunks:
@@ -140,8 +139,7 @@ def _layer_seconds(program: Program, layers: list[int], costs: Costs | None) -> 
 def _balanced(seconds: list[float], stages: int) -> list[int]:
     """Return the first layers of the stages 1, 2, ... such that the slowest stage is as fast as possible.
 
-    Of several solutions it is the one with the earliest boundaries. This is a dynamic programme over (stage, first
-    layer), O(stages * layers^2).
+    Ties go to the earliest boundaries. A dynamic programme over (stage, first layer) takes O(stages * layers^2).
     """
     n = len(seconds)
     prefix = [0.0, *accumulate(seconds)]

@@ -1,7 +1,7 @@
 """Define `place`: run nodes on mesh coordinates, with point-to-point communication on the edges that cross.
 
     before  layer1.F@0 -> layer2.F@0
-    after   layer1.F@0 on pp0 -> send on pp0, recv on pp1 -> layer2.F@0 on pp1        place(where(stage=1), on=dict(pp=1))
+    after   layer1.F@0 on pp0 -> send on pp0, recv on pp1 -> layer2.F@0 on pp1      place(where(stage=1), on=dict(pp=1))
 
 Legality
  1. `on` names axes of the mesh, with coordinates inside of it. (An axis of degree 1 is not an error.)
@@ -31,7 +31,6 @@ class Place:
     """Run nodes on all ranks that have the coordinates `on`.
 
     Attributes:
-        selection: the nodes.
         on: (axis, coordinate) pairs.
         send: name of the stream that carries what these nodes send (default: a stream for each channel).
         recv: name of the stream that carries what they receive, likewise.
@@ -120,7 +119,7 @@ class Place:
 
 
 def _other_phases(graph: Graph, node: Node) -> Iterator[Node]:
-    """Find the nodes of the other phases of a node's chunk, in its microbatches."""
+    """Yield the nodes of the other phases of a node's chunk, in its microbatches."""
     for phase in ("F", "B", "I", "W"):
         if phase != node.coords["phase"]:
             for other in graph.compute(str(node.coords["chunk"]), phase):
@@ -135,10 +134,7 @@ def role_name(fixed: Mapping[str, int]) -> str:
 
 
 def with_sums(graph: Graph, nodes: list[Node]) -> Iterator[tuple[Node, str]]:
-    """Yield the nodes, each after the gradient sums that feed it, with its phase.
-
-    A sum runs where its chunk's backward runs.
-    """
+    """Yield (node, phase), each node after the gradient sums that feed it, which run where it runs."""
     for node in nodes:
         phase = str(node.coords["phase"])
         if phase != "F":
@@ -151,7 +147,7 @@ def with_sums(graph: Graph, nodes: list[Node]) -> Iterator[tuple[Node, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Crossing:
-    """Name a value that `reader` reads on another role than the one that writes it, in the reader's microbatches."""
+    """Name a value that `reader` reads on another role than its writer's, in the reader's microbatches."""
 
     value: str
     source: str
@@ -161,7 +157,7 @@ class _Crossing:
 def _connect(edit: Editor, nodes: list[Node]) -> None:
     """Add communication on the edges between newly placed nodes and nodes placed elsewhere.
 
-    Channels are made in the order in which the microbatches need them, one after the other.
+    Channels are made one after the other, in the order in which the microbatches need them.
     """
     found = [crossing for node in nodes for crossing in _crossings(edit, node)]
     for at in sorted(found, key=lambda at: at.reader.each[0]):

@@ -1,7 +1,7 @@
 """Define `replicate`: train data-parallel, with gradients summed over replicas.
 
     before  layer0.B@0 on ranks 0..1, each alone
-    after   layer0.B@0 on ranks 0..1 with different rows; its gradient bucket is summed over dp after its last microbatch
+    after   layer0.B@0 on ranks 0..1 with different rows; its gradient bucket is summed over dp after the last one
 
 Legality
  1. `over` names axes; at least one. (An axis of degree 1 is not an error.)
@@ -24,7 +24,7 @@ from piper_ir.plan import COMPUTE
 from piper_ir.select import Where
 
 MOST_BUCKET_MB = 2**40
-"""No model is larger: a larger bucket holds all of it, too."""
+"""The largest bucket in MiB that is accepted; no model is larger."""
 
 
 @directive
@@ -36,7 +36,6 @@ class Replicate:
     gradient is ready.
 
     Attributes:
-        selection: the chunks.
         over: mesh axes.
         zero: 0 keeps gradients and optimizer state whole.
         bucket_mb: MiB of a bucket, in the gradients' dtype.

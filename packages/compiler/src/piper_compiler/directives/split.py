@@ -26,10 +26,7 @@ from piper_ir.select import Where
 @directive
 @dataclass(frozen=True)
 class Split:
-    """Give microbatch i of m the rows [i*R/m, (i+1)*R/m) of the R rows of its data-parallel replica.
-
-    It adds the coordinate mb.
-    """
+    """Add the coordinate mb: of the R rows of its replica, microbatch i of m gets the rows [i*R/m, (i+1)*R/m)."""
 
     selection: Where
     microbatches: int

@@ -3,13 +3,12 @@
     before  layer1.B@0
     after   layer1.I@0 -> layer1.W@0        split_backward(where(layer=1))
 
-I takes the gradient that comes from later stages and gives the one for earlier stages; W adds into the parameters'
-gradients and may run any time later. From I to W a chunk keeps only what W needs. A backward without anything for W to
-do becomes an I alone, one that passes no gradient on (an embedding) a W alone.
+I takes the gradient that comes from later stages and makes the one for earlier stages. W adds into the parameters'
+gradients and may run any time later. From I to W a chunk keeps only what W needs. A backward that trains nothing
+becomes an I alone; one that passes no gradient on (an embedding) becomes a W alone.
 
 Legality
- 1. Backwards are selected (a selection without `phase` may hold forwards, too), unless its chunks have none, being
-    frozen.
+ 1. Backwards are selected (a selection without `phase` may hold forwards, too), unless all its chunks are frozen.
  2. None of them is split already.
  3. No order names them: write split_backward before order.
 """
@@ -31,7 +30,7 @@ from piper_ir.select import Where
 @directive
 @dataclass(frozen=True)
 class SplitBackward:
-    """Make of each selected node of phase B one of phase I and one of phase W."""
+    """Replace each selected node of phase B by one of phase I and one of phase W."""
 
     selection: Where
     site: str = site_field()
@@ -48,7 +47,7 @@ class SplitBackward:
             self._check_unordered(graph, {(n.id, mb): n.name(mb) for n in backwards for mb in n.each})
 
     def _check_unordered(self, graph: Graph, backwards: Mapping[At, str]) -> None:
-        """Check condition 3. `backwards` holds the selected ones with their names."""
+        """Check condition 3 for the selected backwards, given with their names."""
         for edge, applied in graph.order_edges.items():
             for at in edge:
                 if at in backwards:
@@ -80,7 +79,7 @@ class SplitBackward:
 
 
 class _Parts:
-    """Make the nodes that stand for the backwards of a chunk. They share the ops."""
+    """Make the nodes that replace the backwards of a chunk; they share the ops."""
 
     def __init__(self, chunk: Chunk) -> None:
         self.reads = value_reads(chunk, "B")
@@ -92,10 +91,7 @@ class _Parts:
                 self.steps.append((compute_id(chunk.id, step), Compute(chunk.id, step), reads, writes))
 
     def of(self, node: Node) -> tuple[Node, ...]:
-        """Return the nodes for a backward.
-
-        What they read is what it read, which may be copies that place has made.
-        """
+        """Return the nodes for a backward; they read what it read, which may be copies that `place` made."""
         known = dict(zip(self.reads, node.reads, strict=True))
         out = []
         for id, op, reads, writes in self.steps:

@@ -8,8 +8,8 @@ Legality
     or both. (Reductions take the name that `replicate(reduce=...)` gives them.)
  2. Compute stays on its stream: only the compute stream allocates and frees memory.
  3. A channel uses one stream on each side: all its transfers are selected, or none.
- 4. sms is a whole number, at least 0. (0: copy engines move the data. That a device has more SMs than that is the
-    simulator's to say, which knows the device.)
+ 4. sms is a whole number, at least 0. (With 0 copy engines move the data. The simulator, which knows the device, checks
+   that it has more SMs than that.)
  5. A stream of a device has one number of SMs: what names the same stream again agrees, or says nothing.
 """
 
@@ -30,11 +30,9 @@ class Stream:
     """Run the selected sends and receives in order on the stream `name` of their device.
 
     Attributes:
-        selection: the communication.
-        name: the stream.
-        sms: SMs that all communication on the stream takes from compute while it runs, reductions that
-            `replicate(reduce=name)` puts there included. None: the simulator's constants; 0: copy engines. It changes
-            what is simulated, not what is executed.
+        sms: SMs that all communication on the stream takes from compute while it runs, also the reductions that
+        `replicate(reduce=name)` puts there. None: the simulator's constants; 0: copy engines. It changes what is
+        simulated, not what is executed.
         site: where the user wrote it.
     """
 
@@ -69,7 +67,7 @@ class Stream:
         self._check_sms(graph, {(n.role, channel_of(n)) for n in nodes})
 
     def _check_sms(self, graph: Graph, ends: set[tuple[str, str]]) -> None:
-        """Check condition 5 against the ends of channels that are on the stream and stay as they are."""
+        """Check condition 5 against the ends of channels that are on the stream already."""
         roles = {role for role, _ in ends}
         for channel in graph.channels.values() if self.sms is not None else ():
             for role, stream, sms in zip(channel.roles, channel.streams, channel.sms):
@@ -86,10 +84,7 @@ class Stream:
         return edit.done()
 
     def _sms(self, channel: Channel, role: str) -> tuple[int | None, ...]:
-        """Return the SMs of a channel that goes to this stream on a role.
-
-        What the channel had stays where the directive says nothing of its stream.
-        """
+        """Return the SMs of a channel that goes to this stream on a role; an end that does not change keeps its own."""
         named = channel.sms or (None,) * len(channel.roles)
         stays = self.sms is None and channel.stream_on(role) == self.name
         sms = tuple(n if stays or r != role else self.sms for r, n in zip(channel.roles, named, strict=True))

@@ -1,9 +1,8 @@
 """Check whether a table is a schedule.
 
-Every action is there once, in an order that does not wait for itself, with each stage on one device; and in a lowered
-table, communication is what the compute needs. Sends and receives are posted and do not hold up their device; compute
-waits for what it reads. Messages between two devices arrive in the order in which they are sent, so they must be
-received in that order.
+Every action is there once, in an order that does not wait for itself, with each stage on one device. In a lowered
+table, communication is what the compute needs. Sends and receives do not hold up their device; compute waits for what
+it reads. Messages between two devices must be received in the order in which they are sent.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from piper_compiler.actions import Action, ActionPhase
 from piper_compiler.interchange.table import OF_STAGE, Cell, CellFault, CommCell, Rows, Transfer, check_pair
 
 CellPosition = tuple[int, int]
-"""Row and cell, from 0."""
+"""A row and a cell of a table, counted from 0."""
 Event = Action | CommCell
 PHASES: tuple[ActionPhase, ...] = get_args(ActionPhase)
 
@@ -29,12 +28,11 @@ NO_MAP = (
 
 @dataclass(frozen=True)
 class TableFacts:
-    """Say what is known of a table whose actions are complete.
+    """Hold the facts about a table whose actions are complete.
 
     Attributes:
         at: where each action and each transfer stands.
         home: stage -> device.
-        microbatches: how many.
         lowered: whether the table has communication.
     """
 
@@ -51,7 +49,7 @@ class TableFacts:
         return self.home.get(stage)
 
     def source(self, action: Action) -> Action | None:
-        """Return the action of a neighbouring stage whose output this one reads; None where it reads none."""
+        """Return the action of a neighbouring stage whose output this one reads, or None where it reads none."""
         if action.phase == "F":
             return Action(action.stage - 1, "F", action.mb) if action.stage else None
         if action.phase == "W" or action.stage == self.stages - 1:
@@ -70,10 +68,7 @@ class TableFacts:
 
 
 def checked(rows: Rows) -> TableFacts:
-    """Return the facts of a table that is a schedule.
-
-    Raises CellFault otherwise.
-    """
+    """Return the facts of a table; raise CellFault if it is no schedule."""
     facts = _collected(rows)
     _check_complete(facts)
     _check_phases(facts)
@@ -206,10 +201,7 @@ def _check_order_of_messages(facts: TableFacts) -> None:
 
 
 def _check_parameters(rows: Rows) -> None:
-    """Check that a stage with UNSHARD computes between UNSHARD and RESHARD only.
-
-    A stage without has its parameters whole.
-    """
+    """Check that a stage with UNSHARD computes between UNSHARD and RESHARD only; other stages need neither."""
     sharded = {e.stage for *_, cell in _cells(rows) for e in _events(cell) if isinstance(e, CommCell) and e.kind == "UNSHARD"}
     whole: set[int] = set()
     for r, c, cell in _cells(rows):
@@ -247,7 +239,7 @@ def _check_reductions(rows: Rows, facts: TableFacts) -> None:
 
 
 def _check_progress(rows: Rows, facts: TableFacts) -> None:
-    """Run the table: each device in order, a cell when all that it reads is there."""
+    """Run the table: each device in order, a cell as soon as everything is there that it reads."""
     done: set[Event] = set()
     next_cell = [0] * len(rows)
     moved = True
@@ -265,7 +257,7 @@ def _check_progress(rows: Rows, facts: TableFacts) -> None:
 
 
 def _waits(cell: Cell, facts: TableFacts) -> list[Event]:
-    """Return what has to happen on other devices, or earlier on this one, before a cell can run."""
+    """Return what must happen on other devices, or earlier on this one, before a cell can run."""
     out: list[Event] = []
     for event in _events(cell):
         if isinstance(event, Action):

@@ -24,8 +24,8 @@ ScheduleSource = Schedule | Orders | Strategy | Plan
 def read_schedule_csv(path: str | Path) -> Schedule:
     """Read a compute-only or lowered schedule: row r is device r, an empty cell an idle slot.
 
-    Raises FormatError, which names the file, the row and the cell of what is no action or contradicts the rest, and
-    shows the table there.
+    Raises FormatError, which names the file, the row and the cell that is no action or contradicts the rest, and shows
+    the table there.
     """
     try:
         with open(path, encoding="utf-8", newline="") as file:
@@ -61,8 +61,9 @@ def write_schedule_csv(source: ScheduleSource | Lowered | Any, path: str | Path,
     Args:
         source: what `read_schedule_csv` returns, orders, a strategy, a plan or a `piper.Compiled`.
         path: the file.
-        lowered: with communication; without it a schedule is written as it is, and anything else compute-only. A plan's
-            communication is that of the plan, anything else's as torch would add it.
+        lowered: whether to write communication: a plan's own, or for other sources the one that torch would add. By
+            default
+        a schedule is written as it is, and anything else without communication.
     """
     plan = getattr(source, "plan", source)
     if lowered and isinstance(plan, Plan):

@@ -1,9 +1,9 @@
 """Add communication to a compute-only schedule, as torch.distributed.pipelining does.
 
-UNSHARD gathers a stage's parameters as soon as it is among the next stages that the device computes, RESHARD gives them
-up when it no longer is; REDUCE_GRAD follows a stage's last backward. A send follows the action whose results it sends,
-and the receive is posted on the other device at that moment of a run in which the devices take turns, so that no two
-devices wait for each other whatever the order in which messages are taken.
+UNSHARD gathers a stage's parameters as soon as the stage is among the next ones that the device computes; RESHARD frees
+them when it no longer is. REDUCE_GRAD follows a stage's last backward. A send follows the action whose results it
+sends. The devices are run in turns, and the other device posts the receive at the moment of the send, so that no two
+devices wait for each other in whatever order messages are taken.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from piper_compiler.interchange.table import CommCell, Rows
 
 Item = Slot | CommCell
 ACTIVE = 3
-"""Stages per device whose parameters are whole at once: a forward's, a backward's, and the next one's."""
+"""The stages per device whose parameters are whole at once: a forward's, a backward's, and the next one's."""
 
 
 def with_communication(rows: Rows, facts: TableFacts) -> Rows:
@@ -38,7 +38,7 @@ def _with_parameters(slots: Sequence[Slot]) -> list[Item]:
 
 
 def _next_stages(slots: Sequence[Slot]) -> list[int]:
-    """Return the next stages that are computed, in order, at least ACTIVE of them where there are as many."""
+    """Return the next stages that are computed, in order: at least ACTIVE of them if there are as many."""
     found: list[int] = []
     for slot in slots:
         found += [stage for stage in dict.fromkeys(a.stage for a in slot) if stage not in found]
@@ -62,10 +62,7 @@ def _with_reductions(items: Sequence[Item], microbatches: int) -> list[Item]:
 
 
 def _with_transfers(rows: Sequence[Sequence[Item]], facts: TableFacts) -> Rows:
-    """Let each device in turn do its next item if the inputs have arrived.
-
-    The schedule is known not to wait for itself.
-    """
+    """Let each device in turn do its next item if the inputs have arrived; the schedule does not wait for itself."""
     sends = {facts.source(a): pair for a in facts.at if isinstance(a, Action) and (pair := facts.transfer(a))}
     out: list[list[Item]] = [[] for _ in rows]
     done: set[Action] = set()

@@ -1,8 +1,8 @@
 """Make the table of a plan: what each role computes, stage by stage, and when it sends and receives.
 
-I and W of one stage and microbatch in one instruction are a B. So is a backward that has only one of them (an embedding
-passes no gradient on; a stage may have no parameters). A forward whose instructions alternate with those of a backward
-are an overlapped pair.
+I and W of one stage and microbatch in one instruction are a B. A backward that has only one of them is a B, too: an
+embedding passes no gradient on, and a stage may have no parameters. A forward whose instructions alternate with those
+of a backward forms an overlapped pair with it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from piper_ir.ops import Compute, Recv, Send
 from piper_ir.plan import COMPUTE, Instr, Plan, RolePlan
 
 _BackwardSteps = dict[tuple[int, int], set[str]]
-"""(stage, microbatch) -> the steps of its backward."""
+"""The steps of each backward, by (stage, microbatch)."""
 
 
 def rows_of_plan(plan: Plan, *, lowered: bool) -> Rows:
-    """Return one row per coordinate of pp.
-
-    Raises FormatError for a plan that has no such table.
-    """
+    """Return one row per coordinate of pp; raise FormatError for a plan that has no such table."""
     stages = {chunk.id: _stage_of(plan, chunk.id) for chunk in plan.chunks}
     return tuple(_Row(plan, role, stages).cells(lowered) for role in _devices(plan))
 
@@ -35,7 +32,7 @@ def _stage_of(plan: Plan, chunk: str) -> int:
 
 
 def _devices(plan: Plan) -> list[RolePlan]:
-    """Return the roles by their coordinate of pp; a plan that places nothing is one device."""
+    """Return the roles by their coordinate of pp; a plan without placement is one device."""
     if len(plan.roles) == 1:
         return list(plan.roles)
     other = {axis for role in plan.roles for axis in role.placed} - {"pp"}
@@ -79,10 +76,7 @@ class _Row:
         return self._with_transfers(slots) if lowered else tuple(slot for _, slot in slots)
 
     def _backwards(self) -> dict[tuple[int, int], bool]:
-        """Return by (stage, microbatch) whether its backward is a B.
-
-        It is when I and W share an instruction, or one of them is all there is.
-        """
+        """Return for each (stage, microbatch) whether its backward is a B: I and W in one instruction, or one alone."""
         together: dict[tuple[int, int], bool] = {}
         steps: _BackwardSteps = {}
         for instr in self.role.program:
@@ -96,10 +90,7 @@ class _Row:
         return {key: together[key] or len(found) == 1 for key, found in steps.items()}
 
     def _actions(self, instr: Instr, backward: dict[tuple[int, int], bool]) -> list[Action]:
-        """Return what an instruction computes, stage after stage.
-
-        The two of an overlapped pair stand there twice, so that they alternate.
-        """
+        """Return what an instruction computes, stage after stage; the two of an overlapped pair occur twice each."""
         found: dict[Action, None] = {}
         for part in instr.parts:
             if isinstance(part.op, Compute) and part.op.step != "B":
@@ -121,8 +112,8 @@ class _Row:
     def _with_transfers(self, slots: list[tuple[int, Slot]]) -> tuple[Slot | CommCell, ...]:
         """Return the slots with transfers and reductions between them.
 
-        A receive stands where the first of its values is posted, a send after the last one; reductions after the
-        stage's last action (a plan reduces bucket by bucket, which the format does not know).
+        A receive stands where the first of its values is posted, a send after the last one. Reductions stand after the
+        stage's last action: a plan reduces bucket by bucket, which the format cannot express.
         """
         items: list[tuple[int, int, Slot | CommCell]] = [(i, 0, slot) for i, slot in slots]
         places: dict[CommCell, int] = {}
@@ -135,7 +126,7 @@ class _Row:
         return tuple(cell for *_, cell in sorted(items, key=lambda item: item[:2]))
 
     def _transfer(self, instr: Instr) -> CommCell | None:
-        """Return the transfer between neighbouring stages that an instruction is part of; None for what is none."""
+        """Return the transfer between neighbouring stages that an instruction is part of, or None."""
         part = instr.parts[0]
         if not isinstance(part.op, Send | Recv):
             return None

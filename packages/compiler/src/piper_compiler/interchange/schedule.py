@@ -24,11 +24,11 @@ from piper_ir.plan import Plan
 class Schedule:
     """Hold a table that is a schedule; making one checks it.
 
-    Raises FormatError, which names `name`, the row and the cell of what contradicts the rest.
+    Raises FormatError, which names `name`, the row and the cell that contradicts the rest.
 
     Attributes:
         rows: `rows[r]` are the cells of device r of the axis pp: a slot of `orders`, communication, or None for an idle
-            slot.
+        slot.
         name: what errors call the table.
         newline: how lines of the file end.
     """
@@ -52,7 +52,7 @@ class Schedule:
 
     @staticmethod
     def of_plan(plan: Plan, *, lowered: bool = False) -> Schedule:
-        """Return the table of a plan: what each device computes, and in a lowered one its communication.
+        """Return the table of a plan: what each device computes, and in a lowered table its communication.
 
         A plan gathers no parameters, so there is no UNSHARD.
         """
@@ -79,16 +79,13 @@ class Schedule:
     def directives(self, *, at: Boundaries = "even") -> tuple[Directive, ...]:
         """Return the directives that make device r of the axis pp run row r.
 
-        `at` cuts the model into stages, as in `partition`. A lowered table's communication is checked, and then left to
-        the compiler, which derives it from the data.
+        `at` cuts the model into stages, as in `partition`. The communication of a lowered table is checked and then
+        dropped: the compiler derives it from the data.
         """
         return scheduled(self.orders, microbatches=self.microbatches, at=at)
 
     def with_communication(self) -> Schedule:
-        """Return the lowered table as torch.distributed.pipelining would run this one.
-
-        It has UNSHARD, RESHARD and REDUCE_GRAD.
-        """
+        """Return the lowered table, with UNSHARD, RESHARD and REDUCE_GRAD, as torch would run this one."""
         return self if self.lowered else Schedule(with_communication(self.rows, self._facts), self.name, self.newline)
 
     def without_communication(self) -> Schedule:
@@ -101,16 +98,15 @@ class Schedule:
 
 
 def located(name: str, fault: CellFault, texts: list[list[str]]) -> FormatError:
-    """Return the error for a fault in a table, with the table and an arrow."""
+    """Return the error for a fault in a table, with a picture of the table and an arrow."""
     where = f"{name}: row {fault.row + 1} (device {fault.row}), cell {fault.cell + 1}: {fault.message}"
     return FormatError(f"{where}\n\n{picture(texts or [[]], fault.row, fault.cell)}")
 
 
 def schedule_of(source: Any) -> Schedule:
-    """Return a schedule of orders, of a plan, or of a strategy.
+    """Return a schedule of orders, of a plan (also one held as `plan`, as in `piper.Compiled`), or of a strategy.
 
-    A plan may also be held as `plan`, as by a `piper.Compiled`. A strategy is compiled for a synthetic program of as
-    many stages.
+    A strategy is compiled for a synthetic program of as many stages.
     """
     source = getattr(source, "plan", source)
     if isinstance(source, Schedule):
@@ -133,6 +129,6 @@ def plan_of(strategy: Strategy) -> Plan:
 
 
 def stages_of(directives: Iterable[Directive]) -> int | None:
-    """Return the stages that the directives' `partition` makes; None without one."""
+    """Return the number of stages that the directives' `partition` makes; None without one."""
     found: Iterator[int] = (d.stages for d in directives if isinstance(d, Partition))
     return next(found, None)

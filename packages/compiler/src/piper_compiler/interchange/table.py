@@ -47,7 +47,7 @@ _PAIR = re.compile(rf"\(([^()]*)\){PAIR}")
 
 
 class CellFault(Exception):
-    """Say what is wrong in one cell. `row` and `cell` count from 0."""
+    """Report what is wrong in one cell; `row` and `cell` count from 0."""
 
     def __init__(self, row: int, cell: int, message: str) -> None:
         super().__init__(message)
@@ -55,10 +55,7 @@ class CellFault(Exception):
 
 
 def parse_cell(text: str) -> Cell:
-    """Return a cell from its text.
-
-    Raises ValueError, which says what is wrong with it.
-    """
+    """Return a cell from its text; raise ValueError, which says what is wrong with it."""
     text = text.strip()
     if not text:
         return None
@@ -98,14 +95,11 @@ def cell_text(cell: Cell) -> str:
 
 
 AROUND = 3
-"""Cells shown on each side of a faulty one; rows likewise."""
+"""The number of cells, and of rows, shown on each side of a faulty cell."""
 
 
 def picture(texts: Sequence[Sequence[str]], row: int, cell: int) -> str:
-    """Return the table around a cell, with an arrow at it.
-
-    Cells and devices that are far away are left out.
-    """
+    """Return the table around a cell, with an arrow at it."""
     rows = range(max(0, row - AROUND), min(len(texts), row + AROUND + 1))
     columns = range(max(0, cell - AROUND), max(cell, min(cell + AROUND, max((len(texts[r]) for r in rows), default=1) - 1)) + 1)
     heads = {c: f"cell {c + 1}" for c in columns}

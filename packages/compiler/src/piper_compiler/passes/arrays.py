@@ -11,7 +11,7 @@ Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 NEVER = 1 << 60
-"""After everything: no position is that large."""
+"""A position after all others."""
 
 
 def int_array(values: Iterable[int]) -> Ints:
@@ -20,10 +20,10 @@ def int_array(values: Iterable[int]) -> Ints:
 
 
 def run_starts(lengths: Ints) -> Ints:
-    """Return where each of some runs of these lengths begins."""
+    """Return where each run begins, for consecutive runs of these lengths."""
     return np.cumsum(lengths) - lengths
 
 
 def index_in_run(lengths: Ints) -> Ints:
-    """Return 0, 1, ... in each of some runs of these lengths."""
+    """Return for each entry its index within its run, for consecutive runs of these lengths."""
     return np.arange(int(lengths.sum())) - np.repeat(run_starts(lengths), lengths)

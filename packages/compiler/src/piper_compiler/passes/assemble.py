@@ -1,4 +1,4 @@
-"""Say what a plan has beside its programs: roles with their states, chunks with their sizes."""
+"""Make the parts of a plan beside its programs: roles with their states, chunks with their sizes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ def bound_chunks(graph: Graph, rows: int) -> dict[str, Chunk]:
 def states(graph: Graph, training: Training) -> dict[str, tuple[State, ...]]:
     """Return the persistent state of each role.
 
-    It is parameters in buckets (flat, with their padding), other parameters, gradients, optimizer state and buffers.
+    It consists of parameters in buckets (flat, with their padding), other parameters, gradients, optimizer state and
+    buffers.
     """
     out: dict[str, dict[str, State]] = {role: {} for role in graph.roles}
     bucketed = {p for b in graph.buckets.values() for p in b.params}

@@ -1,6 +1,6 @@
 """Make gradient buckets. They belong to the whole graph and are keyed by the ranks that hold their parameters.
 
-`piper_ir.verify` checks what they must be: R22-buckets and R23-holders.
+The rules R22-buckets and R23-holders of `piper_ir.verify` check them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from piper_ir.program import Param, Program
 from piper_ir.sizes import ITEM_BYTES, bind
 
 ALIGN_BYTES = 256
-"""Alignment of a parameter inside of its bucket: what CUDA's vectorised kernels and NCCL like, and torch's allocator
-gives."""
+"""The alignment in bytes of a parameter in its bucket, as CUDA's vectorised kernels and NCCL prefer it.
+
+torch's allocator gives the same.
+"""
 
 _BucketKey = tuple[tuple[str, ...], tuple[str, ...], str, int, int, str]
 
@@ -24,9 +26,8 @@ _BucketKey = tuple[tuple[str, ...], tuple[str, ...], str, int, int, str]
 def make_buckets(edit: Editor, training: Training) -> None:
     """Add the buckets of all trained parameters and the channels that reduce them.
 
-    Parameters stand in the order in which their gradients become complete. A bucket ends when the next parameter would
-    take it over its size. Parameters of one bucket are held by the same roles and replicas, and share dtype and
-    optimizer group.
+    Parameters stand in the order in which their gradients become complete. A bucket ends where the next parameter would
+    exceed its size. Parameters of one bucket share their roles, replicas, dtype and optimizer group.
     """
     held = holders(edit, edit.graph.program)
     open_: dict[_BucketKey, list[Param]] = {}
@@ -52,7 +53,7 @@ def make_buckets(edit: Editor, training: Training) -> None:
 def _by_completion(edit: Editor) -> list[tuple[Param, Replication]]:
     """Return the trained parameters with their policy, in the order in which their gradients become complete.
 
-    Backward runs against the program, so a gradient is complete with the first chunk that uses it.
+    Backward runs against the program, so a gradient is complete with the first chunk that uses its parameter.
     """
     none = Replication((), 25 * 2**20, "", -1)
     by_name = {p.name: p for p in edit.graph.program.params}
@@ -91,10 +92,7 @@ def _add(edit: Editor, id: str, key: _BucketKey, members: list[Param]) -> None:
 
 
 def holders(graph: Editor, program: Program) -> dict[str, tuple[str, ...]]:
-    """Return by trained parameter the roles that run a chunk which reads it, in order of roles.
-
-    A role that only reads it must update it too.
-    """
+    """Return for each trained parameter, in order, the roles whose chunks read it; each must update it."""
     trained = {name for chunk in program.chunks for name in trains(chunk)}
     out: dict[str, set[str]] = {}
     for chunk in program.chunks:

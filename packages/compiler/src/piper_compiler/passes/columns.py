@@ -1,6 +1,6 @@
 """Turn the nodes of a scheduled graph and their edges into arrays.
 
-Passes after scheduling do little per node but for many nodes, so they work on numpy arrays.
+The passes after scheduling do little per node but for many nodes, so they work on numpy arrays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Columns:
         mb: microbatch, as in `Dependencies`.
         role: index of the node's role in the graph.
         comm: whether the node is communication.
-        place: its place in the global order.
+        place: the node's position in the global order.
         source: the node that an edge comes from, which is before `target`.
         target: the node that an edge leads to.
         first: the first edge to each node.
@@ -40,7 +40,7 @@ class Columns:
     first: Ints
 
     def each(self, facts: Iterable[int]) -> Ints:
-        """Return a fact of each number, given one for each of `Dependencies.nodes`."""
+        """Return a fact for each number, given one for each of `Dependencies.nodes`."""
         return int_array(facts)[self.of]
 
 

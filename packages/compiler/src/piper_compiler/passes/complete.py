@@ -1,6 +1,6 @@
 """Check that a graph is a whole training step, and add what no directive writes.
 
-That is gradient buckets and their reductions, the loss weight, the gradient norm, and one Update per role.
+It adds gradient buckets and their reductions, the loss weight, the gradient norm, and one Update per role.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ EVERYWHERE = "all"
 
 
 def complete(graph: Graph, training: Training) -> Graph:
-    """Return the graph with every node placed and every op that the step needs.
-
-    Raises CompileError, which names what is missing.
-    """
+    """Return the graph with every node placed and every op that a step needs; raise CompileError if one is missing."""
     if not graph.microbatches:
         graph = split_all(graph, 1)
     graph = _place_rest(graph)
@@ -68,7 +65,7 @@ def _place_rest(graph: Graph) -> Graph:
 
 
 def _check_axes(graph: Graph) -> None:
-    """Check that every rank has something to do, and every chunk the same data-parallel width."""
+    """Check that every rank has work, and that all chunks have the same data-parallel width."""
     placed = set(next(iter(graph.roles.values())))
     overs = {graph.replication[c.id].over if c.id in graph.replication else () for c in graph.program.chunks}
     if len(overs) > 1:
@@ -94,7 +91,7 @@ def _check_axes(graph: Graph) -> None:
 
 
 def _check_buffers(graph: Graph) -> None:
-    """Check that a buffer which the model updates stays what it is on one device."""
+    """Check that a buffer that the model updates gets the same values as on one device."""
     wide = any(r.over for r in graph.replication.values())
     for chunk in graph.program.chunks:
         for output in chunk.outputs:
@@ -126,7 +123,7 @@ def _buffer_users(program: Program, name: str) -> list[str]:
 
 
 def _check_orders(graph: Graph) -> None:
-    """Check that orders can be kept: by the one program of a device, or between devices by data."""
+    """Check that the one program of a device, or the data between devices, can keep all orders."""
     every = range(graph.microbatches)
     alike = {id: family[0].role for id, family in graph.families.items() if family[0].mbs == every and not _is_comm(family[0])}
     for (before, after), applied in graph.order_edges.items():
@@ -205,7 +202,7 @@ def _zeros(edit: Editor, name: str, role: str, spec: TensorSpec) -> str:
 
 
 def _weights_by_role(edit: Editor, program: Program) -> tuple[dict[str, list[str]], TensorSpec]:
-    """Return by role the weights of the losses that it computes, once for each of their microbatches."""
+    """Return by role the weights of the losses that it computes, one for each microbatch."""
     out: dict[str, list[str]] = {}
     spec = TensorSpec((), "float32")
     for chunk in program.chunks:

@@ -1,7 +1,7 @@
 """Find the edges of a complete graph: by value, by state (buckets, parameters) and by order directives.
 
-Here every node is taken once for each of its microbatches, as a number: the passes that follow look at single
-microbatches. Edges between nodes are found once for all microbatches, as columns.
+Each node gets a number for each of its microbatches, because the passes that follow look at single microbatches. Edges
+between nodes are found once for all microbatches, as columns.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Dependencies:
         mb: by number, the microbatch; -1 for the whole step.
         comm: by number, whether it is communication.
         source: by edge, the number that must be done before `target` starts.
-        target: by edge, the number that waits. Edges stand by target; the one from its send comes first for a receive.
+        target: by edge, the number that waits. Edges stand by target; the edges of a receive begin with its send's.
         after: by number, the targets of the edges from it, ascending.
         ordered: the numbers that directives order.
         accumulators: (bucket, role) -> the numbers that add into the bucket's gradient there.
         spans: number -> all numbers of its span, in order. They start together, so they have edges from the same
-            numbers.
+        numbers.
         links: by node, the nodes whose values it reads; for a receive, its sends.
     """
 
@@ -58,7 +58,7 @@ class Dependencies:
     links: list[list[int]]
 
     def node(self, i: int) -> Node:
-        """Return the node that number i stands for, in any microbatch."""
+        """Return the node behind a number, whatever its microbatch."""
         return self.nodes[self.of[i]]
 
     def name(self, i: int) -> str:
@@ -66,7 +66,7 @@ class Dependencies:
         return self.node(i).name(self.mb[i])
 
     def column(self, facts: Sequence[Fact]) -> list[Fact]:
-        """Return a fact of each number, given one for each of `nodes`."""
+        """Return a fact for each number, given one for each of `nodes`."""
         return [facts[k] for k in self.of]
 
 
@@ -92,7 +92,7 @@ def dependencies(graph: Graph) -> Dependencies:
 
 
 def targets(source: Ints, target: Ints, nodes: int) -> list[list[int]]:
-    """Find for each of so many nodes the targets of the edges from it, ascending."""
+    """Return for each of `nodes` nodes the targets of the edges from it, ascending."""
     order = np.sort(source * nodes + target)
     ends = np.cumsum(np.bincount(source, minlength=nodes)).tolist()
     flat = (order % nodes).tolist() if nodes else []
@@ -100,10 +100,7 @@ def targets(source: Ints, target: Ints, nodes: int) -> list[list[int]]:
 
 
 def meeting(a: Node, b: Node) -> tuple[Ints, Ints]:
-    """Match the microbatches of two nodes: return the places among those of a, and among those of b.
-
-    What belongs to the whole step meets all.
-    """
+    """Return the microbatches that two nodes share, as indexes in a's and in b's; the whole step meets all."""
     if a.mbs is None or b.mbs is None:
         n = max(len(a.each), len(b.each))
         theirs, mine = [np.repeat(np.arange(len(x.each)), n // len(x.each)) for x in (a, b)]
@@ -133,7 +130,7 @@ def _join(source: Ints, target: Ints, found: Iterable[tuple[int, ...]]) -> tuple
 class _Edges:
     """Find the edges between the nodes of a graph.
 
-    `accumulators`: (bucket, role) -> the nodes that add into the bucket's gradient there.
+    `accumulators` maps (bucket, role) to the nodes that add into the bucket's gradient there.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -147,7 +144,6 @@ class _Edges:
         self.links = [self._links(node) for node in self.nodes]
 
     def number(self, at: At) -> int:
-        """Return the number of a node in a microbatch."""
         id, mb = at
         for k in self.family[id]:
             each = self.nodes[k].each
@@ -156,7 +152,6 @@ class _Edges:
         raise KeyError(at)
 
     def pairs(self, edges: Iterable[tuple[At, At]]) -> list[tuple[int, int]]:
-        """Return order edges by number."""
         every = range(self.graph.microbatches)
         first = {id: self.starts[own[0]] for id, own in self.family.items() if self.nodes[own[0]].mbs == every}
         out = []
@@ -166,7 +161,7 @@ class _Edges:
         return out
 
     def numbers(self, k: int) -> Ints:
-        """Return the numbers of a node."""
+        """Return the numbers of a node, one per microbatch."""
         return np.arange(self.starts[k], self.starts[k] + len(self.nodes[k].each))
 
     def columns(self, ordered: list[tuple[int, int]]) -> tuple[Ints, Ints]:

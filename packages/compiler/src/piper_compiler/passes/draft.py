@@ -1,4 +1,4 @@
-"""Draft the instructions of a plan in program order: what each runs and waits for, before names and frees."""
+"""Draft the instructions of a plan in program order, with their nodes and waits, before names and frees."""
 
 from __future__ import annotations
 
@@ -35,14 +35,12 @@ class Draft:
     """Hold instructions that are numbered role by role in program order, as in `Prepared`.
 
     Attributes:
-        roles: names of the roles.
         offsets: the instructions of role r are `offsets[r] : offsets[r + 1]`.
         tasks: the nodes that each instruction runs.
-        compute: the instructions that compute.
         computed: by instruction, how many computing instructions of its role stand before it.
-        orders: what each role issues, stream by stream.
+        orders: the issue order of each role, stream by stream.
         bare: streams and rendezvous of the instructions, without waits.
-        waits: the waits that edges ask for, more than are needed.
+        waits: the waits that edges ask for, some of them redundant.
     """
 
     roles: tuple[str, ...]
@@ -60,10 +58,7 @@ class Draft:
         return int_array(self.bare.stream_of)
 
     def prepared(self, waits: WaitEdges) -> Prepared:
-        """Return the DAG of the draft with these waits, each said once.
-
-        Raises PlanError where there is none.
-        """
+        """Return the DAG of the draft with these waits, each once; raise PlanError where they form a cycle."""
         return with_waits(self.bare, self.needed(waits), self.orders)
 
     def needed(self, waits: WaitEdges) -> tuple[tuple[int, ...], ...]:
@@ -88,7 +83,7 @@ class Draft:
 
     @cached_property
     def _alphabet(self) -> Ints:
-        """Return the rank of each stream among the names of all."""
+        """Return the position of each stream in the alphabetical order of names."""
         names = [name for order in self.orders for name in dict.fromkeys(order.streams)]
         ranks = {name: k for k, name in enumerate(sorted(set(names)))}
         return int_array([ranks[name] for name in names])
@@ -121,10 +116,7 @@ def draft(graph: Graph, deps: Dependencies, c: Columns, tasks: Tasks, where: Pos
 
 
 def _places(totals: Ints, tasks: Tasks, where: Positions) -> tuple[Ints, Ints]:
-    """Return the numbers of the instructions that compute and of those that communicate.
-
-    `totals` are the instructions of each role.
-    """
+    """Return the numbers of the computing and of the communicating instructions, given each role's total."""
     assert np.all(where.before < np.repeat(tasks.counts, where.counts)), "communication after the Update"
     far = 1 + len(tasks.first)  # more than any place of communication
     among = np.repeat(np.arange(len(totals)) * far, where.counts) + where.before
@@ -136,7 +128,7 @@ def _places(totals: Ints, tasks: Tasks, where: Positions) -> tuple[Ints, Ints]:
 
 
 def _orders(graph: Graph, deps: Dependencies, offsets: tuple[int, ...], ran: list[list[int]], comm: Ints) -> list[IssueOrder]:
-    """Return what each role issues, given the nodes that each instruction runs and those that communicate."""
+    """Return each role's issue order, given the nodes of each instruction and which of them communicate."""
     streams, channels = [COMPUTE] * len(ran), [""] * len(ran)
     uses = [(n.stream, n.op.channel) if isinstance(n.op, COMM) else ("", "") for n in deps.nodes]
     for i in comm.tolist():
@@ -153,10 +145,7 @@ def _orders(graph: Graph, deps: Dependencies, offsets: tuple[int, ...], ran: lis
 
 
 def _edges(c: Columns, at: Ints, stream: Ints) -> WaitEdges:
-    """Return the waits of the edges within a role and between streams.
-
-    A receive needs its send too, but that is a rendezvous and no wait.
-    """
+    """Return the waits of the edges within a role and between streams; a receive meets its send without a wait."""
     source, target = at[c.source], at[c.target]
     needed: Flags = (c.role[c.source] == c.role[c.target]) & (stream[source] != stream[target]) & (source < target)
     return WaitEdges(target[needed], source[needed])

@@ -1,9 +1,8 @@
 """Join neighbouring compute of one role, microbatch and phase into one instruction.
 
-They are joined wherever nothing lies between. Something lies between two neighbours when communication must start after
-the first (it is sent, or was the last to add into a bucket that is reduced), or must end before the second (it is the
-first to read what was received or reduced). Parts keep their order, so results are bit-equal. A span is one
-instruction, always.
+Compute nodes are joined unless something lies between them: communication that must start after the first (its value is
+sent, or it was the last to add into a bucket that is reduced) or must end before the second (it is the first to read
+what was received or reduced). Parts keep their order, so results are bit-equal. A span is always one instruction.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def tasks(graph: Graph, deps: Dependencies, c: Columns, fuse: bool) -> Tasks:
 
 
 def _first_readers(c: Columns) -> Flags:
-    """Return the nodes before which nothing on their role has waited for a communication that they wait for."""
+    """Return the nodes that are the first of their role to wait for some communication."""
     edges = c.comm[c.source] & ~c.comm[c.target]
     source, target = c.source[edges], c.target[edges]
     earliest = np.full(len(c.of), NEVER)
@@ -77,7 +76,7 @@ def _first_readers(c: Columns) -> Flags:
 
 
 def _senders(deps: Dependencies, c: Columns) -> Flags:
-    """Return the nodes of which a communication carries a value."""
+    """Return the nodes whose value a communication carries."""
     carries = c.each(bool(n.reads) for n in deps.nodes) > 0
     out = np.zeros(len(c.of), np.bool_)
     out[c.source[c.comm[c.target] & carries[c.target]]] = True
@@ -85,7 +84,7 @@ def _senders(deps: Dependencies, c: Columns) -> Flags:
 
 
 def _last_before_reductions(graph: Graph, deps: Dependencies, c: Columns) -> Flags:
-    """Return the nodes that are the last of their role to add into a bucket which is then reduced."""
+    """Return the nodes that are the last of their role to add into a bucket that is then reduced."""
     out = np.zeros(len(c.of), np.bool_)
     for (bucket, _), nodes in deps.accumulators.items():
         if graph.buckets[bucket].channel:

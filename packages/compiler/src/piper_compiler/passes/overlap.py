@@ -1,11 +1,11 @@
-"""Decide what becomes of the groups that an order leaves open.
+"""Decide how the members of an `overlap` are interleaved.
 
 Where chunks have given durations (synthetic programs) the members of a group are a *span*: one instruction, in which a
 forward and a backward take the pair's given duration. Elsewhere the compiler interleaves the members: it lowers the
 graph under each of a few interleavings, and keeps the one whose plan the timing sweep finishes first, the earliest in
 this list among equals.
 
-    free         what list scheduling does when the members are not ordered at all
+    free         as list scheduling does when the members are not ordered at all
     in turn      one member after the other, as written
     reversed     one member after the other, from the last
     alternating  the members side by side, in proportion to their durations
@@ -39,7 +39,7 @@ def span_seconds(program: Program, chunks: Mapping[str, Chunk], span: Iterable[t
     """Return the seconds of a span of these nodes in microbatches.
 
     One forward of stage s and one whole backward of stage t save half of what a pair of each stage saves, so that equal
-    stages take the `overlap` of the program. Anything else takes the sum.
+    stages take the `overlap` of the program. Any other span takes the sum.
     """
     forwards, backwards = list[_Unit](), list[_Unit]()
     total = 0.0
@@ -56,11 +56,11 @@ def span_seconds(program: Program, chunks: Mapping[str, Chunk], span: Iterable[t
 
 
 _Unit = tuple[Chunk, int, tuple[Step, ...]]
-"""A chunk, a microbatch, and steps of it."""
+"""A chunk, a microbatch, and steps of the chunk."""
 
 
 def _whole(backwards: Sequence[_Unit]) -> bool:
-    """Return whether they are all steps of the backward of one chunk for one microbatch."""
+    """Return whether these are all steps of the backward of one chunk for one microbatch."""
     if len({(chunk.id, mb) for chunk, mb, _ in backwards}) != 1:
         return False
     return tuple([s for *_, steps in backwards for s in steps]) == steps_of(backwards[0][0], "B")
@@ -72,7 +72,7 @@ def _saved(program: Program, chunks: Mapping[str, Chunk], stage: int) -> float:
 
 
 class _Timed(Protocol):
-    """Describe what is made of an interleaving: it has a makespan."""
+    """Describe the result for one interleaving: it has a makespan."""
 
     @property
     def makespan(self) -> float: ...
@@ -98,7 +98,7 @@ def first_to_finish(orders: Iterable[Graph], drafted: Callable[[Graph], D]) -> D
 
 
 def interleavings(graph: Graph, seconds: Mapping[At, float]) -> Iterator[Graph]:
-    """Yield the graphs to choose from, first the graph as it is, which is the only one where nothing is left open.
+    """Yield the graphs to choose from, first the graph as it is; it is the only one where nothing is left open.
 
     `seconds` has the duration of each compute node of an overlap.
     """
@@ -114,7 +114,7 @@ def interleavings(graph: Graph, seconds: Mapping[At, float]) -> Iterator[Graph]:
 
 
 def _alternating(group: OverlapGroup, seconds: Mapping[At, float]) -> list[At]:
-    """Order nodes by their middle, as a fraction of their member's time."""
+    """Return the nodes ordered by their middle, as a fraction of their member's time."""
     places: list[tuple[float, int, int, At]] = []
     for k, member in enumerate(group.members):
         total, done = sum(seconds[at] for at in member) or 1.0, 0.0
@@ -129,4 +129,4 @@ MERGES: tuple[Merge, ...] = (
     lambda group, _: [at for member in reversed(group.members) for at in member],
     _alternating,
 )
-"""In turn, reversed, alternating."""
+"""The orders to try for a group: in turn, reversed, alternating."""

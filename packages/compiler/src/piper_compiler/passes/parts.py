@@ -25,18 +25,18 @@ ValueSpec = tuple[TensorSpec, Category]
 Pick = Callable[[Sequence[int]], tuple[int, ...]]
 
 LATER: Mapping[str, tuple[ChunkStep, ...]] = {"F": BACKWARD, "I": ("W",), "W": ()}
-"""The steps of a chunk that follow one of them."""
+"""The steps of a chunk that follow each of its steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
     """Say how the Compute nodes of a step of equal chunks become parts.
 
-    Values are counted through: the reads of the node, its writes, and `own`.
+    Values are numbered in one sequence: the reads of the node, its writes, and `own`.
 
     Attributes:
         own: by port, what F keeps and what I hands to W, whether or not W is a node of its own.
-        made: picks the values that come into being.
+        made: picks the values that this step writes.
         kinds: size and category of those.
         steps: for each part its step, which values it reads, which it writes, and which of its own no later step reads.
     """
@@ -52,10 +52,9 @@ class Made:
     """Hold a part and what happens to its values.
 
     Attributes:
-        part: the part.
         reads: the values among its reads that another node may use.
         writes: the values among its writes that another node may use.
-        inside: the values that die in it wherever it runs, as no one else may use them.
+        inside: the values that die in it wherever it runs, because no other node may use them.
     """
 
     part: PartTemplate
@@ -67,8 +66,8 @@ class Made:
 class PartMaker:
     """Make parts and the table of bound values, and say how long instructions take.
 
-    `rows` are those of one microbatch on one rank. `shares` is how many of those a batch has: microbatches times
-    data-parallel width.
+    `rows` are those of one microbatch on one rank. `shares` is how many such microbatches a batch has: microbatches
+    times data-parallel width.
     """
 
     def __init__(self, graph: Graph, chunks: dict[str, Chunk], rows: int, shares: int, seconds: InstructionSeconds) -> None:
@@ -152,10 +151,7 @@ class PartMaker:
         return self._place(value, held.tail, (self._bound(held.spec), held.category), made.mbs is None)
 
     def _place(self, value: str, tail: str, kind: ValueSpec | None, whole: bool = False) -> int:
-        """Return the number of a value in microbatch 0.
-
-        A kind that is not known yet is that of the part which makes the value.
-        """
+        """Return the number of a value in microbatch 0; an unknown kind comes from the part that writes it."""
         place = self.places.get(value)
         if place is None:
             place = self.places[value] = len(self.places)
@@ -200,7 +196,7 @@ def _ports(chunk: Chunk, step: ChunkStep) -> tuple[str, ...]:
 
 
 def _pick(places: list[int]) -> Pick:
-    """Return the function that takes these places of a list."""
+    """Return the function that picks these places of a list."""
     if not places:
         return lambda values: ()
     if len(places) == 1:

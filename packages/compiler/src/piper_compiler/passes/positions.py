@@ -1,11 +1,10 @@
 """Place communication in each role's program order.
 
 The communication of a role follows the global order of transfers. So the issue orders of all ranks, restricted to
-communication, are projections of one order, which is what NCCL needs (R20-issue-order of `piper_ir.verify`). Within
-that order:
+communication, are projections of one order, as NCCL needs (R20-issue-order of `piper_ir.verify`). Within that order:
 
 - a send or a collective comes right after the compute that it needs;
-- a receive comes `recv_ahead` compute instructions before its first reader, or as early as can be when it has no bytes;
+- a receive comes `recv_ahead` compute instructions before its first reader, or as early as possible without bytes;
 - neither comes so late that what follows it would be late.
 """
 
@@ -28,7 +27,6 @@ class Positions:
     """Hold the communication, role by role in issue order.
 
     Attributes:
-        nodes: the nodes that communicate.
         before: `nodes[k]` is issued right before compute instruction `before[k]` of its role.
         counts: how many each role has.
     """
@@ -39,7 +37,7 @@ class Positions:
 
 
 def positions(graph: Graph, deps: Dependencies, c: Columns, task: Ints, recv_ahead: int) -> Positions:
-    """Return places for all communication of a graph, given the task of each node (`Tasks.number`)."""
+    """Return the positions of all communication of a graph, given the task of each node (`Tasks.number`)."""
     nodes = np.flatnonzero(c.comm)
     receive = c.each(isinstance(n.op, Recv) for n in deps.nodes)[nodes] > 0
     meets = c.place[nodes].copy()
@@ -71,10 +69,7 @@ def _slices(counts: Ints) -> list[slice]:
 
 
 def _early(graph: Graph, deps: Dependencies, recv_ahead: int) -> list[int]:
-    """Return for each of `deps.nodes` how many compute instructions before its reader it is wanted.
-
-    It is 0 for all that is no receive.
-    """
+    """Return for each of `deps.nodes` how many compute instructions before its reader it comes: 0 unless a receive."""
     out = [0] * len(deps.nodes)
     for k, node in enumerate(deps.nodes):
         if isinstance(node.op, Recv):

@@ -1,9 +1,9 @@
 """Decide at compile time when each value dies.
 
-A value whose last reader computes dies right after it. A value that is read by communication dies at a later compute
-instruction, which waits for it: the first one that starts after the communication's end in a run without frees under
-canonical durations, so that the wait costs nothing there. A fixed distance in instructions deadlocks; counting
-references makes the peak a matter of luck.
+A value whose last reader computes dies right after it. A value that communication reads dies at a later compute
+instruction, which waits for the communication: the first one that starts after its end in a run without frees under
+canonical durations, so that the wait costs nothing there. A fixed distance in instructions would deadlock; reference
+counts would leave the peak to chance.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from piper_ir.timing import Times
 
 @dataclass(frozen=True)
 class Uses:
-    """Say what parts do with values; values and parts are numbers.
+    """Say which values parts use; values and parts are numbers.
 
     Attributes:
         values: how many values there are.
         value: an entry for each value that a part of a compute instruction writes or reads, in program order, a part's
-            writes first.
+        writes first.
         part: the part of each entry of `value`.
         instr: the instruction of each part.
         sent: an entry for each value that a communication instruction reads, in program order.
@@ -41,14 +41,14 @@ class Uses:
 
 @dataclass(frozen=True)
 class Releases:
-    """Say what is freed and where.
+    """Say which values are freed and where.
 
     Attributes:
         freed: an entry for each value that dies after a part, by part.
         after: the part of each entry of `freed`.
         early: an entry for each value that dies before an instruction, by instruction.
         before: the instruction of each entry of `early`.
-        waits: the waits of the instructions that free what was sent.
+        waits: the waits of the instructions that free sent values.
     """
 
     freed: Ints
@@ -59,10 +59,7 @@ class Releases:
 
 
 def releases(draft: Draft, uses: Uses, times: Times) -> Releases:
-    """Return the frees of all roles, and the waits that they need.
-
-    `times` are those of a run without frees.
-    """
+    """Return the frees of all roles and the waits that they need, given the times of a run without frees."""
     last, first = np.full(uses.values, -1), np.full(uses.values, -1)
     last[uses.value] = uses.part  # of an index that is there twice, the last assignment counts
     first[uses.value[::-1]] = np.arange(len(uses.value))[::-1]
@@ -90,7 +87,7 @@ def releases(draft: Draft, uses: Uses, times: Times) -> Releases:
 
 
 def _first_after(draft: Draft, start: np.ndarray, ends: np.ndarray, latest: Ints) -> Ints:
-    """Find for each sent value the compute instruction that frees it.
+    """Return for each sent value the compute instruction that frees it.
 
     It is the first on its role that starts at or after `ends` (when the value's sends are done) and comes after
     `latest` (the last send). If there is none, the role's final Update frees it and waits.

@@ -1,14 +1,14 @@
 """Order all nodes in one global linear order, from which every role's program is projected.
 
-List scheduling under canonical durations: each role computes one node at a time and, where orders leave a choice, takes
-by default what 1F1B takes: go on with the stage and microbatch at hand, else backward before forward, else the lowest
+This is list scheduling under canonical durations: each role computes one node at a time. Where orders leave a choice,
+it chooses as 1F1B does: go on with the stage and microbatch at hand, else backward before forward, else the lowest
 microbatch. A forward of a stage starts only while fewer than `limit` of its microbatches are in flight, where limit is
 1 + the number of stages after it on the longest way to the loss (p - r on device r of a chain). Forwards that an
 `order` mentions are not limited. Where the backward is split, the input gradient counts as backward, and a weight
-gradient runs when there is nothing else to do; until it is done its microbatch is in flight.
+gradient runs when there is nothing else to do; until it is done its microbatch counts as in flight.
 
-A *span* (`Dependencies.spans`) is several nodes that run as one: it starts when all of them can, and takes the seconds
-given.
+A *span* (`Dependencies.spans`) is several nodes that run as one. It starts when all of them can, and takes given
+seconds.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from piper_ir.program import Chunk
 from piper_ir.sizes import bind
 
 BACKWARD, FORWARD, WEIGHT, UPDATE = 0, 1, 2, 3
-"""Ranks of the phases: what goes first where there is a choice."""
+"""The ranks of the phases: a lower one goes first where there is a choice."""
 Group = int
-"""Nodes of a role that run without a break when they can: those of one phase, microbatch and stage, as one number, by
-which groups are taken in turn: the phase first, then the microbatch, then the stage."""
+"""A phase, microbatch and stage as one number; a role runs the nodes of a group without a break when they can.
+
+Groups are taken in the order of phase first, then by microbatch, then by stage.
+"""
 
 
 @dataclass(slots=True)
@@ -39,8 +41,8 @@ class _Role:
     """Hold the state of one role while nodes are scheduled.
 
     Attributes:
-        ready: what may start, by group, along the program.
-        groups: the groups there, but for the current one, and what is left of those that were.
+        ready: the nodes that may start, by group, along the program.
+        groups: the groups with such nodes, except the current one; some may be empty by now.
         gated: by stage, the groups that its limit holds back.
         admitted: the groups that have started, or may.
         open: microbatches in flight, by stage.
@@ -60,10 +62,10 @@ class _Role:
 
 
 class Scheduler:
-    """Order the nodes of a complete graph; see the module's docstring.
+    """Order the nodes of a complete graph, as the module's docstring says.
 
-    `run` returns them in one global linear order. `given`: first node of each span -> its seconds. Raises CompileError
-    when the graph has a cycle.
+    `given` maps the first node of each span to its seconds. `run` returns the nodes in one global linear order, or
+    raises CompileError when the graph has a cycle.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Scheduler:
         self.along = deps.column(_along(graph, nodes, kinds))
         self.collectives = {k: n.op for k, n in enumerate(nodes) if isinstance(n.op, Collective)}
         self.free = {self.group[i] for i in deps.ordered if kinds[deps.of[i]][0] == FORWARD}
-        """Forwards that an order mentions."""
+        """The groups of forwards that an order mentions."""
         self.limit = _limits(graph, deps, kinds)
         self.backward = deps.column([isinstance(n.op, Compute) and k[0] != FORWARD for n, k in zip(nodes, kinds, strict=True)])
         for i, backward in enumerate(self.backward):
@@ -144,7 +146,7 @@ class Scheduler:
         return self.sequence
 
     def _ready(self, i: int) -> None:
-        """Let a node that computes start when its role has nothing better to do."""
+        """Mark a computing node as ready to start on its role."""
         spans = self.deps.spans
         if i in spans and spans[i][0] != i:
             return  # the first node of a span stands for it
@@ -158,9 +160,9 @@ class Scheduler:
             heappush(waiting, (self.along[i], i))
 
     def _communicate(self, i: int, now: float, over: list[int]) -> None:
-        """Start a communication, which needs no processor: a collective once the last of its members can.
+        """Start a communication, which needs no processor; a collective starts once the last of its members can.
 
-        `over`: what is done by now.
+        `over` collects what is done by now.
         """
         op = self.collectives.get(self.deps.of[i])
         members = [i]
@@ -212,10 +214,7 @@ class Scheduler:
         return None
 
     def _admit(self, role: _Role, group: Group, force: bool = False) -> bool:
-        """Return whether the group may start.
-
-        A forward that may is counted as in flight until its backward is done.
-        """
+        """Return whether the group may start; an admitted forward counts as in flight until its backward is done."""
         if group // self.each != FORWARD or group in role.admitted:
             return True
         stage = group % self.stages
@@ -228,9 +227,9 @@ class Scheduler:
         return True
 
     def _force(self, dirty: set[int]) -> bool:
-        """Let the first group that is held back go when nothing runs.
+        """Admit the first group that is held back, when nothing runs; return whether there was one.
 
-        Then an order elsewhere needs more microbatches in flight than the limit allows. Return whether there was one.
+        An order elsewhere then needs more microbatches in flight than the limit allows.
         """
         held = [(g[0] // self.stages, r, g[0]) for r, role in enumerate(self.roles) for g in role.gated.values() if g]
         if not held:
@@ -242,7 +241,7 @@ class Scheduler:
         return True
 
     def _ungate(self, role: _Role, stage: int) -> None:
-        """Let the first group that a stage's limit holds back try again."""
+        """Make the first group that a stage's limit holds back ready again."""
         if role.gated.get(stage):
             heappush(role.groups, heappop(role.gated[stage]))
 
@@ -260,7 +259,7 @@ class Scheduler:
 def _kinds(nodes: tuple[Node, ...]) -> list[tuple[int, int]]:
     """Return (phase priority, stage number) of each node.
 
-    Stages are numbered along the program; everything on one device is one stage when there are none.
+    Stages are numbered along the program; without stages, each device is one stage.
     """
     numbers: dict[str, int] = {}
     known: dict[Coord, int] = {}
@@ -277,10 +276,7 @@ def _kinds(nodes: tuple[Node, ...]) -> list[tuple[int, int]]:
 
 
 def _along(graph: Graph, nodes: tuple[Node, ...], kinds: list[tuple[int, int]]) -> list[int]:
-    """Return each node's place: along the program for forward, against it for backward.
-
-    Sums run before what reads them by their edges.
-    """
+    """Return each node's position: along the program for forward, against it for backward; sums precede readers."""
     index = graph.chunk_index
     places = [index.get(str(node.coords.get("chunk", "")), 0) for node in nodes]
     return [place if rank == FORWARD else -place for place, (rank, _) in zip(places, kinds, strict=True)]
@@ -289,10 +285,7 @@ def _along(graph: Graph, nodes: tuple[Node, ...], kinds: list[tuple[int, int]]) 
 def node_seconds(
     graph: Graph, nodes: tuple[Node, ...], bound: dict[str, Chunk], rows: int, known: InstructionSeconds
 ) -> list[float]:
-    """Return the canonical seconds of nodes.
-
-    `bound` are the chunks with int sizes at `rows`, `known` the durations of their steps.
-    """
+    """Return the canonical seconds of nodes, given the chunks bound at `rows` and the durations of their steps."""
     steps: dict[int, float] = {}  # by the id of an op, which microbatches share
     sizes: dict[int, float] = {}  # by the id of a spec
     out: list[float] = []
@@ -324,7 +317,7 @@ def overlap_seconds(graph: Graph, bound: dict[str, Chunk], rows: int, known: Ins
 
 
 def _limits(graph: Graph, deps: Dependencies, kinds: list[tuple[int, int]]) -> dict[int, int]:
-    """Find for each stage how many microbatches may be in flight.
+    """Return for each stage how many microbatches may be in flight.
 
     It is 1 + the most changes of device on a way from the stage to the end of forward.
     """

@@ -1,7 +1,7 @@
-"""Make the instructions of a draft as templates: those that differ in their microbatch only are made once.
+"""Make the instructions of a draft as templates: instructions that differ in their microbatch only are made once.
 
-Which values die in an instruction, and in which order a part frees them, may differ between microbatches. So `Drafted`
-has the templates before that is known, which say what uses what, and `programs` those of the plan.
+The values that die in an instruction, and the order in which a part frees them, may differ between microbatches. So
+`Drafted` holds the templates before that is known, and `programs` returns those of the plan.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from piper_ir.plan import COMPUTE
 from piper_ir.timing import Prepared, sweep, with_waits
 
 Dying = tuple[tuple[int, int, bool], ...]
-"""Shared values that die in an instruction: the part that they die after, their number in microbatch 0, and whether
-they are sent, which frees them before the others."""
+"""The shared values that die in an instruction, each as (part, number in microbatch 0, sent).
+
+The value dies after the part; a sent value is freed before the others.
+"""
 
 
 @dataclass(eq=False, slots=True)
@@ -34,10 +36,8 @@ class _Template:
     """Hold an instruction in any microbatch, before its frees are known.
 
     Attributes:
-        stream: the stream that it stands on.
-        made: its parts.
         seconds: canonical duration.
-        given: the duration that the plan says itself, if any.
+        given: the duration that the plan itself states, if any.
     """
 
     stream: str
@@ -45,9 +45,9 @@ class _Template:
     seconds: float
     given: float | None
     touched: list[tuple[int, int]]
-    """The parts, each with the shared values that it writes, then that it reads."""
+    """The parts, each with the shared values that it writes, then those that it reads."""
     aheads: tuple[int, ...] = (0,)
-    """The microbatches of its parts, counted from the instruction's."""
+    """The microbatches of its parts, relative to the instruction's."""
 
 
 @dataclass(eq=False, slots=True)
@@ -55,8 +55,8 @@ class _Trace:
     """Record what a microbatch has done on a role so far.
 
     Attributes:
-        order: the values that it has touched, by when it first did.
-        then: what it has done after a template.
+        order: the values that it has touched, in the order of first touch.
+        then: the next trace, by template.
         known: the templates of the plan that end here, by what dies in them.
     """
 
@@ -65,7 +65,7 @@ class _Trace:
     known: dict[Dying, int] = field(default_factory=dict)
 
     def after(self, template: _Template, ahead: int) -> _Trace:
-        """Return the trace after the parts of an instruction that are so far ahead of it."""
+        """Return the trace after the parts of an instruction whose microbatch is `ahead` of the instruction's."""
         found = self.then.get((id(template), ahead))
         if found is None:
             found = self.then[id(template), ahead] = _Trace(dict(self.order))
@@ -77,11 +77,15 @@ class _Trace:
 
 
 class Drafted:
-    """Hold the templates of a draft, and what is needed to make the plan of them.
+    """Hold the templates of a draft, and everything to make the plan from them.
 
-    `used[i]` is the template of instruction i, `mb[i]` its microbatch. `uses` says what the instructions do with shared
-    values. `times` are those of a run without frees. Parts of instructions that compute are counted: `first_part` of
-    each instruction, `instr_of_part`.
+    Attributes:
+        used: the template of each instruction.
+        mb: its microbatch.
+        uses: how instructions use shared values.
+        times: those of a run without frees.
+        first_part: the number of each computing instruction's first part.
+        instr_of_part: the instruction of each such part.
     """
 
     def __init__(self, graph: Graph, deps: Dependencies, maker: PartMaker, draft: Draft, spans: Mapping[int, float]) -> None:
@@ -111,7 +115,7 @@ class Drafted:
         return self.times.makespan
 
     def prepared(self, freed: Releases) -> Prepared:
-        """Return what `piper_ir.timing.prepare` makes of the plan."""
+        """Return the same as `piper_ir.timing.prepare` for the plan."""
         return with_waits(self.draft.bare, self._waits(freed).needed, self.draft.orders)
 
     def _waits(self, freed: Releases) -> LazyWaits:
@@ -121,7 +125,7 @@ class Drafted:
         return self._needed
 
     def _used(self, leads: list[int]) -> list[_Template]:
-        """Return the template of each instruction. `leads` has the first number of each."""
+        """Return the template of each instruction; `leads` has the first node number of each."""
         of, mb, comm = self.deps.of, self.deps.mb, self.deps.comm
         out: list[_Template] = []
         known = self._known
@@ -144,7 +148,7 @@ class Drafted:
     def _task(self, like: tuple[int, ...], mbs: list[int], given: float | None) -> _Template:
         """Return an instruction that runs these nodes in these microbatches.
 
-        The first that reads a source in its microbatch loads it.
+        The first node that reads a source in its microbatch loads it.
         """
         own = min(mbs)
         nodes = [self.deps.nodes[k] for k in like]
@@ -178,7 +182,6 @@ class Drafted:
         return _Template(COMPUTE, made, seconds, given, touched, tuple(sorted(set(ahead))))
 
     def _instrs(self) -> list[tuple[_Template, Ints]]:
-        """Return the templates, each with its instructions."""
         keys = list(map(id, self.used))
         templates = dict(zip(keys, self.used, strict=True))
         number = {key: n for n, key in enumerate(templates)}
@@ -223,10 +226,10 @@ class Drafted:
         return out
 
     def _buffers(self) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
-        """Find where receive buffers and results of reductions are made.
+        """Return where receive buffers and results of reductions are allocated.
 
-        They are made right after the latest instruction that computes before the receive is posted. The second result
-        has by role those that are there before its first instruction that computes.
+        They are allocated right after the latest computing instruction before the receive is posted. The second result
+        has by role the buffers that exist before its first computing instruction.
         """
         draft = self.draft
         found = [(i, v) for i, t in enumerate(self.used) if t.stream != COMPUTE for v in t.made[0].writes]
@@ -244,7 +247,7 @@ class Drafted:
 
 
 class LazyWaits:
-    """Hold the waits of all instructions, found when someone asks: a search never does."""
+    """Hold the waits of all instructions, which are found when they are asked for; a search never asks."""
 
     def __init__(self, draft: Draft, waits: WaitEdges) -> None:
         self._draft, self._waits = draft, waits
@@ -255,7 +258,7 @@ class LazyWaits:
         return self._draft.needed(self._waits)
 
     def of(self, a: int, b: int) -> RoleWaits:
-        """Return the waits of the instructions of a role."""
+        """Return the waits of a role, whose instructions are a to b."""
         return RoleWaits(self, a, b)
 
 
@@ -281,7 +284,7 @@ class RoleWaits(Sequence[tuple[int, ...]]):
 
 
 class _Final:
-    """Make the templates of the plan: what is drafted, with what each part frees."""
+    """Make the templates of the plan: the drafted ones, with what each part frees."""
 
     def __init__(self, drafted: Drafted, freed: Releases) -> None:
         self.drafted = drafted
@@ -333,7 +336,7 @@ class _Final:
         kinds: dict[int, int],
         templates: list[InstrTemplate],
     ) -> int:
-        """Return the number of a template that joins microbatches, or is of none."""
+        """Return the number of a template that joins microbatches, or belongs to none."""
         found: list[_Trace] = []
         for n in template.aheads if template.stream == COMPUTE and mb >= 0 else ():
             trace = traces[mb + n] = traces.get(mb + n, self.start).after(template, n)
@@ -348,7 +351,7 @@ class _Final:
 
 
 def _ahead(made: Made, n: int) -> Made:
-    """Return a part so many microbatches ahead of its instruction."""
+    """Return a part moved by n microbatches."""
     if not n:
         return made
     part = made.part
@@ -359,10 +362,7 @@ def _ahead(made: Made, n: int) -> Made:
 
 
 def _with_frees(template: _Template, kind: int, traces: Mapping[int, _Trace], dying: Dying) -> InstrTemplate:
-    """Return an instruction whose parts free first what is sent, then the others by their first use.
-
-    `dying` lists them.
-    """
+    """Return an instruction whose parts free the sent ones of the dying values first, then the others by first use."""
     parts = []
     for k, made in enumerate(template.made):
         sent = [v for part, v, is_sent in dying if part == k and is_sent]
@@ -376,7 +376,7 @@ def _with_frees(template: _Template, kind: int, traces: Mapping[int, _Trace], dy
 
 
 def _shared(templates: list[InstrTemplate], used: list[int]) -> tuple[list[InstrTemplate], list[int]]:
-    """Return equal templates once, and which each instruction uses."""
+    """Return the distinct templates, and which of them each instruction uses."""
     numbers: dict[InstrTemplate, int] = {}
     number = [numbers.setdefault(t, len(numbers)) for t in templates]
     return list(numbers), [number[k] for k in used]
@@ -390,5 +390,5 @@ def _by(instrs: Ints, numbers: Ints) -> dict[int, tuple[int, ...]]:
 
 
 def _within(numbers: Mapping[int, tuple[int, ...]], a: int, b: int) -> dict[int, tuple[int, ...]]:
-    """Return the entries of a role's instructions, counted from its first."""
+    """Return the entries of a role's instructions a to b, counted from its first."""
     return {i - a: vs for i, vs in numbers.items() if a <= i < b}

@@ -1,7 +1,7 @@
 """Hold the recipes, functions that return a tuple of directives: published pipeline schedules, a family per file.
 
 They may import directives, `actions` and piper_ir; `from_csv` also imports `interchange`, when it is called. A schedule
-is data, so no pass knows any of them.
+is data: no pass knows any recipe.
 """
 
 from piper_compiler.actions import Action

@@ -18,10 +18,9 @@ from piper_ir.select import Where, where
     rule="any pp, microbatches >= 1",
 )
 def gpipe(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
-    """Run all forwards, then all backwards, one stage per device.
+    """Run all forwards, then all backwards, one stage per device; any pp and microbatches.
 
-    Source: Huang et al. 2019, arXiv 1811.06965. Makespan (m + p - 1)(F + B); peak on every device: m activations. Any
-    pp and microbatches.
+    Source: Huang et al. 2019, arXiv 1811.06965. Makespan (m + p - 1)(F + B); peak on every device: m activations.
     """
     check_numbers("gpipe", pp=pp, microbatches=microbatches)
     orders = [[*(("F", i) for i in range(microbatches)), *(("B", i) for i in range(microbatches))]] * pp
@@ -71,10 +70,7 @@ def data_parallel(
 
 
 def stage_orders(orders: Iterable[list[tuple[str, int]]]) -> tuple[Directive, ...]:
-    """Return one `order` per stage from its list of (phase, microbatch).
-
-    Stages with a single entry need none.
-    """
+    """Return one `order` per stage from its list of (phase, microbatch); a single entry needs none."""
     out: list[Directive] = []
     for stage, steps in enumerate(orders):
         selections: list[Where] = [where(stage=stage, phase=phase, mb=mb) for phase, mb in steps]

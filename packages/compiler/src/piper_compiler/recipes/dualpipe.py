@@ -12,7 +12,7 @@ from piper_compiler.recipes.stages import check_numbers, first_microbatches, v_s
 from piper_ir.errors import DirectiveError
 
 _Move = tuple[int, ActionPhase, int]
-"""Way (0: in at the near end, 1: back from the far end), phase, and the number of the microbatch on its way."""
+"""A way (0: in at the near end, 1: back from the far end), a phase, and the number of the microbatch on its way."""
 
 
 @recipe(
@@ -23,9 +23,7 @@ _Move = tuple[int, ActionPhase, int]
     rule="any pp, microbatches >= 1; 2 chunks per device",
 )
 def dualpipe_v(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
-    """Fold half of DualPipe: device r has the stages r and 2p - 1 - r.
-
-    It overlaps a forward of one with a backward of the other.
+    """Overlap forwards and backwards on a folded half of DualPipe: device r has the stages r and 2p - 1 - r.
 
     Source: DeepSeek-AI 2025, github.com/deepseek-ai/DualPipe; the order is that of PyTorch's ScheduleDualPipeV.
 
@@ -71,10 +69,7 @@ def dualpipe(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Di
 
 
 def dualpipe_orders(pp: int, microbatches: int) -> Orders:
-    """Return the orders of DualPipe.
-
-    The devices of the second half do what their mirror images do, with the directions exchanged.
-    """
+    """Return the orders of DualPipe: the second half of the devices mirrors the first, with directions exchanged."""
     whole = max(-(-microbatches // 2), pp)
     orders: list[list[Slot]] = []
     for r in range(pp):
@@ -88,7 +83,7 @@ def dualpipe_orders(pp: int, microbatches: int) -> Orders:
 
 
 def _both_ways(devices: int, r: int, microbatches: int) -> list[tuple[_Move, ...]]:
-    """Return what the device r of `devices` (0 at the near end) does for `microbatches` >= 2 `devices` on each way."""
+    """Return the slots of device r (0 at the near end) for `microbatches` >= 2 `devices` on each way."""
     todo, after = _Pieces(), devices - 1 - r
     for _ in range(2 * after):
         todo.forward(0)
@@ -122,7 +117,7 @@ def _both_ways(devices: int, r: int, microbatches: int) -> list[tuple[_Move, ...
 class _Pieces:
     """Collect the slots of one device.
 
-    Each way has its own count of microbatches; weight gradients run in the order of their input gradients.
+    Each way counts its own microbatches; weight gradients run in the order of their input gradients.
     """
 
     def __init__(self) -> None:

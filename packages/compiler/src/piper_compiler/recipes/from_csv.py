@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 def from_csv(path: str | Path, *, at: Boundaries = "even") -> tuple[Directive, ...]:
-    """Return what the file says, compute-only or lowered, as directives.
+    """Return the directives for a file, compute-only or lowered; raise FormatError for a file that is no schedule.
 
-    `at` cuts the model into stages, as in `partition`. Raises FormatError for a file that is no schedule.
+    `at` cuts the model into stages, as in `partition`.
     """
     from piper_compiler.interchange import read_schedule_csv  # it knows strategies, and strategies are made of recipes
 

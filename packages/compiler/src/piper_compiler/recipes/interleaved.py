@@ -1,7 +1,4 @@
-"""Make schedules with several chunks per device, the stages going round the devices.
-
-They are interleaved 1F1B and looped breadth-first.
-"""
+"""Make schedules with several chunks per device, placed in loops: interleaved 1F1B and looped breadth-first."""
 
 from __future__ import annotations
 
@@ -29,9 +26,9 @@ def interleaved(
     arXiv 2104.04473.
 
     Bubble (p - 1)(F + B) in times of one chunk, for any F, I, W; peak on device r: min(v m, 2(p - 1 - r) + (v - 1)g +
-    1) activations of a chunk. Both hold where m is a multiple of g; the last of other numbers is a group that is not
-    full, with a larger bubble and no larger peak. Raises DirectiveError for a group of fewer than pp microbatches: its
-    next chunk would wait.
+    1) activations of a chunk. Both hold where m is a multiple of g; otherwise the last group is not full, and the
+    bubble is larger but not the peak. Raises DirectiveError for a group of fewer than pp microbatches: its next chunk
+    would wait.
     """
     size = pp if group is None else group
     check_numbers("interleaved", pp=pp, microbatches=microbatches, chunks=chunks, group=size)

@@ -1,6 +1,6 @@
 """Keep the list of recipes; each says its source and its formula.
 
-A recipe of a user's file has the same standing as those here:
+A recipe in a user's file has the same standing as those here:
 
     @recipe(source="our report 7", formula="(m + p - 1)(F + B)", peak="m on every device", use="...")
     def mine(*, pp: int, microbatches: int) -> tuple[Directive, ...]: ...
@@ -19,13 +19,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Hold a function that returns a tuple of directives, with what is known of its schedule.
+    """Hold a function that returns a tuple of directives, with the known facts about its schedule.
 
-    Texts are in p devices, m microbatches, v chunks per device and the times F, I, W, B = I + W, O of one chunk.
+    The texts use p devices, m microbatches, v chunks per device and the times F, I, W, B = I + W, O of one chunk.
 
     Attributes:
-        name: the function's name.
-        make: the function.
         source: where the schedule was published.
         formula: bubble or makespan.
         peak: activation units on device r.
@@ -43,14 +41,11 @@ class Recipe:
 
 
 RECIPES: dict[str, Recipe] = {}
-"""Pipeline schedules by name."""
+"""The pipeline schedules by name."""
 
 
 def recipe(*, source: str, formula: str, peak: str, use: str, rule: str = "") -> Callable[[F], F]:
-    """Register a function as a recipe under its own name.
-
-    Raises DirectiveError when another module has a recipe of that name.
-    """
+    """Register a function as a recipe under its own name; raise DirectiveError when another module has that name."""
 
     def register(make: F) -> F:
         known = RECIPES.get(make.__name__)

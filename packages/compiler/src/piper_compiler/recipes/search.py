@@ -32,12 +32,14 @@ T = TypeVar("T")
 NOTHING = OrderScore(inf, inf, inf)
 
 EFFORT = 1_000_000
-"""Operations that list scheduling places in one search: 1 to 1.5 us each. Rules that are known already, or can be of no
-use, are counted as the others and not carried out."""
+"""The operations that list scheduling places in one search, at 1 to 1.5 us each.
+
+Rules that are known already, or cannot help, count as the others and are not carried out.
+"""
 SWEEPS = 1_000_000
-"""Operations that annealing sweeps in one search; about 0.6 us each."""
+"""The operations that annealing sweeps in one search, at about 0.6 us each."""
 SAMPLES, CHANGES, MOVES = 300, 1200, 6000
-"""Most rules drawn by lot, changes of the best ones, and sweeps of annealing: small problems need no more."""
+"""The upper bounds of random rules, changes of the best rules, and annealing sweeps; small problems need no more."""
 
 _PHASES: tuple[ActionPhase, ...] = ("F", "I", "W")
 _ONE = ((INPUT, 0), (FORWARD, 0)), ((FORWARD, 0), (INPUT, 0))
@@ -63,22 +65,22 @@ def _action(problem: Problem, op: int) -> Action:
 
 
 class Search:
-    """Keep the best orders seen so far of one problem."""
+    """Search the orders of one problem, and keep the best seen so far."""
 
     def __init__(self, problem: Problem, goal: OrderScore | None = None) -> None:
         self.problem, self.random = problem, Random(0).random
         self.best = NOTHING
         self.orders: list[Queue] = []
         self.rules, self.tightened = Rules((), 0), False
-        """What gave the best, and whether it was tightened from the end."""
+        """The rules that gave the best orders, and whether those were tightened from the end."""
         self.worth: dict[Rules, tuple[OrderScore, bytes]] = {}
-        """What rules are known to be worth, and when their operations end."""
+        """The score of rules that were tried, and the times at which their operations end."""
         self.tight: dict[bytes, OrderScore] = {}
-        """What they are worth when tightened from the end."""
+        """The score of orders, by their times, when tightened from the end."""
         self.effort = 0
         self.bound = problem.bound()
         self.goal = goal or OrderScore(self.bound, 0.0, 0.0)
-        """The search ends when the best meets this."""
+        """The score at which the search ends."""
 
     @property
     def done(self) -> bool:
@@ -96,11 +98,11 @@ class Search:
         return self.orders
 
     def _try(self, rules: Rules, reach: float, wanted: float = 0.0) -> OrderScore:
-        """Return what orders under these rules are worth, as they are or tightened from the end.
+        """Return the score of the orders under these rules, as they are or tightened from the end.
 
-        Tightening is tried when they end at most `reach` times the best bubble after the best ones. The result is
-        NOTHING for a run given up because it was to be none of: better than the best, within that reach, of a makespan
-        and span of `wanted` in sum.
+        They are tightened when their makespan exceeds the best one by at most `reach` times the best bubble. A run is
+        given up, with the result NOTHING, when it can neither be the best, nor come within that reach, nor have a
+        makespan and span of at most `wanted` in sum.
         """
         if self.done:
             return self.best
@@ -120,10 +122,7 @@ class Search:
         return value
 
     def _tightened(self, rules: Rules, times: bytes) -> OrderScore:
-        """Return the worth of what these rules gave when tightened from the end.
-
-        `times` are those at which its operations end.
-        """
+        """Return the score of orders under these rules, which end at `times`, when tightened from the end."""
         if times not in self.tight:
             orders = Justify(self.problem, array("d", times).tolist()).run()
             swept = self.problem.sweep(orders)
@@ -132,10 +131,9 @@ class Search:
         return self.tight[times]
 
     def _plain(self, rules: Rules) -> Rules:
-        """Return the same for rules that differ in nothing that can matter.
+        """Return a normal form, equal for rules that differ only where it cannot matter.
 
-        With one stage per device there is no last one and no second `ahead`, and without a limit there is nothing to
-        yield to.
+        With one stage per device there is no last stage and no second `ahead`; without a limit nothing has to yield.
         """
         one, free = self.problem.stages.chunks == 1, min(self.problem.limit) == inf
         if not one and not free:
@@ -151,7 +149,7 @@ class Search:
         return self.best.makespan + reach * (self.best.makespan - min(self.problem.busy))
 
     def _cut(self, reach: float, wanted: float) -> Cutoff:
-        """Return where list scheduling may end early because its result would be of no use. Rounding is forgiven."""
+        """Return where list scheduling may end early because its result would be of no use, with rounding forgiven."""
         best, bound, close = self.best, self.bound, 1e-9 * self.best.makespan
         makespan = max(best.makespan, self._latest(reach))
         tied = best.makespan <= bound + close and self._latest(reach) < bound - close  # only the span can become better
@@ -181,12 +179,12 @@ class Search:
         yield from free[1:]
 
     def _units(self) -> float:
-        """Return how many activations the first device may keep, or all that are of use."""
+        """Return how many activations the first device may keep, at most the number that can be of use."""
         problem = self.problem
         return min(problem.limit[0] / (problem.stages.activation[0] or 1.0), 2.0 * problem.stages.devices)
 
     def _sample(self) -> Rules:
-        """Draw rules by lot, with bounds `ahead` that change linearly along the devices."""
+        """Return random rules with bounds `ahead` that change linearly along the devices."""
         problem, x = self.problem, self.random
         p, m, two = problem.stages.devices, problem.microbatches, problem.stages.chunks == 2
         units = self._units()
@@ -254,5 +252,5 @@ def _moved(ahead: tuple[int, int], step: int, first: bool, most: int) -> tuple[i
 
 
 def _steer(value: OrderScore) -> tuple[float, float]:
-    """Return what descent follows: a smaller span often leads to a smaller makespan."""
+    """Return the score that descent follows: a smaller span often leads to a smaller makespan."""
     return value.makespan + value.span, value.idle

@@ -10,13 +10,13 @@ from piper_ir.errors import DirectiveError
 from piper_ir.limits import MOST_NODES
 
 FACTORS = ("pp", "chunks", "microbatches")
-"""Arguments of a recipe whose product is the number of forwards in its order."""
+"""The arguments of a recipe whose product is the number of forwards in its order."""
 
 
 def check_numbers(name: str, **given: int) -> None:
     """Raise DirectiveError unless every number is an integer of at least 1 and the order is not too long.
 
-    `name` is the recipe. It writes an order with a forward for each stage and microbatch.
+    `name` is the recipe. Its order has a forward for each stage and microbatch.
     """
     if any(type(n) is not int or n < 1 for n in given.values()):
         shown = ", ".join(f"{key}={n!r}" for key, n in given.items())
@@ -32,15 +32,12 @@ def check_numbers(name: str, **given: int) -> None:
 
 
 def looped_stage(pp: int, device: int, chunk: int) -> int:
-    """Return the stage that is chunk `chunk` of a device where the stages go round the devices."""
+    """Return the stage that is chunk `chunk` of a device, in loop placement."""
     return chunk * pp + device
 
 
 def v_stage(pp: int, device: int, chunk: int) -> int:
-    """Return the stage that is chunk 0 or 1 of a device in the V placement.
-
-    There the stages go down the devices and back up.
-    """
+    """Return the stage that is chunk 0 or 1 of a device in the V placement, down the devices and back up."""
     return 2 * pp - 1 - device if chunk else device
 
 
@@ -52,8 +49,7 @@ def slot(stage: int, phase: ActionPhase, mb: int) -> Slot:
 def round_robin(pp: int, chunks: int, device: int, groups: int, size: int, back: bool = False) -> Iterator[tuple[int, int]]:
     """Yield (stage, microbatch) of the forwards of a device in loop placement, or with `back` of the backwards.
 
-    Groups of `size` microbatches go each through all chunks before the next; backwards from the last chunk to the
-    first.
+    Each group of `size` microbatches goes through all chunks before the next group; backwards begin at the last chunk.
     """
     for group in range(groups):
         for chunk in reversed(range(chunks)) if back else range(chunks):
@@ -64,6 +60,6 @@ def round_robin(pp: int, chunks: int, device: int, groups: int, size: int, back:
 def first_microbatches(orders: Iterable[Iterable[Slot]], microbatches: int) -> Orders:
     """Return the orders without the microbatches from `microbatches` on.
 
-    Microbatches do not depend on each other, so what is left of orders without deadlock has none.
+    Microbatches do not depend on each other, so the shorter orders have no deadlock if the longer ones have none.
     """
     return [[left for slot in slots if (left := tuple([a for a in slot if a.mb < microbatches]))] for slots in orders]

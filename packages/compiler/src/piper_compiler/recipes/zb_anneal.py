@@ -1,6 +1,6 @@
 """Improve an order locally: simulated annealing along its critical paths.
 
-Only a move that takes two neighbours on a critical path apart can shorten a schedule (van Laarhoven, Aarts and Lenstra
+Only a move that separates two neighbours on a critical path can shorten a schedule (van Laarhoven, Aarts and Lenstra
 1992, on job shops). So a move takes one of such a pair a few places further, the first one later or the second one
 earlier: a W into a gap, or a forward to where memory becomes free.
 """
@@ -14,14 +14,11 @@ from random import Random
 from piper_compiler.recipes.zb_problem import OrderScore, Problem, Queue, Swept
 
 REACH = 6
-"""A move goes at most so many places further."""
+"""The number of places that a move goes at most."""
 
 
 class Anneal:
-    """Hold a state of the search; `best` and `orders` are the best seen.
-
-    The same seed gives the same result.
-    """
+    """Hold a state of the search; `best` and `orders` are the best seen, and the same seed gives the same result."""
 
     def __init__(self, problem: Problem, orders: list[Queue], seed: int = 0) -> None:
         swept = problem.sweep(orders)
@@ -33,7 +30,7 @@ class Anneal:
         self.sweeps = 0
 
     def run(self, sweeps: int, heat: float, goal: OrderScore) -> None:
-        """Sweep at most so many times, and end when the best meets `goal`.
+        """Sweep at most `sweeps` times, and end when the best meets `goal`.
 
         `heat` is the seconds by which a step may be worse, at the start about one in three times.
         """
@@ -45,7 +42,7 @@ class Anneal:
                 arcs = self._arcs()
 
     def _move(self, arcs: list[tuple[int, int]]) -> tuple[int, int, int]:
-        """Return a device, the place of one of its operations, and where that is to go."""
+        """Return a device, the position of one of its operations, and the position to which to move it."""
         r, second = arcs[int(self.random() * len(arcs))]
         far = 1 + int(self.random() ** 2 * REACH)
         if self.random() < 0.5:
@@ -53,7 +50,7 @@ class Anneal:
         return r, second - 1, min(len(self.now[r]) - 1, second - 1 + far)
 
     def _moved(self, r: int, source: int, target: int, heat: float) -> bool:
-        """Try a move and keep it when it is legal and good enough."""
+        """Try a move, and keep it when it is legal and good enough; return whether it was kept."""
         queue, problem = self.now[r], self.problem
         op = queue[source]
         if any(self._tied(op, x) for x in (queue[target:source] if target < source else queue[source + 1 : target + 1])):
@@ -77,17 +74,14 @@ class Anneal:
             self.best, self.orders = value, [list(q) for q in self.now]
 
     def _tied(self, op: int, other: int) -> bool:
-        """Return whether two operations of a device have to stay in their order.
-
-        These are those of one unit, and one phase of one stage.
-        """
+        """Return whether two operations of a device must keep their order, as those of one unit, or phase and stage."""
         problem = self.problem
         if problem.stage(op) != problem.stage(other):
             return False
         return op % 3 == other % 3 or problem.microbatch(op) == problem.microbatch(other)
 
     def _arcs(self) -> list[tuple[int, int]]:
-        """Return (device, place of the second) of neighbours on critical paths.
+        """Return (device, position of the second) of neighbours on critical paths.
 
         The paths are those of the last device to end and of the one with the largest span.
         """
@@ -102,7 +96,7 @@ class Anneal:
         return [arc for r in ends for arc in self._path(r, place)]
 
     def _path(self, r: int, place: list[int]) -> Iterator[tuple[int, int]]:
-        """Go back from the last operation of a device, along what held each one up; among several by lot."""
+        """Go back from the last operation of a device along the operations that delayed each other; ties are random."""
         problem, end, home = self.problem, self.swept.end, self.problem.stages.home
         op = self.now[r][-1]
         close = 1e-9 * self.best.makespan
@@ -120,5 +114,5 @@ class Anneal:
 
 
 def _cost(value: OrderScore) -> float:
-    """Return what annealing descends: the makespan, and a little of the rest, which leads to it."""
+    """Return the cost that annealing lowers: the makespan, and a little of the rest, which leads to it."""
     return value.makespan + 0.5 * value.span + 0.02 * value.idle

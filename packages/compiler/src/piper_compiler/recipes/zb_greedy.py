@@ -1,9 +1,9 @@
 """Schedule zero-bubble pipelines by lists: forwards in time under a policy, and backwards in time by given keys.
 
-Both run the microbatches of a stage in order, and admit a microbatch to the first of a device's two stages only while
-its second one has, or can still get, the memory for one: what the second stage's microbatches hold comes back to it,
-what they have freed at their I may be gone. So the oldest microbatch can always go on: no policy and no keys end in a
-deadlock, from the smallest limit that holds one microbatch.
+Both run the microbatches of a stage in order. They admit a microbatch to the first of a device's two stages only while
+the second one has, or can still get, the memory for one: the second stage gets back what its microbatches hold, but not
+always what these freed at their I. So the oldest microbatch can always go on: under any limit that holds one
+microbatch, no policy and no keys end in a deadlock.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Policy(NamedTuple):
     Attributes:
         prefer: (phase, chunk) pairs; the first that can start runs.
         ahead: by chunk, how many microbatches may be between F and I.
-        pending: with so many W waiting, and forwards to come, a W runs first.
-        yields: a W also runs before another operation when memory holds a forward up.
-        last: of two stages with a W waiting the last one is served.
+        pending: how many W must wait, with forwards to come, for a W to run first.
+        yields: whether a W also runs before another operation when memory delays a forward.
+        last: whether the last of two stages with a W waiting is served first.
         wait: the share of a W by which it may delay what arrives meanwhile.
     """
 
@@ -40,8 +40,8 @@ class Policy(NamedTuple):
 class Rules(NamedTuple):
     """Hold a policy per device, and the pace at which microbatches enter.
 
-    Microbatch k enters the pipeline not before (k - lead) times what the slowest device needs for one. With a small
-    lead the operations meet in a fixed pattern, as a tight memory limit asks for; with m of them there is no such pace.
+    Microbatch k enters the pipeline not before (k - lead) times the slowest device's time for one. With a small lead
+    the operations meet in a fixed pattern, as a tight memory limit asks for; a lead of m sets no pace.
     """
 
     policies: tuple[Policy, ...]
@@ -51,8 +51,8 @@ class Rules(NamedTuple):
 class Cutoff(NamedTuple):
     """Say when a run is given up.
 
-    It is given up when what it can still become has a makespan above `makespan` or a span above `span`, and a sum of
-    both above `both`. No makespan is smaller than `least`.
+    It is given up when its makespan must exceed `makespan` or its span must exceed `span`, and the sum of both must
+    exceed `both`. No makespan is smaller than `least`.
     """
 
     makespan: float
@@ -74,10 +74,10 @@ class _Move(NamedTuple):
     Attributes:
         kind: phase + 3 stage.
         ahead: for forwards, how far ahead of the next I the next one may be, as a difference of numbers; 0 for I.
-        keeps: what one forward keeps.
+        keeps: the memory that one forward keeps.
         second: the kind of the second stage's forwards.
-        reserve: what one of those keeps.
-        after: what one of those keeps after I.
+        reserve: the memory that one of those keeps.
+        after: the memory that one of those keeps after I.
     """
 
     kind: int
@@ -98,16 +98,16 @@ class Greedy:
         self.next = list(range(self.width))
         """The next operation of each kind."""
         self.moves = [[self._move(mine, q, *x) for x in q.prefer] for mine, q in zip(of, rules.policies, strict=True)]
-        """Per device what it may do next, as it prefers it."""
+        """The possible moves of each device, by preference."""
         self.weights = [
             [3 * s + WEIGHT for s in mine[:: -1 if q.last else 1]] for mine, q in zip(of, rules.policies, strict=True)
         ]
-        """Per device the kinds of its W, as it prefers them."""
+        """The kinds of each device's W, by preference."""
         self.waiting = [0] * given.devices
-        """Per device how many W wait."""
+        """The number of waiting W of each device."""
         enter = [max(0, k - rules.lead) * problem.pace for k in range(problem.microbatches)]
         self.arrives = [NEVER] * (problem.count + self.width)
-        """When what an operation needs is there, and after the last of each kind one that never comes."""
+        """The time at which each operation's input arrives; after the last of each kind stands one that never does."""
         self.arrives[: problem.count : self.width] = enter
         self.used = [0.0] * given.devices
 
@@ -116,9 +116,9 @@ class Greedy:
         return _Move(3 * stages[chunk] + phase, ahead, *_keeps(self.problem.stages, stages, chunk))
 
     def run(self, cut: Cutoff | None = None) -> tuple[list[Queue], Swept] | None:
-        """Return the orders and their times; None when the run was cut.
+        """Return the orders and their times, or None when the run was cut.
 
-        A search spends most of its time here, hence local names.
+        A search spends most of its time here, hence the local names.
         """
         problem, width, policies, moves = self.problem, self.width, self.policies, self.moves
         upcoming, arrives, waiting, used = self.next, self.arrives, self.waiting, self.used
@@ -189,7 +189,7 @@ class Greedy:
         return orders, Swept(end, first, free)
 
     def _weight(self, r: int, now: float, best: int, blocked: bool, later: float) -> int:
-        """Return the next W of device r where it comes before `best`, or fits before what arrives.
+        """Return the next W of device r where it comes before `best`, or fits before the next arrival.
 
         Nothing arrives before `later`.
         """
@@ -207,12 +207,12 @@ class Greedy:
         return upcoming[kind]
 
     def _missing(self, second: int, reserve: float, held: float) -> float:
-        """Return what the second stage of a device lacks for one microbatch when all that it has are done with I."""
+        """Return the memory that a device's second stage lacks for one microbatch once all it has are done with I."""
         waiting = (self.next[second + INPUT] - self.next[second + WEIGHT] + 1) // self.width
         return max(0.0, reserve - waiting * held)
 
     def _comes(self, r: int, by: float, kind: int, ahead: int, keeps: float, second: int, reserve: float, held: float) -> bool:
-        """Return whether something arrives before that time that is held up by no limit."""
+        """Return whether an operation that no limit delays arrives before `by`."""
         upcoming = self.next
         op = upcoming[kind]
         if self.arrives[op] >= by:
@@ -226,9 +226,9 @@ class Greedy:
 
 
 class Justify:
-    """Run once backwards in time: of what could be last on a device, the operation with the largest key is.
+    """Run once backwards in time: of the operations that could be last on a device, the one with the largest key is.
 
-    It makes the end of a schedule as tight as `Greedy` makes its start. Counted from the end, W takes a unit's memory
+    This makes the end of a schedule as tight as `Greedy` makes its start. Counted from the end, W takes a unit's memory
     and F gives it back.
     """
 
@@ -237,11 +237,11 @@ class Justify:
         self.problem, self.key, self.width = problem, key, 3 * len(given.seconds)
         of = given.of_devices()
         self.moves = [[(3 * s + x, x, *_keeps(given, mine, c)) for c, s in enumerate(mine) for x in range(3)] for mine in of]
-        """Per device what it may do next: kind, phase, and what W takes, as in `_Move`."""
+        """The possible moves of each device: kind, phase, and what W takes, as in `_Move`."""
         self.next = list(range(count - self.width, count))
         """The next operation of each kind."""
         self.arrives = [NEVER] * (count + self.width)
-        """When what needs an operation is there; under negative numbers, after the last of each kind, never."""
+        """The time at which each operation's reader is there; after the last of each kind stands one that never is."""
         self.arrives[INPUT : count : self.width] = [0.0] * problem.microbatches
         self.arrives[WEIGHT:count:3] = [0.0] * (count // 3)
 
@@ -300,9 +300,9 @@ class Justify:
 def _keeps(stages: Stages, mine: Sequence[int], chunk: int) -> tuple[float, int, float, float]:
     """Return what one microbatch of a chunk keeps, and what its second stage must have room for.
 
-    If the device has a second stage that comes after the chunk's, the rest is the kind of that one's forwards, what
-    they keep, which has to fit as well while the second stage has nothing to give back, and what of it after I.
-    Otherwise it is -1 and nothing.
+    If the device has a second stage after the chunk's, the other three are the kind of that stage's forwards, the
+    memory that one of them keeps (there must be room for it while the second stage has nothing to give back), and what
+    it keeps after I. Otherwise they are -1 and nothing.
     """
     keeps = stages.activation[mine[chunk]]
     if chunk or len(mine) == 1:

@@ -15,7 +15,7 @@ Queue = list[int]
 """The operations of one device, in order."""
 
 FORWARD, INPUT, WEIGHT = 0, 1, 2
-"""Phases F, I, W."""
+"""The phases F, I, W."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,6 @@ class Stages:
     Stage s of chunk 0 is on device s; with two chunks stage 2p - 1 - r is on device r, too (V).
 
     Attributes:
-        devices: how many devices.
         chunks: stages per device, 1 or 2.
         seconds: by stage, those of F, I and W.
         activation: by stage, what one microbatch keeps from the start of F to the end of W.
@@ -52,10 +51,7 @@ class Stages:
         return [[s for s, device in enumerate(home) if device == r] for r in range(self.devices)]
 
     def least(self) -> list[float]:
-        """Return for each device the smallest memory limit under which a step can run.
-
-        It is one microbatch on all of its stages.
-        """
+        """Return for each device the smallest legal memory limit: one microbatch on all of its stages."""
         need = [0.0] * self.devices
         for r, a in zip(self.home, self.activation, strict=True):
             need[r] += a
@@ -66,9 +62,9 @@ class Swept(NamedTuple):
     """Hold the times of an order.
 
     Attributes:
-        end: by operation.
-        first: by device, its first start.
-        last: by device, its last end.
+        end: the end of each operation.
+        first: the first start on each device.
+        last: the last end on each device.
     """
 
     end: list[float]
@@ -77,7 +73,7 @@ class Swept(NamedTuple):
 
 
 class OrderScore(NamedTuple):
-    """Say what an order is worth; smaller is better.
+    """Score an order; smaller is better.
 
     Attributes:
         makespan: seconds from start to end.
@@ -113,9 +109,8 @@ class Problem:
     def __post_init__(self) -> None:
         """Make the columns.
 
-        They are the `seconds` that each operation takes, its `device`, the operation that it `needs` and the one that
-        comes `after` it (-1: none), the `lag` from what it needs, the `memory` that it adds; and `busy` seconds per
-        device.
+        They are by operation its `seconds`, its `device`, the operation that it `needs` and the one that comes `after`
+        it (-1: none), the `lag` from what it needs, the `memory` that it adds; and by device the `busy` seconds.
         """
         given, home = self.stages, self.stages.home
         n = len(home)
@@ -145,7 +140,7 @@ class Problem:
         return op // 3 // len(self.stages.seconds)
 
     def sweep(self, orders: Sequence[Queue]) -> Swept | None:
-        """Run every operation as early as its order allows. Return None when the orders block each other."""
+        """Run every operation as early as its order allows; return None when the orders block each other."""
         seconds, needs, lag = self.seconds, self.needs, self.lag
         p, left = self.stages.devices, self.count
         end, clock, first, at = [-1.0] * self.count, [0.0] * p, [0.0] * p, [0] * p
@@ -189,10 +184,7 @@ class Problem:
         return True
 
     def bound(self) -> float:
-        """Return a time before which no order ends.
-
-        It is when the first microbatch can reach a device at the earliest, and then the device's work.
-        """
+        """Return a time before which no order ends: a device's first possible arrival plus all its work."""
         arrival, bound = 0.0, 0.0
         for s in range(self.stages.devices):
             bound = max(bound, arrival + self.busy[s])

@@ -31,10 +31,7 @@ def zbv(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directi
 
 
 def zbv_orders(pp: int, microbatches: int) -> Orders:
-    """Return the orders of ZBV.
-
-    Fewer microbatches than the start needs are the first ones of as many as it needs.
-    """
+    """Return the orders of ZBV; too few microbatches for the start are the first ones of as many as it needs."""
     whole = max(microbatches, 2 * pp - 1)
     return first_microbatches([_device(pp, r, whole) for r in range(pp)], microbatches)
 

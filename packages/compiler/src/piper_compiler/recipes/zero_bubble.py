@@ -16,7 +16,7 @@ from piper_ir.errors import DirectiveError
 _PerStage = float | Sequence[float]
 
 ROUNDING = 1e-9
-"""A sum of activations may exceed the limit by this share of it: they are added in floating point."""
+"""The share by which a sum of activations may exceed the limit, because they are added in floating point."""
 
 
 @recipe(
@@ -40,11 +40,11 @@ def zero_bubble(
     chunks: int = 1,
     at: Boundaries = "even",
 ) -> tuple[Directive, ...]:
-    """Return the order with the smallest makespan that a search of fixed effort finds.
+    """Return the order with the smallest makespan that a search of fixed effort finds (`recipes.search`).
 
-    Among those it is the one with the smallest span bubble. Deterministic. Source: `recipes.search`. An argument of a
-    stage is a number or one per stage; there are pp x chunks stages. Raises DirectiveError for arguments that do not
-    fit, and for a limit under which nothing runs.
+    Ties go to the smallest span bubble. The result is deterministic. An argument of a stage is a number or one per
+    stage; there are pp x chunks stages. Raises DirectiveError for arguments that do not fit, and for a limit under
+    which nothing runs.
 
     Args:
         pp: devices.
@@ -55,8 +55,8 @@ def zero_bubble(
         hop: time between two devices, in the same unit.
         activation: what a stage keeps for one microbatch from the start of F to the end of W.
         kept_after_I: how much of that lives on from I to W (default: all).
-        memory_limit: for what a device keeps at any time, in the unit of `activation`; a number or one per device
-            (default: none).
+        memory_limit: the most that a device keeps at any time, in the unit of `activation`; a number or one per device
+        (default: no limit).
         chunks: 1 places stage r on device r; 2 places stages r and 2 pp - 1 - r there (V).
         at: where stages begin, as in `partition`.
     """
@@ -99,7 +99,7 @@ def v_frontier(p: int, units: int) -> int:
     """Return the span bubble of the V placement with a peak of `units`, F = I = W = 1 and m >= p.
 
     Each unit less than the 2p of ZBV costs three operations: one before the first I arrives, one where the forwards of
-    the next microbatches wait for the memory of the first ones, one after the last F. It is two with as many units as
+    the next microbatches wait for the memory of the first ones, one after the last F. It costs two where the units
     nearly fill the first gap.
     """
     return 3 * p - 1 - 3 * units + max(3 * p, p - 1 + 2 * (1 + (units + 1) // 2))
@@ -143,10 +143,7 @@ def _stages(
 
 
 def _limit(given: _PerStage | None, stages: Stages) -> tuple[float, ...]:
-    """Return the memory limit of each device, with rounding forgiven.
-
-    Raises DirectiveError when one microbatch does not fit.
-    """
+    """Return each device's memory limit, with rounding forgiven; raise DirectiveError if no microbatch fits."""
     p = stages.devices
     if given is None:
         return (inf,) * p

@@ -21,10 +21,8 @@ _QI = "Qi et al. 2024, arXiv 2401.10241"
 def zb_h1(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
     """Run 1F1B in which device r does each weight gradient r microbatches late, one stage per device.
 
-    Also known as ZB1P. Source: Qi et al. 2024, arXiv 2401.10241.
-
-    Span and global bubble (p - 1)(F + I - W) where W <= F, W <= I and m >= p; peak on every device: min(m, p)
-    activations. Any pp and microbatches.
+    Also known as ZB1P. Source: Qi et al. 2024, arXiv 2401.10241. Span and global bubble (p - 1)(F + I - W) where W <=
+    F, W <= I and m >= p; peak on every device: min(m, p) activations. Any pp and microbatches.
     """
     check_numbers("zb_h1", pp=pp, microbatches=microbatches)
     return scheduled(late_weight_orders(pp, microbatches), microbatches=microbatches, at=at)
@@ -38,13 +36,11 @@ def zb_h1(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Direc
     rule="any pp, microbatches >= 1",
 )
 def zb_h2(*, pp: int, microbatches: int, at: Boundaries = "even") -> tuple[Directive, ...]:
-    """Run ZB-H1 with twice the forwards ahead.
+    """Run ZB-H1 with twice the forwards ahead; also known as ZB2P.
 
-    Device r starts with 2(p - 1 - r) and runs each weight gradient 2r microbatches late. Also known as ZB2P. Source: Qi
-    et al. 2024, arXiv 2401.10241.
-
-    Span bubble (p - 1)(F + I - 2W), global bubble (p - 1) max(F, F + I - 2W), where W <= F, W <= I and m >= 2p - 1;
-    peak on every device: min(m, 2p - 1) activations. Any pp and microbatches.
+    Device r starts with 2(p - 1 - r) and runs each weight gradient 2r microbatches late. Source: Qi et al. 2024, arXiv
+    2401.10241. Span bubble (p - 1)(F + I - 2W), global bubble (p - 1) max(F, F + I - 2W), where W <= F, W <= I and m >=
+    2p - 1; peak on every device: min(m, 2p - 1) activations. Any pp and microbatches.
     """
     check_numbers("zb_h2", pp=pp, microbatches=microbatches)
     return scheduled(late_weight_orders(pp, microbatches, ahead=2), microbatches=microbatches, at=at)
@@ -63,9 +59,9 @@ def interleaved_zb(*, pp: int, microbatches: int, chunks: int = 2, at: Boundarie
     pp microbatches go through a chunk before the next chunk's turn. Sources: Qi et al. 2024, arXiv 2401.10241;
     Narayanan et al. 2021, arXiv 2104.04473.
 
-    Span and global bubble (p - 1)(F + I - W) in times of one chunk, where W <= F, W <= I and m is a multiple of p; the
-    last of other numbers is a group that is not full, with a larger bubble. Peak on every device: min(v m, v p)
-    activations of a chunk. Any pp, microbatches and chunks.
+    Span and global bubble (p - 1)(F + I - W) in times of one chunk, where W <= F, W <= I and m is a multiple of p;
+    otherwise the last group is not full, and the bubble is larger. Peak on every device: min(v m, v p) activations of a
+    chunk. Any pp, microbatches and chunks.
     """
     check_numbers("interleaved_zb", pp=pp, microbatches=microbatches, chunks=chunks)
     return scheduled(late_weight_orders(pp, microbatches, chunks=chunks), microbatches=microbatches, at=at)
@@ -74,8 +70,8 @@ def interleaved_zb(*, pp: int, microbatches: int, chunks: int = 2, at: Boundarie
 def late_weight_orders(pp: int, microbatches: int, *, chunks: int = 1, ahead: int = 1) -> Orders:
     """Return the orders in which weight gradients run late.
 
-    Device r starts with `ahead` (p - 1 - r) + (v - 1)p forwards; then come a forward, an input gradient, and the weight
-    gradient of `ahead` r input gradients ago.
+    Device r starts with `ahead` (p - 1 - r) + (v - 1)p forwards. Then it repeats a forward, an input gradient, and the
+    weight gradient of `ahead` r input gradients ago.
     """
     groups = -(-microbatches // pp)
     orders: list[list[Slot]] = []

@@ -1,6 +1,6 @@
 """Hold small helpers that know nothing of plans: for numbers as text, files, interpolation, this machine, user code.
 
-The modules here may import the standard library and `piper_ir.errors`.
+They may import the standard library and `piper_ir.errors`.
 """
 
 from piper_ir.tools.files import check_writable, write_whole

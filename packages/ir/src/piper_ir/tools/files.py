@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file as a whole, or leave what was there; OSError when it cannot be written.
+    """Write a file as a whole, or leave the old one in place; raise OSError when it cannot be written.
 
-    A full disk must neither take an older file with it nor leave half of a new one. Links are followed.
+    A full disk neither destroys an older file nor leaves half of a new one. Links are followed.
     """
     special = path.exists() and not path.is_file()  # /dev/stdout, a pipe, a folder: nothing that could be replaced
     target = path if special else Path(os.path.realpath(path))
@@ -27,11 +27,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 ROOM = 1 << 20
-"""Bytes that a file is to have room for, so that a full disk is noticed before the work and not after it."""
+"""The bytes for which a file must have room, so that a full disk is noticed before the work and not after it."""
 
 
 def check_writable(path: Path) -> None:
-    """Raise OSError when `write_whole` could not write a file here now. What is there stays as it is."""
+    """Raise OSError when `write_whole` could not write a file here now; an existing file stays as it is."""
     if path.exists() and not path.is_file():
         with path.open("ab"):
             return

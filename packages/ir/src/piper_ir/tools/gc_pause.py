@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def no_garbage_collection() -> Iterator[None]:
     """Turn the garbage collector off for work that makes very many objects, few of them in reference cycles.
 
-    The collector would walk them again and again while they grow: that takes twice the time for a graph of 25,000
-    nodes, and a tenth more for the capture of a model.
+    The collector would walk them again and again while they grow: a graph of 25,000 nodes takes twice the time, the
+    capture of a model a tenth more.
     """
     was_on = gc.isenabled()
     gc.disable()

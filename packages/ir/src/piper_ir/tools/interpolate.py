@@ -10,16 +10,17 @@ REACH = 2.0
 """The factor up to which the line goes on beyond the first and the last point.
 
 Times are close to a + b x. Continued by a factor of 2 from two points that are a factor of 2 apart, the line is at most
-11 % below that; by a factor of 4 already 29 % (at b x = a)."""
+11 % below that; by a factor of 4 already 29 % (at b x = a).
+"""
 
 Points = Sequence[tuple[int, float]]
-"""(x, y) with ascending positive x and y >= 0."""
+"""The measured points (x, y) with ascending positive x and y >= 0."""
 
 
 def log_log(points: Points, x: int) -> float | None:
     """Return y at x: that of a point, or that on the line through the two nearest points.
 
-    None beyond REACH, and where there are no two points.
+    The result is None beyond REACH, and where there are no two points.
     """
     k = bisect_left(points, x, key=lambda p: p[0])
     if k < len(points) and points[k][0] == x:

@@ -1,4 +1,4 @@
-"""Say in words which machine this is, since measured costs say where they hold."""
+"""Name this machine, since measured costs hold for one machine."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ _FLOPS = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 def time_text(seconds: float) -> str:
     """Return seconds with four digits and a unit that suits them: "1.25 s", "12.34 ms", "5 us".
 
-    Less than a picosecond is what differences of floats leave, and written as "0 s".
+    Less than a picosecond comes from rounding, and is written as "0 s".
     """
     if abs(seconds) < 1e-12:
         return "0 s"

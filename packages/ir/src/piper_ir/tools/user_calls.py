@@ -1,4 +1,4 @@
-"""Turn exceptions of the user's own functions into an error of Piper's that says whose function failed, and where."""
+"""Turn exceptions of the user's own functions into Piper's errors, which say whose function failed, and where."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 from piper_ir.errors import PiperError
 
 LIBRARIES = (*(sysconfig.get_paths()[k] for k in ("stdlib", "purelib", "platlib")), "<")
-"""How the names of files start that are not the user's: installed libraries, Python's own, and generated code."""
+"""The beginnings of file names that are not the user's: installed libraries, Python's own, and generated code."""
 
 PACKAGES = {"piper_ir", "piper_ops", "piper_compiler", "piper_simulator", "piper_runtime", "piper_report", "piper_autotune"}
-"""Folders that hold Piper's own code."""
+"""The folders that hold Piper's own code."""
 
 
 @contextmanager
 def user_code(call: str, kind: type[PiperError]) -> Iterator[None]:
-    """Raise `kind` with the user's innermost line when the user's function inside raises.
+    """Raise `kind` with the user's innermost line when the user's function inside raises; Piper's own errors pass.
 
-    `call` says in the message how the function was called. Piper's own errors pass as they are.
+    `call` says in the message how the function was called.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Check rule R27: where a value comes from, followed through sends, sums and collectives, is what its reader asks for.
+"""Check rule R27: every reader gets the value that it asks for, followed back through sends, sums and collectives.
 
 An *atom* is a thing that is computed or loaded once per microbatch, (chunk, port, mb) or ("", batch tensor, mb), or
 once in the whole step, ("", "norm " + bucket, -1). A value is an atom or a sum of atoms.
@@ -33,10 +33,7 @@ class _Sum:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Meeting:
-    """Hold what the members of one collective have between them, block by block.
-
-    Nothing but another collective can put that together again. `whole` says, by role, what a member has then.
-    """
+    """Hold what the members of one collective have between them, block by block; only a collective can join it."""
 
     name: str
     kind: str
@@ -93,7 +90,7 @@ class _Dataflow:
         self._origin.update({v: self._origin[source] for p in parts.values() for v in p.writes})
 
     def _collected(self, op: Collective, reads: Mapping[str, _Origin]) -> Mapping[str, _Origin]:
-        """Return what a collective gives to each role, from what each role's member gives."""
+        """Return what a collective gives to each role, given what each role's member gives."""
         law, channel = op.law, self._plan.channel(op.channel)
         over = tuple(a for a in channel.over if self._plan.mesh.size(a) > 1)
         total = _Sum(tuple(reads.values()), over)
@@ -116,7 +113,7 @@ class _Dataflow:
         return {role: _Blocks(meeting, role) for role in reads}
 
     def compute(self, role: RolePlan, index: int, part: Part) -> None:
-        """Compare what a part reads with what it asks for, and say what it writes."""
+        """Compare what a part reads with what it asks for, and record what it writes."""
         op, origin = part.op, self._origin
         match op:
             case Compute():
@@ -190,7 +187,7 @@ class _Dataflow:
 class _Asked:
     """Say what a port asks for: a sum of terms (chunk, port), each in the reader's microbatch.
 
-    `only` is the term where there is one.
+    `only` is the term of a sum with one term.
     """
 
     name: str
@@ -261,7 +258,7 @@ def _names(terms: Opened) -> str:
 
 
 def _tangents(plan: Plan) -> dict[tuple[str, str], list[tuple[str, str]]]:
-    """Return for each output, as (chunk, "tan{k}"), what sums to its tangent: gradients of its readers, a loss's seed."""
+    """Return for each output, as (chunk, "tan{k}"), its tangent's terms: gradients of its readers, a loss's seed."""
     sums: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for chunk in plan.chunks:
         for k, output in enumerate(chunk.outputs):

@@ -1,4 +1,4 @@
-"""Check rules R01 to R10: each piece of a plan, seen alone, is well formed; later checks index without asking."""
+"""Check rules R01 to R10: each piece of a plan, seen alone, is well formed, so that later checks need not ask."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _is_param(chunk: Chunk, index: int) -> bool:
 
 
 def _sizes(findings: Findings) -> None:
-    """Check for R07 that what a plan holds has shapes of plain numbers."""
+    """Check for R07 that all shapes of a plan are plain numbers."""
     plan = findings.plan
     specs = [("value", id, spec) for id, (spec, _) in plan.kinds.items()]
     specs += [("parameter", p.name, p.spec) for p in plan.params] + [("buffer", b.name, b.spec) for b in plan.buffers]
@@ -193,7 +193,7 @@ def _channel_problem(plan: Plan, channel: Channel) -> str:
 
 
 def _unknown(plan: Plan, known: set[str], instr: Instr) -> Iterable[str]:
-    """Yield what an instruction names and the plan does not have; `known` are the plan's values."""
+    """Yield the names in an instruction that the plan does not have; `known` are the plan's values."""
     for value in (*instr.frees_before, *instr.allocs_after):
         if value not in known:
             yield f"value {value}"
@@ -340,7 +340,7 @@ class _Signatures:
                 assert_never(op)
 
     def _collective(self, op: Collective, first: list[TensorSpec]) -> tuple[list[TensorSpec], list[TensorSpec]]:
-        """Return what a member of a collective reads and writes; PlanError when its law does not allow it."""
+        """Return what a member of a collective reads and writes; raise PlanError when its law does not allow it."""
         if not op.bucket:
             return first, [op.law.written(first[0], self._members(op.channel))]
         if not op.law.buckets:
@@ -375,7 +375,6 @@ class _States:
         self._sizes |= {f"{kind}:{id}": size for id, size in flat.items() for kind in ("param", "grad")}
 
     def needed(self, role: RolePlan) -> Iterable[str]:
-        """Return the ids of the states that a role uses."""
         chunks = {part.op.chunk for instr in role.program for part in instr.parts if isinstance(part.op, Compute)}
         inputs = (i for c in self._plan.chunks if c.id in chunks for i in c.inputs if i.kind in ("param", "buffer"))
         names = [f"{i.kind}:{self._home.get(i.ref, i.ref) if i.kind == 'param' else i.ref}" for i in inputs]

@@ -1,4 +1,4 @@
-"""List the rules of a plan in one table, and say what a broken rule looks like; the other modules here check them."""
+"""List the rules of a plan in one table, and the messages for broken ones; the other modules here check them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ RULES: dict[str, str] = {
     # memory
     "R28-peak": "peak_bytes, peak_at and peak_by_category are those of a scan in program order",
 }
-"""Name of each rule -> what it promises. Later groups are checked only when the earlier ones hold."""
+"""The promise of each rule, by its name. Later groups are checked only when the earlier ones hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,6 @@ class Violation:
     """Describe a broken rule.
 
     Attributes:
-        rule: the name of the rule.
-        message: what is wrong.
         role: the role whose fault it is; "" when it is no single role's.
         index: the instruction whose fault it is; -1 when it is no single instruction's.
     """

@@ -2,8 +2,8 @@
 
 Before an instruction starts, these must be done: its predecessor on its stream; what it waits for; the compute before
 it in program order, since one host thread issues and, on a CPU, computes; and the same for its peers, since a send, its
-receive and all members of a collective start and end together. Every condition waits for a fixed set of instructions,
-so the run gets to its end, in any timing, exactly when the graph of these conditions has no cycle. Roles stand for
+receive and all members of a collective start and end together. Every condition waits for a fixed set of instructions.
+So, in any timing, the run gets to its end exactly when the graph of these conditions has no cycle. Roles stand for
 their ranks: the ranks of a role meet each other in equal instructions, so a cycle among ranks folds to one among roles,
 and the other way round.
 """
@@ -23,7 +23,7 @@ _Blocked = tuple[int, int, str]
 
 
 class Events:
-    """Number what happens in a plan; instructions that meet on a channel are one event, all others one each.
+    """Number the events of a plan: instructions that meet on a channel are one event, all others one each.
 
     `members[e]` are the instructions (numbered through all roles) of event e.
     """
@@ -45,13 +45,13 @@ class Events:
         self.members.append(instructions)
 
     def says(self, i: int) -> str:
-        """Return what messages call an instruction."""
+        """Return the name of an instruction in messages."""
         role, index = self.at[i]
         return f"{role.role}[{index}] {instr_title(role.program[index])} on {role.program[index].stream}"
 
 
 def meetings(findings: Findings) -> list[list[int]]:
-    """Return which instructions meet, numbered through all roles, per channel in order; checks R17 and R18."""
+    """Return the instructions that meet, numbered through all roles, per channel in order; check R17 and R18."""
     uses: dict[str, dict[str, list[int]]] = {c.id: {r: [] for r in c.roles} for c in findings.plan.channels}
     role_and_index: list[tuple[RolePlan, int]] = []
     for number, (role, index, instr) in enumerate(findings.plan.instructions()):
@@ -77,7 +77,7 @@ def meetings(findings: Findings) -> list[list[int]]:
 
 
 def _carries(plan: Plan, role: RolePlan, index: int) -> str:
-    """Return what an instruction brings to a meeting, in words that are equal for instructions that fit together."""
+    """Return a text for what an instruction brings to a meeting, equal for instructions that fit together."""
     part = role.program[index].parts[0]
     if not isinstance(part.op, Collective):
         return str(plan.values[(*part.reads, *part.writes)[0]].spec)
@@ -91,7 +91,7 @@ def _mismatch(channel: Channel, n: int, carried: list[str]) -> str:
 
 
 def run(findings: Findings, events: Events) -> list[int]:
-    """Return the events in an order in which they can happen, empty when there is none; checks R19 and R20."""
+    """Return the events in an order in which they can happen, empty when there is none; check R19 and R20."""
     order = _sweep(events, serial=True)
     if len(order) == len(events.members):
         return order  # every condition of the ordinary run is one of the serial run too
@@ -133,7 +133,7 @@ def _conditions(events: Events, serial: bool) -> Iterator[tuple[int, list[_Reaso
 
 
 def _sweep(events: Events, serial: bool) -> list[int]:
-    """Return the events that can happen, in an order in which they can: those of low numbers as early as possible."""
+    """Return the events that can happen, in a possible order: low numbers as early as possible."""
     missing = [0] * len(events.members)
     after: list[list[int]] = [[] for _ in events.members]
     event = events.event
@@ -176,7 +176,7 @@ def _cycle(events: Events, done: list[int], serial: bool) -> list[tuple[int, str
 
 
 def _way_round(events: Events, blocked: dict[int, list[_Blocked]], start: int) -> list[_Blocked]:
-    """Return the shortest way from an event through what blocks it back to itself, found breadth first."""
+    """Return the shortest way from an event through the events that block it back to itself, found breadth first."""
     came: dict[int, _Blocked] = {}
     todo = [start]
     for e in todo:  # grows while it is walked

@@ -16,13 +16,13 @@ from piper_ir.verify.values import HappensBefore, UsePosition
 
 STEPS: tuple[Step, ...] = ("F", "I", "W")
 ALIGNMENT = 256
-"""Bytes to a multiple of which CUDA's allocator and vectorised kernels assume that a tensor's start is aligned."""
+"""The multiple of bytes at which CUDA's allocator and vectorised kernels assume that a tensor starts."""
 
 _RolePosition = tuple[RolePlan, UsePosition]
 
 
 def check_steps(findings: Findings) -> None:
-    """Check R21, and of R26 how loss gradients start and updates are weighted."""
+    """Check R21, and the parts of R26 on how loss gradients start and updates are weighted."""
     plan = findings.plan
     ran: dict[tuple[str, int, str], list[_RolePosition]] = {}
     for role, place, part in _parts(plan):
@@ -59,7 +59,7 @@ def check_steps(findings: Findings) -> None:
 
 
 def _check_buffers(findings: Findings, ran: dict[tuple[str, int, str], list[_RolePosition]]) -> None:
-    """Check R21 for buffers: forwards use one that they update as on one device, by microbatch and on one role."""
+    """Check R21 for buffers: forwards use an updated buffer as on one device, by microbatch and on one role."""
     plan = findings.plan
     for name in dict.fromkeys(o.ref for c in plan.chunks for o in c.outputs if o.kind == "buffer"):
         updating = {c.id for c in plan.chunks if any(o.kind == "buffer" and o.ref == name for o in c.outputs)}
@@ -146,7 +146,7 @@ def check_holders(findings: Findings) -> None:
 
 
 def _members_problem(plan: Plan, bucket: Bucket) -> str:
-    """Return what is wrong unless the channel of a bucket joins just the ranks among which the bucket is replicated."""
+    """Return the fault, if any, of a bucket's channel, which must join just the ranks that replicate the bucket."""
     for name in bucket.roles:
         open_axes = [a for a in plan.replicated if plan.mesh.size(a) > 1 and a not in plan.role(name).placed]
         missing = [a for a in open_axes if a not in bucket.over]
@@ -176,7 +176,7 @@ class _Use:
 
 
 def check_reductions(findings: Findings, orders: dict[str, HappensBefore]) -> None:
-    """Check R24, R25, and of R26 that all updates clip alike."""
+    """Check R24, R25, and the part of R26 that all updates clip alike."""
     touched = _Touched(findings.plan)
     for role in findings.plan.roles:
         uses = {b.id: _Use() for b in findings.plan.buckets}
@@ -205,7 +205,7 @@ def _check_clips(findings: Findings) -> None:
 
 
 class _Touched:
-    """Know which buckets each step of a chunk uses, by reading a parameter or adding to its gradient, and adds to."""
+    """Record which buckets each step of a chunk uses (it reads a parameter or adds to its gradient), and adds to."""
 
     def __init__(self, plan: Plan) -> None:
         self._steps: dict[tuple[str, str], tuple[set[str], set[str]]] = {}
@@ -218,7 +218,7 @@ class _Touched:
                 self._steps[chunk.id, step] = added | {home[r] for r in refs if r in home}, added
 
     def record(self, uses: dict[str, _Use], part: Part, place: UsePosition) -> None:
-        """Add what a part does to the uses of the buckets."""
+        """Add a part's accesses to the uses of the buckets."""
         match part.op:
             case Compute(chunk=chunk, step=step):
                 used, added = self._steps[chunk, step]
@@ -249,7 +249,7 @@ class _BucketOnRole:
         self.findings.add(rule, f"bucket {self.bucket.id} {message}", self.role, index)
 
     def check(self) -> None:
-        """Add what is wrong with the reduction, else with the update of the bucket."""
+        """Add the faults of the bucket's reduction, or else of its update."""
         reductions, wanted = self.use.reductions, int(bool(self.bucket.channel))
         if len(reductions) != wanted:
             again = reductions[1][0] if len(reductions) > 1 else -1

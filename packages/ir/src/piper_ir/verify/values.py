@@ -10,10 +10,10 @@ from piper_ir.plan import COMPUTE, Instr, RolePlan
 from piper_ir.verify.rules import Findings, instr_title
 
 UsePosition = tuple[int, int]
-"""An instruction and a part of it. Part -1 is what the instruction does before its parts, LAST what it does after."""
+"""An instruction and a part of it: part -1 is what it does before its parts, LAST what it does after them."""
 LAST = 1 << 30
 FIRST: UsePosition = (-1, LAST)
-"""Before the first instruction of a step."""
+"""The position before the first instruction of a step."""
 
 
 class HappensBefore:
@@ -50,7 +50,7 @@ class HappensBefore:
 
 @dataclass(slots=True)
 class _Life:
-    """Say where a role allocates (by itself, not by writing), writes, reads and frees one value."""
+    """Hold where a role allocates (by itself, not by writing), writes, reads and frees one value."""
 
     allocs: list[UsePosition] = field(default_factory=list)
     writes: list[UsePosition] = field(default_factory=list)
@@ -88,9 +88,9 @@ def check_values(findings: Findings, orders: dict[str, HappensBefore]) -> None:
 
 
 def _plain_values(roles: Sequence[RolePlan]) -> dict[str, set[str]]:
-    """Return, by role, the values whose life keeps R11 to R16 for sure, as nearly all do.
+    """Return, by role, the simple values, which keep R11 to R16 for sure, as nearly all do.
 
-    No communication and no other role touches them, and the one stream that computes writes them once, reads them
+    No communication and no other role touches them. The one stream that computes writes them once, reads them
     afterwards and frees them once, at last.
     """
     plain_and_odd = {role.role: _plain(role) for role in roles}
@@ -102,10 +102,7 @@ def _plain_values(roles: Sequence[RolePlan]) -> dict[str, set[str]]:
 
 
 def _plain(role: RolePlan) -> tuple[set[str], set[str]]:
-    """Return the values of a role that are plain by what it does itself, and the others.
-
-    They are found with sets, for there are very many.
-    """
+    """Return the values of a role that are simple by what it does itself, and the others, found with sets for speed."""
     others, alive, freed = set(role.allocs_first), set[str](), set[str]()
     for instr in role.program:
         others.update(instr.frees_before, instr.allocs_after)
@@ -132,7 +129,7 @@ def _plain(role: RolePlan) -> tuple[set[str], set[str]]:
 
 
 def _lives(role: RolePlan, plain: set[str]) -> dict[str, _Life]:
-    """Return the lives of all values that are not plain, in the order in which the role first names them."""
+    """Return the lives of all values that are not simple, in the order in which the role first names them."""
     lives: dict[str, _Life] = {}
 
     def of(values: Iterable[str]) -> Iterator[_Life]:
@@ -183,11 +180,10 @@ class _Lifetime:
         self.findings.add(rule, message, self.role, index)
 
     def instr(self, place: UsePosition) -> Instr:
-        """Return the instruction at a position."""
         return self.role.program[place[0]]
 
     def says(self, place: UsePosition) -> str:
-        """Return what messages call a position."""
+        """Return the text of a position in messages."""
         if place == FIRST:
             return "the start of the step"
         return f"instruction {place[0]} ({self.instr(place).stream}: {instr_title(self.instr(place))})"
@@ -235,7 +231,7 @@ class _Lifetime:
         return ok
 
     def _check_spoiled(self) -> None:
-        """Check that what a collective leaves undefined is read by nothing else that does not come before it."""
+        """Check that no other part reads a value that a collective leaves undefined, unless it comes before it."""
         for place in self.life.reads:
             op = self.instr(place).parts[place[1]].op
             if isinstance(op, Collective) and op.law.spoils:

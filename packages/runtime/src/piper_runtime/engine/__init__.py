@@ -1,6 +1,4 @@
-"""Run the bound instructions of a rank in the plan's order, on streams of the CPU or of a device.
-
-They also record times and memory.
+"""Run the bound instructions of a rank in the plan's order, on streams of the CPU or a device; record times and memory.
 
 May import: rank.
 """

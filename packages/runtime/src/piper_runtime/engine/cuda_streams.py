@@ -1,22 +1,23 @@
-"""Streams of a CUDA device: one device stream per stream of the plan, and an event where one waits for another.
+"""Run a plan's streams on a CUDA device: one device stream for each, and an event where one waits for another.
 
 One thread issues the program in order, far ahead of the device. An instruction makes its device stream wait for the
-events of what it waits for, runs, and records an event where somebody waits for it or progress is looked for. A wait
+events of its waits, runs, and records an event if another instruction waits for it or progress is shown there. A wait
 names an earlier instruction (R05), so its event has always been recorded in this step when the wait is issued: CUDA
 takes a wait for an event that was not recorded as no wait at all. Nothing inside of a step waits for the whole device,
 and the host waits for it at the step's end only.
 
-The compute stream is the stream that was current when the streams were made, so what a rank does before the first step
+The compute stream is the stream that was current when the streams were made, so work of a rank before the first step
 and after the last is in order with it.
 
 Memory. torch's caching allocator hands a freed block to the next allocation on the same stream while the device may
-still work on it; it knows nothing of other streams unless it is told (`record_stream`, after which a block comes back
-when the device gets there: memory would no longer be what the plan says). Here it need not be told. Only the compute
-stream allocates and frees (R04), so blocks go from compute to compute. A communication that uses a block comes before
-the free in this sense: who frees a value has waited for every communication that uses it (R16), on the device too, for
-the wait was issued on the compute stream before the free. Whatever takes the block afterwards is issued later on the
-compute stream, behind that wait; and if it is a receive buffer, the receive waits for the compute instruction that made
-it (R12), whose event was recorded after the block was taken. So no two users of a block ever overlap."""
+still work on it. It knows nothing of other streams unless it is told by `record_stream`, after which a block comes back
+when the device gets there, and memory no longer follows the plan. Here it need not be told. Only the compute stream
+allocates and frees (R04), so blocks go from compute to compute. A communication that uses a block comes before the free
+in this sense: an instruction that frees a value has waited for every communication that uses it (R16), on the device
+too, since the wait was issued on the compute stream before the free. The block's next user is issued later on the
+compute stream, behind that wait; and if it is a receive buffer, the receive waits for the compute instruction that
+allocated it (R12), whose event was recorded after the block was taken. So no two users of a block ever overlap.
+"""
 
 from __future__ import annotations
 
@@ -38,15 +39,15 @@ from piper_runtime.rank.parts import Thunk
 from piper_runtime.rank.rank import BoundInstr
 
 POLL_S = 50e-6
-"""Between two looks at the device at the end of a step: what a step may end too late."""
+"""The seconds between two looks at the device at the end of a step, by which a step may end too late."""
 LOOK_S = 5e-3
-"""Between two looks at the device while the host waits for a communication."""
+"""The seconds between two looks at the device while the host waits for a communication."""
 MARK_EVERY = 16
-"""Compute instructions between two events, at most, that only show progress."""
+"""The most compute instructions between two events that only show progress."""
 
 
 class StreamApi(Protocol):
-    """What a backend asks of a device.
+    """Describe the operations of a device that a backend uses.
 
     Events are torch.cuda.Event's: record(stream), wait(stream), query(), synchronize() and elapsed_time(event) in
     milliseconds.
@@ -65,12 +66,12 @@ class StreamApi(Protocol):
         ...
 
     def bound(self, stream: Any, work: Thunk) -> Thunk:
-        """Return the closure that runs `work` on the host, so that what it asks of the device goes to `stream`."""
+        """Return the closure that runs `work` on the host, with its device operations on `stream`."""
         ...
 
 
 class CudaApi:
-    """torch.cuda on one device."""
+    """Provide the operations of torch.cuda on one device."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -101,10 +102,9 @@ class CudaApi:
 
 
 class CudaStreams:
-    """Backend for a CUDA device whose communications are device work too (NCCL).
+    """Run streams on a CUDA device whose communications are device work too (NCCL).
 
-    `program` is what will be bound: it says which instructions need an event. Events are made once and used in every
-    step.
+    `program` decides which instructions need an event. Events are made once and used in every step.
     """
 
     def __init__(self, program: Sequence[BoundInstr], streams: Iterable[str], heart: Heartbeat, api: StreamApi):
@@ -134,7 +134,7 @@ class CudaStreams:
         return issue
 
     def clock(self, index: int, work: Thunk, spans: list[TimedSpan]) -> Thunk:
-        """`work`, timed by the device; when the step is synchronized its span is in `spans`."""
+        """Return `work` timed by the device; its span is in `spans` once the step is synchronized."""
         begin, end, api, timed = self._api.event(timed=True), self._api.event(timed=True), self._api, self._timed
         self._clocks = True
 
@@ -148,7 +148,7 @@ class CudaStreams:
         return run
 
     def begin(self) -> None:
-        """Every stream starts behind all that any stream did in the step before."""
+        """Make every stream start behind all work of the step before."""
         self._progress.begin()
         compute = self._streams[COMPUTE]
         others = [stream for name, stream in self._streams.items() if name != COMPUTE]
@@ -163,10 +163,7 @@ class CudaStreams:
             self._zero_s = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Wait for the device, and meanwhile write into the heart how far it is.
-
-        So a hang can be noticed and named.
-        """
+        """Wait for the device, and meanwhile show its progress in the heart, so that a hang can be named."""
         while not self._progress.look():
             time.sleep(POLL_S)
         self._heart[PHASE] = RUNNING
@@ -179,7 +176,7 @@ class CudaStreams:
 
 
 class _Marks:
-    """Which instructions record an event.
+    """Know which instructions record an event.
 
     Attributes:
         events: the event of each marked instruction, by index.
@@ -216,7 +213,7 @@ class _Marks:
 
 
 class _Progress:
-    """How far the device is in a step, and how the heart says it."""
+    """Track how far the device is in a step, and show it in the heart."""
 
     def __init__(self, marks: _Marks, heart: Heartbeat, places: Mapping[str, int]):
         self.places = places
@@ -225,12 +222,11 @@ class _Progress:
         self._done: set[int] = set()
 
     def begin(self) -> None:
-        """Start a step: nothing is done."""
         self._left = {s: deque(indices) for s, indices in self._marks.order.items()}
         self._done.clear()
 
     def look(self) -> bool:
-        """Ask the device for every stream, say what each is in, and return whether all is done.
+        """Query the device for every stream, show the current instructions, and return whether all is done.
 
         Everything must have been issued.
         """
@@ -244,20 +240,20 @@ class _Progress:
         return not any(self._left.values())
 
     def advance(self, stream: str, before: float = inf) -> None:
-        """Take off what is done of a stream's marked instructions.
+        """Remove a stream's marked instructions that are done.
 
-        `before`: only those of lower indices have been issued in this step; the event of another would still tell of
-        the step before.
+        Only instructions below `before` have been issued in this step; the event of another would still tell of the
+        step before.
         """
         left = self._left[stream]
         while left and left[0] < before and self._marks.events[left[0]].query():
             self._done.add(left.popleft())
 
     def show_compute(self, before: float = inf) -> None:
-        """Show the compute stream in its first marked instruction that is not done, if all that it waits for is done.
+        """Show the compute stream in its first marked instruction that is not done, if all its waits are done.
 
-        It is shown in `before` if there is none before that. A place of the heart is written once: who reads it takes a
-        change for progress.
+        Without one below `before` it is shown in `before`. A slot of the heart is written once, because a reader takes
+        a change for progress.
         """
         left = self._left[COMPUTE]
         issued = bool(left) and left[0] < before
@@ -272,13 +268,11 @@ class _Progress:
 
 
 class StagedStreams(CudaStreams):
-    """Backend for a CUDA device whose communications are the host's work (gloo on pinned copies).
+    """Run streams on a CUDA device whose communications are the host's work (gloo on pinned copies), on a thread each.
 
-    Each communication stream has a thread.
-
-    A communication starts when the device has come to what it waits for, so its thread waits for those events. It is
-    done for the host when its copy to the device has been issued and its event recorded; who waits for it waits on the
-    host for that, and then lets the device wait for the event.
+    A communication starts when the device has come to its waits, so its thread waits for those events. For the host it
+    is done when its copy to the device has been issued and its event recorded. An instruction that waits for it waits
+    on the host for that, and then lets the device wait for the event.
     """
 
     def __init__(self, program: Sequence[BoundInstr], streams: Iterable[str], heart: Heartbeat, api: StreamApi):
@@ -318,10 +312,9 @@ class StagedStreams(CudaStreams):
         return run
 
     def _reach(self, waits: StreamWaits, issuing: int = -1) -> None:
-        """Block until so many communications have been issued to the device. StreamAborted when a stream has failed.
+        """Block until so many communications are issued to the device; raise StreamAborted when a stream has failed.
 
-        `issuing`: the instruction that the compute stream comes to; meanwhile the heart says how far the device is with
-        those before it.
+        `issuing` is the compute stream's next instruction; meanwhile the heart shows the device's progress up to it.
         """
         with self._moved:
             while self.error is None and any(self._done[s] < n for s, n in waits):

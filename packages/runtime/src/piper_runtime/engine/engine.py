@@ -1,4 +1,4 @@
-"""The real engine of one rank: one issue loop in program order over the streams of a backend."""
+"""Run one rank with one issue loop in program order over the streams of a backend."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from piper_runtime.rank.parts import Thunk
 from piper_runtime.rank.rank import BoundComm, Rank
 
 Communicate = Callable[[BoundComm], Thunk]
-"""Binds a communication to a communicator: the closure that runs it and returns when it is done."""
+"""A function that binds a communication to a communicator: it returns a closure that runs it to its end."""
 T = TypeVar("T")
 SpanRecorder = Callable[[int, Thunk, list[TimedSpan]], Thunk]
-"""Wraps the work of an instruction, so that its span is in the list when the step is done."""
+"""A function that wraps the work of an instruction so that its span is in the list when the step is done."""
 
 
 class PeerError(ExecutionError):
-    """A communication failed; most often because its peer has."""
+    """Report that a communication failed, mostly because its peer has."""
 
 
 class Engine:
-    """Runs the steps of one rank.
+    """Run the steps of one rank.
 
     With `trace`, steps can be run as `traced`: then `spans` holds the timings of the last one, which `clock` takes
     (default: the host's clock). On the CPU the communication of a traced step is posted as in any other, but threads
@@ -67,7 +67,7 @@ class Engine:
     def step(self, step: int, *, traced: bool = False, counter: Counter | None = None) -> None:
         """Run one optimizer step.
 
-        ExecutionError names rank, step, instruction and peer; other PiperErrors come as they are.
+        Raises ExecutionError, which names rank, step, instruction and peer; other PiperErrors pass unchanged.
         """
         rank, heart = self._rank, self._heart
         issues = self._issues
@@ -133,7 +133,7 @@ def _host_clock(index: int, work: Thunk, spans: list[TimedSpan]) -> Thunk:
 def _clocked_post(index: int, work: Posted, spans: list[TimedSpan]) -> Posted:
     """Return a communication whose span begins when it is posted and lasts to its end.
 
-    Of gloo only a thread that waits learns when a transfer ends: a send or a receive has no callback and cannot be
+    With gloo only a waiting thread learns when a transfer ends: a send or a receive has no callback and cannot be
     polled.
     """
     now = time.perf_counter

@@ -1,10 +1,8 @@
 """Run all ranks of a plan in one process and one thread, for tests and debugging: milliseconds per step.
 
-Communication is a copy.
-
-The order is that of the real engine: each rank issues its program in order, compute runs when it is issued and holds
-back what comes after it, communication goes on beside it on its stream, in order, and meets its peers (a send ends when
-the peer receives).
+Communication is a copy. The order is that of the real engine: each rank issues its program in order; compute runs when
+it is issued and delays what comes after it; communication goes on beside it on its stream, in order, and meets its
+peers (a send ends when the peer receives).
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank
 
 @dataclass
 class _State:
-    """How far one rank is in its step."""
+    """Track how far one rank is in its step."""
 
     rank: Rank
     counter: Counter | None
@@ -47,7 +45,7 @@ class _State:
 
 
 class InlineEngine:
-    """Runs steps of ranks that are bound to one plan. `counters`: rank -> counter that observes that rank's memory."""
+    """Run steps of ranks that are bound to one plan; `counters` observe the memory of ranks."""
 
     def __init__(self, ranks: Sequence[Rank], counters: dict[int, Counter] | None = None):
         self._ranks = ranks
@@ -56,7 +54,8 @@ class InlineEngine:
     def step(self, step: int) -> dict[int, list[TimedSpan]]:
         """Run one optimizer step; return the spans of every rank.
 
-        ExecutionError: a part raised (named, with its rank), or no rank can go on (who waits for what).
+        Raises ExecutionError when a part raised (named, with its rank), or when no rank can go on (with who waits for
+        what).
         """
         states = {r.rank: _State(r, self.counters.get(r.rank)) for r in self._ranks}
         with torch.no_grad():
@@ -74,7 +73,7 @@ class InlineEngine:
         return {r: s.spans for r, s in states.items()}
 
     def _advance(self, state: _State, states: dict[int, _State]) -> list[_State]:
-        """Go on with one rank until it blocks; returns the ranks that a communication has set free."""
+        """Run one rank until it blocks; return the ranks that a communication has set free."""
         woken: list[_State] = []
         moved = True
         while moved:
@@ -120,7 +119,7 @@ class InlineEngine:
             work()
 
     def _communicate(self, state: _State, stream: str, states: dict[int, _State]) -> list[_State] | None:
-        """Try the head of a communication stream. None when it must wait; else the ranks that took part."""
+        """Try the head of a communication stream; return the ranks that took part, or None when it must wait."""
         entry = state.queues[stream][0]
         if not state.ready(entry):
             return None
@@ -177,11 +176,11 @@ def _transfer(heads: list[BoundInstr], ends: list[tuple[torch.Tensor, torch.Tens
 
 
 _SPOILED = 113
-"""Stands in what a collective has left undefined, so that a plan that reads it is seen to be wrong."""
+"""The byte that fills what a collective leaves undefined, so that a plan that reads it is seen to be wrong."""
 
 
 def collected(law: Law, given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what each member of a collective gets, when the members, in the order of ranks, give these."""
+    """Return what each member of a collective gets, given the members' tensors in the order of ranks."""
     match law.result:
         case "blocks" if law.reads == "whole":
             blocks = [t.chunk(len(given)) for t in given]

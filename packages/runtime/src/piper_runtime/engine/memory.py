@@ -1,7 +1,7 @@
 """Count the memory in use without any knowledge of the plan.
 
-It is the bytes of live tensor storages as torch's dispatcher shows them, or what a CUDA device's allocator was asked
-for.
+It is the bytes of live tensor storages as torch's dispatcher shows them, or the bytes requested from a CUDA device's
+allocator.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from piper_ops import OP_KERNELS
 
 @dataclass(frozen=True, slots=True)
 class MemoryPoint:
-    """One run of an instruction: the most bytes alive while it ran, and those alive when it was done."""
+    """Hold one run of an instruction: the most bytes alive while it ran, and those alive when it was done."""
 
     instr: int
     within: int
@@ -30,7 +30,7 @@ class MemoryPoint:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRecord:
-    """The memory of one rank in the step that was measured.
+    """Hold the memory of one rank in the measured step.
 
     Attributes:
         peak: the most bytes that were alive.
@@ -46,11 +46,11 @@ class MemoryRecord:
 
 
 class MemoryCounter(TorchDispatchMode):
-    """Counts the bytes of storages that operators return while a `during` block is open, until each storage dies.
+    """Count the bytes of storages that operators return in a `during` block of one device, until each storage dies.
 
-    It counts those of one device. It sees temporaries of composed operators but not what a kernel allocates inside;
-    with `inside` it looks into the kernels of piper's ops, which are made of torch's. `points` has one entry per block,
-    in order; `base` is the bytes that were given to `track`.
+    It sees temporaries of composed operators but not what a kernel allocates inside; with `inside` it looks into the
+    kernels of piper's ops, which are made of torch's. `points` has one entry per block, in order; `base` is the bytes
+    that were given to `track`.
     """
 
     def __init__(self, device: str = "cpu", inside: bool = False) -> None:
@@ -86,7 +86,7 @@ class MemoryCounter(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what is made inside this block."""
+        """Ignore storages that are made inside this block."""
         self._paused = True
         try:
             yield
@@ -94,7 +94,7 @@ class MemoryCounter(TorchDispatchMode):
             self._paused = False
 
     def record(self) -> MemoryRecord:
-        """Return what was found so far."""
+        """Return the record so far."""
         return MemoryRecord(self.peak, self.peak_at, self.base, tuple(self.points))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -135,13 +135,11 @@ class MemoryCounter(TorchDispatchMode):
 
 
 class AllocatorCounter:
-    """Does what `MemoryCounter` does, by the counters of a CUDA device's caching allocator.
+    """Count as `MemoryCounter` does, by a CUDA device's caching allocator, in a process that holds one rank only.
 
-    It is for a process that holds one rank only.
-
-    It counts the bytes that were asked for, in program order: the allocator is told of every allocation and free when
-    the host issues it. What kernels allocate inside is counted too; what was alive before the first block beside the
-    states is not (such as cuBLAS's workspaces).
+    It counts the requested bytes in program order: the allocator learns of every allocation and free when the host
+    issues it. What kernels allocate inside is counted, too. Memory that was alive before the first block beside the
+    states (such as cuBLAS's workspaces) is not.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -152,7 +150,7 @@ class AllocatorCounter:
         self.points: list[MemoryPoint] = []
 
     def track(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Tell which tensors exist already, such as parameters."""
+        """Count tensors that exist already, such as parameters."""
         storages = {s.data_ptr(): s.nbytes() for t in tensors if t.is_cuda and (s := t.untyped_storage()).nbytes()}
         self.base += sum(storages.values())
 
@@ -172,7 +170,7 @@ class AllocatorCounter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what is made inside this block, unless it outlives it."""
+        """Ignore memory that is allocated inside this block, unless it outlives it."""
         self._peaks.append(self._asked("peak"))
         try:
             yield
@@ -180,7 +178,7 @@ class AllocatorCounter:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def record(self) -> MemoryRecord:
-        """Return what was found so far."""
+        """Return the record so far."""
         first = max(self.points, key=lambda p: p.within)  # the earliest of equals
         return MemoryRecord(first.within, first.instr, self.base, tuple(self.points))
 

@@ -1,7 +1,8 @@
-"""Instructions as ranges in profilers: the names that a plan prints, around what runs for them.
+"""Show instructions as ranges in profilers, under the names that a plan prints.
 
-torch.profiler shows them as `record_function`, Nsight Systems as NVTX ranges in processes that use CUDA. Bound once per
-run, so that a run without them pays nothing; each costs some microseconds of host time."""
+torch.profiler shows them as `record_function`, Nsight Systems as NVTX ranges in processes that use CUDA. They are bound
+once per run, so that a run without them pays nothing; each costs some microseconds of host time.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +40,7 @@ def ranged(name: str, call: Callable[[], T], *, nvtx: bool = False) -> Callable[
 
 
 def named_instructions(rank: Rank, communicate: Communicate) -> Communicate:
-    """Put a range around every instruction of a rank's compute.
-
-    Return what binds its communications like `communicate`, each with a range.
-    """
+    """Put a range around every instruction of a rank's compute, and return `communicate` with a range around each."""
     nvtx = torch.cuda.is_initialized()
     names = {id(entry.comm): entry.name for entry in rank.entries if entry.comm is not None}
     rank.entries = tuple(_named(entry, nvtx) for entry in rank.entries)
@@ -56,7 +54,7 @@ def named_instructions(rank: Rank, communicate: Communicate) -> Communicate:
 def name_inline(rank: Rank) -> None:
     """Put a range around every instruction of a rank that runs inline.
 
-    Its engine copies tensors by itself: the range of a communication is around taking the tensor that it is about.
+    Its engine copies tensors by itself, so the range of a communication is around taking its tensor.
     """
     nvtx = torch.cuda.is_initialized()
 

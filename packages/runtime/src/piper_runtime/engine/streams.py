@@ -1,12 +1,11 @@
 """Run instructions beside each other on streams.
 
-One thread issues a rank's program in order; a backend decides what that means.
-
-CPU: the compute stream is the issuing thread itself. It also posts communication that can be posted, which goes on
-beside compute in the communicator's native threads until somebody waits for it. Other work of another stream runs on a
-thread of that stream, and a wait is on a counter of finished instructions. An accelerator's backend maps a stream to a
-device stream and a wait to an event, with the same interface: `bind` turns each instruction into a closure once per
-plan, so that issuing it costs a call.
+One thread issues a rank's program in order, and a backend decides what that means. On the CPU the compute stream is the
+issuing thread itself. It also posts communication that can be posted, which goes on beside compute in the
+communicator's native threads until another instruction waits for it. Other work of another stream runs on a thread of
+that stream, and a wait is on a counter of finished instructions. An accelerator's backend maps a stream to a device
+stream and a wait to an event, with the same interface: `bind` turns each instruction into a closure once per plan, so
+that issuing it costs a call.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ StreamWaits = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """A communication as work: called, it returns when it is done.
+    """Hold a communication as work: a call returns when it is done.
 
     Attributes:
         start: begins it and returns what blocks until it is done, so that a thread can go on in between.
-        watched: whether a thread of the stream waits for the end, so that it is noticed when it comes and not when it
-            is needed.
+        watched: whether a thread of the stream waits for the end, to notice it when it comes.
     """
 
     start: Callable[[], Thunk]
@@ -44,26 +42,27 @@ class Posted:
 
 
 HEART_SLOTS = 64
-"""Integers of shared memory per rank; at most HEART_SLOTS - 4 communication streams."""
+"""The integers of shared memory per rank; at most HEART_SLOTS - 4 communication streams fit."""
 STEP, ISSUED, PHASE, FIRST_STREAM = 0, 1, 2, 3
-"""Places in a rank's heart: the step, the index of the instruction that is issued, a phase, then per communication
-stream the index of the instruction that it runs or that is waited for, plus one (0: none). Others read it to see
-progress and to name the instruction of a rank that died."""
+"""The slots of a rank's heart: the step, the issued instruction's index, a phase, then one per communication stream.
+
+A stream's slot holds the index of the instruction that it runs or that is waited for, plus one (0: none). Other
+processes read them to see progress and to name the instruction of a rank that died.
+"""
 LAST_STEP = HEART_SLOTS - 1
-"""The place in which a launcher writes after how many steps an interrupted run ends; 0 for a run that was not
-interrupted."""
+"""The slot where a launcher writes after how many steps an interrupted run ends; 0 without an interrupt."""
 RUNNING, WAITING, LOADING = 0, 1, 2
-"""Phases: in an instruction or between two, waiting for another stream, not yet in the first step."""
+"""The phases: in an instruction or between two, waiting for another stream, not yet in the first step."""
 
 Heartbeat = MutableSequence[int]
 
 
 class StreamAborted(Exception):
-    """A wait was given up because another stream has failed; the backend's `error` says why."""
+    """Report that a wait was given up because another stream has failed; the backend's `error` says why."""
 
 
 class StreamBackend(Protocol):
-    """The streams of one rank."""
+    """Provide the streams of one rank."""
 
     error: BaseException | None
     """The first exception of a stream other than the issuing thread's."""
@@ -73,23 +72,23 @@ class StreamBackend(Protocol):
         ...
 
     def begin(self) -> None:
-        """Start a step: no instruction of any stream is done. All streams are idle."""
+        """Start a step with all streams idle: no instruction is done."""
         ...
 
     def synchronize(self) -> None:
-        """Block until everything that was issued is done. StreamAborted when a stream has failed."""
+        """Block until everything that was issued is done; raise StreamAborted when a stream has failed."""
         ...
 
     def close(self) -> None:
-        """End the streams. They must be idle, or have failed."""
+        """End the streams, which must be idle or have failed."""
         ...
 
 
 class _Progress:
-    """Counts how many instructions of a stream are done in this step.
+    """Count how many instructions of a stream are done in this step.
 
     `posted` are those that the issuing thread has posted and nobody has waited for yet, oldest first; `place` is the
-    stream's in the heart. `done` is read without the lock: a waiter announces itself before it looks again, and
+    stream's slot in the heart. `done` is read without the lock: a waiter announces itself before it looks again, and
     `advance` looks for waiters after it has counted, so with the interpreter's lock one of the two always sees the
     other.
     """
@@ -109,13 +108,13 @@ class _Progress:
 
 
 class CpuStreams:
-    """Backend for the CPU.
+    """Run streams on the CPU.
 
-    `Posted` work is posted by the issuing thread, when what it waits for has ended: a plan that `verify` accepts runs
-    to its end even if each rank ends its communications one by one (rule R20). It may be posted before what is in front
-    of it on its stream has ended, and its end is noticed when it is waited for, or by a thread where it is `watched`.
-    Any other work of a communication stream runs on that thread, which the stream gets with the first of it; a step has
-    only one of the three kinds.
+    The issuing thread posts `Posted` work when its waits have ended: a plan that `verify` accepts runs to its end even
+    if each rank ends its communications one by one (rule R20). It may be posted before its predecessor on the stream
+    has ended. Its end is noticed when it is waited for, or by a thread if it is `watched`. Any other work of a
+    communication stream runs on that thread, which the stream gets with the first of it; a step has only one of the
+    three kinds.
     """
 
     def __init__(self, streams: Iterable[str], heart: Heartbeat):
@@ -149,7 +148,7 @@ class CpuStreams:
         return lambda: put(task)
 
     def _behind(self, needed: tuple[tuple[_Progress, int], ...], run: Thunk) -> Thunk:
-        """`run`, on the issuing thread, when what it needs is done; compute that was issued before is."""
+        """Return `run` for the issuing thread, once its needs are done; earlier compute is done by then."""
         needed = tuple((progress, n) for progress, n in needed if progress is not self._progress[COMPUTE])
         if not needed:
             return run

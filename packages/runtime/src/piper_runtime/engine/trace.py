@@ -1,4 +1,4 @@
-"""Measured spans as the trace that every executor writes."""
+"""Make the trace that every executor writes from measured spans."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from piper_ir.trace import BATCH, MemSample, Span, Trace
 from piper_runtime.engine.memory import MemoryPoint
 
 TimedSpan = tuple[int, float, float]
-"""Index of the instruction, start and end in seconds on the machine-wide clock of time.perf_counter."""
+"""The index of an instruction, with its start and end in seconds on the machine-wide clock of time.perf_counter."""
 Wait = tuple[int, float, float]
-"""Microbatch, start and end of a call of Job.batch, on the same clock."""
+"""The microbatch of a call of Job.batch, with its start and end on the same clock."""
 MEASURED_BYTES = "measured"
 """The category of measured memory: a counter of storages cannot tell a parameter from an activation."""
 
@@ -30,9 +30,10 @@ def executed_trace(
 ) -> Trace:
     """Return the trace of one step, from the measured spans of each rank.
 
-    Times count from the first start of any rank: ranks share one machine and one clock. A point of memory stands where
-    its instruction has its span, whichever step it was measured in; without spans there is none. `waits`: by rank, for
-    Job.batch; they become `Trace.waits`, and their time is no compute."""
+    Times count from the first start of any rank: ranks share one machine and one clock. A memory sample stands at its
+    instruction's span, whichever step it was measured in; without spans there is none. `waits` for Job.batch, by rank,
+    become `Trace.waits`, and their time is no compute.
+    """
     zero = min((start for found in spans.values() for _, start, _ in found), default=0.0)
     out: list[Span] = []
     waiting: list[Span] = []
@@ -78,7 +79,7 @@ def _waiting(plan: Plan, rank: int, waits: Sequence[Wait]) -> list[Span]:
 
 
 def _without_waits(spans: list[Span], waits: Sequence[Wait]) -> list[Span]:
-    """Start compute later by what it waited for Job.batch: instructions load first, as a rule, and compute then."""
+    """Start compute after its waits for Job.batch, since instructions usually load first."""
     out = []
     for span in spans:
         inside = sum(max(0.0, min(end, span.end) - max(start, span.start)) for _, start, end in waits)
@@ -87,7 +88,7 @@ def _without_waits(spans: list[Span], waits: Sequence[Wait]) -> list[Span]:
 
 
 class _Sizes:
-    """Bytes moved by a communication and FLOPs done by computation; FLOPs of a chunk's step are summed once."""
+    """Count the bytes moved by a communication and the FLOPs of computation, once per step of a chunk."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._traffic = plan, PlanBytes(plan)

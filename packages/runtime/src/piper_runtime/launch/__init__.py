@@ -1,6 +1,4 @@
-"""Start ranks in this process, in processes, under torchrun or on Ray, and watch them.
-
-What they bring back is put together here.
+"""Start ranks in this process, in processes, under torchrun or on Ray, watch them, and put their results together.
 
 May import: rank, engine, transport, profile.
 """

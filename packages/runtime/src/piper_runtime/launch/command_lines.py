@@ -1,4 +1,4 @@
-"""The command lines that start a file's ranks on one machine or on many."""
+"""Write the command lines that start a file's ranks on one machine or on many."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PORT, RAY_PORT = 29500, 6379
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """`lines`: of a shell or of a file, as one text; `title`: what they are."""
+    """Hold the `lines` of a shell or a file as one text, with a `title`."""
 
     title: str
     lines: str
@@ -23,11 +23,11 @@ class Section:
 def launch_sections(
     file: str | Path, world: int, *, nodes: int | None = None, gpus: bool = False, arguments: Sequence[str] = ()
 ) -> dict[str, Section]:
-    """Return how to run a file's `world` ranks with torchrun, Slurm and Ray.
+    """Return the commands to run a file's `world` ranks with torchrun, Slurm and Ray.
 
     Torchrun on one machine is "torchrun"; on `nodes` machines (default: 2 if the ranks divide, else 1) there are
-    "torchrun-nodes", "slurm" and "ray". `gpus`: a GPU for each rank; `arguments`: more of `piper run`. HEAD stands for
-    the first machine's name. JobError when the ranks do not divide over the nodes.
+    "torchrun-nodes", "slurm" and "ray". `gpus` asks for a GPU for each rank; `arguments` are more arguments of `piper
+    run`. HEAD stands for the first machine's name. Raises JobError when the ranks do not divide over the nodes.
     """
     nodes = nodes or (2 if world % 2 == 0 else 1)
     if world % nodes:

@@ -2,15 +2,15 @@
 
 This is the `emulated` launcher.
 
-It answers whether what is simulated is what runs. Everything that can hold a plan up is real: one process per rank, one
+It tests whether a simulation agrees with a run. Everything that can delay a plan is real: one process per rank, one
 thread per communication stream, issue in program order, waits, and a message on every channel. A communication sends
 the moment at which its rank was there; it starts when its last member is there, and takes its simulated time on all of
 them. No tensor of the plan exists.
 
-Time: an instruction begins when what the plan makes it wait for has ended, and sleeps until that moment plus its
-duration. That this machine wakes a thread too late is not part of the plan, and is made up for; that it needs a moment
-to hand over to another thread or to pass a message is too, up to `HOST_S`. An instruction that is held up for longer,
-after all its causes were really done, waited for something that the plan does not show: that counts. Clocks are the
+Time: an instruction begins when its waits have ended, and sleeps until that moment plus its duration. When this machine
+wakes a thread too late, that is not part of the plan, and later sleeps are shorter for it. The same holds for the time
+to hand over to another thread or to pass a message, up to `HOST_S`. An instruction that is delayed for longer, after
+all its causes were really done, waited for something that the plan does not show, and that counts. The clock is the
 machine-wide one of time.perf_counter.
 """
 
@@ -33,12 +33,12 @@ from piper_runtime.launch.timed_rank import HOST_S, LONGEST_S, SHORTEST_S, Emula
 from piper_runtime.rank.job import InitialState
 
 MATTERS = 0.95
-"""The longest instructions that make up this share of a role's compute matter."""
+"""The share of a role's compute that its longest instructions make up which matter."""
 
 
 @dataclass(frozen=True)
 class Durations:
-    """Simulated seconds of a plan.
+    """Hold the simulated seconds of a plan.
 
     Attributes:
         seconds: by role, one per instruction of its program; equal on all members of a communication.
@@ -57,13 +57,13 @@ class Durations:
 
 
 class Emulation(Run):
-    """The result of an emulated run: a Run of which only times are known, in simulated seconds.
+    """Hold the result of an emulated run: a Run of which only times are known, in simulated seconds.
 
     `trace.notes` holds "time_scale" (seconds slept per simulated second) and "host" (how late this machine was).
     """
 
     def state_dict(self) -> NoReturn:
-        """ExecutionError: nothing was trained."""
+        """Raise ExecutionError, since nothing was trained."""
         raise ExecutionError(
             'an emulated run trains nothing and has no state_dict; use launcher="processes" (or "inline", in one process)'
         )
@@ -72,8 +72,8 @@ class Emulation(Run):
 def time_scale(plan: Plan, durations: Durations) -> float:
     """Return the seconds to sleep per simulated second.
 
-    It is 1 where the shortest compute instruction that matters then sleeps between `SHORTEST_S` and `LONGEST_S`, or
-    where no compute takes time; else what brings it there.
+    It is 1 where no compute takes time, or where the shortest compute instruction that matters sleeps between
+    `SHORTEST_S` and `LONGEST_S`; otherwise it brings that one into these bounds.
     """
     shortest = min((s for role in plan.roles if (s := _shortest(role, durations.seconds[role.role])) > 0), default=SHORTEST_S)
     return min(max(shortest, SHORTEST_S), LONGEST_S) / shortest
@@ -96,8 +96,9 @@ def emulate(
     """Run `steps` steps of a plan with one process per rank on this machine and sleeps instead of compute.
 
     The first step begins on all ranks at one moment: `step_s[0]` compares with `Simulation.step_s`, `period_s` with its
-    `period_s`. timeout_s, trace, pool: as of `execute`. JobError for steps or timeout_s that are none. ExecutionError:
-    rank, instruction, peer."""
+    `period_s`. `timeout_s`, `trace` and `pool` are as for `execute`. Raises JobError for unusable steps or timeout_s,
+    and ExecutionError with rank, instruction and peer.
+    """
     check_numbers(steps, timeout_s)
     scale = time_scale(plan, durations)
     slept = durations.scaled(scale)

@@ -1,4 +1,4 @@
-"""The versions that all processes of a run must share."""
+"""Compare the versions that all processes of a run must share."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from piper_ir.errors import ExecutionError
 
 Environment = dict[str, str]
-"""Name -> version, of this process."""
+"""The versions of this process by name."""
 
 
 def environment() -> Environment:
-    """Return what must be equal on every node: Python, torch, the CUDA and NCCL that torch uses, Piper."""
+    """Return the versions that must be equal on every node: Python, torch, the CUDA and NCCL that torch uses, Piper."""
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
     return {
         "Python": platform.python_version(),
@@ -34,10 +34,7 @@ def _installed(name: str) -> str:
 
 
 def check_environments(ours: Environment, here: str, found: Mapping[str, Environment]) -> None:
-    """Raise ExecutionError that names every node that differs from `here`, and both versions.
-
-    `found`: the environment of each node.
-    """
+    """Raise ExecutionError, which names every node whose environment differs from `here`, and both versions."""
     differences = [
         f"{node} has {name} {theirs[name]}, {here} has {version}"
         for node, theirs in found.items()

@@ -1,4 +1,4 @@
-"""Let interrupts of a run in this process wait for the end of its step: what a step leaves half done is no result."""
+"""Delay interrupts of a run in this process to the end of its step, since a half-done step is no result."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from threading import Timer, current_thread, main_thread
 from types import FrameType
 
 PATIENCE_S = 5.0
-"""How long an interrupt waits, and how long an interrupted run of processes may take beside the steps that it still
-does."""
+"""The longest delay of an interrupt, and the time that an interrupted run may take beside its remaining steps."""
 
 
 @dataclass
 class Interrupt:
-    """`asked`: whether somebody has interrupted the run."""
+    """Hold whether an interrupt was `asked` for."""
 
     asked: bool = False
 
@@ -25,7 +24,8 @@ class Interrupt:
 def at_step_end() -> Iterator[Interrupt]:
     """Hold back an interrupt inside the block, for PATIENCE_S at most; a second one goes through at once.
 
-    Where interrupts are ignored, and outside of the main thread, which alone hears them, nothing is held back."""
+    Where interrupts are ignored, and outside of the main thread, which alone receives them, nothing is held back.
+    """
     before = signal.getsignal(signal.SIGINT)
     found = Interrupt()
     if current_thread() is not main_thread() or not callable(before):

@@ -1,4 +1,4 @@
-"""The ways to start workers, and the one interface that they share."""
+"""List the ways to start workers, and define the interface that they share."""
 
 from __future__ import annotations
 
@@ -16,21 +16,19 @@ LAUNCHERS = {
     "processes": "one process per rank on this machine, or the processes that torchrun has started",
     "inline": "all ranks in this process",
 }
-"""Name -> what it is."""
+"""The launchers by name, each with a description."""
 
 
 class Workers(Protocol):
-    """Workers for up to `world` ranks, for any number of runs, one at a time."""
+    """Run up to `world` ranks, for any number of runs, one at a time."""
 
     world: int
 
     def run(self, plan: Plan, requests: Mapping[int, Any], timeout_s: float, on_step: OnStep | None = None) -> dict[int, Any]:
-        """Give every rank its request and collect the answers.
+        """Give every rank its request (see `piper_runtime.launch.worker.perform`) and collect the answers.
 
-        Which requests there are says `piper_runtime.launch.worker.perform`.
-
-        On any failure, and on an interrupt, all workers are ended first. `on_step` hears of steps if the requests say
-        `stream`.
+        On any failure, and on an interrupt, all workers are ended first. `on_step` is called with steps if the requests
+        say `stream`.
         """
         ...
 
@@ -43,7 +41,7 @@ class Workers(Protocol):
 
 
 def check_launcher(launcher: str) -> None:
-    """ExecutionError when there is no launcher of this name."""
+    """Raise ExecutionError when there is no launcher of this name."""
     known = ", ".join(f'"{name}" ({about})' for name, about in LAUNCHERS.items())
     if launcher == "emulated":
         raise ExecutionError(
@@ -54,10 +52,7 @@ def check_launcher(launcher: str) -> None:
 
 
 def check_startable(launcher: str) -> None:
-    """Raise ExecutionError when a launcher is not known, or cannot start workers here.
-
-    The latter is looked at as far as it is found out without starting.
-    """
+    """Raise ExecutionError when a launcher is unknown, or visibly cannot start workers here; start nothing."""
     check_launcher(launcher)
     if launcher == "ray":
         from piper_runtime.launch.ray_cluster import check_ray
@@ -66,10 +61,7 @@ def check_startable(launcher: str) -> None:
 
 
 def open_pool(launcher: str, world: int, *, cluster: str = "auto") -> Workers:
-    """Return workers of a launcher other than "inline".
-
-    `cluster`: for "ray", see `piper_runtime.launch.ray_launcher.RayPool`.
-    """
+    """Return workers of a launcher other than "inline"; `cluster` is for "ray", as in `RayPool`."""
     check_launcher(launcher)
     if launcher == "ray":
         from piper_runtime.launch.ray_launcher import RayPool

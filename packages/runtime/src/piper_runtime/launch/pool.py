@@ -1,4 +1,4 @@
-"""What pools of workers share, however their workers are started."""
+"""Share what pools of workers have in common, however their workers are started."""
 
 from __future__ import annotations
 
@@ -16,26 +16,23 @@ from piper_runtime.launch.report import Interrupted
 from piper_runtime.launch.watch import Watch, WatchedTeam
 
 NOTICE_S = 0.1
-"""Ranks that are told to end their run notice it within that time, on a busy machine."""
+"""The seconds within which ranks notice on a busy machine that they are told to end their run."""
 
 
 class Team(WatchedTeam, Protocol):
-    """Running workers, one per rank."""
+    """Control running workers, one per rank."""
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank."""
+        """Return process ids by rank."""
         ...
 
     def send(self, requests: Mapping[int, Any]) -> None:
-        """Give every rank its request; what several ranks share goes once."""
+        """Give every rank its request; a request that several ranks share is sent once."""
         ...
 
     def finish_early(self, steps: int) -> bool:
-        """Let all ranks end their run together, that many steps after the one that the first of them is in.
-
-        False where they cannot be told.
-        """
+        """Let all ranks end their run together, that many steps after the first rank's; return False if impossible."""
         ...
 
     def end(self) -> None:
@@ -47,9 +44,9 @@ T = TypeVar("T", bound=Team)
 
 
 class TeamPool(ABC, Generic[T]):
-    """Workers for up to `world` ranks, for any number of runs, one at a time.
+    """Run up to `world` ranks, for any number of runs, one at a time.
 
-    They start with the first run, and again after a run that failed, since its communicators are broken; they end at
+    Workers start with the first run, and again after a run that failed, since its communicators are broken; they end at
     the latest when Python exits. Use it as a context manager, or call `close`.
     """
 
@@ -66,7 +63,7 @@ class TeamPool(ABC, Generic[T]):
 
     @property
     def pids(self) -> list[int]:
-        """Process ids by rank, each on its node; empty when no workers run."""
+        """Return process ids by rank, each on its node; empty when no workers run."""
         return list(self._team.pids) if self._team is not None else []
 
     def close(self) -> None:
@@ -75,7 +72,7 @@ class TeamPool(ABC, Generic[T]):
 
     @abstractmethod
     def start(self) -> T:
-        """Start the workers, unless they run already. ExecutionError when they do not come up."""
+        """Start the workers, unless they run already; raise ExecutionError when they do not come up."""
 
     def run(self, plan: Plan, requests: Mapping[int, Any], timeout_s: float, on_step: OnStep | None = None) -> dict[int, Any]:
         """See `piper_runtime.launch.launchers.Workers`."""
@@ -99,9 +96,9 @@ class TeamPool(ABC, Generic[T]):
             raise
 
     def _finished_early(self, plan: Plan, world: int, progress: Progress) -> dict[int, Any]:
-        """Return what ranks have after a run that was interrupted: they end it together, after a step.
+        """Return the results of an interrupted run whose ranks end it together, after a step.
 
-        Nothing where they cannot, or do not within some steps; another interrupt goes through.
+        The result is empty where they cannot, or do not within some steps; another interrupt goes through.
         """
         if self._team is None or progress.latest is None:
             return {}

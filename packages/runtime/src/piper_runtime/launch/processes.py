@@ -1,7 +1,4 @@
-"""Run one process per rank on this machine, communicating with gloo over loopback.
-
-Here are the pool of workers and what watches over it.
-"""
+"""Run one process per rank on this machine, communicating with gloo over loopback, and watch over them."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ class _Worker:
 
 @dataclass
 class _Team:
-    """Running workers with the files that they share; ended by `end`, at the latest when Python exits."""
+    """Hold running workers with the files that they share; they end with `end`, at the latest when Python exits."""
 
     folder: str
     hearts: Any
@@ -47,11 +44,10 @@ class _Team:
 
     @property
     def pids(self) -> list[int]:
-        """See `piper_runtime.launch.pool.Team`."""
         return [w.process.pid for w in self.workers]
 
     def send(self, requests: Mapping[int, Any]) -> None:
-        """See `piper_runtime.launch.pool.Team`; ranks that share a request share its bytes."""
+        """Give every rank its request; ranks that share a request share its bytes."""
         blobs = {id(r): pickle.dumps(r, protocol=5) for r in {id(r): r for r in requests.values()}.values()}
         for rank, request in requests.items():
             place = rank * HEART_SLOTS
@@ -60,13 +56,11 @@ class _Team:
                 self.workers[rank].pipe.send_bytes(blobs[id(request)])
 
     def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
-        """See `piper_runtime.launch.watch.WatchedTeam`."""
         pipes = {self.workers[r].pipe: r for r in ranks}
         ready: list[Any] = mp.wait(list(pipes), seconds)
         return [(pipes[p], _receive(p)) for p in ready]
 
     def heart(self, rank: int) -> Sequence[int]:
-        """See `piper_runtime.launch.watch.WatchedTeam`."""
         slots: Sequence[int] = self.hearts[rank * HEART_SLOTS : (rank + 1) * HEART_SLOTS]
         return slots
 
@@ -75,7 +69,6 @@ class _Team:
         return ""
 
     def exit_reason(self, rank: int) -> str:
-        """See `piper_runtime.launch.watch.WatchedTeam`."""
         try:
             code = self.workers[rank].process.wait(1.0)
         except subprocess.TimeoutExpired:
@@ -83,7 +76,6 @@ class _Team:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
     def finish_early(self, steps: int) -> bool:
-        """See `piper_runtime.launch.pool.Team`."""
         latest = max(self.heart(rank)[STEP] for rank in range(len(self.workers)))
         for rank in range(len(self.workers)):
             self.hearts[rank * HEART_SLOTS + LAST_STEP] = latest + steps
@@ -103,14 +95,13 @@ class _Team:
 
 
 class Pool(TeamPool[_Team]):
-    """Worker processes on this machine; see `TeamPool`."""
+    """Run workers as processes on this machine; see `TeamPool`."""
 
     def __init__(self, world: int, *, threads: int = 1):
         super().__init__(world)
         self._threads = threads
 
     def start(self) -> _Team:
-        """See `TeamPool`."""
         if self._team is not None:
             return self._team
         folder = tempfile.mkdtemp(prefix="piper-")
@@ -154,7 +145,7 @@ def _spawn(rank: int, world: int, folder: str, threads: int) -> _Worker:
 
 
 def _receive(pipe: Connection[Any, Any]) -> Any:
-    """Return what a worker says, None when it has ended."""
+    """Return a worker's message, None when it has ended."""
     try:
         return pickle.loads(pipe.recv_bytes())  # from our own worker
     except (EOFError, ConnectionResetError):

@@ -1,4 +1,4 @@
-"""Steps as they finish: the losses and times of all ranks become one record per step, while the run goes on."""
+"""Join the losses and times of all ranks to one record per step, while the run goes on."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from piper_runtime.launch.report import RankReport, StepDone, StepRecord
 from piper_runtime.rank.rank import step_loss
 
 OnStep = Callable[[StepRecord], object]
-"""What a caller does with every finished step."""
+"""A function that a caller wants to be called with every finished step."""
 
 
 class Progress:
-    """Collects what ranks say about their steps, and hands on each step in order when its last rank is done with it.
+    """Collect the reports of ranks on their steps, and hand on each step in order when its last rank is done with it.
 
-    What a rank says twice (in a message, later in its report) counts once. `latest`: the last step that all ranks have
-    done.
+    A step that a rank reports twice (in a message, later in its report) counts once. `latest` is the last step that all
+    ranks have done.
     """
 
     def __init__(self, plan: Plan, on_step: OnStep | None):
@@ -31,7 +31,7 @@ class Progress:
         self.latest: StepRecord | None = None
 
     def add(self, rank: int, done: StepDone) -> None:
-        """Take what one rank says. NonFiniteLossError when a step's loss weights add up to 0."""
+        """Add the report of one rank; raise NonFiniteLossError when a step's loss weights add up to 0."""
         if done.step < self._next:
             return
         self._found.setdefault(done.step, {})[rank] = done
@@ -40,7 +40,7 @@ class Progress:
             self._next += 1
 
     def finish(self, reports: Mapping[int, RankReport]) -> None:
-        """Hand on what messages did not bring."""
+        """Hand on the steps that messages did not bring."""
         for rank, report in reports.items():
             for done in report.steps():
                 self.add(rank, done)

@@ -1,4 +1,4 @@
-"""What the launcher and the process of a rank tell each other."""
+"""Define the messages between the launcher and the process of a rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from piper_runtime.rank.code import ShippedCode
 
 @dataclass(frozen=True)
 class Setup:
-    """What a worker is told on its command line. Descriptors are inherited."""
+    """Hold the command-line settings of a worker; descriptors are inherited."""
 
     rank: int
     world: int
@@ -26,7 +26,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Request:
-    """One training run of one rank; ranks of one role get one object.
+    """Describe one training run of one rank; ranks of one role share one object.
 
     Attributes:
         plan: the plan, pickled once for all ranks.
@@ -34,7 +34,7 @@ class Request:
         code: the code of the role's chunks, by chunk code and step.
         params: initial parameters that the role holds.
         buffers: initial buffers that the role holds.
-        seed: of random operations.
+        seed: seed of random operations.
         options: how the run goes.
         device: the kind of device that runs take where the request is made.
     """
@@ -51,7 +51,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank gave up. `kind`: the error's class name. `peer`: whether it only saw another rank fail."""
+    """Say why a rank gave up: the error's class as `kind`, and as `peer` whether it only saw another rank fail."""
 
     kind: str
     message: str

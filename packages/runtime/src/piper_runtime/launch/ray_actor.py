@@ -1,4 +1,4 @@
-"""The worker of one rank inside a Ray actor."""
+"""Run the worker of one rank inside a Ray actor."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from piper_runtime.transport.gloo import GlooCommunicators
 
 RENDEZVOUS_S = 60.0
 OWN_DEVICE = "PIPER_OWN_DEVICE"
-"""In the environment of an actor that asked Ray for a device of its own."""
+"""The environment variable of an actor that asked Ray for a device of its own."""
 LIFELINE_S = 0.5
 
 
 class RankActor:
-    """Serves one rank; `perform` runs in one thread while another answers `look`.
+    """Serve one rank; `perform` runs in one thread while another answers `look`.
 
     Hearts of the ranks of a node lie in one piece of shared memory, so that any of them can say where a dead one was.
     """
@@ -47,7 +47,7 @@ class RankActor:
         self._context: WorkerContext | None = None
 
     def describe(self) -> tuple[int, Environment]:
-        """Process id and versions; the shared memory is mapped by now."""
+        """Return process id and versions, with the shared memory mapped."""
         warm_up()
         return os.getpid(), environment()
 
@@ -56,13 +56,13 @@ class RankActor:
         self._file.unlink(missing_ok=True)
 
     def host_store(self, host: str) -> int:
-        """Open the store through which communicators find each other; returns its port, which the system chooses."""
+        """Open the store through which communicators find each other; return its port, which the system chooses."""
         self._store = _store(host, 0, self._world, master=True)
         port: int = self._store.port
         return port
 
     def connect(self, host: str, port: int, interface: str) -> None:
-        """Join the store. `interface`: the address under which peers reach this rank."""
+        """Join the store; peers reach this rank under the address `interface`."""
         store = self._store or _store(host, port, self._world, master=False)
         # Ray shows an actor that asked for a device this one only.
         local = (0, 1) if OWN_DEVICE in os.environ else (None, None)
@@ -74,14 +74,14 @@ class RankActor:
         return time.perf_counter()
 
     def perform(self, request: bytes, *blobs: bytes) -> bytes:
-        """Do what a request asks for. Returns what was said since the last `look`, and last the answer."""
+        """Perform a request; return the messages since the last `look`, and last the answer."""
         assert self._context is not None, "connect comes first"
         self._heart[:] = memoryview(LOADING_HEART)
         found = answer(self._context, unpack(request, blobs))
         return pickle.dumps([*self._take(), found], protocol=5)
 
     def look(self) -> tuple[bytes, bytes]:
-        """Return the hearts of this node's ranks, and what this rank has said since the last time."""
+        """Return the hearts of this node's ranks, and this rank's messages since the last look."""
         return self._hearts.tobytes(), pickle.dumps(self._take(), protocol=5)
 
     def _take(self) -> list[Any]:
@@ -92,7 +92,7 @@ class RankActor:
 
 
 def _end_with(parent: int) -> None:
-    """End when the raylet that started this process has gone: Ray does so too, but a busy process may take minutes."""
+    """End when the raylet that started this process has gone; Ray does so too, but a busy process may take minutes."""
     while os.getppid() == parent:
         time.sleep(LIFELINE_S)
     os._exit(1)
@@ -113,7 +113,7 @@ def _store(host: str, port: int, world: int, *, master: bool) -> Any:
 
 
 class Packer(pickle.Pickler):
-    """Pickles a request, but leaves out its larger bytes objects: `left_out` lists them in order."""
+    """Pickle a request without its larger bytes objects, which `left_out` lists in order."""
 
     LEAST = 1024
 
@@ -146,5 +146,5 @@ def pack(request: object) -> tuple[bytes, list[bytes]]:
 
 
 def unpack(request: bytes, blobs: tuple[bytes, ...]) -> Any:
-    """Return the request again."""
+    """Return the request from `pack`."""
     return _Unpacker(request, blobs).load()

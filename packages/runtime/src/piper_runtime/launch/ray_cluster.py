@@ -1,4 +1,4 @@
-"""Joining a Ray cluster, or starting one on this machine and ending it without a trace."""
+"""Join a Ray cluster, or start one on this machine and end it without a trace."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from typing import Any
 from piper_ir.errors import ExecutionError
 
 PROBE_S = 3.0
-"""How long an address may take to answer."""
+"""The seconds within which an address must answer."""
 VITAL = {"gcs_server": "Ray's head process (GCS)", "raylet": "Ray's process on this machine (raylet)"}
-"""Processes of a Ray that was started here, without which no run comes to its end."""
+"""The processes of a Ray started here without which no run comes to its end."""
 UNANSWERED = 3
-"""Looks in a row at which a head that was joined does not answer, after which it counts as dead."""
+"""The number of looks in a row without an answer after which the head of a joined cluster counts as dead."""
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""RFC 9113, 3.4: the client's preface with an empty SETTINGS frame. A server, as Ray's is, answers with a SETTINGS
-frame."""
+"""The client's preface with an empty SETTINGS frame (RFC 9113, 3.4), which a server such as Ray's answers with one."""
 _JANITOR = """
 import os, shutil, signal, sys, time
 folder = sys.argv[1]
@@ -45,16 +44,18 @@ for _ in range(20):
     shutil.rmtree(folder, ignore_errors=True)
     time.sleep(0.5)
 """
-"""Waits for our end, however we end. If Ray was not ended before, it ends those of Ray's processes that outlive the
-driver by a minute (they have logs open in the folder), and removes the folder, into which others may still write for a
-moment."""
+"""The program of a process that waits for our end, however we end.
+
+If Ray was not ended before, it ends those of Ray's processes that outlive the driver by a minute (they have logs open
+in the folder), and removes the folder, into which others may still write for a moment.
+"""
 
 
 class RayLink:
-    """This process's connection to Ray.
+    """Hold this process's connection to Ray.
 
-    `close` undoes what `connect` has done: it leaves a cluster that was joined, ends a Ray that was started, and does
-    not touch a connection that was already there.
+    `close` undoes `connect`: it leaves a cluster that was joined, ends a Ray that was started, and does not touch a
+    connection that was there before.
     """
 
     def __init__(self, ray: Any, undo: Callable[[], None] | None):
@@ -64,7 +65,7 @@ class RayLink:
         self._undo = weakref.finalize(self, undo) if undo is not None else None
 
     def fault(self) -> str:
-        """Say which of Ray's own processes has died; an empty text when none has.
+        """Return which of Ray's own processes has died; an empty text when none has.
 
         Ray itself waits a minute, and then ends us.
         """
@@ -77,17 +78,17 @@ class RayLink:
         return f"{VITAL['gcs_server']} at {self._address} does not answer: {problem}" if self._silent >= UNANSWERED else ""
 
     def close(self) -> None:
-        """See the class; harmless when done twice."""
+        """Undo `connect` as the class says; a second call does nothing."""
         if self._undo is not None:
             self._undo()
 
 
 @dataclass(frozen=True)
 class RayWording:
-    """Wording of error messages for one caller.
+    """Hold a caller's words for error messages.
 
-    It has the feature that needs Ray, its address argument, how to use a running cluster, and the alternative without
-    Ray.
+    These are the feature that needs Ray, its address argument, how to use a running cluster, and the alternative
+    without Ray.
     """
 
     what: str = 'launcher "ray"'
@@ -100,7 +101,7 @@ LAUNCHER = RayWording()
 
 
 def import_ray(wording: RayWording = LAUNCHER) -> Any:
-    """Return the ray module. ExecutionError when it is not installed."""
+    """Return the ray module; raise ExecutionError when it is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when a cluster starts
     try:
         import ray
@@ -113,9 +114,9 @@ def import_ray(wording: RayWording = LAUNCHER) -> Any:
 
 
 def connect(cluster: str, cpus: int, wording: RayWording = LAUNCHER) -> RayLink:
-    """Connect to Ray. ExecutionError when nothing usable answers, within seconds.
+    """Connect to Ray; raise ExecutionError when nothing usable answers, within seconds.
 
-    `cluster`: an address host:port to join; "local" to start Ray on this machine with `cpus` CPUs; "auto" for a
+    `cluster` is an address host:port to join; "local" to start Ray on this machine with `cpus` CPUs; or "auto" for a
     connection that this process has, else the cluster that RAY_ADDRESS or an earlier `ray start` on this machine names,
     else "local".
     """
@@ -127,10 +128,7 @@ def connect(cluster: str, cpus: int, wording: RayWording = LAUNCHER) -> RayLink:
 
 
 def check_ray(cluster: str = "auto") -> None:
-    """Raise ExecutionError when a launcher's `connect` would fail for want of Ray or of an answer.
-
-    Nothing is joined or started.
-    """
+    """Raise ExecutionError when a launcher's `connect` would fail for want of Ray or of an answer; start nothing."""
     ray = import_ray()
     if not ray.is_initialized() and (wanted := _wanted(ray, cluster)) != "local":
         _check_address(ray, wanted, LAUNCHER)
@@ -152,7 +150,7 @@ def _present(ray: Any, cluster: str, wording: RayWording) -> RayLink:
 
 
 def _started_here(ray: Any) -> bool:
-    """Whether `ray start` has made a cluster on this machine that still answers; it is what Ray takes for "auto"."""
+    """Return whether `ray start` made a cluster on this machine that still answers; Ray takes it for "auto"."""
     from ray._private import services  # its record of `ray start` has no public reader
 
     address = services.find_bootstrap_address(None)
@@ -181,7 +179,7 @@ def _check_address(ray: Any, address: str, wording: RayWording) -> None:
 
 
 def _problem(ray: Any, address: str) -> str | None:
-    """Why an address cannot be Ray's, found out before `ray.init`, which takes minutes to give up."""
+    """Return why an address cannot be Ray's, before `ray.init`, which takes minutes to give up."""
     host, colon, port = address.rpartition(":")
     if not colon or not host or not port.isdigit():
         return "an address looks like HOST:PORT"

@@ -1,4 +1,4 @@
-"""One Ray actor per rank: where they are placed, how requests reach them, and what the watch sees of them."""
+"""Run one Ray actor per rank: place them, bring them requests, and watch them."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from piper_runtime.transport.gloo import LOOPBACK
 from piper_runtime.transport.transport import SHARED_DEVICE
 
 LOOK_AT_RAY_S = 1.0
-"""Between two looks at Ray's own processes."""
+"""The seconds between two looks at Ray's own processes."""
 GONE_S = 5.0
-"""How long killed actors of this machine may take to be gone."""
+"""The seconds that killed actors of this machine may take to be gone."""
 CLOCK_SAMPLES = 9
 
 
 @dataclass
 class _Team:
-    """Running actors, by rank. `fault`: what of Ray itself has died, asked for every LOOK_AT_RAY_S."""
+    """Hold running actors, by rank; `fault` is asked every LOOK_AT_RAY_S which of Ray's own processes has died."""
 
     ray: Any
     fault: Callable[[], str]
@@ -60,7 +60,7 @@ class _Team:
     shared: str = field(default_factory=lambda: f"piper-{uuid.uuid4().hex}")
 
     def send(self, requests: Mapping[int, Any]) -> None:
-        """See `piper_runtime.launch.pool.Team`; what several ranks share goes to the object store once."""
+        """Give every rank its request; data that several ranks share goes to the object store once."""
         self.hearts.clear()
         stored: dict[int, Any] = {}  # by identity: a role's ranks share their request, all roles the plan
         packed = {id(r): pack(r) for r in {id(r): r for r in requests.values()}.values()}
@@ -73,7 +73,7 @@ class _Team:
             self.calls[self.actors[rank].perform.remote(*(stored[id(b)] for b in (body, *blobs)))] = rank
 
     def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
-        """See `piper_runtime.launch.watch.WatchedTeam`. ExecutionError when Ray itself has died."""
+        """Return messages as `WatchedTeam.wait` does; raise ExecutionError when Ray itself has died."""
         if time.monotonic() >= self.ray_at:
             self._check_ray()
         if time.monotonic() >= self.look_at:
@@ -87,10 +87,7 @@ class _Team:
         return said + [m for call in self._ready(calls) for m in self._answered(call)]
 
     def _check_ray(self) -> None:
-        """Raise ExecutionError when Ray itself has died.
-
-        No rank is to blame, and after a minute Ray would end this process.
-        """
+        """Raise ExecutionError when Ray itself has died, which would otherwise end this process after a minute."""
         self.ray_at = time.monotonic() + LOOK_AT_RAY_S
         if problem := self.fault():
             self.broken = True
@@ -128,7 +125,7 @@ class _Team:
         return before + [(rank, self._aligned(rank, m)) for m in said]
 
     def _last_look(self, dead: int) -> list[tuple[int, Any]]:
-        """Where a rank that has died was, by a living one of its node; it may have died between two looks."""
+        """Return the last messages of a dead rank, from a living one of its node, since it may die between looks."""
         node = self.places[dead].node
         living = [r for r, place in enumerate(self.places) if place.node == node and r not in self.deaths]
         if not living:
@@ -148,18 +145,13 @@ class _Team:
         return LOADING_HEART if found is None else found[rank * HEART_SLOTS : (rank + 1) * HEART_SLOTS]
 
     def exit_reason(self, rank: int) -> str:
-        """See `piper_runtime.launch.watch.WatchedTeam`."""
         return self.deaths.get(rank, "has ended")
 
     def node(self, rank: int) -> str:
-        """See `piper_runtime.launch.watch.WatchedTeam`."""
         return f"node {self.places[rank].name}"
 
     def ask(self, what: str, refs: Mapping[Any, int]) -> dict[int, Any]:
-        """Return the answers of actors that are still starting.
-
-        ExecutionError names the rank of one that does not answer.
-        """
+        """Return the answers of starting actors; raise ExecutionError with the rank of one that does not answer."""
         out = {}
         for ref, rank in refs.items():
             try:
@@ -171,12 +163,7 @@ class _Team:
         return out
 
     def finish_early(self, steps: int) -> bool:
-        """Return False: ranks cannot be told.
-
-        An interrupt at a terminal ends Ray's own processes too, and with them the actors.
-
-        See `piper_runtime.launch.pool.Team`.
-        """
+        """Return False, since an interrupt at a terminal ends Ray's own processes too, and with them the actors."""
         return False
 
     def end(self) -> None:
@@ -207,11 +194,12 @@ class _Team:
 
 
 class RayPool(TeamPool[_Team]):
-    """Ray actors, one CPU each; see `TeamPool`.
+    """Run Ray actors with one CPU each; see `TeamPool`.
 
-    cluster: see `piper_runtime.launch.ray_cluster.connect`; a Ray that was started for this pool ends with it. gpus:
-    per rank; None: one where the cluster has as many as ranks, unless runs are to take the CPU. What workers print
-    stays in Ray's logs."""
+    `cluster` is as for `piper_runtime.launch.ray_cluster.connect`; a Ray that was started for this pool ends with it.
+    `gpus` are per rank; None: one where the cluster has as many as ranks, unless runs are to take the CPU. The output
+    of workers stays in Ray's logs.
+    """
 
     def __init__(self, world: int, *, cluster: str = "auto", threads: int = 1, gpus: int | None = None):
         super().__init__(world)
@@ -226,7 +214,6 @@ class RayPool(TeamPool[_Team]):
         self._link = None
 
     def run(self, plan: Plan, requests: Mapping[int, Any], timeout_s: float, on_step: OnStep | None = None) -> dict[int, Any]:
-        """See `piper_runtime.launch.launchers.Workers`."""
         try:
             return super().run(plan, requests, timeout_s, on_step)
         except Exception as e:
@@ -235,7 +222,7 @@ class RayPool(TeamPool[_Team]):
             raise
 
     def start(self) -> _Team:
-        """See `TeamPool`. ExecutionError also when there is no Ray, no room, or when nodes differ."""
+        """Start actors; raise ExecutionError also when there is no Ray, no room, or when nodes differ."""
         if self._team is not None:
             return self._team
         if self._link is None:
@@ -274,7 +261,7 @@ def _bring_up(team: _Team, threads: int, gpus: int) -> None:
 
 
 def _rendezvous(team: _Team, *, alone: bool) -> None:
-    """Join all ranks in a store on rank 0's node. `alone`: all are on one node, where loopback is enough."""
+    """Join all ranks in a store on rank 0's node; if `alone`, all are on one node, where loopback is enough."""
     interfaces = [LOOPBACK if alone else place.address for place in team.places]
     port = team.ask("open a store", {team.actors[0].host_store.remote(interfaces[0]): 0})[0]
     joins = {a.connect.remote(interfaces[0], port, interfaces[r]): r for r, a in enumerate(team.actors)}
@@ -282,10 +269,7 @@ def _rendezvous(team: _Team, *, alone: bool) -> None:
 
 
 def _clock_ahead(ray: Any, actor: Any) -> tuple[float, float]:
-    """Return the seconds that an actor's clock is ahead of ours, and the error of that.
-
-    The error is half of the quickest of some round trips.
-    """
+    """Return the seconds that an actor's clock is ahead of ours, and the error: half of the quickest round trip."""
     found = []
     for _ in range(CLOCK_SAMPLES):
         start = time.perf_counter()
@@ -297,12 +281,12 @@ def _clock_ahead(ray: Any, actor: Any) -> tuple[float, float]:
 
 
 def gpus_per_rank(resources: Mapping[str, float], world: int) -> int:
-    """How many GPUs each of `world` ranks asks Ray for: one if the cluster has that many and runs may take them."""
+    """Return how many GPUs each rank asks Ray for: one if the cluster has that many and runs may take them."""
     return int(device.default != "cpu" and resources.get("GPU", 0) >= world)
 
 
 def _variables(threads: int, gpus: int) -> dict[str, str]:
-    """Return the environment of actors: they find what this process finds outside of its Python installation."""
+    """Return the environment of actors, with this process's paths outside of its Python installation."""
     installed = (sys.prefix, sys.base_prefix)
     paths = [os.path.abspath(p) for p in sys.path]
     ours = [p for p in paths if not p.startswith(installed)]
@@ -312,7 +296,7 @@ def _variables(threads: int, gpus: int) -> dict[str, str]:
 
 
 def _cause(error: Exception) -> str:
-    """Return what Ray knows of a failed call, in few words."""
+    """Return Ray's reason for a failed call, in few words."""
     text = str(error)
     if found := re.search(r"Worker exit type: (\w+)\.? Worker exit detail: ([^.]*)", text):
         return f"has died ({found[1]}: {found[2]})"

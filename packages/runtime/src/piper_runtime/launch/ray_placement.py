@@ -1,4 +1,4 @@
-"""Which rank runs on which node of a Ray cluster."""
+"""Decide which rank runs on which node of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from typing import Any
 from piper_ir.errors import ExecutionError
 
 PLACE_S = 5.0
-"""How long free CPUs are waited for; those of actors that have just ended come back within it."""
+"""The seconds of waiting for free CPUs; those of actors that have just ended come back within it."""
 
 
 @dataclass(frozen=True)
 class RankHost:
-    """Where a rank runs.
+    """Say where a rank runs.
 
     Attributes:
         bundle: the rank's index in the placement group.
         node: Ray's id of the node.
-        name: name of the node.
-        address: address of the node.
         here: whether the node is this machine.
     """
 
@@ -34,7 +32,7 @@ def place_ranks(ray: Any, world: int, gpus: int) -> tuple[Any, list[RankHost]]:
     """Return a placement group with one CPU and `gpus` GPUs per rank, and the host of each rank.
 
     They are on one node if one holds all, else packed. Ranks of one node are neighbours, and ranks count along the
-    mesh's fastest axis first, so groups of fast axes share nodes. ExecutionError when there is no room.
+    mesh's fastest axis first, so groups of fast axes share nodes. Raises ExecutionError when there is no room.
     """
     nodes = {n["NodeID"]: n for n in ray.nodes() if n["Alive"]}
     needed = {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})

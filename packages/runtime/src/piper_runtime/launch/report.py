@@ -1,4 +1,4 @@
-"""What a rank finds out while it runs, and brings back."""
+"""Define the reports of a rank."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ MEASURED = (
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One finished step of a run.
+    """Describe one finished step of a run.
 
     Attributes:
-        step: its number.
-        loss: over the global batch.
+        loss: the loss over the global batch.
         step_s: wall seconds since the step before it was done on the slowest rank; of the first, since all ranks were
-            ready.
+        ready.
         batch_s: seconds in Job.batch of the rank that waited most.
     """
 
@@ -40,7 +39,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """What one rank tells of a step that it has just done: `RankReport`'s fields, of one step."""
+    """Report a step that one rank has just done, with the fields of a `RankReport`."""
 
     step: int
     started: float
@@ -51,7 +50,7 @@ class StepDone:
 
 @dataclass
 class RankReport:
-    """What one rank brings back.
+    """Hold the results of one rank.
 
     Attributes:
         started: when the rank was ready, on the machine-wide clock of the launcher, as all times here.
@@ -59,9 +58,9 @@ class RankReport:
         scalars: per step the losses and weights by microbatch.
         gradients: per step, as the optimizer saw them.
         spans: the last step's instructions with their begin and end; empty when not asked for.
-        memory: what was alive in the measured step; None when not asked for.
+        memory: memory in the measured step; None when not asked for.
         states: parameters and buffers after the last step.
-        clock_error_s: by how much times of another machine may miss the launcher's clock.
+        clock_error_s: the error of times from another machine against the launcher's clock.
         batch_s: per step the seconds in Job.batch.
         waits: of the last step, see `piper_runtime.rank.feed.Feed`.
     """
@@ -78,7 +77,7 @@ class RankReport:
     waits: list[tuple[int, float, float]] = field(default_factory=list)
 
     def shift(self, seconds: float, error_s: float) -> None:
-        """Put the times on another clock, which is known to `error_s`."""
+        """Move the times to another clock, which is known to `error_s`."""
         self.started += seconds
         self.finished = [t + seconds for t in self.finished]
         self.spans = [(instr, start + seconds, end + seconds) for instr, start, end in self.spans]
@@ -86,14 +85,14 @@ class RankReport:
         self.clock_error_s = error_s
 
     def end_step(self, rank: Rank) -> StepDone:
-        """Keep what a rank has found in the step that it has just done."""
+        """Keep the results of the step that a rank has just done."""
         self.finished.append(time.perf_counter())
         self.scalars.append({kind: dict(found) for kind, found in rank.scalars.items()})
         self.batch_s.append(sum(end - start for _, start, end in rank.feed.waits))
         return self.steps()[-1]
 
     def steps(self) -> list[StepDone]:
-        """One for every step that is done."""
+        """Return a report for every step that is done."""
         found = enumerate(zip(self.finished, self.scalars, self.batch_s, strict=True))
         return [StepDone(step, self.started, *of) for step, of in found]
 
@@ -104,7 +103,7 @@ class RankReport:
         self.gradients[-1].update(rank.gradients(buckets, scale))
 
     def close(self, rank: Rank, spans: Sequence[TimedSpan], counter: Counter | None) -> None:
-        """Keep what is left when the last step is done."""
+        """Keep the remaining results when the last step is done."""
         self.states = rank.states()
         self.spans = list(spans)
         self.waits = list(rank.feed.waits)
@@ -113,10 +112,7 @@ class RankReport:
 
 
 class Interrupted(KeyboardInterrupt):
-    """An interrupt of a run whose ranks could still bring back what they have.
-
-    `run`: the same as a `piper_runtime.Run`.
-    """
+    """Report an interrupt of a run whose ranks could still bring back results, as a `piper_runtime.Run` in `run`."""
 
     def __init__(self, reports: Mapping[int, RankReport]):
         super().__init__()
@@ -125,7 +121,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def aligned(message: Any, ahead: float, error_s: float) -> Any:
-    """Return what a rank says, with its times on the launcher's clock.
+    """Return a rank's message with its times on the launcher's clock.
 
     The rank's clock is `ahead` seconds ahead of it, known to `error_s`.
     """
@@ -145,10 +141,9 @@ def measured_step(steps: int) -> int:
 
 
 def measured_counter(rank: Rank, *, alone: bool = False) -> Counter:
-    """Return a counter that already holds the states of a rank.
+    """Return a counter that already holds the states of a rank; `alone` if no other rank is in this process.
 
-    alone: no other rank is in this process. On CUDA it counts what the kernels of piper's ops hold inside, as plans for
-    CUDA do (`Plan.device`).
+    On CUDA it counts what the kernels of piper's ops hold inside, as plans for CUDA do (`Plan.device`).
     """
     cuda = rank.device.type == "cuda"
     counter = AllocatorCounter(rank.device) if alone and cuda else MemoryCounter(rank.device.type, inside=cuda)

@@ -14,7 +14,7 @@ from piper_runtime.rank.store import held_params, state_names
 
 
 def make_requests(plan: Plan, code: ExportedCode, job: Job, initial: InitialState, options: RunOptions) -> dict[int, Request]:
-    """Return the request of each rank. JobError when the job's callables cannot leave this process.
+    """Return the request of each rank; raise JobError when the job's callables cannot leave this process.
 
     The ranks of a role share one object, so that a launcher can send it once to each machine.
     """

@@ -1,4 +1,4 @@
-"""The result of a run, and which numbers a run may have."""
+"""Hold the result of a run, and check the numbers that a run may have."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ WARMUP_STEPS = 3
 
 @dataclass(frozen=True)
 class Run:
-    """The result of `execute`.
+    """Hold the result of `execute`.
 
     Attributes:
         losses: one per step, over the global batch.
         step_s: wall seconds per step between completions, on the slowest rank; the first since all ranks were ready.
         period_s: median of step_s[3:], None when there are none.
-        peak_bytes: per rank the most bytes that were alive (`trace.notes` says what is measured); empty when not asked
-            for.
-        trace: of the last step; without spans unless they were asked for.
+        peak_bytes: per rank the most bytes that were alive (`trace.notes` names the method); empty when not asked for.
+        trace: trace of the last step; without spans unless they were asked for.
         rank_states: per rank its parameters and buffers after the last step.
         rank_gradients: per rank and step, with `gradients=True`.
-        memory: what was alive in each instruction; empty when not asked for.
+        memory: bytes alive in each instruction; empty when not asked for.
         batch_s: of step_s, the seconds in Job.batch, of the rank that waited most.
     """
 
@@ -47,7 +46,8 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """Return the model's state_dict after the last step: on CPU, full shapes, under the names that the model gives.
 
-        What no rank holds is as the model made it."""
+        Tensors that no rank holds are as the model made them.
+        """
         trained: dict[str, torch.Tensor] = {}
         for rank in sorted(self.rank_states, reverse=True):  # the lowest rank's copy counts
             trained.update(self.rank_states[rank])
@@ -66,7 +66,7 @@ class Run:
 
 
 def check_numbers(steps: int, timeout_s: float) -> None:
-    """JobError when no run can have these numbers."""
+    """Raise JobError when no run can have these numbers."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise JobError(f"steps={steps!r}: an integer of at least 1 is needed")
     if not timeout_s > 0:

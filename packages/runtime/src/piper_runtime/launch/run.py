@@ -1,4 +1,4 @@
-"""execute: run a plan for some optimizer steps, and what comes back."""
+"""Run a plan for some optimizer steps, and return the results."""
 
 from __future__ import annotations
 
@@ -44,17 +44,28 @@ def execute(
 ) -> Run:  # fmt: skip
     """Run `steps` optimizer steps of a plan with the code of its chunks.
 
-    launcher: "ray" (one actor per rank; cluster: "auto", or the address of a cluster to join), "processes" (one process
-    per rank, gloo over loopback; under torchrun this process is one rank, see `piper_runtime.launch.torchrun`) or
-    "inline" (all ranks in this process). timeout_s: the call ends that long after the last sign of progress of any
-    rank; an instruction that takes longer counts as hung. trace: keep the last step's spans (about 1 us per
-    instruction). memory: measure peak bytes in the second step, in the first if there is no other (slows that step).
-    gradients: keep the gradients of every step. pool: workers to use again; without one they are started and ended in
-    this call. ranges: name instructions in profilers, see `piper_runtime.engine.ranges`. on_step: called here with
-    every finished step, in order, while the run goes on; when it raises, that is a warning and the run goes on.
-    trainable: names of the parameters that had requires_grad when the plan was made (None: not known). JobError: the
-    job does not fit the plan. NonFiniteLossError: step, rank, microbatch. HangError: every rank's last instructions.
-    ExecutionError: rank, node, instruction, peer."""
+    Args:
+        launcher: "ray" (one actor per rank), "processes" (one process per rank, gloo over loopback; under torchrun this
+        process is one rank, see `piper_runtime.launch.torchrun`) or "inline" (all ranks in this process).
+        cluster: for Ray: "auto", or the address of a cluster to join.
+        timeout_s: the call ends that long after the last sign of progress of any rank; an instruction that takes longer
+        counts as hung.
+        trace: keep the last step's spans (about 1 us per instruction).
+        memory: measure peak bytes in the second step, or in the only one (slows that step).
+        gradients: keep the gradients of every step.
+        pool: workers to use again; without one they are started and ended in this call.
+        ranges: name instructions in profilers, see `piper_runtime.engine.ranges`.
+        on_step: called here with every finished step, in order, while the run goes on; when it raises, that is a
+            warning
+        and the run goes on.
+        trainable: names of the parameters that had requires_grad when the plan was made (None: not known).
+
+    Raises:
+        JobError: the job does not fit the plan.
+        NonFiniteLossError: with step, rank and microbatch.
+        HangError: with every rank's last instructions.
+        ExecutionError: with rank, node, instruction and peer.
+    """
     check_request(plan, job, steps, launcher, timeout_s)
     initial = materialize(job)
     check_same_model(plan, initial, trainable)
@@ -77,7 +88,7 @@ def _run_workers(
     plan: Plan, requests: Mapping[int, Request], options: RunOptions, launcher: Launcher, cluster: str, pool: Workers | None,
     on_step: OnStep | None,
 ) -> Mapping[int, RankReport]:  # fmt: skip
-    """Return what every rank brings back. Interrupted when ranks could end an interrupted run together."""
+    """Return the results of every rank; raise Interrupted when ranks could end an interrupted run together."""
     if pool is not None:
         return pool.run(plan, requests, options.timeout_s, on_step)
     with open_pool(launcher, plan.mesh.world, cluster=cluster) as own:
@@ -85,7 +96,7 @@ def _run_workers(
 
 
 def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: float) -> None:
-    """JobError or ExecutionError when `execute` could not even start with these arguments."""
+    """Raise JobError or ExecutionError when `execute` could not even start with these arguments."""
     check_launcher(launcher)
     check_numbers(steps, timeout_s)
     if plan.global_batch != job.global_batch:
@@ -97,7 +108,7 @@ def check_request(plan: Plan, job: Job, steps: int, launcher: str, timeout_s: fl
 
 
 def check_clip(plan: Plan, job: Job) -> None:
-    """JobError when a plan clips gradients to another norm than the job asks for."""
+    """Raise JobError when a plan clips gradients to another norm than the job asks for."""
     updates = [p.op for role in plan.roles for i in role.program for p in i.parts if isinstance(p.op, Update)]
     for update in updates:
         if update.clip != job.clip_norm:
@@ -108,7 +119,7 @@ def check_clip(plan: Plan, job: Job) -> None:
 
 
 def rank_job(job: Job) -> RankJob:
-    """Return what ranks need of a job."""
+    """Return the part of a job that ranks need."""
     return RankJob(job.batch, job.optimizer, job.scheduler, job.seed)
 
 

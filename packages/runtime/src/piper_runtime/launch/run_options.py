@@ -1,4 +1,4 @@
-"""What a caller of `piper_runtime.execute` asks of a run beside the plan, the code and the job."""
+"""Define a caller's options for a run, beside the plan, the code and the job."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a run goes, and what it records.
+    """Say how a run goes, and what it records.
 
     Attributes:
-        steps: number of optimizer steps.
         timeout_s: seconds without progress of any rank after which the run ends.
         trace: whether to keep the spans of the last step.
         memory: whether to measure peak bytes.
         gradients: whether to keep the gradients of every step.
         ranges: whether to name instructions in profilers.
-        stream: whether somebody wants to hear of every finished step.
+        stream: whether to report every finished step.
     """
 
     steps: int

@@ -1,4 +1,4 @@
-"""One rank of an emulated run: real streams, waits and rendezvous, where compute is a sleep.
+"""Run one rank of an emulated run: real streams, waits and rendezvous, where compute is a sleep.
 
 `piper_runtime.launch.emulation` says what it is for.
 """
@@ -24,24 +24,25 @@ from piper_runtime.rank.rank import BoundComm, BoundInstr, Rank, comm_kind
 from piper_runtime.transport.gloo import GlooCommunicators
 
 SHORTEST_S, LONGEST_S = 0.02, 0.1
-"""Between these the shortest compute instruction that matters sleeps: waking up is small beside it, and nobody waits for
-hours."""
+"""The bounds between which the shortest compute instruction that matters sleeps.
+
+Waking up is small beside it, and nobody waits for hours.
+"""
 HOST_S = SHORTEST_S / 4
-"""Being held up for no more than this is the machine's doing, and is made up for."""
+"""The longest delay that counts as the machine's, and for which later sleeps make up."""
 LEAD_S = 0.05
-"""From the moment when all ranks are ready to their common start: time to hear of it."""
+"""The seconds from the moment when all ranks are ready to their common start, in which they hear of it."""
 
 
 @dataclass(frozen=True)
 class EmulationRequest:
-    """One emulated run of one rank.
+    """Describe one emulated run of one rank.
 
     Attributes:
         plan: pickled.
         seconds: to sleep, per instruction.
         latency: seconds to sleep of a point-to-point transfer.
         issue: seconds per instruction on the host, as they are slept.
-        steps: number of steps.
         meeting: names the common start; it is different for every run.
     """
 
@@ -55,13 +56,16 @@ class EmulationRequest:
 
 @dataclass
 class EmulationReport(RankReport):
-    """`held_up`: per instruction the seconds from when its causes were really done to when it really began."""
+    """Hold the times of an emulated run.
+
+    `held_up` are, per instruction, the seconds from when its causes were really done to when it really began.
+    """
 
     held_up: list[float] = field(default_factory=list)
 
 
 def emulate_rank(rank: int, request: EmulationRequest, communicators: GlooCommunicators, heart: Heartbeat) -> EmulationReport:
-    """Do the worker's side: bind the plan, wait for the common start, run the steps."""
+    """Run the worker's side: bind the plan, wait for the common start, run the steps."""
     plan: Plan = pickle.loads(request.plan)
     communicators.connect(plan)
     backend = CpuStreams(plan.role_of(rank).streams, heart)
@@ -88,7 +92,7 @@ def _common_start(store: Any, name: str, world: int) -> float:
 
 
 def sleep_until(moment: float) -> None:
-    """Sleep to a moment of time.perf_counter; no time at all when it is past."""
+    """Sleep to a moment of time.perf_counter; return at once when it is past."""
     left = moment - time.perf_counter()
     if left > 0:
         time.sleep(left)
@@ -96,30 +100,30 @@ def sleep_until(moment: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _TimedComm(BoundComm):
-    """A communication that knows its place in the program."""
+    """Hold a communication with its index in the program."""
 
     index: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """When something ended: by the plan's time, and really, which is later."""
+    """Hold when something ended: by the plan's time, and really, which is later."""
 
     planned: float
     real: float
 
 
 def latest(moments: Iterable[Moment]) -> Moment:
-    """When all of them have ended."""
+    """Return the moment when all of them have ended."""
     found = list(moments)
     return Moment(max(m.planned for m in found), max(m.real for m in found))
 
 
 class TimedRank:
-    """What an engine runs of a rank in place of tensors: instructions that sleep.
+    """Let an engine run a rank whose instructions sleep, in place of tensors.
 
-    `now`: when the step begins or, after it, when it was over, by the plan's time. `spans`: of the last step, by the
-    plan's time too. `held_up`: see EmulationReport.
+    `now` is when the step begins or, after it, when it was over, by the plan's time. `spans` are those of the last
+    step, by the plan's time too. `held_up` is as in EmulationReport.
 
     Per stream, `_end` is when its last instruction had left it, and `_done` when each of its instructions was done for
     waiters (`latency` later for a transfer). Only the stream's own thread writes them, before others learn that it has
@@ -139,14 +143,14 @@ class TimedRank:
         self.entries = tuple(self._entry(i) for i in range(len(self._program)))
 
     def begin(self, step: int) -> None:
-        """Before the first instruction of a step."""
+        """Start a step."""
         self.step = step
         self.spans.clear()
         self._end = dict.fromkeys(self._streams, Moment(self.now, time.perf_counter()))
         self._done = {s: [] for s in self._streams}
 
     def end(self) -> None:
-        """After the last instruction: transfers may still be under way."""
+        """End a step, in which transfers may still be under way."""
         self.now = max([self.now, *(done[-1].planned for done in self._done.values())])
         sleep_until(self.now)
 
@@ -160,7 +164,7 @@ class TimedRank:
         return BoundInstr(index, instr.stream, instr.waits, instr.name, comm=comm)
 
     def _ready(self, index: int) -> Moment:
-        """When an instruction may begin as far as this rank knows: issued, what it waits for done, its stream free."""
+        """Return when an instruction may begin as far as this rank knows: issued, its waits done, its stream free."""
         instr = self._program[index]
         issued = self.now + (index + 1) * self._request.issue
         return latest([Moment(issued, issued), self._end[instr.stream], *(self._done[s][n - 1] for s, n in instr.waits if n)])
@@ -168,7 +172,7 @@ class TimedRank:
     def _run(self, index: int, ready: Moment) -> None:
         """Occupy the stream for an instruction's time.
 
-        `ready`: when its causes were done; in the future while a transfer that it waits for is still under way.
+        `ready` is when its causes were done: in the future while a transfer that it waits for is still under way.
         """
         instr = self._program[index]
         held_up = max(0.0, time.perf_counter() - max(ready.planned, ready.real))
@@ -204,7 +208,7 @@ def _no_tensor() -> torch.Tensor:
 def _meeting(comm: BoundComm, rank: int, communicators: GlooCommunicators) -> Callable[[Moment], list[Moment]]:
     """Return a call that tells the other members when this rank was there, and returns when each of them was.
 
-    The message is as small as can be and goes through the same communicator as the plan's would. The members of a
+    The message is as small as possible and goes through the same communicator as the plan's would. The members of a
     collective each fill a row of their own, and an all-reduce sums; the receiver of a transfer answers.
     """
     members = sorted(comm.peers)

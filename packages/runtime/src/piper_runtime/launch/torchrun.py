@@ -1,8 +1,9 @@
-"""Ranks that somebody else has started, as torchrun does: this process is one of them, and rank 0 watches over all.
+"""Run the ranks that another program such as torchrun has started: this process is one of them, rank 0 watches all.
 
-The environment says who is who: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Ranks talk through torch's store, in
-messages that run no code where they are read (`piper_runtime.launch.wire`). What they say goes to rank 0, which decides
-how a run ends and tells the others. A rank that is killed is noticed by torchrun, which ends the rest."""
+The environment tells the ranks: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Ranks talk through torch's store, in
+messages that run no code where they are read (`piper_runtime.launch.wire`). Their reports go to rank 0, which decides
+how a run ends and tells the others. A rank that is killed is noticed by torchrun, which ends the rest.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +41,12 @@ _DONE = "done"
 
 
 def is_active() -> bool:
-    """Tell whether this process was started as one rank of several."""
+    """Return whether this process was started as one rank of several."""
     return all(name in os.environ for name in VARIABLES)
 
 
 def is_first() -> bool:
-    """Tell whether this process is the one that prints and writes: rank 0, or the only one."""
+    """Return whether this process is the one that prints and writes: rank 0, or the only one."""
     return not is_active() or _number("RANK") == 0
 
 
@@ -60,7 +61,7 @@ def _number(name: str) -> int:
 
 @dataclass
 class _Member:
-    """What this process keeps from run to run: the store, its context, and the group of all ranks."""
+    """Keep the store, its context, and the group of all ranks from run to run."""
 
     context: WorkerContext
     store: Any
@@ -72,7 +73,7 @@ class _Member:
 
 
 _member: _Member | None = None
-"""This process is one rank for as long as it lives, whatever pools come and go."""
+"""The one rank of this process, as long as it lives, whatever pools come and go."""
 
 
 def _join() -> _Member:
@@ -99,9 +100,9 @@ def _join() -> _Member:
 def _leave() -> None:
     """End the communicators' threads while the interpreter still runs.
 
-    gloo's thread lets go of a tensor a moment after `wait` has returned. If that was the last reference it needs the
-    interpreter's lock, and who asks for that when the interpreter is being taken down ends the process with SIGABRT.
-    After a run that failed its threads may never end: they are left alone.
+    gloo's thread drops a tensor a moment after `wait` has returned. If that was the last reference it needs the
+    interpreter's lock, and a request for that while the interpreter shuts down ends the process with SIGABRT. After a
+    run that failed, its threads may never end: they are left alone.
     """
     global _member
     member, _member = _member, None
@@ -133,9 +134,9 @@ def _interface(world: int) -> str:
 
 
 def clock_ahead(everyone: Any, rank: int, world: int) -> tuple[float, float]:
-    """Return the seconds that this rank's clock is ahead of rank 0's, and the error of that.
+    """Return the seconds that this rank's clock is ahead of rank 0's, and the error: half of the quickest round trip.
 
-    The error is half of the quickest of some round trips. `everyone`: the group of all ranks, all of which call this.
+    All ranks of the group `everyone` call this.
     """
     found = [(0.0, 0.0)] if rank == 0 else []
     for other in range(1, world):
@@ -156,7 +157,7 @@ def clock_ahead(everyone: Any, rank: int, world: int) -> tuple[float, float]:
 
 @dataclass
 class _Mail:
-    """Messages of one run in the store: every rank has a box that rank 0 empties, and one in which its heart lies."""
+    """Hold the messages of one run in the store: every rank has a box that rank 0 empties, and one for its heart."""
 
     store: Any
     run: int
@@ -185,13 +186,12 @@ class _Mail:
 
 @dataclass
 class _Team:
-    """All ranks as rank 0 sees them."""
+    """Show all ranks to rank 0."""
 
     member: _Member
     mail: _Mail
 
     def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
-        """See `piper_runtime.launch.watch.WatchedTeam`."""
         found = [(0, m) for m in _drain(self.member.said, seconds)]
         self.mail.put("pulse", str(time.monotonic()).encode())
         return found + [(r, m) for r in ranks if r for m in self.mail.collect(r)]
@@ -204,20 +204,20 @@ class _Team:
         return LOADING_HEART if found is None else memoryview(found).cast("q")
 
     def exit_reason(self, rank: int) -> str:
-        """Return that a rank has ended: torchrun tells who was killed; here nobody sees it."""
+        """Return that a rank has ended; only torchrun knows how, and tells who was killed."""
         return "has ended"
 
     def node(self, rank: int) -> str:
-        """Ranks know their own machine only."""
+        """Return an empty name, since ranks know their own machine only."""
         return ""
 
 
 class TorchrunPool:
-    """The workers of a plan when this process is one of them.
+    """Run a plan's workers when this process is one of them.
 
-    Every process makes the same calls with the same plan and gets all reports, except that states and gradients are
-    those of the first rank of each role, whose replicas hold equal ones, and this rank's own. on_step is called on rank
-    0 only.
+    Every process makes the same calls with the same plan and gets all reports. States and gradients in them are those
+    of the first rank of each role, whose replicas hold equal ones, and this rank's own. `on_step` is called on rank 0
+    only.
     """
 
     def __init__(self, world: int):
@@ -230,10 +230,9 @@ class TorchrunPool:
         self.close()
 
     def close(self) -> None:
-        """Nothing: the process is the worker."""
+        """Do nothing: the process is the worker."""
 
     def run(self, plan: Plan, requests: Mapping[int, Any], timeout_s: float, on_step: OnStep | None = None) -> dict[int, Any]:
-        """See `piper_runtime.launch.launchers.Workers`."""
         started = _number("WORLD_SIZE")
         if len(requests) != started:
             raise ExecutionError(
@@ -279,7 +278,7 @@ def _perform(member: _Member, request: Any, kept: list[Any]) -> None:
 
 
 def _lead(member: _Member, mail: _Mail, watch: Watch, progress: Progress) -> None:
-    """Rank 0: watch over all, then tell them how it ended."""
+    """Watch over all as rank 0, then tell them how the run ended."""
     try:
         watch.collect(progress)
     except BaseException as e:
@@ -290,7 +289,7 @@ def _lead(member: _Member, mail: _Mail, watch: Watch, progress: Progress) -> Non
 
 
 def _follow(member: _Member, mail: _Mail, timeout_s: float) -> None:
-    """Another rank: tell rank 0 what happens here, until it says how the run has ended."""
+    """Tell rank 0, as another rank, what happens here, until it says how the run has ended."""
     rank, pulse, beat = member.context.rank, b"", time.monotonic()
     while (end := mail.get("end")) is None:
         for message in _drain(member.said, TICK_S):
@@ -307,7 +306,7 @@ def _follow(member: _Member, mail: _Mail, timeout_s: float) -> None:
 
 
 def _drain(said: queue.SimpleQueue[Any], seconds: float) -> list[Any]:
-    """Return what was said; wait for the first message that long."""
+    """Return the queued messages; wait for the first one at most `seconds`."""
     out = []
     try:
         out.append(said.get(timeout=seconds))
@@ -318,7 +317,7 @@ def _drain(said: queue.SimpleQueue[Any], seconds: float) -> list[Any]:
 
 
 def _exchange(member: _Member, plan: Plan, mine: Any) -> dict[int, Any]:
-    """Everybody's answers for everybody, each as a broadcast from its rank."""
+    """Return the answers of all ranks, each as a broadcast from its rank."""
     out = {}
     for rank in range(plan.mesh.world):
         own = rank == member.context.rank
@@ -330,7 +329,7 @@ def _exchange(member: _Member, plan: Plan, mine: Any) -> dict[int, Any]:
 
 
 def _without_copies(found: Any, plan: Plan, rank: int) -> Any:
-    """Return a report as others get it."""
+    """Return a report without the parts that other ranks do not get."""
     if not isinstance(found, RankReport) or plan.role_of(rank).ranks[0] == rank:
         return found
     return replace(found, states={}, gradients=[])

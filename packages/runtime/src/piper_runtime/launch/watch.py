@@ -1,7 +1,4 @@
-"""Wait for the workers of a run, and find out who is to blame when they do not come back.
-
-It does not matter how they were started.
-"""
+"""Wait for the workers of a run, however they were started, and find the rank to blame when they do not come back."""
 
 from __future__ import annotations
 
@@ -21,23 +18,23 @@ from piper_runtime.launch.protocol import Failure
 from piper_runtime.launch.report import StepDone
 
 STARTUP_S = 120.0
-"""Time for workers to start and import torch, and again to import the user's code and to bind a plan."""
+"""The seconds for workers to start and import torch, and again to import the user's code and to bind a plan."""
 LINGER_S = 0.5
-"""After a failure that may be the cause: time for others to come in, which are listed too."""
+"""The seconds to wait for other failures after one that may be the cause."""
 VICTIMS_S = 5.0
-"""After a failure of a rank that only lost its peer: time for the cause to come in."""
+"""The seconds to wait for the cause after a failure of a rank that only lost its peer."""
 TICK_S = 0.1
 SHOWN = 5
-"""Instructions per rank in the report of a hang."""
+"""The number of instructions per rank in the report of a hang."""
 LOADING_HEART = array("q", [LOADING if i == PHASE else 0 for i in range(HEART_SLOTS)])
 """The heart of a rank that has been given a request and is not yet in its first step."""
 
 
 class WatchedTeam(Protocol):
-    """Workers that have been given one request each, as a watch sees them."""
+    """Show a watch the workers that have been given one request each."""
 
     def wait(self, ranks: Collection[int], seconds: float) -> list[tuple[int, Any]]:
-        """Return what these ranks say: (rank, message), at least one unless `seconds` pass first.
+        """Return the messages of these ranks as (rank, message), at least one unless `seconds` pass first.
 
         A message is a StepDone, a Failure, None when the worker has ended, or the answer to its request; after the last
         three a rank says no more.
@@ -45,11 +42,11 @@ class WatchedTeam(Protocol):
         ...
 
     def heart(self, rank: int) -> Sequence[int]:
-        """Return a rank's heart (`piper_runtime.engine.streams`), as fresh as it can be had."""
+        """Return a rank's heart (`piper_runtime.engine.streams`), as fresh as possible."""
         ...
 
     def exit_reason(self, rank: int) -> str:
-        """Return how a worker that has ended came to its end: "was killed by SIGKILL"."""
+        """Return how a worker has ended: "was killed by SIGKILL"."""
         ...
 
     def node(self, rank: int) -> str:
@@ -59,7 +56,7 @@ class WatchedTeam(Protocol):
 
 @dataclass
 class Watch:
-    """Waits for the answers of ranks 0..world-1 of one run. `plan`: what they run, to name instructions."""
+    """Wait for the answers of all ranks of one run; `plan` gives instructions their names."""
 
     plan: Plan
     team: WatchedTeam
@@ -67,9 +64,9 @@ class Watch:
     timeout_s: float
 
     def collect(self, progress: Progress) -> dict[int, Any]:
-        """Return all answers; steps go to `progress` as they finish.
+        """Return all answers, and pass steps to `progress` as they finish.
 
-        HangError, ExecutionError or the PiperError of a rank otherwise.
+        Otherwise it raises HangError, ExecutionError or the PiperError of a rank.
         """
         waiting = set(range(self.world))
         answers: dict[int, Any] = {}
@@ -99,15 +96,12 @@ class Watch:
         return [list(self.team.heart(rank)) for rank in range(self.world)]
 
     def _patience(self, ranks: Collection[int]) -> float:
-        """Return the seconds without progress that are accepted.
-
-        They are more while a rank still imports the user's code and binds the plan.
-        """
+        """Return the accepted seconds without progress, more while a rank imports user code and binds the plan."""
         loading = any(self.team.heart(r)[PHASE] == LOADING for r in ranks)
         return max(self.timeout_s, STARTUP_S) if loading else self.timeout_s
 
     def _blame(self, failures: Mapping[int, Failure | None]) -> PiperError:
-        """Return the error of the rank that failed by itself, before those that only lost their peer."""
+        """Return the error of a rank that failed by itself; only without one, that of a rank that lost its peer."""
         order = sorted(failures, key=lambda r: (_peer(failures[r]), failures[r] is not None, r))
         first, others = order[0], order[1:]
         failure = failures[first]
@@ -122,7 +116,7 @@ class Watch:
         return error
 
     def _hung(self, ranks: Sequence[int]) -> HangError:
-        """Ranks in no communication come first: nobody keeps them waiting."""
+        """Return the error of a hang; ranks in no communication come first, since nobody keeps them waiting."""
         first = [r for r in ranks if not RankPosition(self.plan, r, self.team.heart(r)).communications]
         message = (
             f"no rank made progress for {self.timeout_s:g} s (timeout_s); "
@@ -144,7 +138,7 @@ class Watch:
 
 
 class RankPosition:
-    """Where a rank is in its program, read from its heart."""
+    """Tell where a rank is in its program, from its heart."""
 
     def __init__(self, plan: Plan, rank: int, heart: Sequence[int], node: str = ""):
         self._plan, self._rank, self._name = plan, rank, f"rank {rank}{f' on {node}' if node else ''}"
@@ -153,10 +147,10 @@ class RankPosition:
         self._index = min(max(heart[ISSUED], 0), len(self._program) - 1)
         running = [i - 1 for i in heart[FIRST_STREAM:LAST_STEP] if i]
         self.communications = [i for i in running if i < len(self._program) and self._program[i].stream != COMPUTE]
-        """Indices of the communications that the rank is in."""
+        """The indices of the communications that the rank is in."""
 
     def text(self) -> str:
-        """Step, instruction, stream, and whom the rank waits for, in one line."""
+        """Return step, instruction, stream, and the ranks that the rank waits for, in one line."""
         if self._phase == LOADING:
             return f"{self._name} was loading the plan"
         doing = "ran" if self._phase == RUNNING else "waited before"
@@ -167,10 +161,7 @@ class RankPosition:
         return text
 
     def lines(self) -> list[str]:
-        """Return the last instructions that the rank has issued, with what the last one waits for.
-
-        The communications in flight are among the lines.
-        """
+        """Return the last instructions that the rank has issued and its communications in flight, with their waits."""
         if self._phase == LOADING or not self._program:
             return ["  was loading the plan" if self._phase == LOADING else "  has an empty program"]
         first = max(self._index - SHOWN + 1, 0)

@@ -1,7 +1,8 @@
-"""Messages between ranks that meet over a network, as JSON and tensors: reading one runs no code, whoever has sent it.
+"""Encode messages between ranks over a network as JSON and tensors: reading one runs no code, whoever has sent it.
 
 A message is a length, that many bytes of JSON, and a file of torch.save with the tensors, which is read by
-`weights_only`. Records are named, and only those of `_records` are made again."""
+`weights_only`. Records are named, and only those of `_records` are made again.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ import torch
 from piper_ir.errors import ExecutionError
 
 LENGTH = 8
-"""Bytes of the length in front."""
+"""The number of bytes of the length in front."""
 
 
 @functools.cache
 def _records() -> dict[str, type[Any]]:
-    """Return the records that ranks send, by name. Imported late: what measures imports torch's compiler."""
+    """Return the records that ranks send, by name; the import is late because it imports torch's compiler."""
     from piper_runtime.engine.memory import MemoryPoint, MemoryRecord
     from piper_runtime.launch.protocol import Failure
     from piper_runtime.launch.report import RankReport, StepDone
@@ -35,10 +36,7 @@ def _records() -> dict[str, type[Any]]:
 
 
 def encode(message: Any) -> bytes:
-    """Return a message as bytes.
-
-    TypeError for what is neither a number, a text, a tensor, a nest of them, nor a known record.
-    """
+    """Return a message as bytes; raise TypeError for all but numbers, texts, tensors, nests and known records."""
     tensors: list[torch.Tensor] = []
     text = json.dumps(_plain(message, tensors)).encode()
     file = io.BytesIO()
@@ -48,7 +46,7 @@ def encode(message: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """Return the message that `encode` made of. ExecutionError for bytes that are no such message."""
+    """Return the message from `encode`; raise ExecutionError for bytes that are no such message."""
     try:
         end = LENGTH + int.from_bytes(data[:LENGTH], "big")
         rest = data[end:]
@@ -62,7 +60,7 @@ def decode(data: bytes) -> Any:
 
 
 def _plain(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a value as JSON: a container is an object with one key, which says what it is."""
+    """Return a value as JSON, where a container is an object whose one key names its kind."""
     match value:
         case None | bool() | int() | float() | str():
             return value

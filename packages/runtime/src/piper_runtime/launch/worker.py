@@ -1,4 +1,4 @@
-"""What the worker of a rank does with a request, however it was started."""
+"""Perform requests in the worker of a rank, however it was started."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ from piper_runtime.transport.transport import connected, take_device
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """What a rank's worker has at hand, however it was started.
+    """Hold the tools of a rank's worker.
 
     Attributes:
-        rank: number of the rank.
         communicators: those of this process, kept from run to run.
         heart: where the rank shows its progress.
         tell: sends a message to the launcher and does not wait for it.
@@ -50,15 +49,12 @@ class WorkerContext:
 
 
 def warm_up() -> None:
-    """Make an optimizer, since the first one of a process takes seconds, which must not be in a run.
-
-    It imports torch._dynamo.
-    """
+    """Make an optimizer, since the first one of a process imports torch._dynamo, which takes seconds."""
     torch.optim.SGD([torch.zeros(())], lr=0.0)
 
 
 def answer(context: WorkerContext, request: object) -> Any:
-    """Do what a request asks for. A Failure when it cannot be done."""
+    """Return the answer to a request, or a Failure when it cannot be done."""
     try:
         return perform(context, request)
     except PiperError as e:

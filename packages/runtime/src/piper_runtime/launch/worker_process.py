@@ -1,9 +1,7 @@
 """Serve the requests of one rank in a process: `python -m piper_runtime.launch.worker_process <setup>`.
 
-`piper_runtime.launch.processes` starts it.
-
-It serves requests from its pipe until the pipe closes. When the launcher is gone, however it ended, a second pipe
-closes too and the process ends at once.
+`piper_runtime.launch.processes` starts it. It serves requests from its pipe until the pipe closes. When the launcher is
+gone, however it ended, a second pipe closes too and the process ends at once.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ def _heart(setup: Setup) -> Heartbeat:
 
 
 def _end_with(lifeline: int, folder: Path) -> None:
-    """Wait for the launcher's end; it can no longer remove the shared files."""
+    """Wait for the launcher's end, after which it can no longer remove the shared files."""
     os.read(lifeline, 1)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Measure on real ranks what the pieces of a program cost: compute, messages, memory and the host.
+"""Measure on real ranks the costs of a program's pieces: compute, messages, memory and the host.
 
 May import: rank, engine, transport.
 """

@@ -1,4 +1,4 @@
-"""How long a device is busy with each of some closures: by the host's clock, or by events of a CUDA device."""
+"""Measure how long a device is busy with closures: by the host's clock, or by events of a CUDA device."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from piper_runtime.rank.parts import Thunk
 
 
 class Clock(Protocol):
-    """Times closures.
+    """Time closures.
 
-    `ahead`: whether the host issues work before the device comes to it; then what ran before decides how far ahead it
+    `ahead` tells whether the host issues work before the device comes to it; earlier work then decides how far ahead it
     is.
     """
 
     ahead: bool
 
     def each(self, runs: Sequence[Thunk]) -> list[float]:
-        """Run them in order; the seconds of each."""
+        """Run closures in order; return the seconds of each."""
         ...
 
     def all(self, run: Thunk) -> float:
-        """Return the seconds of one until the device is done with it."""
+        """Return the seconds of a closure until the device is done with it."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Let the host get so far ahead of the device, at least."""
+        """Let the host get at least `seconds` ahead of the device."""
         ...
 
 
 class HostClock:
-    """For the CPU, where a closure is done when it returns."""
+    """Time closures on the CPU, where a closure is done when it returns."""
 
     ahead = False
 
@@ -52,15 +52,15 @@ class HostClock:
 
 
 CYCLES_PER_S = 2.2e9
-"""More than the clock of any device today."""
+"""The cycles per second of a clock faster than that of any device today."""
 
 
 class DeviceClock:
-    """For a CUDA device: an event between any two closures, all looked at in the end.
+    """Time closures on a CUDA device: an event between any two closures, all read in the end.
 
-    Where the host is ahead of the device, as it is where kernels are long, the time between two events is what the
-    device needs; else what the host needs to issue. So it is what the closure adds to a step in which others stand
-    before it."""
+    Where the host is ahead of the device, as with long kernels, the time between two events is the device's; else it is
+    the host's time to issue. So it is what the closure adds to a step in which others stand before it.
+    """
 
     ahead = True
 
@@ -90,5 +90,5 @@ class DeviceClock:
 
 
 def clock_of(device: torch.device) -> Clock:
-    """Return the clock for what runs on a device."""
+    """Return the clock for closures on a device."""
     return HostClock() if device.type == "cpu" else DeviceClock(device)

@@ -1,4 +1,4 @@
-"""What the issuing thread spends on instructions, beside what they do."""
+"""Measure the issuing thread's time for instructions, beside their work."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from piper_runtime.rank.rank import BoundComm, Rank
 from piper_runtime.rank.rank_state import RankJob
 
 INSTRUCTIONS = 512
-"""Of a plan that does nothing else."""
+"""The number of instructions in a plan that does nothing else."""
 
 
 def host_seconds(heart: Heartbeat, turns: Iterable[object]) -> Iterator[tuple[float, float]]:
-    """Yield, at each turn, the seconds per instruction that does nothing, and per message that is posted nowhere.
+    """Yield, at each turn, the seconds per instruction without work, and per message that is posted nowhere.
 
-    The latter is beyond the scalar that the message is of. Counted is the time of this thread alone, which neither
-    waits for another nor for its turn on a shared processor.
+    The latter is beyond the scalar that the message carries. Only the time of this thread counts, which neither waits
+    for another nor for its turn on a shared processor.
     """
     nothing, scalars = (_idle_rank(instructions_plan(INSTRUCTIONS)) for _ in range(2))
     nothing.entries = tuple(replace(e, work=_do_nothing) for e in nothing.entries)
@@ -43,7 +43,7 @@ def host_seconds(heart: Heartbeat, turns: Iterable[object]) -> Iterator[tuple[fl
 
 
 def issue_seconds(device: torch.device, heart: Heartbeat, clock: Clock, turns: Iterable[object]) -> Iterator[float]:
-    """Yield, at each turn, the seconds by the clock per instruction on a CUDA device, beyond what it does there.
+    """Yield, at each turn, the seconds by the clock per instruction on a CUDA device, beyond its work there.
 
     They are the host's, which issues slower than the device makes scalars.
     """
@@ -63,7 +63,7 @@ def issue_seconds(device: torch.device, heart: Heartbeat, clock: Clock, turns: I
 
 @contextmanager
 def _stepping(bound: Rank, heart: Heartbeat) -> Iterator[Thunk]:
-    """Run a step of a rank as any other, but for its messages."""
+    """Yield a closure that runs a step of a rank without its messages."""
     backend = CpuStreams(bound.role.streams, heart)
     engine = Engine(bound, backend, _posted_nowhere, heart)
     try:
@@ -73,14 +73,14 @@ def _stepping(bound: Rank, heart: Heartbeat) -> Iterator[Thunk]:
 
 
 def _thread_seconds(run: Callable[[], object]) -> float:
-    """Return the seconds of the processor, for the calling thread alone."""
+    """Return the processor seconds of the calling thread alone."""
     begin = time.thread_time()
     run()
     return time.thread_time() - begin
 
 
 def _do_nothing() -> None:
-    """Stand in for the work of an instruction that has none."""
+    """Replace the work of an instruction that has none."""
 
 
 def _do_nothing_often() -> None:
@@ -95,7 +95,7 @@ def _posted_nowhere(comm: BoundComm) -> Thunk:
 
 
 def _drop(_: object) -> None:
-    """Wait for a message that was never sent."""
+    """Accept a message that was never sent."""
 
 
 def _idle_rank(plan: Plan, device: torch.device | None = None) -> Rank:

@@ -1,7 +1,4 @@
-"""Measure what messages take, by size: point-to-point between neighbours, and reductions over groups.
-
-The ranks do nothing else meanwhile.
-"""
+"""Measure the duration of messages by size, between neighbours and over groups, while ranks do nothing else."""
 
 from __future__ import annotations
 
@@ -21,19 +18,19 @@ from piper_runtime.transport.gloo import GlooCommunicators
 from piper_runtime.transport.nccl import NcclCommunicators
 
 BLOCK_BYTES, BLOCK_BYTES_ON_DEVICE = 1 << 23, 1 << 28
-"""About what the messages of one timed block add up to, so that a clock's grain and one bad wake-up do not count."""
+"""The bytes that the messages of one timed block add up to, against a clock's grain and bad wake-ups."""
 ISSUE_S = 50e-6
-"""More than a host needs to issue a message to a device."""
+"""The seconds in which a host surely issues a message to a device."""
 FEWEST, MOST = 3, 100
-"""Messages in a block."""
+"""The bounds of the number of messages in a block."""
 
 
 @dataclass(frozen=True)
 class MessageSample:
-    """Blocks of messages of one size.
+    """Hold timed blocks of messages of one size.
 
-    `members` of the group; `seconds` and `busy`, processor seconds of this rank (0 on CUDA, where the device carries
-    them), per message: one entry per block.
+    `members` are the group's; `seconds` and `busy`, processor seconds of this rank (0 on CUDA, where the device carries
+    them), are per message, one entry per block.
     """
 
     op: str
@@ -44,15 +41,15 @@ class MessageSample:
 
 
 class Messages:
-    """The communicators over which one rank measures, all ranks taking part."""
+    """Hold the communicators over which one rank measures, with all ranks taking part."""
 
     def __init__(
         self, rank: int, world: int, gloo: GlooCommunicators, clock: Clock, device: torch.device, alive: Callable[[], None],
         nccl: NcclCommunicators | None = None,
     ) -> None:  # fmt: skip
-        """Make what measures. `clock`: for what runs on `device`.
+        """Set up the measurement with the `clock` of `device`.
 
-        `nccl`: what messages between CUDA devices go over; ranks meet over gloo.
+        Messages between CUDA devices go over `nccl`; ranks meet over gloo.
         """
         self._rank, self._world, self._clock, self._device, self._alive = rank, world, clock, device, alive
         self._carrier = gloo if nccl is None else nccl
@@ -69,8 +66,8 @@ class Messages:
     def measure(self, sizes: Sequence[int], repeats: int) -> list[MessageSample]:
         """Measure every size between the ranks of each pair (2k, 2k + 1), and over groups of ranks.
 
-        Of a pair it is a message there and one back. Groups are those of every partition of the ranks into groups of
-        equal size. All pairs go at once, and all groups of a partition.
+        A pair sends a message there and one back. Groups are those of every partition of the ranks into groups of equal
+        size. All pairs go at once, and all groups of a partition.
         """
         self._carrier.connect(self._channels)
         found = []
@@ -89,7 +86,7 @@ class Messages:
     def _blocks(
         self, op: str, members: tuple[int, ...], tensor: torch.Tensor, turn: Sequence[Callable[[], Any]], repeats: int
     ) -> list[MessageSample]:
-        """One sample; none of a rank without a turn, which meets the others all the same."""
+        """Return one sample, or none for a rank without a turn, which meets the others all the same."""
         each = BLOCK_BYTES_ON_DEVICE if self._clock.ahead else BLOCK_BYTES
         count = min(MOST, max(FEWEST, each // tensor.nbytes))
         seconds, busy = [], []
@@ -112,7 +109,7 @@ class Messages:
         return [MessageSample(op, tensor.nbytes, members, tuple(seconds[1:]), tuple(busy[1:]))] if turn else []
 
     def _pair(self, pair: tuple[int, int], tensor: torch.Tensor) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """To the other rank of the pair and back, as this rank sees it."""
+        """Return the closures that send to the other rank of the pair and back, as this rank sees them."""
         low, high = pair
         kinds = ("send", "recv") if self._rank == low else ("recv", "send")
         ways = ((low, high), (high, low))

@@ -1,4 +1,4 @@
-"""Plans that are only there to be measured: instructions that do nothing, messages of four bytes, and every channel."""
+"""Make plans that are only measured: instructions without work, messages of four bytes, and every channel."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ SCALAR = TensorSpec((), DTYPE)
 
 
 def instructions_plan(count: int) -> Plan:
-    """One rank that makes `count` scalars, each in an instruction of its own, and drops them."""
+    """Return a plan of one rank that makes `count` scalars, each in an instruction of its own, and drops them."""
     names = [f"z{i}" for i in range(count)]
     program = tuple(_zeros(n, frees=(n,)) for n in names)
     return _plan(Mesh(pp=1), (_role(0, program, (COMPUTE,)),), (), names)
 
 
 def messages_plan(count: int) -> Plan:
-    """Rank 0 makes `count` scalars and sends each to rank 1 in an instruction of its own."""
+    """Return a plan in which rank 0 makes `count` scalars and sends each to rank 1 in an instruction of its own."""
     sent, got = [f"z{i}" for i in range(count)], [f"r{i}" for i in range(count)]
     source: list[Instr] = []
     for i, name in enumerate(sent):

@@ -1,4 +1,4 @@
-"""Measuring inside of a worker: what steps of chunks, other ops, messages and instructions take on this machine.
+"""Measure inside of a worker the durations of chunks' steps, other ops, messages and instructions on this machine.
 
 All ranks measure the same thing at the same time: ranks of one machine share its memory bandwidth, and in a run they
 compute at once. A rank computes the whole model on the job's own batches, part by part in the order of a plan for one
@@ -6,7 +6,8 @@ device, with the closures that a run binds and a clock around each. Messages go 
 between ranks that do nothing else.
 
 On CUDA every rank needs a device of its own, and messages go over NCCL. The host issues a pass behind others that are
-not measured, so that it is as far ahead of the device as between the microbatches of a step."""
+not measured, so that it is as far ahead of the device as between the microbatches of a step.
+"""
 
 from __future__ import annotations
 
@@ -41,23 +42,28 @@ from piper_runtime.transport.nccl import NcclCommunicators
 from piper_runtime.transport.transport import agreed_transport, nccl_of, shared, take_device
 
 WARMUP = 1
-"""Passes that are not counted: caches are cold, and memory comes from the system for the first time."""
+"""The number of passes that do not count: caches are cold, and memory comes from the system for the first time."""
 LEAD_S = 0.1
-"""What a CUDA device computes before each measured pass, at least: under load it may lower its clock to keep within its
-power. Behind one pass alone, steps in bfloat16 on an H200 were predicted 3 % too short (docs/cuda.md)."""
+"""The seconds that a CUDA device computes at least before each measured pass.
+
+Under load it may lower its clock to keep within its power. Behind one pass alone, steps in bfloat16 on an H200 were
+predicted 3 % too short (docs/cuda.md).
+"""
 
 CostKey = tuple[str, str, int]
-"""(code, "F" | "I" | "W", rows), or ("", name of another op, its amount): `piper_ir.costs.StepDuration`,
-`PartDuration`."""
+"""The key of a `StepDuration` (code, "F" | "I" | "W", rows) or of a `PartDuration` ("", name of the op, its amount)."""
 
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What one rank is to measure.
+    """Describe the measurements of one rank.
 
-    Pickled: `plan`, that of the strategy, of which the updates are measured, and `plans` for one device, one per number
-    of rows, of which everything is. `code` of all of them, by rows. `sizes`: bytes of messages. `device`: the kind that
-    runs take where the request is made.
+    Attributes:
+        plan: the strategy's plan, pickled, of which the updates are measured.
+        plans: plans for one device, pickled, one per number of rows, of which everything is measured.
+        code: the code of all of them, by rows.
+        sizes: bytes of messages.
+        device: the kind of device that runs take where the request is made.
     """
 
     plan: bytes
@@ -74,13 +80,20 @@ class ProfileRequest:
 
 @dataclass
 class ProfileReport:
-    """Seconds that one rank has measured, one entry per repeat.
+    """Hold the seconds that one rank has measured, one entry per repeat.
 
-    `parts`: also one per chunk of a code. `issue`: of the issuing thread per instruction, beyond its parts; `talk`: of
-    the same per communication instruction, beyond its message. `resident`: per number of rows, ascending, the bytes of
-    tensors at the peak and the most bytes that were resident (on CUDA: taken from the device by this process); empty
-    where the system does not say, and where NCCL has taken some before. `node`: the host's name. `backend`: what
-    messages went over. `device`: the name of the rank's CUDA device, "" for the CPU; its node has `devices` of them.
+    Attributes:
+        parts: also one entry per chunk of a code.
+        issue: seconds of the issuing thread per instruction, beyond its parts.
+        talk: the same per communication instruction, beyond its message.
+        resident: per number of rows, ascending, the bytes of tensors at the peak and the most bytes that were resident
+            (on
+        CUDA: taken from the device by this process); empty where the system does not tell, and where NCCL has taken
+        some before.
+        node: the host's name.
+        backend: the transport of messages.
+        device: the name of the rank's CUDA device, "" for the CPU.
+        devices: how many of them its node has.
     """
 
     parts: dict[CostKey, list[float]] = field(default_factory=dict)
@@ -102,9 +115,9 @@ def profile(
     local_rank: int,
     local_world: int | None,
 ) -> ProfileReport:
-    """Measure all that a request asks for. ExecutionError when the ranks of a node share a CUDA device.
+    """Return all measurements of a request; raise ExecutionError when the ranks of a node share a CUDA device.
 
-    local_rank: the rank's number among those of its node, at most `local_world`; None: all ranks of the plan.
+    `local_rank` is the rank's number among those of its node, at most `local_world`; None: all ranks of the plan.
     """
     device, plan = take_device(request.device, local_rank), pickle.loads(request.plan)
     local_world = plan.mesh.world if local_world is None else local_world
@@ -139,11 +152,11 @@ class _Profiler:
         self._messages = Messages(rank, self._plan.mesh.world, communicators, self._clock, device, self._alive, nccl)
 
     def _alive(self) -> None:
-        """Who watches this rank sees that it makes progress."""
+        """Show the launcher's watch that this rank makes progress."""
         self._heart[STEP] += 1
 
     def compute(self, memory: bool) -> None:
-        """Everything that runs on the compute stream, and, if asked for, the memory that it takes."""
+        """Measure everything that runs on the compute stream, and, if asked for, the memory that it takes."""
         job = self._rank_job()
         plans: list[Plan] = pickle.loads(self._request.plans)
         on_device = self._device.type == "cuda"
@@ -167,7 +180,7 @@ class _Profiler:
         return Rank(plan, rank, code, job, params, buffers, None, self._device)
 
     def _turns(self) -> Iterator[tuple[int, bool]]:
-        """(step, whether it counts), all ranks starting each together."""
+        """Yield (step, whether it counts), with all ranks starting each together."""
         for step in range(WARMUP + self._request.repeats):
             self._messages.barrier()
             yield step, step >= WARMUP
@@ -192,17 +205,14 @@ class _Profiler:
                 self._keep(taken)
 
     def _lead(self, runs: Sequence[Thunk], begin: Thunk | None = None) -> None:
-        """Let a host that can be ahead of its device get ahead, and the device as warm as in a run."""
+        """Let the host get ahead of a device, if it can, and the device get as warm as in a run."""
         until = time.perf_counter() + LEAD_S
         while self._clock.ahead and time.perf_counter() < until:
             for run in (begin, *runs) if begin is not None else runs:
                 run()
 
     def _updates(self, job: RankJob) -> None:
-        """Measure updates and norms of the gradients that this rank holds under the strategy.
-
-        Their sizes are other than on one device.
-        """
+        """Measure updates and norms of the gradients that this rank holds under the strategy, unlike on one device."""
         bound = self._bound(self._plan, self._rank, job)
         traffic = PlanBytes(self._plan)
         parts = [p for instr in bound.role.program for p in instr.parts if isinstance(p.op, SquaredNorm | Update)]
@@ -220,7 +230,7 @@ class _Profiler:
                 self.report.parts.setdefault(key, []).append(seconds)
 
     def messages(self, over: str) -> None:
-        """Communication by size and group; `over`: what carries it."""
+        """Measure communication by size and group, over the transport `over`."""
         gc.collect()  # what the last rank held makes room for messages
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -228,7 +238,7 @@ class _Profiler:
         self.report.backend = over if self.report.messages or over == "gloo" else "none"
 
     def instructions(self) -> None:
-        """Measure what the issuing thread spends on instructions; all ranks at once."""
+        """Measure the issuing thread's time for instructions, on all ranks at once."""
         if self._device.type == "cuda":
             self.report.issue = list(issue_seconds(self._device, self._heart, self._clock, self._turns()))[WARMUP:]
             return
@@ -237,9 +247,9 @@ class _Profiler:
 
 
 def _clocked(bound: Rank, batch: CostKey | None) -> Iterator[tuple[CostKey | None, Thunk]]:
-    """Yield what a rank runs, in order, each with the key under which its time is kept; None: it is not kept.
+    """Yield a rank's closures in order, each with the key under which its time is kept, or None.
 
-    `batch`: the key of a load that calls the job's batch function.
+    `batch` is the key of a load that calls the job's batch function.
     """
     traffic, loaded = PlanBytes(bound.plan), set[int]()
     for instr in bound.role.program:

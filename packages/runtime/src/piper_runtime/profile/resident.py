@@ -1,4 +1,4 @@
-"""Memory of this process as the system counts it: resident, or taken from a CUDA device."""
+"""Measure memory of this process as the system counts it: resident, or taken from a CUDA device."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def most_resident() -> int | None:
-    """Return the most bytes that were resident since the process began or `reset_most_resident`.
-
-    None where the system does not say.
-    """
+    """Return the most bytes resident since the process began or `reset_most_resident`; None where that is unknown."""
     if not _STATUS.is_file():
         return None
     found = [line.split() for line in _STATUS.read_text().splitlines() if line.startswith("VmHWM:")]
@@ -21,7 +18,7 @@ def most_resident() -> int | None:
 
 
 def reset_most_resident() -> None:
-    """Count from now on; without effect where the system does not allow it."""
+    """Count from now on, if the system allows it."""
     try:
         _CLEAR.write_text("5")
     except OSError:
@@ -31,7 +28,7 @@ def reset_most_resident() -> None:
 def most_on_device(device: torch.device) -> int:
     """Return the most bytes taken from a CUDA device since the process began or `reset_most_on_device`.
 
-    The context and all else counts; this is for a process that has the device alone.
+    Everything counts, the context too; this is for a process that has the device alone.
     """
     free, total = torch.cuda.mem_get_info(device)
     outside = total - free - torch.cuda.memory_reserved(device)
@@ -39,7 +36,7 @@ def most_on_device(device: torch.device) -> int:
 
 
 def reset_most_on_device(device: torch.device) -> None:
-    """Count from now on, with nothing kept by torch's allocator that is not in use."""
+    """Count from now on, and free the unused memory of torch's allocator."""
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)

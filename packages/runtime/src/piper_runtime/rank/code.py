@@ -1,7 +1,4 @@
-"""Load generated step functions.
-
-Code reaches a rank as source text and constants, never as a pickled function.
-"""
+"""Load generated step functions, which reach a rank as source text and constants, never as a pickled function."""
 
 from __future__ import annotations
 
@@ -21,12 +18,11 @@ from piper_ir.plan import Plan, RolePlan
 from piper_ops import DIRECT
 
 StepFunction = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
-"""Boxed: it empties its argument list, so that a tensor whose only reference is in the list is freed at its last
-use."""
+"""A step function that empties its argument list, so that a tensor held only by the list is freed at its last use."""
 
 
 class StepSource(Protocol):
-    """Source of `def step(args)` and the constants that it uses by name."""
+    """Describe the source of `def step(args)` and the constants that it uses by name."""
 
     @property
     def source(self) -> str: ...
@@ -37,21 +33,22 @@ class StepSource(Protocol):
 _OPERATOR = re.compile(r"torch\.ops\.(\w+)\.(\w+)")
 
 ExportedCode = Mapping[str, Mapping[Any, StepSource]]
-"""Code id of a chunk -> step ("F", "I", "W") -> its code, for one number of rows."""
+"""The code of a store for one number of rows: code id of a chunk -> step ("F", "I", "W") -> its code."""
 
 
 @dataclass(frozen=True)
 class ShippedCode:
-    """A StepCode in the form in which it travels to a worker."""
+    """Hold a StepCode in the form in which it travels to a worker."""
 
     source: str
     constants: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_step(code: StepSource, device: str | torch.device = "cpu") -> StepFunction:
-    """Return the function that a StepSource describes, for tensors on `device`. Its source shows in tracebacks.
+    """Return the function that a StepSource describes, for tensors on `device`; its source shows in tracebacks.
 
-    FormatError when there is no function `step`, or when it calls an operator that is not registered in this process.
+    Raises FormatError when there is no function `step`, or when it calls an operator that is not registered in this
+    process.
     """
     name = f"<piper step {sha256(code.source.encode()).hexdigest()[:12]}>"
     linecache.cache[name] = (len(code.source), None, code.source.splitlines(keepends=True), name)
@@ -69,20 +66,20 @@ def load_step(code: StepSource, device: str | torch.device = "cpu") -> StepFunct
 
 
 def missing_operators(code: ExportedCode) -> set[str]:
-    """Operators that a code store calls and that are not registered in this process, as "namespace.name"."""
+    """Return the operators that a code store calls and this process lacks, as "namespace.name"."""
     called = {found for steps in code.values() for c in steps.values() for found in _OPERATOR.findall(c.source)}
     return {f"{space}.{name}" for space, name in called if not hasattr(getattr(torch.ops, space), name)}
 
 
 class LoadedSteps:
-    """Functions of a code store, each loaded once, on first use."""
+    """Load the functions of a code store, each once, on first use."""
 
     def __init__(self, code: ExportedCode, device: str | torch.device = "cpu") -> None:
         self._code, self._device = code, device
         self._loaded: dict[tuple[str, str], StepFunction] = {}
 
     def __call__(self, code_id: str, step: str) -> StepFunction:
-        """FormatError when the store lacks the code."""
+        """Return the function of a step; raise FormatError when the store lacks the code."""
         key = (code_id, step)
         if key not in self._loaded:
             try:
@@ -94,7 +91,7 @@ class LoadedSteps:
 
 
 def used_code(plan: Plan, role: RolePlan) -> Iterator[tuple[str, str]]:
-    """(code id, step) that a role executes, each once, in program order."""
+    """Yield (code id, step) that a role executes, each once, in program order."""
     seen: set[tuple[str, str]] = set()
     for instr in role.program:
         for part in instr.parts:

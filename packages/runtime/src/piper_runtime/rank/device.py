@@ -1,4 +1,4 @@
-"""The device of a rank: which one it is, and how the host reads numbers that it computes."""
+"""Choose the device of a rank, and let the host read numbers that it computes."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 NO_CUDA = "no CUDA device"
 
 default: DeviceKind = "auto"
-"""What runs take that start in this process, see `using`. The test suite sets it to "cpu"."""
+"""The kind of device for runs that start in this process, see `using`; the test suite sets it to "cpu"."""
 
 Read = Callable[[torch.Tensor], None]
 Use = Callable[[float], None]
 
 
 def choose_device(kind: str, local_rank: int) -> torch.device:
-    """Return the device of a rank. ExecutionError when there is no such device.
+    """Return the device of a rank; raise ExecutionError when there is no such device.
 
-    kind: "cpu"; "cuda", the node's CUDA devices in turn; "auto", "cuda" where there is one, else "cpu". local_rank: the
-    rank's number among those of its node.
+    `kind` is "cpu"; "cuda", the node's CUDA devices in turn; or "auto", "cuda" where there is one, else "cpu".
+    `local_rank` is the rank's number among those of its node.
     """
     if kind not in ("auto", "cpu", "cuda"):
         raise ExecutionError(f'device {kind!r} is not known; use "auto", "cpu" or "cuda"')
@@ -37,7 +37,7 @@ def choose_device(kind: str, local_rank: int) -> torch.device:
 
 
 def default_kind() -> DeviceKind:
-    """Return the kind of device that runs take which start now."""
+    """Return the kind of device for runs that start now."""
     return default
 
 
@@ -53,7 +53,7 @@ def using(kind: DeviceKind) -> Iterator[None]:
 
 
 class NumberReader:
-    """Hands numbers of tensors on the CPU to the host: at once."""
+    """Hand numbers of tensors on the CPU to the host at once."""
 
     late = False
 
@@ -66,7 +66,7 @@ class NumberReader:
 
 
 class LateNumbers(NumberReader):
-    """Hands numbers of tensors on a CUDA device to the host at the end of the step, in the order of reading.
+    """Hand numbers of tensors on a CUDA device to the host at the end of the step, in the order of reading.
 
     Until then each is a copy on its way to pinned memory, so that nothing inside of a step waits for the device. It
     also works on tensors of the CPU, for tests.
@@ -99,5 +99,5 @@ class LateNumbers(NumberReader):
 
 
 def numbers_of(device: torch.device) -> NumberReader:
-    """Return how numbers get from a device to the host."""
+    """Return the reader that brings numbers from a device to the host."""
     return LateNumbers(device) if device.type == "cuda" else NumberReader()

@@ -1,7 +1,4 @@
-"""Give a rank its batch: the user's function is called once per microbatch.
-
-Its tensors wait here until they are loaded.
-"""
+"""Give a rank its batch: call the user's function once per microbatch, and keep its tensors until they are loaded."""
 
 from __future__ import annotations
 
@@ -19,10 +16,9 @@ from piper_runtime.rank.job import Batch, flatten_batch, microbatch_rows
 
 
 def upload(rows: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return a copy of rows on a CUDA device, in this dtype, that the host does not wait for.
+    """Return a copy of rows on a CUDA device, in this dtype, without making the host wait.
 
-    What the user's function returned is copied to pinned memory first, which torch's pool takes back when the device
-    has read it.
+    The user's tensors are copied to pinned memory first, which torch's pool takes back when the device has read it.
     """
     value = torch.empty(shape, dtype=dtype, device=device)
     if rows.is_cuda:
@@ -32,12 +28,13 @@ def upload(rows: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, devic
 
 
 class Feed:
-    """Hands out the rows that one rank computes, a tensor at a time.
+    """Hand out the rows that one rank computes, a tensor at a time.
 
-    A batch function may refill the tensors that it returned before. So what the rank takes later is copied at once, and
-    nothing of the user's is held between two calls. The copies count as host memory of the input pipeline, not as
-    memory of the plan. `waits`: per call of the function in this step, the microbatch, and when it began and ended by
-    time.perf_counter."""
+    A batch function may refill the tensors that it returned before. So tensors for later are copied at once, and none
+    of the user's is held between two calls. The copies count as host memory of the input pipeline, not as memory of the
+    plan. `waits` has, per call of the function in this step, the microbatch, and when it began and ended by
+    time.perf_counter.
+    """
 
     def __init__(self, plan: Plan, rank: int, batch: Batch):
         self._plan = plan
@@ -64,7 +61,7 @@ class Feed:
     def take(self, name: str, mb: int) -> torch.Tensor:
         """Return a microbatch's rows of one batch tensor, of the planned shape.
 
-        The caller copies it before it takes another. JobError when the batch does not fit.
+        The caller copies it before it takes another. Raises JobError when the batch does not fit.
         """
         self._left[mb, name] -= 1
         staged = self._staged.setdefault(mb, {})

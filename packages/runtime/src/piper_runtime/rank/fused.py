@@ -1,4 +1,4 @@
-"""Fused optimizer kernels are tried before they are used: one of torch's may be wrong for a dtype on a device."""
+"""Try fused optimizer kernels before they are used: one of torch's may be wrong for a dtype on a device."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch.optim import Optimizer
 from piper_ir.errors import PiperWarning
 
 ELEMENTS = 64
-"""Kernels treat whole vectors and the remainder differently: these are whole vectors, to which one element is added."""
+"""The elements of a test tensor in whole vectors; one is added, since kernels treat a remainder differently."""
 TOLERANCE = 0.05
-"""Relative difference of the steps: bfloat16 rounds by 0.01; a kernel that does nothing for whole vectors is off by
-0.8."""
+"""The accepted relative difference of steps: bfloat16 rounds by 0.01, a kernel that skips vectors is off by 0.8."""
 LEARNING_RATE = 0.1
 PER_RUN = ("params", "param_names", "lr", "initial_lr", "fused", "foreach")
-"""Entries of a parameter group that do not choose the arithmetic of a kernel."""
+"""The entries of a parameter group that do not choose the arithmetic of a kernel."""
 
 _tried: dict[tuple[type[Optimizer], torch.dtype, torch.device, str], str] = {}
 _said: set[str] = set()
 
 
 def fused_problem(optimizer: Optimizer, dtype: torch.dtype, device: torch.device) -> str:
-    """Say why fused kernels cannot be used for the groups of an optimizer; an empty text when they are right.
+    """Return why fused kernels cannot be used for the groups of an optimizer; an empty text when they are right.
 
-    Two small steps are compared with those of the plain kernel, once per process, kind, dtype, device and options."""
+    Two small steps are compared with those of the plain kernel, once per process, kind, dtype, device and options.
+    """
     found = (_group_problem(type(optimizer), group, dtype, device) for group in optimizer.param_groups)
     return next(filter(None, found), "")
 

@@ -1,7 +1,4 @@
-"""Describe what is trained: the user's callables and numbers.
-
-Two facts follow from them on every rank: rows and initial state.
-"""
+"""Describe what is trained: the user's callables and numbers, and from them each rank's rows and initial state."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from piper_ir.tools import user_code
 from piper_runtime.rank.job_advice import callable_problem, dtype_problem, precision_problem
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-"""Accepted dtypes of parameters, by torch's names."""
+"""The accepted dtypes of parameters, by torch's names."""
 
 Inputs = torch.Tensor | tuple[torch.Tensor, ...] | Mapping[str, torch.Tensor]
 Batch = Callable[[int, range], tuple[Inputs, Any]]
@@ -31,12 +28,11 @@ NamedParameters = list[tuple[str, nn.Parameter]]
 @checked_fields(JobError)
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes by torch's names.
+    """Hold dtypes by torch's names.
 
-    `params` is the dtype of parameters, of floating-point buffers and of floating-point batch tensors.
-
-    `compute`, `reduce` and `master` name the dtypes of activations, of gradient reductions and of the optimizer's copy;
-    None means that of `params`, and nothing else is accepted yet.
+    `params` is the dtype of parameters, of floating-point buffers and of floating-point batch tensors. `compute`,
+    `reduce` and `master` name the dtypes of activations, of gradient reductions and of the optimizer's copy; None means
+    that of `params`, and nothing else is accepted yet.
     """
 
     params: str = "float32"
@@ -63,15 +59,22 @@ class Precision:
 @checked_fields(JobError)
 @dataclass(frozen=True)
 class Job:
-    """A training job, independent of how it is distributed.
+    """Describe a training job, independent of how it is distributed; raise JobError for an unusable field.
 
-    model: () -> nn.Module. batch: (step, rows) -> (inputs, targets), the given rows of the global batch of a step;
-    inputs are a tensor, a tuple (positional) or a dict (keyword), targets any nest of tensors. loss: (output, targets)
-    -> a mean over rows, or a pair (sum, weight). optimizer: list of (name, parameter) -> Optimizer; it sees every
-    parameter once, with its full shape, on meta. scheduler: Optimizer -> LRScheduler, stepped once per optimizer step.
-    global_batch: rows per step over all replicas. tokens_per_row: for tokens per second. clip_norm: largest global
-    2-norm of the gradient. init: "model" (what the model's constructor makes under `seed`) or the path of a file that
-    torch.save wrote of a state_dict. JobError when a field is unusable."""
+    Attributes:
+        model: () -> nn.Module.
+        batch: (step, rows) -> (inputs, targets), the given rows of the global batch of a step; inputs are a tensor, a
+            tuple
+        (positional) or a dict (keyword), targets any nest of tensors.
+        loss: (output, targets) -> a mean over rows, or a pair (sum, weight).
+        optimizer: list of (name, parameter) -> Optimizer; it sees every parameter once, with its full shape, on meta.
+        scheduler: Optimizer -> LRScheduler, stepped once per optimizer step.
+        global_batch: rows per step over all replicas.
+        tokens_per_row: tokens in a row, for tokens per second.
+        clip_norm: largest global 2-norm of the gradient.
+        init: "model" (what the model's constructor makes under `seed`) or the path of a file that torch.save wrote of a
+        state_dict.
+    """
 
     model: Callable[[], nn.Module]
     batch: Batch
@@ -116,16 +119,16 @@ def microbatch_rows(plan: Plan, replica: int, microbatch: int) -> range:
 
 
 def call_batch(batch: Batch, step: int, rows: range) -> Any:
-    """Return what the user's batch function returns outside of a run.
+    """Return the result of the user's batch function outside of a run.
 
-    JobError when it raises; in a run ExecutionError says where.
+    Raises JobError when it raises; in a run ExecutionError says where.
     """
     with user_code(f"Job.batch(step={step}, rows={rows})", JobError):
         return batch(step, rows)
 
 
 def flatten_batch(inputs: Any, targets: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of a batch by their path in it. JobError for a leaf that is neither a tensor nor None.
+    """Return the tensors of a batch by their path in it; raise JobError for a leaf that is neither a tensor nor None.
 
     Paths are "inputs" (a single tensor), "inputs.0", "inputs.mask", "targets", "targets.0.y". None is left out.
     """
@@ -147,10 +150,7 @@ def _key(entry: Any) -> str:
 
 @dataclass(frozen=True)
 class InitialState:
-    """Full tensors on CPU under their first names, shared with the module that made them.
-
-    Without a `model` there are none.
-    """
+    """Hold full tensors on CPU under their first names, shared with their module; none without a `model`."""
 
     params: dict[str, torch.Tensor]
     buffers: dict[str, torch.Tensor]
@@ -158,21 +158,22 @@ class InitialState:
 
     @property
     def tied(self) -> dict[str, str]:
-        """Every other name of a tensor -> its first one."""
+        """Return the first name of a tensor for each of its other names."""
         first: dict[int, str] = {}
         names = list(_named_tensors(self.model)) if self.model is not None else []
         return {name: first[id(t)] for name, t in names if first.setdefault(id(t), name) != name}
 
     @property
     def trainable(self) -> set[str]:
-        """The names of the parameters with requires_grad."""
+        """Return the names of the parameters with requires_grad."""
         tensors = _first_tensors(self.model) if self.model is not None else {}
         return {n for n, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad}
 
     def state_dict(self, trained: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Return what the module's own state_dict says when its tensors have the values in `trained`, by first name.
+        """Return the module's own state_dict for tensors with the values in `trained`, by first name.
 
-        The module itself stays as it is: whoever made it may hold it, and start another run from it."""
+        The module itself stays as it is, because its owner may hold it, and start another run from it.
+        """
         if self.model is None:
             return {}
         before = []
@@ -191,8 +192,8 @@ class InitialState:
 def materialize(job: Job) -> InitialState:
     """Return the model's parameters and buffers, made on CPU under the job's seed, in the dtype of `precision.params`.
 
-    The caller's random state stays as it was. JobError when the model cannot be made or the file of `init` does not fit
-    it.
+    The caller's random state stays as it was. Raises JobError when the model cannot be made or the file of `init` does
+    not fit it.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
@@ -207,7 +208,7 @@ def materialize(job: Job) -> InitialState:
 
 
 def initial_state(model: nn.Module, dtype: torch.dtype) -> InitialState:
-    """Cast the floating-point tensors of a module in place, and return all of them. Complex ones stay as they are."""
+    """Cast the floating-point tensors of a module in place, and return all of them; complex ones stay as they are."""
     state = InitialState({}, {}, model)
     for name, tensor in _first_tensors(model).items():
         if tensor.is_floating_point():

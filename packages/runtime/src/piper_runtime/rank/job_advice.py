@@ -1,4 +1,4 @@
-"""What is meant where a field of a Job is something else: the sentence, and lines to copy."""
+"""Explain a field of a Job that is something else: a sentence, and lines to copy."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ NEEDED = {
     "scheduler": "a function of the optimizer is needed, such as `lambda o: torch.optim.lr_scheduler.StepLR(o, 10)`",
 }
 ARGUMENTS = {"model": (), "batch": ("step", "rows"), "loss": ("output", "targets"), "optimizer": ("named",), "scheduler": ("o",)}
-"""How each function of a Job is called."""
+"""The arguments with which each function of a Job is called."""
 ALIASES = {
     "bf16": "bfloat16", "fp32": "float32", "float": "float32", "single": "float32", "fp64": "float64", "double": "float64",
 }  # fmt: skip
-"""Other names of dtypes that are accepted."""
+"""The other names of dtypes that are accepted."""
 
 
 def callable_problem(name: str, value: object) -> str | None:
-    """Return what is wrong with a function of a Job, None where it can be called as it will be."""
+    """Return what is wrong with a function of a Job, or None."""
     if isinstance(value, nn.Module) and name == "model":
         return "Job(model=...) got a module: give a function that makes it, such as `lambda: Model(config)`"
     if isinstance(value, type) and issubclass(value, nn.Module) and name == "loss":
@@ -58,13 +58,13 @@ def callable_problem(name: str, value: object) -> str | None:
 
 
 def precision_problem(value: object, accepted: Mapping[str, torch.dtype]) -> str:
-    """Return what is meant with something that is no Precision."""
+    """Return what was probably meant with a value that is no Precision."""
     name = dtype_meant(value, accepted) or "float32"
     return f"Job(precision={value!r}): give Precision(params={name!r}); accepted are {', '.join(accepted)}"
 
 
 def dtype_problem(value: object, accepted: Iterable[str]) -> str:
-    """Return what is meant with a dtype that is not accepted."""
+    """Return what was probably meant with a dtype that is not accepted."""
     accepted = list(accepted)
     found = dtype_meant(value, accepted)
     hint = f"; did you mean {found!r}?" if found else ""

@@ -1,8 +1,9 @@
-"""The user's optimizer on flat buckets: what its groups say, how much state it holds, and the real one of a rank.
+"""Run the user's optimizer on flat buckets: its groups, the size of its state, and the real one of a rank.
 
 The user's function is called with every parameter at its full shape on meta, so that rules such as "no decay for ndim <
 2" see true shapes. Element-wise optimizers then run on one flat tensor per bucket; all others on the parameters of a
-bucket, one by one."""
+bucket, one by one.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from piper_runtime.rank.store import Store
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (SGD, Adam, AdamW)
-"""Optimizers whose update of an element depends on that element only, by exact class: a subclass may do anything."""
+"""The optimizers whose update of an element depends on it only, by exact class: a subclass may do anything."""
 
 SEPARABLE: tuple[type[Optimizer], ...] = (
     *ELEMENTWISE,
@@ -39,17 +40,19 @@ SEPARABLE: tuple[type[Optimizer], ...] = (
         if hasattr(torch.optim, name)
     ),
 )
-"""Optimizers whose update of a parameter depends on that parameter only, by exact class. Any other may couple
-parameters (a norm over all of them), and a rank of a pipeline sees only its own."""
+"""The optimizers whose update of a parameter depends on that parameter only, by exact class.
+
+Any other may couple parameters (a norm over all of them), and a rank of a pipeline sees only its own.
+"""
 
 REFUSED = {"LBFGS": "it calls the loss several times per step", "SparseAdam": "it needs sparse gradients"}
 STEP_COUNTER_BYTES = 4
-"""Adam and AdamW count their steps in one float32 per tensor."""
+"""The bytes of the float32 in which Adam and AdamW count their steps, one per tensor."""
 
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """What is known of an optimizer before it runs.
+    """Describe an optimizer before it runs.
 
     Attributes:
         kind: the optimizer's class name.
@@ -59,7 +62,7 @@ class OptimizerSpec:
         param_bytes: bytes of state per parameter, of optimizers that are not flat.
         separable: whether it is known to update each parameter by itself.
         update_bytes: most bytes of temporaries in a step over all parameters, which a rank that holds a part of them
-            may not reach; 0 where it is flat, for the fused kernels hold none.
+        may not reach; 0 where it is flat, since the fused kernels hold none.
     """
 
     kind: str
@@ -72,16 +75,16 @@ class OptimizerSpec:
     update_bytes: int = 0
 
     def state_bytes(self, bucket: Bucket) -> int:
-        """Bytes of optimizer state that a holder of the bucket keeps."""
+        """Return the bytes of optimizer state that a holder of the bucket keeps."""
         if self.flat:
             return self.state_copies[bucket.group] * bucket.numel * ITEM_BYTES[bucket.dtype] + self.counters
         return sum(self.param_bytes[p] for p in bucket.params)
 
 
 def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
-    """Call the user's optimizer function on meta parameters and read its groups.
+    """Return the groups of the user's optimizer, from a call of its function on meta parameters.
 
-    JobError: a trained parameter is in no group, or the optimizer cannot run on a plan.
+    Raises JobError when a trained parameter is in no group, or the optimizer cannot run on a plan.
     """
     trained = {p.name for p in params if p.trained}
     named = meta_parameters(params, job.precision.dtype)
@@ -115,13 +118,14 @@ def optimizer_spec(job: Job, params: Sequence[Param]) -> OptimizerSpec:
 def _planned_device() -> torch.device | None:
     """Return the device whose fused kernels are tried when a plan is made: the CPU where runs take it.
 
-    A CUDA device is tried by the rank that has it: the process that makes a plan is to hold no memory there."""
+    A CUDA device is tried by the rank that has it: the process that makes a plan must not hold memory there.
+    """
     device = choose_device(devices.default, 0)
     return device if device == CPU else None
 
 
 def _fused_problem(optimizer: Optimizer, dtype: torch.dtype, device: torch.device | None) -> str:
-    """Say why the fused kernel of an element-wise optimizer is not used on a device; an empty text where it is."""
+    """Return why the fused kernel of an element-wise optimizer is not used on a device; an empty text if it is."""
     if device is None or type(optimizer) not in ELEMENTWISE:
         return ""
     return fused_problem(optimizer, dtype, device)
@@ -141,7 +145,7 @@ def _one_by_one(optimizer: Optimizer, *, fused: bool) -> None:
 
 
 def meta_parameters(params: Iterable[Param], dtype: torch.dtype) -> NamedParameters:
-    """(name, full-shape parameter on meta) for every parameter, trained or not, in the model's order."""
+    """Return (name, full-shape parameter on meta) for every parameter, trained or not, in the model's order."""
     return [
         (
             p.name,
@@ -156,7 +160,7 @@ def meta_parameters(params: Iterable[Param], dtype: torch.dtype) -> NamedParamet
 def call_optimizer(function: Callable[[NamedParameters], Optimizer], named: NamedParameters) -> Optimizer:
     """Return the user's optimizer over the given parameters.
 
-    JobError when it is none, is refused by name, or holds foreign parameters.
+    Raises JobError for an object that is none, or is refused by name, or holds foreign parameters.
     """
     with user_code("Job.optimizer([(name, parameter), ...])", JobError):
         optimizer: object = function(list(named))
@@ -192,7 +196,7 @@ def call_optimizer(function: Callable[[NamedParameters], Optimizer], named: Name
 def call_scheduler(function: Callable[[Optimizer], Any], optimizer: Optimizer) -> LRScheduler:
     """Return the user's learning-rate schedule of an optimizer.
 
-    JobError when it is none, or needs more than the number of the step.
+    Raises JobError for an object that is none, or needs more than the number of the step.
     """
     with user_code("Job.scheduler(optimizer)", JobError):
         schedule: object = function(optimizer)
@@ -213,10 +217,10 @@ def _state_copies(optimizer: Optimizer, group: Mapping[str, Any]) -> int:
 
 
 class RankOptimizer:
-    """The optimizer of one rank over the buckets that it holds.
+    """Run the optimizer of one rank over the buckets that it holds.
 
-    It has the user's groups in the user's order and its learning-rate schedule. `flat`: it runs on whole buckets, by a
-    fused kernel.
+    It has the user's groups in the user's order and its learning-rate schedule. If `flat`, it runs on whole buckets, by
+    a fused kernel.
     """
 
     def __init__(
@@ -281,7 +285,7 @@ class RankOptimizer:
     def update(self, buckets: Sequence[str], scale: float | torch.Tensor) -> None:
         """Multiply the gradients of these buckets by `scale`, and take one step on their parameters.
 
-        `scale`: a number, or a tensor of one on their device.
+        `scale` is a number, or a tensor of one on their device.
         """
         as_they_are = isinstance(scale, float) and scale == 1.0  # a tensor is not compared: the host would wait for it
         members = [m for b in buckets for m in self._members[b]]
@@ -298,7 +302,7 @@ class RankOptimizer:
             self._scheduler.step()
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Every tensor of optimizer state on this rank."""
+        """Return every tensor of optimizer state on this rank."""
         return [t for state in self._optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
 
 

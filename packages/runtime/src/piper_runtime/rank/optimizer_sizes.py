@@ -1,4 +1,4 @@
-"""How many bytes an optimizer keeps and holds, found by steps on meta tensors, which compute nothing."""
+"""Find how many bytes an optimizer keeps and holds, by steps on meta tensors, which compute nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from piper_runtime.rank.job import NamedParameters
 
 
 class _NumbersOfMeta(TorchDispatchMode):
-    """Answers `.item()` on meta tensors: some optimizers ask for a number, and sizes do not depend on which it is."""
+    """Answer `.item()` on meta tensors: some optimizers ask for a number, and sizes do not depend on it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not type it
@@ -26,7 +26,7 @@ class _NumbersOfMeta(TorchDispatchMode):
 
 
 def state_bytes(optimizer: Optimizer, named: NamedParameters, trained: set[str]) -> dict[str, int]:
-    """Return the bytes of state per trained parameter, after one step. JobError when the optimizer cannot take it."""
+    """Return the bytes of state per trained parameter after one step; raise JobError if the step is impossible."""
     for name, p in named:
         p.grad = torch.empty_like(p) if name in trained else None
     try:
@@ -44,10 +44,7 @@ def state_bytes(optimizer: Optimizer, named: NamedParameters, trained: set[str])
 
 
 def step_bytes(optimizer: Optimizer, named: NamedParameters) -> int:
-    """Return the bytes of temporaries in a step that makes no state, after `state_bytes`.
-
-    JobError when it cannot be taken.
-    """
+    """Return the bytes of temporaries in a step after `state_bytes`; raise JobError when it cannot be taken."""
     known = [*(p.grad for _, p in named), *(t for of in optimizer.state.values() for t in of.values())]
     try:
         with _NumbersOfMeta():

@@ -1,6 +1,6 @@
 """Bind each part of a plan to a closure, once per plan, so that running it costs little host time.
 
-Both engines run these. A closure reads and writes `store.values`, which holds the only reference to every value: a
+Both engines run these. A closure reads and writes `store.values`, which holds the only reference to every value. A
 value that dies in a part is taken out of it, so that boxed code frees it at its last use.
 """
 
@@ -23,7 +23,7 @@ from piper_runtime.rank.rng import generator, rng_seed
 from piper_runtime.rank.store import empty_value
 
 Thunk = Callable[[], object]
-"""A closure that is called for what it does; what it returns is not looked at."""
+"""A closure that is called for its effect; its result is ignored."""
 Operand = Callable[[], torch.Tensor]
 
 
@@ -54,8 +54,8 @@ def bind_part(part: Part, rank: RankState) -> Thunk:
 def bind_operand(part: Part, rank: RankState) -> Operand:
     """Return the closure that gives the tensor of a part that communicates.
 
-    It is the tensor to send, to receive into, or to give to a collective, which is where that one's result goes too
-    unless there is a `bind_result`.
+    It is the tensor to send, to receive into, or to give to a collective, whose result goes there too unless there is a
+    `bind_result`.
     """
     values = rank.store.values
     match part.op:
@@ -79,7 +79,7 @@ def bind_operand(part: Part, rank: RankState) -> Operand:
 
 
 def bind_result(part: Part, rank: RankState) -> Operand | None:
-    """Return the closure that gives the tensor which a collective writes, None where it writes its operand."""
+    """Return the closure that gives the tensor which a collective writes; None where it writes its operand."""
     if not isinstance(part.op, Collective) or part.op.bucket or part.op.law.in_place:
         return None
     values, target = rank.store.values, part.writes[0]
@@ -184,7 +184,7 @@ def _scale(part: Part, op: Update, rank: RankState) -> Callable[[], float]:
 
 
 def _late_scale(part: Part, op: Update, rank: RankState) -> Callable[[], float | torch.Tensor]:
-    """Return the scale on the device. Its scalars are looked at when the step ends."""
+    """Return the scale on the device; its scalars are checked when the step ends."""
     values, found = rank.store.values, list[float]()
 
     def check(number: float) -> None:
@@ -205,7 +205,7 @@ def _late_scale(part: Part, op: Update, rank: RankState) -> Callable[[], float |
 
 
 def device_scale(op: Update, scalars: list[torch.Tensor]) -> float | torch.Tensor:
-    """`gradient_scale` of scalars on a device, in float64 there and without its checks."""
+    """Return `gradient_scale` of scalars on a device, in float64 there and without its checks."""
     scale = scalars[0].double().reciprocal() if op.weighted else 1.0
     if op.clip is None:
         return scale
@@ -216,10 +216,9 @@ def device_scale(op: Update, scalars: list[torch.Tensor]) -> float | torch.Tenso
 def gradient_scale(op: Update, scalars: list[float], where: str) -> float:
     """Return the one factor by which Update multiplies gradients.
 
-    scalars: [sum of weights, if weighted] + [squared norm of the summed gradients, if clipped]. Clipping is torch's
-    clip_grad_norm_ on the gradient after division: min(1, clip / (norm + 1e-6)).
-
-    NonFiniteLossError when the weights sum to zero or the norm is not finite.
+    `scalars` are [sum of weights, if weighted] + [squared norm of the summed gradients, if clipped]. Clipping is
+    torch's clip_grad_norm_ on the gradient after division: min(1, clip / (norm + 1e-6)). Raises NonFiniteLossError when
+    the weights sum to zero or the norm is not finite.
     """
     weight = scalars[0] if op.weighted else 1.0
     if not weight:
@@ -273,7 +272,7 @@ def _arguments(
 ) -> tuple[list[torch.Tensor | None], list[tuple[int, str]], list[tuple[int, str]]]:
     """Return the argument list with states filled in, and (index, value) of the values that go into it.
 
-    These are first those that stay alive, then those that die at this use.
+    First come the values that stay alive, then those that die at this use.
     """
     assert isinstance(part.op, Compute) and part.op.step != "B"
     signature, store = chunk.steps[part.op.step], rank.store
@@ -295,7 +294,7 @@ def _arguments(
 
 
 def _forward(run: Thunk, part: Part, chunk: Chunk, rank: RankState) -> Thunk:
-    """F sets the random state before it runs, and hands on losses, weights and new buffers after."""
+    """Return F with the random state set before it, and losses, weights and new buffers handed on after it."""
     writes = dict(zip(chunk.steps["F"].writes, part.writes, strict=True))
     outputs = [(o, writes[f"out{k}"]) for k, o in enumerate(chunk.outputs) if f"out{k}" in writes]
     scalars = [(_recorder(o.kind, v, part.mb, rank), v) for o, v in outputs if o.kind in ("loss", "weight")]

@@ -1,7 +1,4 @@
-"""Bind a plan to one rank: its tensors, and per instruction what to wait for and what to run.
-
-Engines decide only when.
-"""
+"""Bind a plan to one rank: its tensors, and the waits and work of each instruction; engines decide only when."""
 
 from __future__ import annotations
 
@@ -24,11 +21,10 @@ from piper_runtime.rank.rank_state import Probe, RankJob, RankState
 
 @dataclass(frozen=True, slots=True)
 class BoundComm:
-    """One communication, bound to a rank.
+    """Hold one communication, bound to a rank.
 
     Attributes:
         kind: "send", "recv" or a kind of `piper_ir.collectives`.
-        channel: id of the channel that it goes over.
         peers: the ranks of the channel's instance, ascending; source and destination for a send and its receive.
         operand: gives the tensor that is sent, received into, or given to a collective.
         result: gives the tensor that a collective writes; None where that is the operand itself.
@@ -42,14 +38,11 @@ class BoundComm:
 
     @property
     def law(self) -> Law | None:
-        """Return what a collective does; None for a send or a receive."""
+        """Return the law of a collective; None for a send or a receive."""
         return None if self.kind in ("send", "recv") else law_of(self.kind)
 
     def alone(self) -> None:
-        """Do what this communication is on a channel without another rank.
-
-        What a collective reads is then what it writes.
-        """
+        """Run this communication on a channel without another rank: a collective writes what it reads."""
         given = self.operand()
         if self.result is not None:
             self.result().copy_(given)
@@ -57,15 +50,11 @@ class BoundComm:
 
 @dataclass(frozen=True, slots=True)
 class BoundInstr:
-    """One instruction, bound to a rank; exactly one of `work` and `comm` is set.
+    """Hold one instruction, bound to a rank; exactly one of `work` and `comm` is set.
 
     Attributes:
-        index: its index in the program.
-        stream: the stream that it runs on.
         waits: how many instructions of which other streams must be done before it.
-        name: as plans print it.
-        work: what it computes.
-        comm: what it communicates.
+        name: its name in printed plans.
     """
 
     index: int
@@ -78,7 +67,7 @@ class BoundInstr:
 
 @dataclass(frozen=True)
 class Binder:
-    """How a rank turns its program into closures; tests put mistakes in its place.
+    """Turn a rank's program into closures; tests replace it to plant mistakes.
 
     Attributes:
         part: binds a part of the compute stream.
@@ -92,7 +81,7 @@ class Binder:
 
 
 class Rank(RankState):
-    """One rank of a plan with its states and its bound program."""
+    """Hold one rank of a plan with its states and its bound program."""
 
     binder: ClassVar[Binder] = Binder()
 
@@ -137,7 +126,7 @@ class Rank(RankState):
         return work
 
     def begin(self, step: int) -> None:
-        """Start a step: nothing of the last step is left, and the first receive buffers are made."""
+        """Start a step: drop what is left of the last one, and make the first receive buffers."""
         self.step = step
         self.feed.begin(step)
         self.buffer_mb.clear()
@@ -149,7 +138,7 @@ class Rank(RankState):
     def end(self) -> None:
         """End a step after its last instruction, when all its streams are done.
 
-        NonFiniteLossError when a number that was not read in the step is not finite.
+        Raises NonFiniteLossError when a number that was not read in the step is not finite.
         """
         self.numbers.finish()
         self.optimizer.end_step()
@@ -169,11 +158,10 @@ def comm_kind(op: Send | Recv | Collective) -> str:
 
 
 def own_waits(program: Sequence[Instr]) -> dict[int, tuple[tuple[str, int], ...]]:
-    """Return, by index of a communication, the wait for an earlier one on its own stream.
+    """Return, by index of a communication, its wait for an earlier one on its own stream.
 
-    It is for one whose result the communication takes, or which reads what the communication leaves undefined. A plan
-    leaves both to the order of the stream, but an engine may post a communication before the one in front of it has
-    ended.
+    It exists where the communication takes the earlier one's result, or reads what that one leaves undefined. A plan
+    leaves both to the order of the stream, but an engine may post a communication before its predecessor has ended.
     """
     count: dict[str, int] = {}
     written: dict[tuple[str, str], int] = {}

@@ -1,7 +1,4 @@
-"""Hold what the closures of a rank are bound to: its part of the plan, tensors, feed and optimizer.
-
-What a step finds out is kept here too.
-"""
+"""Hold everything that a rank's closures use: its part of the plan, tensors, feed, optimizer, and results."""
 
 from __future__ import annotations
 
@@ -27,16 +24,15 @@ NOT_FINITE = (
     "check the batch and the learning rate, clip gradients (Job.clip_norm), or see whether it is finite in float64 "
     "(`piper verify FILE.py`)"
 )
-"""What may help where a number is not finite."""
+"""The advice for a number that is not finite."""
 
 Probe = Callable[["RankState", tuple[str, ...], "float | torch.Tensor"], None]
-"""Called in Update before the optimizer's step with the rank, the buckets and the scale that the gradients are about to
-get."""
+"""A function called in Update before the optimizer's step with the rank, the buckets and the gradients' scale."""
 
 
 @dataclass(frozen=True)
 class RankJob:
-    """What a rank needs of a job: the callables that run on it, and the seed of random operations."""
+    """Hold the parts of a job that a rank needs: the callables that run on it, and the seed of random operations."""
 
     batch: Batch
     optimizer: Callable[[NamedParameters], torch.optim.Optimizer]
@@ -45,7 +41,7 @@ class RankJob:
 
 
 class RankState:
-    """One rank of a plan with its states, before its program is bound."""
+    """Hold one rank of a plan with its states, before its program is bound."""
 
     def __init__(
         self, plan: Plan, rank: int, code: ExportedCode, job: RankJob,
@@ -71,7 +67,7 @@ class RankState:
         self.steps = LoadedSteps(code, device)
 
     def record(self, kind: str, mb: int, value: float) -> None:
-        """Keep a microbatch's loss or weight. NonFiniteLossError when it is NaN or infinite."""
+        """Keep a microbatch's loss or weight; raise NonFiniteLossError when it is NaN or infinite."""
         if not math.isfinite(value):
             raise NonFiniteLossError(
                 f"the {kind} is {value} in step {self.step} on rank {self.rank}, microbatch {mb}; {NOT_FINITE}"

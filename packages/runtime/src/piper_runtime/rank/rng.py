@@ -1,4 +1,4 @@
-"""Where random operations take their state from; the same rule for a plan and for its reference on one device."""
+"""Seed random operations, by the same rule for a plan and for its reference on one device."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from piper_ir.program import Chunk
 
 
 def rng_seed(seed: int, step: int, row: int, where: int | str) -> int:
-    """Seed of torch's generator before a forward part that draws random numbers: a hash in 0..2**63-1.
+    """Return the seed of torch's generator before a forward part that draws random numbers: a hash in 0..2**63-1.
 
-    seed: the job's. step: optimizer step, from 0. row: first row of the microbatch in the global batch. where: the
-    chunk's place in the model (`rng_places`). It depends on nothing else, so neither the mesh nor the order of a plan
-    changes what is drawn as long as the rows per microbatch are equal."""
+    `seed` is the job's, `step` the optimizer step from 0, `row` the first row of the microbatch in the global batch,
+    and `where` the chunk's place in the model (`rng_places`). The seed depends on nothing else, so neither the mesh nor
+    the order of a plan changes what is drawn as long as the rows per microbatch are equal.
+    """
     digest = blake2b(f"{seed}/{step}/{row}/{where}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 def generator(device: torch.device) -> torch.Generator:
-    """Return the generator that random operations of a device draw from. To seed it asks nothing of the device."""
+    """Return the generator that random operations of a device draw from; to seed it asks nothing of the device."""
     if device.type == "cpu":
         return torch.default_generator
     torch.cuda.init()  # there are none before
@@ -29,11 +30,12 @@ def generator(device: torch.device) -> torch.Generator:
 
 
 def rng_places(chunks: Iterable[Chunk]) -> dict[str, int | str]:
-    """Chunk id -> the `where` of `rng_seed`; chunks in program order.
+    """Return for each chunk id, in program order, the `where` of `rng_seed`.
 
-    The value of its coordinate "layer" for the first chunk with that value, and the chunk's id for all others: chunks
-    without a layer, a layer's second visit, and the further chunks of a layer that is cut. So no two chunks draw the
-    same numbers."""
+    It is the value of its coordinate "layer" for the first chunk with that value, and the chunk's id for all others:
+    chunks without a layer, a layer's second visit, and the further chunks of a layer that is cut. So no two chunks draw
+    the same numbers.
+    """
     places: dict[str, int | str] = {}
     taken: set[int] = set()
     for chunk in chunks:

@@ -1,4 +1,4 @@
-"""Whether the model that a run has made is the one that its plan was compiled for."""
+"""Check that a run's model is the one for which its plan was compiled."""
 
 from __future__ import annotations
 
@@ -16,12 +16,9 @@ ADVICE = "The model function gives another model than when it was compiled: comp
 
 
 def check_same_model(plan: Plan, initial: InitialState, trainable: Collection[str] | None = None) -> None:
-    """Raise JobError where names, shapes, ties or requires_grad differ from the plan's.
+    """Raise JobError where names, shapes, ties or requires_grad differ from the plan's, or a tensor has no values.
 
-    It is raised too where a tensor has no values.
-
-    `trainable`: names of the parameters that had requires_grad when the model was captured; None where that is not
-    known.
+    `trainable` names the parameters that had requires_grad when the model was captured; None where that is unknown.
     """
     for problem in _differences(plan, initial, trainable):
         raise JobError(f"Job.model() now {problem}. {ADVICE}")
@@ -41,9 +38,9 @@ def check_same_model(plan: Plan, initial: InitialState, trainable: Collection[st
 
 
 def shared_memory(tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
-    """Return the names of two tensors whose storages are different objects on the same bytes, None when there are none.
+    """Return the names of two tensors whose storages are different objects on the same bytes, or None.
 
-    numpy arrays and DLPack make such ones; what shares a storage object was looked at when the model was captured.
+    numpy arrays and DLPack make such tensors; shared storage objects were found when the model was captured.
     """
     storages = {name: t.untyped_storage() for name, t in tensors.items() if t.device.type == "cpu"}
     found = sorted((s.data_ptr(), s.data_ptr() + s.nbytes(), name) for name, s in storages.items() if s.nbytes())

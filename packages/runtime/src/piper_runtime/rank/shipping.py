@@ -18,18 +18,17 @@ import cloudpickle  # type: ignore[import-untyped]  # it has no types
 from piper_ir.errors import JobError
 
 RECIPE_MARK = "__piper_recipe__"
-"""A module that was loaded from a recipe file has this attribute: the file's path. Workers load that file again, under
-the same name."""
+"""The attribute of a module from a recipe file that holds the file's path; workers load it again by name."""
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """Callables on their way to another process.
+    """Hold callables on their way to another process.
 
     Attributes:
         recipes: file of each marked module that they need, by module name.
         definers: modules in which the model and the loss are defined.
-        body: what cloudpickle made.
+        body: the callables, pickled by cloudpickle.
     """
 
     recipes: dict[str, str]
@@ -44,16 +43,16 @@ class Parcel:
         return pickle.loads(self.body)
 
     def import_definers(self) -> None:
-        """Run the modules that define model and loss: they may register operators that the model's code calls."""
+        """Run the modules that define model and loss, since they may register operators that the model's code calls."""
         for name in self.definers:
             importlib.import_module(name)
 
 
 def pack(callables: Any, definers: Iterable[object] = ()) -> Parcel:
-    """Pack a nest of callables. JobError when something cannot be sent.
+    """Return a nest of callables, packed; raise JobError when something cannot be sent.
 
-    What stands in an importable module travels by name, in a marked recipe module as that file's path, all else by
-    value. `definers`: callables that stay here, whose modules may register operators.
+    Objects of an importable module travel by name, those of a marked recipe module as that file's path, all others by
+    value. `definers` are callables that stay here, whose modules may register operators.
     """
     modules = dict(sys.modules)
     marked = {name: path for name, m in modules.items() if isinstance(path := getattr(m, RECIPE_MARK, None), str)}
@@ -92,7 +91,7 @@ def _load_recipe(name: str, path: str) -> None:
 
 
 def _only_here(name: str, module: ModuleType) -> bool:
-    """Tell whether a new process with our sys.path would not find a module's Python file under its name."""
+    """Return whether a new process with our sys.path would not find a module's Python file under its name."""
     file = getattr(module, "__file__", None)
     if not isinstance(file, str) or not file.endswith(".py") or _in_library(file):
         return False

@@ -1,4 +1,4 @@
-"""The tensors of one rank: states that persist over steps, and values that live within one."""
+"""Hold the tensors of one rank: states that persist over steps, and values that live within one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from piper_runtime.rank.device import CPU
 
 
 class Store:
-    """States of a rank on its device as its role lists them, and `values`: id -> tensor, the only reference to each.
+    """Hold a rank's states on its device, and `values`: id -> tensor, the only reference to each.
 
     The parameters of a bucket are views of one flat tensor (`flat_params`), their gradients (`grads`) of another
-    (`flat_grads`), zeroed. Every other parameter, and every buffer, is a tensor of its own. The store copies what it is
-    given."""
+    (`flat_grads`), zeroed. Every other parameter, and every buffer, is a tensor of its own. The store copies its
+    arguments.
+    """
 
     def __init__(
         self, plan: Plan, rank: int, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor],
@@ -59,17 +60,14 @@ class Store:
         return torch.nn.Parameter(self.params[name])
 
     def state_tensors(self) -> list[torch.Tensor]:
-        """Every tensor that owns bytes of a state, without optimizer state."""
+        """Return every tensor that owns bytes of a state, without optimizer state."""
         bucketed = self.grads.keys()
         own = [t for n, t in self.params.items() if n not in bucketed]
         return [*self.flat_params.values(), *self.flat_grads.values(), *own, *self.buffers.values()]
 
 
 def state_names(plan: Plan, rank: int, kind: str) -> tuple[str, ...]:
-    """Return the names of the rank's states of a kind.
-
-    Kinds: "param" (parameters that are in no bucket), "grad" (bucket ids) or "buffer".
-    """
+    """Return the names of the rank's states of a kind: "param" (not in a bucket), "grad" (bucket ids) or "buffer"."""
     prefix = kind + ":"
     found = [s.id.removeprefix(prefix) for s in plan.role_of(rank).states if s.id.startswith(prefix)]
     if kind == "param":  # "param:BUCKET" is the flat tensor of all parameters in a bucket
@@ -79,7 +77,7 @@ def state_names(plan: Plan, rank: int, kind: str) -> tuple[str, ...]:
 
 
 def held_params(plan: Plan, rank: int) -> tuple[str, ...]:
-    """Names of the parameters that a rank holds, each once."""
+    """Return the names of the parameters that a rank holds, each once."""
     bucketed = [p for b in state_names(plan, rank, "grad") for p in plan.bucket(b).params]
     return tuple(dict.fromkeys([*bucketed, *state_names(plan, rank, "param")]))
 
@@ -95,6 +93,6 @@ def _find(given: Mapping[str, torch.Tensor], what: str, name: str) -> torch.Tens
 
 
 def empty_value(plan: Plan, value: str) -> tuple[tuple[int, ...], torch.dtype]:
-    """Shape and dtype of a value's tensor."""
+    """Return shape and dtype of a value's tensor."""
     spec = plan.values[value].spec
     return tuple(bind(d, 0) for d in spec.shape), getattr(torch, spec.dtype)

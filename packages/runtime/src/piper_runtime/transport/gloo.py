@@ -1,4 +1,4 @@
-"""Communicators over gloo: one process group per channel instance, made of its members only, without a global group."""
+"""Communicate over gloo: one process group per channel instance, made of its members only, without a global group."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from piper_runtime.rank.rank import BoundComm
 
 LOOPBACK = "127.0.0.1"
 FOREVER = timedelta(days=1)
-"""gloo's own timeout: who hangs is noticed and ended by the launcher, which knows how long a step may take."""
+"""The timeout of gloo itself; the launcher, which knows how long a step may take, notices and ends ranks that hang."""
 
 
 class GlooCommunicators:
-    """The communicators of one rank. They are kept, so that later plans with the same channels use them again."""
+    """Hold the communicators of one rank, so that later plans with the same channels use them again."""
 
     def __init__(self, store: Any, rank: int, interface: str = LOOPBACK):
-        """`interface`: the address under which the other ranks reach this one."""
+        """Set up communicators that other ranks reach under the address `interface`."""
         self._store = store
         self._interface = interface
         self._rank = rank
@@ -36,11 +36,11 @@ class GlooCommunicators:
 
     @property
     def store(self) -> Any:
-        """Where the ranks that may talk to each other leave notes (a torch.distributed.Store)."""
+        """Return the torch.distributed.Store through which the ranks leave notes for each other."""
         return self._store
 
     def connect(self, plan: Plan) -> None:
-        """Make what a plan needs.
+        """Make the process groups of a plan.
 
         Every rank goes through the plan's channels in one order, so no two wait for each other in a circle.
         """
@@ -69,14 +69,11 @@ class GlooCommunicators:
         return dist.ProcessGroupGloo(store, members.index(self._rank), len(members), options)
 
     def close(self) -> None:
-        """Drop the groups. One that nobody else holds waits for its threads, which must have nothing left to do."""
+        """Drop the groups; a group that nobody else holds waits for its threads, which must be idle."""
         self._groups.clear()
 
     def bind(self, comm: BoundComm) -> Thunk:
-        """Return the closure that runs a communication, or posts it.
-
-        A send is done when the peer has taken the tensor.
-        """
+        """Return the closure that runs or posts a communication; a send is done when the peer has the tensor."""
         operand = comm.operand
         if len(comm.peers) < 2:
             return Posted(partial(_alone, comm))
@@ -97,10 +94,7 @@ class GlooCommunicators:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The process group of one channel instance.
-
-    here: this rank's place among its `size` members, in the order of ranks.
-    """
+    """Hold the process group of one channel instance; `here` is this rank's index among its `size` members."""
 
     group: Any
     here: int
@@ -108,7 +102,7 @@ class Members:
 
 
 GlooBinding = Callable[[Members, BoundComm], Callable[[], Thunk]]
-"""Binds a collective to its members: returns what starts it, which returns what blocks until it is done."""
+"""A function that binds a collective to its members and returns its start, which returns a closure that waits."""
 
 
 def no_binding(transport: str, kind: str, bindings: Mapping[str, object]) -> ExecutionError:
@@ -125,7 +119,7 @@ def _all_reduce(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
 
 
 def _reduce_scatter(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
-    """Sum in place, for what is read is undefined afterwards, and take the own block out.
+    """Sum in place, since the input is undefined afterwards, and copy the own block out.
 
     gloo's own reduce-scatter is an all-reduce too, of a copy.
     """
@@ -162,7 +156,7 @@ def _all_to_all(members: Members, comm: BoundComm) -> Callable[[], Thunk]:
 def _exchange(members: Members, to: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> Thunk:
     """Start to send block k of `to` to member k, and to receive block k of `into` from it.
 
-    gloo's own collectives work on copies of what they are given, which no plan counts.
+    gloo's own collectives work on copies of their inputs, which no plan counts.
     """
     group, here = members.group, members.here
     _check_dense(*to, *into)
@@ -185,14 +179,13 @@ BINDINGS: dict[str, GlooBinding] = {
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
 }
-"""Kind of a collective -> how gloo carries it out."""
+"""The bindings of gloo, by kind of collective."""
 
 
 def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same memory that does not keep it alive. The owner must outlive the work.
+    """Return a tensor of the same memory that does not keep it alive; the owner must outlive the work.
 
-    gloo's own thread holds what it reduces for a moment longer than `wait` takes, so that it would die later than the
-    plan says.
+    gloo's own thread holds its tensor for a moment longer than `wait` takes, so that it would die later than planned.
     """
     _check_dense(tensor)
     storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
@@ -200,28 +193,28 @@ def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _alone(comm: BoundComm) -> Thunk:
-    """Do a communication that has one member, at once: nothing is left to wait for."""
+    """Run a communication that has one member at once, with nothing left to wait for."""
     comm.alone()
     return partial(void, None)
 
 
 def _check_dense(*tensors: torch.Tensor) -> None:
-    """Raise ExecutionError for a tensor whose elements do not stand one after the other: gloo reads memory in its order."""
+    """Raise ExecutionError for a tensor that is not contiguous, since gloo reads memory in its order."""
     for tensor in tensors:
         if not tensor.is_contiguous():
             raise ExecutionError(f"a collective was given a tensor of shape {tuple(tensor.shape)} that is not contiguous")
 
 
 def _finish_holding(work: Any, *owners: object) -> None:
-    """Wait until a piece of communication is done.
+    """Wait until a communication is done, with `owners` of its memory kept alive as long as callers of this live.
 
-    `owners` of its memory live as long as who may call this: also in a run that has failed, gloo may still write there.
+    In a run that has failed, gloo may still write there.
     """
     finish(work)
 
 
 def finish(work: Any) -> None:
-    """Wait until a piece of communication is done. ExecutionError when it ends without success."""
+    """Wait until a communication is done; raise ExecutionError when it ends without success."""
     if not work.wait():
         raise ExecutionError("the communicator gave up")
 

@@ -1,7 +1,7 @@
-"""Communicators over NCCL: one process group per channel instance, made of its members only. One rank per CUDA device.
+"""Communicate over NCCL: one process group per channel instance, made of its members only, one rank per CUDA device.
 
-NCCL refuses two ranks of one host on one device. Where a test wants that, each rank tells it that it is a host of its
-own (NCCL_HOSTID), and messages go through sockets: all of this file runs then, slowly, and nothing of NVLink.
+NCCL refuses two ranks of one host on one device. Where a test wants that, each rank tells NCCL that it is a host of its
+own (NCCL_HOSTID), and messages go through sockets. All of this file runs then, slowly, and nothing of NVLink.
 
 What torch does (ProcessGroupNCCL, its source read; run on one H100): a collective with asyncOp=False is issued on the
 stream that is current, and returns nothing, so an event recorded afterwards is reached when it is done. A send or
@@ -30,9 +30,9 @@ from piper_runtime.transport.gloo import FOREVER, GlooCommunicators, no_binding,
 
 
 class NcclCommunicators(GlooCommunicators):
-    """The groups that `gloo` would make, over its store.
+    """Hold the same groups as `gloo`, made over its store.
 
-    `apart`: each rank is a host of its own to NCCL, which asks for the host once per process.
+    If `apart`, each rank is a host of its own to NCCL, which asks for the host once per process.
     """
 
     def __init__(self, gloo: GlooCommunicators, device: torch.device, *, apart: bool = False):
@@ -44,7 +44,7 @@ class NcclCommunicators(GlooCommunicators):
 
     @property
     def in_use(self) -> bool:
-        """Tell whether there are groups."""
+        """Return whether there are groups."""
         return bool(self._groups)
 
     def group(self, key: str, members: list[int]) -> Any:
@@ -55,10 +55,7 @@ class NcclCommunicators(GlooCommunicators):
         return group
 
     def bind(self, comm: BoundComm) -> Thunk:
-        """Return the closure that issues a communication behind what the current stream has to do.
-
-        The stream goes on when the communication is done.
-        """
+        """Return the closure that issues a communication behind the current stream's work; the stream then waits."""
         operand = comm.operand
         if len(comm.peers) < 2:
             return comm.alone
@@ -81,7 +78,7 @@ def on_this_stream(options: Any) -> Any:
 
 
 NcclBinding = Callable[[Any, BoundComm], Thunk]
-"""Binds a collective to a process group: returns what issues it."""
+"""A function that binds a collective to a process group and returns the closure that issues it."""
 
 
 def _all_reduce(group: Any, comm: BoundComm) -> Thunk:
@@ -113,4 +110,4 @@ BINDINGS: dict[str, NcclBinding] = {
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
 }
-"""Kind of a collective -> how NCCL carries it out."""
+"""The bindings of NCCL, by kind of collective."""

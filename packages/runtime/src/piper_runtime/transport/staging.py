@@ -1,6 +1,6 @@
-"""Carry tensors on a CUDA device by gloo, through pinned memory of the host.
+"""Carry tensors on a CUDA device by gloo, through pinned memory of the host, for ranks that share a device.
 
-It is for ranks that share a device, which NCCL cannot join.
+NCCL cannot join such ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from piper_runtime.transport.gloo import GlooCommunicators
 
 
 class StagedCommunicators:
-    """gloo's communicators, with a copy to the host before what is sent and one to the device after what has come."""
+    """Add to gloo's communicators a copy to the host before each send and one to the device after each receipt."""
 
     def __init__(self, gloo: GlooCommunicators):
         self._gloo = gloo
@@ -28,9 +28,8 @@ class StagedCommunicators:
     def bind(self, comm: BoundComm) -> Thunk:
         """Return the closure that carries out a communication on the current stream, on a thread that may wait.
 
-        When it returns, the peers have what was sent, and the copy of what has come is issued.
-
-        Pinned memory comes from torch's pool, which takes a buffer back when the copy that reads it is done.
+        When it returns, the peers have the sent data, and the copy of received data is issued. Pinned memory comes from
+        torch's pool, which takes a buffer back when the copy that reads it is done.
         """
         if len(comm.peers) < 2:
             return self._gloo.bind(comm)

@@ -1,4 +1,4 @@
-"""What a rank communicates with, and the engine that goes with it: chosen by where its tensors are."""
+"""Choose a rank's communicators, and the engine for them, by where its tensors are."""
 
 from __future__ import annotations
 
@@ -25,19 +25,21 @@ from piper_runtime.transport.staging import StagedCommunicators
 Name = Callable[[Rank, Communicate], Communicate]
 TransportName = Literal["gloo", "nccl", "staged"]
 SHARED_DEVICE = "PIPER_SHARED_DEVICE"
-"""In the environment of every rank: what joins ranks that share a CUDA device. "gloo", the default, on pinned copies.
-"nccl", for tests of it, joins all ranks by NCCL's sockets, those with a device of their own too
-(`piper_runtime.transport.nccl`)."""
+"""The environment variable that names the transport of ranks that share a CUDA device, the same on every rank.
+
+"gloo", the default, works on pinned copies. "nccl", for tests of it, joins all ranks by NCCL's sockets, those with a
+device of their own too (`piper_runtime.transport.nccl`).
+"""
 
 _nccl: WeakKeyDictionary[GlooCommunicators, NcclCommunicators] = WeakKeyDictionary()
-"""A process keeps its NCCL communicators as long as those of gloo, whose store they use."""
+"""The NCCL communicators of this process, kept as long as those of gloo, whose store they use."""
 
 _calls: WeakKeyDictionary[GlooCommunicators, Counter[int]] = WeakKeyDictionary()
-"""Plans so far, by their number of ranks: the same on each of these ranks."""
+"""The counts of plans so far, by their number of ranks: the same on each of these ranks."""
 
 
 def take_device(kind: str, local_rank: int) -> torch.device:
-    """`choose_device`, and make it this process's own."""
+    """Return `choose_device`, and make it this process's own."""
     device = choose_device(kind, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -45,10 +47,10 @@ def take_device(kind: str, local_rank: int) -> torch.device:
 
 
 def choose_transport(device: torch.device, local_world: int) -> TransportName:
-    """Return what carries tensors: gloo on the CPU; on CUDA, NCCL where every rank has a device of its own.
+    """Return the transport of tensors: gloo on the CPU; on CUDA, NCCL where every rank has a device of its own.
 
-    Ranks that share one get gloo on pinned copies, unless the environment says otherwise (`SHARED_DEVICE`;
-    ExecutionError when it says something else). local_world: the most ranks on any node.
+    Ranks that share one get gloo on pinned copies, unless the environment says otherwise (`SHARED_DEVICE`; an unknown
+    name raises ExecutionError). `local_world` is the most ranks on any node.
     """
     if device.type == "cpu":
         return "gloo"
@@ -57,9 +59,9 @@ def choose_transport(device: torch.device, local_world: int) -> TransportName:
 
 
 def agreed_transport(rank: int, world: int, device: torch.device, local_world: int, gloo: GlooCommunicators) -> TransportName:
-    """Return `choose_transport`, which all ranks of the plan must choose alike: ExecutionError otherwise.
+    """Return `choose_transport`; raise ExecutionError unless all ranks choose alike, which would block them.
 
-    They would wait for each other. `world`: of the plan. Each of its ranks calls this once per plan.
+    Each of the plan's `world` ranks calls this once per plan.
     """
     mine = choose_transport(device, local_world)
     calls = _calls.setdefault(gloo, Counter())
@@ -74,15 +76,12 @@ def agreed_transport(rank: int, world: int, device: torch.device, local_world: i
 
 
 def shared(local_world: int) -> bool:
-    """Tell whether ranks of a node share a CUDA device. local_world: the most ranks on any node."""
+    """Return whether ranks of a node share a CUDA device, given the most ranks on any node."""
     return local_world > torch.cuda.device_count()
 
 
 def apart() -> bool:
-    """Tell whether the environment says that NCCL is to take each rank for a host of its own.
-
-    ExecutionError when it says something that is not known.
-    """
+    """Return whether the environment makes each rank a host of its own to NCCL; raise ExecutionError if unclear."""
     wanted = os.environ.get(SHARED_DEVICE, "gloo")
     if wanted not in ("gloo", "nccl"):
         raise ExecutionError(f'the environment has {SHARED_DEVICE}={wanted!r}; "gloo" and "nccl" are accepted')
@@ -90,7 +89,7 @@ def apart() -> bool:
 
 
 def nccl_of(gloo: GlooCommunicators, device: torch.device) -> NcclCommunicators:
-    """Return the NCCL communicators of a process, made when they are first asked for. `gloo`: its other ones."""
+    """Return the NCCL communicators of a process, made on first use beside those of `gloo`."""
     if gloo not in _nccl:
         _nccl[gloo] = NcclCommunicators(gloo, device, apart=apart())
     return _nccl[gloo]
@@ -99,9 +98,9 @@ def nccl_of(gloo: GlooCommunicators, device: torch.device) -> NcclCommunicators:
 def connected(
     rank: Rank, gloo: GlooCommunicators, heart: Heartbeat, *, local_world: int, trace: bool, name: Name | None = None
 ) -> tuple[StreamBackend, Engine]:
-    """Return the streams and the engine of a rank, its communicators connected.
+    """Return the streams and the engine of a rank, with its communicators connected.
 
-    `gloo`: those of its process. `name`: called before anything is bound, to put something around each instruction
+    `gloo` are those of its process. `name` is called before anything is bound, to put something around each instruction
     (`piper_runtime.engine.ranges`).
     """
     around = (lambda bind: name(rank, bind)) if name is not None else (lambda bind: bind)

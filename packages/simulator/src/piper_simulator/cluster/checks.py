@@ -2,7 +2,7 @@
 
 A check is a function of a value and of its place. It returns the value, or raises a ClusterError that says what is
 wrong, where, and what is accepted. The fields of a record name their checks in their types (`memory_bandwidth:
-Positive`), so that one declaration checks what a file says (`checks_of`) and what a program gives (`check_fields`).
+Positive`), so that one declaration checks the values of a file (`checks_of`) and of a program (`check_fields`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def table(known: Mapping[str, Check]) -> Check:
 
 
 def mapping(each: Check, *, least: int = 0) -> Check:
-    """Accept a table with any keys, at least so many."""
+    """Accept a table with any keys, at least `least` of them."""
 
     def check(value: Any, where: KeyPath) -> dict[Any, Any]:
         if len(_table(value, where)) < least:
@@ -137,7 +137,7 @@ NotNegative = Annotated[float, NOT_NEGATIVE]
 Count = Annotated[int, COUNT]
 Index = Annotated[int, INDEX]
 Factor = Annotated[float, FACTOR]
-"""These are types of fields, each with its check. A `Factor` says how many times as long something takes."""
+"""A field type, with its check: how many times as long something takes."""
 
 
 def FRACTION(value: Any, where: KeyPath) -> Any:
@@ -159,9 +159,7 @@ def checks_of(record: type) -> Mapping[str, Check]:
 
 
 def check_of(hint: Any) -> Check:
-    """Return the check that a type names.
-
-    Records have checked themselves, so that any value is accepted for their types."""
+    """Return the check that a type names; records have checked themselves, so their types accept any value."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Annotated:
         check: Check = hint.__metadata__[0]
@@ -178,7 +176,7 @@ def check_of(hint: Any) -> Check:
 
 
 def check_fields(record: Any, name: str) -> None:
-    """Check all fields of a dataclass. ClusterError with `name` and the field."""
+    """Check all fields of a dataclass; raise ClusterError with `name` and the field."""
     where = KeyPath(name)
     for field, check in checks_of(type(record)).items():
         check(getattr(record, field), where.at(field))

@@ -33,13 +33,12 @@ class NodeKind:
 class Cluster:
     """Describe nodes with `per_node` devices each, and the network between them.
 
-    Rank r of a plan is on node r // per_node, so the mesh's rank order (tp fastest, pp slowest) decides what crosses
-    nodes.
+    Rank r of a plan is on node r // per_node, so the mesh's rank order (tp fastest, pp slowest) decides which messages
+    cross nodes.
 
     Attributes:
         nodes: runs of equal nodes in order, each as (how many, their device).
         network: the links between devices.
-        per_node: devices of a node.
         slow_ranks: rank -> how many times as long its instructions take.
         label: name of a cluster that is not built in.
     """
@@ -70,7 +69,7 @@ class Cluster:
         self._check_slow(where)
 
     def _check_slow(self, where: KeyPath) -> None:
-        """Raise a ClusterError for a slow rank or link that is not there, or is there twice."""
+        """Raise a ClusterError for a slow rank or link that does not exist, or that is listed twice."""
         for rank in self.slow_ranks:
             if not 0 <= rank < self.devices:
                 raise where.at("slow_ranks").error(f"rank {rank} is not there; the ranks are 0 to {self.devices - 1}")
@@ -87,32 +86,32 @@ class Cluster:
 
     @property
     def device(self) -> Device:
-        """Return the device of the first node, which is that of all nodes where they are alike."""
+        """Return the device of the first node; all nodes have the same device if they are alike."""
         return self.nodes[0][1]
 
     @property
     def links(self) -> Links:
-        """Return the links of the first node, which are those of all nodes where they are alike."""
+        """Return the links of the first node; all nodes have the same links if they are alike."""
         return self.network.links[0]
 
     @property
     def synchronous(self) -> bool:
-        """Tell whether the devices are CPUs, whose host runs the kernels itself."""
+        """Return whether the devices are CPUs, whose host runs the kernels itself."""
         return self.device.synchronous
 
     @cached_property
     def node_count(self) -> int:
-        """Count the nodes."""
+        """Return the number of nodes."""
         return sum(count for count, _ in self.nodes)
 
     @property
     def devices(self) -> int:
-        """Count the devices."""
+        """Return the number of devices."""
         return self.per_node * self.node_count
 
     @property
     def name(self) -> str:
-        """Return the name that `load_cluster` reads, or the label of a cluster that is described in a file."""
+        """Return the name for `load_cluster`, or the label of a cluster from a file."""
         if self.label or self.device.name == CPU:
             return self.label or CPU
         runs = [(name, sum(n for n, _ in run)) for name, run in groupby(self.nodes, key=lambda run: run[1].name)]
@@ -121,14 +120,11 @@ class Cluster:
 
     @property
     def kinds(self) -> tuple[NodeKind, ...]:
-        """Return the types of devices, the first node's first.
-
-        Nodes of equal devices and equal links are of one kind."""
+        """Return the types of devices, the first node's first; nodes of equal devices and links are of one kind."""
         return self._kinds_and_nodes[0]
 
     @cached_property
     def _kinds_and_nodes(self) -> tuple[tuple[NodeKind, ...], tuple[int, ...]]:
-        """Return the kinds, and the index of each node's kind."""
         links = self.network.links if len(self.network.links) > 1 else self.network.links * len(self.nodes)
         kinds: list[NodeKind] = []
         of_node: list[int] = []
@@ -152,11 +148,11 @@ class Cluster:
         return self.kinds[self.kind_of(rank)].links
 
     def name_of(self, kind: int) -> str:
-        """Return what warnings call a kind of device: the cluster's own name where there is one kind only."""
+        """Return a kind's name in warnings; if there is one kind only, the cluster's own name."""
         return self.name if len(self.kinds) == 1 else self.kinds[kind].device.name
 
     def only(self, kind: int) -> Cluster:
-        """Return a cluster of as many nodes of one kind on the same network, none of whose ranks is slow."""
+        """Return a cluster of as many nodes of one kind on the same network, without slow ranks."""
         one = self.kinds[kind]
         network = replace(self.network, links=(one.links,))
         return replace(self, nodes=((self.node_count, one.device),), network=network, slow_ranks={})
@@ -173,7 +169,9 @@ class Cluster:
     def joined(parts: Sequence[Cluster]) -> Cluster:
         """Return the nodes of several clusters in a row as one cluster.
 
-        The network, and what is slow, are those of the first. ClusterError unless all have as many devices per node."""
+        The network, slow ranks and slow links come from the first. Raises ClusterError unless all have as many devices
+        per node.
+        """
         first, every = parts[0], list[NodeKind]()
         for part in parts:
             if part.per_node != first.per_node:
@@ -199,7 +197,7 @@ class Cluster:
         return sum(self.of(rank).peak(dtype) for rank in range(world))
 
     def guess(self, dtype: str) -> str:
-        """Say, as a warning, what stands for the rate of a dtype that the first device does not know."""
+        """Return a warning that says which rate replaces that of a dtype which the first device does not know."""
         return self.device.guess(dtype, self.name)
 
     @property

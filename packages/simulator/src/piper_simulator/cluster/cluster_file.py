@@ -13,9 +13,9 @@
 Measured kernels, `[[kernel]]`, are described in `piper_simulator.cluster.kernel_table`.
 
 `[device]` with `base = "h100-80g-sxm"` changes single constants of a built-in device, links and communication model
-included. Without `base` it gives all that have no default. Where nodes differ `nodes` is a list of tables, one for each
-run of nodes, with a `device` and `[nodes.links]` of its own, which go before those of the file. A key that is not known
-is an error.
+included. Without `base` it gives all constants that have no default. Where nodes differ, `nodes` is a list of tables,
+one for each run of nodes, with a `device` and `[nodes.links]` of its own, which go before those of the file. An unknown
+key is an error.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from piper_simulator.cluster.network import OPS, Links, Network, SlowLink
 from piper_simulator.cluster.stacks import GENERATIONS, STACKS
 
 _ELSEWHERE = ("stack", "kernels", "notes")
-"""These fields of a device have tables or keys of their own in a file."""
+"""The fields of a device that have tables or keys of their own in a file."""
 _DEVICE = (
     {"base": TEXT}
     | {key: check for key, check in checks_of(Device).items() if key not in _ELSEWHERE}
@@ -67,7 +67,7 @@ _LINKS, _NETWORK = checks_of(Links), checks_of(Network)
 
 
 def _keys(prefix: str) -> dict[str, Check]:
-    """Return the checks of the fields that begin so, by the rest of their names."""
+    """Return the checks of the fields that begin with `prefix`, by the rest of their names."""
     return {field.removeprefix(prefix): check for field, check in _LINKS.items() if field.startswith(prefix)}
 
 
@@ -93,14 +93,14 @@ SCHEMA = table(
         "kernel": KERNELS,
     }
 )
-"""This is what a file may hold."""
+"""The check of a whole cluster file."""
 
 COLUMNS = ("op", "ranks", "nodes", "bytes", "seconds")
-"""A table of messages, a CSV file, has these columns. Lines that begin with # say where it comes from."""
+"""The columns of a table of messages, a CSV file; lines that begin with # say where it comes from."""
 
 
 def read_cluster(path: Path, devices: Mapping[str, NodeKind]) -> Cluster:
-    """Return the cluster of a file, which may rest on the built-in `devices`. ClusterError with file and keys."""
+    """Return the cluster of a file, which may rest on the built-in `devices`; raise ClusterError with file and keys."""
     where = KeyPath(str(path))
     found = SCHEMA(_parsed(path), where)
     nodes = found.get("nodes", {})
@@ -117,7 +117,7 @@ def read_cluster(path: Path, devices: Mapping[str, NodeKind]) -> Cluster:
 
 
 def _runs(found: dict[str, Any], nodes: Sequence[Mapping[str, Any]], where: KeyPath) -> Iterator[tuple[dict[str, Any], KeyPath]]:
-    """Yield a file for each run of nodes, and where its device stands."""
+    """Yield a file for each run of nodes, and the place of its device."""
     if not nodes:
         raise where.at("nodes").error("none stand here; at least one is needed")
     tables = [where.at("communication").at("messages")] if "messages" in found.get("communication", {}) else []
@@ -136,7 +136,7 @@ def _runs(found: dict[str, Any], nodes: Sequence[Mapping[str, Any]], where: KeyP
 
 
 def _one_kind(found: Mapping[str, Any], where: KeyPath, path: Path, devices: Mapping[str, NodeKind]) -> Cluster:
-    """Return the cluster of a file with one type of device, without what is slow. `where` is that of the device."""
+    """Return the cluster of a file with one type of device and nothing slow; `where` is the device's place."""
     base, name = _base(found, where, devices)
     file = KeyPath(str(path))
     per_node = found.get("nodes", {}).get("devices", 1)
@@ -166,7 +166,7 @@ def _parsed(path: Path) -> Any:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a table of JSON. A key that stands twice is an error, as it is in TOML."""
+    """Return a table of JSON; raise an error for a key that occurs twice, as TOML does."""
     out = dict(pairs)
     if len(out) < len(pairs):
         raise ValueError(f"a key stands twice among {', '.join(k for k, _ in pairs)}")
@@ -174,7 +174,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _base(found: Mapping[str, Any], where: KeyPath, devices: Mapping[str, NodeKind]) -> tuple[NodeKind | None, str]:
-    """Return the built-in device on which a file rests, and the name of its own."""
+    """Return the built-in device on which a file rests, and the name of the file's own."""
     described = found.get("device")
     if described is None:
         raise where.error(f'device is missing: device = "NAME" with one of {", ".join(devices)}, or a table [device]')
@@ -199,7 +199,7 @@ def _device(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _links(found: Mapping[str, Any], where: KeyPath, per_node: int, base: NodeKind | None) -> dict[str, Any]:
-    """Return what a file says of the links of a type of device."""
+    """Return the settings in a file for the links of a type of device."""
     links = found.get("links", {})
     out = {f"{which}_{k}": v for which in ("intra", "inter") for k, v in links.get(which, {}).items() if k in _INTRA}
     inter, at = links.get("inter", {}), where.at("links").at("inter")
@@ -215,7 +215,7 @@ def _links(found: Mapping[str, Any], where: KeyPath, per_node: int, base: NodeKi
 
 
 def _slow(found: Mapping[str, Any], where: KeyPath) -> tuple[dict[int, float], tuple[SlowLink, ...]]:
-    """Return slow ranks and slow links. Whether they are there, the cluster checks."""
+    """Return slow ranks and slow links; the cluster checks whether they exist."""
     ranks: dict[int, float] = {}
     for rank, factor, at in _entries(found, where, "slow_ranks", "rank"):
         if rank in ranks:
@@ -226,7 +226,7 @@ def _slow(found: Mapping[str, Any], where: KeyPath) -> tuple[dict[int, float], t
 
 
 def _entries(found: Mapping[str, Any], where: KeyPath, name: str, key: str) -> Iterator[tuple[Any, float, KeyPath]]:
-    """Yield what is slow, by how much, and where that stands."""
+    """Yield each slow rank or link with its factor and its place."""
     for k, each in enumerate(found.get(name, ())):
         at = where.at(f"{name}[{k}]")
         for needed in (key, "factor"):
@@ -236,7 +236,7 @@ def _entries(found: Mapping[str, Any], where: KeyPath, name: str, key: str) -> I
 
 
 def _communication(found: Mapping[str, Any], where: KeyPath, path: Path, base: NodeKind | None) -> dict[str, Any]:
-    """Return the model of messages, its constants, and the table of messages, a file beside this one."""
+    """Return the model of messages, its constants, and the table of messages from a file beside this one."""
     of, out = found.get("communication", {}), {}
     if "model" in of:
         out["communication"] = of["model"]
@@ -251,7 +251,7 @@ def _communication(found: Mapping[str, Any], where: KeyPath, path: Path, base: N
 
 
 def read_messages(path: Path, where: KeyPath) -> tuple[CommDuration, ...]:
-    """Read a table of measured messages, a CSV file with COLUMNS. ClusterError with file and line."""
+    """Read a table of measured messages, a CSV file with COLUMNS; raise ClusterError with file and line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as e:
@@ -282,7 +282,7 @@ def _message(line: str, where: str) -> CommDuration:
 
 
 def _number(cell: str) -> Any:
-    """Return a number, or the text that is none."""
+    """Return a cell as a number if it is one, else its text."""
     try:
         return int(cell) if cell.strip().isdigit() else float(cell)
     except ValueError:
@@ -290,7 +290,7 @@ def _number(cell: str) -> Any:
 
 
 def _complete(device: Mapping[str, Any], links: Mapping[str, Any], where: KeyPath) -> None:
-    """Raise a ClusterError for a device without a base that lacks what has no default."""
+    """Raise a ClusterError for a device without a base that lacks a constant without a default."""
     missing = [f"device.{field}" for field in _required(Device) if field not in device]
     missing += [f"links.{field.replace('_', '.')}" for field in _required(Links) if field not in links]
     if missing:

@@ -1,4 +1,4 @@
-"""Describe one device: what it computes, what its memory holds and moves, what a launch costs, whose kernels it runs."""
+"""Describe one device: its arithmetic, its memory, the cost of launches, and the kernels that run on it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from piper_simulator.cluster.kernel_table import KernelDuration, KernelTable
 from piper_simulator.cluster.stacks import GENERATIONS, Stack
 
 CPU = "cpu-local"
-"""This machine's own cluster and its device have this name."""
+"""The name of this machine's own cluster and of its device."""
 
 
 @dataclass(frozen=True)
@@ -20,28 +20,27 @@ class Device:
     """Describe one device. Units are bytes, bytes/s, FLOP/s and seconds.
 
     Attributes:
-        name: as clusters are named by, e.g. "h100-80g-sxm".
+        name: the name in clusters, e.g. "h100-80g-sxm".
         peak_flops: FLOP/s by dtype, dense.
         memory_bandwidth: bytes/s.
-        memory_bytes: what the device has.
-        matmul_fraction: what matrix products and attention reach of the peak.
-        memory_fraction: what kernels that are bound by memory reach of its bandwidth.
+        matmul_fraction: fraction of the peak that matrix products and attention reach.
+        memory_fraction: fraction of the memory bandwidth that kernels bound by memory reach.
         launch_s: host seconds per kernel.
         host_issue_s: host seconds per instruction of a plan.
-        synchronous: the host runs the kernels itself (a CPU); launches then add to their time instead of hiding behind
-            it.
+        synchronous: whether the host runs the kernels itself (a CPU); launches then add to their time instead of hiding
+        behind it.
         context_bytes: taken on the device before the first tensor.
         allocator_factor: reserved over allocated bytes.
         group_bytes: memory of a communicator of a group.
         p2p_bytes: memory of a communicator of two neighbours.
         sms: streaming multiprocessors; 0 where there are none, or their number is not known.
-        generation: architecture, for constants that a stack knows by it.
+        generation: architecture, for constants that a stack gives by architecture.
         memory_steps: (bytes from which on, fraction of the memory bandwidth), largest first; they count where there is
-            a stack.
-        stack: whose kernels run the model; without one all kernels reach the same fractions.
+        a stack.
+        stack: the kernel stack that runs the model; without one all kernels reach the same fractions.
         kernels: measured kernels, which come before any formula.
-        notes: what of these numbers is assumed or not calibrated, which every prediction shows as a warning; may be
-            empty.
+        notes: which of these numbers are assumed or not calibrated; every prediction shows it as a warning. It may be
+        empty.
     """
 
     name: Text
@@ -68,17 +67,15 @@ class Device:
         check_fields(self, f"device {self.name}")
 
     def peak(self, dtype: str) -> float:
-        """Return the FLOP/s in a dtype.
-
-        A dtype that is not known has those of the slowest known one (see `guess`)."""
+        """Return the FLOP/s in a dtype; an unknown dtype has those of the slowest known one (see `guess`)."""
         return self.peak_flops.get(dtype) or min(self.peak_flops.values())
 
     def guess(self, dtype: str, who: str) -> str:
-        """Say, as a warning of `who`, what `peak` takes for a dtype that it does not know."""
+        """Return a warning of `who` that says which rate `peak` takes for a dtype that it does not know."""
         slowest = min(self.peak_flops, key=lambda d: self.peak_flops[d])
         return f"{who}: no FLOP/s known for {dtype}; computed with those of {slowest}, {self.peak(dtype) / 1e12:g} TFLOP/s"
 
     @cached_property
     def kernel_table(self) -> KernelTable:
-        """Return `kernels` as a table, to look kernels up."""
+        """Return `kernels` as a table for look-ups."""
         return KernelTable(self.kernels)

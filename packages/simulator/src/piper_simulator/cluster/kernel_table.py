@@ -1,4 +1,4 @@
-"""Look up measured kernels: a table of seconds by kind, dtype and size, and what it says of a kernel that is not in it.
+"""Look up measured kernels in a table of seconds by kind, dtype and size, or estimate others from near entries.
 
     table          a kernel of exactly this size was measured
     interpolated   between two sizes: a straight line on log-log paper. Among shapes: the formula times measured /
@@ -50,7 +50,7 @@ from piper_simulator.cluster.stacks import KINDS
 REACH = 2.0
 How = Literal["table", "interpolated", "scaled", "formula"]
 SOURCES: Mapping[How, Source] = {"table": "table", "interpolated": "interpolated", "scaled": "formula", "formula": "formula"}
-"""Durations have these labels, from the most to the least trusted."""
+"""The labels of durations, from the most to the least trusted."""
 SizeAxis = Literal["shape", "bytes", "flops"]
 AXES: tuple[SizeAxis, ...] = ("shape", "bytes", "flops")
 SHAPES: Mapping[str, Mapping[int, str]] = {
@@ -58,24 +58,22 @@ SHAPES: Mapping[str, Mapping[int, str]] = {
     "attention": {5: "batch, heads, T_q, T_k, head_dim"},
     "loss": {2: "rows, classes"},
 }
-"""These kinds of kernels have a shape, with these dimensions."""
+"""The kinds of kernels that have a shape, with its dimensions."""
 Size = tuple[Count, ...]
 KernelFormula = Callable[[Kernel], float]
 
 
 @dataclass(frozen=True, slots=True)
 class KernelDuration:
-    """Hold the seconds that a kernel took. ClusterError for what is not positive.
+    """Hold the seconds that a kernel took; raise ClusterError for values that are not positive.
 
     Attributes:
         kind: kind of kernel, as in plans.
         op: the operator (`piper_ir.program.Kernel.op`), "" for any of this kind.
-        dtype: of its numbers.
-        axis: what `size` is: the shape (see SHAPES), or one number, bytes read and written or FLOPs, as plans count
-            them.
-        size: the measured size.
-        seconds: what it took.
-        source: where that comes from.
+        axis: the meaning of `size`: the shape (see SHAPES), or one number, bytes read and written or FLOPs, as plans
+            count
+        them.
+        source: where the measurement comes from.
     """
 
     kind: Annotated[str, one_of(*KINDS)]
@@ -94,7 +92,7 @@ class KernelDuration:
 
     @property
     def key(self) -> tuple[str, str, str, SizeAxis, Size]:
-        """Return what was measured."""
+        """Return the kernel that was measured, without its seconds."""
         return self.kind, self.op, self.dtype, self.axis, self.size
 
 
@@ -104,11 +102,11 @@ SCHEMA = list_of(
         | {"shape": list_of(COUNT), "bytes": COUNT, "flops": COUNT}
     )
 )
-"""This is what `[[kernel]]` of a cluster file may hold."""
+"""The check of `[[kernel]]` in a cluster file."""
 
 
 def read_kernels(found: Sequence[Mapping[str, Any]], where: KeyPath) -> tuple[KernelDuration, ...]:
-    """Return the rows that fit SCHEMA. ClusterError with the number of the row, from 0."""
+    """Return the rows that fit SCHEMA; raise ClusterError with the number of the row, from 0."""
     rows: dict[tuple[Any, ...], int] = {}
     out = []
     for k, entry in enumerate(found):
@@ -149,7 +147,8 @@ class KernelTable:
     """Look durations up.
 
     Rows of an operator come before rows of its kind. Of several axes the shape comes before bytes, and bytes before
-    FLOPs."""
+    FLOPs.
+    """
 
     rows: tuple[KernelDuration, ...]
 
@@ -161,7 +160,7 @@ class KernelTable:
         return found
 
     def find(self, kernel: Kernel, formula: KernelFormula) -> Found:
-        """Return what a bound kernel takes. `formula` gives the seconds of a kernel without a table."""
+        """Return the duration of a bound kernel; `formula` gives the seconds of a kernel without a table."""
         for op in dict.fromkeys((kernel.op, "")):
             for axis in AXES:
                 size = _size(kernel, axis)

@@ -1,8 +1,8 @@
 """Find clusters by name: built-in ones, this machine, and those of files.
 
 A built-in cluster is named `<device>:<per node>[*<nodes>][@<stack>]`, e.g. `h100-80g-sxm:8*4`; `h100x8` and `h100x8*4`
-are short. `a100x8*2+h100x8*2` is two nodes of one device and then two of another. `h100x8@eager` is computed with what
-is published of eager PyTorch's kernels. Devices are files in the folder data/, in the format of
+are short. `a100x8*2+h100x8*2` is two nodes of one device and then two of another. `h100x8@eager` uses published facts
+about eager PyTorch's kernels. Devices are files in the folder data/, in the format of
 `piper_simulator.cluster.cluster_file`, each constant with its source.
 """
 
@@ -31,7 +31,7 @@ def _built_in(device: str) -> Cluster:
 
 
 DEVICES: Mapping[str, NodeKind] = {device: _built_in(device).kinds[0] for device in _NVIDIA}
-"""These are the built-in devices by name, each with the links that it has to others."""
+"""The built-in devices by name, each with its links to others."""
 ALIASES = {
     "a100": "a100-80g-sxm",
     "a100-40g": "a100-40g-sxm",
@@ -46,7 +46,7 @@ PRODUCTS = {
     "NVIDIA H200": "h200-141g-sxm",
     "NVIDIA B200": "b200-sxm",
 }
-"""This maps what a driver calls a device to what a cluster calls it."""
+"""The names of devices in clusters, by their names in the driver."""
 FILES = (".toml", ".json")
 _LOCAL = _built_in(CPU)
 
@@ -61,11 +61,12 @@ def cpu_local(
     host_issue_s: float | None = None,
     memory_bytes: int | None = None,
 ) -> Cluster:
-    """Return this machine as a cluster, one process per rank, as many as wanted.
+    """Return this machine as a cluster, one process per rank, with any number of ranks.
 
     The arguments are numbers that the caller measured: float32 FLOP/s of one process's matmul, bytes/s of its memory
-    and between two processes, seconds of a one-way message, per kernel and per instruction. The others are those of
-    data/cpu-local.toml, and `notes` says which."""
+    and between two processes, seconds of a one-way message, per kernel and per instruction. Others come from
+    data/cpu-local.toml, and `notes` says which.
+    """
     given = {
         "matmul_flops": matmul_flops,
         "memory_bandwidth": memory_bandwidth,
@@ -105,7 +106,8 @@ def _changed(record: T, **changes: Any) -> T:
 def product_cluster(product: str, count: int) -> Cluster:
     """Return one node with `count` CUDA devices that their driver calls `product`.
 
-    For one that is not known stand the constants of an A100, and `notes` says so."""
+    An unknown product gets the constants of an A100, and `notes` says so.
+    """
     known = PRODUCTS.get(product)
     if known is not None:
         return DEVICES[known].cluster(per_node=count)
@@ -118,7 +120,8 @@ def product_cluster(product: str, count: int) -> Cluster:
 def load_cluster(name: str | Path) -> Cluster:
     """Return a cluster by name (see the module), or from a file: a Path, or text that ends in .toml or .json.
 
-    ClusterError for a name that is not known, with all that are, and for a file that is not right, with its keys."""
+    Raises ClusterError for an unknown name, with all known ones, and for a file that is not right, with its keys.
+    """
     if isinstance(name, Path) or name.strip().lower().endswith(FILES):
         return read_cluster(Path(name), DEVICES)
     text = name.strip().lower()
@@ -137,7 +140,7 @@ def load_cluster(name: str | Path) -> Cluster:
 
 
 def _nodes(text: str, stack: str) -> Cluster | None:
-    """Return the nodes of one built-in device by name; None for what is not known."""
+    """Return the nodes of one built-in device by name, or None for an unknown name."""
     match = re.fullmatch(r"([a-z][a-z0-9-]*?)[:x]([1-9]\d*)(?:\*([1-9]\d*))?", text)
     device = ALIASES.get(match[1], match[1]) if match is not None else ""
     if match is None or device not in DEVICES:

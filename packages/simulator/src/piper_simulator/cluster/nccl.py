@@ -1,4 +1,4 @@
-"""Estimate collectives as NCCL does: for each algorithm and protocol a latency and a bandwidth; it takes the fastest.
+"""Estimate collectives as NCCL does: by a latency and a bandwidth for each algorithm and protocol; the fastest counts.
 
 A ring of n ranks passes nsteps = 2 (n - 1) messages on (all-reduce) or n - 1 (all-gather, reduce-scatter):
 
@@ -32,11 +32,11 @@ TREE_HOP = {"nvlink": (0.6 * US, 1.25 * US, 4.0 * US), "pcie": (1.0 * US, 1.9 * 
 RING_HOP = {"nvlink": (0.6 * US, 1.9 * US, 3.4 * US), "pcie": (1.0 * US, 2.5 * US, 5.7 * US)}
 TREE_NET = (5.0 * US, 8.5 * US, 14 * US)
 RING_NET = (2.7 * US, 4.0 * US, 14 * US)
-"""These are seconds by protocol (LL, LL128, Simple): of the start, of a step within a node, of a step between nodes."""
+"""The seconds by protocol (LL, LL128, Simple): of the start, of a step within a node, of a step between nodes."""
 NVLS_HOP, NVLS_TREE_HOP, NVLS_TREE_NET = 25 * US, 25 * US, 20.9 * US
 LL128_FRACTION, TREE_FRACTION = 0.92, 0.92
 TREE_LL128 = (7 / 9, 0.915)
-"""A tree's LL128 reaches this further fraction on one node, and on more: NCCL 2.8, src/graph/tuning.cc."""
+"""The further fraction that a tree's LL128 reaches on one node, and on more: NCCL 2.8, src/graph/tuning.cc."""
 NVLS_RANKS = 8
 
 
@@ -49,8 +49,8 @@ class Nccl:
     Attributes:
         ll_max: most bytes/s of the LL protocol on 1, 2, and more nodes.
         ll_fraction: LL over the bus bandwidth; every other word of LL is a flag.
-        nvls_bandwidth: reached bus bandwidth in bytes/s, 0 without NVLS.
-        start_s: more seconds of a start in LL128 and Simple.
+        nvls_bandwidth: reached bus bandwidth in bytes/s; 0 without NVLS.
+        start_s: additional seconds of a start in LL128 and Simple.
         hop_factor: factor on steps within nodes.
         net_hop_factor: factor on steps between nodes.
         pass_bandwidth: bytes/s at which a ring's turning step adds and copies its n-th part of the tensor in memory.
@@ -70,9 +70,6 @@ class Ranks:
     """Describe n ranks on some nodes, joined by links of `kind` within a node.
 
     Attributes:
-        n: how many ranks.
-        nodes: on how many nodes.
-        kind: kind of the links within a node.
         bandwidth: bus bandwidth in bytes/s of the slowest link that a ring over all of them takes.
         network: that of the links between nodes alone.
     """

@@ -1,4 +1,4 @@
-"""Describe what joins devices: links within nodes and between them, rails, and what messages were measured to take."""
+"""Describe the links of devices: within nodes and between them, rails, and measured durations of messages."""
 
 from __future__ import annotations
 
@@ -12,18 +12,16 @@ from piper_simulator.cluster.checks import Count, Factor, Index, NotNegative, Po
 from piper_simulator.cluster.nccl import Nccl
 
 OPS: tuple[str, ...] = ("p2p", *COLLECTIVES)
-"""Tables and formulas know messages by these names: transfers, and the kinds of collectives."""
+"""The names of messages in tables and formulas: transfers, and the kinds of collectives."""
 
 INTRA = ("nvswitch", "nvlink", "pcie", "host")
 INTER = ("infiniband", "roce", "ethernet", "host")
-"""Links within and between nodes are of these kinds; `host` is the memory of one machine."""
+"""The kinds of links within nodes, and between nodes; `host` is the memory of one machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlowLink:
-    """Name a link that takes `factor` times as long.
-
-    It is the link between nodes `a` and `b`, or with `a == b` those within that node."""
+    """Name a link that takes `factor` times as long: between nodes `a` and `b`, or within one node `a` == `b`."""
 
     a: Index
     b: Index
@@ -43,7 +41,7 @@ class Links:
         inter_kind: kind of the links between nodes.
         communication: the model of messages that no table has, see `piper_simulator.durations.communication`.
         nccl: constants of the model of that name.
-        messages: measured messages, the table.
+        messages: the table of measured messages.
     """
 
     intra_bandwidth: Positive
@@ -61,19 +59,20 @@ class Links:
 
     @cached_property
     def table(self) -> Costs:
-        """Return `messages` as a table, to look messages up."""
+        """Return `messages` as a table for look-ups."""
         return Costs(comm=self.messages)
 
 
 @dataclass(frozen=True)
 class Network:
-    """Describe what joins the nodes of a cluster.
+    """Describe the links between the nodes of a cluster.
 
     Attributes:
         links: those of all nodes, or one entry for each run of nodes in `Cluster.nodes`.
         rails: with several, device k of a node is on rail k modulo their number, and a switch joins each rail.
-        oversubscription: what changes rails, or with one rail all traffic between nodes, reaches 1 / this of the
-            bandwidth.
+        oversubscription: traffic that changes rails, or with one rail all traffic between nodes, reaches 1 / this of
+            the
+        bandwidth.
         slow_links: links that take longer than the others.
     """
 

@@ -1,7 +1,7 @@
 """Describe kernel stacks: whose kernels run a model.
 
-Constants of a device do not carry over between stacks. So what a stack brings along is data of its own,
-data/stacks.toml: published facts with their source; nothing is fitted.
+Constants of a device differ between stacks. So each stack has data of its own, data/stacks.toml: published facts with
+their source; nothing is fitted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GENERATIONS = ("ampere", "hopper", "blackwell")
 
 
 Fractions = tuple[Positive, Positive]
-"""A kernel reaches these fractions of the peak, forward and backward."""
+"""The fractions of the peak that a kernel reaches, forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,15 @@ class Stack:
     Attributes:
         name: as in "h100x8@eager".
         attention: name of the attention kernel.
-        attention_fraction: generation of devices -> what the kernel reaches of the 16-bit peak, forward and backward.
-        lowering: an operator that is one node of a plan is "one kernel", or what eager "torch" launches for it
-            (`piper_simulator.durations.eager_launches`).
+        attention_fraction: generation of devices -> fraction of the 16-bit peak that the kernel reaches, forward and
+        backward.
+        lowering: an operator that is one node of a plan is "one kernel", or the kernels that eager "torch" launches for
+            it
+        (`piper_simulator.durations.eager_launches`).
         optimizer: how parameters are updated (`piper_simulator.durations.updates`).
         fused: kinds of kernels of which those of one step are launched as one.
-        saved: what a forward keeps for its backward, by default; for people, since a plan has its own.
-        overlap: what communicates beside computation, by default; for people, since a plan has its own.
+        saved: tensors that a forward keeps for its backward by default; for people, since a plan has its own.
+        overlap: messages that run beside computation by default; for people, since a plan has its own.
         source: where these facts come from.
     """
 
@@ -56,7 +58,7 @@ SCHEMA = table({"attention": mapping(_ATTENTION), "stacks": mapping(table(_STACK
 
 
 def read_stacks(path: Path) -> dict[str, Stack]:
-    """Read the stacks of a file. ClusterError with file and keys."""
+    """Read the stacks of a file; raise ClusterError with file and keys."""
     where = KeyPath(str(path))
     found = SCHEMA(tomllib.loads(path.read_text(encoding="utf-8")), where)
     return {name: _stack(name, entry, found["attention"], where.at("stacks").at(name)) for name, entry in found["stacks"].items()}

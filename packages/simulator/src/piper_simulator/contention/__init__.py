@@ -1,4 +1,4 @@
-"""Say what messages ask of links and devices, and at what rates things run that share them.
+"""Say which links and devices messages use, and at what rates activities run that share them.
 
 May import: cluster, durations.
 """

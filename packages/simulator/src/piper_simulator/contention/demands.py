@@ -1,4 +1,4 @@
-"""Say what messages ask of links by their op alone: (op, bytes, members), without a plan.
+"""Compute the load of messages on links from (op, bytes, members), without a plan.
 
 The laws are those for the messages of a plan (`piper_simulator.contention.flows`). Wire bytes of a rank per byte of its
 message, and what they pass through:
@@ -9,8 +9,8 @@ message, and what they pass through:
     all_gather, reduce_scatter   (n - 1) / n    the same ring, half of the way
     all_to_all                   (n - 1) / n    1 / (n - 1) of them to each other member, as if point-to-point
 
-A rank of an all-to-all reads what it sends and writes what it receives. A rank of a reduction does as much, so both
-touch 2 bytes of memory per wire byte. Sources are those of the durations (`piper_simulator.durations.communication`).
+A rank of an all-to-all reads what it sends and writes what it receives, and so does a rank of a reduction; both touch 2
+bytes of memory per wire byte. Sources are those of the durations (`piper_simulator.durations.communication`).
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ class Message:
 
     Attributes:
         channel: messages of one channel follow each other, those of different ones may run at the same time.
-        op: what it does.
         nbytes: bytes on each rank (all_gather, reduce_scatter: of the whole tensor).
         seconds: its duration alone.
-        instances: the ranks of each group that does this at the same time, all of one size.
-        ends: role that takes part, by its place in `Prepared.roles` -> the SMs that its stream names (None: none, 0:
-            copy engines); their device is that of the first member.
+        instances: the ranks of each group that sends such a message at the same time, all of one size.
+        ends: role that takes part, by its index in `Prepared.roles` -> the SMs that its stream names (None: none, 0:
+        copy engines); their device is that of the first member.
     """
 
     channel: str
@@ -46,7 +45,7 @@ class Message:
 
 
 def demands(messages: Sequence[Message], wires: Wiring) -> list[Flow]:
-    """Return what each message asks for. ClusterError for a channel whose messages differ in op or members."""
+    """Return the load of each message; raise ClusterError for a channel whose messages differ in op or members."""
     of: dict[str, Message] = {}
     for m in messages:
         first = of.setdefault(m.channel, m)

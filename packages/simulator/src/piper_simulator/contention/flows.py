@@ -1,20 +1,20 @@
-"""Say what the messages of a plan ask of a cluster: links, NICs, memory and SMs.
+"""Compute the load of a plan's messages on a cluster: on links, NICs, memory and SMs.
 
-What follows from it is in `piper_simulator.contention.rates`. A message of B bytes per rank carries B over the wire
-point-to-point, and in a collective of n ranks what `piper_ir.collectives.Law.wire` says: 2 (n - 1) / n B for an
-all-reduce, (n - 1) / n B for the others. A rank touches 2 bytes of memory per wire byte of a collective, for it reads
-what it sends and writes what it receives. In an all-to-all each member sends 1 / (n - 1) of its wire bytes to each
-other one, as if point-to-point; the other collectives go around a ring.
+`piper_simulator.contention.rates` computes the rates that follow from it. A message of B bytes per rank carries B over
+the wire point-to-point, and in a collective of n ranks what `piper_ir.collectives.Law.wire` says: 2 (n - 1) / n B for
+an all-reduce, (n - 1) / n B for the others. A rank touches 2 bytes of memory per wire byte of a collective, for it
+reads what it sends and writes what it receives. In an all-to-all each member sends 1 / (n - 1) of its wire bytes to
+each other one, as if point-to-point; the other collectives go around a ring.
 
 While a message runs it takes of each link on its way the part (wire bytes / duration) / (link's bytes/s). What a
-message takes beyond its bytes at the rate of its links is latency, in which others use them.
-A message that was measured faster than that takes all of its link.
+message takes beyond its bytes at the rate of its links is latency, in which others use them. A message that was
+measured faster than that takes all of its link.
 
 Links are one-way. A *port* of a device carries what stays on its node, a *NIC* what leaves or enters the node. A ring
 passes out of and into the port of each member that is not alone on its node. At a node's border it is spread over the
-NICs of its members there. A NIC's part of the *spine*, 1 / `oversubscription` of it, carries what changes rails; with
-one rail everything does, and the NIC carries no more than that. What goes between two nodes whose link is *slow* shares
-the NIC's part of that link, 1 / factor of it. So a message that is alone takes as long as
+NICs of its members there. A NIC's part of the *spine*, 1 / `oversubscription` of it, carries the traffic that changes
+rails; with one rail that is all traffic, and the NIC carries no more. Traffic between two nodes whose link is *slow*
+shares the NIC's part of that link, 1 / factor of it. So a message that is alone takes as long as
 `piper_simulator.durations.communication` says, apart from latency. A role stands for its ranks: the instances of a
 channel run at the same time, and a resource counts all of them that pass through it.
 
@@ -48,20 +48,17 @@ from piper_simulator.durations.instances import instances
 
 PORT_SM_SHARE, NIC_SM_SHARE = 0.15, 0.02
 PORT_SMS, NIC_SMS = 10, 2
-"""A message takes such a fraction of the SMs, and so many SMs saturate its link. Sources: see the module."""
+"""The fractions of the SMs that a message takes, and the numbers that saturate its link (sources: see the module)."""
 
 Used = TypeVar("Used")
-"""A route is of such a key, which may be anything."""
+"""The key of a route, of any type."""
 Resource = tuple[str, int, int]
-"""A resource is a kind of link with its direction, the number of the device (port) or NIC, and of a slow link the node
-at its other end, else -1."""
+"""A kind of link with its direction, the number of its device (port) or NIC, and a slow link's other node (else -1)."""
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """Hold what contention reads of a cluster.
-
-    `nics` are on a node: the devices of a node are spread over them in order."""
+    """Hold the facts about a cluster that contention depends on; the devices of a node share its `nics` in order."""
 
     cluster: Cluster
     nics: int
@@ -72,9 +69,7 @@ class Wiring:
 
     @cached_property
     def factors(self) -> Mapping[tuple[int, int], float]:
-        """Return (node, other) -> how many times as long the slow link between them takes.
-
-        (node, node) stands for the links within a node."""
+        """Return (node, other) -> the factor of the slow link between them; (node, node) is within a node."""
         both = {(x.a, x.b): x.factor for x in self.cluster.network.slow_links}
         return both | {(b, a): factor for (a, b), factor in both.items()}
 
@@ -92,7 +87,7 @@ class Wiring:
         return self._known[key]
 
     def _capacity(self, what: str, node: int, far: int) -> float:
-        """Return the bytes/s of what belongs to a node: all its ports are alike, and all its NICs."""
+        """Return the bytes/s of one of a node's ports or NICs, which are all alike."""
         links, network = self.cluster.links_of(node * self.cluster.per_node), self.cluster.network
         if what.startswith("port"):
             return links.intra_bandwidth / self.factors.get((node, node), 1.0)
@@ -115,7 +110,7 @@ def wiring(cluster: Cluster) -> Wiring:
 
 @dataclass(slots=True)
 class Route:
-    """Say what the messages of a channel pass through.
+    """Say which resources the messages of a channel pass through.
 
     Attributes:
         wire: wire bytes of an instance per byte of the message.
@@ -141,11 +136,10 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Say where a message meets a role.
+    """Describe a role at the end of a message.
 
     Attributes:
         named: the SMs that its stream names there; None where it names none, 0 for copy engines.
-        sms: SMs of the device.
         memory: bytes/s of the device's memory.
     """
 
@@ -155,10 +149,11 @@ class End:
 
 
 def message_flows(plan: Plan, prepared: Prepared, work: Sequence[Work], wires: Wiring) -> list[Flow]:
-    """Return what each group of `prepared` asks for. `work` is per node.
+    """Return the load of each group of `prepared`, given the work per node.
 
-    ClusterError for a stream that takes as many SMs as a device has, or where the cluster does not say how many that
-    are."""
+    Raises ClusterError for a stream that takes as many SMs as a device has, or where the cluster does not say how many
+    that are.
+    """
     demands = _Demands(plan, prepared.roles, wires)
     ops = [instr.parts[0].op for _, _, instr in plan.instructions()]
     out = []
@@ -201,16 +196,13 @@ class _Demands:
         return End(self._sms_at(channel, op, k), device.sms, device.memory_bandwidth)
 
     def _sms_at(self, channel: Channel, op: str, k: int) -> int | None:
-        """Return the SMs that the stream of an end names.
-
-        Copy engines cannot add, so a collective that sums does without them."""
+        """Return the SMs that the stream of an end names; a collective that sums cannot use copy engines."""
         named = self.sms.get((channel.roles[k], channel.streams[k]))
         sums = op != "p2p" and law_of(op).result == "sum"
         return None if sums and not named else named
 
 
 def _uses(plan: Plan) -> list[tuple[Channel, str]]:
-    """Return the channels of a plan, each with the ops of its messages."""
     used = {(op.channel, message_op(op)) for _, _, instr in plan.instructions() if isinstance(op := instr.parts[0].op, COMM)}
     place = {c.id: k for k, c in enumerate(plan.channels)}
     return [(plan.channel(c), op) for c, op in sorted(used, key=lambda use: (place[use[0]], use[1]))]
@@ -225,9 +217,10 @@ def demand(
     wires: Wiring,
     shared: Mapping[Resource, int],
 ) -> Flow:
-    """Return what a message of `nbytes` per rank asks for that takes `seconds` alone.
+    """Return the load of a message of `nbytes` per rank that takes `seconds` alone.
 
-    `ends` are by role. `shared` numbers the resources that count (`shared_resources`)."""
+    `ends` are by role. `shared` numbers the resources that count (`shared_resources`).
+    """
     wire = route.wire * nbytes
     needed = PORT_SMS if route.port else NIC_SMS
     fewest = min((end.named for end in ends.values() if end.named), default=needed)
@@ -261,9 +254,10 @@ def _sms(plan: Plan, wires: Wiring) -> dict[tuple[str, str], int]:
 
 
 def route(op: str, groups: Sequence[Sequence[int]], wires: Wiring) -> Route:
-    """Return what the messages of an op pass through when all of these groups of ranks send them at the same time.
+    """Return the route of an op's messages when all of these groups of ranks send them at the same time.
 
-    ClusterError without a member, and for groups of different sizes."""
+    Raises ClusterError without a member, and for groups of different sizes.
+    """
     sizes = {len(members) for members in groups}
     if len(sizes) != 1 or sizes == {0}:
         raise ClusterError(f"{op} of groups of {sorted(sizes)} ranks; instances of one group have the same number, at least 1")
@@ -289,9 +283,7 @@ def _through(empty: Route, groups: Sequence[Mapping[Resource, float]], wires: Wi
 
 
 def _to_all(members: Sequence[int], wires: Wiring) -> dict[Resource, float]:
-    """Return how often the wire bytes of a rank pass through each resource in an all-to-all.
-
-    Every member sends as much to each other one."""
+    """Return how often a rank's wire bytes pass through each resource in an all-to-all with equal parts."""
     out: dict[Resource, float] = {}
     for pair in permutations(members, 2):
         for resource, times in passes(wires, pair, p2p=True).items():
@@ -302,8 +294,9 @@ def _to_all(members: Sequence[int], wires: Wiring) -> dict[Resource, float]:
 def passes(wires: Wiring, members: Sequence[int], p2p: bool) -> dict[Resource, float]:
     """Return how often the wire bytes of one instance pass through each resource.
 
-    A ring with one rank on each node uses no port; one of one rank moves nothing. It stays on its rails, and may go
-    between any two of its nodes."""
+    A ring with one rank on each node uses no port; one of one rank moves nothing. A ring stays on its rails, and may go
+    between any two of its nodes.
+    """
     cluster = wires.cluster
     if p2p:
         source, destination = members
@@ -335,9 +328,7 @@ def passes(wires: Wiring, members: Sequence[int], p2p: bool) -> dict[Resource, f
 
 
 def shared_resources(routes: Mapping[Used, Route], wires: Wiring) -> dict[Resource, int]:
-    """Give numbers to the resources that can ever be short of capacity.
-
-    One stands for all that carry the same."""
+    """Return numbers for the resources that can be short of capacity; those with equal traffic share one."""
     carried: dict[Resource, list[tuple[Used, float]]] = {}
     for id, route in routes.items():
         for resource, times in route.passes.items():

@@ -1,7 +1,7 @@
-"""Share resources: what runs at the same time slows each other down (processor sharing).
+"""Share resources: activities that run at the same time slow each other down (processor sharing).
 
-Rates change only when the set of what runs changes. An activity has work, in seconds alone, and runs at a rate of at
-most 1 second of it per second.
+Rates change only when an activity begins or ends. An activity has work, in seconds alone, and runs at a rate of at most
+1 second of it per second.
 
 *Messages* share links. A message takes a fraction of each of its resources (a direction of a device's port, of a NIC)
 at full speed. Rates are max-min fair: all messages of a bottleneck get the same fraction of it, those that need less
@@ -10,8 +10,8 @@ largest fraction counts (Dominant Resource Fairness, Ghodsi et al., NSDI 2011). 
 kernels hold their SMs while they run.
 
 *Compute* gets what messages leave: rate = 1 - f_sm - f_memory, summed over the messages under way on its device, at
-least `SLOWEST`. f_sm counts while a message runs, f_memory in proportion to its rate. What the two are, and where they
-come from: `piper_simulator.contention.flows`.
+least `SLOWEST`. f_sm counts while a message runs, f_memory in proportion to its rate.
+`piper_simulator.contention.flows` defines the two, with their sources.
 """
 
 from __future__ import annotations
@@ -20,23 +20,25 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 SLOWEST = 1 / 8
-"""Compute runs at least at this rate: the law is linear and would reach 0. A kernel slows down by at most 8x in the
-measurements of Echo (arXiv 2412.12487), as others report them; we have not seen the original numbers."""
+"""The lowest rate of compute, since the linear law would reach 0.
+
+A kernel slows down by at most 8x in the measurements of Echo (arXiv 2412.12487), as others report them; we have not
+seen the original numbers.
+"""
 
 _FULL = 1 + 1e-9
-"""A resource is short of capacity above this, since sums of fractions are rounded."""
+"""The load above which a resource is short of capacity, since sums of fractions are rounded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Say what a message asks for.
+    """Describe the load of a message.
 
     Attributes:
         id: equal for equal flows, of which one runs at a time.
-        seconds: its work.
-        shares: resource -> the fraction of its capacity that the message takes at full speed, all that it stands for
-            together (the ranks of a role).
-        largest: the largest of these of one of them alone, at most 1.
+        shares: resource -> the fraction of its capacity that the message takes at full speed, with all messages that it
+        stands for (those of a role's ranks).
+        largest: the largest fraction that one message alone takes, at most 1.
         takes: role that takes part -> (f_sm, f_memory at full speed).
     """
 
@@ -49,14 +51,14 @@ class Flow:
 
 @dataclass(slots=True, eq=False)
 class Activity:
-    """Track what is under way.
+    """Track an activity that is under way.
 
     Attributes:
         left: seconds of work at the moment `since`.
         since: when `left` was right.
         end: when it ends if nothing changes.
         rate: seconds of work per second.
-        look: when who waits for the end looks next.
+        look: the next moment at which a waiter for the end checks it.
     """
 
     left: float
@@ -80,9 +82,7 @@ class RunningMessage(Activity):
 
 
 def compute_rate(sms: float, memory: float) -> float:
-    """Return the rate of compute on a device where messages take these fractions.
-
-    They are fractions of the SMs and of the memory's bandwidth."""
+    """Return the rate of compute beside messages that take these fractions of the SMs and of the memory's bandwidth."""
     return max(SLOWEST, 1.0 - sms - memory)
 
 
@@ -90,7 +90,8 @@ def fair_rates(flows: Sequence[Flow]) -> list[float]:
     """Return the max-min fair rates of messages that run together, each in (0, 1].
 
     Resources have capacity 1. The level, the fraction of its bottleneck that each message gets, rises until a resource
-    is full or a message has all that it can use. Those stay as they are, and the level of the others rises on."""
+    is full or a message has all that it can use. These messages keep their rate, and the level of the others rises on.
+    """
     rates = [0.0] * len(flows)
     free: dict[int, float] = {r: 1.0 for f in flows for r in f.shares}
     live = {i for i, f in enumerate(flows) if f.shares}
@@ -114,9 +115,10 @@ def fair_rates(flows: Sequence[Flow]) -> list[float]:
 
 
 class SharedPool:
-    """Hold what is under way on all devices.
+    """Hold the activities under way on all devices.
 
-    `sooner(activity)` is called when the end of one that is under way has moved before its `look`."""
+    `sooner(activity)` is called when the end of one has moved before its `look`.
+    """
 
     def __init__(self, roles: int, sooner: Callable[[Activity], None]) -> None:
         self._sooner = sooner
@@ -127,7 +129,7 @@ class SharedPool:
         self._known: dict[tuple[int, ...], list[float]] = {}
 
     def compute(self, role: int, seconds: float, now: float) -> Activity:
-        """Begin compute of `seconds` on a role, which has none under way."""
+        """Begin compute of `seconds` on a role that is not computing."""
         rate = self._left_over(role)
         found = self._computing[role] = Activity(seconds, now, now + seconds / rate, rate)
         return found
@@ -173,7 +175,7 @@ class SharedPool:
         self._slow(touched, now)
 
     def _crowd(self, message: RunningMessage) -> dict[int, RunningMessage]:
-        """Return what is tied to a message by resources that are short of capacity: no others matter to their rates."""
+        """Return the messages tied to a message by scarce resources; no others matter to their rates."""
         crowd = {message.flow.id: message}
         queue = [message]
         seen: set[int] = set()

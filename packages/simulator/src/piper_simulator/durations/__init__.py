@@ -1,4 +1,4 @@
-"""Say how long each instruction of a plan takes where nothing runs beside it.
+"""Compute the duration of each instruction of a plan that runs alone.
 
 May import: cluster.
 """

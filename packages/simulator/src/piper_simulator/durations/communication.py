@@ -1,4 +1,4 @@
-"""Say how long a message takes: (op, bytes, members, nodes) on a cluster.
+"""Compute the duration of a message: (op, bytes, members, nodes) on a cluster.
 
 The duration comes from the cluster's table of measurements where it has this op, number of ranks and number of nodes,
 with lines on log-log paper between its sizes, and above them the formula scaled to meet the largest. Else it comes from
@@ -22,15 +22,15 @@ from piper_simulator.cluster.network import Links, Network, SlowLink
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """Say where the members of a message are.
+    """Describe where the members of a message are.
 
     Attributes:
         ranks: how many they are.
         nodes: on how many nodes.
         least: the fewest on one of these nodes.
         most: the most on one of these nodes.
-        inter_factor: that of the slowest link between any two of their nodes (`slow_links`).
-        intra_factor: that of the slowest link within one of their nodes.
+        inter_factor: factor of the slowest link between any two of their nodes (`slow_links`).
+        intra_factor: factor of the slowest link within one of their nodes.
         changes_rail: whether two members on two nodes are on different rails.
         kinds: the kinds of their devices, by index in `Cluster.kinds`.
     """
@@ -75,9 +75,10 @@ def rank_group(cluster: Cluster, members: Sequence[int]) -> RankGroup:
 def duration(cluster: Cluster, op: str, nbytes: int, of: RankGroup, imbalance: float = 1.0) -> Duration:
     """Return the duration of a message of `nbytes` on each rank (all_gather, reduce_scatter: of the whole tensor).
 
-    `imbalance` is the most that a rank of an all-to-all receives over the mean. The table is for links as they should
-    be, so slowed ones are computed. It is that of the members' kind of device, so messages between two kinds are
-    computed too. Above the largest size of the table the formula is scaled to meet it there, and still called one."""
+    `imbalance` is the most that a rank of an all-to-all receives over the mean. The table is for links at full speed
+    and for one kind of device, so messages over slowed links, or between two kinds, are computed. Above the largest
+    size of the table the formula is scaled to meet it there, and still called one.
+    """
     links, formula = cluster.kinds[of.kinds[0]].links, by_formula(cluster, op, nbytes, of, imbalance)
     if links.messages and formula and len(of.kinds) == 1 and not of.slowed and of.least == of.most and imbalance == 1:
         sizes = links.table.bytes_of(op, of.ranks, of.nodes)
@@ -92,8 +93,9 @@ def duration(cluster: Cluster, op: str, nbytes: int, of: RankGroup, imbalance: f
 def by_formula(cluster: Cluster, op: str, nbytes: float, of: RankGroup, imbalance: float = 1.0) -> float:
     """Return the seconds of a message by the cluster's model.
 
-    Between two kinds of devices it takes as long as the slower one takes among its like: the slowest link of a ring, or
-    the slower end of a transfer, decides."""
+    Between two kinds of devices it takes as long as among the slower kind: the slowest link of a ring, or the slower
+    end of a transfer, decides.
+    """
     return max([_of_kind(cluster.network, cluster.kinds[k].links, op, nbytes, of, imbalance) for k in of.kinds])
 
 
@@ -120,7 +122,8 @@ def bus_bandwidth(network: Network, links: Links, of: RankGroup) -> float:
     """Return the bytes/s of a ring's slowest link.
 
     A ring crosses to another node once per node, and all its ranks of one node share the crossing, each with its part
-    of the node's NICs: bus bandwidth = min(NVLink, NICs x rate), as in SimAI (https://github.com/aliyun/SimAI)."""
+    of the node's NICs: bus bandwidth = min(NVLink, NICs x rate), as in SimAI (https://github.com/aliyun/SimAI).
+    """
     intra = links.intra_bandwidth / of.intra_factor
     if of.nodes == 1:
         return intra
@@ -129,13 +132,13 @@ def bus_bandwidth(network: Network, links: Links, of: RankGroup) -> float:
 
 
 def _network(network: Network, links: Links, of: RankGroup) -> float:
-    """Return the bytes/s between two nodes of a group. A ring stays on its rails: NCCL changes them over NVLink."""
+    """Return the bytes/s between two nodes of a group; a ring stays on its rails, as NCCL changes them over NVLink."""
     per_device = links.inter_bandwidth / of.inter_factor / (network.oversubscription if network.rails == 1 else 1.0)
     return of.least * per_device
 
 
 def _ring(network: Network, links: Links, rounds: int, nbytes: float, of: RankGroup) -> float:
-    """Return the seconds of a ring: rounds * (n - 1) hops, and rounds * (n - 1) / n of the bytes over its slowest link."""
+    """Return a ring's seconds: rounds * (n - 1) hops, and rounds * (n - 1) / n of the bytes over its slowest link."""
     hops, between = rounds * (of.ranks - 1), rounds * (of.nodes - 1)
     latency = (hops - between) * links.intra_latency + between * links.inter_latency
     share = rounds * (of.ranks - 1) / of.ranks
@@ -154,8 +157,9 @@ def _point_to_point(network: Network, links: Links, nbytes: float, of: RankGroup
 def _all_to_all(network: Network, links: Links, nbytes: float, of: RankGroup, imbalance: float) -> float:
     """Return the seconds in which every rank sends 1 / n of its bytes to each other one.
 
-    It sends to those of its node and to those of others at once, over links of their own, and the fullest rank decides:
-    an imbalance of experts multiplies the time by the largest load over the mean."""
+    It sends to ranks of its node and of others at once, over separate links, and the fullest rank decides: an imbalance
+    of experts multiplies the time by the largest load over the mean.
+    """
     near = (of.least if of.nodes > 1 else of.ranks) - 1
     within = near / of.ranks * nbytes / (links.intra_bandwidth / of.intra_factor)
     between = (of.ranks - 1 - near) / of.ranks * nbytes / _one_link(network, links, of) if of.nodes > 1 else 0.0

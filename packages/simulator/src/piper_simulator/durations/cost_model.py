@@ -1,6 +1,6 @@
-"""Define what a cost model is: it says how long each instruction of a plan takes.
+"""Define a cost model: it gives the duration of each instruction of a plan.
 
-That is all that predictions, explanations, searches and emulated runs ask.
+Predictions, explanations, searches and emulated runs ask nothing else.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from piper_simulator.cluster.cluster import Cluster
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Say what one instruction takes, moves and computes.
+    """Hold the duration, bytes and FLOPs of one instruction.
 
     Attributes:
         seconds: its duration where nothing runs beside it.
-        source: where the duration comes from.
         bytes: of a communication, the size of the message on one rank.
-        flops: FLOPs of its compute.
     """
 
     seconds: float
@@ -35,13 +33,13 @@ class Work:
 
 
 class CostModel(Protocol):
-    """Give durations to the instructions of one plan. Inherit from it to have the defaults.
+    """Give durations to the instructions of one plan; inherit from it to have the defaults.
 
     Attributes:
         issue_s: host seconds per instruction, beside the device.
-        uniform: whether an instruction takes as long wherever it stands in its role's program, and whatever its
-            microbatch. A search then times the outline of a plan, which is much faster; otherwise it times every plan
-            whole.
+        uniform: whether an instruction's duration depends neither on its position in its role's program nor on its
+        microbatch. A search then times the outline of a plan, which is much faster; otherwise it times every plan
+        whole.
     """
 
     issue_s: float = 0.0
@@ -49,22 +47,23 @@ class CostModel(Protocol):
 
     @abstractmethod
     def work(self, role: RolePlan, instr: Instr) -> Work:
-        """Return what an instruction takes; for a communication, the message without waiting for its peers."""
+        """Return the work of an instruction; for a communication, the message without waiting for its peers."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return what a user should know of the durations asked for so far. Each note is shown as a warning."""
+        """Return notes for the user on the durations asked for so far; each is shown as a warning."""
         return ()
 
 
 CostModelFactory = Callable[[Plan, Cluster | None, Costs | None], CostModel]
-"""A factory makes the cost model of a plan on a cluster with measured costs, as `model=` takes it: a class, as a rule.
-The plan may have more roles than the one that was asked about: ranks that differ are apart
-(`piper_simulator.times.splitting`)."""
+"""A function or class, for `model=`, that makes the cost model of a plan on a cluster with measured costs.
+
+The plan may have more roles than the user's: ranks that differ are apart (`piper_simulator.times.splitting`).
+"""
 
 
 def model_for(plan: Plan, cluster: Cluster | None, costs: Costs | None, factory: CostModelFactory) -> CostModel:
-    """Make the cost model of a plan. ClusterError: the plan has more ranks than the cluster has devices."""
+    """Return the cost model of a plan; raise ClusterError when it has more ranks than the cluster has devices."""
     if cluster is not None and plan.mesh.world > cluster.devices:
         world = plan.mesh.world
         raise ClusterError(
@@ -75,8 +74,6 @@ def model_for(plan: Plan, cluster: Cluster | None, costs: Costs | None, factory:
 
 
 def given_only(plan: Plan) -> bool:
-    """Return whether all compute of a plan has given durations (a synthetic program).
-
-    Then everything else takes no time."""
+    """Return whether all compute of a plan has given durations (a synthetic program); other ops then take no time."""
     costs = [sig.cost for chunk in plan.chunks for sig in chunk.steps.values()]
     return bool(costs) and all(c.seconds is not None for c in costs)

@@ -1,12 +1,12 @@
-"""Give durations by formulas and tables: Piper's own cost model.
+"""Give durations by formulas and tables, as Piper's own cost model.
 
 Compute is in `piper_simulator.durations.kernels`, messages in `piper_simulator.durations.communication`. Everything
 else is one kernel that moves bytes of memory. A role's instructions take as long as on the slowest of its ranks, and
-its messages as long as the slowest instance of their channel. `simulate` asks for roles whose ranks are alike
+its messages as long as the slowest instance of their channel. `simulate` passes roles whose ranks are alike
 (`piper_simulator.times.splitting`).
 
-Where the host is the device (a CPU), what a message costs the processor is taken from the computation that is issued
-next, unless that waits for the message anyway: one core per rank does both, however many threads share it.
+Where the host is the device (a CPU), the processor time of a message delays the computation that is issued next, unless
+that waits for the message anyway: one core per rank does both, however many threads share it.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from piper_simulator.durations.provenance import Provenance
 from piper_simulator.durations.updates import Updated, update_seconds, updated
 
 _TRUST: tuple[Source, ...] = ("formula", "interpolated", "table", "measured", "given")
-"""Sources stand here from least to most trusted. An instruction of several parts is labelled by its least trusted
-duration."""
+"""The sources from least to most trusted; an instruction of several parts has the label of its least trusted part."""
 
 
 class DeviceModel(CostModel):
     """Look durations up, or compute them.
 
-    They are given by the program, else looked up in `costs`, else computed for `cluster`. ClusterError: a duration must
-    be computed and there is no cluster; the costs were taken at another number of rows per microbatch.
+    They are given by the program, else looked up in `costs`, else computed for `cluster`. Raises ClusterError when a
+    duration must be computed and there is no cluster, and when the costs were taken at another number of rows per
+    microbatch.
 
-    On a cluster of several kinds of devices costs hold for the kind on which they were taken, and for all where that is
-    not here. Where the host is the device, what it takes to issue an instruction is part of the instruction, and
-    `issue_s` is 0."""
+    On a cluster of several kinds of devices costs hold for the kind on which they were taken, and for all if that kind
+    is not in it. Where the host is the device, the time to issue an instruction is part of the instruction, and
+    `issue_s` is 0.
+    """
 
     def __init__(self, plan: Plan, cluster: Cluster | None, costs: Costs | None) -> None:
         self.plan, self.cluster, self.costs = plan, cluster, costs or Costs()
@@ -85,7 +86,6 @@ class DeviceModel(CostModel):
         return done if factor == 1 else replace(done, seconds=done.seconds * factor)
 
     def _kinds_in(self, role: RolePlan) -> tuple[int, ...]:
-        """Return the kinds of devices that a role runs on."""
         if len(self._devices) == 1 or self.cluster is None:
             return (0,)
         if role.role not in self._kinds_of:
@@ -93,7 +93,7 @@ class DeviceModel(CostModel):
         return self._kinds_of[role.role]
 
     def _computed(self, role: RolePlan, instr: Instr, kind: int) -> Work:
-        """Return what an instruction of the compute stream takes on a rank of one kind that is not slow."""
+        """Return the work of an instruction of the compute stream on a rank of one kind that is not slow."""
         parts = [self._part(role, part, kind) for part in instr.parts]
         if instr.seconds is not None:
             return Work(instr.seconds, "given", flops=sum([p.flops for p in parts]))
@@ -105,9 +105,7 @@ class DeviceModel(CostModel):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return what a user should know of the durations asked for so far.
-
-        These are constants that nobody measured, guesses, and costs that do not fit."""
+        """Return notes on unmeasured constants, guesses, and costs that do not fit, among the durations so far."""
         return self._provenance.notes()
 
     def _slower(self, role: RolePlan) -> float:
@@ -121,7 +119,7 @@ class DeviceModel(CostModel):
         return self._slowest[role.role]
 
     def _taken(self, role: RolePlan, instr: Instr) -> float:
-        """Return the seconds that messages take from an instruction of the compute stream."""
+        """Return the seconds by which messages delay an instruction of the compute stream."""
         if not self._inline or self.given or self.costs.host is None:
             return 0.0
         if role.role not in self._beside:
@@ -129,9 +127,10 @@ class DeviceModel(CostModel):
         return self._beside[role.role].get(id(instr), 0.0)
 
     def _taken_by_messages(self, role: RolePlan, each: float) -> dict[int, float]:
-        """Return what messages take from each instruction of the compute stream, by identity.
+        """Return the delay of each instruction of the compute stream, by identity.
 
-        It is the processor seconds of the messages issued since the instruction before it."""
+        It is the processor seconds of the messages issued since the instruction before it.
+        """
         taken: dict[int, float] = {}
         issued: list[tuple[str, int, float]] = []
         count: dict[str, int] = {}
@@ -222,7 +221,6 @@ class DeviceModel(CostModel):
         return self._messages[key]
 
     def _comm_key(self, channel: Channel, op: str, nbytes: int) -> tuple[str, int, int, int]:
-        """Return how `Costs` names a message."""
         members = self.plan.peers(channel, self.plan.role(channel.roles[0]).ranks[0])
         nodes = 1 if self.cluster is None else len({self.cluster.node_of(r) for r in members})
         return op, nbytes, len(members), nodes
@@ -244,9 +242,7 @@ class DeviceModel(CostModel):
         return Work(found.seconds, found.source, bytes=nbytes)
 
     def _stretch(self, channel: Channel, op: str, nbytes: int) -> float:
-        """Return how many times as long as measured a message takes over slow links.
-
-        A measured message changes as its formula does."""
+        """Return the factor by which slow links stretch a message; a measured message changes as its formula does."""
         cluster = self.cluster
         if cluster is None or not cluster.network.slow_links:
             return 1.0
@@ -259,9 +255,7 @@ class DeviceModel(CostModel):
         return all(self._known[k] is self.costs for role in channel.roles for k in self._kinds_in(self.plan.role(role)))
 
     def _instances(self, channel: Channel, cluster: Cluster) -> frozenset[RankGroup]:
-        """Return where the members of a channel's instances are.
-
-        The slowest instance gives the duration."""
+        """Return the rank groups of a channel's instances, of which the slowest gives the duration."""
         if channel.id not in self._groups:
             self._groups[channel.id] = frozenset([rank_group(cluster, members) for members in instances(self.plan, channel)])
             if any(g.slowed for g in self._groups[channel.id]):

@@ -1,7 +1,7 @@
-"""Count what operators launch that are one node of a plan, when they run as eager torch runs them.
+"""Count the kernels that eager torch launches for operators that are one node of a plan.
 
-That is `Stack.lowering` "torch": passes over their elements, and kernels on a few numbers per row. All is counted off
-the code, nothing is fitted:
+This is `Stack.lowering` "torch": passes over their elements, and kernels on a few numbers per row. All numbers are read
+from the code, nothing is fitted:
 
     piper_ops/losses.py                 cross-entropy works through slices of the rows in float32 (float64)
     torch, native/cuda/SoftMax.cu       a row that does not fit a block's shared memory is read three times: maximum,
@@ -24,13 +24,13 @@ from piper_ir.program import Kernel
 from piper_ir.sizes import ITEM_BYTES, bind
 
 SLICE = 2**24
-"""Cross-entropy has so many logits at once on a CUDA device (SLICE_ELEMENTS of piper_ops.losses)."""
+"""The logits that cross-entropy handles at once on a CUDA device (SLICE_ELEMENTS of piper_ops.losses)."""
 SHARED_BYTES, REDUCTION_BYTES = 48 * 1024, 32 * 4
-"""A block has so much shared memory that it need not ask for, and a reduction over its 32 warps takes so much of it."""
+"""The shared memory that a block has without asking, and the part that a reduction over its 32 warps takes."""
 VECTOR_BYTES = 16
-"""A thread loads so many bytes at once; a row that is no multiple of it is not kept in shared memory."""
+"""The bytes that a thread loads at once; a row that is no multiple of it is not kept in shared memory."""
 WARP_CLASSES = 1024
-"""Up to so many classes, at most 4 KiB, one warp keeps a row in registers."""
+"""The number of classes, at most 4 KiB, up to which one warp keeps a row in registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Launched:
 
 
 def launched_by_torch(kernel: Kernel) -> Launched:
-    """Return the kernels behind one kernel of a plan; itself where nothing else is known."""
+    """Return the kernels behind one kernel of a plan; by default the kernel itself."""
     nbytes = bind(kernel.bytes, 0)
     if kernel.op in _LOSSES and len(kernel.dims) == 2:
         rows, classes = (bind(d, 0) for d in kernel.dims)
@@ -107,7 +107,6 @@ def _items(dtype: str) -> tuple[int, int]:
 
 
 def _slices(rows: int, classes: int) -> tuple[int, ...]:
-    """Return the rows of each slice."""
     most = max(1, SLICE // max(1, classes))
     return tuple(min(most, rows - k * most) for k in range(max(1, ceil(rows / most))))
 

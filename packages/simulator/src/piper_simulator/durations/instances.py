@@ -1,4 +1,4 @@
-"""Find who meets whom over a channel: its instances, each a set of ranks."""
+"""Find which ranks meet over a channel: its instances, each a set of ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from piper_ir.plan import Channel, Plan
 def instances(plan: Plan, channel: Channel) -> list[tuple[int, ...]]:
     """Return the ranks of each instance of a channel, ascending; of a transfer (source, destination).
 
-    It says what `Plan.peers` says of every rank, in time linear in the ranks."""
+    The result agrees with `Plan.peers` for every rank, in time linear in the ranks.
+    """
     mesh, first = plan.mesh, plan.role(channel.roles[0])
     if channel.kind == "p2p":
         there = plan.role(channel.roles[1]).placed

@@ -1,7 +1,7 @@
 """Compute how long the kernels of a step take.
 
 Without a stack a kernel takes the larger of FLOPs at the reached peak and bytes at the reached bandwidth. A step takes
-their sum, and never less than the launches: max(sum of kernels, number of kernels x launch).
+the sum of its kernels, and never less than the launches: max(sum of kernels, number of kernels x launch).
 
 With a stack (`piper_simulator.cluster.stacks`) the kind of kernel decides:
 
@@ -31,23 +31,24 @@ from piper_simulator.durations.eager_launches import Launched, launched_by_torch
 
 _AT_PEAK = frozenset({"matmul", "attention"})
 TILES = ((128, 128), (128, 256), (256, 128))
-"""An SM computes so many rows and columns of the result: cuBLAS's large tiles; the best of them counts."""
+"""The rows and columns of a result that an SM computes at once: cuBLAS's large tiles, of which the best counts."""
 STEP = 32
-"""A tile takes so many elements of K at once."""
+"""The number of elements of K that a tile takes at once."""
 SHARP = 4
-"""This is p of the smooth maximum (a^p + b^p)^(1/p), a choice: 19 % above the larger where both are equal, 1 % where
-one is 2.2 times the other."""
+"""The exponent p of the smooth maximum (a^p + b^p)^(1/p), which we chose.
+
+It lies 19 % above the larger where both are equal, and 1 % where one is 2.2 times the other.
+"""
 HALF = frozenset({"bfloat16", "float16"})
 
 
 @dataclass(frozen=True, slots=True)
 class Took:
-    """Hold what a step of a chunk takes.
+    """Hold the duration of a step of a chunk.
 
     Attributes:
-        seconds: how long it takes.
         source: that of its least trusted kernel.
-        parts: seconds of its kernels by where they come from.
+        parts: seconds of its kernels by source.
     """
 
     seconds: float
@@ -56,7 +57,7 @@ class Took:
 
 
 def step_took(device: Device, cost: Cost, step: Step) -> Took:
-    """Return how long one step of a chunk takes, and where that comes from."""
+    """Return the duration of one step of a chunk, with its sources."""
     parts: dict[How, float] = {}
     for kernel in cost.kernels:
         found = kernel_seconds(device, kernel, backward=step != "F")
@@ -91,7 +92,8 @@ def kernel_seconds(device: Device, kernel: Kernel, *, backward: bool) -> Found:
 def launched(device: Device, busy: float, kernels: int) -> float:
     """Return the seconds of kernels with their launches.
 
-    Launches hide behind the device's work, or the other way round. They add up where the host is the device."""
+    Launches hide behind the device's work, or the other way round. They add up where the host is the device.
+    """
     launch_count = kernels * device.launch_s
     if device.synchronous:
         return busy + launch_count
@@ -126,9 +128,7 @@ def _launched(device: Device, kernel: Kernel) -> Launched:
 
 
 def filled(dims: tuple[int, ...], sms: int) -> float:
-    """Return the part of the SMs' time that a matrix product (M, N, K) or (batch, M, N, K) uses.
-
-    It is 1 where the number of SMs is not known."""
+    """Return the part of the SMs' time that a product (M, N, K) or (batch, M, N, K) uses; 1 for unknown SMs."""
     *batch, m, n, k = dims
     if not sms or not m * n * k:
         return 1.0
@@ -142,14 +142,15 @@ def _waves(products: int, m: int, n: int, tile: tuple[int, int], sms: int) -> in
 
 
 def memory_fraction(device: Device, nbytes: int) -> float:
-    """Return what so many bytes reach of the memory's bandwidth."""
+    """Return the fraction of the memory's bandwidth that a kernel of so many bytes reaches."""
     return next((f for least, f in device.memory_steps if nbytes >= least), device.memory_fraction)
 
 
 def _attention_fraction(device: Device, backward: bool) -> float:
-    """Return what attention reaches of the peak.
+    """Return the fraction of the peak that attention reaches.
 
-    Where nothing is published of the kernel on this device, it is taken for a matrix product."""
+    If nothing is published about the kernel on this device, it counts as a matrix product.
+    """
     known = device.stack.attention_fraction.get(device.generation) if device.stack is not None else None
     return device.matmul_fraction if known is None else known[backward]
 
@@ -157,7 +158,8 @@ def _attention_fraction(device: Device, backward: bool) -> float:
 def is_guess(device: Device, kernel: Kernel) -> bool:
     """Return whether a kernel's duration rests on the rate of a dtype that the device does not know.
 
-    For kernels that move bytes that matters only where the rate decides, since integers are added on every device."""
+    For kernels that move bytes that matters only where the rate decides, since integers are added on every device.
+    """
     if kernel.dtype in device.peak_flops:
         return False
     return kernel.kind in _AT_PEAK or _computing(device, kernel) > _moving(device, kernel)

@@ -1,7 +1,4 @@
-"""Keep what a user should know of where durations come from.
-
-These are constants that nobody measured, guesses, and costs that do not fit.
-"""
+"""Collect the sources of durations for the user: unmeasured constants, guesses, and costs that do not fit."""
 
 from __future__ import annotations
 
@@ -23,11 +20,11 @@ _KERNELS: Mapping[How, str] = {
     "formula": "by formula",
 }
 NAMED = 3
-"""So many of many are named."""
+"""The number of items that a sentence names before it only counts the others."""
 
 
 class Provenance:
-    """Keep what a cost model found and did not find, and say it in sentences."""
+    """Record what a cost model found and did not find, and describe it in sentences."""
 
     def __init__(self, plan: Plan, cluster: Cluster | None, costs: Costs) -> None:
         self._plan, self._cluster, self._costs = plan, cluster, costs
@@ -42,16 +39,16 @@ class Provenance:
         self._computed = False
 
     def looked_up(self, chunk: Chunk, step: Step) -> None:
-        """Note that the duration of a step came from the costs."""
+        """Record that the duration of a step came from the costs."""
         rows, measured = self._plan.rows, self._costs.rows_of(chunk.code, step)
         if measured and not measured[0] <= rows <= measured[-1] and chunk.id not in self._costs.compute:
             self._beyond[f"{rows} rows (measured {measured[0]} to {measured[-1]})"] = None
 
     def computed_step(self, chunk: Chunk, step: Step, guessed: Iterable[str], parts: Mapping[How, float]) -> None:
-        """Note that the duration of a step was computed.
+        """Record that the duration of a step was computed.
 
-        `guessed` are dtypes for whose rate another's stands; `parts` the seconds of its kernels by where they come
-        from."""
+        `guessed` are dtypes with another dtype's rate; `parts` are the seconds of its kernels by source.
+        """
         self._computed = True
         for how, seconds in parts.items():
             self._kernels[how] += seconds
@@ -59,35 +56,35 @@ class Provenance:
         (self._far if self._costs.rows_of(chunk.code, step) else self._unknown)[chunk.id] = None
 
     def computed(self) -> None:
-        """Note that the duration of another op was computed."""
+        """Record that the duration of another op was computed."""
         self._computed = True
 
     def slowed(self, role: str, ranks: Mapping[int, float]) -> None:
-        """Note that these ranks of a role are slow. A role takes as long as the slowest of its ranks."""
+        """Record that these ranks of a role are slow; a role takes as long as the slowest of its ranks."""
         for rank, factor in sorted(ranks.items()):
             self._slow[f"rank {rank} of {role}, {factor:g} times as long"] = None
 
     def crossed(self, links: Iterable[SlowLink]) -> None:
-        """Note that messages cross these links."""
+        """Record that messages cross these links."""
         for x in links:
             where = f"within node {x.a}" if x.a == x.b else f"nodes {x.a} and {x.b}"
             self._links[f"{where}, {x.factor:g} times as long"] = None
 
     def sent(self, op: str, nbytes: int, group: int, nodes: int) -> None:
-        """Note that the duration of a message came from the costs."""
+        """Record that the duration of a message came from the costs."""
         measured = self._costs.bytes_of(op, group, nodes)
         if nbytes > measured[-1]:
             self._beyond[f"{op} of {nbytes} bytes (measured up to {measured[-1]})"] = None
 
     def sent_unknown(self, op: str, nbytes: int, group: int, nodes: int) -> None:
-        """Note that the duration of a message was computed."""
+        """Record that the duration of a message was computed."""
         self._computed = True
         if self._costs.comm:
             where = f" on {nodes} nodes" if nodes > 1 else ""
             self._messages[f"{op} of {nbytes} bytes over {group} ranks{where}"] = None
 
     def notes(self) -> tuple[str, ...]:
-        """Return all that was noted, one sentence each."""
+        """Return a sentence for each kind of record."""
         cluster, host = self._cluster, self._costs.host
         assumed = cluster.warnings if cluster is not None and (self._computed or host is None) else ()
         guesses = () if cluster is None else tuple(cluster.guess(d) for d in self._dtypes)
@@ -95,7 +92,7 @@ class Provenance:
         return (*assumed, *guesses, *slow, *self._of_machine(), *self._of_kernels(), *self._of_chunks())
 
     def _of_kernels(self) -> list[str]:
-        """Say how much of the kernels' time a table gave, where there is one."""
+        """Return a sentence on how much of the kernels' time comes from a table, if there is one."""
         total = sum(self._kernels.values())
         if self._cluster is None or not self._cluster.device.kernels or not total:
             return []
@@ -103,7 +100,7 @@ class Provenance:
         return [f"{self._cluster.name}: of the time of kernels {', '.join(shares)}"]
 
     def _of_machine(self) -> list[str]:
-        """Say whether the costs are of another cluster or machine, or of another number of ranks at once."""
+        """Return a sentence if the costs are of another cluster or machine, or of another number of ranks at once."""
         origin, cluster = self._costs.origin, self._cluster
         if origin is None:
             return []
@@ -120,9 +117,7 @@ class Provenance:
         return found
 
     def _of_chunks(self) -> list[str]:
-        """Say what the costs do not hold, or not at this size.
-
-        Nothing is said where there are no measured steps at all."""
+        """Return sentences on steps that the costs do not hold, or not at this size; none without any measured step."""
         found = []
         if self._costs.steps and len(self._unknown) == len(self._plan.chunks):
             origin = self._costs.origin

@@ -7,9 +7,9 @@ It moves bytes of parameters, gradients and states, in kernels:
     foreach   operation by operation over all tensors, `FOREACH`, each reading and writing so many times the parameters'
               bytes
 
-Before it gradients are multiplied where they are scaled (clipping, weights), after it they are set to zero: a kernel
-per bucket each. AdamW in float32 moves 28 bytes per parameter fused, parameters 8, both states 16 and the gradient 4;
-and 4 more to zero the gradient.
+Before it scaled gradients are multiplied (clipping, weights), after it gradients are set to zero: one kernel per bucket
+for each. AdamW in float32 moves 28 bytes per parameter fused, parameters 8, both states 16 and the gradient 4; and 4
+more to zero the gradient.
 """
 
 from __future__ import annotations
@@ -24,11 +24,14 @@ from piper_simulator.cluster.device import Device
 from piper_simulator.durations.kernels import launched, memory_fraction
 
 CHUNK, BLOCKS = 65_536, 320
-"""A block takes so many elements, a kernel so many blocks: torch, native/cuda/MultiTensorApply.cuh."""
+"""The elements that a block takes, and the blocks of a kernel: torch, native/cuda/MultiTensorApply.cuh."""
 FOREACH = {0: (3,), 1: (2, 3, 3), 2: (2, 3, 2, 3, 2, 2, 2, 4), 3: (2, 3, 2, 3, 3, 2, 2, 2, 4)}
-"""Each operation reads and writes so many tensors, by the number of states per parameter: torch.optim, SGD without and
-with momentum (_multi_tensor_sgd: scale the buffer, add the gradient, add to the parameter); AdamW and with amsgrad
-(_multi_tensor_adam: decay, lerp, scale, addcmul, [maximum,] sqrt, division, epsilon, addcdiv)."""
+"""The number of tensors that each operation reads and writes, by the number of states per parameter.
+
+Source: torch.optim, SGD without and with momentum (_multi_tensor_sgd: scale the buffer, add the gradient, add to the
+parameter); AdamW and with amsgrad (_multi_tensor_adam: decay, lerp, scale, addcmul, [maximum,] sqrt, division, epsilon,
+addcdiv).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +39,9 @@ class Updated:
     """Count the bytes that an update works on.
 
     Attributes:
-        param: of the parameters.
-        grad: of the gradients.
-        state: of the optimizer's states.
+        param: bytes of the parameters.
+        grad: bytes of the gradients.
+        state: bytes of the optimizer's states.
         item: bytes per parameter.
         buckets: how many buckets.
         scaled: whether the gradients are multiplied first.
@@ -53,7 +56,7 @@ class Updated:
 
 
 def updated(plan: Plan, role: RolePlan, op: Update) -> Updated:
-    """Return what an update of a role works on."""
+    """Return the bytes that an update of a role works on."""
     sizes = {s.id: s.nbytes for s in role.states}
     param, grad, state = (sum(sizes.get(f"{kind}:{b}", 0) for b in op.buckets) for kind in ("param", "grad", "optim"))
     item = min((ITEM_BYTES[plan.bucket(b).dtype] for b in op.buckets), default=1)
@@ -68,7 +71,7 @@ def update_seconds(device: Device, of: Updated) -> float:
 
 
 def update_bytes(of: Updated, *, fused: bool) -> list[int]:
-    """Return what each kernel moves."""
+    """Return the bytes that each kernel moves."""
     kernels = ceil(of.param / of.item / (CHUNK * BLOCKS))
     if fused:
         out = _split(2 * of.param + of.grad + 2 * of.state, kernels)

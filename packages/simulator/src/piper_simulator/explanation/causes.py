@@ -18,13 +18,12 @@ CauseKind = Literal["compute", "communication", "host"]
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Name what holds a step up.
+    """Name a cause of delay.
 
     Attributes:
-        kind: what it is.
         what: of compute the phase, or the class of an op without one; of communication the purpose of its channel.
         where: of compute the stage ("stage 0", "stages 0 and 7" of an overlapped pair; its role where there are none),
-            of communication the channel, of a host its role.
+        of communication the channel, of a host its role.
     """
 
     kind: CauseKind
@@ -43,7 +42,7 @@ class Cause:
 
 
 class Causes:
-    """Name the causes that the nodes of a plan are."""
+    """Name the cause of each node of a plan."""
 
     def __init__(self, plan: Plan, prepared: Prepared) -> None:
         self._plan, self._prepared = plan, prepared

@@ -1,7 +1,4 @@
-"""Compare two steps: where their difference arises.
-
-It is what is on one critical path and not on the other, and what devices do.
-"""
+"""Compare two steps: their critical paths, and the time of their devices."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from piper_simulator.explanation.why import Why
 
 @dataclass(frozen=True, slots=True)
 class StepDifference:
-    """Hold the values of two steps in one category. `change` is b - a."""
+    """Hold the values of two steps in one category; `change` is b - a."""
 
     name: str
     a: float
@@ -58,9 +55,7 @@ def _row(difference: StepDifference) -> dict[str, Any]:
 
 
 def compare(a: Why, b: Why) -> Comparison:
-    """Say where the change from a to b arises.
-
-    The plans may differ in everything; stages are matched by number."""
+    """Return where the change from a to b arises; the plans may differ in everything, and stages match by number."""
     return Comparison(
         StepDifference("step", a.step_s, b.step_s),
         _differences(_by(a.path_by_owner), _by(b.path_by_owner)),
@@ -71,9 +66,7 @@ def compare(a: Why, b: Why) -> Comparison:
 
 
 def _by(owners: Mapping[Cause, float]) -> dict[str, float]:
-    """Sum by phase and stage, purpose, or host.
-
-    Channels, roles and hosts of different plans do not match by name."""
+    """Sum by phase and stage, purpose, or host, since names of channels and roles do not match between plans."""
     out: dict[str, float] = {}
     for owner, seconds in owners.items():
         computes = owner.text if owner.where.startswith("stage") else owner.what

@@ -1,8 +1,8 @@
-"""Find why an instruction ran when it did: chains of what held it up, back to the start of the step.
+"""Find why an instruction ran when it did: chains of causes back to the start of the step.
 
-The longest is the critical path. Every rule of `piper_ir.timing` says what a node waits for. What comes last of it is
-the cause, and so on from there. Of two that come at the same moment, the one before on the same stream is the cause,
-then what is waited for, then the host: a chain leaves a device only where it must.
+The longest is the critical path. By each rule of `piper_ir.timing` a node waits for something; the last to come is its
+cause, and so on from there. Of two that come at the same moment, the predecessor on the same stream counts first, then
+a wait, then the host: a chain leaves a device only where it must.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Literal
 from piper_ir.timing import Prepared, Times
 
 Holder = Literal["compute", "communication", "latency", "host"]
-"""A holder holds a step up. compute: an instruction runs. communication: a message occupies its streams. latency: one
-is under way and occupies nothing. host: a host issues its instructions."""
+"""The kind of a cause. compute: an instruction runs. communication: a message occupies its streams.
+
+latency: a message is under way and occupies nothing. host: a host issues its instructions.
+"""
 NodeMoment = Literal["start", "end", "done"]
 
 
 @dataclass(frozen=True, slots=True)
 class PathPiece:
-    """Hold the seconds of a step in which something held up what came next.
+    """Hold the seconds of a step in which one cause delayed what came next.
 
     Attributes:
-        start: where the piece begins.
-        end: where it ends.
-        holder: what held up.
+        holder: the kind of the cause.
         node: the instruction (see `Prepared`) that ran or, of a host, the one that it issued at the end.
     """
 
@@ -42,7 +42,7 @@ class PathPiece:
 
 
 class Chains:
-    """Follow the causes of one step from a common start. The arguments are as `sweep` took and gave them."""
+    """Follow the causes of one step from a common start, given the arguments and the result of `sweep`."""
 
     def __init__(self, prepared: Prepared, times: Times, *, latency: float = 0.0, issue: float = 0.0) -> None:
         self._prepared, self._times, self._latency = prepared, times, latency
@@ -53,17 +53,13 @@ class Chains:
         self._issued = _issued(prepared, issue)
 
     def critical_path(self) -> tuple[PathPiece, ...]:
-        """Return the pieces from the start of the step to its makespan, without a gap.
-
-        It is empty for a step that takes no time."""
+        """Return the pieces from the start of the step to its makespan, without a gap; none for a step without time."""
         done = self._times.done
         last = max(range(len(done)), key=done.__getitem__, default=-1)
         return () if last < 0 else tuple(self.back(last, "done"))[::-1]
 
     def back(self, node: int, moment: NodeMoment) -> Iterator[PathPiece]:
-        """Yield what led to a moment of a node, latest first, to 0 without a gap.
-
-        Nothing that took no time is in it."""
+        """Yield the causes of a moment of a node, latest first, to 0 without a gap; pieces take time."""
         times = self._times
         now = {"start": times.start, "end": times.end, "done": times.done}[moment][node]
         while now > 0:
@@ -82,9 +78,7 @@ class Chains:
                 return
 
     def _arrived(self, node: int) -> int:
-        """Return the node on its stream by which a node is done.
-
-        A transfer may arrive after what ended behind it."""
+        """Return the node on its stream by which a node is done: a transfer may arrive after a later one has ended."""
         done, before = self._times.done, self._before
         while before[node] >= 0 and done[before[node]] > self._arrival(node):
             node = before[node]
@@ -95,9 +89,7 @@ class Chains:
         return self._times.end[node] + (self._latency if g >= 0 and self._prepared.p2p[g] else 0.0)
 
     def _cause(self, node: int) -> tuple[int, NodeMoment]:
-        """Return what a node, or its whole group, waited for last.
-
-        It is the node's own "start" where that was its host."""
+        """Return what a node, or its whole group, waited for last: the node's own "start" if that was its host."""
         times, prepared = self._times, self._prepared
         g = prepared.group_of[node]
         found: tuple[int, NodeMoment] = (node, "start")
@@ -115,9 +107,7 @@ class Chains:
 
 
 def _issued(prepared: Prepared, issue: float) -> list[float]:
-    """Return when each node is issued, added up as `sweep` does.
-
-    It is empty when issuing takes no time."""
+    """Return when each node is issued, added up as `sweep` does; empty when issuing takes no time."""
     if not issue:
         return []
     out = []

@@ -1,4 +1,4 @@
-"""Find idle time: where the compute of a role stands still, and what it waits for there."""
+"""Find idle time: when a role computes nothing, and what it waits for then."""
 
 from __future__ import annotations
 
@@ -16,11 +16,8 @@ class Gap:
 
     Attributes:
         role: its index.
-        start: where the gap begins.
-        end: where it ends.
         node: the role's next instruction, -1 at the end of the step.
-        pieces: what that waited for, in order of time, from `start` to `end` without a gap: the first of them held it
-            up before the others did.
+        pieces: the causes of its delay, in order of time, from `start` to `end` without a gap.
     """
 
     role: int
@@ -37,7 +34,8 @@ class Gap:
 def idle_gaps(prepared: Prepared, times: Times, chains: Chains) -> list[list[Gap]]:
     """Return for each role its gaps between 0 and the makespan, in order of time.
 
-    The gap after a role's last compute is explained by the chain that ends the step."""
+    The gap after a role's last compute is explained by the chain that ends the step.
+    """
     makespan = times.makespan
     last = max(range(len(prepared)), key=times.done.__getitem__, default=-1)
     out = []
@@ -68,7 +66,7 @@ def _gap(chains: Chains, role: int, start: float, end: float, node: int, of: int
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Say what a role does in a step, in seconds that add up to the makespan.
+    """Hold the seconds of a role's activities in a step, which add up to the makespan.
 
     Attributes:
         computing: it computes.

@@ -1,4 +1,4 @@
-"""Say how far a step may be from its prediction, by the spread of the measured durations."""
+"""Estimate how far a step may be from its prediction, by the spread of the measured durations."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from piper_simulator.durations.cost_model import model_for
 from piper_simulator.explanation.whatif import Case
 
 SIGMAS = 1.4826
-"""A normal distribution has so many standard deviations per median absolute deviation."""
+"""The standard deviations per median absolute deviation of a normal distribution."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepInterval:
     """Hold an interval of the seconds of a step, by Monte Carlo.
 
-    In each draw every instruction takes a normally distributed time around its duration, each on its own, never less
-    than none. Percentiles lie above the step itself where many instructions wait for the latest of several.
+    In each draw every instruction takes an independent, normally distributed time around its duration, at least zero.
+    Percentiles lie above the step itself where many instructions wait for the latest of several.
 
     Attributes:
         low: percentile 5.
@@ -28,9 +28,9 @@ class StepInterval:
         fast: the step when all durations are one spread shorter at once.
         slow: the step when all are one spread longer at once, as on a machine that is disturbed as a whole.
         covered: the share of all seconds that has a spread. The rest (formulas, tables, given durations) is held fixed,
-            and what may be wrong with it is not in the interval.
+        and its errors are not in the interval.
         draws: how many draws.
-        seed: of the draws.
+        seed: seed of the draws.
     """
 
     low: float
@@ -68,9 +68,7 @@ def interval(case: Case, *, draws: int = 100, seed: int = 0) -> StepInterval | N
 
 
 def _longer(costs: Costs) -> Costs:
-    """Return the costs with every duration one spread longer.
-
-    The cost model adds up the spreads of an instruction's parts as it adds their times."""
+    """Return the costs with every duration one spread longer; spreads of parts add up as their times do."""
     host = costs.host
     if host is not None:
         host = replace(host, issue_s=host.issue_s + host.issue_spread_s, comm_s=host.comm_s + host.comm_spread_s)

@@ -1,7 +1,6 @@
-"""Time a plan again on a cluster that differs in one constant, or with nothing in the way.
+"""Time a plan again on a cluster that differs in one constant, or without some cause of delay.
 
-Measured durations do not follow from a cluster's constants. One of them changes by the factor by which its formula
-does.
+Measured durations do not follow from a cluster's constants. Each changes by the factor by which its formula does.
 """
 
 from __future__ import annotations
@@ -23,14 +22,12 @@ from piper_simulator.times.timed import contention_applies, shared_flows, step_a
 
 T = TypeVar("T")
 STEP = 0.01
-"""A constant is raised by this fraction to see how the step follows."""
+"""The fraction by which a constant is raised to see how the step follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """Hold the seconds of the step under a condition.
-
-    `step_s` is None where it cannot be told, and `note` says why."""
+    """Hold the seconds of the step under a condition; None if unknown, and `note` says why."""
 
     name: str
     step_s: float | None
@@ -39,9 +36,7 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """Say by how many percent the step changes when a constant grows by one percent.
-
-    `name` is as in "peak_flops[bfloat16]"."""
+    """Hold by how many percent the step changes when a constant ("peak_flops[bfloat16]") grows by one percent."""
 
     name: str
     value: float
@@ -49,14 +44,12 @@ class Sensitivity:
 
 
 class Case:
-    """Time a plan on a cluster as often as wanted.
-
-    ClusterError, PlanError as `simulate` raises them.
+    """Time a plan on a cluster any number of times; raise the errors of `simulate`.
 
     Attributes:
         plan: with roles split by what differs on the cluster; no change here makes more differ
-            (`piper_simulator.times.splitting`).
-        work: per node what it takes where nothing runs beside it.
+        (`piper_simulator.times.splitting`).
+        work: per node its work where nothing runs beside it.
         issue: host seconds per instruction.
         times: when each node ran, with contention as far as there is any (`interferes`).
         durations: seconds per node as they were in `times`.
@@ -96,7 +89,8 @@ class Case:
     def on(self, cluster: Cluster) -> float:
         """Return the seconds of the step on a changed cluster.
 
-        What was measured, of the plan or of the cluster's messages, changes by the factor by which its formula does."""
+        Measured durations, of the plan or of the cluster's messages, change by the factor by which their formulas do.
+        """
         measured = self.costs is not None or any(kind.links.messages for kind in cluster.kinds)
         costing = model_for(self.plan, cluster.each_links(_without_table), None, self.model)
         work, issue = _work(self.plan, costing), costing.issue_s
@@ -108,7 +102,7 @@ class Case:
         return self._timed(work, issue, cluster)[0].makespan
 
     def _before(self) -> tuple[list[float], float]:
-        """Return what formulas give on the cluster as it is."""
+        """Return the results of formulas on the unchanged cluster."""
         if self._formula is None:
             plain = None if self.cluster is None else self.cluster.each_links(_without_table)
             costing = model_for(self.plan, plain, None, self.model)
@@ -116,13 +110,14 @@ class Case:
         return self._formula
 
     def alone(self) -> float:
-        """Return the seconds of the step when nothing slows down what runs beside it."""
+        """Return the seconds of the step without contention."""
         return self.run([w.seconds for w in self.work], self.issue).makespan
 
     def perfect_overlap(self) -> float:
         """Return the seconds of the step when no computation waits for a message.
 
-        It is never less than its busiest stream of messages takes."""
+        It is at least the time of the busiest stream of messages.
+        """
         messages = [0.0] * len(self.prepared.streams)
         durations = [w.seconds for w in self.work]
         for members in self.prepared.groups:
@@ -145,9 +140,7 @@ def _scaled(value: float, new: float, old: float) -> float:
 
 
 def changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
-    """Yield the conditions of the table that are a change of the cluster: a name, and the changed cluster.
-
-    Latencies stay as they are."""
+    """Yield name and cluster of each condition that changes the cluster; latencies stay as they are."""
     yield "twice the bandwidth within nodes", cluster.each_links(lambda x: replace(x, intra_bandwidth=2 * x.intra_bandwidth))
     if cluster.node_count > 1:
         yield "twice the bandwidth between nodes", cluster.each_links(lambda x: replace(x, inter_bandwidth=2 * x.inter_bandwidth))
@@ -161,7 +154,7 @@ def _twice_the_peak(device: Device) -> Device:
 
 
 def what_if(case: Case) -> list[WhatIf]:
-    """Return the table; of a plan whose durations are all given, what does not need a cluster."""
+    """Return the table; for a plan with given durations, only the rows that need no cluster."""
     changed = () if case.cluster is None else changes(case.cluster)
     rows = [WhatIf(name, case.on(cluster)) for name, cluster in changed]
     if case.interferes:
@@ -170,9 +163,7 @@ def what_if(case: Case) -> list[WhatIf]:
 
 
 def sensitivities(case: Case) -> list[Sensitivity]:
-    """Return how the step follows each constant of the cluster, the strongest first.
-
-    Constants that it does not depend on are left out."""
+    """Return the sensitivity of the step to each constant that it depends on, the strongest first."""
     if case.cluster is None or not case.step_s:
         return []
     out = []
@@ -186,8 +177,9 @@ def sensitivities(case: Case) -> list[Sensitivity]:
 def cluster_constants(cluster: Cluster) -> Iterator[tuple[str, float, Callable[[float], Cluster]]]:
     """Yield the constants of the first kind of device and of the network, and those of each other kind with its name.
 
-    Each comes with its value and a function that gives the cluster with another one. Ranks that are equally slow stay
-    so: their factor is one constant. The same holds for links."""
+    Each comes with its value and a function that returns the cluster with another value. Equally slow ranks share one
+    constant, their factor. The same holds for links.
+    """
     for k, kind in enumerate(cluster.kinds):
         prefix = "" if k == 0 else f"{kind.device.name}."
         again = any(kind.device == other.device for other in cluster.kinds[:k])  # the same device on other links
@@ -204,7 +196,7 @@ def cluster_constants(cluster: Cluster) -> Iterator[tuple[str, float, Callable[[
 
 
 def _each_that_is(each: Callable[[Callable[[T], T]], Cluster], old: T) -> Callable[[T], Cluster]:
-    """Return a function that puts another record in the place of each that equals `old`."""
+    """Return a function that replaces each record that equals `old`."""
     return lambda new: each(lambda record: new if record == old else record)
 
 
@@ -225,8 +217,9 @@ def _slower_links(cluster: Cluster, old: float) -> Callable[[float], Cluster]:
 def constants(thing: Any, prefix: str = "") -> Iterator[tuple[str, float, Callable[[float], Any]]]:
     """Yield the floats in a frozen dataclass, in those inside it and in its mappings.
 
-    Each comes with a function that gives the whole with another value there. Integers are counts and sizes; tuples and
-    what is hidden from repr are tables, not constants."""
+    Each comes with a function that returns the whole with another value there. Integers are counts and sizes; tuples
+    and fields hidden from repr are tables, not constants.
+    """
     for field in fields(thing):
         value = getattr(thing, field.name)
 

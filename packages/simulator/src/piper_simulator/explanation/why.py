@@ -1,7 +1,4 @@
-"""Explain why a step takes as long as it does.
-
-An explanation says what is on its critical path, where devices stand still, and what would change it.
-"""
+"""Explain why a step takes as long as it does: its critical path, its idle time, and what would change it."""
 
 from __future__ import annotations
 
@@ -30,14 +27,13 @@ from piper_simulator.memory.device_memory import device_type
 
 @dataclass(frozen=True, slots=True)
 class CauseCost:
-    """Say what the instructions of one cause cost in one step.
+    """Hold the cost of the instructions of one cause in one step.
 
     Attributes:
-        owner: the cause.
         source: where their durations come from.
         count: how many they are.
         seconds: of all of them, on one rank of each role.
-        on_path: of those on the critical path.
+        on_path: seconds of those on the critical path.
     """
 
     owner: Cause
@@ -52,10 +48,9 @@ class Why:
     """Explain one step alone (`Simulation.step_s`), in seconds.
 
     Attributes:
-        step_s: the step.
         path: the critical path, in order of time, without a gap.
         gaps: idle time of each role.
-        shares: what each role does.
+        shares: the time of each role by activity.
         what_if: the step under other conditions, see `piper_simulator.explanation.whatif`.
         sensitivities: how the step follows the cluster's constants.
         interval: how far the step may be off, see `piper_simulator.explanation.interval`.
@@ -88,7 +83,7 @@ class Why:
 
     @cached_property
     def slowed_s(self) -> float:
-        """Return how many seconds longer the critical path's instructions took because of what ran beside them."""
+        """Return how many seconds contention adds to the instructions of the critical path."""
         case, alone = self.case, 0.0
         for piece in (p for p in self.path if p.holder in ("compute", "communication")):
             g = case.prepared.group_of[piece.node]
@@ -101,10 +96,11 @@ class Why:
 
     @cached_property
     def device_by_owner(self) -> Mapping[tuple[str, str], float]:
-        """Return what the mean rank does in a step: (kind, what) -> seconds, most first; they add up to the step.
+        """Return the activities of the mean rank: (kind, what) -> seconds, most first; they add up to the step.
 
         Kinds are "compute" by phase, "bubble" by the phase of another role that it waits for, "communication" by
-        purpose, and "host"."""
+        purpose, and "host".
+        """
         out: dict[tuple[str, str], float] = {}
         for r, (role, idle) in enumerate(zip(self.plan.roles, self.idle_by_owner, strict=True)):
             weight = len(role.ranks) / self.plan.mesh.world
@@ -146,9 +142,7 @@ class Why:
         return [c for c in self.costs if c.source == "formula" and c.seconds]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain numbers and text, for programs.
-
-        Nodes are named by role, index in its program, and name."""
+        """Return plain numbers and text, for programs; nodes are named by role, index in its program, and name."""
         return {
             "step_s": self.step_s,
             "slowed_s": self.slowed_s,
@@ -199,9 +193,7 @@ def why(
     draws: int = 100,
     seed: int = 0,
 ) -> Why:
-    """Explain the step of a plan.
-
-    Arguments and errors are those of `simulate`. `draws` and `seed` are those of the interval."""
+    """Explain the step of a plan; arguments and errors are as in `simulate`, `draws` and `seed` as in `interval`."""
     if draws < 1:
         raise PlanError(f"why(draws={draws}): at least one draw is needed")
     with no_garbage_collection():

@@ -1,4 +1,4 @@
-"""Say what the memory of a device holds at its fullest and through a step, and whether it is enough.
+"""Compute the contents of a device's memory at its fullest and through a step, and whether the memory is enough.
 
 May import: cluster.
 """

@@ -17,7 +17,7 @@ LARGE_SEGMENT = 20 << 20
 OWN_SEGMENT = 10 << 20
 ROUND_LARGE = 2 << 20
 FIRST = 0x7F0000000000
-"""The first segment has this address. Segments do not touch, so that blocks of two are never one."""
+"""The address of the first segment; segments do not touch, so blocks of two never merge."""
 
 
 def rounded(nbytes: int) -> int:
@@ -38,7 +38,6 @@ class CachedBlock:
 
     Attributes:
         address: where it begins.
-        size: its bytes.
         segment: where its segment begins.
         small: whether it is of the pool for small requests.
         requested: bytes that were asked for; 0 while it is free.
@@ -73,7 +72,8 @@ class CachingAllocator:
     def allocate(self, nbytes: int) -> tuple[CachedBlock, CachedBlock | None]:
         """Return the block for a request of more than 0 bytes, and the new segment as one block if it took one.
 
-        The smallest free block that fits is taken, the lowest of equals."""
+        The smallest free block that fits is taken, and the lowest of equal ones.
+        """
         size = rounded(nbytes)
         small = size <= SMALL
         free = self._free[small]
@@ -95,7 +95,7 @@ class CachingAllocator:
         return block, made
 
     def free(self, block: CachedBlock) -> None:
-        """Give a block back. It is joined with its free neighbours."""
+        """Free a block, and join it with its free neighbours."""
         block.requested = 0
         for other in (block.before, block.after):
             if other is not None and not other.requested:

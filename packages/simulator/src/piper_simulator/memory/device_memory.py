@@ -1,7 +1,4 @@
-"""Count device memory in use besides the plan's tensors.
-
-It is what torch's allocator reserves, the context, and communicators.
-"""
+"""Count the device memory beside the plan's tensors: the allocator's reserve, the context, and communicators."""
 
 from __future__ import annotations
 
@@ -14,31 +11,36 @@ from piper_simulator.cluster.device import Device
 
 MIB = 1 << 20
 NCCL_CHANNELS = 32
-"""NCCL has at most so many channels (MAXCHANNELS, src/include/device.h, until 2.18; later versions may have more and
-use no more between GPUs of a node)."""
+"""The most channels of NCCL (MAXCHANNELS, src/include/device.h, until 2.18).
+
+Later versions may have more and use no more between GPUs of a node.
+"""
 NCCL_SIMPLE = 4 * MIB
 NCCL_LL = 8 * 512 * 8 * 16
 NCCL_LL128 = 120 * 640 * 8 * 8
-"""A connection's buffer has so many bytes by protocol (NCCL: src/init.cc, DEFAULT_BUFFSIZE; DEFAULT_LL_BUFFSIZE: lines
-per thread, threads, steps, bytes of a line; DEFAULT_LL128_BUFFSIZE: elements per thread, threads, steps, bytes of an
-element)."""
-RECEIVED = 4
-"""A rank receives from so many connections of a channel: one of the ring, and of its tree the parent and two children.
+"""The bytes of a connection's buffer by protocol.
+
+Source: NCCL, src/init.cc, DEFAULT_BUFFSIZE; DEFAULT_LL_BUFFSIZE: lines per thread, threads, steps, bytes of a line;
+DEFAULT_LL128_BUFFSIZE: elements per thread, threads, steps, bytes of an element.
 """
+RECEIVED = 4
+"""The connections of a channel from which a rank receives: one of the ring, and the tree's parent and two children."""
 
 
 def communicator_bytes(channels: int = NCCL_CHANNELS, received: int = RECEIVED) -> int:
     """Return the bytes of the buffers of a communicator of several ranks, by NCCL's defaults.
 
-    Each connection has one buffer for each protocol where it receives. `Device.group_bytes` of the built-in devices is
-    what was measured instead: 1.27 GiB on an A100; this is 1.15."""
+    A connection has one buffer for each protocol where it receives. `Device.group_bytes` of the built-in devices was
+    measured instead: 1.27 GiB on an A100; this is 1.15.
+    """
     return channels * received * (NCCL_SIMPLE + NCCL_LL + NCCL_LL128)
 
 
 def pair_bytes(channels: int = NCCL_CHANNELS) -> int:
     """Return the bytes of the buffers of a communicator of two ranks on which one broadcasts to the other.
 
-    That is how `piper_runtime.transport.nccl` sends: a ring alone. It was not measured."""
+    `piper_runtime.transport.nccl` sends so: over a ring alone. It was not measured.
+    """
     return communicator_bytes(channels, 1)
 
 
@@ -49,7 +51,7 @@ class DeviceMemory:
     Attributes:
         allocated: tensors and what kernels hold inside, as torch's `max_memory_requested`.
         reserve: what the allocator takes from the device beyond, for rounding and unused blocks.
-        context: of CUDA, with its kernels.
+        context: memory of CUDA, with its kernels.
         groups: communicators of groups, which a profile does not see: it makes them last, and others.
         pairs: communicators of neighbours, which a profile does not see either.
     """
@@ -66,19 +68,18 @@ class DeviceMemory:
 
 
 def device_type(cluster: Cluster | None) -> DeviceType:
-    """Return whose kernels run on a cluster, as `Plan.device`.
-
-    Those of a CPU hold next to nothing inside."""
+    """Return the kind of device of a cluster, as `Plan.device`; kernels of a CPU hold next to nothing inside."""
     return "" if cluster is None or cluster.synchronous else "cuda"
 
 
 def device_memory(
     plan: Plan, role: RolePlan, peak: int, device: Device | None, allocator: AllocatorCosts | None = None
 ) -> DeviceMemory:
-    """Return what is gone on a device when the plan holds `peak` bytes.
+    """Return the bytes used on a device when the plan holds `peak` bytes.
 
     There is a communicator per channel of the role (of more than one rank). `allocator` is as measured, in place of the
-    device's factor and context. The result is the plan's own bytes when neither is given."""
+    device's factor and context. The result is the plan's own bytes when neither is given.
+    """
     if allocator is not None:
         factor, context = allocator.factor, allocator.context_bytes
     elif device is not None:

@@ -1,4 +1,4 @@
-"""Say what the bytes at a role's peak are, in the words of those who train: each byte in one line."""
+"""Break down the bytes at a role's peak into lines that people who train models know; each byte is in one line."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ LINES = (
     *("parameters", "gradients", "optimizer", "buffers", "activations", "activation_gradients", "communication_buffers"),
     *("logits_and_loss", "kernels", "update", "batch", "scalars"),
 )
-"""`gradients`: buckets. `activations`: outputs and what is saved; `activation_gradients`: of these.
-`communication_buffers`: what was received, or summed over ranks, and is not freed yet. `logits_and_loss`: of the chunk
-that computes the loss, what it saves, its gradients and what it holds while it runs. `kernels`: temporaries of any
-other chunk that runs at the peak. `update`: temporaries of the optimizer. Gathered buckets of sharded parameters are
-not there: nothing is sharded yet."""
+"""The names of the lines that add up to the peak.
+
+`gradients`: buckets. `activations`: outputs and what is saved; `activation_gradients`: of these.
+`communication_buffers`: values that were received, or summed over ranks, and are not freed yet. `logits_and_loss`: of
+the chunk that computes the loss, its saved tensors, gradients and temporaries. `kernels`: temporaries of any other
+chunk that runs at the peak. `update`: temporaries of the optimizer. There are no gathered buckets of sharded
+parameters, since nothing is sharded yet.
+"""
 
 _STATES = {"param": "parameters", "grad": "gradients", "optim": "optimizer", "buffer": "buffers"}
 _VALUES = {"activation": "activations", "gradient": "activation_gradients", "batch": "batch", "scalar": "scalars"}
 BESIDE = ("allocator_reserve", "context", "group_communicators", "pair_communicators")
-"""This is gone beside `LINES`, as in `DeviceMemory`."""
+"""The names of the lines beside `LINES`, as in `DeviceMemory`."""
 
 
 def footprint(plan: Plan, role: RolePlan, device: DeviceMemory) -> dict[str, int]:
-    """Return the bytes by `LINES`, which add up to the peak, and by `BESIDE`.
-
-    Together they add up to `device.total`."""
+    """Return the bytes by `LINES`, which add up to the peak, and by `BESIDE`; all add up to `device.total`."""
     losses = {c.id for c in plan.chunks if any(o.kind == "loss" for o in c.outputs)}
     received = _received(role)
     lines = dict.fromkeys(LINES, 0)
@@ -55,5 +56,5 @@ def _line(held: Held, received: bool, losses: set[str]) -> str:
 
 
 def largest(lines: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return the lines that are there, largest first."""
+    """Return the lines with bytes, largest first."""
     return sorted(((name, b) for name, b in lines.items() if b), key=lambda x: (-x[1], x[0]))

@@ -1,7 +1,4 @@
-"""Judge a plan that does not fit into the memory of its devices.
-
-A verdict says where, when, by how much, and what fills the memory.
-"""
+"""Judge a plan that does not fit: where, when and by how much its devices run out of memory, and what fills it."""
 
 from __future__ import annotations
 
@@ -13,9 +10,9 @@ from piper_ir.memory_owners import MemoryOwner
 from piper_ir.tools import size_text, time_text
 
 SHOWN = 3
-"""A line of text names so many owners."""
+"""The number of owners that a line of text names."""
 KEPT = 10
-"""A verdict holds so many owners."""
+"""The number of owners that a verdict holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +21,13 @@ class OomVerdict:
 
     Attributes:
         ranks: they run the same program.
-        role: their role.
         needs: bytes on the device at the fullest moment.
-        limit: what the device has.
+        limit: bytes of the device.
         fullest: the instruction of that moment.
         at: the first instruction that needs more than there is; the program fails here.
-        instr: its index; -1 when what is there from the start does not fit.
-        time_s: seconds after the step begins; 0 when what is there from the start does not fit.
-        owners: what fills the memory at the fullest moment, largest first.
+        instr: its index; -1 when the initial bytes do not fit.
+        time_s: seconds after the step begins; 0 when the initial bytes do not fit.
+        owners: the largest owners of memory at the fullest moment, in order.
         beside: bytes there that are no tensors (`DeviceMemory`).
     """
 
@@ -79,7 +75,7 @@ class OomVerdict:
 
 
 def too_much(rank: int, role: str, needs: int, limit: int, fullest: str, filled: Iterable[str]) -> str:
-    """Say why a plan does not fit, as simulations and searches do."""
+    """Return why a plan does not fit, in the words of simulations and searches."""
     return (
         f"rank {rank} ({role}) needs {size_text(needs)}, {size_text(needs - limit)} more than the limit of {size_text(limit)}; "
         f"fullest in {fullest}: {', '.join(filled)}"
@@ -87,5 +83,5 @@ def too_much(rank: int, role: str, needs: int, limit: int, fullest: str, filled:
 
 
 def first_of(verdicts: Sequence[OomVerdict]) -> OomVerdict | None:
-    """Return the verdict on what happens first."""
+    """Return the verdict whose failure comes first."""
     return min(verdicts, key=lambda v: (v.time_s, v.ranks[0]), default=None)

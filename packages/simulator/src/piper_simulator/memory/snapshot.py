@@ -2,9 +2,9 @@
 
 torch's memory visualiser draws it (pytorch.org/memory_viz; `python -m torch.cuda._memory_viz`). Sizes are the bytes
 that are asked for, as torch records them; together they are at most the peak of the plan, at its fullest moment.
-Addresses are those of `CachingAllocator`. A block's frames say what it is: the value or state with its category, then
-the node that makes it, with the index of its instruction as the line. Context and communicators are not there: they are
-no memory of the allocator's.
+Addresses are those of `CachingAllocator`. A block's frames name it: the value or state with its category, then the node
+that makes it, with the index of its instruction as the line. Context and communicators are missing, since they are no
+memory of the allocator.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from piper_ir.plan import Part, Plan, RolePlan
 from piper_simulator.memory.caching_allocator import CachedBlock, CachingAllocator
 
 Snapshot = dict[str, Any]
-"""A snapshot has `segments` at the end of the step, `device_traces` with what happened on one device, and settings."""
+"""A snapshot with `segments` at the end of the step, `device_traces` of the events on one device, and settings."""
 
 Frames = list[dict[str, Any]]
 
@@ -26,7 +26,8 @@ def snapshot(plan: Plan, role: RolePlan, spans: Sequence[tuple[float, float]]) -
     """Return the snapshot of a role.
 
     `spans` are start and end of each instruction of the role, in seconds. Values are allocated when their instruction
-    starts and freed when it ends; states are there before."""
+    starts and freed when it ends; states are there before.
+    """
     log = _Log()
     for state in role.states:
         log.allocate(state.id, state.nbytes, state.category, "before the step", -1)
@@ -50,9 +51,7 @@ def _run(log: _Log, plan: Plan, step: MemoryStep, start: int, end: int) -> None:
 
 
 def _run_part(log: _Log, plan: Plan, step: MemoryStep, use: PartUse[Part]) -> None:
-    """Allocate what the part writes, and at its fullest moment what it holds beside.
-
-    That is temporaries, or less of the inputs than it was given."""
+    """Allocate the part's writes and, at its fullest moment, its temporaries, or free inputs that it gives back."""
     part, beside = use.part, use.beside
     for v in part.frees:
         if beside >= 0:
@@ -70,7 +69,7 @@ def _run_part(log: _Log, plan: Plan, step: MemoryStep, use: PartUse[Part]) -> No
 
 
 class _Log:
-    """Log what the allocator is asked for, at `time_us`."""
+    """Log the requests to the allocator, at `time_us`."""
 
     def __init__(self) -> None:
         self.time_us = 0
@@ -86,7 +85,7 @@ class _Log:
         self.allocate(value, found.nbytes, found.category, instr, index)
 
     def allocate(self, name: str, nbytes: int, category: str, instr: str, index: int) -> None:
-        """Allocate for a name. What has no bytes asks for none."""
+        """Allocate bytes for a name, unless there are none."""
         frames = [{"filename": category, "line": 0, "name": name}, {"filename": "plan", "line": max(index, 0), "name": instr}]
         block: CachedBlock | None = None
         if nbytes:

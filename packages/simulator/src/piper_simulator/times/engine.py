@@ -2,7 +2,7 @@
 
 The rules are those of `piper_ir.timing`, which sweeps the same plan in a fixed order instead; a property test holds the
 two against each other. With `flows`, what runs at the same time slows each other down: an instruction then takes its
-duration only where nothing else runs beside it (`piper_simulator.contention.rates`). The sweep knows no such thing.
+duration only where nothing else runs beside it (`piper_simulator.contention.rates`). The sweep has no contention.
 
 The engine is deterministic: processes start in plan order, and SimPy handles events of one moment in the order in which
 they were made.
@@ -37,22 +37,23 @@ def run_engine(
     """Return the times of each of `steps` steps that follow each other without a barrier.
 
     They are seconds since the start of the first step. `durations` are per node, a group taking that of its first
-    member; `latency` is that of a point-to-point transfer, `issue` is per instruction. `flows` say for each group what
-    it asks of links and devices, and its duration (0 where that in `durations` is); None: nothing is shared."""
+    member; `latency` is that of a point-to-point transfer, `issue` is per instruction. `flows` give for each group its
+    load on links and devices, and its duration (0 for that in `durations`); None: nothing is shared.
+    """
     engine = _Engine(prepared, durations, latency, issue, steps, flows)
     engine.env.run()
     return engine.finish()
 
 
 PERIOD_STEPS = 6, 16
-"""So many steps are run to see them repeat, at first and then."""
+"""The numbers of steps that are run to see them repeat, first the one, then the other."""
 
 
 def period(prepared: Prepared, durations: Sequence[float], flows: Sequence[Flow], *, latency: float, issue: float) -> float:
-    """Return the period as `piper_ir.steady_state.period` does, but under contention: run steps until they repeat, to 1e-9.
+    """Return the period as `piper_ir.steady_state.period` does, but under contention.
 
-    Steps count as long as every stream has more to come, since afterwards there is less to share with. Where a stream
-    runs so far ahead that hardly any step does, all count.
+    Steps run until they repeat, to 1e-9. They count as long as every stream has more to come, since afterwards there is
+    less to share with. Where a stream runs so far ahead that hardly any step is left, all count.
     """
     last = [nodes[-1] for nodes in prepared.streams]
     host = host_seconds(prepared, issue)
@@ -70,7 +71,7 @@ def period(prepared: Prepared, durations: Sequence[float], flows: Sequence[Flow]
 
 @dataclass(slots=True, eq=False)
 class _Counter:
-    """Count up, remember when, and wake who waits for a number."""
+    """Count up, remember the times, and wake those who wait for a number."""
 
     at: list[float] = field(default_factory=list)
     waiting: dict[int, list[Event]] = field(default_factory=dict)
@@ -84,9 +85,10 @@ class _Counter:
 
 @dataclass(slots=True, eq=False)
 class _Stream(_Counter):
-    """Count what is done for waiters.
+    """Count the finished instructions of a stream for its waiters.
 
-    `pending` is what has ended and is not done, oldest first: whether it is itself under way."""
+    `pending` has those that have ended and are not done, oldest first, each with whether it is itself under way.
+    """
 
     pending: deque[bool] = field(default_factory=deque)
 
@@ -97,9 +99,7 @@ class _Stream(_Counter):
         arrival.callbacks.append(lambda _: self._arrive(env.now))
 
     def _arrive(self, now: float) -> None:
-        """Count the oldest transfer under way as arrived.
-
-        With it arrives what ended behind it and only had to keep the order."""
+        """Count the oldest transfer under way as arrived, with everything behind it that only had to keep the order."""
         self.pending.popleft()
         self.count(now)
         while self.pending and not self.pending[0]:
@@ -109,9 +109,7 @@ class _Stream(_Counter):
 
 @dataclass(slots=True, eq=False)
 class _Meeting:
-    """Start a group of nodes together.
-
-    The last to come runs it and lets the others go."""
+    """Start a group of nodes together: the last to come runs it and lets the others go."""
 
     env: Environment
     size: int
@@ -122,7 +120,7 @@ class _Meeting:
     gate: Event | None = None
 
     def come(self) -> Event | None:
-        """Return what to wait for; None for the last, who must run the group."""
+        """Return the event to wait for; None for the last, who must run the group."""
         self.came += 1
         if self.came == self.size:
             return None
@@ -131,9 +129,7 @@ class _Meeting:
         return self.gate
 
     def end(self, start: float) -> None:
-        """End the group, which ran from `start` to now.
-
-        A next step finds the meeting as new."""
+        """End the group, which ran from `start` to now, and reset the meeting for the next step."""
         gate, self.gate, self.came, self.start = self.gate, None, 0, start
         if gate is not None:
             gate.succeed()
@@ -142,8 +138,9 @@ class _Meeting:
 class _Shared:
     """Run activities at the rates of a pool.
 
-    A timer that was set for one which then became slower looks again at its new end; one for which a nearer timer has
-    been set since does nothing."""
+    A timer whose activity became slower looks again at its new end; a timer after which a nearer one was set does
+    nothing.
+    """
 
     def __init__(self, env: Environment, roles: int) -> None:
         self.env = env
@@ -258,21 +255,16 @@ class _Engine:
                     stream.count(env.now)
 
     def _role(self, nodes: Sequence[int]) -> int:
-        """Return the role of a stream's nodes."""
         return next(r for r, after in enumerate(self.prepared.offsets[1:]) if nodes[0] < after)
 
     def _work(self, nodes: Sequence[int]) -> tuple[list[float], list[_Meeting | None]]:
-        """Return for each node its duration and its group's meeting.
-
-        Members of a group share the duration of the first."""
+        """Return for each node its duration and its group's meeting; all members have the duration of the first."""
         group_of, groups = self.prepared.group_of, self.prepared.groups
         durations = [self.durations[node if group_of[node] < 0 else groups[group_of[node]][0]] for node in nodes]
         return durations, [None if group_of[node] < 0 else self.meetings[group_of[node]] for node in nodes]
 
     def _needs(self, nodes: Sequence[int]) -> list[list[tuple[_Counter, int, int]]]:
-        """Return for each node the counters that must reach a number.
-
-        The number grows by the third entry with each step."""
+        """Return for each node the counters that must reach a number, which grows by the third entry with each step."""
         prepared = self.prepared
         role = self._role(nodes)
         first, size = prepared.offsets[role], self._instructions(role)

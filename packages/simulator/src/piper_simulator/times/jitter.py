@@ -1,18 +1,18 @@
 """Say how a step is spread when durations vary from one time to the next.
 
-Law: each time that it runs, an instruction of the compute stream, or a message, takes its duration times a number of
-its own, lognormal with mean 1 and the given coefficient of variation c: exp(N(-s^2 / 2, s^2)) with s^2 = ln(1 + c^2).
+Law: each time that it runs, an instruction of the compute stream, or a message, takes its duration times an independent
+number, lognormal with mean 1 and the given coefficient of variation c: exp(N(-s^2 / 2, s^2)) with s^2 = ln(1 + c^2).
 Healthy clusters show steps whose c is 0.05 to 0.5 %: 0.05 % between repeated runs of one configuration on 512 GPUs
 (vTrain, https://github.com/VIA-Research/vTrain), 0.19 % over the steps of NVIDIA's DGX Cloud benchmarks on 256 GPUs,
 0.5 % on two L4 (Mist, arXiv 2503.19050).
 
-Every rank draws for itself, also where a role stands for many: what they meet for waits for the latest of them, which
+Every rank draws for itself, also where a role stands for many. A collective waits for the latest of its members, which
 is why more replicas make a step longer. So ranks are timed apart, by the sweep of `piper_ir.timing`: twice per
 repetition, once for a step alone and once for the next of steps that follow each other. Of very many ranks only some
-replicas are (`MOST`), and what is lost is said: the latest of few is earlier than the latest of all.
+replicas are timed (`MOST`), and a note says so: the latest of few is earlier than the latest of all.
 
-Durations vary around what they last in the step alone, under contention as far as there is any: who shares with whom
-does not change with them. What the host needs to issue instructions does not vary.
+Durations vary around those in the step alone, with contention if there is any: which messages share links does not
+change with them. The host's time to issue instructions does not vary.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from piper_simulator.durations.instances import instances
 from piper_simulator.times.splitting import SplitPlan, each_rank
 
 MOST = 2_000_000
-"""So many instructions are timed, in all repetitions together: some seconds. At least two replicas are timed."""
+"""The most instructions that are timed in all repetitions, which takes some seconds; at least two replicas are."""
 MOST_REPETITIONS, FEW_REPETITIONS = 100_000, 200
-"""More of them say nothing more of a percentile; so few are timed of any plan."""
+"""The most repetitions, beyond which a percentile gains nothing, and the fewest that are timed of any plan."""
 MOST_JITTER = 10.0
-"""Durations vary by less than 1 % on a healthy machine; with larger numbers than this a lognormal law says nothing."""
+"""The largest jitter that is accepted: durations vary by less than 1 % on a healthy machine."""
 WARM_UP = 3
-"""So many steps come before those whose seconds count as of steady state."""
+"""The number of steps before those whose seconds count as steady state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
     """Hold percentiles 5, 50 and 95, mean and standard deviation of seconds.
 
-    The standard deviation is that of the sample; 0 of one."""
+    The standard deviation is that of the sample, and 0 for a single value.
+    """
 
     p5: float
     median: float
@@ -62,10 +63,9 @@ class Distribution:
         period_s: seconds between the ends of steps that follow each other.
         jitter: the coefficient of variation.
         repetitions: how many.
-        seed: of the draws.
         ranks: those that drew for themselves.
         world: all ranks.
-        note: what is lost where not all drew, else empty.
+        note: a remark if not all ranks drew, else empty.
     """
 
     step_s: Percentiles
@@ -84,9 +84,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class TimedPlan:
-    """Hold what varies: `durations` per node of the plan of `parts`, as they last.
-
-    `latency` and `issue`, in seconds, do not vary."""
+    """Hold `durations` per node of the plan of `parts`, which vary; `latency` and `issue`, in seconds, do not."""
 
     plan: Plan
     parts: SplitPlan
@@ -97,9 +95,10 @@ class TimedPlan:
 
 
 def distribution(held: TimedPlan, jitter: float, *, seed: int = 0, repetitions: int = 200) -> Distribution:
-    """Draw durations and return how the step is spread. Equal arguments give equal numbers.
+    """Return how the step is spread over random durations; equal arguments give equal numbers.
 
-    PlanError: a jitter or repetitions out of range."""
+    Raises PlanError for a jitter or repetitions out of range.
+    """
     if isinstance(jitter, bool) or not isinstance(jitter, int | float) or not 0 <= jitter <= MOST_JITTER:
         raise PlanError(f"jitter is {jitter!r}; a coefficient of variation from 0 to {MOST_JITTER:g} is needed, e.g. 0.05")
     if type(repetitions) is not int or not 1 <= repetitions <= MOST_REPETITIONS:
@@ -137,7 +136,7 @@ def _check_length(held: TimedPlan, left_out: frozenset[int], repetitions: int) -
 
 
 def _varied(prepared: Prepared, durations: Sequence[float], jitter: float, random: Random) -> Iterator[list[float]]:
-    """Yield durations, drawn anew each time: of compute each on its own, of a message once for all its members."""
+    """Yield new random durations each time: for compute one per node, for a message one for all its members."""
     variance = log(1 + jitter**2)
     mean, sigma, gauss = -variance / 2, variance**0.5, random.gauss
     first = {members[0] for members in prepared.groups}
@@ -150,9 +149,10 @@ def _varied(prepared: Prepared, durations: Sequence[float], jitter: float, rando
 
 
 def _left_out(held: TimedPlan, repetitions: int) -> frozenset[int]:
-    """Return the ranks of replicas that are not timed, so that no more than `MOST` instructions are.
+    """Return the ranks of replicas that are not timed, so that at most `MOST` instructions are.
 
-    One of each sort of replica stays, and at least two."""
+    At least two replicas stay, and one of each sort.
+    """
     plan, role_of = held.plan, held.parts.role_of
     replicas: dict[int, list[int]] = {}
     for rank in range(plan.mesh.world):

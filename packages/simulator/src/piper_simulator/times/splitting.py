@@ -1,15 +1,15 @@
 """Split roles into ranks that behave alike, for timing.
 
-A slow rank or link, or another kind of device, holds up those that wait for it and no others. Ranks are alike when they
-run the same role on the same kind of device, equally slow, and when what they meet over each channel is alike: as many
-members in the same places, over the same links, of classes that are alike in turn. That is the coarsest such partition,
-found by refinement: ranks and instances of channels (and, where links are shared, the links) get colours by what they
-are, and new ones by the colours of their neighbours, until no class falls apart any more. Members of a class do the
-same at the same time: by induction over the instructions, and max-min fair shares are unique, so that equal messages
-get equal ones. Hence a simulation of the classes is the one of all ranks, at the cost of the classes.
+A slow rank or link, or another kind of device, delays only those that wait for it. Ranks are alike when they run the
+same role on the same kind of device, equally slow, and when their instances of each channel are alike: as many members
+in the same places, over the same links, of classes that are alike in turn. That is the coarsest such partition, found
+by refinement: ranks and instances of channels (and, where links are shared, the links) get colours by what they are,
+and new ones by the colours of their neighbours, until no class falls apart any more. Members of a class do the same at
+the same time: by induction over the instructions, and max-min fair shares are unique, so that equal messages get equal
+ones. Hence a simulation of the classes is the one of all ranks, at the cost of the classes.
 
 The split plan is a plan of the same ranks, in which each class is a role, and the instances of a channel that meet in
-the same classes are a channel. It is for timing: memory, buckets and what runs are those of the plan itself.
+the same classes are a channel. It is for timing only: memory, buckets and execution are those of the plan itself.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class SplitPlan:
     """Hold a plan with a role for each class of ranks.
 
     Attributes:
-        plan: the split plan; the plan itself where no role falls apart.
-        of: for each role of it the index of the role in the plan that was split.
+        plan: the split plan; the plan itself where no role is split.
+        of: for each of its roles the index of the role in the original plan.
         role_of: for each rank the index of its role in `plan`; -1 for a rank that was left out.
     """
 
@@ -44,8 +44,9 @@ class SplitPlan:
 def split(plan: Plan, cluster: Cluster | None, *, shared: bool) -> SplitPlan:
     """Split the roles of a plan by what differs on a cluster.
 
-    `shared`: messages share links (contention), so that it also matters who else uses them. A class is called by its
-    first rank, "pp0/3"; so is the channel of an instance, by its first member."""
+    With `shared`, messages share links (contention), so that the other users of a link matter, too. A class is named
+    after its first rank, "pp0/3"; so is the channel of an instance, after its first member.
+    """
     if cluster is None or plan.mesh.world == len(plan.roles) or plan.mesh.world > cluster.devices:
         return _whole(plan)
     meetings = _meetings(plan)
@@ -54,9 +55,10 @@ def split(plan: Plan, cluster: Cluster | None, *, shared: bool) -> SplitPlan:
 
 
 def each_rank(plan: Plan, left_out: frozenset[int] = frozenset()) -> SplitPlan:
-    """Make every rank a role of its own, but for those that are left out.
+    """Make every rank a role of its own, except those that are left out.
 
-    The other members of a channel meet without these. A transfer needs both its ends."""
+    The other members of a channel meet without these; a transfer needs both its ends.
+    """
     return _by_colours(plan, _meetings(plan), [-1 if r in left_out else r for r in range(plan.mesh.world)])
 
 
@@ -81,7 +83,6 @@ def _meetings(plan: Plan) -> list[_Meeting]:
 
 
 def _refined(plan: Plan, cluster: Cluster, meetings: Sequence[_Meeting], shared: bool) -> list[int]:
-    """Return the colour of each rank."""
     graph = _Graph(plan, cluster, meetings)
     if shared:
         graph.add_links(wiring(cluster))
@@ -89,9 +90,7 @@ def _refined(plan: Plan, cluster: Cluster, meetings: Sequence[_Meeting], shared:
 
 
 class _Graph:
-    """Hold a graph of the ranks, the instances of channels, and the links that these pass through.
-
-    Each is beside those that it touches."""
+    """Hold a graph in which ranks, instances of channels, and links are neighbours of what they touch."""
 
     def __init__(self, plan: Plan, cluster: Cluster, meetings: Sequence[_Meeting]) -> None:
         world, role_of = plan.mesh.world, _whole(plan).role_of
@@ -122,10 +121,11 @@ class _Graph:
                 self._times[link].append(times)
 
     def seen(self, node: int, colours: Sequence[int]) -> Hashable:
-        """Return what a node sees of its neighbours.
+        """Return the colours that a node sees at its neighbours.
 
-        A transfer has two ends. The others wait for the last of their members: how many there are of a class does not
-        matter, but where they share links it is seen there."""
+        A transfer has two ends. Other instances wait for the last of their members: the number of members of a class
+        does not matter to them, but it does to the links that they share, which see it.
+        """
         around = [colours[n] for n in self.neighbours[node]]
         if node < self._world:
             return tuple(sorted(around))
@@ -140,15 +140,16 @@ class _Graph:
 def refined(
     first: Iterable[Hashable], neighbours: Sequence[Sequence[int]], seen: Callable[[int, Sequence[int]], Hashable]
 ) -> list[int]:
-    """Return the coarsest partition of a graph's nodes whose classes see the same: per node its colour.
+    """Return the colour of each node in the coarsest partition of a graph whose classes see the same.
 
-    This is colour refinement; nodes that cannot be told apart have the same colour. `first`: what each node is by
-    itself. `neighbours`: the nodes that it looks at, which look at it. `seen(node, colours)`: what it sees there. That
-    must differ where a neighbour's colour is one that it did not see before, and must not depend on the order of
+    This is colour refinement; nodes that cannot be told apart have the same colour. `first` is what each node is by
+    itself, `neighbours` the nodes that it looks at, which look at it, and `seen(node, colours)` what it sees there.
+    That must differ where a neighbour's colour is one that it did not see before, and must not depend on the order of
     neighbours of equal colour.
 
-    A round looks at the neighbours of what got a new colour. Of a class that falls apart those that saw nothing new,
-    else the most numerous, keep the colour: their neighbours need not be looked at again."""
+    A round looks at the neighbours of nodes with a new colour. When a class is split, the nodes that saw nothing new,
+    else the most numerous, keep the colour: their neighbours need not be looked at again.
+    """
     known: dict[Hashable, int] = {}
     colours = [known.setdefault(thing, len(known)) for thing in first]
     size = [0] * len(known)
@@ -175,7 +176,7 @@ def refined(
 
 
 def _nodes_by_colour(nodes: Iterable[int], colours: Sequence[int], size: Sequence[int]) -> dict[int, list[int]]:
-    """Group nodes by colour, without those that are alone in their class."""
+    """Return nodes by colour, without those that are alone in their class."""
     out: dict[int, list[int]] = {}
     for node in nodes:
         if size[colours[node]] > 1:
@@ -184,7 +185,7 @@ def _nodes_by_colour(nodes: Iterable[int], colours: Sequence[int], size: Sequenc
 
 
 def _by_colours(plan: Plan, meetings: Sequence[_Meeting], ranks: Sequence[int]) -> SplitPlan:
-    """Return the plan with a role per colour of ranks; those of colour -1 are left out."""
+    """Return the plan with a role per colour of ranks, without ranks of colour -1."""
     own: dict[int, list[int]] = {}
     for rank, colour in enumerate(ranks):
         own.setdefault(colour, []).append(rank)
@@ -211,9 +212,10 @@ def _by_colours(plan: Plan, meetings: Sequence[_Meeting], ranks: Sequence[int]) 
 def _channels(
     plan: Plan, meetings: Sequence[_Meeting], ranks: Sequence[int], names: dict[int, str], role_at: dict[int, str]
 ) -> tuple[list[Channel], dict[int, dict[str, str]]]:
-    """Return the channels between classes, and for each class the name there of each channel of the plan.
+    """Return the channels between classes, and for each class its names of the plan's channels.
 
-    `role_at`: per class its role."""
+    `role_at` has the role of each class.
+    """
     found: dict[tuple[int, tuple[int, ...]], int] = {}
     for m in meetings:
         there = [r for r in m.members if ranks[r] >= 0]
@@ -236,16 +238,14 @@ def _channels(
 
 
 def _part(role: RolePlan, name: str, ranks: tuple[int, ...], channels: dict[str, str]) -> RolePlan:
-    """Return a role of some of the ranks, with the channels as they are called there."""
+    """Return a role of some of the ranks, with new names of channels."""
     renamed = any(old != new for old, new in channels.items())
     program = tuple([_on(instr, channels) for instr in role.program]) if renamed else role.program
     return replace(role, role=name, ranks=ranks, program=program)
 
 
 def _on(instr: Instr, channels: dict[str, str]) -> Instr:
-    """Return an instruction with its message on the channel as it is called here.
-
-    What computes is the same object, which costs are looked up by."""
+    """Return an instruction with its channel's new name; compute stays the same object, by which costs are found."""
     part = instr.parts[0]
     if not isinstance(part.op, COMM):
         return instr

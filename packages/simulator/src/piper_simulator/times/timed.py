@@ -1,7 +1,4 @@
-"""Time a plan's steps, with contention or without.
-
-Everything that explains or reports a simulation rests on these times.
-"""
+"""Time a plan's steps, with contention or without, for all explanations and reports."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ class Timed:
     Attributes:
         first: times of the step alone.
         last: times of the last of several.
-        durations: per node, as long as it took in the step alone.
-        period_s: per step in steady state.
+        durations: duration of each node in the step alone.
+        period_s: seconds per step in steady state.
         slowed_s: how much longer compute took than alone, on the role where that was most; None without contention.
     """
 
@@ -41,15 +38,16 @@ class Timed:
 def contention_applies(plan: Plan, cluster: Cluster | None) -> bool:
     """Return whether contention counts.
 
-    Nothing is shared where all durations are given or there is no cluster, and on a CPU the cost model has counted it
-    already."""
+    It does not if all durations are given or there is no cluster, and on a CPU the cost model has counted it already.
+    """
     return cluster is not None and not cluster.synchronous and not given_only(plan)
 
 
 def shared_flows(plan: Plan, cluster: Cluster | None, prepared: Prepared, work: Sequence[Work]) -> list[Flow] | None:
-    """Return what messages ask for; None where contention does not count, or no message slows anything down.
+    """Return the loads of messages; None where contention does not count, or no message slows anything down.
 
-    `work` is per node. Errors are those of `piper_simulator.contention.flows.message_flows`."""
+    `work` is per node. Errors are those of `piper_simulator.contention.flows.message_flows`.
+    """
     if cluster is None or not contention_applies(plan, cluster):
         return None
     found = message_flows(plan, prepared, work, wiring(cluster))
@@ -57,9 +55,7 @@ def shared_flows(plan: Plan, cluster: Cluster | None, prepared: Prepared, work: 
 
 
 def step_alone(prepared: Prepared, work: Sequence[Work], flows: Sequence[Flow] | None, *, latency: float, issue: float) -> Times:
-    """Return the times of one step from a common start.
-
-    `flows` are as in `shared_flows`; without them the sweep gives the times, which the engine equals."""
+    """Return the times of one step from a common start, given `flows` of `shared_flows`; without them by the sweep."""
     durations = _alone(prepared, work, flows)
     if flows is None:
         return timing.sweep(prepared, durations, latency=latency, issue=issue)
@@ -69,9 +65,10 @@ def step_alone(prepared: Prepared, work: Sequence[Work], flows: Sequence[Flow] |
 def time_steps(
     prepared: Prepared, work: Sequence[Work], flows: Sequence[Flow] | None, *, latency: float, issue: float, steps: int = 1
 ) -> Timed:
-    """Run the engine for the steps, for the period under contention, and for a step alone.
+    """Return the times of several steps and of a step alone, and the period under contention.
 
-    A next step would slow the end of that one down. `flows` are as in `shared_flows`; the rest is as in `run_engine`.
+    A step is run alone, too, because a next step would slow down its end. `flows` are as in `shared_flows`; the rest is
+    as in `run_engine`.
     """
     durations = _alone(prepared, work, flows)
     if flows is None:
@@ -92,9 +89,7 @@ def time_steps(
 
 
 def _alone(prepared: Prepared, work: Sequence[Work], flows: Sequence[Flow] | None) -> list[float]:
-    """Return the uncontended duration per node.
-
-    Messages limited to few SMs are slower even when alone, so their flow's duration is used."""
+    """Return the uncontended duration per node, which for messages limited to few SMs is that of their flow."""
     durations = [w.seconds for w in work]
     for members, flow in zip(prepared.groups, flows or ()):
         durations[members[0]] = flow.seconds
