@@ -166,20 +166,21 @@ class Order:
                 for role, nodes in chains.items():
                     before = last.get(role)
                     for node in nodes:
-                        if before is not None and (pair := (before, node)) not in edges:
-                            edges[pair] = applied
+                        if before is not None:
+                            edges.setdefault((before, node), applied)
                         before = node
                     last[role] = nodes[-1]
 
     def _items(self) -> Iterator[tuple[Where, ...]]:
         """Yield the places of the order: one selection each, or those of an overlap."""
-        if not self.overlaps:
-            yield from ((selection,) for selection in self.selections)
-            return
+        return (self.selections[first:end] for first, end in self._ranges())
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield for each place of the order which selections it has."""
         numbers, k = dict(self.overlaps), 0
         while k < len(self.selections):
             n = numbers.get(k, 1)
-            yield self.selections[k : k + n]
+            yield k, k + n
             k += n
 
     def _selected(self, graph: Graph) -> list[list[_Chains]]:
@@ -187,13 +188,16 @@ class Order:
 
         Selections that may be missing and are missing are left out.
         """
-        return graph.kept(self, lambda: [[c for s in item if (c := self._chains(graph, s))[1]] for item in self._items()])
+        return graph.kept(self, lambda: self._by_item(graph))
 
-    def _chains(self, graph: Graph, selection: Where) -> _Chains:
-        found = graph.chains(selection)
-        if not found and (self.missing != "skip" or not has_no_such_phase(graph, selection)):
-            compute_nodes(self, graph, selection)  # says that there are none
-        return selection, found
+    def _by_item(self, graph: Graph) -> list[list[_Chains]]:
+        each: list[_Chains] = list(zip(self.selections, graph.chains(self.selections), strict=True))
+        for selection, found in each:
+            if not found and (self.missing != "skip" or not has_no_such_phase(graph, selection)):
+                compute_nodes(self, graph, selection)  # says that there are none
+        if not self.overlaps:
+            return [[pair] for pair in each if pair[1]]
+        return [[pair for pair in each[first:end] if pair[1]] for first, end in self._ranges()]
 
 
 def has_no_such_phase(graph: Graph, selection: Where) -> bool:

@@ -13,7 +13,7 @@ given.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -90,7 +90,7 @@ class Scheduler:
         heads = [rank * self.each + self.stages + stage for rank, stage in kinds]
         self.group: list[Group] = [heads[k] + self.stages * mb for k, mb in zip(deps.of, deps.mb, strict=True)]
         self.along = deps.column(_along(graph, nodes, kinds))
-        self.collectives = {k: n.op for k, n in enumerate(nodes) if isinstance(n.op, Collective)}
+        self.collective = deps.column([n.op if isinstance(n.op, Collective) else None for n in nodes])
         self.free = {self.group[i] for i in deps.ordered if kinds[deps.of[i]][0] == FORWARD}
         """Forwards that an order mentions."""
         self.limit = _limits(graph, deps, kinds)
@@ -99,6 +99,7 @@ class Scheduler:
             if backward:
                 left, key = self.roles[self.role_of[i]].left, self.group[i] % self.each
                 left[key] = left.get(key, 0) + 1
+        self.spans = deps.spans
         self.events: list[tuple[float, int, int]] = []
         self.sequence: list[int] = []
         self.arrived: dict[tuple[Collective, int, int], list[int]] = {}
@@ -106,13 +107,14 @@ class Scheduler:
 
     def run(self) -> list[int]:
         waiting: list[int] = np.bincount(self.deps.target, minlength=len(self.deps.comm)).tolist()
-        after, events, role_of, comm = self.deps.after, self.events, self.role_of, self.deps.comm
+        after, events, comm, backward = self.deps.after, self.events, self.deps.comm, self.backward
+        roles, role_of, ready, communicate = self.roles, self.role_of, self._ready, self._communicate
         now, done = 0.0, 0
         dirty = set(range(len(self.roles)))
         over: list[int] = []
         for i, n in enumerate(waiting):
             if n == 0:
-                self._communicate(i, now, over) if comm[i] else self._ready(i)
+                communicate(i, now, over) if comm[i] else ready(i)
         while True:
             if dirty:
                 self._start(dirty, now)
@@ -126,16 +128,19 @@ class Scheduler:
                 continue
             for i in over:  # which grows by what takes no time
                 if not comm[i]:
-                    self._finish(i)
+                    role = roles[role_of[i]]
+                    role.busy = False
                     dirty.add(role_of[i])
+                    if backward[i]:
+                        self._finish(role, self.group[i] % self.each)
                 for j in after[i]:
-                    left = waiting[j] = waiting[j] - 1
-                    if left:
+                    waiting[j] -= 1
+                    if waiting[j]:
                         continue
                     if comm[j]:
-                        self._communicate(j, now, over)
+                        communicate(j, now, over)
                     else:
-                        self._ready(j)
+                        ready(j)
                         dirty.add(role_of[j])
             done += len(over)
             over.clear()
@@ -145,8 +150,7 @@ class Scheduler:
 
     def _ready(self, i: int) -> None:
         """Let a node that computes start when its role has nothing better to do."""
-        spans = self.deps.spans
-        if i in spans and spans[i][0] != i:
+        if self.spans and self.spans.get(i, (i,))[0] != i:
             return  # the first node of a span stands for it
         role, group = self.roles[self.role_of[i]], self.group[i]
         waiting = role.ready.get(group)
@@ -162,18 +166,8 @@ class Scheduler:
 
         `over`: what is done by now.
         """
-        op = self.collectives.get(self.deps.of[i])
-        members = [i]
-        if op is not None:
-            use = op, self.deps.mb[i], self.role_of[i]
-            nth = self.turns[use] = self.turns.get(use, -1) + 1
-            members = self.arrived.setdefault((op, self.deps.mb[i], nth), [])
-            members.append(i)
-            if len(members) < len(self.graph.channels[op.channel].roles):
-                return
-            members.sort()
-        sequence = self.sequence
-        for j in members:
+        op, sequence = self.collective[i], self.sequence
+        for j in (i,) if op is None else self._met(i, op):
             sequence.append(j)
             end = now + self.seconds[j]
             if end > now:
@@ -181,8 +175,16 @@ class Scheduler:
             else:
                 over.append(j)
 
+    def _met(self, i: int, op: Collective) -> Sequence[int]:
+        """Return the members of a collective when this one is the last of them, else none."""
+        use = op, self.deps.mb[i], self.role_of[i]
+        nth = self.turns[use] = self.turns.get(use, -1) + 1
+        members = self.arrived.setdefault((op, self.deps.mb[i], nth), [])
+        members.append(i)
+        return sorted(members) if len(members) == len(self.graph.channels[op.channel].roles) else ()
+
     def _start(self, dirty: set[int], now: float) -> None:
-        sequence = self.sequence
+        sequence, events = self.sequence, self.events
         for r in sorted(dirty) if len(dirty) > 1 else dirty:
             role = self.roles[r]
             if role.busy or (group := self._choose(role)) is None:
@@ -194,9 +196,9 @@ class Scheduler:
             role.current = group
             role.busy = True
             end = now + self.seconds[i]
-            for j in self.deps.spans.get(i, (i,)):
+            for j in self.spans.get(i, (i,)) if self.spans else (i,):
                 sequence.append(j)
-                heappush(self.events, (end, len(sequence), j))
+                heappush(events, (end, len(sequence), j))
         dirty.clear()
 
     def _choose(self, role: _Role) -> Group | None:
@@ -246,15 +248,12 @@ class Scheduler:
         if role.gated.get(stage):
             heappush(role.groups, heappop(role.gated[stage]))
 
-    def _finish(self, i: int) -> None:
-        role = self.roles[self.role_of[i]]
-        role.busy = False
-        if self.backward[i]:
-            key = self.group[i] % self.each
-            left = role.left[key] = role.left[key] - 1
-            if not left:
-                role.open[key % self.stages] -= 1
-                self._ungate(role, key % self.stages)
+    def _finish(self, role: _Role, key: int) -> None:
+        """Count a backward node of a stage and microbatch, after whose last one another forward may start."""
+        left = role.left[key] = role.left[key] - 1
+        if not left:
+            role.open[key % self.stages] -= 1
+            self._ungate(role, key % self.stages)
 
 
 def _kinds(nodes: tuple[Node, ...]) -> list[tuple[int, int]]:
