@@ -6,7 +6,7 @@ microbatches. Edges between nodes are found once for all microbatches, as column
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import TypeVar
@@ -74,7 +74,7 @@ def dependencies(graph: Graph) -> Dependencies:
     """Find all edges, in time linear in their number."""
     found = _Edges(graph)
     nodes, starts = found.nodes, found.starts
-    of: list[int] = np.repeat(np.arange(len(nodes)), int_array(len(node.each) for node in nodes)).tolist()
+    of: list[int] = np.repeat(np.arange(len(nodes)), int_array([len(node.each) for node in nodes])).tolist()
     mb = list(chain.from_iterable([node.each for node in nodes]))
     kinds = [isinstance(n.op, COMM) for n in nodes]
     pairs = found.pairs(graph.order_edges)
@@ -105,9 +105,9 @@ def meeting(a: Node, b: Node) -> tuple[Ints, Ints]:
     What belongs to the whole step meets all.
     """
     if a.mbs is None or b.mbs is None:
-        n = max(len(a.each), len(b.each))
-        theirs, mine = [np.repeat(np.arange(len(x.each)), n // len(x.each)) for x in (a, b)]
-        return theirs, mine
+        every = np.arange(max(len(a.each), len(b.each)))
+        only = np.zeros_like(every)
+        return only if a.mbs is None else every, only if b.mbs is None else every
     if a.mbs == b.mbs:
         every = np.arange(len(a.mbs))
         return every, every
@@ -155,15 +155,14 @@ class _Edges:
                 return self.starts[k] + each.index(mb)
         raise KeyError(at)
 
-    def pairs(self, edges: Iterable[tuple[At, At]]) -> list[tuple[int, int]]:
+    def pairs(self, edges: Collection[tuple[At, At]]) -> list[tuple[int, int]]:
         """Return order edges by number."""
         every = range(self.graph.microbatches)
         first = {id: self.starts[own[0]] for id, own in self.family.items() if self.nodes[own[0]].mbs == every}
-        out = []
-        for (a, i), (b, j) in edges:
-            x, y = first.get(a), first.get(b)
-            out.append((self.number((a, i)), self.number((b, j))) if x is None or y is None else (x + i, y + j))
-        return out
+        try:
+            return [(first[a] + i, first[b] + j) for (a, i), (b, j) in edges]
+        except KeyError:  # an id of several nodes, each for some microbatches
+            return [(self.number(before), self.number(after)) for before, after in edges]
 
     def numbers(self, k: int) -> Ints:
         """Return the numbers of a node."""
@@ -177,8 +176,9 @@ class _Edges:
                 mine, theirs = meeting(self.nodes[j], node)
                 sources.append(mine + self.starts[j])
                 targets.append(theirs + self.starts[k])
-        source = np.concatenate((*sources, int_array(a for a, _ in ordered)))
-        target = np.concatenate((*targets, int_array(b for _, b in ordered)))
+        flat = int_array(chain.from_iterable(ordered))
+        source = np.concatenate((*sources, flat[::2]))
+        target = np.concatenate((*targets, flat[1::2]))
         order = np.argsort(target, kind="stable")
         return source[order], target[order]
 

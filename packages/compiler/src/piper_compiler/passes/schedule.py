@@ -184,10 +184,13 @@ class Scheduler:
         return sorted(members) if len(members) == len(self.graph.channels[op.channel].roles) else ()
 
     def _start(self, dirty: set[int], now: float) -> None:
-        sequence, events = self.sequence, self.events
+        sequence, events, seconds, spans = self.sequence, self.events, self.seconds, self.spans
         for r in sorted(dirty) if len(dirty) > 1 else dirty:
             role = self.roles[r]
-            if role.busy or (group := self._choose(role)) is None:
+            if role.busy:
+                continue
+            group = role.current
+            if group not in role.ready and (group := self._choose(role)) < 0:
                 continue
             heap = role.ready[group]
             i = heappop(heap)[1]
@@ -195,15 +198,14 @@ class Scheduler:
                 del role.ready[group]
             role.current = group
             role.busy = True
-            end = now + self.seconds[i]
-            for j in self.spans.get(i, (i,)) if self.spans else (i,):
+            end = now + seconds[i]
+            for j in spans[i] if i in spans else (i,):
                 sequence.append(j)
                 heappush(events, (end, len(sequence), j))
         dirty.clear()
 
-    def _choose(self, role: _Role) -> Group | None:
-        if role.current in role.ready:
-            return role.current
+    def _choose(self, role: _Role) -> Group:
+        """Return the first group that may start, -1 when there is none."""
         while role.groups:
             group = role.groups[0]
             if group in role.ready:
@@ -211,7 +213,7 @@ class Scheduler:
                     return group
                 heappush(role.gated.setdefault(group % self.stages, []), group)
             heappop(role.groups)
-        return None
+        return -1
 
     def _admit(self, role: _Role, group: Group, force: bool = False) -> bool:
         """Return whether the group may start.

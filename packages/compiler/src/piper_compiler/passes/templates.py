@@ -131,16 +131,16 @@ class Drafted:
 
     def _used(self, leads: list[int]) -> list[_Template]:
         """Return the template of each instruction. `leads` has the first number of each."""
-        of, mb, comm = self.deps.of, self.deps.mb, self.deps.comm
+        of, mb, comm, spans = self.deps.of, self.deps.mb, self.deps.comm, self.spans
         out: list[_Template] = []
-        known = self._known
+        known = self._known.get
         for numbers, lead in zip(self.draft.tasks, leads, strict=True):
             if comm[lead]:
-                out.append(known.get(of[lead]) or self._transfer(of[lead]))
+                out.append(known(of[lead]) or self._transfer(of[lead]))
                 continue
-            like = tuple([of[i] for i in numbers])
-            template = known.get(like) if lead not in self.spans else None
-            out.append(template or self._task(like, [mb[i] for i in numbers], self.spans.get(lead)))
+            like = (of[lead],) if len(numbers) == 1 else tuple([of[i] for i in numbers])
+            template = None if lead in spans else known(like)
+            out.append(template or self._task(like, [mb[i] for i in numbers], spans.get(lead)))
         return out
 
     def _transfer(self, k: int) -> _Template:
