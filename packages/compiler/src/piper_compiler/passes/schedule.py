@@ -199,7 +199,7 @@ class Scheduler:
             role.current = group
             role.busy = True
             end = now + seconds[i]
-            for j in spans[i] if i in spans else (i,):
+            for j in spans.get(i, (i,)):
                 sequence.append(j)
                 heappush(events, (end, len(sequence), j))
         dirty.clear()

@@ -6,19 +6,18 @@ has the templates before that is known, which say what uses what, and `programs`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import pairwise
-from typing import overload
 
 import numpy as np
 
 from piper_compiler.passes.arrays import Flags, Ints, int_array, run_starts
 from piper_compiler.passes.dependencies import Dependencies
-from piper_compiler.passes.draft import Draft, WaitEdges
+from piper_compiler.passes.draft import Draft
 from piper_compiler.passes.parts import Made, PartMaker
 from piper_compiler.passes.release import Releases, Uses
+from piper_compiler.passes.waits import LazyWaits
 from piper_ir.graph import Graph
 from piper_ir.instr_table import InstrTable, InstrTemplate
 from piper_ir.plan import COMPUTE
@@ -252,48 +251,6 @@ class Drafted:
         latest = draft.compute[np.searchsorted(draft.compute, users) - 1]
         roles = np.searchsorted(int_array(draft.offsets), users, side="right") - 1
         return np.where(draft.computed[users] > 0, latest, -1 - roles), values
-
-
-class LazyWaits:
-    """Hold the waits of all instructions, found when someone asks."""
-
-    def __init__(self, draft: Draft, waits: WaitEdges) -> None:
-        self._draft, self._waits = draft, waits
-
-    @cached_property
-    def needed(self) -> WaitEdges:
-        """Return what each instruction must wait for."""
-        return self._draft.needed(self._waits)
-
-    @cached_property
-    def by_instr(self) -> tuple[tuple[int, ...], ...]:
-        """Return for each instruction those that it waits for."""
-        return self._draft.waits_of(self.needed)
-
-    def of(self, a: int, b: int) -> RoleWaits:
-        """Return the waits of the instructions of a role."""
-        return RoleWaits(self, a, b)
-
-
-class RoleWaits(Sequence[tuple[int, ...]]):
-    """Show the waits of a role's instructions, counted from its first."""
-
-    def __init__(self, waits: LazyWaits, first: int, end: int) -> None:
-        self._waits, self._first, self._end = waits, first, end
-
-    def __len__(self) -> int:
-        return self._end - self._first
-
-    @overload
-    def __getitem__(self, i: int) -> tuple[int, ...]: ...
-    @overload
-    def __getitem__(self, i: slice) -> Sequence[tuple[int, ...]]: ...
-    def __getitem__(self, i: int | slice) -> tuple[int, ...] | Sequence[tuple[int, ...]]:
-        if isinstance(i, slice):
-            return [self[k] for k in range(*i.indices(len(self)))]
-        if not 0 <= i < len(self):
-            raise IndexError(i)
-        return tuple([j - self._first for j in self._waits.by_instr[self._first + i]])
 
 
 class _Final:

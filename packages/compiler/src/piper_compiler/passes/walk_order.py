@@ -59,7 +59,7 @@ class Walks:
         """Return the steps of a sweep in this order."""
         before = self._before.tolist()
         nodes = list(zip(range(len(before)), before, waits, strict=True))
-        steps: list[SweepStep] = list(zip(range(len(before)), before, waits, repeat(None)))  # noqa: B905 - one is endless
+        steps: list[SweepStep] = list(zip(range(len(before)), before, waits, repeat(None)))
         for members, p2p in zip(self.bare.groups, self.bare.p2p, strict=True):
             whole = tuple([nodes[m] for m in members])
             steps[members[0]] = (*whole[0], (whole, p2p))
