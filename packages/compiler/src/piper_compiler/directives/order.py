@@ -25,6 +25,7 @@ from itertools import chain, islice, pairwise
 from typing import Any, Literal
 
 from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
+from piper_compiler.directives.decided import Decided
 from piper_ir.errors import DirectiveError
 from piper_ir.graph import At, Editor, Graph, Node, OverlapGroup
 from piper_ir.graph_parts import in_mbs, mbs_of
@@ -133,6 +134,10 @@ class Order:
             if first < end or first + number > len(self.selections):
                 raise fail(self, 5, f"the overlap of {number} selections from number {first} is not inside of the order")
             end = first + number
+
+    def decided(self) -> Decided | None:
+        """Return what it decides before it is compiled."""
+        return Decided(order=self)
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
