@@ -170,16 +170,24 @@ class _Edges:
 
     def columns(self, ordered: list[tuple[int, int]]) -> tuple[Ints, Ints]:
         """Return the sources and the targets of all edges, by target, given the order edges by number."""
-        sources, targets = [int_array(())], [int_array(())]
-        for k, node in enumerate(self.nodes):
-            for j in dict.fromkeys([*self.links[k], *self._states(node)]):
-                mine, theirs = meeting(self.nodes[j], node)
-                sources.append(mine + self.starts[j])
-                targets.append(theirs + self.starts[k])
+        pairs = [(j, k) for k, node in enumerate(self.nodes) for j in dict.fromkeys([*self.links[k], *self._states(node)])]
+        alike: dict[int, list[int]] = {}  # by how many microbatches: pairs of nodes that have the same, by place
+        found: list[tuple[Ints, Ints, Ints]] = []  # sources, targets, and the place of their pair
+        for n, (j, k) in enumerate(pairs):
+            a, b = self.nodes[j], self.nodes[k]
+            if a.mbs == b.mbs:
+                alike.setdefault(len(a.each), []).append(n)
+                continue
+            mine, theirs = meeting(a, b)
+            found.append((mine + self.starts[j], theirs + self.starts[k], np.full(len(mine), n)))
+        starts, both = int_array(self.starts), int_array(chain.from_iterable(pairs)).reshape(-1, 2)
+        for count, places in alike.items():
+            source, target = (starts[both[places]][:, :, None] + np.arange(count)).transpose(1, 0, 2).reshape(2, -1)
+            found.append((source, target, np.repeat(int_array(places), count)))
         flat = int_array(chain.from_iterable(ordered))
-        source = np.concatenate((*sources, flat[::2]))
-        target = np.concatenate((*targets, flat[1::2]))
-        order = np.argsort(target, kind="stable")
+        found.append((flat[::2], flat[1::2], np.full(len(ordered), len(pairs))))
+        source, target, place = (np.concatenate(column) for column in zip(*found, strict=True))
+        order = np.argsort(target * (len(pairs) + 1) + place, kind="stable")
         return source[order], target[order]
 
     def _links(self, node: Node) -> list[int]:

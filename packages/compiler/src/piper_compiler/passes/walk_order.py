@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain, repeat
+from itertools import chain
 
 import numpy as np
 
 from piper_compiler.passes.arrays import Flags, Ints, int_array
-from piper_ir.timing import Prepared, SweepStep
+from piper_ir.timing import Member, Prepared, SweepStep
 
 
 class Walks:
@@ -58,9 +58,7 @@ class Walks:
     def steps(self, waits: Sequence[tuple[int, ...]], order: Sequence[int]) -> tuple[SweepStep, ...]:
         """Return the steps of a sweep in this order."""
         before = self._before.tolist()
-        nodes = list(zip(range(len(before)), before, waits, strict=True))
-        steps: list[SweepStep] = list(zip(range(len(before)), before, waits, repeat(None)))
+        met: list[tuple[tuple[Member, ...], bool] | None] = [None] * len(before)
         for members, p2p in zip(self.bare.groups, self.bare.p2p, strict=True):
-            whole = tuple([nodes[m] for m in members])
-            steps[members[0]] = (*whole[0], (whole, p2p))
-        return tuple([steps[i] for i in order])
+            met[members[0]] = tuple([(m, before[m], waits[m]) for m in members]), p2p
+        return tuple([(i, before[i], waits[i], met[i]) for i in order])
