@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,8 +17,9 @@ from piper_autotune import NothingFoundError, tune
 from piper_autotune.problem import Programs, TuningProblem
 from piper_autotune.rules import RULES, PruningRules
 from piper_autotune.scoring import Scored, score
-from piper_autotune.sketch import Sketches, in_flight
-from piper_compiler import Strategy, Training, directive, order, overlap, partition, place, recipes, split, synthetic
+from piper_autotune.sketch import Sketch, Sketches, in_flight
+from piper_compiler import Strategy, Training, directive, directives, order, overlap, partition, place, recipes, split, synthetic
+from piper_compiler.directives import site_field
 from piper_ir.costs import AllocatorCosts, Costs, HostCosts
 from piper_ir.graph import Graph
 from piper_ir.mesh import Mesh
@@ -133,6 +134,51 @@ def untimed(made: Program) -> Program:
 
     chunks = [replace(c, steps={name: counted(step) for name, step in c.steps.items()}) for c in made.chunks]
     return replace(made, chunks=tuple(chunks), source="untimed")
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A directive of a user's file that does not say what it decides."""
+
+    site: str = site_field()
+
+    def check(self, graph: Graph) -> None: ...
+
+    def apply(self, graph: Graph) -> Graph:
+        return graph
+
+
+@dataclass(frozen=True)
+class Saying(Silent):
+    def apply(self, graph: Graph) -> Graph:
+        return graph
+
+    def decided(self) -> directives.Decided | None:
+        return directives.Decided()
+
+
+class Placing(place):
+    """Places otherwise than the class whose `decided` it has."""
+
+    def apply(self, graph: Graph) -> Graph:
+        return super().apply(graph)
+
+
+def test_a_strategy_has_bounds_when_each_directive_says_what_it_decides() -> None:
+    of = TuningProblem(program())
+    own = recipes.gpipe(pp=2, microbatches=3)
+
+    def sketch(*more: directives.Directive) -> Sketch | None:
+        return Sketches(of, Programs(of, None)).sketch(Strategy(Mesh(pp=2), (*own, *more)))
+
+    assert sketch() is not None and sketch() == sketch(Saying())
+    assert sketch(Silent()) is None
+    assert sketch(Placing(where(stage=0), on={"pp": 0})) is None
+    assert [directives.decided(d) is None for d in (Silent(), Placing(where(), on={"pp": 0}), place(where(), on={"pp": 0}))] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_a_pair_of_given_duration_has_no_bound() -> None:

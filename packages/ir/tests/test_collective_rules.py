@@ -305,7 +305,7 @@ def test_what_the_first_member_has_is_not_what_each_replica_has(monkeypatch: pyt
     wide = replace(everywhere(GOOD, "all_to_all.swapped@0#{}", Collective("broadcast", "swap")), mesh=GOOD.mesh)
     assert {v.rule for v in check(everywhere(wide, "all_to_all.held@0#{}", Collective("broadcast", "swap")))} == set()
     flow = _Dataflow(Findings(replace(GOOD, mesh=Mesh(pp=2, dp=2), channels=(replace(GOOD.channel("swap"), over=("dp",)),))))
-    made = flow._collected(Collective("broadcast", "swap"), {"r0": ("stem", "out0", 0), "r1": ("stem", "out0", 0)})
+    made = flow._collected(Collective("broadcast", "swap"), {"r0": (("stem", "out0"), 0), "r1": (("stem", "out0"), 0)})
     assert all(not isinstance(origin, tuple) for origin in made.values())
 
 

@@ -1,12 +1,13 @@
 """Find lower bounds of a strategy's time and memory before it is compiled.
 
-They follow from the strategy's decisions: which chunks a device runs, and how many microbatches are in flight there.
-Only strategies made of Piper's own directives have a sketch.
+They follow from what a strategy decides: which chunks a device runs, and how many microbatches are in flight there.
+Only strategies whose directives all say what they decide (`piper_compiler.directives.decided`) have a sketch, as those of
+Piper do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from piper_autotune.problem import Programs, TuningProblem, bare_plan
@@ -20,15 +21,6 @@ from piper_ir.program import Chunk, Program, Step
 from piper_ir.sizes import bind
 from piper_simulator import CostModel, Device, device_memory, model_for
 
-_OWN = (
-    directives.partition,
-    directives.split,
-    directives.split_backward,
-    directives.place,
-    directives.replicate,
-    directives.order,
-    directives.stream,
-)
 _PHASES = ("F", "B", "I", "W")
 _NOBODY = RolePlan("", {}, (0,), (), ())
 
@@ -82,19 +74,20 @@ class Sketches:
     def sketch(self, strategy: Strategy) -> Sketch | None:
         """Return the sketch of a strategy, or None.
 
-        A strategy has none when it has a user's directives, places a chunk by microbatch, overlaps pairs whose duration
-        is given, or does not apply.
+        A strategy has none when a directive does not say what it decides, when it places a chunk by microbatch, overlaps
+        pairs whose duration is given, or does not apply.
         """
-        if any(type(d) not in _OWN or (isinstance(d, directives.replicate) and d.zero) for d in strategy.directives):
+        decisions = [found for d in strategy.directives if (found := directives.decided(d)) is not None]
+        if len(decisions) < len(strategy.directives):
             return None
-        graph = self._graph(strategy)
+        graph = self._graph(strategy.mesh, decisions)
         if graph is None:
             return None
         roles: dict[str, list[str]] = {}
         for chunk in graph.program.chunks:
             roles.setdefault(graph.compute(chunk.id, "F")[0].role or EVERYWHERE, []).append(chunk.id)
-        parts = next((d.microbatches for d in strategy.directives if isinstance(d, directives.split)), 1)
-        orders = [d for d in strategy.directives if isinstance(d, directives.order)]
+        parts = next((d.microbatches for d in decisions if d.microbatches is not None), 1)
+        orders = [d.order for d in decisions if d.order is not None]
         if graph.program.overlap and any(order.overlaps for order in orders):
             return None
         used = sorted({name for o in orders for s in o.selections for name, _ in s.terms} - {"phase", "mb"})
@@ -152,15 +145,9 @@ class Sketches:
         allocator = None if costs is None else costs.allocator
         return min(device_memory(bare, _NOBODY, nbytes, device, allocator).total for device in devices)
 
-    def _graph(self, strategy: Strategy) -> Graph | None:
+    def _graph(self, mesh: Mesh, decisions: Sequence[directives.Decided]) -> Graph | None:
         """Return the graph of one microbatch with everything placed, without orders."""
-        kept: list[directives.Directive] = []
-        for item in strategy.directives:
-            if isinstance(item, directives.split):
-                item = replace(item, microbatches=1)
-            if not isinstance(item, directives.order | directives.stream | directives.split_backward):
-                kept.append(item)
-        key = Strategy(strategy.mesh, kept)
+        key = Strategy(mesh, [d.single for d in decisions if d.single is not None])
         if key not in self._placed:
             try:
                 if key.mesh not in self._built:
@@ -222,7 +209,7 @@ class Sketches:
         return total
 
 
-def in_flight(order: directives.order, coords: Mapping[str, int | str]) -> Flight:
+def in_flight(order: directives.Ordered, coords: Mapping[str, int | str]) -> Flight:
     """Return the fullest moment of an order for a chunk with these coordinates (without phase and mb).
 
     Only microbatches count whose forward and backward (of a split one: the input gradient) are both in the order. In an

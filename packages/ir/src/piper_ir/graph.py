@@ -107,7 +107,7 @@ class Graph(NamedNodes, Selecting):
     chunk_index: Mapping[str, int] = field(default_factory=dict, repr=False)
     _found: dict[Terms, list[Node]] = field(default_factory=dict, init=False, repr=False, compare=False)
     _kept: dict[int, tuple[object, object]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _alike: dict[Terms, dict[str, list[str]]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _alike: dict[Terms, list[tuple[str, str, Sequence[str]]]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def replicated(self) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeVar, cast
 
 from piper_ir.errors import SelectorError
@@ -29,7 +29,7 @@ class Selecting:
     microbatches: int
     _found: dict[Terms, list[Node]]
     _kept: dict[int, tuple[object, object]]
-    _alike: dict[Terms, dict[str, list[str]]]
+    _alike: dict[Terms, list[tuple[str, str, Sequence[str]]]]
 
     def copies(self, nodes: Iterable[Node]) -> list[Node]:
         """Return a node per microbatch for the given nodes, under their names there."""
@@ -81,29 +81,47 @@ class Selecting:
         found = [(node, mb) for node in self.find(selection) for mb in node.each]
         return sorted(found, key=lambda at: (_rank(at[0]), at[1], self.along(at[0])))
 
-    def chains(self, selection: Where) -> Mapping[str, tuple[At, ...]]:
-        """Return by role its selected nodes in the order of `turns`; the result is kept for further orders."""
-        mb, rest = _by_mb(selection)
-        if type(mb) is int and 0 <= mb < self.microbatches:
-            alike = self._alike.get(rest)
+    def chains(self, selections: Iterable[Where]) -> list[Mapping[str, tuple[At, ...]]]:
+        """Return for each selection, by role, the selected nodes there in the order of `turns`.
+
+        An order asks for very many selections, of which most differ in their microbatch alone.
+        """
+        known, every = self._alike, range(self.microbatches)
+        out: list[Mapping[str, tuple[At, ...]]] = []
+        for selection in selections:
+            terms = selection.terms
+            mb: Match = -1
+            for k, (name, value) in enumerate(terms):
+                if name == "mb":
+                    mb, terms = value, terms[:k] + terms[k + 1 :]
+                    break
+            alike = known.get(terms)
             if alike is None:
-                alike = self._alike[rest] = self._roles(self.find(Where.of(rest)))
-            if alike:
-                return {role: tuple([(id, mb) for id in ids]) for role, ids in alike.items()}
+                alike = known[terms] = self._roles(self.find(Where.of(terms)))
+            if alike and type(mb) is int and mb in every:
+                out.append({role: tuple([(id, mb) for id in ids]) if ids else ((id, mb),) for role, id, ids in alike})
+            else:
+                out.append(self._by_role(selection))
+        return out
+
+    def _by_role(self, selection: Where) -> Mapping[str, tuple[At, ...]]:
         out: dict[str, list[At]] = {}
         for node, mb in self.turns(selection):
             out.setdefault(node.role, []).append((node.id, mb))
         return {role: tuple(nodes) for role, nodes in out.items()}
 
-    def _roles(self, nodes: list[Node]) -> dict[str, list[str]]:
-        """Return ids by role where all nodes stand for all microbatches; otherwise nothing."""
+    def _roles(self, nodes: list[Node]) -> list[tuple[str, str, Sequence[str]]]:
+        """Return each role with its first id, and all of its ids where it has several.
+
+        Nothing is returned unless all nodes stand for all microbatches.
+        """
         every = range(self.microbatches)
         out: dict[str, list[str]] = {}
         for node in nodes:
             if node.mbs != every:
-                return {}
+                return []
             out.setdefault(node.role, []).append(node.id)
-        return out
+        return [(role, ids[0], ids if len(ids) > 1 else ()) for role, ids in out.items()]
 
     def matching(self, selection: Where) -> list[Node]:
         """Return the selected nodes by their names in each microbatch, in no order; none is no error."""

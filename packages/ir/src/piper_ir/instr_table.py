@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -246,6 +246,22 @@ class InstrTable(Sequence[Instr]):
             )
         return template.stream, tuple(parts), template.seconds
 
+    @property
+    def alike(self) -> list[int]:
+        """Return a number for each instruction, equal for those that say the same, each in its own microbatch.
+
+        They have one template, and their values are those of the template in other microbatches. An instruction whose
+        microbatch leads out of what the table has for a value, or that is in none, is alike to none.
+        """
+        room = [self._room(t) for t in self.templates]
+        return [k if 0 <= mb < room[k] else -1 - i for i, (k, mb) in enumerate(zip(self.used, self.mbs, strict=True))]
+
+    def _room(self, template: InstrTemplate) -> int:
+        """Return how many microbatches a template has values for."""
+        count = self.values.count
+        values = [v % count for p in template.parts for v in (*p.reads, *p.writes, *p.frees)]
+        return count - max([*values, *[p.ahead for p in template.parts]], default=0)
+
     def written(self) -> Iterator[int]:
         """Yield the numbers of the values that are written, in program order."""
         writes = [[v for p in t.parts for v in p.writes] for t in self.templates]
@@ -323,6 +339,10 @@ class TableKinds(Mapping[str, tuple[TensorSpec, Category]]):
 
     def __contains__(self, id: object) -> bool:
         return id in self._all
+
+    def items(self) -> ItemsView[str, tuple[TensorSpec, Category]]:
+        """Return ids with their sizes and categories."""
+        return self._all.items()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._all)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise, repeat, zip_longest
 
 from piper_ir.errors import PlanError
@@ -47,7 +47,8 @@ class Prepared:
         groups: the nodes that start together (communication only).
         group_of: `group_of[node]` is the index in `groups`, -1 for none.
         p2p: `p2p[g]` says whether group g is a point-to-point transfer.
-        order: the order in which `sweep` walks the nodes.
+        order: the order in which `sweep` walks the nodes. Any topological order gives the same times, so DAGs that
+            differ in it alone are equal.
     """
 
     roles: tuple[str, ...]
@@ -58,7 +59,7 @@ class Prepared:
     groups: tuple[tuple[int, ...], ...]
     group_of: tuple[int, ...]
     p2p: tuple[bool, ...]
-    order: tuple[SweepStep, ...]
+    order: tuple[SweepStep, ...] = field(compare=False)
 
     def __len__(self) -> int:
         return len(self.stream_of)

@@ -4,6 +4,7 @@ They may import `ports`, `durations` and piper_ir. No other file treats a direct
 """
 
 from piper_compiler.directives.base import REGISTRY, Directive, call_site, describe, directive, fail, site_field
+from piper_compiler.directives.decided import Decided, Ordered, decided
 from piper_compiler.directives.order import Order as order
 from piper_compiler.directives.order import Overlap as overlap
 from piper_compiler.directives.partition import Boundaries, chunk_layers, layers_of, stage_of_layers
@@ -18,9 +19,12 @@ from piper_compiler.directives.stream import Stream as stream
 __all__ = [
     "REGISTRY",
     "Boundaries",
+    "Decided",
     "Directive",
+    "Ordered",
     "call_site",
     "chunk_layers",
+    "decided",
     "describe",
     "directive",
     "fail",

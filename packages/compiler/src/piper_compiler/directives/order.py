@@ -30,6 +30,7 @@ from itertools import chain, islice, pairwise
 from typing import Any, Literal
 
 from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
+from piper_compiler.directives.decided import Decided
 from piper_ir.errors import DirectiveError
 from piper_ir.graph import At, Editor, Graph, Node, OverlapGroup
 from piper_ir.graph_parts import in_mbs, mbs_of
@@ -138,6 +139,10 @@ class Order:
                 raise fail(self, 5, f"the overlap of {number} selections from number {first} is not inside of the order")
             end = first + number
 
+    def decided(self) -> Decided | None:
+        """Return what it decides before it is compiled."""
+        return Decided(order=self)
+
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()
         if not self.overlaps:
@@ -170,31 +175,38 @@ class Order:
                 for role, nodes in chains.items():
                     before = last.get(role)
                     for node in nodes:
-                        if before is not None and (pair := (before, node)) not in edges:
-                            edges[pair] = applied
+                        if before is not None:
+                            edges.setdefault((before, node), applied)
                         before = node
                     last[role] = nodes[-1]
 
     def _items(self) -> Iterator[tuple[Where, ...]]:
         """Yield the places of the order: one selection each, or those of an overlap."""
-        if not self.overlaps:
-            yield from ((selection,) for selection in self.selections)
-            return
+        return (self.selections[first:end] for first, end in self._ranges())
+
+    def _ranges(self) -> Iterator[tuple[int, int]]:
+        """Yield for each place of the order which selections it has."""
         numbers, k = dict(self.overlaps), 0
         while k < len(self.selections):
             n = numbers.get(k, 1)
-            yield self.selections[k : k + n]
+            yield k, k + n
             k += n
 
     def _selected(self, graph: Graph) -> list[list[_Chains]]:
-        """Return the items with the nodes of their selections by role; allowed missing selections are left out."""
-        return graph.kept(self, lambda: [[c for s in item if (c := self._chains(graph, s))[1]] for item in self._items()])
+        """Return the items with the nodes of their selections by role.
 
-    def _chains(self, graph: Graph, selection: Where) -> _Chains:
-        found = graph.chains(selection)
-        if not found and (self.missing != "skip" or not has_no_such_phase(graph, selection)):
-            compute_nodes(self, graph, selection)  # says that there are none
-        return selection, found
+        Selections that may be missing and are missing are left out.
+        """
+        return graph.kept(self, lambda: self._by_item(graph))
+
+    def _by_item(self, graph: Graph) -> list[list[_Chains]]:
+        each: list[_Chains] = list(zip(self.selections, graph.chains(self.selections), strict=True))
+        for selection, found in each:
+            if not found and (self.missing != "skip" or not has_no_such_phase(graph, selection)):
+                compute_nodes(self, graph, selection)  # says that there are none
+        if not self.overlaps:
+            return [[pair] for pair in each if pair[1]]
+        return [[pair for pair in each[first:end] if pair[1]] for first, end in self._ranges()]
 
 
 def has_no_such_phase(graph: Graph, selection: Where) -> bool:

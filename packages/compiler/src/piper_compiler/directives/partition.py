@@ -19,6 +19,7 @@ from itertools import accumulate
 from typing import Literal
 
 from piper_compiler.directives.base import directive, fail, site_field
+from piper_compiler.directives.decided import Decided
 from piper_compiler.durations import chunk_seconds
 from piper_ir.costs import Costs
 from piper_ir.graph import Graph
@@ -79,6 +80,10 @@ class Partition:
             raise fail(self, 2, f"{self.stages} stages need {self.stages - 1} boundaries, found {len(at)}")
         if list(at) != sorted(set(at)) or not set(at) <= set(layers[1:]):
             raise fail(self, 2, f"boundaries must ascend and be among the layers {layers[1]}..{layers[-1]}")
+
+    def decided(self) -> Decided | None:
+        """Return what it decides before it is compiled."""
+        return Decided(self)
 
     def apply(self, graph: Graph) -> Graph:
         if "stage" in graph.coordinates():

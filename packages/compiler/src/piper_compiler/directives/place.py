@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from piper_compiler.directives.base import call_site, compute_nodes, directive, fail, names, site_field
+from piper_compiler.directives.decided import Decided
 from piper_ir.graph import Editor, Graph, Node, TransferStreams
 from piper_ir.graph_parts import common, in_mbs, on_role
 from piper_ir.mesh import AXES
@@ -102,6 +103,10 @@ class Place:
             raise fail(
                 self, 5, f"{role} sends on {known.send!r} and receives on {known.recv!r} by an earlier place; use the same names"
             )
+
+    def decided(self) -> Decided | None:
+        """Return what it decides before it is compiled."""
+        return Decided(self)
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from math import inf
 
 from piper_compiler.directives.base import compute_nodes, directive, fail, site_field
+from piper_compiler.directives.decided import Decided
 from piper_ir.graph import Graph, Node, Replication
 from piper_ir.mesh import AXES
 from piper_ir.plan import COMPUTE
@@ -80,6 +81,10 @@ class Replicate:
             there = sum(len(node.each) for node in every if node.coords["op"] == "compute")
             if there != count:
                 raise fail(self, 2, f"{count} of {there} nodes of {chunk} are selected; select by region, not by phase or mb")
+
+    def decided(self) -> Decided | None:
+        """Return what it decides before it is compiled."""
+        return None if self.zero else Decided(self)
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()

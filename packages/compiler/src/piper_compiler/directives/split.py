@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from piper_compiler.directives.base import compute_nodes, directive, fail, site_field
+from piper_compiler.directives.decided import Decided
 from piper_ir.graph import Graph, OverlapGroup
 from piper_ir.graph_parts import in_mbs
 from piper_ir.limits import MOST_NODES, most
@@ -46,6 +47,10 @@ class Split:
         if everything * self.microbatches > MOST_NODES:
             least = most(MOST_NODES, everything)
             raise fail(self, 5, f"{everything} nodes in each microbatch; at most {least} microbatches of them are accepted")
+
+    def decided(self) -> Decided | None:
+        """Return what it decides before it is compiled."""
+        return Decided(replace(self, microbatches=1), self.microbatches)
 
     def apply(self, graph: Graph) -> Graph:
         return split_all(graph, self.microbatches)

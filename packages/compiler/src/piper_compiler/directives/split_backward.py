@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from piper_compiler.directives.base import compute_nodes, directive, fail, names, site_field
+from piper_compiler.directives.decided import Decided
 from piper_compiler.ports import BACKWARD, port_value, signatures, value_reads, value_writes
 from piper_ir.graph import At, Coord, Graph, Node
 from piper_ir.graph_parts import compute_id
@@ -57,6 +58,10 @@ class SplitBackward:
             for at in group.nodes:
                 if at in backwards:
                     raise fail(self, 3, f"{backwards[at]} is in an overlap already; write split_backward before order")
+
+    def decided(self) -> Decided | None:
+        """Return what it decides before it is compiled."""
+        return Decided()
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()

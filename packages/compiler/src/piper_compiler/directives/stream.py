@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from piper_compiler.directives.base import compute_nodes, directive, fail, site_field
+from piper_compiler.directives.decided import Decided
 from piper_ir.graph import Graph, Node
 from piper_ir.ops import Recv, Send
 from piper_ir.plan import COMPUTE, Channel
@@ -73,6 +74,10 @@ class Stream:
             for role, stream, sms in zip(channel.roles, channel.streams, channel.sms):
                 if stream == self.name and role in roles and (role, channel.id) not in ends and sms not in (None, self.sms):
                     raise fail(self, 5, f"stream {stream} of {role} has {sms} SMs, by channel {channel.id}; give both the same")
+
+    def decided(self) -> Decided | None:
+        """Return what it decides before it is compiled."""
+        return Decided()
 
     def apply(self, graph: Graph) -> Graph:
         edit = graph.edit()

@@ -16,7 +16,7 @@ NEVER = 1 << 60
 
 def int_array(values: Iterable[int]) -> Ints:
     """Return numbers as a column."""
-    return np.array(list(values), np.int64)
+    return np.fromiter(values, np.int64)
 
 
 def run_starts(lengths: Ints) -> Ints:

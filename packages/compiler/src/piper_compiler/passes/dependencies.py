@@ -6,7 +6,7 @@ between nodes are found once for all microbatches, as columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import TypeVar
@@ -74,7 +74,7 @@ def dependencies(graph: Graph) -> Dependencies:
     """Find all edges, in time linear in their number."""
     found = _Edges(graph)
     nodes, starts = found.nodes, found.starts
-    of: list[int] = np.repeat(np.arange(len(nodes)), int_array(len(node.each) for node in nodes)).tolist()
+    of: list[int] = np.repeat(np.arange(len(nodes)), int_array([len(node.each) for node in nodes])).tolist()
     mb = list(chain.from_iterable([node.each for node in nodes]))
     kinds = [isinstance(n.op, COMM) for n in nodes]
     pairs = found.pairs(graph.order_edges)
@@ -102,9 +102,9 @@ def targets(source: Ints, target: Ints, nodes: int) -> list[list[int]]:
 def meeting(a: Node, b: Node) -> tuple[Ints, Ints]:
     """Return the microbatches that two nodes share, as indexes in a's and in b's; the whole step meets all."""
     if a.mbs is None or b.mbs is None:
-        n = max(len(a.each), len(b.each))
-        theirs, mine = [np.repeat(np.arange(len(x.each)), n // len(x.each)) for x in (a, b)]
-        return theirs, mine
+        every = np.arange(max(len(a.each), len(b.each)))
+        only = np.zeros_like(every)
+        return only if a.mbs is None else every, only if b.mbs is None else every
     if a.mbs == b.mbs:
         every = np.arange(len(a.mbs))
         return every, every
@@ -151,14 +151,14 @@ class _Edges:
                 return self.starts[k] + each.index(mb)
         raise KeyError(at)
 
-    def pairs(self, edges: Iterable[tuple[At, At]]) -> list[tuple[int, int]]:
+    def pairs(self, edges: Collection[tuple[At, At]]) -> list[tuple[int, int]]:
+        """Return order edges by number."""
         every = range(self.graph.microbatches)
         first = {id: self.starts[own[0]] for id, own in self.family.items() if self.nodes[own[0]].mbs == every}
-        out = []
-        for (a, i), (b, j) in edges:
-            x, y = first.get(a), first.get(b)
-            out.append((self.number((a, i)), self.number((b, j))) if x is None or y is None else (x + i, y + j))
-        return out
+        try:
+            return [(first[a] + i, first[b] + j) for (a, i), (b, j) in edges]
+        except KeyError:  # an id of several nodes, each for some microbatches
+            return [(self.number(before), self.number(after)) for before, after in edges]
 
     def numbers(self, k: int) -> Ints:
         """Return the numbers of a node, one per microbatch."""
@@ -166,15 +166,24 @@ class _Edges:
 
     def columns(self, ordered: list[tuple[int, int]]) -> tuple[Ints, Ints]:
         """Return the sources and the targets of all edges, by target, given the order edges by number."""
-        sources, targets = [int_array(())], [int_array(())]
-        for k, node in enumerate(self.nodes):
-            for j in dict.fromkeys([*self.links[k], *self._states(node)]):
-                mine, theirs = meeting(self.nodes[j], node)
-                sources.append(mine + self.starts[j])
-                targets.append(theirs + self.starts[k])
-        source = np.concatenate((*sources, int_array(a for a, _ in ordered)))
-        target = np.concatenate((*targets, int_array(b for _, b in ordered)))
-        order = np.argsort(target, kind="stable")
+        pairs = [(j, k) for k, node in enumerate(self.nodes) for j in dict.fromkeys([*self.links[k], *self._states(node)])]
+        alike: dict[int, list[int]] = {}  # by how many microbatches: pairs of nodes that have the same, by place
+        found: list[tuple[Ints, Ints, Ints]] = []  # sources, targets, and the place of their pair
+        for n, (j, k) in enumerate(pairs):
+            a, b = self.nodes[j], self.nodes[k]
+            if a.mbs == b.mbs:
+                alike.setdefault(len(a.each), []).append(n)
+                continue
+            mine, theirs = meeting(a, b)
+            found.append((mine + self.starts[j], theirs + self.starts[k], np.full(len(mine), n)))
+        starts, both = int_array(self.starts), int_array(chain.from_iterable(pairs)).reshape(-1, 2)
+        for count, places in alike.items():
+            source, target = (starts[both[places]][:, :, None] + np.arange(count)).transpose(1, 0, 2).reshape(2, -1)
+            found.append((source, target, np.repeat(int_array(places), count)))
+        flat = int_array(chain.from_iterable(ordered))
+        found.append((flat[::2], flat[1::2], np.full(len(ordered), len(pairs))))
+        source, target, place = (np.concatenate(column) for column in zip(*found, strict=True))
+        order = np.argsort(target * (len(pairs) + 1) + place, kind="stable")
         return source[order], target[order]
 
     def _links(self, node: Node) -> list[int]:

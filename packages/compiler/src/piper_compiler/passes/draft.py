@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 
@@ -13,6 +13,7 @@ from piper_compiler.passes.columns import Columns
 from piper_compiler.passes.dependencies import Dependencies
 from piper_compiler.passes.fuse import Tasks
 from piper_compiler.passes.positions import Positions
+from piper_compiler.passes.walk_order import Walks
 from piper_ir.graph import Graph
 from piper_ir.ops import COMM
 from piper_ir.plan import COMPUTE
@@ -38,7 +39,8 @@ class Draft:
         offsets: the instructions of role r are `offsets[r] : offsets[r + 1]`.
         tasks: the nodes that each instruction runs.
         computed: by instruction, how many computing instructions of its role stand before it.
-        orders: the issue order of each role, stream by stream.
+        place: by instruction, the place of its first node in the order in which nodes are scheduled.
+        orders: what each role issues, stream by stream.
         bare: streams and rendezvous of the instructions, without waits.
         waits: the waits that edges ask for, some of them redundant.
     """
@@ -48,6 +50,7 @@ class Draft:
     tasks: list[list[int]]
     compute: Ints
     computed: Ints
+    place: Ints
     orders: list[IssueOrder]
     bare: Prepared
     waits: WaitEdges
@@ -57,12 +60,52 @@ class Draft:
         """Return for each instruction the index of its stream in `bare.streams`."""
         return int_array(self.bare.stream_of)
 
-    def prepared(self, waits: WaitEdges) -> Prepared:
-        """Return the DAG of the draft with these waits, each once; raise PlanError where they form a cycle."""
-        return with_waits(self.bare, self.needed(waits), self.orders)
+    @cached_property
+    def walks(self) -> Walks:
+        """Return the streams and groups of `bare` as columns."""
+        return Walks(self.bare)
 
-    def needed(self, waits: WaitEdges) -> tuple[tuple[int, ...], ...]:
-        """List for each instruction what it must wait for, ordered by stream name.
+    def prepared(self, needed: WaitEdges, waits: tuple[tuple[int, ...], ...], *keys: Ints | Flags) -> Prepared:
+        """Return the DAG of the draft with these waits; PlanError where there is none.
+
+        Where the instructions in the order of the keys are in topological order, that is the order of the DAG.
+
+        Args:
+            needed: the waits.
+            waits: the same by instruction, as `waits_of` returns them.
+            keys: a column each, with an entry per instruction.
+        """
+        order = self.walks.by(needed.waiter, needed.target, keys)
+        if order is None:
+            return with_waits(self.bare, waits, self.orders)
+        return replace(self.bare, waits=waits, order=self.walks.steps(waits, order))
+
+    @cached_property
+    def scheduled(self) -> tuple[Ints, Ints]:
+        """Return keys by which the instructions stand about as they were scheduled.
+
+        A transfer is scheduled when it can be sent. In a plan it also waits for its buffer, and for the transfers
+        before it on its streams.
+        """
+        key, event_of = 2 * self.place, self.walks.event_of
+        carried = self.channelled[self.waits.waiter]
+        waiter, target = event_of[self.waits.waiter[carried]], event_of[self.waits.target[carried]]
+        streams = [event_of[nodes] for nodes in map(int_array, self.bare.streams) if self.channelled[nodes[0]]]
+        for _ in range(2):  # a transfer that is later may make others later, on its other stream
+            np.maximum.at(key, waiter, key[target] + 1)
+            for nodes in streams:
+                key[nodes] = np.maximum.accumulate(key[nodes])
+        return key, self.place
+
+    @cached_property
+    def channelled(self) -> Flags:
+        """Return for each instruction whether it communicates."""
+        out = np.ones(len(self.stream_of), np.bool_)
+        out[self.compute] = False
+        return out
+
+    def needed(self, waits: WaitEdges) -> WaitEdges:
+        """Return what each instruction must wait for, by instruction and ordered by stream name.
 
         It is the last instruction of each other stream, unless an earlier instruction of the waiter's own stream has
         waited for that already.
@@ -76,9 +119,13 @@ class Draft:
         fresh[1:] = reached[1:] > reached[:-1]
         waiter, target = waiter[fresh], target[fresh]
         order = np.lexsort((self._alphabet[stream[target]], waiter))
-        out: list[tuple[int, ...]] = [()] * len(stream)
-        for i, j in zip(waiter[order].tolist(), target[order].tolist(), strict=True):
-            out[i] = (*out[i], j) if out[i] else (j,)
+        return WaitEdges(waiter[order], target[order])
+
+    def waits_of(self, needed: WaitEdges) -> tuple[tuple[int, ...], ...]:
+        """Return for each instruction those that it waits for."""
+        out: list[tuple[int, ...]] = [()] * len(self.stream_of)
+        for i, one in zip(needed.waiter.tolist(), zip(needed.target.tolist()), strict=True):
+            out[i] = out[i] + one if out[i] else one
         return tuple(out)
 
     @cached_property
@@ -99,6 +146,9 @@ def draft(graph: Graph, deps: Dependencies, c: Columns, tasks: Tasks, where: Pos
     computed = np.empty(len(compute) + len(comm), np.int64)
     computed[compute], computed[comm] = index_in_run(tasks.counts), where.before
 
+    place = np.empty(len(computed), np.int64)
+    place[compute], place[comm] = c.place[tasks.nodes[tasks.first]], c.place[where.nodes]
+
     ran: list[list[int]] = [[]] * len(computed)
     nodes = tasks.nodes.tolist()
     for i, (a, b) in zip(compute.tolist(), pairwise([*tasks.first.tolist(), len(nodes)]), strict=True):
@@ -112,7 +162,7 @@ def draft(graph: Graph, deps: Dependencies, c: Columns, tasks: Tasks, where: Pos
     received = received[computed[received] > 0]
     latest = compute[np.searchsorted(compute, received) - 1]  # its buffer is made right after that
     waits = _edges(c, at, int_array(bare.stream_of)) + WaitEdges(received, latest)
-    return Draft(tuple(graph.roles), offsets, ran, compute, computed, orders, bare, waits)
+    return Draft(tuple(graph.roles), offsets, ran, compute, computed, place, orders, bare, waits)
 
 
 def _places(totals: Ints, tasks: Tasks, where: Positions) -> tuple[Ints, Ints]:

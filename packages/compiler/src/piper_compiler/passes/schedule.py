@@ -13,7 +13,7 @@ seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -92,7 +92,7 @@ class Scheduler:
         heads = [rank * self.each + self.stages + stage for rank, stage in kinds]
         self.group: list[Group] = [heads[k] + self.stages * mb for k, mb in zip(deps.of, deps.mb, strict=True)]
         self.along = deps.column(_along(graph, nodes, kinds))
-        self.collectives = {k: n.op for k, n in enumerate(nodes) if isinstance(n.op, Collective)}
+        self.collective = deps.column([n.op if isinstance(n.op, Collective) else None for n in nodes])
         self.free = {self.group[i] for i in deps.ordered if kinds[deps.of[i]][0] == FORWARD}
         """The groups of forwards that an order mentions."""
         self.limit = _limits(graph, deps, kinds)
@@ -101,6 +101,7 @@ class Scheduler:
             if backward:
                 left, key = self.roles[self.role_of[i]].left, self.group[i] % self.each
                 left[key] = left.get(key, 0) + 1
+        self.spans = deps.spans
         self.events: list[tuple[float, int, int]] = []
         self.sequence: list[int] = []
         self.arrived: dict[tuple[Collective, int, int], list[int]] = {}
@@ -108,13 +109,14 @@ class Scheduler:
 
     def run(self) -> list[int]:
         waiting: list[int] = np.bincount(self.deps.target, minlength=len(self.deps.comm)).tolist()
-        after, events, role_of, comm = self.deps.after, self.events, self.role_of, self.deps.comm
+        after, events, comm, backward = self.deps.after, self.events, self.deps.comm, self.backward
+        roles, role_of, ready, communicate = self.roles, self.role_of, self._ready, self._communicate
         now, done = 0.0, 0
         dirty = set(range(len(self.roles)))
         over: list[int] = []
         for i, n in enumerate(waiting):
             if n == 0:
-                self._communicate(i, now, over) if comm[i] else self._ready(i)
+                communicate(i, now, over) if comm[i] else ready(i)
         while True:
             if dirty:
                 self._start(dirty, now)
@@ -128,16 +130,19 @@ class Scheduler:
                 continue
             for i in over:  # which grows by what takes no time
                 if not comm[i]:
-                    self._finish(i)
+                    role = roles[role_of[i]]
+                    role.busy = False
                     dirty.add(role_of[i])
+                    if backward[i]:
+                        self._finish(role, self.group[i] % self.each)
                 for j in after[i]:
-                    left = waiting[j] = waiting[j] - 1
-                    if left:
+                    waiting[j] -= 1
+                    if waiting[j]:
                         continue
                     if comm[j]:
-                        self._communicate(j, now, over)
+                        communicate(j, now, over)
                     else:
-                        self._ready(j)
+                        ready(j)
                         dirty.add(role_of[j])
             done += len(over)
             over.clear()
@@ -146,9 +151,8 @@ class Scheduler:
         return self.sequence
 
     def _ready(self, i: int) -> None:
-        """Mark a computing node as ready to start on its role."""
-        spans = self.deps.spans
-        if i in spans and spans[i][0] != i:
+        """Let a node that computes start when its role has nothing better to do."""
+        if self.spans and self.spans.get(i, (i,))[0] != i:
             return  # the first node of a span stands for it
         role, group = self.roles[self.role_of[i]], self.group[i]
         waiting = role.ready.get(group)
@@ -164,18 +168,8 @@ class Scheduler:
 
         `over` collects what is done by now.
         """
-        op = self.collectives.get(self.deps.of[i])
-        members = [i]
-        if op is not None:
-            use = op, self.deps.mb[i], self.role_of[i]
-            nth = self.turns[use] = self.turns.get(use, -1) + 1
-            members = self.arrived.setdefault((op, self.deps.mb[i], nth), [])
-            members.append(i)
-            if len(members) < len(self.graph.channels[op.channel].roles):
-                return
-            members.sort()
-        sequence = self.sequence
-        for j in members:
+        op, sequence = self.collective[i], self.sequence
+        for j in (i,) if op is None else self._met(i, op):
             sequence.append(j)
             end = now + self.seconds[j]
             if end > now:
@@ -183,11 +177,22 @@ class Scheduler:
             else:
                 over.append(j)
 
+    def _met(self, i: int, op: Collective) -> Sequence[int]:
+        """Return the members of a collective when this one is the last of them, else none."""
+        use = op, self.deps.mb[i], self.role_of[i]
+        nth = self.turns[use] = self.turns.get(use, -1) + 1
+        members = self.arrived.setdefault((op, self.deps.mb[i], nth), [])
+        members.append(i)
+        return sorted(members) if len(members) == len(self.graph.channels[op.channel].roles) else ()
+
     def _start(self, dirty: set[int], now: float) -> None:
-        sequence = self.sequence
+        sequence, events, seconds, spans = self.sequence, self.events, self.seconds, self.spans
         for r in sorted(dirty) if len(dirty) > 1 else dirty:
             role = self.roles[r]
-            if role.busy or (group := self._choose(role)) is None:
+            if role.busy:
+                continue
+            group = role.current
+            if group not in role.ready and (group := self._choose(role)) < 0:
                 continue
             heap = role.ready[group]
             i = heappop(heap)[1]
@@ -195,15 +200,14 @@ class Scheduler:
                 del role.ready[group]
             role.current = group
             role.busy = True
-            end = now + self.seconds[i]
-            for j in self.deps.spans.get(i, (i,)):
+            end = now + seconds[i]
+            for j in spans.get(i, (i,)):
                 sequence.append(j)
-                heappush(self.events, (end, len(sequence), j))
+                heappush(events, (end, len(sequence), j))
         dirty.clear()
 
-    def _choose(self, role: _Role) -> Group | None:
-        if role.current in role.ready:
-            return role.current
+    def _choose(self, role: _Role) -> Group:
+        """Return the first group that may start, -1 when there is none."""
         while role.groups:
             group = role.groups[0]
             if group in role.ready:
@@ -211,7 +215,7 @@ class Scheduler:
                     return group
                 heappush(role.gated.setdefault(group % self.stages, []), group)
             heappop(role.groups)
-        return None
+        return -1
 
     def _admit(self, role: _Role, group: Group, force: bool = False) -> bool:
         """Return whether the group may start; an admitted forward counts as in flight until its backward is done."""
@@ -245,15 +249,12 @@ class Scheduler:
         if role.gated.get(stage):
             heappush(role.groups, heappop(role.gated[stage]))
 
-    def _finish(self, i: int) -> None:
-        role = self.roles[self.role_of[i]]
-        role.busy = False
-        if self.backward[i]:
-            key = self.group[i] % self.each
-            left = role.left[key] = role.left[key] - 1
-            if not left:
-                role.open[key % self.stages] -= 1
-                self._ungate(role, key % self.stages)
+    def _finish(self, role: _Role, key: int) -> None:
+        """Count a backward node of a stage and microbatch, after whose last one another forward may start."""
+        left = role.left[key] = role.left[key] - 1
+        if not left:
+            role.open[key % self.stages] -= 1
+            self._ungate(role, key % self.stages)
 
 
 def _kinds(nodes: tuple[Node, ...]) -> list[tuple[int, int]]:

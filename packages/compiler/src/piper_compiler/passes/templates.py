@@ -6,23 +6,22 @@ The values that die in an instruction, and the order in which a part frees them,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from itertools import pairwise
-from typing import overload
 
 import numpy as np
 
-from piper_compiler.passes.arrays import Ints, int_array, run_starts
+from piper_compiler.passes.arrays import Flags, Ints, int_array, run_starts
 from piper_compiler.passes.dependencies import Dependencies
-from piper_compiler.passes.draft import Draft, WaitEdges
+from piper_compiler.passes.draft import Draft
 from piper_compiler.passes.parts import Made, PartMaker
 from piper_compiler.passes.release import Releases, Uses
+from piper_compiler.passes.waits import LazyWaits
 from piper_ir.graph import Graph
 from piper_ir.instr_table import InstrTable, InstrTemplate
 from piper_ir.plan import COMPUTE
-from piper_ir.timing import Prepared, sweep, with_waits
+from piper_ir.timing import Prepared, sweep
 
 Dying = tuple[tuple[int, int, bool], ...]
 """The shared values that die in an instruction, each as (part, number in microbatch 0, sent).
@@ -107,7 +106,9 @@ class Drafted:
         self.first_part = run_starts(many)
         self.instr_of_part = np.repeat(np.arange(len(many)), many)
         self.uses = self._uses()
-        self.times = sweep(draft.prepared(draft.waits), [t.seconds for t in self.used], latency=graph.program.hop)
+        needed = draft.needed(draft.waits)
+        prepared = draft.prepared(needed, draft.waits_of(needed), *draft.scheduled)
+        self.times = sweep(prepared, [t.seconds for t in self.used], latency=graph.program.hop)
 
     @property
     def makespan(self) -> float:
@@ -115,8 +116,15 @@ class Drafted:
         return self.times.makespan
 
     def prepared(self, freed: Releases) -> Prepared:
-        """Return the same as `piper_ir.timing.prepare` for the plan."""
-        return with_waits(self.draft.bare, self._waits(freed).needed, self.draft.orders)
+        """Return what `piper_ir.timing.prepare` makes of the plan.
+
+        A value is freed by what starts late enough in the run without frees. So nearly all instructions stand in the
+        order in which they start there; of those that start together, communication comes first, and what belongs to
+        the whole step last.
+        """
+        waits, whole, draft = self._waits(freed), self.mb < 0, self.draft
+        keys = np.array(self.times.start), whole, whole | ~draft.channelled, *draft.scheduled
+        return draft.prepared(waits.needed, waits.by_instr, *keys)
 
     def _waits(self, freed: Releases) -> LazyWaits:
         """Return the waits of the plan, found once."""
@@ -125,17 +133,17 @@ class Drafted:
         return self._needed
 
     def _used(self, leads: list[int]) -> list[_Template]:
-        """Return the template of each instruction; `leads` has the first node number of each."""
-        of, mb, comm = self.deps.of, self.deps.mb, self.deps.comm
+        """Return the template of each instruction. `leads` has the first number of each."""
+        of, mb, comm, spans = self.deps.of, self.deps.mb, self.deps.comm, self.spans
         out: list[_Template] = []
-        known = self._known
+        known = self._known.get
         for numbers, lead in zip(self.draft.tasks, leads, strict=True):
             if comm[lead]:
-                out.append(known.get(of[lead]) or self._transfer(of[lead]))
+                out.append(known(of[lead]) or self._transfer(of[lead]))
                 continue
-            like = tuple([of[i] for i in numbers])
-            template = known.get(like) if lead not in self.spans else None
-            out.append(template or self._task(like, [mb[i] for i in numbers], self.spans.get(lead)))
+            like = (of[lead],) if len(numbers) == 1 else tuple([of[i] for i in numbers])
+            template = None if lead in spans else known(like)
+            out.append(template or self._task(like, [mb[i] for i in numbers], spans.get(lead)))
         return out
 
     def _transfer(self, k: int) -> _Template:
@@ -216,71 +224,36 @@ class Drafted:
         values = self.maker.values()
         waits = self._waits(freed)
         final = _Final(self, freed)
-        early, made, first = _by(freed.before, freed.early), *self._buffers()
+        maker, made = self._buffers()
+        there: Flags = maker >= 0  # what is not made by an instruction is there from the start
         mbs = self.mb.tolist()
         out = []
         for r, (a, b) in enumerate(pairwise(self.draft.offsets)):
             templates, used = final.role(a, b)
-            columns = waits.of(a, b), _within(early, a, b), _within(made, a, b), first.get(r, ())
+            first = tuple(made[maker == -1 - r].tolist())
+            buffers = _within(maker[there], made[there], a, b)
+            columns = waits.of(a, b), _within(freed.before, freed.early, a, b), buffers, first
             out.append(InstrTable(values, templates, used, mbs[a:b], *columns))
         return out
 
-    def _buffers(self) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
-        """Return where receive buffers and results of reductions are allocated.
+    def _buffers(self) -> tuple[Ints, Ints]:
+        """Find where receive buffers and results of reductions are made: by buffer, the instruction and the value.
 
-        They are allocated right after the latest computing instruction before the receive is posted. The second result
-        has by role the buffers that exist before its first computing instruction.
+        They are made right after the latest instruction that computes before the receive is posted. Those that are
+        there before the first such instruction of role r have -1 - r in its place.
         """
         draft = self.draft
-        found = [(i, v) for i, t in enumerate(self.used) if t.stream != COMPUTE for v in t.made[0].writes]
-        made: dict[int, list[int]] = {}
-        first: dict[int, list[int]] = {}
-        latest = draft.compute[np.searchsorted(draft.compute, int_array([i for i, _ in found])) - 1].tolist() if found else []
-        roles = (np.searchsorted(int_array(draft.offsets), int_array([i for i, _ in found]), side="right") - 1).tolist()
-        for (i, v), before, role in zip(found, latest, roles, strict=True):
-            number = v + max(int(self.mb[i]), 0)
-            if draft.computed[i] > 0:
-                made.setdefault(before, []).append(number)
-            else:
-                first.setdefault(role, []).append(number)
-        return {i: tuple(vs) for i, vs in made.items()}, {r: tuple(vs) for r, vs in first.items()}
-
-
-class LazyWaits:
-    """Hold the waits of all instructions, which are found when they are asked for; a search never asks."""
-
-    def __init__(self, draft: Draft, waits: WaitEdges) -> None:
-        self._draft, self._waits = draft, waits
-
-    @cached_property
-    def needed(self) -> tuple[tuple[int, ...], ...]:
-        """Return for each instruction those that it waits for."""
-        return self._draft.needed(self._waits)
-
-    def of(self, a: int, b: int) -> RoleWaits:
-        """Return the waits of a role, whose instructions are a to b."""
-        return RoleWaits(self, a, b)
-
-
-class RoleWaits(Sequence[tuple[int, ...]]):
-    """Show the waits of a role's instructions, counted from its first."""
-
-    def __init__(self, waits: LazyWaits, first: int, end: int) -> None:
-        self._waits, self._first, self._end = waits, first, end
-
-    def __len__(self) -> int:
-        return self._end - self._first
-
-    @overload
-    def __getitem__(self, i: int) -> tuple[int, ...]: ...
-    @overload
-    def __getitem__(self, i: slice) -> Sequence[tuple[int, ...]]: ...
-    def __getitem__(self, i: int | slice) -> tuple[int, ...] | Sequence[tuple[int, ...]]:
-        if isinstance(i, slice):
-            return [self[k] for k in range(*i.indices(len(self)))]
-        if not 0 <= i < len(self):
-            raise IndexError(i)
-        return tuple([j - self._first for j in self._waits.needed[self._first + i]])
+        user, value = [int_array(())], [int_array(())]
+        for template, instrs in self.instrs:
+            for v in template.made[0].writes if template.stream != COMPUTE else ():
+                user.append(instrs)
+                value.append(v + np.maximum(self.mb[instrs], 0))
+        users, values = np.concatenate(user), np.concatenate(value)
+        order = np.argsort(users, kind="stable")
+        users, values = users[order], values[order]
+        latest = draft.compute[np.searchsorted(draft.compute, users) - 1]
+        roles = np.searchsorted(int_array(draft.offsets), users, side="right") - 1
+        return np.where(draft.computed[users] > 0, latest, -1 - roles), values
 
 
 class _Final:
@@ -382,13 +355,10 @@ def _shared(templates: list[InstrTemplate], used: list[int]) -> tuple[list[Instr
     return list(numbers), [number[k] for k in used]
 
 
-def _by(instrs: Ints, numbers: Ints) -> dict[int, tuple[int, ...]]:
-    out: dict[int, list[int]] = {}
-    for i, v in zip(instrs.tolist(), numbers.tolist(), strict=True):
-        out.setdefault(i, []).append(v)
-    return {i: tuple(vs) for i, vs in out.items()}
-
-
-def _within(numbers: Mapping[int, tuple[int, ...]], a: int, b: int) -> dict[int, tuple[int, ...]]:
-    """Return the entries of a role's instructions a to b, counted from its first."""
-    return {i - a: vs for i, vs in numbers.items() if a <= i < b}
+def _within(instrs: Ints, numbers: Ints, a: int, b: int) -> dict[int, tuple[int, ...]]:
+    """Return the numbers of each instruction from a to b, counted from a; `instrs` are ascending."""
+    first, end = np.searchsorted(instrs, (a, b)).tolist()
+    out: dict[int, tuple[int, ...]] = {}
+    for i, one in zip((instrs[first:end] - a).tolist(), zip(numbers[first:end].tolist()), strict=True):
+        out[i] = out[i] + one if i in out else one
+    return out

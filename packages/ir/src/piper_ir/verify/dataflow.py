@@ -1,7 +1,7 @@
 """Check rule R27: every reader gets the value that it asks for, followed back through sends, sums and collectives.
 
-An *atom* is a thing that is computed or loaded once per microbatch, (chunk, port, mb) or ("", batch tensor, mb), or
-once in the whole step, ("", "norm " + bucket, -1). A value is an atom or a sum of atoms.
+An *atom* is a thing that is computed or loaded once per microbatch, ((chunk, port), mb) or (("", batch tensor), mb), or
+once in the whole step, (("", "norm " + bucket), -1). A value is an atom or a sum of atoms.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from piper_ir.program import Chunk
 from piper_ir.verify.rules import Findings, part_name
 from piper_ir.verify.run import Events
 
-Atom = tuple[str, str, int]
+Term = tuple[str, str]
+"""A chunk and its port."""
+Atom = tuple[Term, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,12 +59,13 @@ def check_dataflow(findings: Findings, events: Events, order: list[int]) -> None
     """Check R27 along the events of the plan, in an order in which they happen."""
     flow = _Dataflow(findings)
     for event in order:
-        members = [events.at[i] for i in events.members[event]]
-        role, index = members[0]
-        if role.program[index].comm:
-            flow.communicate(members)
+        members = events.members[event]
+        role, index = events.at[members[0]]
+        instr = role.program[index]
+        if instr.comm:
+            flow.communicate([events.at[i] for i in members])
         else:
-            for part in role.program[index].parts:
+            for part in instr.parts:
                 flow.compute(role, index, part)
 
 
@@ -73,7 +76,7 @@ class _Dataflow:
         self._findings = findings
         self._plan = findings.plan
         self._origin: dict[str, _Origin] = {}
-        self._asked: dict[tuple[str, str], list[_Asked]] = {}
+        self._asked: dict[tuple[str, str], tuple[list[_Asked], list[Term | None], list[Term]]] = {}
         self._tangents = _tangents(self._plan)
         self._weights = [f"out{k}" for c in self._plan.chunks for k, o in enumerate(c.outputs) if o.kind == "weight"]
 
@@ -117,25 +120,25 @@ class _Dataflow:
         op, origin = part.op, self._origin
         match op:
             case Compute():
-                mb, asks = part.mb, self._reads(op)
-                if [origin[v] for v in part.reads] != [(*asked.only, mb) for asked in asks]:  # most ask for one atom
+                mb = part.mb
+                asks, only, writes = self._ports(op)
+                if [origin[v] for v in part.reads] != [(term, mb) for term in only]:  # most ask for one atom
                     for value, asked in zip(part.reads, asks, strict=True):
                         problem = asked.problem(origin[value], mb)
                         if problem:
                             text = f"{part_name(part)} reads {value} as {asked.name}: {problem}"
                             self._findings.add("R27-dataflow", text, role, index)
-                writes = self._plan.chunk(op.chunk).steps[op.step].writes  # type: ignore[index]  # R07 refuses B
-                origin.update(zip(part.writes, [(op.chunk, port, mb) for port in writes], strict=True))
+                origin.update(zip(part.writes, [(term, mb) for term in writes], strict=True))
             case Load(tensor=tensor):
-                origin[part.writes[0]] = ("", tensor, part.mb)
+                origin[part.writes[0]] = ("", tensor), part.mb
             case Seed():
-                origin[part.writes[0]] = ("", SEED, part.mb)
+                origin[part.writes[0]] = ("", SEED), part.mb
             case Add():
                 origin[part.writes[0]] = _Sum(tuple(origin[v] for v in part.reads))
             case Zeros():
                 origin[part.writes[0]] = _Sum(())
             case SquaredNorm(buckets=buckets):
-                origin[part.writes[0]] = _Sum(tuple(("", f"norm {b}", -1) for b in buckets))
+                origin[part.writes[0]] = _Sum(tuple((("", f"norm {b}"), -1) for b in buckets))
             case Update():
                 for problem in self._update_problems(op, part):
                     self._findings.add("R27-dataflow", f"{part_name(part)}: {problem}", role, index)
@@ -144,13 +147,16 @@ class _Dataflow:
             case _:
                 assert_never(op)
 
-    def _reads(self, op: Compute) -> list[_Asked]:
+    def _ports(self, op: Compute) -> tuple[list[_Asked], list[Term | None], list[Term]]:
+        """Return what a step reads, the term of each read that asks for one alone, and the terms that it writes."""
         key = (op.chunk, op.step)
-        if key not in self._asked:
+        found = self._asked.get(key)
+        if found is None:
             chunk = self._plan.chunk(op.chunk)
-            ports = [p for p in chunk.steps[op.step].reads if not is_state(chunk, p)]  # type: ignore[index]  # R07 refuses B
-            self._asked[key] = [self._ask(chunk, p) for p in ports]
-        return self._asked[key]
+            sig = chunk.steps[op.step]  # type: ignore[index]  # R07 refuses B
+            asks = [self._ask(chunk, p) for p in sig.reads if not is_state(chunk, p)]
+            found = self._asked[key] = asks, [asked.only for asked in asks], [(op.chunk, port) for port in sig.writes]
+        return found
 
     def _ask(self, chunk: Chunk, port: str) -> _Asked:
         if port.startswith("tan"):
@@ -169,7 +175,7 @@ class _Dataflow:
             yield from self._weight_problems(self._origin[reads.pop(0)])
         if op.clip is not None:
             opened = _open(self._origin[reads.pop(0)])
-            wanted = Counter({(("", f"norm {b.id}", -1), frozenset[str]()): 1 for b in self._plan.buckets})
+            wanted = Counter({((("", f"norm {b.id}"), -1), frozenset[str]()): 1 for b in self._plan.buckets})
             if opened != wanted:
                 yield f"the norm that it clips by is not the sum over each bucket, once: {_difference(opened, wanted)}"
 
@@ -178,7 +184,7 @@ class _Dataflow:
         replicated = frozenset(a for a in plan.replicated if plan.mesh.size(a) > 1)
         last = plan.chunks[-1].id
         opened = _open(origin)
-        wanted = Counter({((last, port, mb), replicated): 1 for port in self._weights for mb in range(plan.microbatches)})
+        wanted = Counter({(((last, port), mb), replicated): 1 for port in self._weights for mb in range(plan.microbatches)})
         if opened != wanted:
             yield f"the weight that it divides by is not the sum over microbatches and replicas: {_difference(opened, wanted)}"
 
@@ -187,12 +193,12 @@ class _Dataflow:
 class _Asked:
     """Say what a port asks for: a sum of terms (chunk, port), each in the reader's microbatch.
 
-    `only` is the term of a sum with one term.
+    `only` is the term where there is a single one.
     """
 
     name: str
-    terms: frozenset[tuple[str, str]]
-    only: tuple[str, str] | tuple[()] = ()
+    terms: frozenset[Term]
+    only: Term | None = None
 
     def __post_init__(self) -> None:
         if len(self.terms) == 1:
@@ -200,11 +206,10 @@ class _Asked:
 
     def problem(self, origin: _Origin, mb: int) -> str:
         """Return how a value differs from what the port asks for in a microbatch; "" when it does not."""
-        if isinstance(origin, tuple):
-            if origin[2] == mb and len(self.terms) == 1 and origin[:2] in self.terms:
-                return ""
+        if isinstance(origin, tuple) and origin == (self.only, mb):
+            return ""
         opened = _open(origin)
-        wanted = Counter({((chunk, port, mb), frozenset[str]()): 1 for chunk, port in self.terms})
+        wanted = Counter({((term, mb), frozenset[str]()): 1 for term in self.terms})
         return "" if opened == wanted else _difference(opened, wanted)
 
 
@@ -220,7 +225,7 @@ def _open(origin: _Origin) -> Opened:
         if isinstance(term, _Sum):
             todo += [(t, over.union(term.over)) for t in term.terms]
         elif isinstance(term, _Blocks):
-            opened[("", f"blocks of {term.meeting.name}", -1), over] += 1
+            opened[(("", f"blocks of {term.meeting.name}"), -1), over] += 1
         else:
             opened[term, over] += 1
     return opened
@@ -250,7 +255,7 @@ def _difference(opened: Opened, wanted: Opened) -> str:
 
 def _names(terms: Opened) -> str:
     shown = []
-    for ((chunk, port, mb), over), count in sorted(terms.items(), key=lambda t: (t[0][0], sorted(t[0][1]))):
+    for (((chunk, port), mb), over), count in sorted(terms.items(), key=lambda t: (t[0][0], sorted(t[0][1]))):
         name = f"{chunk}:{port}" if chunk else port
         axes = f" summed over {', '.join(sorted(over))}" if over else ""
         shown.append(f"{f'{count} x ' if count > 1 else ''}{name}{f'@{mb}' if mb >= 0 else ''}{axes}")

@@ -1,19 +1,23 @@
-"""Check rules R01 to R10: each piece of a plan, seen alone, is well formed, so that later checks need not ask."""
+"""Check rules R01 to R10: each piece of a plan, seen alone, is well formed; later checks index without asking.
+
+`signatures` has what parts must read and write.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from re import compile as regex
 from typing import assert_never
 
 from piper_ir.collectives import COLLECTIVES
-from piper_ir.errors import PlanError
+from piper_ir.instr_table import InstrTable, TableKinds
 from piper_ir.ops import COMM, Add, Collective, Comm, Compute, Load, Op, Recv, Seed, Send, SquaredNorm, Update, Zeros, op_name
-from piper_ir.plan import COMPUTE, Channel, Instr, Part, Plan, RolePlan, Values, is_state
+from piper_ir.plan import COMPUTE, Channel, Instr, Plan, RolePlan, Values
 from piper_ir.program import Chunk
-from piper_ir.sizes import ITEM_BYTES, TensorSpec, bind
+from piper_ir.sizes import ITEM_BYTES, bind
 from piper_ir.verify.rules import Findings, part_name
+from piper_ir.verify.signatures import Signatures
 
 _PORT = regex(r"(in|out|saved|tan|gin|iw)(\d+)")
 
@@ -33,22 +37,24 @@ def check_tables(findings: Findings) -> None:
         problem = _channel_problem(plan, channel)
         if problem:
             findings.add("R09-channels", f"channel {channel.id}: {problem}")
-    known = set(plan.values)
+    names = _Names(findings)
     for role, index, instr in plan.instructions():
         if instr.stream not in role.streams:
             findings.add("R02-streams", f"the role has the streams {', '.join(role.streams)}", role, index)
-        for name in _unknown(plan, known, instr):
+        for name in names.unknown(instr):
             findings.add("R06-names", f"there is no {name} in the plan", role, index)
 
 
 def check_instructions(findings: Findings) -> None:
     """Check R03, R04, R05, R07, R08 and R10 on plans whose tables hold."""
     plan = findings.plan
-    signatures, states = _Signatures(plan), _States(plan)
+    signatures, states = Signatures(findings), _States(plan)
     for role in plan.roles:
         done = dict.fromkeys(role.streams, 0)
-        for index, instr in enumerate(role.program):
-            problem = _parts_problem(instr)
+        sound: set[int] = set()  # those that say the same in other microbatches are so too
+        for index, (instr, kind) in enumerate(zip(role.program, alike(plan, role.program), strict=True)):
+            judged, known = len(findings.violations), kind in sound
+            problem = "" if known else _parts_problem(instr)
             if problem:
                 findings.add("R03-parts", problem, role, index)
             if instr.stream != COMPUTE and (instr.frees_before or instr.allocs_after or any(p.frees for p in instr.parts)):
@@ -58,7 +64,7 @@ def check_instructions(findings: Findings) -> None:
             for stream, count in instr.waits:
                 if not 1 <= count <= done.get(stream, 0):
                     findings.add("R05-waits", _wait_problem(role, stream, count, done), role, index)
-            for part in instr.parts:
+            for part in () if known else instr.parts:
                 for problem in signatures.problems(part):
                     findings.add("R07-signature", f"{part_name(part)}: {problem}", role, index)
                 if isinstance(part.op, COMM):
@@ -66,6 +72,8 @@ def check_instructions(findings: Findings) -> None:
                     if use:
                         findings.add("R10-channel-use", use, role, index)
             done[instr.stream] += 1
+            if len(findings.violations) == judged:
+                sound.add(kind)
         states.check(findings, role)
 
 
@@ -137,7 +145,7 @@ def _is_param(chunk: Chunk, index: int) -> bool:
 def _sizes(findings: Findings) -> None:
     """Check for R07 that all shapes of a plan are plain numbers."""
     plan = findings.plan
-    specs = [("value", id, spec) for id, (spec, _) in plan.kinds.items()]
+    specs = [("value", id, spec) for id, (spec, _) in findings.kinds.items()]
     specs += [("parameter", p.name, p.spec) for p in plan.params] + [("buffer", b.name, b.spec) for b in plan.buffers]
     good: set[int] = set()  # by identity: microbatches share specs, objects that the plan keeps alive
     for what, name, spec in specs:
@@ -192,16 +200,30 @@ def _channel_problem(plan: Plan, channel: Channel) -> str:
     return "" if same else f"its roles place different axes, {dict(source)} and {dict(destination)}"
 
 
-def _unknown(plan: Plan, known: set[str], instr: Instr) -> Iterable[str]:
-    """Yield the names in an instruction that the plan does not have; `known` are the plan's values."""
-    for value in (*instr.frees_before, *instr.allocs_after):
-        if value not in known:
-            yield f"value {value}"
-    for part in instr.parts:
-        for values in (part.reads, part.writes, part.frees):
-            if not known.issuperset(values):
-                yield from (f"value {v}" for v in values if v not in known)
-        yield from _unknown_in_op(plan, part.op)
+class _Names:
+    """Find what instructions name and the plan does not have."""
+
+    def __init__(self, findings: Findings) -> None:
+        self._plan = findings.plan
+        self._values = set(findings.kinds)
+        self._known: dict[int, Op] = {}  # by identity: microbatches share ops; these name what is there
+
+    def unknown(self, instr: Instr) -> list[str]:
+        """Return what an instruction names and the plan does not have."""
+        values = [*instr.frees_before, *instr.allocs_after]
+        out: list[str] = []
+        for part in instr.parts:
+            values += part.reads
+            values += part.writes
+            values += part.frees
+            if id(part.op) not in self._known:
+                missing = list(_unknown_in_op(self._plan, part.op))
+                out += missing
+                if not missing:
+                    self._known[id(part.op)] = part.op
+        if not self._values.issuperset(values):
+            out[:0] = [f"value {v}" for v in values if v not in self._values]
+        return out
 
 
 def _unknown_in_op(plan: Plan, op: Op) -> Iterable[str]:
@@ -228,6 +250,16 @@ def _unknown_in_op(plan: Plan, op: Op) -> Iterable[str]:
             pass
         case _:
             assert_never(op)
+
+
+def alike(plan: Plan, program: Sequence[Instr]) -> Sequence[int]:
+    """Return a number for each instruction of a program, equal for those that are the same but for their microbatch.
+
+    Their values have the same sizes then: those of the table, unless the plan says something else of its values.
+    """
+    if isinstance(program, InstrTable) and isinstance(plan.kinds, TableKinds) and plan.kinds.are_of(program):
+        return program.alike
+    return range(len(program))
 
 
 def _parts_problem(instr: Instr) -> str:
@@ -262,102 +294,6 @@ def _use_problem(plan: Plan, role: RolePlan, instr: Instr, op: Comm) -> str:
     if instr.stream != channel.stream_on(role.role):
         return f"channel {channel.id} uses the stream {channel.stream_on(role.role)} here"
     return ""
-
-
-class _Signatures:
-    """Check R07: what the parts of a plan must read and write."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan, self._kinds = plan, plan.kinds
-        self._batch = {b.name: b.spec.bind(plan.rows) for b in plan.batch}
-        self._steps: dict[tuple[str, str], tuple[list[TensorSpec], list[TensorSpec]]] = {}
-        self._sizes: dict[str, int] = {}
-
-    def problems(self, part: Part) -> Iterable[str]:
-        """Yield what is wrong with what a part reads and writes."""
-        if isinstance(part.op, Compute | Load | Seed) and not 0 <= part.mb < self._plan.microbatches:
-            yield f"microbatch {part.mb} is not in 0..{self._plan.microbatches - 1}"
-        if isinstance(part.op, Compute):
-            if part.op.step == "B" or part.op.step not in self._plan.chunk(part.op.chunk).steps:
-                steps = ", ".join(self._plan.chunk(part.op.chunk).steps)
-                yield f"the step {part.op.step} does not exist in a plan; chunk {part.op.chunk} has {steps}"
-                return
-            reads, writes = self._step(part.op)
-        else:
-            try:
-                reads, writes = self._op(part)
-            except PlanError as e:
-                yield str(e)
-                return
-        yield from self._compare("reads", part.reads, reads)
-        yield from self._compare("writes", part.writes, writes)
-
-    def _compare(self, verb: str, values: tuple[str, ...], expected: list[TensorSpec]) -> Iterable[str]:
-        if len(values) != len(expected):
-            yield f"it {verb} {len(values)} values; {len(expected)} are expected"
-            return
-        specs = [self._kinds[v][0] for v in values]
-        if specs != expected:  # equal objects first, of which microbatches have the same
-            for value, actual, spec in zip(values, specs, expected, strict=True):
-                if actual != spec:
-                    yield f"it {verb} {value}, a {actual}; {spec} is expected"
-
-    def _step(self, op: Compute) -> tuple[list[TensorSpec], list[TensorSpec]]:
-        key = (op.chunk, op.step)
-        if key not in self._steps:
-            chunk = self._plan.chunk(op.chunk)
-            assert op.step != "B"
-            sig = chunk.steps[op.step]
-            reads = [port_spec(chunk, p) for p in sig.reads if not is_state(chunk, p)]
-            self._steps[key] = reads, [port_spec(chunk, p) for p in sig.writes]
-        return self._steps[key]
-
-    def _op(self, part: Part) -> tuple[list[TensorSpec], list[TensorSpec]]:
-        """Return what an op reads and writes; for ops that take any shape, that of their first value."""
-        values, op = self._plan.values, part.op
-        first = [values[v].spec for v in (*part.reads, *part.writes)[:1]] or [TensorSpec((), "float32")]
-        match op:
-            case Load(tensor=tensor):
-                return [], [self._batch[tensor]]
-            case Seed(dtype=dtype):  # of the loss's shape, which synthetic programs leave empty
-                return [], [TensorSpec(first[0].shape, dtype)]
-            case Zeros(dtype=dtype) | SquaredNorm(dtype=dtype):
-                return [], [TensorSpec((), dtype)]
-            case Add():
-                return first * max(1, len(part.reads)), first
-            case Send():
-                return first, []
-            case Recv():
-                return [], first
-            case Collective():
-                return self._collective(op, first)
-            case Update(weighted=weighted, clip=clip):
-                scalars = [TensorSpec((), values[v].spec.dtype) for v in part.reads] + first * 2
-                return scalars[: int(weighted) + int(clip is not None)], []
-            case Compute():
-                raise AssertionError("handled by _step")
-            case _:
-                assert_never(op)
-
-    def _collective(self, op: Collective, first: list[TensorSpec]) -> tuple[list[TensorSpec], list[TensorSpec]]:
-        """Return what a member of a collective reads and writes; raise PlanError when its law does not allow it."""
-        if not op.bucket:
-            return first, [op.law.written(first[0], self._members(op.channel))]
-        if not op.law.buckets:
-            raise PlanError(f"{op.law.name} works on values, and it names the bucket {op.bucket}")
-        return [], []
-
-    def _members(self, channel: str) -> int:
-        """Return how many ranks meet on a group channel."""
-        if channel not in self._sizes:
-            group = self._plan.channel(channel)
-            self._sizes[channel] = len(self._plan.peers(group, self._plan.role(group.roles[0]).ranks[0]))
-        return self._sizes[channel]
-
-
-def port_spec(chunk: Chunk, port: str) -> TensorSpec:
-    """Return the shape and dtype of a port; inputs may be given by the chunk's list of inputs only."""
-    return chunk.ports[port] if port in chunk.ports else chunk.inputs[int(port.removeprefix("in"))].spec
 
 
 class _States:

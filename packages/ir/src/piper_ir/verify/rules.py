@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from piper_ir.ops import Compute, op_name
-from piper_ir.plan import Instr, Part, Plan, RolePlan
+from piper_ir.plan import Category, Instr, Part, Plan, RolePlan
+from piper_ir.sizes import TensorSpec
 
 RULES: dict[str, str] = {
     # form
@@ -71,6 +72,14 @@ class Findings:
 
     plan: Plan
     violations: list[Violation] = field(default_factory=list)
+    _kinds: dict[str, tuple[TensorSpec, Category]] | None = None
+
+    @property
+    def kinds(self) -> dict[str, tuple[TensorSpec, Category]]:
+        """Return the spec and category of every value, as a dict, which is the fastest to ask."""
+        if self._kinds is None:
+            self._kinds = dict(self.plan.kinds.items())
+        return self._kinds
 
     def add(self, rule: str, message: str, role: RolePlan | None = None, index: int = -1) -> None:
         """Add a violation of a rule, with the role and the instruction whose fault it is."""

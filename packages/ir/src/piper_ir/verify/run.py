@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from piper_ir.ops import COMM, Collective, op_name
 from piper_ir.plan import COMPUTE, Channel, Plan, RolePlan
+from piper_ir.sizes import TensorSpec
 from piper_ir.verify.rules import Findings, Violation, instr_title
 
 _Reason = tuple[int, str]
@@ -69,25 +70,35 @@ def meetings(findings: Findings) -> list[list[int]]:
             findings.add(rule, f"channel {channel.id}: {', '.join(counts)}")
             continue
         for n, met in enumerate(zip(*sides, strict=True)):
-            carried = [_carries(findings.plan, *role_and_index[i]) for i in met]
-            if len(set(carried)) > 1:
+            carried = [_carries(findings, *role_and_index[i]) for i in met]
+            if carried.count(carried[0]) < len(carried):
                 findings.add(rule, _mismatch(channel, n, carried), *role_and_index[met[0]])
             all_meetings.append(list(met))
     return all_meetings
 
 
-def _carries(plan: Plan, role: RolePlan, index: int) -> str:
-    """Return a text for what an instruction brings to a meeting, equal for instructions that fit together."""
+_Carried = tuple[Collective | None, TensorSpec | None]
+"""What an instruction brings to a meeting: the collective, if it is one, and the value, if it carries one."""
+
+
+def _carries(findings: Findings, role: RolePlan, index: int) -> _Carried:
+    """Return what an instruction brings to a meeting, equal for instructions that fit together."""
     part = role.program[index].parts[0]
     if not isinstance(part.op, Collective):
-        return str(plan.values[(*part.reads, *part.writes)[0]].spec)
-    carried = f"bucket {part.op.bucket}" if part.op.bucket else str(plan.values[part.reads[0]].spec)
-    return f"{op_name(part.op)} of {carried}"
+        return None, findings.kinds[(part.reads or part.writes)[0]][0]
+    return part.op, None if part.op.bucket else findings.kinds[part.reads[0]][0]
 
 
-def _mismatch(channel: Channel, n: int, carried: list[str]) -> str:
-    sides = ", ".join(f"{what} on role {role}" for what, role in zip(carried, channel.roles, strict=True))
+def _mismatch(channel: Channel, n: int, carried: list[_Carried]) -> str:
+    texts = [_carried_text(op, spec) for op, spec in carried]
+    sides = ", ".join(f"{what} on role {role}" for what, role in zip(texts, channel.roles, strict=True))
     return f"number {n} on channel {channel.id} is {sides}; all must carry the same"
+
+
+def _carried_text(op: Collective | None, spec: TensorSpec | None) -> str:
+    if op is None:
+        return str(spec)
+    return f"{op_name(op)} of {f'bucket {op.bucket}' if op.bucket else spec}"
 
 
 def run(findings: Findings, events: Events) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from math import isclose
@@ -26,8 +26,9 @@ def check_steps(findings: Findings) -> None:
     plan = findings.plan
     ran: dict[tuple[str, int, str], list[_RolePosition]] = {}
     for role, place, part in _parts(plan):
-        if isinstance(part.op, Compute):
-            ran.setdefault((part.op.chunk, part.mb, part.op.step), []).append((role, place))
+        op = part.op
+        if isinstance(op, Compute):
+            ran.setdefault((op.chunk, part.mb, op.step), []).append((role, place))
         elif isinstance(part.op, Seed):
             expected = 1.0 if plan.loss_kind == "sum" else 1 / (plan.microbatches * plan.replicas)
             if not isclose(part.op.value, expected, rel_tol=1e-12):
@@ -178,11 +179,14 @@ class _Use:
 def check_reductions(findings: Findings, orders: dict[str, HappensBefore]) -> None:
     """Check R24, R25, and the part of R26 that all updates clip alike."""
     touched = _Touched(findings.plan)
+    updates: list[tuple[RolePlan, int, Update]] = []
     for role in findings.plan.roles:
         uses = {b.id: _Use() for b in findings.plan.buckets}
         for i, instr in enumerate(role.program):
             for p, part in enumerate(instr.parts):
                 touched.record(uses, part, (i, p))
+                if isinstance(part.op, Update):
+                    updates.append((role, i, part.op))
         for bucket in findings.plan.buckets:
             use = uses[bucket.id]
             if role.role in bucket.roles:
@@ -190,18 +194,18 @@ def check_reductions(findings: Findings, orders: dict[str, HappensBefore]) -> No
             elif use.updates or use.reductions or use.norms:
                 index = (use.updates + use.reductions + use.norms)[0][0]
                 findings.add("R25-update", f"it touches bucket {bucket.id}, which {', '.join(bucket.roles)} hold", role, index)
-    _check_clips(findings)
+    _check_clips(findings, updates)
 
 
-def _check_clips(findings: Findings) -> None:
+def _check_clips(findings: Findings, updates: Iterable[tuple[RolePlan, int, Update]]) -> None:
     """Check that the bound of the global norm is one number for the whole gradient."""
     clips: dict[float | None, str] = {}
-    for role, place, part in _parts(findings.plan):
-        if isinstance(part.op, Update) and part.op.buckets and part.op.clip not in clips:
-            clips[part.op.clip] = role.role
+    for role, index, op in updates:
+        if op.buckets and op.clip not in clips:
+            clips[op.clip] = role.role
             if len(clips) > 1:
                 bounds = ", ".join(f"{clip} on {where}" for clip, where in clips.items())
-                findings.add("R26-scale", f"gradients are clipped differently: {bounds}", role, place[0])
+                findings.add("R26-scale", f"gradients are clipped differently: {bounds}", role, index)
 
 
 class _Touched:

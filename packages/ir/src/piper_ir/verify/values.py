@@ -143,7 +143,7 @@ def _lives(role: RolePlan, plain: set[str]) -> dict[str, _Life]:
     for life in of(role.allocs_first):
         life.allocs.append(FIRST)
     for i, instr in enumerate(role.program):
-        for life in of(instr.frees_before):
+        for life in of(instr.frees_before) if instr.frees_before else ():
             life.frees.append((i, -1))
         for p, part in enumerate(instr.parts):
             if plain.issuperset(part.reads) and plain.issuperset(part.writes) and plain.issuperset(part.frees):
@@ -154,7 +154,7 @@ def _lives(role: RolePlan, plain: set[str]) -> dict[str, _Life]:
                 life.writes.append((i, p))
             for life in of(part.frees):
                 life.frees.append((i, p))
-        for life in of(instr.allocs_after):
+        for life in of(instr.allocs_after) if instr.allocs_after else ():
             life.allocs.append((i, LAST))
     return lives
 

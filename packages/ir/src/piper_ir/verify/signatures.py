@@ -1,0 +1,110 @@
+"""Check rule R07: what the parts of a plan read and write agrees with their ops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import assert_never
+
+from piper_ir.errors import PlanError
+from piper_ir.ops import Add, Collective, Compute, Load, Recv, Seed, Send, SquaredNorm, Update, Zeros
+from piper_ir.plan import Part, is_state
+from piper_ir.program import Chunk
+from piper_ir.sizes import TensorSpec
+from piper_ir.verify.rules import Findings
+
+
+class Signatures:
+    """Check R07: what the parts of a plan must read and write."""
+
+    def __init__(self, findings: Findings) -> None:
+        self._plan = plan = findings.plan
+        self._kinds = findings.kinds
+        self._batch = {b.name: b.spec.bind(plan.rows) for b in plan.batch}
+        self._steps: dict[tuple[str, str], tuple[list[TensorSpec], list[TensorSpec]]] = {}
+        self._sizes: dict[str, int] = {}
+
+    def problems(self, part: Part) -> Iterable[str]:
+        """Yield what is wrong with what a part reads and writes."""
+        if isinstance(part.op, Compute | Load | Seed) and not 0 <= part.mb < self._plan.microbatches:
+            yield f"microbatch {part.mb} is not in 0..{self._plan.microbatches - 1}"
+        if isinstance(part.op, Compute):
+            if part.op.step == "B" or part.op.step not in self._plan.chunk(part.op.chunk).steps:
+                steps = ", ".join(self._plan.chunk(part.op.chunk).steps)
+                yield f"the step {part.op.step} does not exist in a plan; chunk {part.op.chunk} has {steps}"
+                return
+            reads, writes = self._step(part.op)
+        else:
+            try:
+                reads, writes = self._op(part)
+            except PlanError as e:
+                yield str(e)
+                return
+        yield from self._compare("reads", part.reads, reads)
+        yield from self._compare("writes", part.writes, writes)
+
+    def _compare(self, verb: str, values: tuple[str, ...], expected: list[TensorSpec]) -> Iterable[str]:
+        if len(values) != len(expected):
+            yield f"it {verb} {len(values)} values; {len(expected)} are expected"
+            return
+        specs = [self._kinds[v][0] for v in values]
+        if specs != expected:  # equal objects first, of which microbatches have the same
+            for value, actual, spec in zip(values, specs, expected, strict=True):
+                if actual != spec:
+                    yield f"it {verb} {value}, a {actual}; {spec} is expected"
+
+    def _step(self, op: Compute) -> tuple[list[TensorSpec], list[TensorSpec]]:
+        key = (op.chunk, op.step)
+        if key not in self._steps:
+            chunk = self._plan.chunk(op.chunk)
+            assert op.step != "B"
+            sig = chunk.steps[op.step]
+            reads = [port_spec(chunk, p) for p in sig.reads if not is_state(chunk, p)]
+            self._steps[key] = reads, [port_spec(chunk, p) for p in sig.writes]
+        return self._steps[key]
+
+    def _op(self, part: Part) -> tuple[list[TensorSpec], list[TensorSpec]]:
+        """Return what an op reads and writes; for ops that take any shape, that of their first value."""
+        kinds, op = self._kinds, part.op
+        first = [kinds[v][0] for v in (*part.reads, *part.writes)[:1]] or [TensorSpec((), "float32")]
+        match op:
+            case Load(tensor=tensor):
+                return [], [self._batch[tensor]]
+            case Seed(dtype=dtype):  # of the loss's shape, which synthetic programs leave empty
+                return [], [TensorSpec(first[0].shape, dtype)]
+            case Zeros(dtype=dtype) | SquaredNorm(dtype=dtype):
+                return [], [TensorSpec((), dtype)]
+            case Add():
+                return first * max(1, len(part.reads)), first
+            case Send():
+                return first, []
+            case Recv():
+                return [], first
+            case Collective():
+                return self._collective(op, first)
+            case Update(weighted=weighted, clip=clip):
+                scalars = [TensorSpec((), kinds[v][0].dtype) for v in part.reads] + first * 2
+                return scalars[: int(weighted) + int(clip is not None)], []
+            case Compute():
+                raise AssertionError("handled by _step")
+            case _:
+                assert_never(op)
+
+    def _collective(self, op: Collective, first: list[TensorSpec]) -> tuple[list[TensorSpec], list[TensorSpec]]:
+        """Return what a member of a collective reads and writes; PlanError when its law does not allow it."""
+        if not op.bucket:
+            return first, [op.law.written(first[0], self._members(op.channel))]
+        if not op.law.buckets:
+            raise PlanError(f"{op.law.name} works on values, and it names the bucket {op.bucket}")
+        return [], []
+
+    def _members(self, channel: str) -> int:
+        """Return how many ranks meet on a group channel."""
+        if channel not in self._sizes:
+            group = self._plan.channel(channel)
+            self._sizes[channel] = len(self._plan.peers(group, self._plan.role(group.roles[0]).ranks[0]))
+        return self._sizes[channel]
+
+
+def port_spec(chunk: Chunk, port: str) -> TensorSpec:
+    """Return the shape and dtype of a port; inputs may be given by the chunk's list of inputs only."""
+    return chunk.ports[port] if port in chunk.ports else chunk.inputs[int(port.removeprefix("in"))].spec
