@@ -90,7 +90,7 @@ def load_file(path: str | Path, params: Mapping[str, str] | None = None, strateg
     Args:
         path: The file.
         params: Answers to the suggestions of a strategy that is a function of a trial; they come before the file's own
-        `params`.
+            `params`.
         strategy: A JSON file whose strategy is used instead of the file's own.
     """
     path = Path(path)

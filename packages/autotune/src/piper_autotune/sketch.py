@@ -35,7 +35,7 @@ class Flight:
     Attributes:
         most: how many have at one moment done their forward and not begun their backward.
         where: chunks that the same selections of an order match are at that moment together; without any order it is
-        the moment when the loss is computed.
+            the moment when the loss is computed.
     """
 
     most: int = 1

@@ -24,9 +24,9 @@ class Study:
         rules: the rules that reject before compiling, each with how often it did.
         interrupted: whether the search ended early, by Ctrl-C or because its storage failed.
         strategies: the strategies by number, with their params, of complete rows; of a study that was loaded, the best
-        alone.
+            alone.
         device_limits: limit of a rank by type of device, where a cluster has several types; never more than its own
-        device has.
+            device has.
     """
 
     cluster: str

@@ -24,7 +24,7 @@ class Strategy:
     Attributes:
         directives: in the order in which they are applied; nested tuples and lists are flattened.
         params: for the record, the values that a function of a trial chose when it made this strategy; equality ignores
-        them.
+            them.
     """
 
     mesh: Mesh

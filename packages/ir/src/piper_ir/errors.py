@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class PiperError(Exception):
-    """Base of every error that Piper raises on purpose; the command line turns it into exit code 2."""
+    """Stand for every error that Piper raises on purpose; the command line turns it into exit code 2."""
 
 
 class CaptureError(PiperError, ValueError):

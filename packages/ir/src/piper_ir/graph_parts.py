@@ -89,8 +89,8 @@ class Node:
         id: its name without a microbatch.
         coords: region coordinates, `phase` and `op`.
         reads: values of the same microbatch; a node of the whole step reads a value in all microbatches in which its
-        role has it. For a Compute node they follow the value ports of the step in order (`ports.py` of the
-        compiler).
+            role has it. For a Compute node they follow the value ports of the step in order (`ports.py` of the
+            compiler).
         writes: values of the same microbatch.
         role: where it runs; "" means not placed.
         mbs: its microbatches; None: once in the step, or the batch is not split.

@@ -29,7 +29,7 @@ class InstrLabel:
 
     Attributes:
         halves: its phases with their microbatches (-1 for ops of the whole step). An overlapped pair has two, the
-        forward one first; everything else has one.
+            forward one first; everything else has one.
     """
 
     halves: tuple[tuple[Phase, int], ...]

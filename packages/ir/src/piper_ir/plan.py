@@ -136,13 +136,13 @@ class Channel:
 
     Attributes:
         kind: "p2p" for transfers from rank to rank that agree on all axes that are not placed. "group" for all ranks of
-        the roles that agree on the axes that are neither placed nor in `over`.
+            the roles that agree on the axes that are neither placed nor in `over`.
         roles: the roles that it joins; (source, destination) for "p2p".
         streams: the stream that uses it on each of the roles.
         over: the mesh axes along which the ranks of a group differ.
         purpose: the kind of data that it carries.
         sms: the SMs that communication on each of these streams takes from compute, where a strategy says so; 0 when
-        copy engines move it. Only simulations read it.
+            copy engines move it. Only simulations read it.
     """
 
     id: str
@@ -182,7 +182,7 @@ class Instr:
 
     Attributes:
         parts: its ops. Only the compute stream has several in one instruction: B is I and W, neighbours may be fused,
-        and an overlapped pair of a synthetic program is one instruction.
+            and an overlapped pair of a synthetic program is one instruction.
         waits: pairs (stream, n): the first n instructions of that stream must be done.
         frees_before: values that are freed before the parts run.
         allocs_after: values whose memory is allocated after the parts ran.

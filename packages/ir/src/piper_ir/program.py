@@ -36,9 +36,9 @@ class Kernel:
 
     Attributes:
         kind: the class of operation.
-        dims: (M, N, K) for a matmul, with the batch folded into M when the right operand is shared, else
-        (batch, M, N, K); (batch, heads, T_q, T_k, head_dim) for attention; (rows, classes) for cross-entropy; empty
-        for all others.
+        dims: (M, N, K) for a matmul, with the batch folded into M when the right operand is shared, else (batch, M, N,
+            K); (batch, heads, T_q, T_k, head_dim) for attention; (rows, classes) for cross-entropy; empty for all
+            others.
         dtype: the dtype in which they compute.
         bytes: bytes that one kernel reads and writes.
         count: how many there are.
@@ -159,7 +159,7 @@ class Signature:
         reads: ports that the step reads.
         writes: ports that the step writes.
         accumulates: indexes into chunk.inputs of the parameters to whose gradient accumulators the step adds; a
-        parameter may be listed once only.
+            parameter may be listed once only.
         cost: the work of the step on a device.
         liveness: the memory that the step holds while it runs.
     """
@@ -272,7 +272,7 @@ class Param:
         name: its first name.
         tied: its other names.
         trained: False without requires_grad or without a gradient path; then it is in no bucket, has no state and is
-        not updated.
+            not updated.
     """
 
     name: str
@@ -311,7 +311,7 @@ class Program:
 
     Attributes:
         loss_kind: "mean" when the loss is a mean over the rows of the microbatch. "sum" when the last chunk has outputs
-        of kind loss and weight, and the loss is sum(loss) / sum(weight) over the global batch.
+            of kind loss and weight, and the loss is sum(loss) / sum(weight) over the global batch.
         source: whether the program was captured or is synthetic.
         hop: seconds of latency of one hop between devices, in synthetic programs.
         overlap: seconds of an overlapped pair per stage, in synthetic programs.

@@ -29,12 +29,12 @@ class Row:
         source: what predicted them.
         reason: why it was rejected.
         kind: the class of the reason: the name of a rule (`piper_autotune.rules`), or "memory", "illegal" (it does not
-        compile), "strategy" (the function raised), "crash", "hang", or "confirmation" (it failed when it was run).
+            compile), "strategy" (the function raised), "crash", "hang", or "confirmation" (it failed when it was run).
         measured_period_s: the measured seconds per step.
         measured_peak_bytes: the measured bytes on the fullest rank.
         error: predicted over measured period, less 1.
         notes: remarks on the durations that the engine used, as in `Simulation.notes`; the sweep, which scores many
-        candidates, has none.
+            candidates, has none.
     """
 
     number: int

@@ -47,8 +47,8 @@ class MemSample:
         instr: the instruction's index in the program of the rank's role.
         time: when the instruction started, in seconds since the start of the step.
         bytes: bytes by category. A simulation has the categories of `piper_ir.plan.Category`. A run has one category,
-        "measured": the sum of all live storages, counted in the first step (where counting was asked for) and shown
-        at the times of the step that the trace is of.
+            "measured": the sum of all live storages, counted in the first step (where counting was asked for) and shown
+            at the times of the step that the trace is of.
     """
 
     rank: int
@@ -68,7 +68,7 @@ class Trace:
         notes: remarks for a reader, by topic.
         waits: calls of Job.batch, on the stream BATCH, each with the instruction that it held up.
         alike: ranks that do the same at the same times, of which only the first has spans and samples; empty where
-        every rank has its own.
+            every rank has its own.
         version: the version of the file format.
     """
 

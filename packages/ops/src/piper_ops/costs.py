@@ -35,7 +35,7 @@ class KernelInfo:
     Attributes:
         kind: the family of the kernel; "other" with no bytes is a view, for which no kernel is launched.
         dims: (M, N, K) or (batch, M, N, K) of a matmul, (batch, heads, T_q, T_k, head_dim) of an attention, (rows,
-        classes) of a cross-entropy, else empty.
+            classes) of a cross-entropy, else empty.
         flops: a multiply-add counts 2.
         bytes: read plus written.
         dtype: the dtype of the arithmetic, by torch's name without `torch.`.

@@ -38,7 +38,7 @@ class Offset:
         seconds: to be added to the rank's clock; true within +- `error`.
         error: in seconds; inf for a rank that shares no transfer, however indirectly, with the first one.
         slack: seconds by which the transfers contradict each other, because clocks drift or because an end of a
-        transfer was over before the other began; 0 when they agree.
+            transfer was over before the other began; 0 when they agree.
     """
 
     seconds: float

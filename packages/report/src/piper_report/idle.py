@@ -24,7 +24,7 @@ class RankIdle:
         global_bubble: the makespan of the step less `busy`.
         span_bubble: last end less first start less `busy` of its compute.
         exposed: how long its compute stream is idle while a transfer of it is under way; None without a plan, which
-        says what belongs together.
+            says what belongs together.
     """
 
     rank: int

@@ -52,8 +52,7 @@ class Result:
         name: the buffer's name, for kind "buffer".
         varies: whether it depends on the batch or on random numbers.
         changed: whether it is the new content of an input, which the piece changes in place; such an output is not
-            among
-        the function's own results.
+            among the function's own results.
     """
 
     kind: Literal["value", "buffer", "loss", "weight"]

@@ -70,8 +70,7 @@ class TracedChunk:
         code: an entry per step that is not empty.
         extra_outputs: outputs that follow the module's own.
         output_grads: whether I or W reads the gradient of output k (the extra outputs follow). A mask given as True
-            becomes
-        False where no input's gradient depends on it.
+            becomes False where no input's gradient depends on it.
         input_grads: whether the chunk makes the gradient of input k.
         random: whether F draws random numbers.
     """

@@ -33,8 +33,7 @@ class ReplayFacts:
         random: nodes that draw random numbers.
         varies: ids of storages whose content depends on the batch or on random numbers at the end.
         requires_grad: node -> the operations at which its tensor's requires_grad became known or changed, in order,
-            with
-        the new value.
+            with the new value.
     """
 
     storages: dict[fx.Node, frozenset[int]] = field(default_factory=dict)

@@ -38,7 +38,7 @@ class Partition:
 
     Attributes:
         at: "even" gives the first stages one layer more when layers do not divide; "cost" minimises the slowest stage's
-        time; a tuple gives the first layers of the stages 1, 2, ...
+            time; a tuple gives the first layers of the stages 1, 2, ...
         site: where the user wrote it.
     """
 

@@ -32,8 +32,8 @@ class Stream:
 
     Attributes:
         sms: SMs that all communication on the stream takes from compute while it runs, also the reductions that
-        `replicate(reduce=name)` puts there. None: the simulator's constants; 0: copy engines. It changes what is
-        simulated, not what is executed.
+            `replicate(reduce=name)` puts there. None: the simulator's constants; 0: copy engines. It changes what is
+            simulated, not what is executed.
         site: where the user wrote it.
     """
 

@@ -62,8 +62,7 @@ def write_schedule_csv(source: ScheduleSource | Lowered | Any, path: str | Path,
         source: what `read_schedule_csv` returns, orders, a strategy, a plan or a `piper.Compiled`.
         path: the file.
         lowered: whether to write communication: a plan's own, or for other sources the one that torch would add. By
-            default
-        a schedule is written as it is, and anything else without communication.
+            default a schedule is written as it is, and anything else without communication.
     """
     plan = getattr(source, "plan", source)
     if lowered and isinstance(plan, Plan):

@@ -28,7 +28,7 @@ class Schedule:
 
     Attributes:
         rows: `rows[r]` are the cells of device r of the axis pp: a slot of `orders`, communication, or None for an idle
-        slot.
+            slot.
         name: what errors call the table.
         newline: how lines of the file end.
     """

@@ -40,7 +40,7 @@ class Dependencies:
         ordered: the numbers that directives order.
         accumulators: (bucket, role) -> the numbers that add into the bucket's gradient there.
         spans: number -> all numbers of its span, in order. They start together, so they have edges from the same
-        numbers.
+            numbers.
         links: by node, the nodes whose values it reads; for a receive, its sends.
     """
 

@@ -24,7 +24,7 @@ class Uses:
     Attributes:
         values: how many values there are.
         value: an entry for each value that a part of a compute instruction writes or reads, in program order, a part's
-        writes first.
+            writes first.
         part: the part of each entry of `value`.
         instr: the instruction of each part.
         sent: an entry for each value that a communication instruction reads, in program order.

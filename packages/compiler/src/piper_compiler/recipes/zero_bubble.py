@@ -56,7 +56,7 @@ def zero_bubble(
         activation: what a stage keeps for one microbatch from the start of F to the end of W.
         kept_after_I: how much of that lives on from I to W (default: all).
         memory_limit: the most that a device keeps at any time, in the unit of `activation`; a number or one per device
-        (default: no limit).
+            (default: no limit).
         chunks: 1 places stage r on device r; 2 places stages r and 2 pp - 1 - r there (V).
         at: where stages begin, as in `partition`.
     """

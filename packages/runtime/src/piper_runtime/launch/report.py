@@ -27,7 +27,7 @@ class StepRecord:
     Attributes:
         loss: the loss over the global batch.
         step_s: wall seconds since the step before it was done on the slowest rank; of the first, since all ranks were
-        ready.
+            ready.
         batch_s: seconds in Job.batch of the rank that waited most.
     """
 

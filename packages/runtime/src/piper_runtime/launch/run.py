@@ -46,18 +46,17 @@ def execute(
 
     Args:
         launcher: "ray" (one actor per rank), "processes" (one process per rank, gloo over loopback; under torchrun this
-        process is one rank, see `piper_runtime.launch.torchrun`) or "inline" (all ranks in this process).
+            process is one rank, see `piper_runtime.launch.torchrun`) or "inline" (all ranks in this process).
         cluster: for Ray: "auto", or the address of a cluster to join.
         timeout_s: the call ends that long after the last sign of progress of any rank; an instruction that takes longer
-        counts as hung.
+            counts as hung.
         trace: keep the last step's spans (about 1 us per instruction).
         memory: measure peak bytes in the second step, or in the only one (slows that step).
         gradients: keep the gradients of every step.
         pool: workers to use again; without one they are started and ended in this call.
         ranges: name instructions in profilers, see `piper_runtime.engine.ranges`.
         on_step: called here with every finished step, in order, while the run goes on; when it raises, that is a
-            warning
-        and the run goes on.
+            warning and the run goes on.
         trainable: names of the parameters that had requires_grad when the plan was made (None: not known).
 
     Raises:

@@ -89,7 +89,7 @@ class ProfileReport:
         resident: per number of rows, ascending, the bytes of tensors at the peak and the most bytes that were resident
             (on
         CUDA: taken from the device by this process); empty where the system does not tell, and where NCCL has taken
-        some before.
+            some before.
         node: the host's name.
         backend: the transport of messages.
         device: the name of the rank's CUDA device, "" for the CPU.

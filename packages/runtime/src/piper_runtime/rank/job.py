@@ -64,8 +64,7 @@ class Job:
     Attributes:
         model: () -> nn.Module.
         batch: (step, rows) -> (inputs, targets), the given rows of the global batch of a step; inputs are a tensor, a
-            tuple
-        (positional) or a dict (keyword), targets any nest of tensors.
+            tuple (positional) or a dict (keyword), targets any nest of tensors.
         loss: (output, targets) -> a mean over rows, or a pair (sum, weight).
         optimizer: list of (name, parameter) -> Optimizer; it sees every parameter once, with its full shape, on meta.
         scheduler: Optimizer -> LRScheduler, stepped once per optimizer step.
@@ -73,7 +72,7 @@ class Job:
         tokens_per_row: tokens in a row, for tokens per second.
         clip_norm: largest global 2-norm of the gradient.
         init: "model" (what the model's constructor makes under `seed`) or the path of a file that torch.save wrote of a
-        state_dict.
+            state_dict.
     """
 
     model: Callable[[], nn.Module]

@@ -1,4 +1,4 @@
-"""Explain a field of a Job that is something else: a sentence, and lines to copy."""
+"""Advise users on unsuitable fields of a Job, with a sentence and lines to copy."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class OptimizerSpec:
         param_bytes: bytes of state per parameter, of optimizers that are not flat.
         separable: whether it is known to update each parameter by itself.
         update_bytes: most bytes of temporaries in a step over all parameters, which a rank that holds a part of them
-        may not reach; 0 where it is flat, since the fused kernels hold none.
+            may not reach; 0 where it is flat, since the fused kernels hold none.
     """
 
     kind: str

@@ -28,7 +28,7 @@ class Device:
         launch_s: host seconds per kernel.
         host_issue_s: host seconds per instruction of a plan.
         synchronous: whether the host runs the kernels itself (a CPU); launches then add to their time instead of hiding
-        behind it.
+            behind it.
         context_bytes: taken on the device before the first tensor.
         allocator_factor: reserved over allocated bytes.
         group_bytes: memory of a communicator of a group.
@@ -36,11 +36,11 @@ class Device:
         sms: streaming multiprocessors; 0 where there are none, or their number is not known.
         generation: architecture, for constants that a stack gives by architecture.
         memory_steps: (bytes from which on, fraction of the memory bandwidth), largest first; they count where there is
-        a stack.
+            a stack.
         stack: the kernel stack that runs the model; without one all kernels reach the same fractions.
         kernels: measured kernels, which come before any formula.
         notes: which of these numbers are assumed or not calibrated; every prediction shows it as a warning. It may be
-        empty.
+            empty.
     """
 
     name: Text

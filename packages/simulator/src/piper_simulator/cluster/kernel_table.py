@@ -71,8 +71,7 @@ class KernelDuration:
         kind: kind of kernel, as in plans.
         op: the operator (`piper_ir.program.Kernel.op`), "" for any of this kind.
         axis: the meaning of `size`: the shape (see SHAPES), or one number, bytes read and written or FLOPs, as plans
-            count
-        them.
+            count them.
         source: where the measurement comes from.
     """
 

@@ -30,10 +30,9 @@ class Stack:
         name: as in "h100x8@eager".
         attention: name of the attention kernel.
         attention_fraction: generation of devices -> fraction of the 16-bit peak that the kernel reaches, forward and
-        backward.
+            backward.
         lowering: an operator that is one node of a plan is "one kernel", or the kernels that eager "torch" launches for
-            it
-        (`piper_simulator.durations.eager_launches`).
+            it (`piper_simulator.durations.eager_launches`).
         optimizer: how parameters are updated (`piper_simulator.durations.updates`).
         fused: kinds of kernels of which those of one step are launched as one.
         saved: tensors that a forward keeps for its backward by default; for people, since a plan has its own.

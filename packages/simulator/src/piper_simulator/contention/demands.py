@@ -33,7 +33,7 @@ class Message:
         seconds: its duration alone.
         instances: the ranks of each group that sends such a message at the same time, all of one size.
         ends: role that takes part, by its index in `Prepared.roles` -> the SMs that its stream names (None: none, 0:
-        copy engines); their device is that of the first member.
+            copy engines); their device is that of the first member.
     """
 
     channel: str

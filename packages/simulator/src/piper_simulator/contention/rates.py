@@ -37,7 +37,7 @@ class Flow:
     Attributes:
         id: equal for equal flows, of which one runs at a time.
         shares: resource -> the fraction of its capacity that the message takes at full speed, with all messages that it
-        stands for (those of a role's ranks).
+            stands for (those of a role's ranks).
         largest: the largest fraction that one message alone takes, at most 1.
         takes: role that takes part -> (f_sm, f_memory at full speed).
     """

@@ -38,8 +38,7 @@ class CostModel(Protocol):
     Attributes:
         issue_s: host seconds per instruction, beside the device.
         uniform: whether an instruction's duration depends neither on its position in its role's program nor on its
-        microbatch. A search then times the outline of a plan, which is much faster; otherwise it times every plan
-        whole.
+            microbatch. A search then asks once for all equal microbatches, which is faster.
     """
 
     issue_s: float = 0.0

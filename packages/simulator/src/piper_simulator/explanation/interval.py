@@ -28,7 +28,7 @@ class StepInterval:
         fast: the step when all durations are one spread shorter at once.
         slow: the step when all are one spread longer at once, as on a machine that is disturbed as a whole.
         covered: the share of all seconds that has a spread. The rest (formulas, tables, given durations) is held fixed,
-        and its errors are not in the interval.
+            and its errors are not in the interval.
         draws: how many draws.
         seed: seed of the draws.
     """

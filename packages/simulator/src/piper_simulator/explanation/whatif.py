@@ -48,7 +48,7 @@ class Case:
 
     Attributes:
         plan: with roles split by what differs on the cluster; no change here makes more differ
-        (`piper_simulator.times.splitting`).
+            (`piper_simulator.times.splitting`).
         work: per node its work where nothing runs beside it.
         issue: host seconds per instruction.
         times: when each node ran, with contention as far as there is any (`interferes`).
