@@ -1,8 +1,8 @@
 """Find lower bounds of a strategy's time and memory before it is compiled.
 
 They follow from what a strategy decides: which chunks a device runs, and how many microbatches are in flight there.
-Only strategies whose directives all say what they decide (`piper_compiler.directives.decided`) have a sketch, as those of
-Piper do.
+Only strategies whose directives all say what they decide (`piper_compiler.directives.decided`) have a sketch, as those
+of Piper do.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class Sketches:
     def sketch(self, strategy: Strategy) -> Sketch | None:
         """Return the sketch of a strategy, or None.
 
-        A strategy has none when a directive does not say what it decides, when it places a chunk by microbatch, overlaps
-        pairs whose duration is given, or does not apply.
+        A strategy has none when a directive does not say what it decides, when it places a chunk by microbatch, when it
+        overlaps pairs whose duration is given, or when it does not apply.
         """
         decisions = [found for d in strategy.directives if (found := directives.decided(d)) is not None]
         if len(decisions) < len(strategy.directives):

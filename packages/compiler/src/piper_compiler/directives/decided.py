@@ -24,8 +24,8 @@ class Decided:
     """Say what a directive decides.
 
     Attributes:
-        single: the directive for a single microbatch, whose graph says where every chunk runs; None for a directive that
-            says nothing about that.
+        single: the directive for a single microbatch, whose graph says where every chunk runs; None for a directive
+            that says nothing about that.
         microbatches: into how many microbatches it splits the batch; None when it does not.
         order: the order in which it lets devices run their microbatches; None when it does not.
     """

@@ -78,7 +78,7 @@ def meetings(findings: Findings) -> list[list[int]]:
 
 
 _Carried = tuple[Collective | None, TensorSpec | None]
-"""What an instruction brings to a meeting: the collective, if it is one, and the value, if it carries one."""
+"""The things that an instruction brings to a meeting: the collective, if it is one, and the value, if it carries one."""
 
 
 def _carries(findings: Findings, role: RolePlan, index: int) -> _Carried:
