@@ -78,7 +78,7 @@ def meetings(findings: Findings) -> list[list[int]]:
 
 
 _Carried = tuple[Collective | None, TensorSpec | None]
-"""The things that an instruction brings to a meeting: the collective, if it is one, and the value, if it carries one."""
+"""The collective that an instruction is, if any, and the value that it brings to a meeting, if any."""
 
 
 def _carries(findings: Findings, role: RolePlan, index: int) -> _Carried:
